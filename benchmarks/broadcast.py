@@ -1,0 +1,69 @@
+"""Broadcast: ``collectivesrun -np 2 python -m benchmarks.broadcast -b 64K -e 64M -f 4 -r 0 --peers mpi``.
+
+busbw = algbw. The limit: a memcpy of S(n-1)/n bytes on every rank at once: S bytes must reach each of n-1 ranks, and all
+n ranks can share that work.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+import collectives
+from benchmarks.collective import IN_PLACE, OUT_OF_PLACE, Case, Collective, Forced, Result, Unavailable, bytes_of_peers, whole
+from benchmarks.peers import Gloo, Mpi
+from benchmarks.run import main
+from benchmarks.values import Values
+
+
+def wrong(case: Case, values: Values, result: np.ndarray) -> int:
+    return values.wrong(result, case.root)
+
+
+def ours(forced: Forced, case: Case, mode: str) -> Result:
+    if mode == IN_PLACE:
+        return lambda: collectives.broadcast_(case.work, case.root, **forced)
+    return lambda: collectives.broadcast(case.send, case.root, **forced)
+
+
+def mpi(peer: Mpi, case: Case, mode: str) -> Result:
+    if mode == OUT_OF_PLACE:
+        raise Unavailable("mpi: Bcast works in place only")
+    work = peer.plain(case.work)
+
+    def call() -> np.ndarray:
+        peer.comm.Bcast(work, case.root)
+        return case.work
+
+    return call
+
+
+def gloo(peer: Gloo, case: Case, mode: str) -> Result:
+    if mode == OUT_OF_PLACE:
+        raise Unavailable("gloo: broadcast works in place only")
+    tensor = peer.tensor(case.work)
+
+    def call() -> np.ndarray:
+        peer.distributed.broadcast(tensor, case.root)
+        return case.work
+
+    return call
+
+
+BROADCAST = Collective(
+    name="broadcast",
+    reduces=False,
+    rooted=True,
+    modes=(OUT_OF_PLACE, IN_PLACE),
+    send_parts=whole,
+    receive_parts=whole,
+    factor=lambda ranks: 1.0,
+    limit=bytes_of_peers,
+    limit_text="S(n-1)/n bytes on every rank at once",
+    wrong=wrong,
+    ours=ours,
+    mpi=mpi,
+    gloo=gloo,
+)
+
+if __name__ == "__main__":
+    main(BROADCAST)

@@ -1,0 +1,199 @@
+"""The command line, with nccl-tests' flags. Errors are told once, by rank 0, before any MPI is started."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, NoReturn
+
+import numpy as np
+
+from benchmarks.collective import OPERATIONS
+from benchmarks.peers import PEERS
+from benchmarks.ranks import launched_rank
+from collectives.config import ALGORITHMS, TRANSPORTS, parse_bytes
+
+NCCL_TYPES = {
+    "int8": "int8",
+    "uint8": "uint8",
+    "int32": "int32",
+    "uint32": "uint32",
+    "int64": "int64",
+    "uint64": "uint64",
+    "half": "float16",
+    "float": "float32",
+    "double": "float64",
+    "bfloat16": "bfloat16",
+}
+"""nccl-tests' word for a type -> NumPy's. ``-d all`` runs these."""
+
+
+class _Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows the default of a flag that has one."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return super()._get_help_string(action) if action.default not in (None, ()) else action.help
+
+
+class Parser(argparse.ArgumentParser):
+    """Speaks on rank 0 only. The other ranks leave without a word and without an error of their own: a launcher that
+    sees a failing rank ends the others, perhaps before rank 0 has said what is wrong."""
+
+    def __init__(self, prog: str, description: str) -> None:
+        super().__init__(prog, description=description, allow_abbrev=False, formatter_class=_Help)
+        self.rank = launched_rank()
+
+    def _print_message(self, message: str, file: IO[str] | None = None) -> None:  # type: ignore[override]
+        if self.rank == 0:
+            super()._print_message(message, file)
+
+    def error(self, message: str) -> NoReturn:
+        self._print_message(f"{self.prog}: error: {message}; --help shows the flags\n", sys.stderr)
+        sys.exit(0 if self.rank else 2)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One run, as asked for. Sizes in bytes."""
+
+    sizes: tuple[int, ...]
+    iterations: int
+    warmup: int
+    dtypes: tuple[str, ...]
+    ops: tuple[str, ...]
+    root: int
+    check: bool
+    peers: tuple[str, ...]
+    algorithms: tuple[str, ...]
+    transports: tuple[str, ...]
+    json: Path | None
+    plot: Path | None
+
+
+def size(text: str) -> int:
+    """A number of bytes such as 4096, 64K or 1G."""
+    try:
+        return parse_bytes(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected a number of bytes such as 4096, 64K or 1G, got {text!r}") from None
+
+
+def whole_number(least: int) -> Callable[[str], int]:
+    """A parser of integers that are at least ``least``."""
+
+    def parse(text: str) -> int:
+        if not text.removeprefix("-").isdigit() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"expected a whole number, {least} or more, got {text!r}")
+        return int(text)
+
+    return parse
+
+
+def names(kind: str, known: Sequence[str], everything: bool = False) -> Callable[[str], tuple[str, ...]]:
+    """A parser of comma-separated names out of ``known``; with ``everything``, ``all`` means each of them."""
+
+    def parse(text: str) -> tuple[str, ...]:
+        if everything and text == "all":
+            return tuple(known)
+        words = tuple(dict.fromkeys(word for word in text.split(",") if word))
+        for word in words:
+            if word not in known:
+                raise argparse.ArgumentTypeError(f"unknown {kind} {word!r}; expected {', '.join(known)}{', all' if everything else ''}")
+        if not words:
+            raise argparse.ArgumentTypeError(f"expected at least one {kind} out of {', '.join(known)}")
+        return words
+
+    return parse
+
+
+def dtype_names(text: str) -> tuple[str, ...]:
+    """nccl-tests' or NumPy's names of types, comma-separated; ``all`` is nccl-tests' list."""
+    words = NCCL_TYPES if text == "all" else [word for word in text.split(",") if word]
+    return tuple(dict.fromkeys(find_dtype(word).name for word in words))
+
+
+def find_dtype(name: str) -> np.dtype:
+    """The NumPy dtype of one of nccl-tests' or NumPy's names; bfloat16 comes from ml_dtypes."""
+    numpy_name: Any = NCCL_TYPES.get(name, name)
+    if numpy_name == "bfloat16":
+        import ml_dtypes
+
+        numpy_name = ml_dtypes.bfloat16
+    try:
+        dtype: np.dtype = np.dtype(numpy_name)
+    except TypeError:
+        dtype = np.dtype(object)
+    if dtype.name != "bfloat16" and (dtype.kind not in "biufc" or dtype.char in "gG"):
+        raise argparse.ArgumentTypeError(f"unknown type {name!r}; expected {', '.join(NCCL_TYPES)}, all, or a NumPy name such as complex64")
+    return dtype
+
+
+def sweep(smallest: int, largest: int, factor: float, step: int) -> tuple[int, ...]:
+    """The sizes of a run: from ``smallest`` to ``largest``, times ``factor`` if that is above 1, otherwise ``step`` further."""
+    sizes = [smallest]
+    while (following := max(sizes[-1] + 1, int(sizes[-1] * factor)) if factor > 1 else sizes[-1] + step) <= largest:
+        sizes.append(following)
+    return tuple(sizes)
+
+
+def parser(collective: str, reduces: bool, rooted: bool) -> Parser:
+    """The flags of one collective's benchmark."""
+    flags = Parser(prog=f"benchmarks.{collective}", description=f"Time and check {collective}, with nccl-tests' flags and columns.")
+    flags.add_argument("-b", "--minbytes", type=size, default="32M", metavar="SIZE", help="smallest size")
+    flags.add_argument("-e", "--maxbytes", type=size, default=None, metavar="SIZE", help="largest size (default: the smallest, or 32M)")
+    flags.add_argument("-f", "--stepfactor", type=float, default=1.0, metavar="FACTOR", help="next size = size * FACTOR, if above 1")
+    flags.add_argument("-i", "--stepbytes", type=size, default="1M", metavar="SIZE", help="next size = size + SIZE, if there is no factor")
+    flags.add_argument("-n", "--iters", type=whole_number(1), default=20, metavar="N", help="timed calls per row")
+    flags.add_argument("-w", "--warmup_iters", type=whole_number(0), default=5, metavar="N", help="untimed calls before them")
+    kinds = ", ".join(NCCL_TYPES) + ", all, or NumPy's names"
+    flags.add_argument("-d", "--datatype", type=dtype_names, default="float", metavar="TYPE", help=kinds)
+    if reduces:
+        flags.add_argument(
+            "-o", "--op", type=names("reduction", list(OPERATIONS), True), default="sum", metavar="OP", help=", ".join(OPERATIONS) + ", all"
+        )
+    if rooted:
+        flags.add_argument("-r", "--root", type=whole_number(0), default=0, metavar="RANK", help="the rank that sends")
+    flags.add_argument("-c", "--check", type=int, choices=(0, 1), default=1, help="compare every result with its expected values")
+    flags.add_argument("-z", "--blocking", type=int, default=1, metavar="0|1", help="ignored: every call blocks")
+    flags.add_argument("--peers", type=names("peer", PEERS), default=(), metavar="LIST", help="also time these: " + ", ".join(PEERS))
+    flags.add_argument(
+        "--algorithm", type=names("algorithm", ALGORITHMS), default=(), metavar="LIST", help="also time ours with: " + ", ".join(ALGORITHMS)
+    )
+    flags.add_argument(
+        "--transport", type=names("transport", TRANSPORTS), default=(), metavar="LIST", help="also time ours over: " + ", ".join(TRANSPORTS)
+    )
+    flags.add_argument("-J", "--json", type=Path, default=None, metavar="FILE", help="write everything measured to FILE")
+    flags.add_argument("--plot", type=Path, default=None, metavar="FILE", help="write the bandwidth curves, as PNG and as SVG")
+    return flags
+
+
+def settings(flags: Parser, arguments: Sequence[str] | None) -> Settings:
+    """Parse the command line; an argument that cannot be right ends the process with status 2."""
+    given = flags.parse_args(arguments)
+    largest = max(given.minbytes, 32 << 20 if given.maxbytes is None and given.minbytes < 32 << 20 else given.maxbytes or 0)
+    if given.maxbytes is not None and given.maxbytes < given.minbytes:
+        flags.error(f"argument -e/--maxbytes: {given.maxbytes} is less than -b/--minbytes {given.minbytes}")
+    if given.stepbytes < 1:
+        flags.error("argument -i/--stepbytes: expected 1 byte or more")
+    if not (given.stepfactor == 0 or 1 <= given.stepfactor < float("inf")):
+        flags.error(f"argument -f/--stepfactor: expected 1 or more, got {given.stepfactor:g}")
+    for file in (given.json, given.plot):
+        if file is not None and not file.resolve().parent.is_dir():
+            flags.error(f"{file}: there is no folder {file.parent}")
+    return Settings(
+        sizes=sweep(given.minbytes, largest, given.stepfactor, given.stepbytes),
+        iterations=given.iters,
+        warmup=given.warmup_iters,
+        dtypes=given.datatype,
+        ops=getattr(given, "op", ("none",)),
+        root=getattr(given, "root", -1),
+        check=bool(given.check),
+        peers=given.peers,
+        algorithms=given.algorithm,
+        transports=given.transport,
+        json=given.json,
+        plot=given.plot,
+    )

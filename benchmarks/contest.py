@@ -1,0 +1,118 @@
+"""One row of a benchmark: every contestant is tried and checked once, then those that can are timed in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from benchmarks.cli import Settings
+from benchmarks.collective import Case, Collective, Result, Unavailable
+from benchmarks.floor import NAME as FLOOR
+from benchmarks.floor import floor
+from benchmarks.measure import Summary, alternate
+from benchmarks.peers import Gloo, Mpi
+from benchmarks.ranks import Ranks
+from benchmarks.record import OURS, Record
+from benchmarks.values import Values
+
+Prepare = Callable[[Case, str], Result]
+"""(row, mode) -> a call that is ready to be timed; may raise Unavailable."""
+
+Peers = dict[str, "Mpi | Gloo"]
+
+
+class Contest:
+    """A collective, its contestants, and the two buffers that all rows use: allocated once, for the largest size."""
+
+    def __init__(self, collective: Collective, settings: Settings, ranks: Ranks, peers: Peers, largest: int) -> None:
+        self.collective, self.settings, self.ranks = collective, settings, ranks
+        self._buffers = np.zeros(largest, np.uint8), np.zeros(largest, np.uint8)
+        self.contestants: dict[str, Prepare] = {OURS: partial(collective.ours, {})}
+        for algorithm, transport in product(settings.algorithms or (None,), settings.transports or (None,)):
+            forced = {key: value for key, value in (("algorithm", algorithm), ("transport", transport)) if value}
+            if forced:
+                self.contestants["/".join(forced.values())] = partial(collective.ours, forced)
+        for name, peer in peers.items():
+            prepare: Callable[[Any, Case, str], Result] = getattr(collective, name)
+            self.contestants[name] = partial(prepare, peer)
+        self.contestants[FLOOR] = self._floor
+
+    def _floor(self, case: Case, mode: str) -> Result:
+        return floor(*self._buffers, self.collective.limit(case.nbytes, case.size))
+
+    def case(self, dtype: np.dtype, op: str, count: int) -> Case:
+        """A row's buffers: the beginnings of the two large ones."""
+        size = self.ranks.size
+        send, work = (
+            buffer[: count * parts(size) * dtype.itemsize].view(dtype)
+            for buffer, parts in zip(self._buffers, (self.collective.send_parts, self.collective.receive_parts), strict=True)
+        )
+        return Case(dtype, op, self.settings.root, self.ranks.rank, size, count, send, work)
+
+    def row(self, case: Case, mode: str, tick: Callable[[], object]) -> list[Record]:
+        """Measure one row in one mode; the same records on every rank. ``tick`` is called after each round."""
+        calls: dict[str, Result] = {}
+        wrong: dict[str, int | None] = {}
+        reasons: dict[str, str] = {}
+        for name in self.contestants:
+            outcome = self.attempt(name, case, mode)
+            if isinstance(outcome, str):
+                reasons[name] = outcome
+            else:
+                calls[name], wrong[name] = outcome
+        settings = self.settings
+        seconds = alternate(self.ranks, list(calls.values()), settings.warmup, settings.iterations, tick)
+        times = dict(zip(calls, seconds * 1e6, strict=True))
+        limit = Summary.of(times[FLOOR]).median if FLOOR in times else None
+        common: dict[str, Any] = {
+            "collective": self.collective.name,
+            "mode": mode,
+            "size": case.nbytes,
+            "count": case.count,
+            "dtype": case.dtype.name,
+            "op": case.op,
+            "root": case.root,
+            "ranks": case.size,
+            "factor": self.collective.factor(case.size),
+        }
+        records = []
+        for name in self.contestants:
+            if name in reasons:
+                records.append(Record(contestant=name, unavailable=reasons[name], **common))
+                continue
+            ratio = Summary.of(times[name] / times[OURS]) if OURS in times and name != OURS else None
+            records.append(Record(contestant=name, wrong=wrong[name], time=Summary.of(times[name]), ratio=ratio, limit=limit, **common))
+        return records
+
+    def attempt(self, name: str, case: Case, mode: str) -> tuple[Result, int | None] | str:
+        """Prepare a contestant and call it once with fresh values.
+
+        Returns:
+            The call and its wrong values on all ranks (None if unchecked), or the reason why a rank cannot do it; the same
+            kind on every rank.
+        """
+        values = Values(case.dtype, case.op, case.size)
+        values.fill(case.send, case.rank)
+        values.fill(case.work, case.rank)
+        reason = None
+        try:
+            call = self.contestants[name](case, mode)
+            result = call()
+        except Unavailable as error:
+            reason = str(error)
+        except Exception as error:
+            # A dtype that a peer refuses, an algorithm that does not fit these ranks: not this row, but the run goes on.
+            # Ours may refuse an argument; any other failure of it must end the run.
+            if name == OURS and not isinstance(error, (TypeError, ValueError)):
+                raise
+            reason = f"{name}: {type(error).__name__}: {error}"
+        reason = self.ranks.agree(reason)
+        if reason:
+            return reason
+        if not self.settings.check or name == FLOOR:
+            return call, None
+        return call, self.ranks.total(self.collective.wrong(case, values, result.reshape(-1)))

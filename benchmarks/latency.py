@@ -1,0 +1,127 @@
+"""Blocking small all-reduces in a tight loop: ``collectivesrun -np 2 python -m benchmarks.latency --peers mpi,gloo``.
+
+One sample is a batch: a barrier, then the same in-place call many times over, as a training loop would make it; its time
+divided by the number of calls, and the slowest rank counts. Batches of the contestants alternate. The tensor is zero, so
+that a sum repeated a million times stays what it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import collectives
+from benchmarks import cli, report
+from benchmarks.allreduce import ALLREDUCE
+from benchmarks.collective import IN_PLACE, Result
+from benchmarks.contest import Contest, Peers
+from benchmarks.floor import NAME as FLOOR
+from benchmarks.measure import Summary, alternate
+from benchmarks.peers import PEERS, connect
+from benchmarks.progress import Progress, watched
+from benchmarks.ranks import Ranks
+from collectives.config import ALGORITHMS, TRANSPORTS
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure and print, on rank 0."""
+    flags = cli.Parser(prog="benchmarks.latency", description="Microseconds per blocking in-place all-reduce in a tight loop.")
+    flags.add_argument("-b", "--minbytes", type=cli.size, default="4", metavar="SIZE", help="smallest size")
+    flags.add_argument("-e", "--maxbytes", type=cli.size, default="64K", metavar="SIZE", help="largest size")
+    flags.add_argument("-f", "--stepfactor", type=cli.whole_number(2), default=4, metavar="FACTOR", help="next size = size * FACTOR")
+    flags.add_argument("-n", "--batches", type=cli.whole_number(1), default=21, metavar="N", help="timed batches per contestant")
+    flags.add_argument("-m", "--calls", type=cli.whole_number(1), default=200, metavar="N", help="calls per batch")
+    flags.add_argument("--peers", type=cli.names("peer", PEERS), default=(), metavar="LIST", help="also time these: " + ", ".join(PEERS))
+    flags.add_argument("--algorithm", type=cli.names("algorithm", ALGORITHMS), default=(), metavar="LIST", help="also time ours with these")
+    flags.add_argument("--transport", type=cli.names("transport", TRANSPORTS), default=(), metavar="LIST", help="also time ours over these")
+    flags.add_argument("-J", "--json", type=Path, default=None, metavar="FILE", help="write everything measured to FILE")
+    given = flags.parse_args(arguments)
+    settings = cli.Settings(
+        sizes=cli.sweep(max(4, given.minbytes), max(4, given.minbytes, given.maxbytes), given.stepfactor, 0),
+        iterations=given.batches,
+        warmup=1,
+        dtypes=("float32",),
+        ops=("sum",),
+        root=-1,
+        check=True,
+        peers=given.peers,
+        algorithms=given.algorithm,
+        transports=given.transport,
+        json=given.json,
+        plot=None,
+    )
+    started = not collectives.is_initialized()
+    if started:
+        collectives.init()
+    ranks = Ranks()
+    peers: Peers = {}
+    try:
+        for name in given.peers:
+            peer = connect(name, ranks)
+            if not isinstance(peer, str):
+                peers[name] = peer
+            elif ranks.rank == 0:
+                print(f"# {peer}", flush=True)
+        results = measure(settings, given.calls, ranks, peers)
+    finally:
+        for connected in peers.values():
+            connected.close()
+        if started:
+            collectives.shutdown()
+    if given.json and ranks.rank == 0:
+        content = {"benchmark": "latency", "ranks": ranks.size, "machine": report.machine(), "unit": "microseconds per call"}
+        report.write(given.json, {**content, "batches": given.batches, "calls": given.calls, "records": results})
+
+
+def measure(settings: cli.Settings, calls: int, ranks: Ranks, peers: Peers) -> list[dict[str, Any]]:
+    """Time batches of ``calls`` calls for every size; rank 0 prints a line for each."""
+    contest = Contest(ALLREDUCE, settings, ranks, peers, max(settings.sizes))
+    names = [name for name in contest.contestants if name != FLOOR]
+    say = print if ranks.rank == 0 else _silent
+    say(f"# in-place float32 sum, {ranks.size} ranks; {report.mpi_library() or 'no MPI'}")
+    say(f"# microseconds per call: median (p25 - p75) of {settings.iterations} batches of {calls} calls, the contestants' batches in turn")
+    say(f"#{'size':>11}" + "".join(f"{name:>32}" for name in names), flush=True)
+    results: list[dict[str, Any]] = []
+    with Progress(len(settings.sizes) * (settings.warmup + settings.iterations), ranks.rank == 0 and watched()) as progress:
+        for size in settings.sizes:
+            case = contest.case(np.dtype(np.float32), "sum", size // 4)
+            batches: dict[str, Callable[[], None]] = {}
+            reasons: dict[str, str] = {}
+            for name in names:
+                outcome = contest.attempt(name, case, IN_PLACE)
+                if isinstance(outcome, str):
+                    reasons[name] = outcome
+                else:
+                    batches[name] = _batch(outcome[0], calls)
+            case.work.fill(0)
+            samples = alternate(ranks, list(batches.values()), settings.warmup, settings.iterations, progress.tick) / calls * 1e6
+            found = {name: Summary.of(row) for name, row in zip(batches, samples, strict=True)}
+            results.append({"size": size, "unavailable": reasons, "contestants": {name: times.as_dict() for name, times in found.items()}})
+            progress.clear()
+            say(f" {size:>11}" + "".join(f"{_cell(found.get(name)):>32}" for name in names), flush=True)
+    for reason in dict.fromkeys(reason for result in results for reason in result["unavailable"].values()):
+        say(f"# n/a: {reason}")
+    return results
+
+
+def _cell(times: Summary | None) -> str:
+    return "N/A" if times is None else f"{times.median:.2f} ({times.p25:.2f} - {times.p75:.2f})"
+
+
+def _silent(*text: object, **options: object) -> None:
+    """What the other ranks print."""
+
+
+def _batch(call: Result, calls: int) -> Callable[[], None]:
+    def batch() -> None:
+        for _ in range(calls):
+            call()
+
+    return batch
+
+
+if __name__ == "__main__":
+    main()

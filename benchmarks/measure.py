@@ -1,0 +1,72 @@
+"""The stopwatch: contestants take turns call by call, so that whatever the machine does meanwhile hits all of them alike.
+
+Time of a call: a barrier outside the timed part, then the clock around one call on each rank; the slowest rank counts.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from time import perf_counter
+
+import numpy as np
+
+from benchmarks.ranks import Ranks
+
+Call = Callable[[], object]
+
+
+def alternate(ranks: Ranks, calls: Sequence[Call], warmup: int, iterations: int, tick: Callable[[], object]) -> np.ndarray:
+    """Time every call ``iterations`` times after ``warmup`` untimed rounds.
+
+    The order rotates from round to round, so that nobody always finds the cache as the same neighbour left it.
+
+    Returns:
+        Seconds, float64, shape (calls, iterations), the maximum over the ranks; the same on every rank.
+    """
+    seconds = np.zeros((len(calls), iterations))
+    barrier, count = ranks.barrier, len(calls)
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        for turn in range(-warmup, iterations):
+            for place in range(count):
+                index = (place + turn) % count
+                call = calls[index]
+                barrier()
+                start = perf_counter()
+                result = call()
+                stop = perf_counter()
+                # Dropped here and not by the next assignment: a result must not outlive its call and occupy memory.
+                del result
+                if turn >= 0:
+                    seconds[index, turn] = stop - start
+            tick()
+    finally:
+        if collecting:
+            gc.enable()
+    return ranks.maximum(seconds)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Quartiles and minimum of a contestant's samples; microseconds for times, a plain number for ratios."""
+
+    median: float
+    p25: float
+    p75: float
+    minimum: float
+
+    @classmethod
+    def of(cls, samples: np.ndarray) -> Summary:
+        p25, median, p75 = np.percentile(samples, (25, 50, 75))
+        return cls(float(median), float(p25), float(p75), float(samples.min()))
+
+    def as_dict(self) -> dict[str, float]:
+        return asdict(self)
+
+
+def bandwidth(nbytes: int, microseconds: float) -> float:
+    """GB/s, 1 GB = 1e9 bytes."""
+    return nbytes / microseconds / 1e3 if microseconds > 0 else 0.0

@@ -1,0 +1,149 @@
+"""What an all-reduce costs in memory: ``collectivesrun -np 2 python -m benchmarks.memory``.
+
+Three questions. How far does resident memory rise above the tensors during a call (peak, from the kernel's high-water
+mark)? Does it stay flat over very many calls? And what does the Python side allocate per call (tracemalloc, which NumPy's
+buffers report to as well)? The largest value of all ranks is shown.
+"""
+
+from __future__ import annotations
+
+import gc
+import resource
+import sys
+import tracemalloc
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import collectives
+from benchmarks import cli, report
+from benchmarks.plot import short_bytes
+from benchmarks.ranks import Ranks
+from benchmarks.room import available_bytes, check_memory, read
+
+_SMALL = 4096
+"""Bytes of the tensor that is reduced very many times."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure and print, on rank 0."""
+    flags = cli.Parser(prog="benchmarks.memory", description="Memory that all-reduces need: peak, growth, allocations.")
+    flags.add_argument("-b", "--minbytes", type=cli.size, default="1M", metavar="SIZE", help="smallest size")
+    flags.add_argument("-e", "--maxbytes", type=cli.size, default="256M", metavar="SIZE", help="largest size")
+    flags.add_argument("-f", "--stepfactor", type=cli.whole_number(2), default=4, metavar="FACTOR", help="next size = size * FACTOR")
+    flags.add_argument("-n", "--calls", type=cli.whole_number(10), default=100_000, metavar="N", help="calls in the test of flatness")
+    flags.add_argument("-J", "--json", type=Path, default=None, metavar="FILE", help="write everything measured to FILE")
+    given = flags.parse_args(arguments)
+    started = not collectives.is_initialized()
+    if started:
+        collectives.init()
+    ranks = Ranks()
+    try:
+        problem = ranks.agree(check_memory(max(given.minbytes, given.maxbytes), False, ranks.local_size, available_bytes()))
+        results = None if problem else measure(given, ranks)
+    finally:
+        if started:
+            collectives.shutdown()
+    if problem:
+        if ranks.rank == 0:
+            print(f"benchmarks.memory: error: {problem}", file=sys.stderr)
+        sys.exit(2)
+    if given.json and ranks.rank == 0:
+        content = {"benchmark": "memory", "ranks": ranks.size, "machine": report.machine(), "unit": "bytes"}
+        report.write(given.json, {**content, "records": results})
+
+
+def measure(given: Any, ranks: Ranks) -> list[dict[str, Any]]:
+    """All three measurements; rank 0 prints them."""
+    say = print if ranks.rank == 0 else _silent
+    say(f"# float32 sum, {ranks.size} ranks, MiB, the largest of all ranks; out-of-place: beside the result")
+    say(f"#{'size':>9}{'peak extra, in place':>24}{'out of place':>16}{'allocated per call, in place':>32}", flush=True)
+    results: list[dict[str, Any]] = []
+    for size in cli.sweep(given.minbytes, max(given.minbytes, given.maxbytes), given.stepfactor, 0):
+        tensor = np.zeros(max(1, size // 4), np.float32)
+        tensor.fill(0.0)
+        inside = _peak(ranks, partial(collectives.allreduce_, tensor, op=collectives.Sum))
+        outside = _peak(ranks, partial(collectives.allreduce, tensor, op=collectives.Sum)) - tensor.nbytes
+        allocated, _ = _traced(ranks, tensor, 10)
+        results.append({"size": tensor.nbytes, "in_place": inside, "out_of_place": outside, "allocated_per_call": allocated})
+        say(f" {short_bytes(size):>9}{inside / 2**20:>24.2f}{max(0, outside) / 2**20:>16.2f}{allocated / 2**20:>32.4f}", flush=True)
+        del tensor
+    tensor = np.zeros(_SMALL // 4, np.float32)
+    allocated, kept = _traced(ranks, tensor, 1000)
+    say(f"# {short_bytes(_SMALL)} in place: a call allocates at most {allocated} bytes and keeps {kept:.2f}")
+    before = resident()
+    for _ in range(given.calls):
+        collectives.allreduce_(tensor, op=collectives.Sum)
+    gc.collect()
+    growth = int(ranks.maximum(np.array([resident() - before], np.float64))[0])
+    results.append({"calls": given.calls, "size": _SMALL, "growth": growth, "allocated_per_call": allocated, "kept_per_call": kept})
+    say(f"# {given.calls} calls of {short_bytes(_SMALL)} in place: resident memory grew by {growth / 1024:.0f} KiB")
+    return results
+
+
+def _silent(*text: object, **options: object) -> None:
+    """What the other ranks print."""
+
+
+def _peak(ranks: Ranks, call: Callable[[], object]) -> int:
+    """Bytes by which the peak of resident memory during a call is above what it was before; the largest of all ranks."""
+    gc.collect()
+    ranks.barrier()
+    _forget_peak()
+    before = resident()
+    call()
+    extra = peak() - before
+    return int(ranks.maximum(np.array([max(0, extra)], np.float64))[0])
+
+
+def _traced(ranks: Ranks, tensor: np.ndarray, calls: int) -> tuple[int, float]:
+    """(the most that one call held at a time, what each of many kept on average), in bytes, the largest of all ranks."""
+    collectives.allreduce_(tensor, op=collectives.Sum)
+    tracemalloc.start()
+    try:
+        collectives.allreduce_(tensor, op=collectives.Sum)
+        held, _ = tracemalloc.get_traced_memory()
+        most = 0
+        for _ in range(calls):
+            tracemalloc.reset_peak()
+            now, _ = tracemalloc.get_traced_memory()
+            collectives.allreduce_(tensor, op=collectives.Sum)
+            most = max(most, tracemalloc.get_traced_memory()[1] - now)
+        kept = (tracemalloc.get_traced_memory()[0] - held) / calls
+    finally:
+        tracemalloc.stop()
+    found = ranks.maximum(np.array([most, kept], np.float64))
+    return int(found[0]), float(found[1])
+
+
+def resident() -> int:
+    """This process's resident memory in bytes (VmRSS; elsewhere the peak so far, which never falls)."""
+    return _status("VmRSS:")
+
+
+def peak() -> int:
+    """The peak of resident memory since ``_forget_peak`` in bytes (VmHWM)."""
+    return _status("VmHWM:")
+
+
+def _status(field: str) -> int:
+    for line in read("/proc/self/status").splitlines():
+        if line.startswith(field):
+            return int(line.split()[1]) * 1024
+    # Kilobytes on Linux, bytes on macOS.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def _forget_peak() -> None:
+    """Set the kernel's high-water mark back to the present; where that is not allowed, growing sizes still show it."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return
+
+
+if __name__ == "__main__":
+    main()

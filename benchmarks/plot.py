@@ -1,0 +1,151 @@
+"""The plot: bus bandwidth against size, one line a contestant. ``python -m benchmarks.plot RESULTS.json PICTURE.png``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks.cli import Parser
+from benchmarks.floor import NAME as FLOOR
+from benchmarks.record import OURS
+
+# Okabe and Ito's palette: told apart with every kind of colour vision, and in print.
+_COLOURS = ("#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7A5C00", "#B0B000")
+_OUR_COLOUR = "#0072B2"
+_MARKERS = "sD^vP*X"
+_LIMIT = "limit (memcpy)"
+_INK, _PALE = "#222222", "#D9D9D9"
+
+
+def plot(content: dict[str, Any], file: Path) -> tuple[Path, Path]:
+    """Draw the content of a JSON file.
+
+    Args:
+        content: what ``benchmarks.report.document`` returned.
+        file: where to write; its suffix is replaced, as PNG and SVG are both written.
+
+    Returns:
+        The two files.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    from matplotlib.ticker import FuncFormatter
+
+    records = [record for record in content["records"] if record["time"]]
+    modes = list(dict.fromkeys(record["mode"] for record in records))
+    style: dict[Any, Any] = {
+        "font.size": 10,
+        "text.color": _INK,
+        "axes.labelcolor": _INK,
+        "axes.edgecolor": "#888888",
+        "svg.hashsalt": "collectives",
+    }
+    with matplotlib.rc_context(style):
+        figure, grid = pyplot.subplots(
+            1, max(1, len(modes)), figsize=(2.2 + 4.9 * max(1, len(modes)), 4.9), sharey=True, squeeze=False, layout="constrained"
+        )
+        styles = _styles(records)
+        handles: dict[str, Any] = {}
+        for axes, mode in zip(grid[0], modes, strict=False):
+            for (dtype, op, contestant), points in _lines(records, mode).items():
+                label = _label(records, dtype, op, contestant)
+                (handles[label],) = axes.plot(*zip(*sorted(points), strict=True), label=label, **styles[dtype, op, contestant])
+            axes.set_title(mode, fontsize=10, loc="left")
+            axes.set_xlabel("size")
+            axes.set_xscale("log", base=2)
+            axes.set_yscale("log")
+            axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_bytes(value)))
+            axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+            axes.grid(True, which="major", color=_PALE, linewidth=0.6)
+            axes.set_axisbelow(True)
+            axes.tick_params(which="both", length=0)
+            axes.spines[["top", "right"]].set_visible(False)
+        grid[0][0].set_ylabel("bus bandwidth (GB/s)")
+        figure.suptitle(_title(content, records), x=0.01, ha="left", fontsize=11)
+        if handles:
+            # The limit closes the legend, whoever joined only in the second panel.
+            handles = dict(sorted(handles.items(), key=lambda item: item[0].startswith(_LIMIT)))
+            figure.legend(handles.values(), handles.keys(), loc="outside right upper", frameon=False)
+        written = file.with_suffix(".png"), file.with_suffix(".svg")
+        figure.savefig(written[0], dpi=160)
+        figure.savefig(written[1], metadata={"Date": None})
+        pyplot.close(figure)
+    return written
+
+
+def _lines(records: list[dict[str, Any]], mode: str) -> dict[tuple[str, str, str], list[tuple[float, float]]]:
+    """The points (bytes, GB/s) of every line of one panel."""
+    lines: dict[tuple[str, str, str], list[tuple[float, float]]] = {}
+    for record in records:
+        if record["mode"] == mode and record["busbw"] > 0:
+            lines.setdefault((record["dtype"], record["op"], record["contestant"]), []).append((record["size"], record["busbw"]))
+    return lines
+
+
+def _styles(records: list[dict[str, Any]]) -> dict[tuple[str, str, str], dict[str, Any]]:
+    """Colour tells the contestant, the dash the dtype and operation; ours is thick, the limit thin and grey."""
+    contestants = list(dict.fromkeys(record["contestant"] for record in records))
+    kinds = list(dict.fromkeys((record["dtype"], record["op"]) for record in records))
+    others = [contestant for contestant in contestants if contestant not in (OURS, FLOOR)]
+    dashes = ["-", (0, (4, 2)), (0, (1, 1.5)), (0, (5, 1.5, 1, 1.5))]
+    styles = {}
+    for contestant in contestants:
+        for place, kind in enumerate(kinds):
+            if contestant == OURS:
+                look: dict[str, Any] = {"color": _OUR_COLOUR, "linewidth": 2.4, "marker": "o", "markersize": 5, "zorder": 4}
+            elif contestant == FLOOR:
+                look = {"color": "#888888", "linewidth": 1.2, "marker": "", "zorder": 2}
+            else:
+                index = others.index(contestant)
+                marker = _MARKERS[index % len(_MARKERS)]
+                look = {"color": _COLOURS[index % len(_COLOURS)], "linewidth": 1.6, "marker": marker, "markersize": 4.5, "zorder": 3}
+            dash = (0, (6, 3)) if contestant == FLOOR and len(kinds) == 1 else dashes[place % len(dashes)]
+            styles[(*kind, contestant)] = {**look, "linestyle": dash}
+    return styles
+
+
+def _label(records: list[dict[str, Any]], dtype: str, op: str, contestant: str) -> str:
+    """What the legend says: no more than what tells the lines apart."""
+    name = _LIMIT if contestant == FLOOR else contestant
+    several_types = len({record["dtype"] for record in records}) > 1
+    several_ops = len({record["op"] for record in records}) > 1
+    return " ".join([name, *([dtype] if several_types else []), *([op] if several_ops else [])])
+
+
+def _title(content: dict[str, Any], records: list[dict[str, Any]]) -> str:
+    kinds = sorted({(record["dtype"], record["op"]) for record in records})
+    what = " ".join(word for word in kinds[0] if word != "none") if len(kinds) == 1 else ""
+    machine = content["machine"]
+    where = ", ".join(word for word in (machine["mpi"], machine["processor"]) if word)
+    return f"{content['benchmark']} {what}".strip() + f", {content['ranks']} ranks\n{where}"
+
+
+def short_bytes(value: float) -> str:
+    """A size as an axis shows it: 64K, 16M."""
+    for power, unit in ((30, "G"), (20, "M"), (10, "K")):
+        if value >= 1 << power:
+            return f"{value / (1 << power):g}{unit}"
+    return f"{value:g}"
+
+
+def main() -> None:
+    """Draw a JSON file again."""
+    flags = Parser(prog="benchmarks.plot", description="Draw the JSON file of a benchmark, as PNG and as SVG.")
+    flags.add_argument("results", type=Path, help="what a benchmark wrote with --json")
+    flags.add_argument("picture", type=Path, help="where to draw; .png and .svg are both written")
+    given = flags.parse_args()
+    try:
+        content = json.loads(given.results.read_text())
+        written = plot(content, given.picture)
+    except (OSError, ValueError, KeyError) as error:
+        print(f"benchmarks.plot: error: {given.results}: {type(error).__name__}: {error}", file=sys.stderr)
+        sys.exit(2)
+    print(*written)
+
+
+if __name__ == "__main__":
+    main()

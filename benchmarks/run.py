@@ -1,0 +1,127 @@
+"""One benchmark from the command line to the exit status."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from itertools import product
+
+import numpy as np
+
+import collectives
+from benchmarks import cli, report, room, table
+from benchmarks.collective import IN_PLACE, OUT_OF_PLACE, Collective
+from benchmarks.contest import Contest, Peers
+from benchmarks.peers import connect
+from benchmarks.progress import Progress, watched
+from benchmarks.ranks import Ranks
+from benchmarks.record import OURS, Record
+
+Row = tuple[np.dtype, str, int, int]
+"""(dtype, operation, count, size in bytes)"""
+
+
+def main(collective: Collective, arguments: Sequence[str] | None = None) -> None:
+    """Run a benchmark as a program: ends the process with status 1 after wrong values and 2 after wrong arguments."""
+    settings = cli.settings(cli.parser(collective.name, collective.reduces, collective.rooted), arguments)
+    started = not collectives.is_initialized()
+    if started:
+        collectives.init()
+    try:
+        status = run(collective, settings, Ranks())
+    finally:
+        if started:
+            collectives.shutdown()
+    if status:
+        sys.exit(status)
+
+
+def run(collective: Collective, settings: cli.Settings, ranks: Ranks) -> int:
+    """Measure and print; returns the exit status, the same on every rank."""
+    rows = rows_of(collective, settings, ranks.size)
+    largest = max(size for *_, size in rows)
+    problem = ranks.agree(problem_with(settings, ranks, largest))
+    if problem:
+        if ranks.rank == 0:
+            print(f"benchmarks.{collective.name}: error: {problem}", file=sys.stderr, flush=True)
+        return 2
+    peers: Peers = {}
+    records: list[Record] = []
+    try:
+        for name in settings.peers:
+            peer = connect(name, ranks)
+            if isinstance(peer, str):
+                _say(ranks, f"# {peer}")
+            else:
+                peers[name] = peer
+        _say(ranks, _preamble(collective, ranks, settings))
+        _say(ranks, table.header(collective, settings.iterations, settings.warmup))
+        contest = Contest(collective, settings, ranks, peers, largest)
+        rounds = len(rows) * len(collective.modes) * (settings.warmup + settings.iterations)
+        with Progress(rounds, ranks.rank == 0 and watched()) as progress:
+            for dtype, op, count, _ in rows:
+                case = contest.case(dtype, op, count)
+                ours: dict[str, Record] = {}
+                for mode in collective.modes:
+                    found = contest.row(case, mode, progress.tick)
+                    records += found
+                    ours |= {record.mode: record for record in found if record.contestant == OURS}
+                progress.clear()
+                _say(ranks, table.row(ours.get(OUT_OF_PLACE), ours.get(IN_PLACE)))
+    finally:
+        for peer in peers.values():
+            peer.close()
+    if ranks.rank == 0:
+        _finish(collective, settings, ranks, records)
+    return 1 if any(record.wrong for record in records) else 0
+
+
+def rows_of(collective: Collective, settings: cli.Settings, ranks: int) -> list[Row]:
+    """The rows of the table. Sizes that round to the same number of elements make one row."""
+    rows: dict[tuple[np.dtype, str, int], int] = {}
+    for name, op, asked in product(settings.dtypes, settings.ops, settings.sizes):
+        dtype = cli.find_dtype(name)
+        count = collective.count(asked, dtype.itemsize, ranks)
+        rows[dtype, op, count] = count * collective.parts(ranks) * dtype.itemsize
+    return [(*key, size) for key, size in rows.items()]
+
+
+def problem_with(settings: cli.Settings, ranks: Ranks, largest: int) -> str | None:
+    """What only a started run can find out: too few ranks for the root, too little memory."""
+    if settings.root >= ranks.size:
+        return f"argument -r/--root: {settings.root} is not a rank; there are {ranks.size}, numbered from 0"
+    return room.check_memory(largest, bool(settings.peers), ranks.local_size, room.available_bytes())
+
+
+def _finish(collective: Collective, settings: cli.Settings, ranks: Ranks, records: list[Record]) -> None:
+    """What follows the rows: who could not take part, the comparison, the closing lines, and the files."""
+    for reason in dict.fromkeys(record.unavailable for record in records if record.unavailable):
+        _say(ranks, f"# n/a: {reason}")
+    if settings.peers or settings.algorithms or settings.transports:
+        _say(ranks, table.comparison(records))
+    _say(ranks, table.closing(records))
+    content = report.document(collective, ranks.size, settings, records)
+    if settings.json:
+        report.write(settings.json, content)
+        _say(ranks, f"# written: {settings.json}")
+    if settings.plot:
+        from benchmarks.plot import plot
+
+        _say(ranks, f"# written: {', '.join(str(path) for path in plot(content, settings.plot))}")
+
+
+def _preamble(collective: Collective, ranks: Ranks, settings: cli.Settings) -> str:
+    machine = report.machine()
+    versions = ", ".join(f"{name} {found}" for name, found in machine["packages"].items() if name != "collectives")
+    return (
+        f"# collectives {machine['packages'].get('collectives', '(not installed)')}, {collective.name}, {ranks.size} ranks, "
+        f"{ranks.local_size} on this host with {machine['usable_cores']} cores of {machine['processor']}\n"
+        f"# {machine['mpi'] or 'no MPI'}, python {machine['python']}, {versions}\n"
+        f"# minbytes {settings.sizes[0]} maxbytes {settings.sizes[-1]} warmup iters {settings.warmup} iters {settings.iterations} "
+        f"validation {int(settings.check)}"
+    )
+
+
+def _say(ranks: Ranks, text: str) -> None:
+    if ranks.rank == 0:
+        print(text, flush=True)

@@ -1,0 +1,337 @@
+"""The door: anything that holds numbers on the CPU becomes one kind of view, and results leave as the caller's type.
+
+Below the door there are only views: 1-D, C-contiguous, aligned, in native byte order. A view is the caller's own memory
+whenever that is possible; otherwise it is a copy, which ``View.store`` writes back after an in-place operation.
+A Fortran-ordered array is copied as well: its elements could be moved in the order of its memory only if every rank's were
+ordered alike, and no rank can know.
+
+Nothing here imports a framework. A framework's tensor can only exist in a program that has imported the framework, so that
+``sys.modules`` is where it is found. What must be known about a framework is one row of ``_FRAMEWORKS``; all others speak
+DLPack, the buffer protocol or ``__array_interface__``.
+"""
+
+from __future__ import annotations
+
+import array as array_module
+import ctypes
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from collectives.dtypes import SUPPORTED, resolve
+from collectives.errors import InvalidArgumentError, InvalidTypeError
+
+_Array = npt.NDArray[Any]
+_Wrap = Callable[[_Array], Any]
+_Read = tuple[_Array, _Wrap | None]
+"""A tensor's memory, and what turns a result of the same dtype into the tensor's type (None: a result stays an array)."""
+
+
+class View:
+    """A tensor as the engine sees it.
+
+    Attributes:
+        array: 1-D, C-contiguous, aligned, native byte order; the caller's memory unless ``copied``. Read-only where the caller's is.
+        shape: the tensor's shape; ``()`` for scalars.
+        dtype: a supported dtype in native byte order.
+        nbytes: bytes in ``array``.
+        copied: ``array`` is not the caller's memory.
+        writable: an in-place operation may write ``array`` and then call ``store``.
+    """
+
+    __slots__ = ("_target", "_wrap", "array", "copied", "dtype", "nbytes", "shape", "writable")
+
+    def __init__(
+        self,
+        array: _Array,
+        shape: tuple[int, ...],
+        dtype: np.dtype[Any],
+        writable: bool,
+        target: _Array | None = None,
+        wrap: _Wrap | None = None,
+        copied: bool = False,
+    ) -> None:
+        self.array = array
+        self.shape = shape
+        self.dtype = dtype
+        self.nbytes = array.nbytes
+        self.writable = writable
+        self.copied = copied
+        self._target = target
+        self._wrap = wrap
+
+    def store(self) -> None:
+        """After an in-place operation: bring ``array`` into the caller's tensor. Nothing to do where it is the same memory."""
+        if self._target is not None:
+            np.copyto(self._target, self.array.reshape(self._target.shape))
+
+    def wrap(self, array: _Array) -> Any:
+        """A result as the caller's type.
+
+        Args:
+            array: C-contiguous, of any shape, with this view's dtype; nobody else may write to it afterwards.
+        """
+        return array if self._wrap is None else self._wrap(array)
+
+    def __repr__(self) -> str:
+        return f"View(shape={self.shape}, dtype={SUPPORTED[self.dtype]}, copied={self.copied}, writable={self.writable})"
+
+
+def view(tensor: Any, *, argument: str = "tensor", writable: bool = False) -> View:
+    """Look at a tensor, without a copy if possible.
+
+    Args:
+        tensor: a NumPy array or scalar; a Python bool, int (int64), float or complex; anything on the CPU with the buffer
+            protocol, ``__array_interface__`` or DLPack (torch, jax, TensorFlow, ...). Any shape and strides.
+        argument: what messages call it.
+        writable: an in-place operation is going to write to it.
+
+    Raises:
+        InvalidTypeError: a type or dtype that cannot be used, or memory that is not the CPU's.
+        InvalidArgumentError: ``writable`` and the tensor is read-only or its elements overlap; an int beyond 64 bits.
+    """
+    if type(tensor) is np.ndarray:
+        dtype = tensor.dtype
+        flags = tensor.flags
+        if dtype in SUPPORTED and flags.c_contiguous and flags.aligned:
+            can_write = flags.writeable
+            if can_write or not writable:
+                return View(tensor if tensor.ndim == 1 else tensor.reshape(-1), tensor.shape, dtype, can_write)
+        return _look(tensor, tensor, argument, writable, None)
+    array, wrap = _read(tensor, argument)
+    return _look(tensor, array, argument, writable, wrap)
+
+
+def _look(tensor: Any, array: _Array, argument: str, writable: bool, wrap: _Wrap | None) -> View:
+    kind = _describe(tensor)
+    dtype = resolve(array.dtype, argument=f"{argument} ({kind})")
+    flags = array.flags
+    if writable:
+        if not flags.writeable:
+            raise InvalidArgumentError(
+                f"{argument}: an in-place operation needs a writable tensor, got a read-only {kind} of shape {array.shape} and dtype"
+                f" {array.dtype}; use the operation that returns a new tensor, or copy it first"
+            )
+        if _may_overlap(array):
+            raise InvalidArgumentError(
+                f"{argument}: an in-place operation needs elements that do not share memory, got a {kind} of shape {array.shape} and"
+                f" strides {array.strides} (a broadcast or sliding view); copy it first"
+            )
+    if flags.c_contiguous and flags.aligned and array.dtype.isnative:
+        return View(array.reshape(-1), array.shape, dtype, flags.writeable, None, wrap)
+    flat = np.array(array, dtype=dtype, order="C", copy=True, subok=False).reshape(-1)
+    return View(flat, array.shape, dtype, flags.writeable, array if flags.writeable else None, wrap, True)
+
+
+def _may_overlap(array: _Array) -> bool:
+    """Whether two indices might mean the same memory; exact for every layout that slicing, transposing and broadcasting make."""
+    if array.flags.c_contiguous or array.size == 0:
+        return False
+    reach = array.itemsize
+    for stride, length in sorted((abs(stride), length) for stride, length in zip(array.strides, array.shape, strict=True) if length > 1):
+        if stride < reach:
+            return True
+        reach += stride * (length - 1)
+    return False
+
+
+# ---- every other type -------------------------------------------------------------------------------------------------
+
+_CPU_DEVICES = (1, 3, 11)  # DLPack: CPU, CUDA's and ROCm's page-locked host memory
+_EXPECTED = "a NumPy array or scalar, a Python number, or a CPU tensor with the buffer protocol, __array_interface__ or DLPack"
+_PYTHON_SCALARS = {bool: np.bool_, int: np.int64, float: np.float64, complex: np.complex128}
+
+
+def _describe(tensor: Any) -> str:
+    """The type of a tensor as messages call it: ``numpy.ndarray``, ``list``, ``torch.Tensor``."""
+    kind = type(tensor)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _read(tensor: Any, argument: str) -> _Read:
+    """Anything but an exact ``numpy.ndarray``, in any layout; read-only where in-place operations must not write."""
+    kind: Any = type(tensor)
+    if isinstance(tensor, np.ndarray):
+        if isinstance(tensor, np.ma.MaskedArray):
+            raise InvalidTypeError(
+                f"{argument}: masked arrays are refused because their mask would be lost; pass tensor.filled(...) or tensor.data"
+            )
+        return tensor.view(np.ndarray), tensor.__array_wrap__
+    if isinstance(tensor, np.generic):
+        return _frozen(np.asarray(tensor)), _numpy_scalar
+    if kind in _PYTHON_SCALARS:
+        try:
+            return _frozen(np.asarray(tensor, _PYTHON_SCALARS[kind])), _python_scalar
+        except OverflowError:
+            raise InvalidArgumentError(f"{argument}: expected an int of at most 64 bits (int64), got {tensor}") from None
+    framework = _framework(kind)
+    if framework is not None:
+        return framework(tensor, argument)
+    if isinstance(tensor, (list, tuple)):
+        raise InvalidTypeError(f"{argument}: expected {_EXPECTED}; got a {kind.__name__}: pass numpy.asarray({argument})")
+    return _read_protocol(tensor, argument)
+
+
+def _frozen(array: _Array) -> _Array:
+    array.flags.writeable = False
+    return array
+
+
+def _numpy_scalar(array: _Array) -> Any:
+    return array[()] if array.ndim == 0 else array
+
+
+def _python_scalar(array: _Array) -> Any:
+    return array.item() if array.ndim == 0 else array
+
+
+# ---- protocols -----------------------------------------------------------------------------------------------------------
+
+
+def _read_protocol(tensor: Any, argument: str) -> _Read:
+    _refuse_devices(tensor, argument)
+    namespace = _namespace(tensor)
+    if namespace is not None:
+        return _from_dlpack(tensor, argument), namespace.from_dlpack
+    try:
+        memory = memoryview(tensor)
+    except TypeError:
+        pass
+    except (ValueError, BufferError) as error:
+        raise InvalidTypeError(f"{argument}: the buffer of {_describe(tensor)} cannot be read: {error}") from None
+    else:
+        return _from_buffer(memory, tensor, argument), _buffer_wrap(tensor)
+    if hasattr(tensor, "__array_interface__"):
+        return np.asarray(tensor), None
+    if hasattr(tensor, "__dlpack__"):
+        return _from_dlpack(tensor, argument), None
+    advice = f": pass numpy.asarray({argument})" if hasattr(tensor, "__array__") else ""
+    raise InvalidTypeError(f"{argument}: expected {_EXPECTED}; got {_describe(tensor)}{advice}")
+
+
+def _refuse_devices(tensor: Any, argument: str) -> None:
+    device = None
+    if hasattr(tensor, "__dlpack_device__"):
+        kind = int(tensor.__dlpack_device__()[0])
+        device = None if kind in _CPU_DEVICES else f"DLPack device kind {kind}"
+    elif hasattr(tensor, "__cuda_array_interface__"):
+        device = "a CUDA device"
+    if device is not None:
+        raise _not_on_cpu(tensor, argument, device)
+
+
+def _not_on_cpu(tensor: Any, argument: str, device: str) -> InvalidTypeError:
+    return InvalidTypeError(
+        f"{argument}: expected memory of the CPU, got a {_describe(tensor)} on {device};"
+        " GPU tensors are not supported by this build yet: copy it to the host first"
+    )
+
+
+def _namespace(tensor: Any) -> Any:
+    """The module that can make this type again from DLPack, or None."""
+    if not hasattr(tensor, "__dlpack__"):
+        return None
+    if hasattr(tensor, "__array_namespace__"):
+        namespace = tensor.__array_namespace__()
+    else:
+        namespace = sys.modules.get(type(tensor).__module__.partition(".")[0])
+    return namespace if hasattr(namespace, "from_dlpack") else None
+
+
+def _from_dlpack(tensor: Any, argument: str) -> _Array:
+    try:
+        return np.from_dlpack(tensor)
+    except (RuntimeError, TypeError, ValueError, BufferError) as error:
+        raise InvalidTypeError(f"{argument}: {_describe(tensor)} cannot be read through DLPack: {error}") from error
+
+
+def _from_buffer(memory: memoryview, tensor: Any, argument: str) -> _Array:
+    try:
+        return np.asarray(memory)
+    except (TypeError, ValueError, NotImplementedError, RuntimeError):
+        raise InvalidTypeError(f"{argument}: {_describe(tensor)} has elements of format {memory.format!r}, which are not numbers") from None
+
+
+def _buffer_wrap(tensor: Any) -> _Wrap | None:
+    """How to make the type of a buffer again; None where a result stays a NumPy array (mmap and the like)."""
+    kind = type(tensor)
+    if kind in (bytes, bytearray, memoryview):
+        return lambda result: kind(result.data)
+    if kind is array_module.array:
+        code = tensor.typecode
+        return lambda result: array_module.array(code, result.tobytes())
+    if isinstance(tensor, ctypes.Array):
+        # The length is part of a ctypes array's type, and a gathered result is longer.
+        return lambda result: kind.from_buffer_copy(result) if result.nbytes == ctypes.sizeof(kind) else result
+    return None
+
+
+# ---- frameworks ----------------------------------------------------------------------------------------------------------
+
+
+def _read_torch(tensor: Any, argument: str) -> _Read:
+    torch: Any = sys.modules["torch"]
+    if tensor.device.type != "cpu":
+        raise _not_on_cpu(tensor, argument, str(tensor.device))
+    if tensor.layout is not torch.strided:
+        raise InvalidTypeError(f"{argument}: expected a dense tensor, got layout {tensor.layout}; pass {argument}.to_dense()")
+    plain = tensor.detach()
+    lazy = plain.is_conj() or plain.is_neg()  # conjugated or negated only when read: its memory holds other numbers
+    if lazy:
+        plain = plain.resolve_conj().resolve_neg()
+    try:
+        # bfloat16: NumPy has no such type of its own, nor does DLPack bring it one. The same bits go under another name.
+        half = plain.dtype is torch.bfloat16
+        array = plain.view(torch.int16).numpy().view(resolve("bfloat16")) if half else plain.numpy()
+    except (RuntimeError, TypeError) as error:
+        raise InvalidTypeError(f"{argument}: a torch tensor of dtype {tensor.dtype} cannot be read: {error}") from error
+    return _frozen(array) if lazy else array, _wrap_torch
+
+
+def _wrap_torch(array: _Array) -> Any:
+    torch: Any = sys.modules["torch"]
+    if SUPPORTED[array.dtype] == "bfloat16":
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def _read_jax(tensor: Any, argument: str) -> _Read:
+    jax: Any = sys.modules["jax"]
+    if isinstance(tensor, jax.core.Tracer):
+        raise InvalidTypeError(f"{argument}: expected a concrete jax array, got a tracer: call collectives outside jit, grad and vmap")
+    platforms = {device.platform for device in tensor.devices()}
+    if platforms != {"cpu"}:
+        raise _not_on_cpu(tensor, argument, ", ".join(sorted(platforms)))
+    return _frozen(np.asarray(tensor).view()), jax.numpy.asarray
+
+
+def _read_tensorflow(tensor: Any, argument: str) -> _Read:
+    tensorflow: Any = sys.modules["tensorflow"]
+    if not hasattr(tensor, "numpy"):
+        raise InvalidTypeError(f"{argument}: expected an eager tensor, got a symbolic {_describe(tensor)}: call outside tf.function")
+    if "CPU" not in (tensor.device or "CPU"):
+        raise _not_on_cpu(tensor, argument, tensor.device)
+    return _frozen(np.asarray(tensor.numpy()).view()), tensorflow.convert_to_tensor
+
+
+_FRAMEWORKS: tuple[tuple[str, tuple[str, ...], Callable[[Any, str], _Read]], ...] = (
+    ("torch", ("Tensor",), _read_torch),
+    ("jax", ("Array",), _read_jax),
+    ("tensorflow", ("Tensor", "Variable"), _read_tensorflow),
+)
+"""Module, its tensor types, and their reader. jax's arrays and TensorFlow's tensors are immutable, so read-only here."""
+
+
+@functools.lru_cache(maxsize=256)
+def _framework(kind: Any) -> Callable[[Any, str], _Read] | None:
+    for name, types, reader in _FRAMEWORKS:
+        module = sys.modules.get(name)
+        for attribute in types:
+            base = getattr(module, attribute, None)
+            if isinstance(base, type) and issubclass(kind, base):
+                return reader
+    return None

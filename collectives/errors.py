@@ -1,0 +1,51 @@
+"""The exception tree: every error that collectives raises, in one place.
+
+An argument that can never be right is a ``ValueError`` or a ``TypeError`` and is raised before anything leaves the rank.
+What only the ranks together can find out (a mismatch, a failed or missing rank) is a ``RuntimeError`` and is raised on
+every rank. Each message names the rank, the tensor, what was expected, what came, and what to do about it.
+"""
+
+from __future__ import annotations
+
+
+class CollectivesError(Exception):
+    """Base of every error raised by collectives."""
+
+
+class InvalidArgumentError(CollectivesError, ValueError):
+    """An argument has a value that no rank could accept."""
+
+
+class InvalidTypeError(CollectivesError, TypeError):
+    """An argument has a type or dtype that no rank could accept."""
+
+
+class NotInitializedError(CollectivesError, ValueError, RuntimeError):
+    """An operation was called before ``init()`` or after ``shutdown()``.
+
+    A ``ValueError`` because Horovod raises one here and its users catch it; a ``RuntimeError`` because it is a state.
+    """
+
+
+class MismatchError(CollectivesError, RuntimeError):
+    """The ranks asked for different things in the same call. No tensor was touched; the next call works."""
+
+
+class RankFailedError(CollectivesError, RuntimeError):
+    """Another rank raised, left or died while this one needed it. The world cannot be used any more."""
+
+
+class CollectiveTimeoutError(CollectivesError, RuntimeError, TimeoutError):
+    """A peer did not arrive within the configured time. The world cannot be used any more."""
+
+
+class TransportError(CollectivesError, RuntimeError):
+    """Bytes could not be moved, or a transport that was asked for by name cannot serve here."""
+
+
+class ForkedProcessError(CollectivesError, RuntimeError):
+    """A collective was called in a child made by ``fork``: only the process that called ``init()`` may communicate."""
+
+
+class MissingDependencyError(CollectivesError, ImportError):
+    """A package that this call needs is not installed; the message names the extra that brings it."""

@@ -1,0 +1,16 @@
+"""``collectivesrun``: start a program on N ranks, and end all of them when one fails.
+
+    collectivesrun -np 4 python train.py
+    python -m collectives.launch -np 4 -H host1:2,host2:2 python train.py
+
+    cli       the options                          hosts     "host1:2,host2:2" and host files
+    mpi       which MPI's mpirun there is          command   options -> the command of that MPI (pure)
+    job       starts it, watches it, ends it       rank      stands before each rank and sees how it ends
+    records   what failed first                    report    --check-build, --show-plan
+
+``mpirun -np 4 python train.py`` and ``srun --mpi=pmix -n 4 python train.py`` start the same ranks without it.
+"""
+
+from collectives.launch.cli import main
+
+__all__ = ["main"]

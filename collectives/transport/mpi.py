@@ -1,0 +1,265 @@
+"""MPI: the rendezvous of all ranks, the control plane across hosts, and messages between any two ranks.
+
+Nothing here blocks inside MPI: requests are posted and tested, with a pause that grows, so that a wait can see a failed
+rank, keep its bound, and leave the core to others. The communicator is a duplicate of the caller's: the program's own MPI
+traffic is never touched, and MPI itself is finalised by whoever initialised it.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from collectives import dtypes
+from collectives.config import Config
+from collectives.errors import CollectiveTimeoutError, InvalidTypeError, RankFailedError
+from collectives.reduction import Op
+from collectives.transport import shared_memory
+from collectives.transport.base import Array
+from collectives.transport.board import CALL_MASK, FAILED, LEFT, Board
+from collectives.transport.group import BoardControl, Group
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+_FAILURE_TAG, _LEAVE_TAG, _BLOCK_TAG = 1, 2, 3
+_SPINS, _YIELDS = 200, 200
+_NAP, _LONGEST_NAP = 20e-6, 1e-3
+_RECORD = 3
+
+
+def connect(comm: MPI.Intracomm, config: Config) -> Group:
+    """Make the group of a communicator; collective over it.
+
+    Raises:
+        CollectiveTimeoutError: not every rank came within ``config.timeout``.
+    """
+    if not hasattr(comm, "Get_rank") or comm.Is_inter():
+        raise InvalidTypeError(f"comm={comm!r}: expected an mpi4py intracommunicator")
+    patience = _Patience(comm.Get_rank(), config.timeout)
+    # Whoever does not come shows here, where the wait is bounded; the collective calls after it then all meet their match.
+    patience.wait(comm.Ibarrier(), "every rank to call init()")
+    own = comm.Dup()
+    rank, size = own.Get_rank(), own.Get_size()
+    hosts = _hosts(own, config.local_size)
+    local = next(host for host in hosts if rank in host)
+    memory = None
+    if size > 1 and config.transport != "mpi":
+        memory = shared_memory.connect(rank, size, local, own.allgather, timeout=config.timeout)
+    messages = MpiMessages(own, patience) if size > 1 else None
+
+    def exchange(value: Any) -> list[Any]:
+        patience.wait(own.Ibarrier(), "every rank to describe its call")
+        gathered: list[Any] = own.allgather(value)
+        return gathered
+
+    control: BoardControl | MpiControl
+    if memory is not None and len(hosts) == 1:
+        control = BoardControl(memory.board, exchange)
+        patience.check = memory.board.check
+    else:
+        control = MpiControl(own, patience, exchange, memory.board if memory is not None else None)
+        patience.check = control.check
+        if memory is not None:
+            memory.board.also_check = control.look_for_notices
+
+    def close() -> None:
+        if memory is not None:
+            memory.close()
+        own.Free()
+
+    return Group(rank, size, hosts, control, memory, messages, close)
+
+
+class MpiMessages:
+    """`base.MessageTransport` over MPI's point-to-point messages."""
+
+    name = "mpi"
+
+    def __init__(self, comm: MPI.Intracomm, patience: _Patience) -> None:
+        self._comm = comm
+        self._patience = patience
+        self._requests: list[MPI.Request] = []
+
+    def post_receive(self, peer: int, into: Array) -> None:
+        self._requests.append(self._comm.Irecv(into.view(np.uint8), peer, _BLOCK_TAG))
+
+    def post_send(self, peer: int, block: Array) -> None:
+        self._requests.append(self._comm.Isend(block.view(np.uint8), peer, _BLOCK_TAG))
+
+    def drain(self) -> None:
+        if self._requests:
+            self._patience.wait_all(self._requests, "a block from or to another rank")
+            self._requests.clear()
+
+    def close(self) -> None:
+        self._requests.clear()
+
+    def knows(self, op: Op, dtype: np.dtype[Any]) -> bool:
+        """Whether MPI itself can reduce these numbers as we do: not halves, nor bools, whose average is no sum."""
+        return not (dtypes.is_half(dtype) or dtypes.is_bool(dtype))
+
+    def native_allreduce(self, source: Array, out: Array, op: Op) -> None:
+        """MPI's own all-reduce, for messages so small that the number of messages is all that counts.
+
+        Args:
+            source, out: 1-D, contiguous, equally long, of a dtype that MPI `knows`; may be the same array.
+            op: Average is summed; dividing is left to the caller.
+        """
+        from mpi4py import MPI
+
+        operation = {Op.MIN: MPI.MIN, Op.MAX: MPI.MAX, Op.PRODUCT: MPI.PROD}.get(op, MPI.SUM)
+        send = MPI.IN_PLACE if source is out else source
+        self._patience.wait(self._comm.Iallreduce(send, out, operation), "every rank's numbers")
+
+
+class MpiControl:
+    """`base.Control` across hosts: one small allgather per call.
+
+    Failures and departures travel as messages of their own, which every wait looks for; on its own host a rank also puts
+    them on the board.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, patience: _Patience, exchange: Callable[[Any], list[Any]], board: Board | None) -> None:
+        self.rank = comm.Get_rank()
+        self.size = comm.Get_size()
+        self._comm = comm
+        self._patience = patience
+        self._exchange = exchange
+        self._board = board
+        self._call = 0
+        self._record = np.zeros(_RECORD, np.int64)
+        self._records = np.zeros((self.size, _RECORD), np.int64)
+        self._words: Array = self._records[:, 1:]
+        self._notices: list[Any] = []
+        self._left: dict[int, int] = {}
+
+    def agree(self, signature: int, words: Sequence[int] = ()) -> bool:
+        self._call += 1
+        entry = signature << 16 | (self._call & CALL_MASK)
+        record, records = self._record, self._records
+        record[0] = entry
+        short = words[: _RECORD - 1]
+        record[1 : 1 + len(short)] = short
+        self._patience.wait(self._comm.Iallgather(record, records), "every rank to enter the call")
+        if not bool((records[:, 0] == entry).all()):
+            return False
+        self._words = records[:, 1 : 1 + len(short)]
+        if len(words) > len(short):
+            mine = np.array(words, np.int64)
+            everybody = np.empty((self.size, len(mine)), np.int64)
+            self._patience.wait(self._comm.Iallgather(mine, everybody), "every rank's sizes")
+            self._words = everybody
+        return True
+
+    def words_of(self, peer: int) -> Sequence[int]:
+        words: list[int] = self._words[peer].tolist()
+        return words
+
+    def exchange(self, value: Any) -> list[Any]:
+        return self._exchange(value)
+
+    def fail(self, text: str) -> None:
+        if self._board is not None:
+            self._board.mark(FAILED, text)
+        self._tell(_FAILURE_TAG, text)
+
+    def leave(self) -> None:
+        if self._board is not None:
+            self._board.mark(LEFT)
+        self._tell(_LEAVE_TAG, str(self._call))
+
+    def acknowledged(self) -> bool:
+        board = self._board
+        return board is None or all(board.state_of(peer) in (LEFT, FAILED) for peer in board.peers)
+
+    def check(self) -> None:
+        """Raise RankFailedError if a rank has failed, or if one has left without entering the call that this rank is in."""
+        if self._board is not None:
+            self._board.check()
+        self.look_for_notices()
+        for peer, calls in self._left.items():
+            if calls < self._call:
+                raise RankFailedError(
+                    f"rank {self.rank}: rank {peer} has shut down or ended while this rank waits for it; "
+                    f"every rank must make the same calls before it leaves"
+                )
+
+    def look_for_notices(self) -> None:
+        """Read what other ranks said about themselves; raise RankFailedError at a failure."""
+        from mpi4py import MPI
+
+        status = MPI.Status()
+        for tag in (_FAILURE_TAG, _LEAVE_TAG):
+            while self._comm.Iprobe(MPI.ANY_SOURCE, tag, status):
+                peer = status.Get_source()
+                text = self._comm.recv(source=peer, tag=tag)
+                if tag == _FAILURE_TAG:
+                    raise RankFailedError(f"rank {self.rank}: rank {peer} has failed:\n{text}")
+                self._left[peer] = int(text)
+
+    def close(self) -> None:
+        """Wait a moment for the notices to leave; one that nobody reads is small enough to be on its way already."""
+        for request in self._notices:
+            request.Test()
+
+    def _tell(self, tag: int, text: str) -> None:
+        self._notices += [self._comm.isend(text[-2000:], peer, tag) for peer in range(self.size) if peer != self.rank]
+
+
+class _Patience:
+    """Waits for MPI requests: looks often at first, then yields, then naps longer and longer, within a bound."""
+
+    def __init__(self, rank: int, timeout: float) -> None:
+        self._rank = rank
+        self._timeout = timeout
+        self.check: Callable[[], None] = lambda: None
+
+    def wait(self, request: MPI.Request, what: str) -> None:
+        """Return when the request is complete; raise what `check` raises, or CollectiveTimeoutError naming ``what``."""
+        if not request.Test():
+            self._wait(request.Test, what)
+
+    def wait_all(self, requests: Sequence[MPI.Request], what: str) -> None:
+        """`wait` for all of several requests."""
+        from mpi4py import MPI
+
+        if not MPI.Request.Testall(requests):
+            self._wait(lambda: bool(MPI.Request.Testall(requests)), what)
+
+    def _wait(self, done: Callable[[], bool], what: str) -> None:
+        for _ in range(_SPINS):
+            if done():
+                return
+        for _ in range(_YIELDS):
+            os.sched_yield()
+            if done():
+                return
+        begun = time.monotonic()
+        nap = _NAP
+        while not done():
+            self.check()
+            if time.monotonic() - begun > self._timeout:
+                raise CollectiveTimeoutError(
+                    f"rank {self._rank}: waited {self._timeout:g} s for {what}; see what the other ranks are doing, "
+                    f"or raise COLLECTIVES_TIMEOUT"
+                )
+            time.sleep(nap)
+            nap = min(nap * 1.2, _LONGEST_NAP)
+
+
+def _hosts(comm: MPI.Intracomm, local_size: int) -> tuple[tuple[int, ...], ...]:
+    from mpi4py import MPI
+
+    rank, size = comm.Get_rank(), comm.Get_size()
+    if local_size:
+        return tuple(tuple(range(first, min(first + local_size, size))) for first in range(0, size, local_size))
+    shared = comm.Split_type(MPI.COMM_TYPE_SHARED, rank)
+    first = shared.bcast(rank)
+    shared.Free()
+    firsts = comm.allgather(first)
+    return tuple(tuple(r for r in range(size) if firsts[r] == f) for f in sorted(set(firsts)))

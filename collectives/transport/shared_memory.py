@@ -1,0 +1,185 @@
+"""Memory shared by the processes of one host: a board and a window per rank, and direct reads where the system allows.
+
+Each rank makes an anonymous file in memory, its peers map it through ``/proc/PID/fd``: nothing has a name, so nothing is
+left behind after ``kill -9``. Where that is refused, a file in ``/dev/shm`` serves, which is unlinked as soon as all have
+mapped it. What works is found out by doing it: every rank reads back a random token that its peer wrote.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+
+from collectives.errors import TransportError
+from collectives.transport.base import WINDOW_BYTES, Array
+from collectives.transport.board import Board, board_bytes
+from collectives.transport.direct_read import DirectRead, admit, ancestors
+
+Exchange = Callable[[Any], list[Any]]
+Move = Callable[[int, int, int, int], None]
+
+_PREFAULT_UP_TO = 8
+_SPINS = 2000
+_TOKEN_BYTES = 16
+
+
+class SharedMemory:
+    """`base.MemoryTransport` among processes of one host; made by `connect`."""
+
+    name = "shared memory"
+
+    def __init__(self, board: Board, windows: Sequence[Array | None], reader: DirectRead | None, mappings: Sequence[mmap.mmap]) -> None:
+        self.board = board
+        self.windows = windows
+        self.reads_private = reader is not None
+        self._mappings = mappings
+        # Bound to the reader's methods themselves: these two are called for every block.
+        self.fetch: Move = reader.fetch if reader is not None else _refuse
+        self.store: Move = reader.store if reader is not None else _refuse
+
+    def close(self) -> None:
+        self.windows = ()
+        self.board.release()
+        for mapping in self._mappings:
+            # A window that a caller still looks at keeps its mapping; the memory goes with the process then.
+            with suppress(BufferError):
+                mapping.close()
+
+
+def _refuse(peer: int, address: int, own: int, nbytes: int) -> None:
+    raise TransportError(f"the private memory of rank {peer} cannot be reached: this system does not allow direct reads")
+
+
+def connect(rank: int, size: int, local: Sequence[int], exchange: Exchange, *, timeout: float) -> SharedMemory | None:
+    """Share memory among the ranks of each host; every rank of the group calls this at once.
+
+    Args:
+        rank: this rank in the group.
+        size: number of ranks in the group.
+        local: the ranks on this host.
+        exchange: gives every rank of the group every rank's value.
+        timeout: seconds that a later wait may last.
+
+    Returns:
+        The transport, or None if memory cannot be shared on some host; the same on every rank. Direct reads are on only
+        if they work between all ranks that share a host.
+    """
+    nbytes = board_bytes(size) + WINDOW_BYTES
+    for make in (_anonymous_file, _named_file):
+        mappings = _map_all(make, nbytes, rank, local, exchange)
+        if mappings is not None:
+            break
+    else:
+        return None
+    views = [None if mapping is None else memoryview(mapping) for mapping in mappings]
+    pages = [None if view is None else view[: board_bytes(size)] for view in views]
+    windows = [None if view is None else np.frombuffer(view, np.uint8, WINDOW_BYTES, board_bytes(size)) for view in views]
+    spins = _SPINS if len(local) <= (os.cpu_count() or 1) else 20
+    board = Board(pages, rank, timeout=timeout, spins=spins)
+    reader = _probe_direct_reads(rank, local, exchange)
+    return SharedMemory(board, windows, reader, [mapping for mapping in mappings if mapping is not None])
+
+
+def _anonymous_file(nbytes: int) -> tuple[int, str]:
+    handle = os.memfd_create("collectives", os.MFD_CLOEXEC)
+    os.ftruncate(handle, nbytes)
+    return handle, f"/proc/{os.getpid()}/fd/{handle}"
+
+
+def _named_file(nbytes: int) -> tuple[int, str]:
+    directory = "/dev/shm" if os.path.isdir("/dev/shm") else None
+    handle, path = tempfile.mkstemp(prefix="collectives-", dir=directory)
+    try:
+        os.posix_fallocate(handle, 0, nbytes)  # a full /dev/shm shows here, not as a SIGBUS in the first write
+    except OSError:
+        os.close(handle)
+        os.unlink(path)
+        raise
+    return handle, path
+
+
+def _map_all(
+    make: Callable[[int], tuple[int, str]], nbytes: int, rank: int, local: Sequence[int], exchange: Exchange
+) -> list[mmap.mmap | None] | None:
+    """Map every local rank's file, made with ``make``; None, on every rank, if any rank could not."""
+    secret = secrets.token_bytes(_TOKEN_BYTES)
+    handle, path, own = -1, "", None
+    try:
+        handle, path = make(nbytes)
+        own = _map(handle, nbytes, populate=True)
+        own[nbytes - _TOKEN_BYTES :] = secret
+    except (OSError, AttributeError, ValueError):
+        path = ""
+    offers = exchange((path, secret))
+    mappings: list[mmap.mmap | None] = [None] * len(offers)
+    works = own is not None
+    if works:
+        mappings[rank] = own
+        works = all([_map_peer(mappings, peer, offers[peer], nbytes, len(local)) for peer in local if peer != rank])
+    everywhere = all(exchange(works))
+    if handle >= 0:
+        if not path.startswith("/proc/"):
+            os.unlink(path)
+        os.close(handle)
+    if everywhere:
+        return mappings
+    for mapping in mappings:
+        if mapping is not None:
+            mapping.close()
+    return None
+
+
+def _map_peer(mappings: list[mmap.mmap | None], peer: int, offer: tuple[str, bytes], nbytes: int, ranks: int) -> bool:
+    path, secret = offer
+    if not path:
+        return False
+    try:
+        handle = os.open(path, os.O_RDWR)
+    except OSError:
+        return False
+    try:
+        mapping = _map(handle, nbytes, populate=ranks <= _PREFAULT_UP_TO)
+    except (OSError, ValueError):
+        return False
+    finally:
+        os.close(handle)
+    mappings[peer] = mapping
+    return bytes(mapping[nbytes - _TOKEN_BYTES : nbytes]) == secret
+
+
+def _map(handle: int, nbytes: int, *, populate: bool) -> mmap.mmap:
+    return mmap.mmap(handle, nbytes, flags=mmap.MAP_SHARED | (getattr(mmap, "MAP_POPULATE", 0) if populate else 0))
+
+
+def _probe_direct_reads(rank: int, local: Sequence[int], exchange: Exchange) -> DirectRead | None:
+    """Try to read and to write every peer's private memory; the calls if all ranks could, else None on every rank."""
+    size = len(exchange(None))
+    secret = np.frombuffer(secrets.token_bytes(8), np.int64).copy()
+    inbox = np.zeros(size, np.int64)
+    facts = exchange((os.getpid(), ancestors(os.getpid()), secret.ctypes.data, int(secret[0]), inbox.ctypes.data))
+    admit([facts[peer][1] for peer in local])
+    exchange(None)  # all have admitted their peers
+    reader = None
+    works = False
+    seen = np.zeros(1, np.int64)
+    try:
+        reader = DirectRead([facts[peer][0] if peer in local else 0 for peer in range(size)])
+        works = True
+        for peer in local:
+            _, _, address, expected, letters = facts[peer]
+            if peer != rank:
+                reader.fetch(peer, address, seen.ctypes.data, 8)
+                works = works and int(seen[0]) == expected
+                reader.store(peer, letters + 8 * rank, secret.ctypes.data, 8)
+    except TransportError:
+        works = False
+    exchange(None)  # all have written to their peers
+    works = works and all(int(inbox[peer]) == facts[peer][3] for peer in local if peer != rank)
+    return reader if all(exchange(works)) else None

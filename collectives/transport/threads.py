@@ -1,0 +1,201 @@
+"""Ranks as threads of one process: the whole engine without MPI, for tests, notebooks and debuggers.
+
+The threads share their memory by nature, so windows are plain arrays and private memory is read with a plain copy. Hosts
+can be pretended: ranks of different "hosts" then reach each other by messages only, which here are copies from the
+sender's block straight into the receiver's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from collectives.errors import CollectiveTimeoutError, InvalidArgumentError, RankFailedError
+from collectives.transport.base import WINDOW_BYTES, Array
+from collectives.transport.board import Board, board_bytes
+from collectives.transport.group import BoardControl, Group
+
+
+def connect(size: int, *, hosts: Sequence[Sequence[int]] | None = None, reads_private: bool = True, timeout: float = 60.0) -> list[Group]:
+    """Make the groups of ``size`` ranks, one for each thread.
+
+    Args:
+        size: number of ranks, at least 1.
+        hosts: the ranks of each pretended host; all on one by default.
+        reads_private: False takes away the direct reads of private memory, as some containers do.
+        timeout: seconds that a rank waits for another.
+    """
+    if size < 1:
+        raise InvalidArgumentError(f"size={size}: expected at least 1 rank")
+    layout = tuple(tuple(host) for host in hosts) if hosts is not None else (tuple(range(size)),)
+    if sorted(rank for host in layout for rank in host) != list(range(size)):
+        raise InvalidArgumentError(f"hosts={layout}: expected each of the ranks 0 to {size - 1} once")
+    control_pages = _pages(size)
+    memory_pages = _pages(size)
+    windows = [np.zeros(WINDOW_BYTES, np.uint8) for _ in range(size)]
+    meeting = _Meeting(size, timeout)
+    post = _Post(size)
+    groups = []
+    for rank in range(size):
+        local = next(host for host in layout if rank in host)
+        control_board = _board(control_pages, rank, timeout)
+        board = _board([page if p in local else None for p, page in enumerate(memory_pages)], rank, timeout)
+        memory = ThreadMemory(board, [window if p in local else None for p, window in enumerate(windows)], reads_private)
+        control = BoardControl(control_board, lambda value, rank=rank: meeting.exchange(rank, value))  # type: ignore[misc]
+        messages = ThreadMessages(rank, post, control_board, timeout)
+        groups.append(Group(rank, size, layout, control, memory, messages, lambda: None))
+    return groups
+
+
+class ThreadMemory:
+    """`base.MemoryTransport` among threads."""
+
+    name = "threads"
+
+    def __init__(self, board: Board, windows: Sequence[Array | None], reads_private: bool) -> None:
+        self.board = board
+        self.windows = windows
+        self.reads_private = reads_private
+
+    def fetch(self, peer: int, address: int, into: int, nbytes: int) -> None:
+        ctypes.memmove(into, address, nbytes)
+
+    def store(self, peer: int, address: int, source: int, nbytes: int) -> None:
+        ctypes.memmove(address, source, nbytes)
+
+    def close(self) -> None:
+        """Nothing to let go of: the arrays end with their last reference."""
+
+
+class ThreadMessages:
+    """`base.MessageTransport` among threads: the receiver copies out of the sender's block and ticks it off."""
+
+    name = "threads"
+
+    def __init__(self, rank: int, post: _Post, board: Board, timeout: float) -> None:
+        self._rank = rank
+        self._post = post
+        self._board = board
+        self._timeout = timeout
+        self._receives: deque[tuple[int, Array]] = deque()
+        self._sends: list[_Letter] = []
+
+    def post_receive(self, peer: int, into: Array) -> None:
+        self._receives.append((peer, into))
+
+    def post_send(self, peer: int, block: Array) -> None:
+        letter = _Letter(block)
+        self._sends.append(letter)
+        self._post.boxes[self._rank][peer].append(letter)
+
+    def drain(self) -> None:
+        while self._receives:
+            peer, into = self._receives.popleft()
+            box = self._post.boxes[peer][self._rank]
+            self._until(peer, lambda box=box: bool(box))  # type: ignore[misc]
+            letter = box.popleft()
+            np.copyto(into, letter.block)
+            letter.read = True
+        for letter in self._sends:
+            self._until(None, lambda letter=letter: letter.read)  # type: ignore[misc]
+        self._sends.clear()
+
+    def close(self) -> None:
+        self._receives.clear()
+        self._sends.clear()
+
+    def _until(self, peer: int | None, done: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + self._timeout
+        while not done():
+            time.sleep(0)
+            self._board.check(peer, done)
+            if time.monotonic() > deadline:
+                raise CollectiveTimeoutError(f"rank {self._rank}: waited {self._timeout:g} s for a message from or to rank {peer}")
+
+
+def run(
+    size: int,
+    function: Callable[..., Any],
+    *,
+    hosts: Sequence[Sequence[int]] | None = None,
+    reads_private: bool = True,
+    timeout: float = 60.0,
+    make_world: Callable[[Group], Any],
+) -> list[Any]:
+    """Call ``function(world)`` on ``size`` threads, each with its own rank; the results in rank order.
+
+    A thread that raises marks its rank as failed, so that the others end as well; the error of the lowest rank that
+    failed first-hand (not because another had failed) is raised here.
+    """
+    groups = connect(size, hosts=hosts, reads_private=reads_private, timeout=timeout)
+    results: list[Any] = [None] * size
+    errors: list[BaseException | None] = [None] * size
+
+    def body(rank: int) -> None:
+        try:
+            world = make_world(groups[rank])
+            results[rank] = function(world)
+            groups[rank].control.leave()
+        except BaseException as error:  # handed to the caller below
+            errors[rank] = error
+            groups[rank].control.fail(f"{type(error).__name__}: {error}")
+
+    threads = [threading.Thread(target=body, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout * 2)
+        if thread.is_alive():
+            raise CollectiveTimeoutError(f"{thread.name} did not end within {timeout * 2:g} s")
+    failures = [error for error in errors if error is not None]
+    if failures:
+        raise next((error for error in failures if not isinstance(error, RankFailedError)), failures[0])
+    return results
+
+
+class _Letter:
+    __slots__ = ("block", "read")
+
+    def __init__(self, block: Array) -> None:
+        self.block = block
+        self.read = False
+
+
+class _Post:
+    """A box of letters for each pair of ranks."""
+
+    def __init__(self, size: int) -> None:
+        self.boxes: list[list[deque[_Letter]]] = [[deque() for _ in range(size)] for _ in range(size)]
+
+
+class _Meeting:
+    """Where all threads of a group lay down a value and read everybody's."""
+
+    def __init__(self, size: int, timeout: float) -> None:
+        self._values: list[Any] = [None] * size
+        self._barrier = threading.Barrier(size, timeout=timeout)
+
+    def exchange(self, rank: int, value: Any) -> list[Any]:
+        self._values[rank] = value
+        try:
+            self._barrier.wait()
+            values = list(self._values)
+            self._barrier.wait()
+        except threading.BrokenBarrierError:
+            raise CollectiveTimeoutError(f"rank {rank}: not every rank came to the exchange of descriptions") from None
+        return values
+
+
+def _pages(size: int) -> list[memoryview]:
+    return [memoryview(bytearray(board_bytes(size))) for _ in range(size)]
+
+
+def _board(pages: Sequence[memoryview | None], rank: int, timeout: float) -> Board:
+    # A thread that spins holds the interpreter lock and keeps out the very peer that it waits for: look once, then yield.
+    return Board(pages, rank, timeout=timeout, spins=1, pause=lambda: time.sleep(0), processes=False)

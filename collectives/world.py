@@ -1,0 +1,758 @@
+"""A world: the ranks of one group, all its state, and the collectives as methods.
+
+Every call goes the same way, on every rank:
+
+1. the door: the tensor becomes a view; arguments that no rank could accept are refused;
+2. agreement: the rank enters the call with the signature of its request, and sees whether all ranks ask for the same;
+3. the plan, made once for each request, is run by the executor;
+4. the result leaves as the caller's type.
+
+A refused argument enters the call too, as "invalid", so that the ranks stay in step: each of them gets an exception, and
+the next call works. A failure in the middle of a call ends the world: the peers are told, and arrays that a peer may still
+touch are kept alive until it has acknowledged.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import itertools
+import os
+import pickle
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from collectives import arrays, dtypes, partition, reduction
+from collectives.arrays import View
+from collectives.buffers import ResultPool
+from collectives.config import Config
+from collectives.errors import (
+    CollectivesError,
+    ForkedProcessError,
+    InvalidArgumentError,
+    InvalidTypeError,
+    MismatchError,
+    NotInitializedError,
+    RankFailedError,
+)
+from collectives.executor import Executor, Plan
+from collectives.negotiation import Request, Turns
+from collectives.planner import Choice, Placement, Planner, medium_between, schedules
+from collectives.program import Layout, Medium, compile_program, window_blocks
+from collectives.reduction import Op
+from collectives.transport.base import SLOT_BYTES, Array
+from collectives.transport.group import Group
+
+_MOST_ENTRIES = 2048
+_ACKNOWLEDGE_WITHIN = 2.0
+_ALIGN = 64
+_EMPTY = np.empty(0)
+_INVALID_SIGNATURE = Request("invalid").signature()
+
+_abandoned: list[tuple[Array, Array]] = []
+"""Arrays of calls that failed while a peer might still touch them: never freed."""
+
+
+class _Entry:
+    """What is known about a request after it was made once."""
+
+    __slots__ = ("finish", "kernel", "native", "plan", "plans", "prescale", "request", "signature", "warns")
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.signature = request.signature()
+        self.plan: Plan | None = None
+        self.plans: dict[tuple[int, ...], Plan | None] = {}
+        """By the sizes that ranks may differ in (allgather, alltoall)."""
+        self.kernel: reduction.Kernel | None = None
+        self.finish: reduction.Scaling | None = None
+        self.prescale: reduction.Scaling | None = None
+        self.native = False
+        self.warns = False
+
+
+class World:
+    """One rank of a group. Methods may be called from any thread; calls are made one at a time, in the order they come.
+
+    Attributes:
+        rank, size: this rank and the number of ranks.
+        local_rank, local_size: among the ranks of this host.
+        cross_rank, cross_size: this host, and the number of hosts, among the ranks with this local rank.
+    """
+
+    def __init__(self, group: Group, config: Config | None = None) -> None:
+        config = config or Config()
+        self.config = config
+        self.rank = group.rank
+        self.size = group.size
+        local = group.local
+        self.local_rank = local.index(group.rank)
+        self.local_size = len(local)
+        peers = [host for host in group.hosts if len(host) > self.local_rank]
+        self.cross_rank = peers.index(local)
+        self.cross_size = len(peers)
+        self.is_homogeneous = len({len(host) for host in group.hosts}) == 1
+        self._group = group
+        self._control = group.control
+        self._executor = Executor(group)
+        self._pool = ResultPool(config.result_pool)
+        self._placement = Placement(
+            group.rank,
+            group.size,
+            group.hosts,
+            shares_memory=group.memory is not None,
+            reads_private=group.memory is not None and group.memory.reads_private,
+        )
+        self.planner = Planner(self._placement, algorithm=config.algorithm, transport=config.transport, segment=config.segment)
+        self._entries: dict[tuple[Any, ...], _Entry] = {}
+        self._turns = Turns()
+        self._refusal: Callable[[], CollectivesError] | None = None
+        self._quietly = _quiet_runner()
+        self._native = getattr(group.messages, "native_allreduce", None)
+        self._knows_native = getattr(group.messages, "knows", lambda op, dtype: False)
+        _worlds.add(self)
+
+    # ---- operations ------------------------------------------------------------------------------------------------------
+
+    def allreduce(
+        self,
+        tensor: Any,
+        average: bool = True,
+        *,
+        op: Op | None = None,
+        name: str | None = None,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+        algorithm: str | None = None,
+        transport: str | None = None,
+    ) -> Any:
+        """See `collectives.allreduce`."""
+        try:
+            view = arrays.view(tensor)
+            entry = self._reducing("allreduce", view, average, op, name, prescale_factor, postscale_factor, algorithm, transport)
+        except CollectivesError as error:
+            raise self._refused(error) from None
+        self._turns.take(entry.signature)
+        try:
+            out = self._pool.empty(view.shape, view.dtype)
+            flat = out.reshape(-1)
+            source = view.array
+            if entry.prescale is not None:
+                self._scale(entry.prescale, source, flat)
+                source = flat
+            self._carry_out(entry, entry.plan, source, flat)
+        finally:
+            self._turns.give()
+        return view.wrap(out)
+
+    def allreduce_(
+        self,
+        tensor: Any,
+        average: bool = True,
+        *,
+        op: Op | None = None,
+        name: str | None = None,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+        algorithm: str | None = None,
+        transport: str | None = None,
+    ) -> Any:
+        """See `collectives.allreduce_`."""
+        try:
+            view = arrays.view(tensor, writable=True)
+            entry = self._reducing("allreduce", view, average, op, name, prescale_factor, postscale_factor, algorithm, transport)
+        except CollectivesError as error:
+            raise self._refused(error) from None
+        self._turns.take(entry.signature)
+        try:
+            source = view.array
+            if entry.prescale is not None:
+                source = self._pool.empty(view.array.shape, view.dtype)
+                self._scale(entry.prescale, view.array, source)
+            self._carry_out(entry, entry.plan, source, view.array)
+            if view.copied:
+                view.store()
+        finally:
+            self._turns.give()
+        return tensor
+
+    def reducescatter(
+        self,
+        tensor: Any,
+        op: Op = Op.AVERAGE,
+        *,
+        name: str | None = None,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+        algorithm: str | None = None,
+        transport: str | None = None,
+    ) -> Any:
+        """See `collectives.reducescatter`."""
+        try:
+            view = _with_rows(arrays.view(tensor), "reducescatter")
+            entry = self._reducing("reducescatter", view, True, op, name, prescale_factor, postscale_factor, algorithm, transport)
+        except CollectivesError as error:
+            raise self._refused(error) from None
+        self._turns.take(entry.signature)
+        try:
+            rows = partition.rows(view.shape[0], self.size)
+            out = self._pool.empty((rows[self.rank], *view.shape[1:]), view.dtype)
+            source = view.array
+            if entry.prescale is not None:
+                source = self._pool.empty(view.array.shape, view.dtype)
+                self._scale(entry.prescale, view.array, source)
+            self._carry_out(entry, entry.plan, source, out.reshape(-1))
+        finally:
+            self._turns.give()
+        return view.wrap(out)
+
+    def broadcast(
+        self, tensor: Any, root_rank: int, *, name: str | None = None, algorithm: str | None = None, transport: str | None = None
+    ) -> Any:
+        """See `collectives.broadcast`."""
+        try:
+            view = arrays.view(tensor)
+            entry = self._broadcasting(view, root_rank, name, algorithm, transport)
+        except CollectivesError as error:
+            raise self._refused(error) from None
+        self._turns.take(entry.signature)
+        try:
+            out = self._pool.empty(view.shape, view.dtype)
+            self._carry_out(entry, entry.plan, view.array, out.reshape(-1))
+        finally:
+            self._turns.give()
+        return view.wrap(out)
+
+    def broadcast_(
+        self, tensor: Any, root_rank: int, *, name: str | None = None, algorithm: str | None = None, transport: str | None = None
+    ) -> Any:
+        """See `collectives.broadcast_`."""
+        try:
+            view = arrays.view(tensor, writable=True)
+            entry = self._broadcasting(view, root_rank, name, algorithm, transport)
+        except CollectivesError as error:
+            raise self._refused(error) from None
+        self._turns.take(entry.signature)
+        try:
+            self._carry_out(entry, entry.plan, view.array, view.array)
+            if view.copied and self.rank != root_rank:
+                view.store()
+        finally:
+            self._turns.give()
+        return tensor
+
+    def allgather(self, tensor: Any, *, name: str | None = None, algorithm: str | None = None, transport: str | None = None) -> Any:
+        """See `collectives.allgather`."""
+        try:
+            view = _with_rows(arrays.view(tensor), "allgather")
+            entry = self._gathering("allgather", view, name, algorithm, transport)
+        except CollectivesError as error:
+            raise self._refused(error) from None
+        self._turns.take(entry.signature)
+        try:
+            every = self._agree_on_rows(entry, view.array, (view.shape[0],))
+            rows = tuple(words[0] for words in every)
+            out = self._pool.empty((sum(rows), *view.shape[1:]), view.dtype)
+            plan = self._plan_for_rows(entry, view, rows, lambda: self._plan_allgather(entry, view, rows))
+            self._carry_out(entry, plan, view.array, out.reshape(-1), agreed=True)
+        finally:
+            self._turns.give()
+        return view.wrap(out)
+
+    def alltoall(
+        self,
+        tensor: Any,
+        splits: Any = None,
+        *,
+        name: str | None = None,
+        algorithm: str | None = None,
+        transport: str | None = None,
+    ) -> Any:
+        """See `collectives.alltoall`."""
+        try:
+            view = _with_rows(arrays.view(tensor), "alltoall")
+            own = _splits(splits, view.shape[0], self.size)
+            entry = self._gathering("alltoall", view, name, algorithm, transport)
+        except CollectivesError as error:
+            raise self._refused(error) from None
+        self._turns.take(entry.signature)
+        try:
+            every = self._agree_on_rows(entry, view.array, own)
+            received = [words[self.rank] for words in every]
+            out = self._pool.empty((sum(received), *view.shape[1:]), view.dtype)
+            matrix = tuple(itertools.chain.from_iterable(every))
+            plan = self._plan_for_rows(entry, view, matrix, lambda: self._plan_alltoall(entry, view, matrix))
+            self._carry_out(entry, plan, view.array, out.reshape(-1), agreed=True)
+        finally:
+            self._turns.give()
+        if splits is None:
+            return view.wrap(out)
+        counts = np.array(received, np.int64)
+        return view.wrap(out), arrays.view(splits).wrap(counts) if hasattr(splits, "dtype") and splits.dtype == counts.dtype else counts
+
+    def barrier(self) -> None:
+        """See `collectives.barrier`."""
+        entry = self._entries.get(("barrier",)) or self._remember(("barrier",), Request("barrier"))
+        self._turns.take(entry.signature)
+        try:
+            self._carry_out(entry, None, _EMPTY, _EMPTY)
+        finally:
+            self._turns.give()
+
+    def broadcast_object(self, value: Any, root_rank: int = 0, *, name: str | None = None) -> Any:
+        """See `collectives.broadcast_object`."""
+        data = b""
+        if self.rank == root_rank:
+            data = self._pickled(value)
+        length = self.broadcast(np.array([len(data)], np.int64), root_rank, name=name and f"{name}.length")
+        buffer = np.empty(int(length[0]), np.uint8)
+        buffer[: len(data)] = np.frombuffer(data, np.uint8)
+        self.broadcast_(buffer, root_rank, name=name)
+        return value if self.rank == root_rank else pickle.loads(buffer.data)
+
+    def allgather_object(self, value: Any, *, name: str | None = None) -> list[Any]:
+        """See `collectives.allgather_object`."""
+        data = np.frombuffer(self._pickled(value), np.uint8)
+        lengths = self.allgather(np.array([len(data)], np.int64), name=name and f"{name}.length")
+        everything = self.allgather(data, name=name)
+        ends = np.cumsum(lengths)
+        return [pickle.loads(everything[end - length : end].data) for end, length in zip(ends.tolist(), lengths.tolist(), strict=True)]
+
+    def shutdown(self) -> None:
+        """Leave the group; collectives called afterwards are refused. Does nothing the second time."""
+        self._turns.take(0)
+        try:
+            if self._refusal is not None:
+                return
+            self._refusal = lambda: NotInitializedError(f"rank {self.rank}: this world was shut down; call collectives.init() again")
+            self._control.leave()
+            self._control.close()
+            self._pool.clear()
+            self._executor = None  # type: ignore[assignment]  # views into the windows end with it, so that they can be unmapped
+            self._entries.clear()
+            self._group.close()
+        finally:
+            self._turns.give()
+
+    def fail(self, text: str) -> None:
+        """Tell the other ranks that this one is about to end; their waits raise a RankFailedError that carries ``text``."""
+        self._refusal = self._refusal or (lambda: RankFailedError(f"rank {self.rank}: this world has failed:\n{text}"))
+        self._control.fail(text)
+
+    def leave(self) -> None:
+        """Tell the other ranks that this one will make no further call."""
+        if self._refusal is None:
+            self._control.leave()
+
+    def acknowledged(self) -> bool:
+        """Whether every other rank has noticed that this one failed or left."""
+        return self._control.acknowledged()
+
+    # ---- what a call asks for ----------------------------------------------------------------------------------------------
+
+    def _reducing(
+        self,
+        collective: str,
+        view: View,
+        average: bool,
+        op: Op | None,
+        name: str | None,
+        prescale: float,
+        postscale: float,
+        algorithm: str | None,
+        transport: str | None,
+    ) -> _Entry:
+        key = (collective, view.dtype.num, view.shape, op if op is not None else average, name, prescale, postscale, algorithm, transport)
+        try:
+            entry = self._entries.get(key)
+        except TypeError:
+            entry = None
+        if entry is not None and self._refusal is None:
+            return entry
+        self._check_state()
+        operation = _operation(op, average)
+        _check_name(name)
+        factors = [_factor("prescale_factor", prescale), _factor("postscale_factor", postscale)]
+        dtype = view.dtype
+        kernel = reduction.kernel(operation, dtype)
+        native = self._native is not None and prescale == 1.0 and self._knows_native(operation, dtype)
+        ordered = dtypes.is_complex(dtype) and operation is Op.PRODUCT
+        choice = self._choose(collective, view.nbytes, algorithm, transport, native, ordered)
+        entry = self._remember(
+            key, Request(collective, name, dtypes.name(dtype), view.shape, operation.value, None, factors[0], factors[1], algorithm, transport)
+        )
+        entry.kernel = kernel
+        entry.finish = reduction.finish(operation, dtype, self.size, factors[1])
+        entry.prescale = reduction.prescale(dtype, factors[0])
+        entry.warns = reduction.warns(dtype)
+        entry.native = native
+        if self.size > 1 and view.array.size:
+            if choice.algorithm != "native":
+                entry.plan = self._plan_reduction(entry, collective, view, choice)
+            entry.native = choice.algorithm == "native"
+            if entry.native:
+                entry.kernel = self._native_kernel(operation)
+        return entry
+
+    def _native_kernel(self, operation: Op) -> reduction.Kernel:
+        native = self._native
+        assert native is not None
+        return lambda source, out, _: native(source, out, operation)
+
+    def _broadcasting(self, view: View, root: int, name: str | None, algorithm: str | None, transport: str | None) -> _Entry:
+        key = ("broadcast", view.dtype.num, view.shape, root, name, algorithm, transport)
+        try:
+            entry = self._entries.get(key)
+        except TypeError:
+            entry = None
+        if entry is not None and self._refusal is None:
+            return entry
+        self._check_state()
+        if isinstance(root, bool) or not hasattr(root, "__index__"):
+            raise InvalidTypeError(f"root_rank: expected a rank (an int from 0 to {self.size - 1}), got {root!r}")
+        root = root.__index__()
+        if not 0 <= root < self.size:
+            raise InvalidArgumentError(f"root_rank: expected a rank from 0 to {self.size - 1}, got {root}")
+        _check_name(name)
+        choice = self._choose("broadcast", view.nbytes, algorithm, transport)
+        request = Request("broadcast", name, dtypes.name(view.dtype), view.shape, None, root, algorithm=algorithm, transport=transport)
+        entry = self._remember(key, request)
+        if self.size > 1 and view.array.size:
+            entry.plan = self._plan_broadcast(entry, view, root, choice)
+        return entry
+
+    def _gathering(self, collective: str, view: View, name: str | None, algorithm: str | None, transport: str | None) -> _Entry:
+        key = (collective, view.dtype.num, view.shape[1:], name, algorithm, transport)
+        try:
+            entry = self._entries.get(key)
+        except TypeError:
+            entry = None
+        if entry is not None and self._refusal is None:
+            return entry
+        self._check_state()
+        _check_name(name)
+        self._choose(collective, view.nbytes, algorithm, transport)
+        request = Request(collective, name, dtypes.name(view.dtype), view.shape[1:], algorithm=algorithm, transport=transport)
+        return self._remember(key, request)
+
+    def _remember(self, key: tuple[Any, ...], request: Request) -> _Entry:
+        if len(self._entries) >= _MOST_ENTRIES:
+            for old in list(itertools.islice(self._entries, _MOST_ENTRIES // 2)):
+                self._entries.pop(old, None)
+        entry = self._entries[key] = _Entry(request)
+        return entry
+
+    def _check_state(self) -> None:
+        if self._refusal is not None:
+            raise self._refusal()
+
+    def _refused(self, error: CollectivesError) -> CollectivesError:
+        """A call whose arguments this rank refuses: the other ranks learn of it, and stay in step."""
+        if self._refusal is None and not isinstance(error, (MismatchError, RankFailedError)) and self.size > 1:
+            self._turns.take(_INVALID_SIGNATURE)
+            try:
+                request = Request("invalid", detail=f"{type(error).__name__}: {error}")
+                try:
+                    while not self._control.agree(_INVALID_SIGNATURE):
+                        self._turns.settle(self.rank, request, self._control.exchange)
+                    self._turns.agreed()
+                except MismatchError:
+                    pass  # the other ranks were told why; here the cause itself is raised
+                except BaseException as failure:
+                    self._break(failure, _EMPTY, _EMPTY)
+                    error.__context__ = failure
+            finally:
+                self._turns.give()
+        return error
+
+    # ---- plans ---------------------------------------------------------------------------------------------------------------
+
+    def _choose(
+        self, collective: str, nbytes: int, algorithm: str | None, transport: str | None, native: bool = False, ordered: bool = False
+    ) -> Choice:
+        return self.planner.choose(collective, nbytes, native=native, ordered=ordered, algorithm=algorithm, transport=transport)
+
+    def _plan_reduction(self, entry: _Entry, collective: str, view: View, choice: Choice) -> Plan:
+        if collective == "reducescatter":
+            row = view.array.size // view.shape[0]
+            sizes = [rows * row for rows in partition.rows(view.shape[0], self.size)]
+            starts = partition.offsets(sizes)
+            layout = Layout(sizes, lambda rank: dict(enumerate(starts)), lambda rank: {rank: 0})
+        else:
+            chunks = schedules(collective, choice.algorithm, self._placement)(self.rank).chunks
+            sizes = partition.split(view.array.size, chunks, max(1, _ALIGN // view.dtype.itemsize))
+            whole = dict(enumerate(partition.offsets(sizes)))
+            layout = Layout(sizes, lambda rank: whole, lambda rank: whole)
+        return self._compile(entry, collective, layout, view.dtype, choice)
+
+    def _plan_broadcast(self, entry: _Entry, view: View, root: int, choice: Choice) -> Plan:
+        chunks = schedules("broadcast", choice.algorithm, self._placement, root)(self.rank).chunks
+        sizes = partition.split(view.array.size, chunks, max(1, _ALIGN // view.dtype.itemsize))
+        whole = dict(enumerate(partition.offsets(sizes)))
+        return self._compile(entry, "broadcast", Layout(sizes, lambda rank: whole, lambda rank: whole), view.dtype, choice, root)
+
+    def _plan_allgather(self, entry: _Entry, view: View, rows: Sequence[int]) -> Plan | None:
+        row = int(np.prod(view.shape[1:], dtype=np.int64))
+        sizes = [count * row for count in rows]
+        whole = dict(enumerate(partition.offsets(sizes)))
+        layout = Layout(sizes, lambda rank: {rank: 0}, lambda rank: whole)
+        request = entry.request
+        choice = self._choose("allgather", sum(sizes) * view.dtype.itemsize, request.algorithm, request.transport)
+        return self._compile(entry, "allgather", layout, view.dtype, choice)
+
+    def _plan_alltoall(self, entry: _Entry, view: View, matrix: Sequence[int]) -> Plan | None:
+        size = self.size
+        row = int(np.prod(view.shape[1:], dtype=np.int64))
+        sizes = [count * row for count in matrix]
+
+        def inputs(rank: int) -> dict[int, int]:
+            chunks = range(rank * size, rank * size + size)
+            return dict(zip(chunks, partition.offsets([sizes[c] for c in chunks]), strict=False))
+
+        def outputs(rank: int) -> dict[int, int]:
+            chunks = range(rank, size * size, size)
+            return dict(zip(chunks, partition.offsets([sizes[c] for c in chunks]), strict=False))
+
+        request = entry.request
+        choice = self._choose("alltoall", sum(sizes) * view.dtype.itemsize // size, request.algorithm, request.transport)
+        return self._compile(entry, "alltoall", Layout(sizes, inputs, outputs), view.dtype, choice)
+
+    def _plan_for_rows(self, entry: _Entry, view: View, rows: tuple[int, ...], make: Callable[[], Plan | None]) -> Plan | None:
+        if rows not in entry.plans:
+            if len(entry.plans) >= 64:
+                entry.plans.clear()
+            row = int(np.prod(view.shape[1:], dtype=np.int64))
+            entry.plans[rows] = make() if self.size > 1 and sum(rows) * row else None
+        return entry.plans[rows]
+
+    def _compile(self, entry: _Entry, collective: str, layout: Layout, dtype: np.dtype[Any], choice: Choice, root: int = 0) -> Plan:
+        schedule_of = schedules(collective, choice.algorithm, self._placement, root)
+        between = medium_between(self._placement, choice.medium)
+        largest = max(layout.sizes)
+        block = min(max(1, choice.block_bytes // dtype.itemsize), largest)
+        slot = SLOT_BYTES // dtype.itemsize
+        # Every rank must come to the same block, and so to the same number of segments: the fullest window decides.
+        fullest = self._fullest_window(choice, schedule_of, layout, between)
+        if fullest * block > slot:
+            align = max(1, _ALIGN // dtype.itemsize)
+            block = max(1, slot // fullest // align * align or slot // fullest)
+        program = compile_program(schedule_of, self.rank, layout, block, between, choice.staged, choice.versioned)
+        segments = -(-largest // block)
+        # A ring passes on what it received: peers then read outputs, whose addresses were not known when the sizes were agreed on.
+        reads_outputs = choice.algorithm == "ring" and choice.medium is Medium.DIRECT
+        description = f"{choice.algorithm} over {choice.medium.value}, {segments} segments of {block * dtype.itemsize} bytes per chunk"
+        return self._executor.bind(
+            program, dtype, block, segments, choice.lag, choice.staged, entry.kernel, entry.finish, description, reads_outputs
+        )
+
+    def _fullest_window(self, choice: Choice, schedule_of: Any, layout: Layout, between: Any) -> int:
+        """The most blocks that any rank keeps in one slot of its window."""
+        return max(window_blocks(schedule_of, rank, layout, between, choice.staged, choice.versioned) for rank in range(self.size))
+
+    # ---- carrying out --------------------------------------------------------------------------------------------------------
+
+    def _agree_on_rows(self, entry: _Entry, source: Array, rows: Sequence[int]) -> list[list[int]]:
+        """Enter the call with what ranks may differ in; every rank's rows."""
+        self._check_state()
+        if self.size == 1:
+            return [list(rows)]
+        control, state = self._control, self._executor.state
+        try:
+            while not control.agree(entry.signature, (_address(source), 0, *rows)):
+                self._turns.settle(self.rank, entry.request, control.exchange)
+            self._turns.agreed()
+        except MismatchError:
+            raise
+        except BaseException as error:
+            self._break(error, source, source)
+            raise
+        every = []
+        for peer in range(self.size):
+            words = (_address(source), 0, *rows) if peer == self.rank else control.words_of(peer)
+            state.addresses[peer] = words[:2]
+            every.append(list(words[2:]))
+        return every
+
+    def _carry_out(self, entry: _Entry, plan: Plan | None, source: Array, out: Array, agreed: bool = False) -> None:
+        """Agree on a call and run its plan. With the lock held."""
+        if self._refusal is not None:
+            raise self._refusal()
+        if self.size == 1:
+            self._alone(entry, source, out)
+            return
+        control, executor = self._control, self._executor
+        state = executor.state
+        try:
+            if not agreed or (plan is not None and plan.reads_outputs):
+                while not self._agree(entry, plan, source, out):
+                    self._turns.settle(self.rank, entry.request, control.exchange)
+                self._turns.agreed()
+            else:
+                self._set_state(plan, source, out)
+            if plan is not None:
+                # Not around the agreement: another thread may have its turn there, and a context admits one at a time.
+                if entry.warns:
+                    self._quietly(executor.run, plan, plan.staged and not agreed)
+                else:
+                    executor.run(plan, plan.staged and not agreed)
+            elif entry.native and source.size:
+                self._reduce_natively(entry, source, out)
+            state.input = state.output = _EMPTY
+        except MismatchError:
+            raise
+        except BaseException as error:
+            self._break(error, source, out)
+            raise
+
+    def _agree(self, entry: _Entry, plan: Plan | None, source: Array, out: Array) -> bool:
+        """Enter a call, with what the plan makes visible to the peers first."""
+        control, state = self._control, self._executor.state
+        self._set_state(plan, source, out)
+        if plan is None:
+            return control.agree(entry.signature)
+        if plan.needs_addresses:
+            if not control.agree(entry.signature, (state.input_at, state.output_at)):
+                return False
+            for peer in plan.partners:
+                state.addresses[peer] = control.words_of(peer)
+            return True
+        if plan.staged:
+            self._executor.stage(plan)
+        return control.agree(entry.signature)
+
+    def _set_state(self, plan: Plan | None, source: Array, out: Array) -> None:
+        state = self._executor.state
+        state.input, state.output = source, out
+        if plan is not None and plan.needs_addresses:
+            state.input_at = at = _address(source)
+            state.output_at = at if out is source else _address(out)
+
+    def _reduce_natively(self, entry: _Entry, source: Array, out: Array) -> None:
+        assert entry.kernel is not None
+        entry.kernel(source, out, out)
+        if entry.finish is not None:
+            entry.finish(out, out)
+
+    def _alone(self, entry: _Entry, source: Array, out: Array) -> None:
+        if out is not source:
+            np.copyto(out, source)
+        if entry.finish is not None:
+            entry.finish(out, out)
+
+    def _scale(self, scaling: reduction.Scaling, source: Array, out: Array) -> None:
+        with reduction.quiet():
+            scaling(source, out)
+
+    def _break(self, error: BaseException, source: Array, out: Array) -> None:
+        """After a failure in mid-call: keep what peers may touch, tell them, and refuse all further calls."""
+        kept = (source, out)
+        _abandoned.append(kept)
+        text = f"{type(error).__name__}: {error}"
+        self._refusal = lambda: RankFailedError(f"rank {self.rank}: this world has failed in an earlier call and cannot be used: {text}")
+        self._control.fail(text)
+        deadline = time.monotonic() + _ACKNOWLEDGE_WITHIN
+        while not self._control.acknowledged():
+            if time.monotonic() > deadline:
+                return
+            time.sleep(1e-3)
+        _abandoned[:] = [pair for pair in _abandoned if pair is not kept]
+
+    def _pickled(self, value: Any) -> bytes:
+        try:
+            return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+        except Exception as error:
+            raise self._refused(InvalidTypeError(f"object: {type(value).__name__} cannot be pickled: {error}")) from error
+
+
+def _quiet_runner() -> Callable[..., Any]:
+    """A function that calls another without NumPy's floating-point warnings.
+
+    NumPy 2 keeps its error state in a context variable: a context in which it is off, made once and entered under the
+    world's lock, costs a twentieth of `numpy.errstate`. NumPy 1 needs the latter.
+    """
+    if int(np.__version__.split(".")[0]) >= 2:
+        context = contextvars.copy_context()
+        context.run(np.seterr, all="ignore")
+        return context.run
+
+    def run(function: Callable[..., Any], *arguments: Any) -> Any:
+        with reduction.quiet():
+            return function(*arguments)
+
+    return run
+
+
+def _address(array: Array) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address
+
+
+def _operation(op: Op | None, average: bool) -> Op:
+    if op is None:
+        return Op.AVERAGE if average else Op.SUM
+    if not isinstance(op, Op):
+        raise InvalidTypeError(f"op: expected one of Average, Sum, Min, Max, Product, got {op!r}")
+    return op
+
+
+def _factor(argument: str, factor: Any) -> float:
+    try:
+        return float(factor)
+    except (TypeError, ValueError):
+        raise InvalidTypeError(f"{argument}: expected a number, got {factor!r}") from None
+
+
+def _check_name(name: Any) -> None:
+    if name is not None and not isinstance(name, str):
+        raise InvalidTypeError(f"name: expected a string or None, got {name!r}")
+
+
+def _with_rows(view: View, collective: str) -> View:
+    if not view.shape:
+        raise InvalidArgumentError(f"tensor: {collective} works along the first dimension, got a 0-d tensor; reshape it to (1,)")
+    return view
+
+
+def _splits(splits: Any, rows: int, size: int) -> tuple[int, ...]:
+    """How many rows go to each rank."""
+    if splits is None:
+        if rows % size:
+            raise InvalidArgumentError(
+                f"splits: None divides the first dimension evenly, but {rows} rows are not divisible by {size} ranks; pass splits"
+            )
+        return (rows // size,) * size
+    try:
+        counts = np.asarray(splits)
+    except Exception:
+        counts = np.empty(0, object)
+    if counts.dtype.kind not in "iu" and counts.size:
+        raise InvalidTypeError(f"splits: expected {size} integers, one per rank, got {splits!r}")
+    values = tuple(int(count) for count in counts.reshape(-1))
+    if counts.ndim != 1 or len(values) != size:
+        raise InvalidArgumentError(f"splits: expected a 1-D sequence of {size} integers, one per rank, got {splits!r}")
+    if min(values) < 0 or sum(values) != rows:
+        raise InvalidArgumentError(f"splits: expected numbers >= 0 that sum to the tensor's {rows} rows, got {values} (sum {sum(values)})")
+    return values
+
+
+_worlds: weakref.WeakSet[World] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    """A forked child shares its parent's memory and MPI: it must not speak for the parent."""
+    for world in _worlds:
+        rank, pid = world.rank, os.getppid()
+        world._turns = Turns()
+        world._entries = {}
+        world._refusal = lambda rank=rank, pid=pid: ForkedProcessError(
+            f"rank {rank}: a collective was called in a process forked from rank {rank} (process {pid}); "
+            f"only the process that called init() may communicate: use spawn, or keep collectives out of the child"
+        )
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,0 +1,24 @@
+"""Set-up shared by all tests, on one process or on every rank of an mpirun."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from hypothesis import settings
+
+# Ranks must draw the same examples, or they would call different collectives; and examples on a slow machine have no deadline.
+settings.register_profile("one-process", deadline=None)
+settings.register_profile("ranks", deadline=None, derandomize=True, database=None)
+_UNDER_MPI = any(name in os.environ for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK"))
+settings.load_profile("ranks" if _UNDER_MPI else "one-process")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave the tests for ranks to ``test_mpi_driver.py``, which starts them under mpirun."""
+    if config.getoption("--with-mpi"):
+        return
+    for_ranks = [item for item in items if item.get_closest_marker("mpi")]
+    if for_ranks and len(for_ranks) < len(items):
+        config.hook.pytest_deselected(items=for_ranks)
+        items[:] = [item for item in items if item not in for_ranks]

@@ -1,0 +1,82 @@
+"""The benchmarks on several ranks: every value right, the peers in the same run, one table."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from mpi4py import MPI
+
+import collectives
+from benchmarks import cli
+from benchmarks.allgather import ALLGATHER
+from benchmarks.allreduce import ALLREDUCE
+from benchmarks.alltoall import ALLTOALL
+from benchmarks.broadcast import BROADCAST
+from benchmarks.collective import Collective
+from benchmarks.ranks import Ranks
+from benchmarks.reducescatter import REDUCESCATTER
+from benchmarks.run import main, run
+
+pytestmark = pytest.mark.mpi
+
+RANKS = (2, 3)
+RANK = MPI.COMM_WORLD.rank
+
+
+def flags(text: str) -> list[str]:
+    """The words of a command line."""
+    return text.split()
+
+
+@pytest.mark.parametrize("collective", [ALLREDUCE, ALLGATHER, BROADCAST, REDUCESCATTER, ALLTOALL], ids=lambda found: found.name)
+def test_every_value_is_right(collective: Collective, capsys: pytest.CaptureFixture[str]) -> None:
+    main(collective, flags("-b 4 -e 1M -f 512 -n 2 -w 1 -d float,half,bfloat16,uint8 --peers mpi"))
+    shown = capsys.readouterr().out
+    if RANK == 0:
+        assert "# Out of bounds values : 0 OK" in shown
+        assert shown.count("# Avg bus bandwidth") == 1
+    else:
+        assert shown == ""
+
+
+def test_all_operations(capsys: pytest.CaptureFixture[str]) -> None:
+    main(ALLREDUCE, flags("-b 4K -e 4K -n 1 -w 0 -d double,int32 -o all"))
+    main(REDUCESCATTER, flags("-b 4K -e 4K -n 1 -w 0 -d double,int32 -o all"))
+    if RANK == 0:
+        assert capsys.readouterr().out.count("# Out of bounds values : 0 OK") == 2
+
+
+def test_wrong_results_fail_on_every_rank(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    original = collectives.allreduce_
+
+    def spoiled(tensor, **options):  # type: ignore[no-untyped-def]
+        original(tensor, **options)
+        if collectives.rank() == collectives.size() - 1:
+            tensor[0] += 1
+        return tensor
+
+    monkeypatch.setattr(collectives, "allreduce_", spoiled)
+    with pytest.raises(SystemExit) as ended:
+        main(ALLREDUCE, flags("-b 4K -e 4K -n 1 -w 0"))
+    assert ended.value.code == 1
+    assert "FAILED" in capsys.readouterr().out or RANK > 0
+
+
+def test_files_and_forced_choices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(ALLREDUCE, ["-b", "64K", "-e", "64K", "-n", "2", "--algorithm", "ring,direct", "--json", str(tmp_path / "results.json")])
+    if RANK == 0:
+        assert (tmp_path / "results.json").stat().st_size > 0
+        shown = capsys.readouterr().out
+        assert " ring " in shown
+        assert " direct " in shown
+
+
+def test_a_root_that_is_no_rank_is_refused_once(capsys: pytest.CaptureFixture[str]) -> None:
+    settings = cli.settings(cli.parser("broadcast", False, True), ["-r", "99"])
+    collectives.init()
+    try:
+        assert run(BROADCAST, settings, Ranks()) == 2
+    finally:
+        collectives.shutdown()
+    assert capsys.readouterr().err.count("99 is not a rank") == (1 if RANK == 0 else 0)

@@ -1,0 +1,42 @@
+"""The harness keeps its promises: bounded, every rank's output shown, nothing left behind."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from tests.mpirun import IMPLEMENTATIONS, run_command, run_ranks
+
+HANG = """
+import sys
+from mpi4py import MPI
+rank = MPI.COMM_WORLD.rank
+print(f"this is rank {rank}")
+def the_call_that_hangs():
+    MPI.COMM_WORLD.recv(source=1 - rank)
+the_call_that_hangs()
+"""
+
+
+@pytest.mark.parametrize("mpi", IMPLEMENTATIONS)
+def test_a_hang_is_ended_and_every_rank_is_shown(mpi: str) -> None:
+    with pytest.raises(AssertionError) as failure:
+        run_ranks(2, HANG, mpi=mpi, timeout=5)
+    text = str(failure.value)
+    assert "not finished after 5 s" in text
+    assert "this is rank 0" in text and "this is rank 1" in text
+    assert text.count("in the_call_that_hangs") == 2
+
+
+@pytest.mark.parametrize("mpi", IMPLEMENTATIONS)
+def test_exit_codes_are_compared(mpi: str) -> None:
+    assert run_ranks(1, "import os; os._exit(7)", mpi=mpi, expect=7).returncode == 7
+    with pytest.raises(AssertionError, match="expected exit code 0"):
+        run_ranks(1, "import os; os._exit(7)", mpi=mpi)
+
+
+def test_a_process_left_behind_is_found_and_ended() -> None:
+    leave = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], start_new_session=True)"
+    with pytest.raises(AssertionError, match=r"left behind: .*time\.sleep"):
+        run_command([sys.executable, "-c", leave], timeout=20)

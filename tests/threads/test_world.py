@@ -1,0 +1,31 @@
+"""Every scenario with ranks as threads: one host of 1 to 9 ranks, hosts of several shapes, and no direct reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from collectives.transport import threads
+from collectives.world import World
+from tests.scenarios import SCENARIOS
+
+ONE_HOST = (1, 2, 3, 4, 5, 8, 9)
+SEVERAL_HOSTS = (((0, 1), (2, 3)), ((0, 2), (1, 3)), ((0,), (1,), (2,)), ((0, 1, 2), (3,)), ((0, 1), (2, 3), (4, 5)))
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
+@pytest.mark.parametrize("size", ONE_HOST)
+def test_one_host(scenario: Callable[[World], None], size: int) -> None:
+    threads.run(size, scenario, make_world=World)
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
+@pytest.mark.parametrize("hosts", SEVERAL_HOSTS, ids=str)
+def test_several_hosts(scenario: Callable[[World], None], hosts: Sequence[Sequence[int]]) -> None:
+    threads.run(sum(map(len, hosts)), scenario, hosts=hosts, make_world=World)
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
+def test_without_direct_reads(scenario: Callable[[World], None]) -> None:
+    threads.run(3, scenario, reads_private=False, make_world=World)

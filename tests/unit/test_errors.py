@@ -1,0 +1,42 @@
+"""The exception tree: what a program may catch."""
+
+from __future__ import annotations
+
+import pytest
+
+from collectives import errors
+
+TREE = {
+    "InvalidArgumentError": (ValueError,),
+    "InvalidTypeError": (TypeError,),
+    "NotInitializedError": (ValueError, RuntimeError),
+    "MismatchError": (RuntimeError,),
+    "RankFailedError": (RuntimeError,),
+    "CollectiveTimeoutError": (RuntimeError, TimeoutError),
+    "TransportError": (RuntimeError,),
+    "ForkedProcessError": (RuntimeError,),
+    "MissingDependencyError": (ImportError,),
+}
+
+
+@pytest.mark.parametrize("name", TREE)
+def test_every_error_is_ours_and_a_standard_one(name: str) -> None:
+    kind = getattr(errors, name)
+    assert issubclass(kind, errors.CollectivesError)
+    for base in TREE[name]:
+        with pytest.raises(base, match="rank 1: tensor 'w'"):
+            raise kind("rank 1: tensor 'w'")
+
+
+def test_the_tree_is_complete() -> None:
+    ours = {
+        name
+        for name, kind in vars(errors).items()
+        if isinstance(kind, type) and issubclass(kind, errors.CollectivesError) and kind is not errors.CollectivesError
+    }
+    assert ours == set(TREE)
+
+
+def test_argument_errors_are_no_runtime_errors() -> None:
+    assert not issubclass(errors.InvalidArgumentError, RuntimeError)
+    assert not issubclass(errors.InvalidTypeError, (RuntimeError, ValueError))

@@ -1,0 +1,48 @@
+"""Host lists and host files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from collectives.errors import InvalidArgumentError
+from collectives.launch.hosts import Host, parse_hosts, read_hostfile
+
+
+def test_a_list_of_hosts() -> None:
+    assert parse_hosts("host1:4,host2:2") == (Host("host1", 4), Host("host2", 2))
+    assert parse_hosts("node-7.cluster, 10.0.0.3:16,[fe80::1]:2") == (Host("node-7.cluster", 1), Host("10.0.0.3", 16), Host("[fe80::1]", 2))
+
+
+@pytest.mark.parametrize("text", ["", "host1:", "host1:0", "host1:-1", "host1:two", "host1,,host2", ":4", "host1:4:4", "a b:2"])
+def test_a_wrong_list_is_shown(text: str) -> None:
+    with pytest.raises(InvalidArgumentError, match="-H/--hosts: expected host:ranks"):
+        parse_hosts(text)
+
+
+def test_a_host_given_twice_is_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match="'a' 2 times"):
+        parse_hosts("a:1,b:1,a:1")
+
+
+def test_a_file_in_either_spelling(tmp_path: Path) -> None:
+    file = tmp_path / "hosts"
+    file.write_text("# two racks\nhost1 slots=4\nhost2:2   # the small one\n\nhost3\nhost4 slots = 2 max_slots=8\n")
+    assert read_hostfile(str(file)) == (Host("host1", 4), Host("host2", 2), Host("host3", 1), Host("host4", 2))
+
+
+def test_a_wrong_line_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "hosts"
+    file.write_text("host1 slots=4\nhost2 cores=4\n")
+    with pytest.raises(InvalidArgumentError, match=r"hosts:2: expected .* got 'host2 cores=4'"):
+        read_hostfile(str(file))
+
+
+def test_a_missing_or_empty_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgumentError, match="cannot read .*nowhere.*No such file"):
+        read_hostfile(str(tmp_path / "nowhere"))
+    empty = tmp_path / "empty"
+    empty.write_text("# nothing\n")
+    with pytest.raises(InvalidArgumentError, match="names no host"):
+        read_hostfile(str(empty))

@@ -1,14 +1,15 @@
 """The executor: runs any program over any transport, block by block.
 
-A collective of S segments and K rounds is done in groups. With ``lag`` 0 a group is one round of one segment, and a segment
-goes through all its rounds while it is in cache. With ``lag`` 1 group t holds round k of segment t - k for every k, so that
-a rank reads what its peer finished a group ago and seldom waits, and several messages are under way at once:
+A collective of S segments and K rounds is done in groups: round k of segment s belongs to group ``s * stride + k``. With a
+stride of K a group is one round, and a segment goes through all its rounds while it is in cache. With a stride of 1 segments
+follow each other closely: a rank reads what its peer finished a group ago and seldom waits, and several messages travel at once:
 
-    group      0        1        2        3                 lag = 1, K = 3
+    group      0        1        2        3                 stride = 1, K = 3
     segment 0  round 0  round 1  round 2
     segment 1           round 0  round 1  round 2
     segment 2                    round 0  round 1  round 2
 
+A window has `SLOTS` slots, so no more segments than that may be on their way if they live there: `stride_for` sees to it.
 After each group the rank writes its progress on the board. In the steady state nothing is allocated and nothing is
 planned: a `Plan` holds its actions as closures over the executor's state, and a call sets the state and runs them.
 """
@@ -56,22 +57,34 @@ class Plan:
         reads_outputs: peers read each other's outputs, not only inputs; the same on every rank.
     """
 
-    __slots__ = ("description", "groups", "lag", "needs_addresses", "partners", "reads_outputs", "rounds", "segments", "staged", "touched_by", "uses_window")
+    __slots__ = ("description", "groups", "needs_addresses", "partners", "reads_outputs", "rounds", "segments", "staged", "stride", "touched_by", "uses_window")
 
-    def __init__(self, program: Program, rounds: Sequence[_BoundRound], segments: int, lag: int, staged: bool, description: str, reads_outputs: bool) -> None:
+    def __init__(self, program: Program, rounds: Sequence[_BoundRound], segments: int, stride: int, staged: bool, description: str, reads_outputs: bool) -> None:
         self.rounds = rounds
         self.segments = segments
-        self.lag = lag
+        self.stride = stride
         self.staged = staged
         self.touched_by = program.touched_by
         self.uses_window = program.uses_window
         actions = [action for r in program.rounds for action in (*r.pushes, *r.rest) if action.medium is Medium.DIRECT]
         self.partners = tuple(sorted({action.peer for action in actions}))
         self.needs_addresses = bool(actions or program.touched_by)
-        count = len(rounds)
-        self.groups = 0 if not count else segments * count if lag == 0 else segments + lag * (count - 1)
+        self.groups = (segments - 1) * stride + len(rounds)
         self.description = description
         self.reads_outputs = reads_outputs
+
+
+def stride_for(rounds: int, overlap: bool, uses_windows: bool) -> int:
+    """How many groups lie between the starts of two segments.
+
+    Args:
+        rounds: of the program, at least 1.
+        overlap: whether segments may overlap at all.
+        uses_windows: whether segments live in window slots on any rank; one slot is always left to be emptied.
+    """
+    if not overlap:
+        return rounds
+    return -(-rounds // (SLOTS - 1)) if uses_windows else 1
 
 
 class _BoundRound:
@@ -109,7 +122,7 @@ class Executor:
         dtype: np.dtype[Any],
         block: int,
         segments: int,
-        lag: int,
+        stride: int,
         staged: bool,
         kernel: Kernel | None,
         finish: Scale | None,
@@ -117,10 +130,10 @@ class Executor:
         reads_outputs: bool = False,
     ) -> Plan:
         """Make a plan: every action of the program becomes a closure that takes the segment's number."""
-        binder = _Binder(self, dtype, block, segments, lag, len(program.rounds), staged, kernel, finish)
+        binder = _Binder(self, dtype, block, segments, stride, staged, kernel, finish)
         self._grow_scratch(binder.scratch_bytes(program))
         rounds = [binder.round(r) for r in program.rounds]
-        return Plan(program, rounds, segments, lag, staged, description, reads_outputs)
+        return Plan(program, rounds, segments, stride, staged, description, reads_outputs)
 
     def scratch(self, dtype: np.dtype[Any]) -> list[Array]:
         """The scratch memory as a list of one array of ``dtype``, which is replaced when the memory grows."""
@@ -136,7 +149,8 @@ class Executor:
 
     def stage(self, plan: Plan) -> None:
         """Copy segment 0 into the window, before the call is entered; only for staged plans."""
-        self._claim(0, plan)
+        if plan.uses_window:
+            self._claim(0, plan)
         for _, do in plan.rounds[0].rest:
             do(0)
 
@@ -153,24 +167,12 @@ class Executor:
             self._run_single(plan, staged_first)
             return
         state, board = self.state, self._board
-        rounds, segments, lag = plan.rounds, plan.segments, plan.lag
         self.entered_staged = staged_first
-        base, count = state.base, len(rounds)
-        if lag == 0:
-            group = base
-            for segment in range(segments):
-                self._claim(segment, plan)
-                for number in range(count):
-                    if not (staged_first and segment == 0 and number == 0):
-                        self._run_round(rounds[number], segment)
-                    group += 1
-                    if board is not None:
-                        board.advance(group)
-        else:
-            for group in range(plan.groups):
-                self._run_group(plan, group, staged_first)
-                if board is not None:
-                    board.advance(base + group + 1)
+        base = state.base
+        for group in range(plan.groups):
+            self._run_group(plan, group, staged_first)
+            if board is not None:
+                board.advance(base + group + 1)
         end = base + plan.groups
         for peer in plan.touched_by:
             if board is not None and board.seen[peer] < end:
@@ -210,29 +212,19 @@ class Executor:
         state.slot = (slot + 1) % SLOTS
         state.base = progress
 
-    def _run_round(self, bound: _BoundRound, segment: int) -> None:
-        for do in bound.posts:
-            do(segment)
-        for do in bound.pushes:
-            do(segment)
-        if bound.has_messages:
-            self._finish_round(bound, segment)
-        else:
-            for _, do in bound.rest:
-                do(segment)
-
     def _run_group(self, plan: Plan, group: int, staged_first: bool) -> None:
         """The rounds of different segments that share a group: all messages first, so that they travel together."""
-        lag, segments = plan.lag, plan.segments
+        stride, segments, rounds = plan.stride, plan.segments, plan.rounds
         active: list[tuple[_BoundRound, int]] = []
-        for number, bound in enumerate(plan.rounds):
-            segment = group - lag * number
+        for number in range(group % stride, len(rounds), stride):
+            segment = (group - number) // stride
             if segment < 0:
                 break
             if segment >= segments or (staged_first and segment == 0 and number == 0):
                 continue
-            if number == 0:
+            if number == 0 and plan.uses_window:
                 self._claim(segment, plan)
+            bound = rounds[number]
             active.append((bound, segment))
             for do in bound.posts:
                 do(segment)
@@ -264,15 +256,13 @@ class Executor:
     def _claim(self, segment: int, plan: Plan) -> None:
         """Wait until no peer reads the slot any more that a segment is about to fill."""
         board = self._board
-        if board is None or not plan.uses_window:
+        if board is None:
             return
         state = self.state
         if segment < SLOTS:
             free = self._free_at[(state.slot + segment) % SLOTS]
         else:
-            old = segment - SLOTS
-            last = len(plan.rounds) - 1
-            free = state.base + (old * len(plan.rounds) + last if plan.lag == 0 else old + plan.lag * last) + 1
+            free = state.base + (segment - SLOTS) * plan.stride + len(plan.rounds)
         seen = board.seen
         for peer in board.peers:
             if seen[peer] < free:
@@ -280,12 +270,8 @@ class Executor:
 
     def _leave_slots(self, plan: Plan) -> None:
         state, segments = self.state, plan.segments
-        if not plan.rounds:
-            return
-        last = len(plan.rounds) - 1
         for segment in range(max(0, segments - SLOTS), segments):
-            group = segment * len(plan.rounds) + last if plan.lag == 0 else segment + plan.lag * last
-            self._free_at[(state.slot + segment) % SLOTS] = state.base + group + 1
+            self._free_at[(state.slot + segment) % SLOTS] = state.base + segment * plan.stride + len(plan.rounds)
         state.slot = (state.slot + segments) % SLOTS
 
 
@@ -298,8 +284,7 @@ class _Binder:
         dtype: np.dtype[Any],
         block: int,
         segments: int,
-        lag: int,
-        rounds: int,
+        stride: int,
         staged: bool,
         kernel: Kernel | None,
         finish: Scale | None,
@@ -312,8 +297,7 @@ class _Binder:
         self._itemsize = dtype.itemsize
         self._block = block
         self._single = segments == 1
-        self._stride = rounds if lag == 0 else 1
-        self._shift = 1 if lag == 0 else lag
+        self._stride = stride
         self._staged = staged
         self._kernel = kernel
         self._finish = finish
@@ -533,7 +517,7 @@ class _Binder:
             return _nothing
         board, state, peer = self._board, self._state, action.peer
         assert board is not None
-        seen, stride, ahead = board.seen, self._stride, self._shift * action.after + 1
+        seen, stride, ahead = board.seen, self._stride, action.after + 1
         first = 1 if self._staged and action.after == 0 else 0
         executor = self._executor
 

@@ -19,11 +19,14 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import functools
 import json
 import os
 import socket
+import stat
 import sys
+import termios
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -86,6 +89,7 @@ class Hooks:
         while time.monotonic() < end and (failure.consequence or not self._heard()):
             time.sleep(_PAUSE)
         _flush()
+        _wait_until_read()
         self._abort(failure.code)
 
     def _heard(self) -> bool:
@@ -248,6 +252,18 @@ def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
+
+
+def _wait_until_read(seconds: float = 0.5) -> None:
+    """Wait, at most so long, until the launcher has read what was written last: MPICH's drops it when a job is aborted."""
+    end = time.monotonic() + seconds
+    for stream in (1, 2):
+        with contextlib.suppress(OSError):
+            while stat.S_ISFIFO(os.fstat(stream).st_mode) and time.monotonic() < end:
+                unread = int.from_bytes(fcntl.ioctl(stream, termios.FIONREAD, bytes(4)), sys.byteorder)
+                if not unread:
+                    break
+                time.sleep(_PAUSE)
 
 
 @contextlib.contextmanager

@@ -45,7 +45,8 @@ class Choice:
     """How ranks on one host exchange blocks; ranks on different hosts pass messages."""
     block_bytes: int
     """What one segment takes from each chunk."""
-    lag: int
+    overlap: bool
+    """Whether the rounds of different segments overlap."""
 
     @property
     def staged(self) -> bool:
@@ -160,13 +161,15 @@ class Planner:
             forced = self._algorithm
         medium = self._medium(collective, nbytes, transport, forced)
         name = forced or self._choose_algorithm(collective, nbytes, medium, native and not ordered, ordered)
-        if name == "one-shot" and collective == "allreduce" and medium is not Medium.WINDOW:
-            raise TransportError(f"algorithm='one-shot' works in windows on one host only, not with {medium.value} on {len(self.placement.hosts)} hosts")
+        if name == "one-shot" and collective == "allreduce" and not (medium is Medium.WINDOW and self.placement.one_host):
+            raise TransportError(
+                f"algorithm='one-shot' works in the windows of one host only, not with {medium.value} on {len(self.placement.hosts)} hosts"
+            )
         if name == "recursive-doubling" and collective == "allreduce" and medium is Medium.DIRECT:
             medium = Medium.WINDOW
         if name == "native" and not native:
             raise InvalidArgumentError(f"algorithm='native': MPI has no such all-reduce of this dtype and operation, or there is no MPI here")
-        return Choice(name, medium, self._block(collective, nbytes, name, medium), self._lag(name, medium))
+        return Choice(name, medium, self._block(collective, nbytes, name, medium), self._overlaps(name, medium))
 
     def _medium(self, collective: str, nbytes: int, transport: str | None, algorithm: str | None) -> Medium:
         forced = transport if transport not in (None, "auto") else self._transport
@@ -221,9 +224,9 @@ class Planner:
             return max(4 * KIB, min(MIB, SLOT_BYTES // 2) // chunks // 64 * 64)
         return max(4 * KIB, min(512 * KIB, _SCRATCH_LIMIT // (2 * size)) // 64 * 64)
 
-    def _lag(self, algorithm: str, medium: Medium) -> int:
-        """Pushed results are written back while they are in cache: no lag. Everything else overlaps its rounds."""
-        return 0 if medium is Medium.DIRECT and algorithm == "direct" else 1
+    def _overlaps(self, algorithm: str, medium: Medium) -> bool:
+        """Pushed results are written back while they are in cache: nothing comes in between. Everything else overlaps its rounds."""
+        return not (medium is Medium.DIRECT and algorithm == "direct")
 
 
 def medium_between(placement: Placement, medium: Medium) -> Callable[[int, int], Medium]:

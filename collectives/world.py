@@ -39,7 +39,7 @@ from collectives.errors import (
     NotInitializedError,
     RankFailedError,
 )
-from collectives.executor import Executor, Plan
+from collectives.executor import Executor, Plan, stride_for
 from collectives.negotiation import Request, Turns
 from collectives.planner import Choice, Placement, Planner, medium_between, schedules
 from collectives.program import Layout, Medium, compile_program, window_blocks
@@ -542,11 +542,12 @@ class World:
             block = max(1, slot // fullest // align * align or slot // fullest)
         program = compile_program(schedule_of, self.rank, layout, block, between, choice.staged, choice.versioned)
         segments = -(-largest // block)
+        stride = stride_for(len(program.rounds), choice.overlap, fullest > 0)
         # A ring passes on what it received: peers then read outputs, whose addresses were not known when the sizes were agreed on.
         reads_outputs = choice.algorithm == "ring" and choice.medium is Medium.DIRECT
         description = f"{choice.algorithm} over {choice.medium.value}, {segments} segments of {block * dtype.itemsize} bytes per chunk"
         return self._executor.bind(
-            program, dtype, block, segments, choice.lag, choice.staged, entry.kernel, entry.finish, description, reads_outputs
+            program, dtype, block, segments, stride, choice.staged, entry.kernel, entry.finish, description, reads_outputs
         )
 
     def _fullest_window(self, choice: Choice, schedule_of: Any, layout: Layout, between: Any) -> int:

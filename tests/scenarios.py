@@ -110,7 +110,7 @@ def every_dtype_and_operation(world: World) -> None:
 
 def every_algorithm_and_size(world: World) -> None:
     for algorithm, transport in choices(world, "allreduce"):
-        for count in COUNTS:
+        for count in COUNTS if world.size <= 4 else COUNTS[:-1]:
             parts = [sample(np.dtype(np.float32), count, rank, count) for rank in range(world.size)]
             result = world.allreduce(parts[world.rank], algorithm=algorithm, transport=transport)
             assert_close(result, expected(Op.AVERAGE, parts), world.size)
@@ -136,7 +136,7 @@ def every_algorithm_with_halves_and_product(world: World) -> None:
 def broadcasts(world: World) -> None:
     for algorithm, transport in choices(world, "broadcast"):
         for root in range(world.size):
-            for count in (0, 1, 1000, 300_001):
+            for count in (0, 1, 1000, 300_001 if world.size <= 4 else 40_001):
                 parts = [sample(np.dtype(np.float64), count, rank) for rank in range(world.size)]
                 result = world.broadcast(parts[world.rank], root, algorithm=algorithm, transport=transport)
                 np.testing.assert_array_equal(result, parts[root])
@@ -223,7 +223,8 @@ def scale_factors(world: World) -> None:
     np.testing.assert_array_equal(world.allreduce(negative), int(total / world.size))
     # float16 would overflow as a sum, and must not as an average with a prescale
     large = np.full(64, 40_000.0, np.float16)
-    np.testing.assert_array_equal(world.allreduce(large, average=False, prescale_factor=1.0 / world.size / 2), np.float16(20_000))
+    result = world.allreduce(large, average=False, prescale_factor=1.0 / world.size / 2)
+    np.testing.assert_allclose(result.astype(np.float64), 20_000, rtol=2e-3)
 
 
 def objects(world: World) -> None:

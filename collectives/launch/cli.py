@@ -51,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     where.add_argument("-hostfile", "--hostfile", metavar="FILE", help="the same, one a line: 'host slots=4' or 'host:4'")
     parser.add_argument("--algorithm", choices=ALGORITHMS, help="the algorithm for every operation that has it")
     parser.add_argument("--transport", choices=TRANSPORTS, help="how ranks on one host exchange bytes")
-    parser.add_argument("--mpi-args", metavar="ARGS", default="", help="further arguments for mpirun, in one word")
+    parser.add_argument("--mpi-args", metavar="ARGS", type=_words, default=[], help="further arguments for mpirun, in one word")
     parser.add_argument("--verbose", action="store_true", help="print the command that is built")
     parser.add_argument("--show-plan", action="store_true", help="print what would be chosen for N ranks, and exit")
     parser.add_argument("--check-build", action="store_true", help="print what is installed, and exit")
@@ -63,6 +63,13 @@ def _positive(text: str) -> int:
     if not text.isascii() or not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected a number of ranks, 1 or more, got {text!r}")
     return int(text)
+
+
+def _words(text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"expected words as in a shell, got {text!r} ({error})") from None
 
 
 def split(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -122,7 +129,7 @@ def _run(arguments: Sequence[str]) -> int:
     if not hosts and shutil.which(program[0]) is None:
         print(f"collectivesrun: cannot find the program {program[0]!r}", file=sys.stderr)
         return 127
-    return _start(ranks, hosts, program, shlex.split(options.mpi_args), options.verbose)
+    return _start(ranks, hosts, program, options.mpi_args, options.verbose)
 
 
 def _number_of_ranks(ranks: int | None, hosts: Sequence[Host]) -> int:

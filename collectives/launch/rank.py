@@ -5,9 +5,9 @@ and little memory: it imports nothing but what it needs, and nothing of collecti
 
     mpirun -> rank.py -> python train.py
 
-It passes the rank's stderr on and remembers its end, passes signals on, and ends the rank if the launcher dies. A rank that
-ends with a failure, whatever kind it is (an exception before ``init()``, ``os._exit``, ``kill -9``), leaves a record
-``end-N.json`` in the run directory; the exit code is handed on to the launcher, 128 + N for signal N.
+It passes the rank's stderr on and keeps the last of it in ``stderr-N`` in the run directory, passes signals on, and ends the
+rank if the launcher dies. A rank that ends with a failure, whatever kind it is (an exception before ``init()``, ``os._exit``,
+``kill -9``), leaves a record ``end-N.json`` there; the exit code is handed on to the launcher, 128 + N for signal N.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import time
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 KEPT = 64 << 10
-"""How many bytes of stderr are remembered."""
+"""How many bytes of stderr are kept, at least."""
 _LOOK = 1.0
 """Seconds between two looks at whether the launcher is still alive."""
 
@@ -39,7 +39,8 @@ def main(run_dir: str, command: list[str]) -> int:
     signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
 
-    kept = bytearray()
+    rank = next((os.environ[name] for name in RANK_VARIABLES if name in os.environ), "0")
+    kept = _Tail(os.path.join(run_dir, f"stderr-{rank}"))
     status: int | None = None
     sources = [errors, wake]
     while status is None:
@@ -60,7 +61,7 @@ def main(run_dir: str, command: list[str]) -> int:
     code = os.waitstatus_to_exitcode(status)
     code = 128 - code if code < 0 else code
     if code:
-        _record(run_dir, code, bytes(kept))
+        _record(run_dir, rank, code)
     return code
 
 
@@ -95,16 +96,44 @@ def _die_with(parent: int) -> None:
         os._exit(128 + signal.SIGKILL)
 
 
-def _pass_on(source: int, kept: bytearray) -> bool:
-    """Pass on what is there, and keep its end; False once nothing more can come."""
+class _Tail:
+    """The last that a rank wrote to stderr, in a file: it is there even if the launcher kills this process at once.
+
+    Where the run directory is not shared with this host, nothing is kept.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._recent = b""
+        self._length = 0
+        try:
+            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        except OSError:
+            self._file = -1
+
+    def add(self, data: bytes) -> None:
+        if self._file < 0:
+            return
+        self._recent = (self._recent + data)[-KEPT:]
+        self._length += len(data)
+        try:
+            if self._length > 8 * KEPT:
+                os.ftruncate(self._file, 0)
+                self._length, data = len(self._recent), self._recent
+            os.write(self._file, data)
+        except OSError:
+            os.close(self._file)
+            self._file = -1
+
+
+def _pass_on(source: int, kept: _Tail) -> bool:
+    """Pass on what is there, and keep it; False once nothing more can come."""
     try:
         data = os.read(source, KEPT)
     except BlockingIOError:
         return True
     if not data:
         return False
-    kept += data
-    del kept[:-KEPT]
+    kept.add(data)
     while data:
         try:
             data = data[os.write(2, data) :]
@@ -122,10 +151,9 @@ def _send(child: int, number: int) -> None:
         return
 
 
-def _record(run_dir: str, code: int, text: bytes) -> None:
+def _record(run_dir: str, rank: str, code: int) -> None:
     """Leave the record; where the run directory is not shared with this host, the exit code has to do."""
-    rank = next((os.environ[name] for name in RANK_VARIABLES if name in os.environ), "0")
-    entry = {"rank": int(rank), "code": code, "text": text.decode(errors="replace"), "time": time.time(), "host": os.uname().nodename}
+    entry = {"rank": int(rank), "code": code, "text": "", "time": time.time(), "host": os.uname().nodename}
     path = os.path.join(run_dir, f"end-{rank}.json")
     try:
         with open(path + ".part", "w", encoding="utf-8") as file:

@@ -1,19 +1,22 @@
 """What failed first: reads the records that ranks leave in the run directory, and tells the cause from its consequences.
 
 Two kinds of record: ``rank-N.json`` from inside the rank (``collectives.exits``: exact time, whole traceback), and
-``end-N.json`` from outside (``collectives.launch.rank``: any way to end, and the last that the rank wrote to stderr).
+``end-N.json`` from outside (``collectives.launch.rank``: any way to end), with the last of the rank's stderr in ``stderr-N``.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import re
 import signal
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 _TRACEBACK = "Traceback (most recent call last):"
+_ABORT_NOTICE = re.compile(r"^Abort\(\d+\) on node .*application called MPI_Abort.*", re.MULTILINE | re.DOTALL)
+"""What MPICH writes, as the rank, when the rank ends the job after its failure."""
 _ENDED_BY_OTHERS = 128 + signal.SIGTERM
 _SHOWN_LINES = 20
 
@@ -44,14 +47,19 @@ def read(run_dir: Path) -> list[Record]:
     for kind in ("end", "rank"):
         for path in run_dir.glob(f"{kind}-*.json"):
             with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-                entry = json.loads(path.read_text(encoding="utf-8"))
-                record = Record(**entry)
-                if kind == "rank" and record.rank in found and record.text.startswith("sys.exit("):
-                    # All that is known of the reason stands on stderr.
-                    entry["text"] = found[record.rank].text or record.text
-                    record = Record(**entry)
+                record = Record(**json.loads(path.read_text(encoding="utf-8")))
+                if _TRACEBACK not in record.text:
+                    # The reason, if there is one, stands on stderr.
+                    record = replace(record, text=_stderr(run_dir, record.rank) or record.text)
                 found[record.rank] = record
     return list(found.values())
+
+
+def _stderr(run_dir: Path, rank: int) -> str:
+    with contextlib.suppress(OSError):
+        text = (run_dir / f"stderr-{rank}").read_text(encoding="utf-8", errors="replace")
+        return _ABORT_NOTICE.sub("", text).strip()
+    return ""
 
 
 def culprit(records: Iterable[Record]) -> Record | None:

@@ -89,7 +89,8 @@ def test_there_are_no_cycles() -> None:
 
 def test_a_breach_is_seen(tmp_path: Path) -> None:
     file = tmp_path / "low.py"
-    file.write_text("def late():\n    from collectives import world\n    import collectives.launch.job\nfrom collectives.errors import CollectivesError\n")
+    late = "def late():\n    from collectives import world\n    import collectives.launch.job\n"
+    file.write_text(late + "from collectives.errors import CollectivesError\n")
     assert set(imports(file, for_types=False)) == {"world", "launch.job", "errors"}
 
 

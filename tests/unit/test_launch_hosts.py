@@ -40,7 +40,7 @@ def test_a_wrong_line_is_named(tmp_path: Path) -> None:
 
 
 def test_a_missing_or_empty_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(InvalidArgumentError, match="cannot read .*nowhere.*No such file"):
+    with pytest.raises(InvalidArgumentError, match=r"cannot read .*nowhere.*No such file"):
         read_hostfile(str(tmp_path / "nowhere"))
     empty = tmp_path / "empty"
     empty.write_text("# nothing\n")

@@ -55,7 +55,8 @@ def test_what_the_rank_wrote_itself_counts_more(tmp_path: Path) -> None:
 def test_the_reason_for_sys_exit_stands_on_stderr(tmp_path: Path) -> None:
     write(tmp_path, "rank", 0, 2, 1.0, "sys.exit(2)\n", consequence=False)
     assert str(first(tmp_path)) == "collectivesrun: rank 0 on h failed with exit code 2:\nsys.exit(2)"
-    write(tmp_path, "end", 0, 2, 1.1, "usage: train.py\ntrain.py: error: no data\n")
+    notice = "Abort(2) on node 1 (rank 1 in comm 0): application called MPI_Abort(MPI_COMM_WORLD, 2)\n"
+    (tmp_path / "stderr-0").write_text(f"usage: train.py\ntrain.py: error: no data\n{notice}")
     assert str(first(tmp_path)).endswith("train.py: error: no data")
 
 

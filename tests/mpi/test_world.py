@@ -1,0 +1,25 @@
+"""Every scenario with ranks as processes under mpirun."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+import collectives
+from collectives.world import World
+from tests.scenarios import SCENARIOS
+
+pytestmark = pytest.mark.mpi
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    collectives.init()
+    yield collectives.world()
+    collectives.shutdown()
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
+def test_scenario(scenario: Callable[[World], None], world: World) -> None:
+    scenario(world)

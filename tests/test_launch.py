@@ -1,0 +1,127 @@
+"""Real jobs, with Open MPI and MPICH: however a rank fails, all end, its traceback comes last, and its exit code is returned.
+
+The ranks use mpi4py and ``collectives.exits`` only. The harness bounds every job and finds what is left behind.
+"""
+
+from __future__ import annotations
+
+import signal
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.mpirun import IMPLEMENTATIONS, Result, python_for, run_command, run_ranks
+
+pytestmark = pytest.mark.parametrize("mpi", IMPLEMENTATIONS)
+
+CONNECTED = """
+import os, signal, sys
+from mpi4py import MPI
+from collectives import exits
+world = MPI.COMM_WORLD
+exits.install(world.rank, world.Abort, lambda text: None, os.environ.get("COLLECTIVES_RUN_DIR"))
+world.Barrier()
+if world.rank != 1:
+    world.recv(source=1)  # never sent
+"""
+EARLY = """
+import os
+if os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK")) == "1":
+    raise ValueError("before MPI was started")
+from mpi4py import MPI
+"""
+
+
+def collectivesrun(mpi: str, folder: Path, program: str, *options: str, n: int = 3, **more: object) -> Result:
+    script = folder / "program.py"
+    script.write_text(program)
+    python = str(python_for(mpi))
+    return run_command([python, "-m", "collectives.launch", "-np", str(n), *options, python, str(script)], **more)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("failure", "code"), [("raise ValueError('no good')", 1), ("sys.exit(3)", 3)])
+def test_under_plain_mpirun_a_failure_ends_the_job(mpi: str, failure: str, code: int) -> None:
+    result = run_ranks(3, CONNECTED + failure, mpi=mpi, expect=code, timeout=30)
+    assert "ValueError" not in failure or "ValueError: no good" in result.ranks[1]
+
+
+@pytest.mark.parametrize(
+    ("failure", "code", "last"),
+    [
+        ("def deep():\n    raise ValueError('no good')\ndeep()", 1, "ValueError: no good"),
+        ("print('out of data', file=sys.stderr)\nsys.exit(3)", 3, "out of data"),
+        ("os._exit(5)", 5, "rank 1 on {host} failed with exit code 5"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "rank 1 on {host} was killed by signal 9 (SIGKILL)"),
+    ],
+)
+def test_a_failure_ends_the_job_and_is_shown_last(mpi: str, failure: str, code: int, last: str, tmp_path: Path) -> None:
+    result = collectivesrun(mpi, tmp_path, CONNECTED + failure, expect=code, timeout=30)
+
+    assert result.output.rstrip().endswith(last.format(host=socket.gethostname())), str(result)
+    assert "collectivesrun: rank 1 on" in result.output
+    if "deep" in failure:
+        assert "in deep" in result.output.rpartition("collectivesrun: rank 1")[2]
+
+
+def test_a_failure_before_mpi_is_started_ends_the_job(mpi: str, tmp_path: Path) -> None:
+    result = collectivesrun(mpi, tmp_path, EARLY, expect=1, timeout=30)
+    assert result.output.rstrip().endswith("ValueError: before MPI was started"), str(result)
+
+
+def test_a_good_job_shows_what_its_ranks_print_and_takes_options(mpi: str, tmp_path: Path) -> None:
+    program = "import os\nfrom mpi4py import MPI\nprint('rank', MPI.COMM_WORLD.rank, os.environ['COLLECTIVES_ALGORITHM'])"
+    result = collectivesrun(mpi, tmp_path, program, "--verbose", "--algorithm", "ring", n=2)
+    assert "rank 0 ring" in result.output and "rank 1 ring" in result.output
+    assert f"collectivesrun: {'Open MPI' if mpi == 'openmpi' else 'MPICH'} " in result.output and " -n 2 " in result.output
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_all_ranks(mpi: str, number: signal.Signals, code: int, tmp_path: Path) -> None:
+    collectivesrun(mpi, tmp_path, _waiting(tmp_path), expect=code, timeout=30, interrupt=(tmp_path / "ready", number))
+
+
+@pytest.mark.parametrize("stubborn", ["signal.signal(signal.SIGINT, signal.SIG_IGN)", "signal.signal(signal.SIGTERM, signal.SIG_IGN)"])
+def test_ranks_that_do_not_listen_are_killed(mpi: str, stubborn: str, tmp_path: Path) -> None:
+    number = signal.SIGINT if "SIGINT" in stubborn else signal.SIGTERM
+    program = f"import signal\n{stubborn}\n{_waiting(tmp_path)}"
+    collectivesrun(mpi, tmp_path, program, expect=128 + number, timeout=40, interrupt=(tmp_path / "ready", number))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent was killed")
+def test_killing_collectivesrun_itself_leaves_nothing_behind(mpi: str, tmp_path: Path) -> None:
+    collectivesrun(mpi, tmp_path, _waiting(tmp_path), expect=-9, timeout=30, interrupt=(tmp_path / "ready", signal.SIGKILL))
+
+
+@pytest.mark.parametrize("end", ["pass", "sys.exit(4)", "raise ValueError('in the child')"])
+def test_a_forked_childs_exit_touches_nothing(mpi: str, end: str) -> None:
+    program = f"""
+import os, sys
+from mpi4py import MPI
+from collectives import exits
+world = MPI.COMM_WORLD
+exits.install(world.rank, world.Abort, lambda text: None)
+child = os.fork()
+if child == 0:
+    {end}
+else:
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    print("code", code, "sum", world.allreduce(1))
+"""
+    code = {"pass": 0, "sys.exit(4)": 4}.get(end, 1)
+    result = run_ranks(2, program, mpi=mpi, timeout=30)
+    assert all(f"code {code} sum 2" in output for output in result.ranks), str(result)
+
+
+def _waiting(folder: Path) -> str:
+    """A program whose ranks wait for each other for ever, and say when they are about to."""
+    return f"""
+from pathlib import Path
+from mpi4py import MPI
+world = MPI.COMM_WORLD
+world.Barrier()
+if world.rank == 0:
+    Path({str(folder / "ready")!r}).touch()
+world.recv(source=(world.rank + 1) % world.size)
+"""

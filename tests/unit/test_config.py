@@ -42,7 +42,7 @@ def test_every_algorithm_can_be_forced(algorithm: str) -> None:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_every_transport_can_be_forced(transport: str) -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS, ids="over-{}".format)
     assert Config.from_environment({"COLLECTIVES_TRANSPORT": transport}).transport == transport
 
 

@@ -1,0 +1,239 @@
+"""What happens when a rank dies, raises, leaves, forks, is interrupted, or calls from two threads: under real mpirun."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from tests.mpirun import IMPLEMENTATIONS, run_ranks
+
+PREAMBLE = """
+import os, signal, sys, threading, time
+import numpy as np
+import collectives as hvd
+hvd.init()
+rank, size = hvd.rank(), hvd.size()
+data = np.full(1000, float(rank))
+hvd.allreduce(data)
+"""
+BOUND = 20.0
+
+
+@pytest.mark.parametrize("mpi", IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    ("ending", "code", "text"),
+    [
+        ("raise ValueError('the model exploded')", 1, "the model exploded"),
+        ("sys.exit(3)", 3, ""),
+        ("os.kill(os.getpid(), signal.SIGKILL)", None, ""),
+        ("os._exit(5)", None, ""),
+    ],
+    ids=["raises", "exits", "killed", "ends-at-once"],
+)
+def test_the_others_end_when_a_rank_ends(mpi: str, ending: str, code: int | None, text: str) -> None:
+    program = PREAMBLE + f"if rank == 1:\n    {ending}\nhvd.allreduce(data)\nhvd.allreduce(data)\n"
+    started = time.monotonic()
+    result = run_ranks(3, program, mpi=mpi, timeout=60, expect=code)
+    assert result.returncode != 0
+    assert time.monotonic() - started < BOUND
+    assert text in result.ranks[1]
+    if text:
+        assert text in result.ranks[0] and "RankFailedError" in result.ranks[0], str(result)
+
+
+@pytest.mark.parametrize("env", [{}, {"COLLECTIVES_TRANSPORT": "mpi"}, {"COLLECTIVES_LOCAL_SIZE": "1"}], ids=["memory", "messages", "hosts"])
+def test_a_rank_that_leaves_is_named(env: dict[str, str]) -> None:
+    program = (
+        PREAMBLE
+        + """
+if rank == 1:
+    hvd.shutdown()
+else:
+    try:
+        hvd.allreduce(data, name="weights")
+    except hvd.RankFailedError as error:
+        assert "rank 1" in str(error), error
+        print("named")
+    else:
+        raise SystemExit("no error")
+"""
+    )
+    result = run_ranks(2, program, env=env, timeout=40)
+    assert "named" in result.ranks[0]
+
+
+def test_a_failure_reaches_a_rank_that_waits_for_another() -> None:
+    program = (
+        PREAMBLE
+        + """
+if rank == 2:
+    hvd.world().fail("the disk is full")
+    time.sleep(1)
+else:
+    try:
+        hvd.barrier()
+    except hvd.RankFailedError as error:
+        assert "rank 2" in str(error) and "the disk is full" in str(error), error
+        print("told")
+    try:
+        hvd.barrier()
+    except hvd.RankFailedError as error:
+        print("still refused")
+"""
+    )
+    result = run_ranks(3, program, timeout=40)
+    assert all("told" in result.ranks[r] and "still refused" in result.ranks[r] for r in (0, 1)), str(result)
+
+
+def test_a_rank_that_does_not_come_is_named_in_time() -> None:
+    program = (
+        PREAMBLE
+        + """
+if rank == 0:
+    started = time.monotonic()
+    try:
+        hvd.allreduce(data)
+    except hvd.CollectiveTimeoutError as error:
+        assert "rank 1" in str(error) and "COLLECTIVES_TIMEOUT" in str(error), error
+        assert time.monotonic() - started < 6
+        print("timed out")
+else:
+    time.sleep(4)
+"""
+    )
+    result = run_ranks(2, program, env={"COLLECTIVES_TIMEOUT": "1"}, timeout=40)
+    assert "timed out" in result.ranks[0]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("transport", ["direct-read", "window", "mpi"])
+def test_an_interrupt_in_the_middle_of_a_call_corrupts_nobody(transport: str, size: int) -> None:
+    """Rank 1 is interrupted at many moments of an in-place all-reduce, and then uses the memory that it freed."""
+    program = (
+        "import gc\n"
+        + PREAMBLE
+        + f"""
+class Interrupt(KeyboardInterrupt):
+    pass
+
+def on_alarm(number, frame):
+    raise Interrupt("Ctrl-C")
+
+signal.signal(signal.SIGALRM, on_alarm)
+told = 0
+for attempt in range(12):
+    hvd.init()
+    tensor = np.ones(1_500_000, np.float32)
+    try:
+        if rank == 1:
+            signal.setitimer(signal.ITIMER_REAL, 0.002 + 0.0017 * attempt)
+        while True:
+            hvd.allreduce_(tensor, average=True, transport="{transport}")
+    except Interrupt:
+        assert rank == 1
+    except hvd.RankFailedError as error:
+        assert "Interrupt" in str(error) or "Interrupt" in str(error.__context__), error
+        told += 1
+    del tensor
+    gc.collect()
+    fresh = [np.full(1_500_000, 7.0, np.float32) for _ in range(4)]
+    time.sleep(0.05)
+    assert all((array == 7.0).all() for array in fresh)
+    hvd.shutdown()
+print("told", told)
+os._exit(0)
+"""
+    )
+    result = run_ranks(size, program, timeout=90, expect=None)
+    assert all(f"told {0 if rank == 1 else 12}" in result.ranks[rank] for rank in range(size)), str(result)
+
+
+@pytest.mark.parametrize("mpi", IMPLEMENTATIONS)
+def test_forked_children_are_refused_and_touch_nothing(mpi: str) -> None:
+    program = (
+        PREAMBLE
+        + """
+import multiprocessing
+
+def work(number):
+    try:
+        hvd.allreduce(data)
+    except hvd.CollectivesError as error:
+        return type(error).__name__ + ": " + str(error)
+
+with multiprocessing.get_context("fork").Pool(2) as pool:
+    for said in pool.map(work, range(4)):
+        assert said.startswith("ForkedProcessError") and f"rank {rank}" in said, said
+
+for ending in ("return", "exit", "shutdown", "raise"):
+    child = os.fork()
+    if child == 0:
+        if ending == "exit":
+            sys.exit(7)
+        if ending == "shutdown":
+            hvd.shutdown()
+        if ending == "raise":
+            raise ValueError("in the child")
+        break
+    status = os.waitpid(child, 0)[1]
+    assert os.WEXITSTATUS(status) == {"return": 0, "exit": 7, "shutdown": 0, "raise": 1}[ending], (ending, status)
+    assert (hvd.allreduce(data, average=False) == sum(range(size))).all()
+else:
+    print("parent is well")
+"""
+    )
+    # A child that goes on to the end of the program must not say that the parent is well.
+    result = run_ranks(2, program, mpi=mpi, timeout=60)
+    assert all(text.count("parent is well") == 1 for text in result.ranks), str(result)
+
+
+@pytest.mark.parametrize("env", [{}, {"COLLECTIVES_TRANSPORT": "mpi"}], ids=["memory", "messages"])
+def test_calls_from_two_threads_find_their_partners(env: dict[str, str]) -> None:
+    program = (
+        PREAMBLE
+        + """
+failures = []
+
+def calls(name, count):
+    try:
+        for step in range(60):
+            tensor = np.full(count, float(rank + step))
+            result = hvd.allreduce(tensor, average=False, name=name)
+            assert (result == sum(r + step for r in range(size))).all()
+            gathered = hvd.allgather(np.full((rank + 1, count), step), name=name)
+            assert gathered.shape == (sum(range(size + 1)), count) and (gathered == step).all()
+    except BaseException as error:
+        failures.append(error)
+
+threads = [threading.Thread(target=calls, args=(f"thread {k}", 10 + k)) for k in range(3)]
+for thread in (threads if rank == 0 else reversed(threads)):
+    thread.start()
+for thread in threads:
+    thread.join()
+assert not failures, failures
+print("correct")
+"""
+    )
+    result = run_ranks(3, program, env=env, timeout=90)
+    assert all("correct" in text for text in result.ranks), str(result)
+
+
+def test_a_mistake_is_still_told_when_several_threads_call() -> None:
+    program = (
+        PREAMBLE
+        + """
+thread = threading.Thread(target=lambda: hvd.allreduce(data, name="fine"))
+thread.start()
+thread.join()
+started = time.monotonic()
+try:
+    hvd.allreduce(data[: 10 + rank], name="wrong")
+except hvd.MismatchError as error:
+    assert "shape" in str(error) and time.monotonic() - started < 10
+    print("told")
+assert (hvd.allreduce(data, average=False) == sum(range(size))).all()
+"""
+    )
+    result = run_ranks(2, program, timeout=60)
+    assert all("told" in text for text in result.ranks), str(result)

@@ -10,7 +10,7 @@ SHELL := /bin/bash
 
 # The first Python on PATH that is new enough and not too new. Override: make test PYTHON=/path/to/python
 PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11 python3.10; do \
-	"$$python" -c 'import sys, venv; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null && echo "$$python" && break; done)
+	"$$python" -c 'import ensurepip, sys, venv; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null && echo "$$python" && break; done)
 # The only version whose wheel for machines without a GPU brings no CUDA along.
 TORCH := torch==2.13.0
 PIP := -m pip --disable-pip-version-check install --quiet

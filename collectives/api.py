@@ -100,7 +100,8 @@ def world() -> World:
     """
     current = _default.world
     if current is None:
-        when = "was shut down; call collectives.init() again" if _default.was_shut_down else "has not been initialized; call collectives.init()"
+        again = "was shut down; call collectives.init() again"
+        when = again if _default.was_shut_down else "has not been initialized; call collectives.init()"
         raise NotInitializedError(f"collectives {when} on every rank before any other function")
     return current
 
@@ -353,8 +354,8 @@ def _connect(comm: MPI.Intracomm | Sequence[int] | None, config: Config) -> Grou
         if MPI.COMM_WORLD.Get_size() == 1 and started > 1:
             library = MPI.Get_library_version().split(",")[0].splitlines()[0]
             raise TransportError(
-                f"{started} ranks were started, but this one finds itself alone: the launcher belongs to another MPI than mpi4py's ({library}); "
-                f"use collectivesrun, or the mpirun of that library"
+                f"{started} ranks were started, but this one finds itself alone: the launcher belongs to another MPI than mpi4py's "
+                f"({library}); use collectivesrun, or the mpirun of that library"
             )
         comm = MPI.COMM_WORLD
     elif not isinstance(comm, MPI.Comm):

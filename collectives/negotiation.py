@@ -58,7 +58,8 @@ class Request:
 def mismatch(rank: int, requests: Sequence[Request]) -> MismatchError:
     """The error for ranks that asked for different things: what differs, and what each rank asked for."""
     first = requests[0]
-    differing = [f.name for f in fields(Request) if f.name != "detail" and any(getattr(r, f.name) != getattr(first, f.name) for r in requests)]
+    compared = [f.name for f in fields(Request) if f.name != "detail"]
+    differing = [name for name in compared if any(getattr(request, name) != getattr(first, name) for request in requests)]
     names = sorted({request.name for request in requests if request.name})
     subject = f" for tensor {' / '.join(map(repr, names))}" if names else ""
     ranks_by_request: dict[str, list[int]] = {}

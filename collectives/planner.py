@@ -86,7 +86,12 @@ _ALGORITHMS: dict[str, dict[str, Callable[..., Schedule]]] = {
     },
     "reducescatter": {"ring": ring.reducescatter, "direct": direct.reducescatter},
     "allgather": {"ring": ring.allgather, "direct": direct.allgather},
-    "broadcast": {"ring": ring.broadcast, "direct": direct.broadcast, "one-shot": direct.broadcast_flat, "recursive-doubling": tree.broadcast},
+    "broadcast": {
+        "ring": ring.broadcast,
+        "direct": direct.broadcast,
+        "one-shot": direct.broadcast_flat,
+        "recursive-doubling": tree.broadcast,
+    },
     "alltoall": {"direct": direct.alltoall},
 }
 
@@ -168,7 +173,7 @@ class Planner:
         if name == "recursive-doubling" and collective == "allreduce" and medium is Medium.DIRECT:
             medium = Medium.WINDOW
         if name == "native" and not native:
-            raise InvalidArgumentError(f"algorithm='native': MPI has no such all-reduce of this dtype and operation, or there is no MPI here")
+            raise InvalidArgumentError("algorithm='native': MPI does not reduce this dtype and operation as we do, or there is no MPI here")
         return Choice(name, medium, self._block(collective, nbytes, name, medium), self._overlaps(name, medium))
 
     def _medium(self, collective: str, nbytes: int, transport: str | None, algorithm: str | None) -> Medium:

@@ -149,9 +149,7 @@ def compile_program(
     touched: set[int] = set()
     if staged:
         stage = tuple(
-            Action(
-                Verb.STAGE, Medium.WINDOW, rank, layout.sizes[chunk], Place(Space.INPUT, mine.inputs[chunk]), target=mine.window_place(chunk, 0)
-            )
+            Action(Verb.STAGE, Medium.WINDOW, rank, layout.sizes[chunk], mine.place(chunk, 0), target=mine.window_place(chunk, 0))
             for chunk in sorted(mine.staged_chunks)
         )
         rounds.append(RoundProgram((), (), (), stage, False))

@@ -116,7 +116,7 @@ class _Machine:
             held = self.held[rank]
             for step in schedule.rounds[number]:
                 chunk, span = step.chunk, step.span
-                if not (0 <= step.peer < size and 0 <= chunk and 1 <= span and chunk + span <= chunks):
+                if not (0 <= step.peer < size and chunk >= 0 and span >= 1 and chunk + span <= chunks):
                     raise self._fail(number, rank, step, f"peers are 0 to {size - 1}, and chunks 0 to {chunks - 1}")
                 if step.kind is not Kind.SEND:
                     continue

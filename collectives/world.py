@@ -18,7 +18,6 @@ import contextvars
 import itertools
 import os
 import pickle
-import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -26,30 +25,30 @@ from typing import Any
 
 import numpy as np
 
-from collectives import arrays, dtypes, partition, reduction
+from collectives import arguments, arrays, dtypes, partition, reduction
 from collectives.arrays import View
+from collectives.binder import Plan
 from collectives.buffers import ResultPool
 from collectives.config import Config
 from collectives.errors import (
     CollectivesError,
     ForkedProcessError,
-    InvalidArgumentError,
     InvalidTypeError,
     MismatchError,
     NotInitializedError,
     RankFailedError,
 )
-from collectives.executor import Executor, Plan, stride_for
+from collectives.executor import Executor
 from collectives.negotiation import Request, Turns
-from collectives.planner import Choice, Placement, Planner, medium_between, schedules
-from collectives.program import Layout, Medium, compile_program, window_blocks
+from collectives.planner import Choice, Placement, Planner
+from collectives.plans import Plans
 from collectives.reduction import Op
-from collectives.transport.base import SLOT_BYTES, Array
+from collectives.transport.base import Array
 from collectives.transport.group import Group
 
 _MOST_ENTRIES = 2048
 _ACKNOWLEDGE_WITHIN = 2.0
-_ALIGN = 64
+_MOST_ROWS = 64
 _EMPTY = np.empty(0)
 _INVALID_SIGNATURE = Request("invalid").signature()
 
@@ -108,6 +107,7 @@ class World:
             reads_private=group.memory is not None and group.memory.reads_private,
         )
         self.planner = Planner(self._placement, algorithm=config.algorithm, transport=config.transport, segment=config.segment)
+        self._plans = Plans(self._placement, self._executor)
         self._entries: dict[tuple[Any, ...], _Entry] = {}
         self._turns = Turns()
         self._refusal: Callable[[], CollectivesError] | None = None
@@ -193,7 +193,7 @@ class World:
     ) -> Any:
         """See `collectives.reducescatter`."""
         try:
-            view = _with_rows(arrays.view(tensor), "reducescatter")
+            view = arguments.with_rows(arrays.view(tensor), "reducescatter")
             entry = self._reducing("reducescatter", view, True, op, name, prescale_factor, postscale_factor, algorithm, transport)
         except CollectivesError as error:
             raise self._refused(error) from None
@@ -248,7 +248,7 @@ class World:
     def allgather(self, tensor: Any, *, name: str | None = None, algorithm: str | None = None, transport: str | None = None) -> Any:
         """See `collectives.allgather`."""
         try:
-            view = _with_rows(arrays.view(tensor), "allgather")
+            view = arguments.with_rows(arrays.view(tensor), "allgather")
             entry = self._gathering("allgather", view, name, algorithm, transport)
         except CollectivesError as error:
             raise self._refused(error) from None
@@ -257,7 +257,7 @@ class World:
             every = self._agree_on_rows(entry, view.array, (view.shape[0],))
             rows = tuple(words[0] for words in every)
             out = self._pool.empty((sum(rows), *view.shape[1:]), view.dtype)
-            plan = self._plan_for_rows(entry, view, rows, lambda: self._plan_allgather(entry, view, rows))
+            plan = self._plan_for_rows(entry, view, rows)
             self._carry_out(entry, plan, view.array, out.reshape(-1), agreed=True)
         finally:
             self._turns.give()
@@ -274,8 +274,8 @@ class World:
     ) -> Any:
         """See `collectives.alltoall`."""
         try:
-            view = _with_rows(arrays.view(tensor), "alltoall")
-            own = _splits(splits, view.shape[0], self.size)
+            view = arguments.with_rows(arrays.view(tensor), "alltoall")
+            own = arguments.splits(splits, view.shape[0], self.size)
             entry = self._gathering("alltoall", view, name, algorithm, transport)
         except CollectivesError as error:
             raise self._refused(error) from None
@@ -285,7 +285,7 @@ class World:
             received = [words[self.rank] for words in every]
             out = self._pool.empty((sum(received), *view.shape[1:]), view.dtype)
             matrix = tuple(itertools.chain.from_iterable(every))
-            plan = self._plan_for_rows(entry, view, matrix, lambda: self._plan_alltoall(entry, view, matrix))
+            plan = self._plan_for_rows(entry, view, matrix)
             self._carry_out(entry, plan, view.array, out.reshape(-1), agreed=True)
         finally:
             self._turns.give()
@@ -332,7 +332,7 @@ class World:
             self._control.leave()
             self._control.close()
             self._pool.clear()
-            self._executor = None  # type: ignore[assignment]  # views into the windows end with it, so that they can be unmapped
+            del self._executor, self._plans  # views into the windows end with them, so that they can be unmapped
             self._entries.clear()
             self._group.close()
         finally:
@@ -374,16 +374,27 @@ class World:
         if entry is not None and self._refusal is None:
             return entry
         self._check_state()
-        operation = _operation(op, average)
-        _check_name(name)
-        factors = [_factor("prescale_factor", prescale), _factor("postscale_factor", postscale)]
+        operation = arguments.operation(op, average)
+        arguments.check_name(name)
+        factors = [arguments.factor("prescale_factor", prescale), arguments.factor("postscale_factor", postscale)]
         dtype = view.dtype
         kernel = reduction.kernel(operation, dtype)
         native = self._native is not None and prescale == 1.0 and self._knows_native(operation, dtype)
         ordered = dtypes.is_complex(dtype) and operation is Op.PRODUCT
         choice = self._choose(collective, view.nbytes, algorithm, transport, native, ordered)
         entry = self._remember(
-            key, Request(collective, name, dtypes.name(dtype), view.shape, operation.value, None, factors[0], factors[1], algorithm, transport)
+            key,
+            Request(
+                collective,
+                name,
+                dtypes.name(dtype),
+                view.shape,
+                op=operation.value,
+                prescale=factors[0],
+                postscale=factors[1],
+                algorithm=algorithm,
+                transport=transport,
+            ),
         )
         entry.kernel = kernel
         entry.finish = reduction.finish(operation, dtype, self.size, factors[1])
@@ -392,7 +403,8 @@ class World:
         entry.native = native
         if self.size > 1 and view.array.size:
             if choice.algorithm != "native":
-                entry.plan = self._plan_reduction(entry, collective, view, choice)
+                make = self._plans.allreduce if collective == "allreduce" else self._plans.reducescatter
+                entry.plan = make(view, choice, kernel, entry.finish)
             entry.native = choice.algorithm == "native"
             if entry.native:
                 entry.kernel = self._native_kernel(operation)
@@ -412,17 +424,13 @@ class World:
         if entry is not None and self._refusal is None:
             return entry
         self._check_state()
-        if isinstance(root, bool) or not hasattr(root, "__index__"):
-            raise InvalidTypeError(f"root_rank: expected a rank (an int from 0 to {self.size - 1}), got {root!r}")
-        root = root.__index__()
-        if not 0 <= root < self.size:
-            raise InvalidArgumentError(f"root_rank: expected a rank from 0 to {self.size - 1}, got {root}")
-        _check_name(name)
+        root = arguments.root(root, self.size)
+        arguments.check_name(name)
         choice = self._choose("broadcast", view.nbytes, algorithm, transport)
         request = Request("broadcast", name, dtypes.name(view.dtype), view.shape, None, root, algorithm=algorithm, transport=transport)
         entry = self._remember(key, request)
         if self.size > 1 and view.array.size:
-            entry.plan = self._plan_broadcast(entry, view, root, choice)
+            entry.plan = self._plans.broadcast(view, root, choice)
         return entry
 
     def _gathering(self, collective: str, view: View, name: str | None, algorithm: str | None, transport: str | None) -> _Entry:
@@ -434,7 +442,7 @@ class World:
         if entry is not None and self._refusal is None:
             return entry
         self._check_state()
-        _check_name(name)
+        arguments.check_name(name)
         self._choose(collective, view.nbytes, algorithm, transport)
         request = Request(collective, name, dtypes.name(view.dtype), view.shape[1:], algorithm=algorithm, transport=transport)
         return self._remember(key, request)
@@ -476,83 +484,23 @@ class World:
     ) -> Choice:
         return self.planner.choose(collective, nbytes, native=native, ordered=ordered, algorithm=algorithm, transport=transport)
 
-    def _plan_reduction(self, entry: _Entry, collective: str, view: View, choice: Choice) -> Plan:
-        if collective == "reducescatter":
-            row = view.array.size // view.shape[0]
-            sizes = [rows * row for rows in partition.rows(view.shape[0], self.size)]
-            starts = partition.offsets(sizes)
-            layout = Layout(sizes, lambda rank: dict(enumerate(starts)), lambda rank: {rank: 0})
-        else:
-            chunks = schedules(collective, choice.algorithm, self._placement)(self.rank).chunks
-            sizes = partition.split(view.array.size, chunks, max(1, _ALIGN // view.dtype.itemsize))
-            whole = dict(enumerate(partition.offsets(sizes)))
-            layout = Layout(sizes, lambda rank: whole, lambda rank: whole)
-        return self._compile(entry, collective, layout, view.dtype, choice)
-
-    def _plan_broadcast(self, entry: _Entry, view: View, root: int, choice: Choice) -> Plan:
-        chunks = schedules("broadcast", choice.algorithm, self._placement, root)(self.rank).chunks
-        sizes = partition.split(view.array.size, chunks, max(1, _ALIGN // view.dtype.itemsize))
-        whole = dict(enumerate(partition.offsets(sizes)))
-        return self._compile(entry, "broadcast", Layout(sizes, lambda rank: whole, lambda rank: whole), view.dtype, choice, root)
-
-    def _plan_allgather(self, entry: _Entry, view: View, rows: Sequence[int]) -> Plan | None:
+    def _plan_for_rows(self, entry: _Entry, view: View, rows: tuple[int, ...]) -> Plan | None:
+        """The plan of an allgather or an alltoall for these rows of every rank (or pair of ranks); None if there is nothing to move."""
+        if rows in entry.plans:
+            return entry.plans[rows]
+        if len(entry.plans) >= _MOST_ROWS:
+            entry.plans.clear()
         row = int(np.prod(view.shape[1:], dtype=np.int64))
-        sizes = [count * row for count in rows]
-        whole = dict(enumerate(partition.offsets(sizes)))
-        layout = Layout(sizes, lambda rank: {rank: 0}, lambda rank: whole)
-        request = entry.request
-        choice = self._choose("allgather", sum(sizes) * view.dtype.itemsize, request.algorithm, request.transport)
-        return self._compile(entry, "allgather", layout, view.dtype, choice)
-
-    def _plan_alltoall(self, entry: _Entry, view: View, matrix: Sequence[int]) -> Plan | None:
-        size = self.size
-        row = int(np.prod(view.shape[1:], dtype=np.int64))
-        sizes = [count * row for count in matrix]
-
-        def inputs(rank: int) -> dict[int, int]:
-            chunks = range(rank * size, rank * size + size)
-            return dict(zip(chunks, partition.offsets([sizes[c] for c in chunks]), strict=False))
-
-        def outputs(rank: int) -> dict[int, int]:
-            chunks = range(rank, size * size, size)
-            return dict(zip(chunks, partition.offsets([sizes[c] for c in chunks]), strict=False))
-
-        request = entry.request
-        choice = self._choose("alltoall", sum(sizes) * view.dtype.itemsize // size, request.algorithm, request.transport)
-        return self._compile(entry, "alltoall", Layout(sizes, inputs, outputs), view.dtype, choice)
-
-    def _plan_for_rows(self, entry: _Entry, view: View, rows: tuple[int, ...], make: Callable[[], Plan | None]) -> Plan | None:
-        if rows not in entry.plans:
-            if len(entry.plans) >= 64:
-                entry.plans.clear()
-            row = int(np.prod(view.shape[1:], dtype=np.int64))
-            entry.plans[rows] = make() if self.size > 1 and sum(rows) * row else None
-        return entry.plans[rows]
-
-    def _compile(self, entry: _Entry, collective: str, layout: Layout, dtype: np.dtype[Any], choice: Choice, root: int = 0) -> Plan:
-        schedule_of = schedules(collective, choice.algorithm, self._placement, root)
-        between = medium_between(self._placement, choice.medium)
-        largest = max(layout.sizes)
-        block = min(max(1, choice.block_bytes // dtype.itemsize), largest)
-        slot = SLOT_BYTES // dtype.itemsize
-        # Every rank must come to the same block, and so to the same number of segments: the fullest window decides.
-        fullest = self._fullest_window(choice, schedule_of, layout, between)
-        if fullest * block > slot:
-            align = max(1, _ALIGN // dtype.itemsize)
-            block = max(1, slot // fullest // align * align or slot // fullest)
-        program = compile_program(schedule_of, self.rank, layout, block, between, choice.staged, choice.versioned)
-        segments = -(-largest // block)
-        stride = stride_for(len(program.rounds), choice.overlap, fullest > 0)
-        # A ring passes on what it received: peers then read outputs, whose addresses were not known when the sizes were agreed on.
-        reads_outputs = choice.algorithm == "ring" and choice.medium is Medium.DIRECT
-        description = f"{choice.algorithm} over {choice.medium.value}, {segments} segments of {block * dtype.itemsize} bytes per chunk"
-        return self._executor.bind(
-            program, dtype, block, segments, stride, choice.staged, entry.kernel, entry.finish, description, reads_outputs
-        )
-
-    def _fullest_window(self, choice: Choice, schedule_of: Any, layout: Layout, between: Any) -> int:
-        """The most blocks that any rank keeps in one slot of its window."""
-        return max(window_blocks(schedule_of, rank, layout, between, choice.staged, choice.versioned) for rank in range(self.size))
+        sizes: list[int] = [count * row for count in rows]
+        plan: Plan | None = None
+        if self.size > 1 and any(sizes):
+            request, itemsize = entry.request, view.dtype.itemsize
+            gathers = request.collective == "allgather"
+            nbytes = sum(sizes) * itemsize // (1 if gathers else self.size)
+            choice = self._choose(request.collective, nbytes, request.algorithm, request.transport)
+            plan = (self._plans.allgather if gathers else self._plans.alltoall)(sizes, view.dtype, choice)
+        entry.plans[rows] = plan
+        return plan
 
     # ---- carrying out --------------------------------------------------------------------------------------------------------
 
@@ -690,54 +638,6 @@ def _quiet_runner() -> Callable[..., Any]:
 def _address(array: Array) -> int:
     address: int = array.__array_interface__["data"][0]
     return address
-
-
-def _operation(op: Op | None, average: bool) -> Op:
-    if op is None:
-        return Op.AVERAGE if average else Op.SUM
-    if not isinstance(op, Op):
-        raise InvalidTypeError(f"op: expected one of Average, Sum, Min, Max, Product, got {op!r}")
-    return op
-
-
-def _factor(argument: str, factor: Any) -> float:
-    try:
-        return float(factor)
-    except (TypeError, ValueError):
-        raise InvalidTypeError(f"{argument}: expected a number, got {factor!r}") from None
-
-
-def _check_name(name: Any) -> None:
-    if name is not None and not isinstance(name, str):
-        raise InvalidTypeError(f"name: expected a string or None, got {name!r}")
-
-
-def _with_rows(view: View, collective: str) -> View:
-    if not view.shape:
-        raise InvalidArgumentError(f"tensor: {collective} works along the first dimension, got a 0-d tensor; reshape it to (1,)")
-    return view
-
-
-def _splits(splits: Any, rows: int, size: int) -> tuple[int, ...]:
-    """How many rows go to each rank."""
-    if splits is None:
-        if rows % size:
-            raise InvalidArgumentError(
-                f"splits: None divides the first dimension evenly, but {rows} rows are not divisible by {size} ranks; pass splits"
-            )
-        return (rows // size,) * size
-    try:
-        counts = np.asarray(splits)
-    except Exception:
-        counts = np.empty(0, object)
-    if counts.dtype.kind not in "iu" and counts.size:
-        raise InvalidTypeError(f"splits: expected {size} integers, one per rank, got {splits!r}")
-    values = tuple(int(count) for count in counts.reshape(-1))
-    if counts.ndim != 1 or len(values) != size:
-        raise InvalidArgumentError(f"splits: expected a 1-D sequence of {size} integers, one per rank, got {splits!r}")
-    if min(values) < 0 or sum(values) != rows:
-        raise InvalidArgumentError(f"splits: expected numbers >= 0 that sum to the tensor's {rows} rows, got {values} (sum {sum(values)})")
-    return values
 
 
 _worlds: weakref.WeakSet[World] = weakref.WeakSet()

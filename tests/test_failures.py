@@ -42,7 +42,9 @@ def test_the_others_end_when_a_rank_ends(mpi: str, ending: str, code: int | None
         assert text in result.ranks[0] and "RankFailedError" in result.ranks[0], str(result)
 
 
-@pytest.mark.parametrize("env", [{}, {"COLLECTIVES_TRANSPORT": "mpi"}, {"COLLECTIVES_LOCAL_SIZE": "1"}], ids=["memory", "messages", "hosts"])
+@pytest.mark.parametrize(
+    "env", [{}, {"COLLECTIVES_TRANSPORT": "mpi"}, {"COLLECTIVES_LOCAL_SIZE": "1"}], ids=["memory", "messages", "hosts"]
+)
 def test_a_rank_that_leaves_is_named(env: dict[str, str]) -> None:
     program = (
         PREAMBLE

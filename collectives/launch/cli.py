@@ -6,12 +6,14 @@ import argparse
 import os
 import shlex
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from collectives import __version__
 from collectives.config import ALGORITHMS, TRANSPORTS
 from collectives.errors import CollectivesError, InvalidArgumentError
 from collectives.exits import RUN_DIRECTORY
@@ -55,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--verbose", action="store_true", help="print the command that is built")
     parser.add_argument("--show-plan", action="store_true", help="print what would be chosen for N ranks, and exit")
     parser.add_argument("--check-build", action="store_true", help="print what is installed, and exit")
-    parser.add_argument("--version", action="version", version=f"collectives {report.version('collectives')}")
+    parser.add_argument("--version", action="version", version=f"collectives {__version__}")
     return parser
 
 
@@ -102,10 +104,16 @@ def split(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[li
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``collectivesrun``; returns its exit code."""
     try:
-        return _run(sys.argv[1:] if arguments is None else arguments)
+        code = _run(sys.argv[1:] if arguments is None else arguments)
+        sys.stdout.flush()
+        return code
     except CollectivesError as error:
         print(f"collectivesrun: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:
+        # "collectivesrun --show-plan | head": nobody reads on. Python would complain again when it flushes.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
 
 
 def _run(arguments: Sequence[str]) -> int:

@@ -10,13 +10,14 @@ import sys
 from collections.abc import Sequence
 from importlib import metadata
 
+from collectives import __version__
 from collectives.config import Config
-from collectives.errors import CollectivesError, InvalidArgumentError
+from collectives.errors import InvalidArgumentError
 from collectives.launch.hosts import Host
 from collectives.launch.mpi import Vendor, find
 
 _SIZES = (4, 4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20, 256 << 20)
-_LIBRARY = "from mpi4py import MPI; print(MPI.Get_library_version().split(',')[0].strip().splitlines()[0])"
+_LIBRARY = "from mpi4py import MPI; print(' '.join(MPI.Get_library_version().split(',')[0].splitlines()[0].split()))"
 _PACKAGES = {
     "half precision": ("numkong", "ml_dtypes"),
     "frameworks": ("torch", "tensorflow", "jax"),
@@ -27,7 +28,7 @@ _PACKAGES = {
 def check_build() -> tuple[str, bool]:
     """Say what is installed, and whether several ranks can be started with it."""
     lines = [
-        f"collectives {version('collectives')}, Python {platform.python_version()}, {platform.system()} {platform.machine()}",
+        f"collectives {__version__}, Python {platform.python_version()}, {platform.system()} {platform.machine()}",
         f"    NumPy {version('numpy')}, mpi4py {version('mpi4py')}",
         "",
     ]
@@ -53,7 +54,7 @@ def show_plan(ranks: int, hosts: Sequence[Host]) -> str:
     """Say what the planner would choose for so many ranks, where all that hosts can allow is allowed.
 
     Raises:
-        CollectivesError: the environment forces something that cannot serve here.
+        InvalidArgumentError, TransportError: the environment forces something that cannot serve here.
     """
     planner = importlib.import_module("collectives.planner")
     placed = _placed(ranks, hosts)
@@ -106,6 +107,3 @@ def _placed(ranks: int, hosts: Sequence[Host]) -> tuple[tuple[int, ...], ...]:
             placed.append(tuple(range(first, last)))
         first = last
     return tuple(placed)
-
-
-__all__ = ["CollectivesError", "check_build", "show_plan", "version"]

@@ -85,8 +85,9 @@ class Control(Protocol):
     def agree(self, signature: int, words: Sequence[int] = ()) -> bool:
         """Enter the next call of the group with what this rank asks for; return when every rank has entered.
 
-        ``signature`` is 47 bits that stand for the request. ``words`` (at most `max_words` of 64 bits, equally many on ranks with equal signatures) travel along and are read
-        with `words_of`. What this rank wrote into its window before is visible to its peers afterwards.
+        ``signature`` is 47 bits that stand for the request. ``words`` (at most `max_words` of 64 bits, equally many on ranks with
+        equal signatures) travel along and are read with `words_of`. What this rank wrote into its window before is visible to its
+        peers afterwards.
 
         Returns:
             Whether all ranks came with the same signature. The answer is the same on every rank.

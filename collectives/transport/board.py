@@ -61,7 +61,7 @@ class Board:
         rank: this rank in the group.
         timeout: seconds that a wait may last while the peers are alive.
         spins: how often to look before the core is yielded; few where ranks outnumber cores.
-        pause: gives other ranks a chance to run.
+        pause: gives other ranks a chance to run; yields the core by default.
         processes: whether ranks are processes, whose death shows in the process table.
     """
 
@@ -72,7 +72,7 @@ class Board:
         *,
         timeout: float,
         spins: int,
-        pause: Callable[[], object] = os.sched_yield if hasattr(os, "sched_yield") else lambda: time.sleep(0),
+        pause: Callable[[], object] | None = None,
         processes: bool = True,
     ) -> None:
         self.rank = rank
@@ -87,7 +87,7 @@ class Board:
         self._mine = self._words[rank]
         self._timeout = timeout
         self._spins = spins
-        self._pause = pause
+        self._pause: Callable[[], object] = pause if pause is not None else getattr(os, "sched_yield", lambda: time.sleep(0))
         self._processes = processes
         self._mine[_PID] = os.getpid()
         self._slots = (_WORDS, _WORDS + max_words(self.size))
@@ -137,11 +137,14 @@ class Board:
                 if words[at] == entry:
                     break
             else:
-                arrived = entry & CALL_MASK
-                if words[at] & CALL_MASK != arrived:
-                    self._wait_long(peer, lambda words=words: words[at] & CALL_MASK == arrived)  # type: ignore[misc]
-                same = same and words[at] == entry
+                same = self._await_entry(peer, at, entry) and same
         return same
+
+    def _await_entry(self, peer: int, at: int, entry: int) -> bool:
+        words, call = self._words[peer], entry & CALL_MASK
+        if words[at] & CALL_MASK != call:
+            self._wait_long(peer, lambda: bool(words[at] & CALL_MASK == call))
+        return bool(words[at] == entry)
 
     def words_of(self, peer: int, call: int, count: int) -> Sequence[int]:
         """The first ``count`` words with which ``peer`` entered the ``call``-th call."""

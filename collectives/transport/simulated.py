@@ -64,7 +64,7 @@ class Report:
         times: seconds until each rank was done.
         total: seconds until all were.
         busbw: bytes per second by nccl-tests' definition, comparable between sizes and with a link's bandwidth.
-        links: bytes that crossed each link that was used, by name ("rank 3 out", "rank 3 in", "rank 3 local out", "host 0 out", ...).
+        links: bytes that crossed each link that was used, by name ("rank 3 out", "rank 3 local in", "host 0 out", ...).
         messages: how many messages there were.
         results: with ``data``, the chunks that each rank holds in the end; otherwise None.
     """
@@ -174,7 +174,9 @@ class _Traffic:
         self._sends = self._sorted(sends, (_ROUND, _RANK, _PEER))
         self._reductions = self._sorted(reductions, (_ROUND,))
         self._check(self._sends, self._sorted(receives, (_ROUND, _PEER, _RANK)))
-        self._send_bounds, self._reduction_bounds = (np.searchsorted(s[_ROUND], np.arange(self.rounds + 1)) for s in (self._sends, self._reductions))
+        rounds = np.arange(self.rounds + 1)
+        self._send_bounds = np.searchsorted(self._sends[_ROUND], rounds)
+        self._reduction_bounds = np.searchsorted(self._reductions[_ROUND], rounds)
         self._sizes = np.asarray(sizes, np.int64)
         self._segment = segment or max(1, int(self._sizes.max(initial=0)))
         self._segments = max(1, -(-int(self._sizes.max(initial=0)) // self._segment))
@@ -247,7 +249,7 @@ class _Wires:
         self._latency = np.array(latencies)
         limits = [network.bandwidth] * 2 + [local] * 2
         self.capacity = np.concatenate([[_UNLIMITED], np.repeat(limits, size), np.repeat([network.uplink] * 2, len(hosts))]).astype(float)
-        self.hops = 2 if np.isinf(network.uplink) else 4  # uplinks without a limit slow nobody down
+        self.hops = 2 if network.hosts is None and np.isinf(network.uplink) else 4  # lone ranks without a limit need no uplinks
         if not (self.capacity > 0).all() or not network.reduction > 0 or not (self._latency >= 0).all():
             raise InvalidArgumentError(f"{network!r}: expected bandwidths and reduction above 0, and latencies from 0 on")
 
@@ -268,11 +270,10 @@ class _Wires:
         return path[: self.hops], self._latency[local.astype(np.int64)]
 
     def named(self, crossed: Floats) -> dict[str, int]:
-        n, hosts = self._size, self._hosts
-        names = [""]
-        for what, count in (("rank {} out", n), ("rank {} in", n), ("rank {} local out", n), ("rank {} local in", n), ("host {} out", hosts), ("host {} in", hosts)):
-            names += [what.format(number) for number in range(count)]
-        return {name: int(nbytes) for name, nbytes in zip(names[1:], crossed[1:], strict=True) if nbytes}
+        """The bytes that crossed each link, by its name, without the links that nothing crossed."""
+        names = [f"rank {rank} {way}" for way in ("out", "in", "local out", "local in") for rank in range(self._size)]
+        names += [f"host {host} {way}" for way in ("out", "in") for host in range(self._hosts)]
+        return {name: int(nbytes) for name, nbytes in zip(names, crossed[1:], strict=True) if nbytes}
 
 
 def _fair_rates(path: Ints, capacity: Floats) -> Floats:

@@ -41,8 +41,8 @@ def test_every_algorithm_can_be_forced(algorithm: str) -> None:
     assert Config.from_environment({"COLLECTIVES_ALGORITHM": algorithm}).algorithm == algorithm
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("transport", TRANSPORTS, ids="over-{}".format)
+def test_every_transport_can_be_forced(transport: str) -> None:
     assert Config.from_environment({"COLLECTIVES_TRANSPORT": transport}).transport == transport
 
 

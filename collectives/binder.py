@@ -1,0 +1,428 @@
+"""Binding: every action of a program becomes a closure that takes the segment's number and moves one block.
+
+What can be known when a plan is made is looked up here, once: arrays of windows, addresses within slots, kernels, whom to wait
+for. What changes from call to call is read from the executor's `State`. So a call in the steady state runs a list of closures,
+and neither plans nor allocates. Plans of one segment, where every step of Python shows, get closures of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from collectives.program import Action, Medium, Place, Program, RoundProgram, Space, Verb
+from collectives.transport.base import SLOT_BYTES, SLOTS, Array
+from collectives.transport.group import Group
+
+Kernel = Callable[[Array, Array, Array], object]
+Scale = Callable[[Array, Array], object]
+Do = Callable[[int], None]
+
+
+class State:
+    """What changes from call to call: the caller's arrays, the peers' addresses, and how far the world has come."""
+
+    __slots__ = ("addresses", "base", "entered_staged", "input", "input_at", "output", "output_at", "slot")
+
+    def __init__(self, size: int) -> None:
+        self.input: Array = np.empty(0)
+        self.output: Array = np.empty(0)
+        self.input_at = 0
+        self.output_at = 0
+        self.addresses: list[Sequence[int]] = [(0, 0)] * size
+        self.base = 0
+        """Groups finished before this call, by every rank alike."""
+        self.slot = 0
+        """The window slot of segment 0."""
+        self.entered_staged = False
+        """Segment 0 was in the window before the call was entered, so that nobody waits for it."""
+
+
+class BoundRound:
+    """The closures of one round: posts and pushes first, then the rest in order, each with whether it waits for a message."""
+
+    __slots__ = ("drain_first", "has_messages", "posts", "pushes", "rest")
+
+    def __init__(self, posts: Sequence[Do], pushes: Sequence[Do], rest: Sequence[tuple[bool, Do]], drain_first: bool) -> None:
+        self.posts = posts
+        self.pushes = pushes
+        self.rest = rest
+        self.drain_first = drain_first
+        self.has_messages = bool(posts)
+
+
+class Plan:
+    """A program bound to a dtype, an operation and an executor: ready to run again and again.
+
+    Attributes:
+        staged: peers read windows only, so no addresses travel, and segment 0 may be staged before the call is entered.
+        needs_addresses: peers read or write private memory.
+        partners: the peers whose private memory this rank reads or writes.
+        reads_outputs: peers read each other's outputs, not only inputs; the same on every rank.
+    """
+
+    __slots__ = (
+        "description",
+        "groups",
+        "needs_addresses",
+        "partners",
+        "reads_outputs",
+        "rounds",
+        "segments",
+        "staged",
+        "stride",
+        "touched_by",
+        "uses_window",
+    )
+
+    def __init__(
+        self,
+        program: Program,
+        rounds: Sequence[BoundRound],
+        segments: int,
+        stride: int,
+        staged: bool,
+        description: str,
+        reads_outputs: bool,
+    ) -> None:
+        self.rounds = rounds
+        self.segments = segments
+        self.stride = stride
+        self.staged = staged
+        self.touched_by = program.touched_by
+        self.uses_window = program.uses_window
+        actions = [action for r in program.rounds for action in (*r.pushes, *r.rest) if action.medium is Medium.DIRECT]
+        self.partners = tuple(sorted({action.peer for action in actions}))
+        self.needs_addresses = bool(actions or program.touched_by)
+        self.groups = (segments - 1) * stride + len(rounds)
+        self.description = description
+        self.reads_outputs = reads_outputs
+
+
+class Binder:
+    """Binds the rounds of one program.
+
+    Args:
+        state: of the executor that will run it.
+        group: whose transports move the blocks.
+        windows: every rank's window as bytes; None for ranks elsewhere.
+        scratch: one array of ``dtype``: block 0 takes what is read directly, the others messages that wait for their turn.
+        dtype, block, segments, stride, staged: of the plan; the block in elements.
+        kernel, finish: how two blocks combine, and what scales a finished one.
+    """
+
+    def __init__(
+        self,
+        state: State,
+        group: Group,
+        windows: Sequence[Array | None],
+        scratch: list[Array],
+        dtype: np.dtype[Any],
+        block: int,
+        segments: int,
+        stride: int,
+        staged: bool,
+        kernel: Kernel | None,
+        finish: Scale | None,
+    ) -> None:
+        self._state = state
+        self._group = group
+        self._board = group.memory.board if group.memory is not None else None
+        self._dtype = dtype
+        self._itemsize = dtype.itemsize
+        self._block = block
+        self._single = segments == 1
+        self._stride = stride
+        self._staged = staged
+        self._kernel = kernel
+        self._finish = finish
+        self._windows = [None if window is None else window.view(dtype) for window in windows]
+        own = windows[group.rank]
+        assert own is not None
+        self._window_at = own.ctypes.data
+        self._slot = SLOT_BYTES // dtype.itemsize
+        self._letters = 1
+        self._scratch = scratch
+
+    def round(self, program: RoundProgram) -> BoundRound:
+        letters: dict[int, int] = {}
+        posts: list[Do] = []
+        for action in program.receives:
+            if action.verb is Verb.REDUCE or action.detour:
+                letters[id(action)] = self._letters
+                self._letters += 1
+            posts.append(self._post_receive(action, letters.get(id(action))))
+        posts += [self._post_send(action) for action in program.sends]
+        pushes = [self._push(action) for action in program.pushes]
+        rest = [(a.medium is Medium.MESSAGE, self._act(a, letters.get(id(a)))) for a in program.rest]
+        return BoundRound(posts, pushes, rest, program.drain_first)
+
+    def _post_receive(self, action: Action, letter: int | None) -> Do:
+        messages, length, peer = self._group.messages, self._length(action.size), action.peer
+        assert messages is not None and action.target is not None
+        into = self._array(action.target) if letter is None else self._letter(letter)
+
+        def post_receive(segment: int) -> None:
+            n = length(segment)
+            if n > 0:
+                messages.post_receive(peer, into(segment, n))
+
+        return post_receive
+
+    def _post_send(self, action: Action) -> Do:
+        messages, length, peer = self._group.messages, self._length(action.size), action.peer
+        assert messages is not None and action.source is not None
+        block = self._array(action.source)
+
+        def post_send(segment: int) -> None:
+            n = length(segment)
+            if n > 0:
+                messages.post_send(peer, block(segment, n))
+
+        return post_send
+
+    def _push(self, action: Action) -> Do:
+        memory, length, peer, itemsize = self._group.memory, self._length(action.size), action.peer, self._itemsize
+        assert memory is not None and action.source is not None and action.target is not None
+        source, target, store = self._address(action.source), self._peer_address(peer, action.target), memory.store
+
+        def push(segment: int) -> None:
+            n = length(segment)
+            if n > 0:
+                store(peer, target(segment), source(segment), n * itemsize)
+
+        return push
+
+    def _act(self, action: Action, letter: int | None) -> Do:
+        wait = self._wait(action)
+        if action.verb is Verb.AWAIT:
+            return wait
+        if self._single and action.medium is Medium.WINDOW and action.also is None:
+            return self._act_once(action, wait)
+        return self._act_in_general(action, letter, wait)
+
+    def _act_in_general(self, action: Action, letter: int | None, wait: Do) -> Do:
+        if action.verb is Verb.STAGE or (action.verb is Verb.TAKE and action.peer == self._group.rank):
+            return self._copy_own(action)
+        value = self._value(action, letter)
+        if action.verb is Verb.REDUCE:
+            return self._reduce(action, value, wait)
+        return self._take(action, value, wait, letter)
+
+    def _act_once(self, action: Action, wait: Do) -> Do:
+        """An action between windows and own memory in a plan of one segment: the same as below, with all that can be known known."""
+        assert action.source is not None and action.target is not None
+        state, size = self._state, action.size
+        if size == 0:
+            return _nothing
+        if action.verb is Verb.STAGE:
+            own, views = slice(action.source.offset, action.source.offset + size), self._slots(self._group.rank, action.target, size)
+
+            def stage(segment: int) -> None:
+                views[state.slot][...] = state.input[own]
+
+            return stage
+        if action.source.space is Space.WINDOW and action.target.space is Space.OUTPUT:
+            views, here = self._slots(action.peer, action.source, size), slice(action.target.offset, action.target.offset + size)
+            if action.verb is Verb.TAKE:
+
+                def take(segment: int) -> None:
+                    wait(0)
+                    state.output[here] = views[state.slot]
+
+                return take
+            operand, kernel, finish = action.operand, self._kernel, self._finish if action.finish else None
+            assert operand is not None and kernel is not None
+            if operand.space is Space.INPUT:
+                there = slice(operand.offset, operand.offset + size)
+
+                def reduce(segment: int) -> None:
+                    wait(0)
+                    out = state.output[here]
+                    kernel(state.input[there], views[state.slot], out)
+                    if finish is not None:
+                        finish(out, out)
+
+                return reduce
+        return self._act_in_general(action, None, wait)
+
+    def _slots(self, rank: int, place: Place, size: int) -> list[Array]:
+        """A block of a rank's window, for each slot."""
+        window = self._windows[rank]
+        assert window is not None
+        return [window[slot * self._slot + place.offset :][:size] for slot in range(SLOTS)]
+
+    def _copy_own(self, action: Action) -> Do:
+        assert action.source is not None and action.target is not None
+        length = self._length(action.size)
+        source, target, also = self._array(action.source), self._array(action.target), self._second(action)
+        state, copies_home = self._state, {action.source.space, action.target.space} == {Space.INPUT, Space.OUTPUT}
+
+        def copy_own(segment: int) -> None:
+            n = length(segment)
+            if n <= 0 or (copies_home and state.input is state.output):
+                return
+            block = source(segment, n)
+            np.copyto(target(segment, n), block)
+            if also is not None:
+                np.copyto(also(segment, n), block)
+
+        return copy_own
+
+    def _reduce(self, action: Action, value: Callable[[int, int], Array], wait: Do) -> Do:
+        assert action.operand is not None and action.target is not None and self._kernel is not None
+        length, kernel, finish = self._length(action.size), self._kernel, self._finish if action.finish else None
+        operand, target, also = self._array(action.operand), self._array(action.target), self._second(action)
+
+        def reduce(segment: int) -> None:
+            n = length(segment)
+            if n <= 0:
+                return
+            wait(segment)
+            out = target(segment, n)
+            kernel(operand(segment, n), value(segment, n), out)
+            if finish is not None:
+                finish(out, out)
+            if also is not None:
+                np.copyto(also(segment, n), out)
+
+        return reduce
+
+    def _take(self, action: Action, value: Callable[[int, int], Array], wait: Do, letter: int | None) -> Do:
+        assert action.target is not None
+        length, target, also = self._length(action.size), self._array(action.target), self._second(action)
+        arrives_home = action.medium is Medium.MESSAGE and letter is None
+        memory, peer, itemsize = self._group.memory, action.peer, self._itemsize
+        if action.medium is Medium.DIRECT and action.source is not None and action.source.space is not Space.WINDOW:
+            assert memory is not None
+            there, here, fetch = self._peer_address(peer, action.source), self._address(action.target), memory.fetch
+
+            def take_directly(segment: int) -> None:
+                n = length(segment)
+                if n <= 0:
+                    return
+                wait(segment)
+                fetch(peer, there(segment), here(segment), n * itemsize)
+                if also is not None:
+                    np.copyto(also(segment, n), target(segment, n))
+
+            return take_directly
+
+        def take(segment: int) -> None:
+            n = length(segment)
+            if n <= 0:
+                return
+            wait(segment)
+            out = target(segment, n)
+            if not arrives_home:
+                np.copyto(out, value(segment, n))
+            if also is not None:
+                np.copyto(also(segment, n), out)
+
+        return take
+
+    def _value(self, action: Action, letter: int | None) -> Callable[[int, int], Array]:
+        """The peer's block as an array: in its window, in the own memory, or brought into scratch memory."""
+        if action.medium is Medium.MESSAGE:
+            return self._letter(letter or 0)
+        source, peer = action.source, action.peer
+        assert source is not None
+        if source.space is Space.WINDOW:
+            return self._window(peer, source)
+        if peer == self._group.rank:
+            return self._array(source)
+        memory, scratch, itemsize = self._group.memory, self._scratch, self._itemsize
+        assert memory is not None
+        there, fetch = self._peer_address(peer, source), memory.fetch
+
+        def value(segment: int, n: int) -> Array:
+            block = scratch[0][:n]
+            fetch(peer, there(segment), block.ctypes.data, n * itemsize)
+            return block
+
+        return value
+
+    def _wait(self, action: Action) -> Do:
+        """Wait for the peer's round ``after`` of the same segment; messages bring their own wait."""
+        if action.after < 0 or action.medium is Medium.MESSAGE or action.peer == self._group.rank:
+            return _nothing
+        board, state, peer = self._board, self._state, action.peer
+        assert board is not None
+        seen, stride, ahead = board.seen, self._stride, action.after + 1
+        first = 1 if self._staged and action.after == 0 else 0
+
+        def wait(segment: int) -> None:
+            if segment < first and state.entered_staged:
+                return
+            progress = state.base + stride * segment + ahead
+            if seen[peer] < progress:
+                board.wait(peer, progress)
+
+        return wait
+
+    def _length(self, size: int) -> Callable[[int], int]:
+        block = self._block
+
+        def length(segment: int) -> int:
+            left = size - segment * block
+            return left if left < block else block
+
+        return length
+
+    def _second(self, action: Action) -> Callable[[int, int], Array] | None:
+        return None if action.also is None else self._array(action.also)
+
+    def _letter(self, letter: int) -> Callable[[int, int], Array]:
+        scratch, at = self._scratch, letter * self._block
+        return lambda segment, n: scratch[0][at : at + n]
+
+    def _window(self, rank: int, place: Place) -> Callable[[int, int], Array]:
+        window, slot, offset, state = self._windows[rank], self._slot, place.offset, self._state
+        assert window is not None
+
+        def block(segment: int, n: int) -> Array:
+            at = (state.slot + segment) % SLOTS * slot + offset
+            return window[at : at + n]
+
+        return block
+
+    def _array(self, place: Place) -> Callable[[int, int], Array]:
+        """This rank's own block at a place."""
+        state, block, offset = self._state, self._block, place.offset
+        if place.space is Space.WINDOW:
+            return self._window(self._group.rank, place)
+        if place.space is Space.INPUT:
+
+            def of_input(segment: int, n: int) -> Array:
+                at = offset + segment * block
+                return state.input[at : at + n]
+
+            return of_input
+
+        def of_output(segment: int, n: int) -> Array:
+            at = offset + segment * block
+            return state.output[at : at + n]
+
+        return of_output
+
+    def _address(self, place: Place) -> Callable[[int], int]:
+        """The address of this rank's own block."""
+        state, block, itemsize, offset = self._state, self._block, self._itemsize, place.offset
+        slot, window_at = self._slot, self._window_at
+        if place.space is Space.WINDOW:
+            return lambda segment: window_at + ((state.slot + segment) % SLOTS * slot + offset) * itemsize
+        if place.space is Space.INPUT:
+            return lambda segment: state.input_at + (offset + segment * block) * itemsize
+        return lambda segment: state.output_at + (offset + segment * block) * itemsize
+
+    def _peer_address(self, peer: int, place: Place) -> Callable[[int], int]:
+        """The address of a block in the peer's private memory."""
+        state, block, itemsize, offset = self._state, self._block, self._itemsize, place.offset
+        which = 0 if place.space is Space.INPUT else 1
+        return lambda segment: state.addresses[peer][which] + (offset + segment * block) * itemsize
+
+
+def _nothing(segment: int) -> None:
+    """No peer to wait for."""

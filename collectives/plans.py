@@ -1,0 +1,108 @@
+"""From a request to a plan: chunks, places, the planner's choice, and a program bound to it.
+
+The chunks of a tensor, their sizes and where they lie in each rank's input and output follow from what all ranks know alike,
+so that every rank makes the same plan without asking.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from collectives import partition
+from collectives.arrays import View
+from collectives.binder import Kernel, Plan, Scale
+from collectives.executor import Executor, stride_for
+from collectives.planner import Choice, Placement, medium_between, schedules
+from collectives.program import Layout, Medium, compile_program, window_blocks
+from collectives.transport.base import SLOT_BYTES
+
+_ALIGN = 64
+
+
+class Plans:
+    """Makes the plans of one world.
+
+    Args:
+        placement: of the ranks.
+        executor: that will run them.
+    """
+
+    def __init__(self, placement: Placement, executor: Executor) -> None:
+        self._placement = placement
+        self._executor = executor
+        self._rank, self._size = placement.rank, placement.size
+
+    def allreduce(self, view: View, choice: Choice, kernel: Kernel, finish: Scale | None) -> Plan:
+        """The tensor in as many chunks as the algorithm wants, at the same places in input and output, on every rank."""
+        chunks = schedules("allreduce", choice.algorithm, self._placement)(self._rank).chunks
+        return self._compile("allreduce", _whole(view, chunks), view.dtype, choice, kernel, finish)
+
+    def reducescatter(self, view: View, choice: Choice, kernel: Kernel, finish: Scale | None) -> Plan:
+        """A chunk per rank, of its rows; the output is that chunk alone."""
+        row = view.array.size // view.shape[0]
+        sizes = [rows * row for rows in partition.rows(view.shape[0], self._size)]
+        starts = dict(enumerate(partition.offsets(sizes)))
+        layout = Layout(sizes, lambda rank: starts, lambda rank: {rank: 0})
+        return self._compile("reducescatter", layout, view.dtype, choice, kernel, finish)
+
+    def broadcast(self, view: View, root: int, choice: Choice) -> Plan:
+        """As for `allreduce`."""
+        chunks = schedules("broadcast", choice.algorithm, self._placement, root)(self._rank).chunks
+        return self._compile("broadcast", _whole(view, chunks), view.dtype, choice, root=root)
+
+    def allgather(self, sizes: Sequence[int], dtype: np.dtype[Any], choice: Choice) -> Plan:
+        """A chunk of ``sizes[r]`` elements from each rank r, which is the whole of its input."""
+        starts = dict(enumerate(partition.offsets(sizes)))
+        return self._compile("allgather", Layout(sizes, lambda rank: {rank: 0}, lambda rank: starts), dtype, choice)
+
+    def alltoall(self, sizes: Sequence[int], dtype: np.dtype[Any], choice: Choice) -> Plan:
+        """Chunk i * N + j goes from rank i to rank j; inputs are ordered by receiver, outputs by sender."""
+        size = self._size
+
+        def placed(chunks: range) -> dict[int, int]:
+            return dict(zip(chunks, partition.offsets([sizes[chunk] for chunk in chunks]), strict=True))
+
+        layout = Layout(
+            sizes,
+            lambda rank: placed(range(rank * size, rank * size + size)),
+            lambda rank: placed(range(rank, size * size, size)),
+        )
+        return self._compile("alltoall", layout, dtype, choice)
+
+    def _compile(
+        self,
+        collective: str,
+        layout: Layout,
+        dtype: np.dtype[Any],
+        choice: Choice,
+        kernel: Kernel | None = None,
+        finish: Scale | None = None,
+        root: int = 0,
+    ) -> Plan:
+        schedule_of = schedules(collective, choice.algorithm, self._placement, root)
+        between = medium_between(self._placement, choice.medium)
+        largest = max(layout.sizes)
+        block = min(max(1, choice.block_bytes // dtype.itemsize), largest)
+        slot = SLOT_BYTES // dtype.itemsize
+        # Every rank must come to the same block, and so to the same number of segments: the fullest window of all decides.
+        fullest = max(window_blocks(schedule_of, rank, layout, between, choice.staged, choice.versioned) for rank in range(self._size))
+        if fullest * block > slot:
+            align = max(1, _ALIGN // dtype.itemsize)
+            block = slot // fullest // align * align or max(1, slot // fullest)
+        program = compile_program(schedule_of, self._rank, layout, block, between, choice.staged, choice.versioned)
+        segments = -(-largest // block)
+        stride = stride_for(len(program.rounds), choice.overlap, fullest > 0)
+        # A ring passes on what it received: peers then read outputs, whose addresses were not known when the sizes were agreed on.
+        reads_outputs = choice.algorithm == "ring" and choice.medium is Medium.DIRECT
+        description = f"{choice.algorithm} over {choice.medium.value}, {segments} segments of {block * dtype.itemsize} bytes per chunk"
+        return self._executor.bind(program, dtype, block, segments, stride, choice.staged, kernel, finish, description, reads_outputs)
+
+
+def _whole(view: View, chunks: int) -> Layout:
+    """A tensor that every rank has in full, in chunks that begin at cache lines."""
+    sizes = partition.split(view.array.size, chunks, max(1, _ALIGN // view.dtype.itemsize))
+    starts = dict(enumerate(partition.offsets(sizes)))
+    return Layout(sizes, lambda rank: starts, lambda rank: starts)

@@ -29,9 +29,9 @@ def verify(schedules: Sequence[Schedule]) -> None:
 
     Proved are: peers and chunks are in range; every send meets its receive in the same round, over the same chunks and with the
     same word about who moves the bytes; nobody passes on or combines a chunk that it does not hold; no contribution is reduced
-    twice; no step's effect is lost to a later one of its round; the own contribution is copied at most once, before anything
-    else is written there; and in the end every rank's result holds what the collective promises. The root of a broadcast is the
-    rank that copies.
+    twice; no step's effect is lost to a later one of its round; the own contribution is copied into the own result only, at most
+    once, and before anything else is written there; and in the end every rank's result holds what the collective promises. The
+    root of a broadcast is the rank that copies.
 
     Raises:
         ScheduleError: one of these does not hold.
@@ -146,6 +146,9 @@ class _Machine:
                 if step.peer != rank:
                     raise self._fail(number, rank, step, "a rank copies its own value only")
                 values = tuple([held.get(c, 0) for c in range(step.chunk, step.chunk + step.span)])
+                result = dict(self._promise(rank))
+                if any(chunk not in result for chunk in range(step.chunk, step.chunk + step.span)):
+                    raise self._fail(number, rank, step, "not all of that is part of its result")
             elif step.peer == rank:
                 values = tuple([before.get(c, held.get(c, 0)) for c in range(step.chunk, step.chunk + step.span)])
             else:

@@ -1,0 +1,288 @@
+"""The virtual clock against closed forms, and the moved data against NumPy."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from collectives import direct, hierarchical, ring, tree
+from collectives.errors import InvalidArgumentError
+from collectives.partition import split
+from collectives.schedule import Round, Schedule, receive, reduce, send
+from collectives.transport.simulated import Network, Report, simulate
+
+LATENCY, BANDWIDTH = 5e-6, 12.5e9
+NETWORK = Network(LATENCY, BANDWIDTH)
+
+
+def run(
+    algorithm: Callable[..., Schedule],
+    size: int,
+    nbytes: int,
+    *,
+    network: Network = NETWORK,
+    root: int | None = None,
+    segment: int | None = None,
+) -> Report:
+    """Simulate an algorithm with ``nbytes`` in all chunks together."""
+    schedules = [algorithm(rank, size) if root is None else algorithm(rank, size, root) for rank in range(size)]
+    return simulate(schedules, split(nbytes, schedules[0].chunks), network, segment)
+
+
+def equal_hosts(number: int, local: int) -> list[range]:
+    return [range(host * local, (host + 1) * local) for host in range(number)]
+
+
+def probe(chunks: int, *rounds: Sequence[Round]) -> list[Schedule]:
+    return [Schedule("probe", "by-hand", rank, len(rounds), chunks, tuple(mine)) for rank, mine in enumerate(rounds)]
+
+
+def test_ring_of_1024_ranks() -> None:
+    """2(N-1) rounds of S/N bytes."""
+    size = 1024
+    nbytes = 100_000_000
+    schedules = (ring.allreduce(rank, size) for rank in range(size))
+    report = simulate(schedules, split(nbytes, size), NETWORK)
+    assert report.total == pytest.approx(2 * (size - 1) * (LATENCY + nbytes / size / BANDWIDTH), rel=0.01)
+    assert report.messages == 2 * (size - 1) * size
+    assert report.busbw == pytest.approx(nbytes / report.total * 2 * (size - 1) / size)
+
+
+@pytest.mark.parametrize("uplink", [math.inf, 8 * BANDWIDTH, BANDWIDTH])
+def test_hierarchical_of_128_hosts_of_8(uplink: float) -> None:
+    """Two local exchanges of (L-1)/L of S, and a ring over H hosts in which each rank has S/(L * H) per round, or L share an uplink."""
+    number, local, nbytes = 128, 8, 100_000_000
+    hosts = equal_hosts(number, local)
+    network = Network(LATENCY, BANDWIDTH, hosts, local_latency=1e-6, local_bandwidth=200e9, uplink=uplink)
+    size = number * local
+    report = simulate((hierarchical.allreduce(rank, hosts) for rank in range(size)), split(nbytes, size), network)
+    exchange = 1e-6 + (local - 1) / local * nbytes / 200e9
+    across = 2 * (number - 1) * (LATENCY + nbytes / size / min(BANDWIDTH, uplink / local))
+    assert report.total == pytest.approx(2 * exchange + across, rel=0.01)
+
+
+@pytest.mark.parametrize("size", [2, 3, 7, 16])
+def test_closed_forms(size: int) -> None:
+    nbytes = 1 << 24
+    share = nbytes / size / BANDWIDTH
+
+    def total(algorithm: Callable[..., Schedule], root: int | None = None) -> float:
+        return run(algorithm, size, nbytes, root=root).total
+
+    def cost(rounds: int, seconds: float) -> Any:
+        return pytest.approx(rounds * LATENCY + seconds, rel=1e-3)
+
+    assert total(ring.allreduce) == cost(2 * (size - 1), 2 * (size - 1) * share)
+    assert total(ring.reducescatter) == total(ring.allgather) == cost(size - 1, (size - 1) * share)
+    assert total(direct.allreduce) == cost(2, 2 * (size - 1) * share)
+    assert total(direct.reducescatter) == total(direct.allgather) == cost(1, (size - 1) * share)
+    assert total(direct.one_shot) == cost(1, (size - 1) * size * share)
+    assert total(direct.alltoall) == cost(1, (size - 1) / size * share)
+    assert total(direct.broadcast_flat, 1) == cost(1, (size - 1) * size * share)
+    assert total(ring.broadcast, 1) == cost(size - 1, (size - 1) * size * share)
+    assert total(tree.broadcast, 1) == cost(math.ceil(math.log2(size)), math.ceil(math.log2(size)) * size * share)
+    rounds = len(tree.recursive_doubling(0, size).rounds)
+    assert total(tree.recursive_doubling) == cost(rounds, rounds * size * share)
+
+
+@pytest.mark.parametrize("segments", [1, 2, 10, 64])
+def test_segments_overlap_the_rounds_of_a_chain(segments: int) -> None:
+    """N - 2 + G rounds of S/G bytes."""
+    size, nbytes = 9, 64 << 20
+    report = run(ring.broadcast, size, nbytes, root=4, segment=-(-nbytes // segments))
+    assert report.total == pytest.approx((size - 2 + segments) * (LATENCY + nbytes / segments / BANDWIDTH), rel=0.01)
+
+
+def test_reductions_take_time() -> None:
+    report = run(ring.reducescatter, 4, 4 << 20, network=Network(LATENCY, BANDWIDTH, reduction=1e9))
+    assert report.total == pytest.approx(3 * (LATENCY + (1 << 20) / BANDWIDTH + (1 << 20) / 1e9))
+
+
+def test_messages_share_links_and_full_duplex_does_not() -> None:
+    """Two into rank 2, two out of rank 1, and one back from rank 2, which has that way for itself."""
+    schedules = probe(
+        1,
+        ((send(2, 0),),),
+        ((send(2, 0), send(3, 0)),),
+        ((send(0, 0), receive(0, 0), reduce(1, 0)),),
+        ((receive(1, 0),),),
+    )
+    schedules[0] = Schedule("probe", "by-hand", 0, 4, 1, ((send(2, 0), receive(2, 0)),))
+    report = simulate(schedules, [1000], Network(1.0, 100.0))
+    assert list(report.times) == pytest.approx([21.0, 21.0, 21.0, 21.0])
+    assert report.links == {
+        "rank 0 out": 1000,
+        "rank 1 out": 2000,
+        "rank 2 out": 1000,
+        "rank 0 in": 1000,
+        "rank 2 in": 2000,
+        "rank 3 in": 1000,
+    }
+
+
+def test_what_a_crowded_link_leaves_goes_to_the_others() -> None:
+    """Three into rank 3 get a third each; the message from rank 2 to 4 gets the other two thirds of its way out."""
+    schedules = probe(
+        1,
+        ((send(3, 0),),),
+        ((send(3, 0),),),
+        ((send(3, 0), send(4, 0)),),
+        ((receive(0, 0), reduce(1, 0), reduce(2, 0)),),
+        ((receive(2, 0),),),
+    )
+    report = simulate(schedules, [300], Network(0.0, 100.0))
+    assert list(report.times) == pytest.approx([9.0, 9.0, 9.0, 9.0, 4.5])
+
+
+def test_a_link_that_becomes_free_is_used() -> None:
+    """The short message has half of the way out of rank 0 until it is through; then the long one has it all."""
+    schedules = probe(3, ((send(1, 0), send(2, 1, 2)),), ((receive(0, 0),),), ((receive(0, 1, 2),),))
+    report = simulate(schedules, [100, 100, 200], Network(0.0, 100.0))
+    assert list(report.times) == pytest.approx([4.0, 2.0, 4.0])
+
+
+def test_a_message_waits_for_both_of_its_ends() -> None:
+    """Rank 1 receives from rank 2 first, so that the message of rank 0 in the next round waits for it."""
+    late = probe(1, ((), (send(1, 0),)), ((receive(2, 0),), (receive(0, 0),)), ((send(1, 0),), ()))
+    assert list(simulate(late, [500], Network(1.0, 100.0)).times) == pytest.approx([12.0, 12.0, 6.0])
+
+
+def test_hosts_have_faster_links_within_and_share_one_way_out() -> None:
+    """Ranks 0 and 1 send to ranks 2 and 3 of another host, and then to each other."""
+    schedules = probe(
+        1,
+        ((send(2, 0),), (send(1, 0),)),
+        ((send(3, 0),), (receive(0, 0),)),
+        ((receive(0, 0),), ()),
+        ((receive(1, 0),), ()),
+    )
+    report = simulate(schedules, [1000], Network(1.0, 100.0, [[0, 1], [2, 3]], local_latency=0.5, local_bandwidth=1000.0, uplink=100.0))
+    assert list(report.times) == pytest.approx([22.5, 22.5, 21.0, 21.0])
+    assert report.links["host 0 out"] == report.links["host 1 in"] == 2000
+    assert report.links["rank 0 local out"] == report.links["rank 1 local in"] == 1000
+    assert "host 1 out" not in report.links
+
+
+def test_bus_bandwidth_of_all_collectives_is_that_of_the_links() -> None:
+    """Without latency, what uses every link all the time reaches its bandwidth."""
+    network, size = Network(0.0, BANDWIDTH), 8
+    for algorithm in (ring.allreduce, direct.allreduce, ring.reducescatter, direct.allgather, direct.alltoall):
+        assert run(algorithm, size, 64 << 20, network=network).busbw == pytest.approx(BANDWIDTH)
+    assert run(ring.broadcast, 2, 64 << 20, network=network, root=0).busbw == pytest.approx(BANDWIDTH)
+
+
+def test_the_same_call_gives_the_same_report() -> None:
+    """Also where nothing is in step: unequal hosts and chunks, segments, a shared uplink."""
+    hosts = [range(5), range(5, 7), range(7, 14)]
+    network = Network(3e-6, 1e9, hosts, 1e-6, 7e9, uplink=2e9, reduction=5e9)
+    schedules = [hierarchical.allreduce(rank, hosts) for rank in range(14)]
+    sizes = [1000 + 377 * (chunk % 5) for chunk in range(schedules[0].chunks)]
+    one, two = (simulate(schedules, sizes, network, 300) for _ in range(2))
+    assert one.total == two.total and one.links == two.links and one.times.tolist() == two.times.tolist()
+
+
+def test_one_rank_and_no_bytes_take_no_time() -> None:
+    assert run(ring.allreduce, 1, 1000).total == 0.0
+    report = run(ring.allreduce, 5, 0)
+    assert (report.total, report.messages, report.busbw, report.links) == (0.0, 0, 0.0, {})
+
+
+def test_chunks_without_bytes_are_not_sent() -> None:
+    assert run(direct.allgather, 4, 2).messages == 2 * 3
+
+
+# What each collective promises, in NumPy.
+
+COUNT = 12
+
+
+def inputs(size: int, chunks: int, seed: int) -> list[dict[int, np.ndarray[Any, Any]]]:
+    random = np.random.default_rng(seed)
+    return [{chunk: random.integers(-1000, 1000, COUNT) for chunk in range(chunks)} for _ in range(size)]
+
+
+@pytest.mark.parametrize("combine", [np.add, np.minimum, np.multiply])
+@pytest.mark.parametrize("algorithm", [ring.allreduce, direct.allreduce, direct.one_shot, tree.recursive_doubling, hierarchical.allreduce])
+@given(size=st.integers(1, 9), seed=st.integers(0, 1000), segment=st.sampled_from([None, 8, 40]))
+def test_allreduce_moves_data(algorithm: Callable[..., Schedule], combine: Any, size: int, seed: int, segment: int | None) -> None:
+    hosts = [range(size // 2), range(size // 2, size)] if size > 1 else [range(1)]
+    schedules = [algorithm(rank, hosts if algorithm is hierarchical.allreduce else size) for rank in range(size)]
+    chunks = schedules[0].chunks
+    data = inputs(size, chunks, seed)
+    results = simulate(schedules, [COUNT * 8] * chunks, NETWORK, segment, data=data, combine=combine).results
+    assert results is not None
+    for chunk in range(chunks):
+        wanted = functools.reduce(combine, [mine[chunk] for mine in data])
+        for result in results:
+            np.testing.assert_array_equal(result[chunk], wanted)
+
+
+@pytest.mark.parametrize("size", range(1, 8))
+def test_the_other_collectives_move_data(size: int) -> None:
+    def moved(schedules: list[Schedule], data: list[dict[int, np.ndarray[Any, Any]]]) -> list[dict[int, np.ndarray[Any, Any]]]:
+        results = simulate(schedules, [COUNT * 8] * schedules[0].chunks, NETWORK, data=data).results
+        assert results is not None
+        return results
+
+    full = inputs(size, size * size, 5)
+    for reducescatter in (ring.reducescatter, direct.reducescatter):
+        results = moved([reducescatter(rank, size) for rank in range(size)], full)
+        for rank in range(size):
+            np.testing.assert_array_equal(results[rank][rank], sum(mine[rank] for mine in full))
+    for allgather in (ring.allgather, direct.allgather):
+        for result in moved([allgather(rank, size) for rank in range(size)], [{rank: full[rank][rank]} for rank in range(size)]):
+            np.testing.assert_array_equal(np.stack([result[c] for c in range(size)]), np.stack([full[c][c] for c in range(size)]))
+    for broadcast in (ring.broadcast, direct.broadcast, direct.broadcast_flat, tree.broadcast):
+        schedules = [broadcast(rank, size, size - 1) for rank in range(size)]
+        chunks = schedules[0].chunks
+        given_data = [full[rank] if rank == size - 1 else {} for rank in range(size)]
+        for result in moved(schedules, given_data):
+            np.testing.assert_array_equal(
+                np.stack([result[c] for c in range(chunks)]), np.stack([full[size - 1][c] for c in range(chunks)])
+            )
+    start = [{rank * size + peer: full[rank][peer] for peer in range(size)} for rank in range(size)]
+    results = moved([direct.alltoall(rank, size) for rank in range(size)], start)
+    for rank in range(size):
+        for peer in range(size):
+            np.testing.assert_array_equal(results[rank][peer * size + rank], full[peer][rank])
+
+
+def test_the_input_data_is_left_alone() -> None:
+    data = inputs(3, 3, 1)
+    kept = [{chunk: array.copy() for chunk, array in mine.items()} for mine in data]
+    simulate([ring.allreduce(rank, 3) for rank in range(3)], [COUNT * 8] * 3, NETWORK, data=data)
+    for mine, before in zip(data, kept, strict=True):
+        assert all((mine[chunk] == before[chunk]).all() for chunk in before)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([ring.allreduce(0, 2)], [8, 8], NETWORK), "expected one for each of 2 ranks, found 1"),
+        (([ring.allreduce(1, 2), ring.allreduce(0, 2)], [8, 8], NETWORK), "expected a schedule of rank 0 .* found rank 1"),
+        (([ring.allreduce(0, 1)], [8, 8], NETWORK), "over 2 chunks, one size for each, found rank 0 over 1"),
+        (([ring.allreduce(0, 1)], [-8], NETWORK), "sizes: .*found -8"),
+        (([ring.allreduce(0, 1)], [8], NETWORK, 0), "segment=0: expected a positive number"),
+        (([ring.allreduce(0, 1)], [8], Network(0.0, 0.0)), "expected bandwidths and reduction above 0"),
+        (([ring.allreduce(0, 1)], [8], Network(-1.0, 1.0)), "latencies from 0 on"),
+        (
+            ([ring.allreduce(r, 2) for r in range(2)], [8, 8], Network(1.0, 1.0, [[0]])),
+            "hosts=.*expected each of the ranks 0 to 1 on one host",
+        ),
+        (
+            (probe(1, ((send(1, 0),),), ((),)), [8], NETWORK),
+            "sent is in round 0 from rank 0 to rank 1 chunk 0, span 1; received is nothing",
+        ),
+        ((probe(2, ((send(1, 0),),), ((receive(0, 1),),)), [8, 8], NETWORK), "received is in round 0 from rank 0 to rank 1 chunk 1"),
+    ],
+)
+def test_what_does_not_fit_is_refused(arguments: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=message):
+        simulate(*arguments)

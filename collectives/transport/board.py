@@ -153,7 +153,9 @@ class Board:
         return words
 
     def mark(self, state: int, text: str = "") -> None:
-        """Announce this rank's state, and why."""
+        """Announce this rank's state, and why. A rank that has failed stays so when it leaves."""
+        if state == LEFT and self._mine[_STATE] == FAILED:
+            return
         data = text.encode("utf-8", "replace")[-_TEXT_BYTES:]
         page = self._texts[self.rank]
         assert page is not None

@@ -2,15 +2,16 @@
 
 Nothing here knows what an all-reduce costs. The steps of all ranks are played message by message, and the time comes out:
 
-* Segments and rounds overlap as in the executor: in its group t a rank has round k of segment t - k under way, for every k;
+* Segments and rounds overlap as in the executor (stride 1): in group t a rank has round k of segment t - k under way, for all k;
   it begins group t + 1 when all messages of group t are sent and received, and what they brought is reduced.
 * A message sets out when both of its ends have reached its group, takes the latency, and then flows.
 * Messages that flow at the same time share links: each rank has a link out and a link in, full duplex; with hosts, ranks of
   one host exchange over faster local links, and what leaves a host also passes the host's uplink, shared by its ranks. Rates
   are max-min fair: each message gets an equal share of its tightest link, and what others leave is divided again.
 
-The clock moves from one event (a message begins to flow, is delivered, a rank is done reducing) to the next, with all ranks in
-NumPy arrays, so that ranks that move in step cost no more than one. There is no randomness: the same call gives the same report.
+The clock moves from one event (a message begins to flow, or is delivered) to the next. All ranks are in NumPy arrays, so that
+ranks that move in step cost no more than one, and messages that share no link need no events at all. There is no randomness:
+the same call gives the same report.
 
 Source of the model: latency and bandwidth as in R. Hockney, Parallel Computing 20 (1994); max-min fairness by progressive
 filling, D. Bertsekas and R. Gallager, "Data Networks" (1992).
@@ -112,8 +113,7 @@ def simulate(
     clock.run()
     total = float(clock.done.max())
     results = None if data is None else replay(list(schedules), data, combine)
-    links = wires.named(clock.flows.crossed)
-    return Report(clock.done, total, _busbw(traffic, sum(sizes), total), links, clock.flows.messages, results)
+    return Report(clock.done, total, _busbw(traffic, sum(sizes), total), wires.named(clock.crossed), clock.messages, results)
 
 
 def replay(
@@ -249,7 +249,8 @@ class _Wires:
         self._latency = np.array(latencies)
         limits = [network.bandwidth] * 2 + [local] * 2
         self.capacity = np.concatenate([[_UNLIMITED], np.repeat(limits, size), np.repeat([network.uplink] * 2, len(hosts))]).astype(float)
-        self.hops = 2 if network.hosts is None and np.isinf(network.uplink) else 4  # lone ranks without a limit need no uplinks
+        self.uplinks_are_limited = not np.isinf(network.uplink)
+        self.hops = 4 if self.uplinks_are_limited or network.hosts is not None else 2
         if not (self.capacity > 0).all() or not network.reduction > 0 or not (self._latency >= 0).all():
             raise InvalidArgumentError(f"{network!r}: expected bandwidths and reduction above 0, and latencies from 0 on")
 
@@ -298,28 +299,24 @@ def _fair_rates(path: Ints, capacity: Floats) -> Floats:
 
 
 class _Flows:
-    """The messages under way: some still in their latency, the others flowing at fair rates."""
+    """Messages under way: some still in their latency, the others flowing at fair rates."""
 
-    def __init__(self, wires: _Wires) -> None:
-        self._wires = wires
-        self.crossed = np.zeros(len(wires.capacity))
-        self.messages = 0
-        self._ends = np.empty((2, 0), np.int32)
-        self._paths = np.empty((wires.hops, 0), np.int64)
-        self._left = np.empty(0)
-        self._begins = np.empty(0)
+    def __init__(self, capacity: Floats, hops: int, rows: int) -> None:
+        self._capacity = capacity
+        self._labels: Ints = np.empty((rows, 0), np.int64)
+        self._paths: Ints = np.empty((hops, 0), np.int64)
+        self._left: Floats = np.empty(0)
+        self._begins: Floats = np.empty(0)
         """When each begins to flow; minus infinity once it does."""
-        self._rates = np.empty(0)
+        self._rates: Floats = np.empty(0)
         self._stale = False
 
-    def add(self, ends: Ints, nbytes: Floats, now: float) -> None:
-        paths, latency = self._wires.paths(ends)
-        self.messages += len(nbytes)
-        self.crossed += np.bincount(paths.ravel(), np.tile(nbytes, len(paths)), len(self.crossed))
-        self._ends = np.concatenate([self._ends, ends], axis=1)
+    def add(self, labels: Ints, paths: Ints, nbytes: Floats, begins: Floats) -> None:
+        """Messages set out; the labels, one column for each, come back when it is delivered."""
+        self._labels = np.concatenate([self._labels, labels], axis=1)
         self._paths = np.concatenate([self._paths, paths], axis=1)
         self._left = np.concatenate([self._left, nbytes])
-        self._begins = np.concatenate([self._begins, now + latency])
+        self._begins = np.concatenate([self._begins, begins])
         self._stale = True
 
     def next_event(self, now: float) -> float:
@@ -327,7 +324,7 @@ class _Flows:
         if self._stale:
             flowing = self._begins == -np.inf
             self._rates = np.zeros(len(self._left))
-            self._rates[flowing] = _fair_rates(self._paths[:, flowing], self._wires.capacity)
+            self._rates[flowing] = _fair_rates(self._paths[:, flowing], self._capacity)
             self._stale = False
         return float(self._times(now).min(initial=np.inf))
 
@@ -336,21 +333,19 @@ class _Flows:
         return np.where(self._begins == -np.inf, delivered, self._begins)
 
     def advance(self, now: float, moment: float) -> Ints:
-        """Let the time pass until ``moment``, the next event or before; returns the ends of what was delivered, with repeats."""
+        """Let the time pass until ``moment``, the next event or before; returns the labels of what is delivered then."""
         reached = self._times(now) <= moment * (1 + _TOLERANCE)
         flowing = self._begins == -np.inf
-        still = flowing & ~reached
+        still, delivered = flowing & ~reached, flowing & reached
         self._left[still] -= self._rates[still] * (moment - now)
         self._begins[reached & ~flowing] = -np.inf
-        delivered = reached & flowing
-        ends = self._ends[:, delivered].ravel()
-        if reached.any():
-            self._stale = True
-        if len(ends):
+        self._stale |= bool(reached.any())
+        labels = self._labels[:, delivered]
+        if delivered.any():
             keep = ~delivered
-            self._ends, self._paths = self._ends[:, keep], self._paths[:, keep]
+            self._labels, self._paths = self._labels[:, keep], self._paths[:, keep]
             self._left, self._begins = self._left[keep], self._begins[keep]
-        return ends
+        return labels
 
 
 class _Group:
@@ -366,69 +361,97 @@ class _Group:
         self.remaining = len(reduced)
         """Ranks that have not finished the group."""
 
-    def enter(self, ranks: Ints, flows: _Flows, now: float) -> None:
-        """Some ranks reach the group; what has both of its ends there sets out."""
+    def enter(self, ranks: Ints) -> tuple[Ints, Floats]:
+        """Some ranks reach the group; returns the ends and bytes of what has both of its ends there only now."""
         were = self.reached[self.ends].all(axis=0)
         self.reached[ranks] = True
         leaving = self.reached[self.ends].all(axis=0) & ~were
-        if leaving.any():
-            flows.add(self.ends[:, leaving], self.nbytes[leaving], now)
+        return self.ends[:, leaving], self.nbytes[leaving]
 
 
 class _Clock:
-    """Plays all groups of all ranks; `done` says when each rank was through."""
+    """Plays the groups of all ranks; `done` says when each rank was through.
+
+    A rank's own links carry messages of no group but the one that it is in. So the groups can be played one after the other,
+    whenever each rank comes to them, unless ranks that are in different groups share a limited uplink.
+    """
 
     def __init__(self, traffic: _Traffic, wires: _Wires, reduction: float) -> None:
-        self._traffic, self._reduction = traffic, reduction
-        self.flows = _Flows(wires)
+        self._traffic, self._wires, self._reduction = traffic, wires, reduction
         self.done = np.zeros(traffic.size)
-        self._group = np.zeros(traffic.size, np.int64)
-        """Which group each rank is in, or about to begin."""
-        self._waits = np.zeros(traffic.size, np.int64)
-        """For how many messages of that group it still waits."""
-        self._begins = np.full(traffic.size, 0.0 if traffic.groups else np.inf)
-        """When it will begin it; infinity once it has."""
-        self._groups: dict[int, _Group] = {}
+        self.crossed = np.zeros(len(wires.capacity))
+        self.messages = 0
 
     def run(self) -> None:
+        if self._wires.uplinks_are_limited:
+            self._run_together()
+        else:
+            self._run_in_turn()
+
+    def _send(self, ends: Ints, nbytes: Floats) -> tuple[Ints, Floats]:
+        """Count messages that set out; returns their paths and latencies."""
+        paths, latency = self._wires.paths(ends)
+        self.crossed += np.bincount(paths.ravel(), np.tile(nbytes, len(paths)), len(self.crossed))
+        self.messages += len(nbytes)
+        return paths, latency
+
+    def _run_in_turn(self) -> None:
+        for number in range(self._traffic.groups):
+            group = _Group(*self._traffic.group(number))
+            paths, latency = self._send(group.ends, group.nbytes)
+            delivered = self._deliver(paths, group.nbytes, self.done[group.ends].max(axis=0) + latency)
+            for ranks in group.ends:
+                np.maximum.at(self.done, ranks, delivered)
+            self.done += group.reduced / self._reduction
+
+    def _deliver(self, paths: Ints, nbytes: Floats, begins: Floats) -> Floats:
+        """When messages are delivered that share links with each other only."""
+        capacity = self._wires.capacity
+        loads = np.bincount(paths.ravel(), minlength=len(capacity))
+        sharing = np.flatnonzero(((loads[paths] > 1) & np.isfinite(capacity[paths])).any(axis=0))
+        times: Floats = begins + nbytes / capacity[paths].min(axis=0)
+        flows = _Flows(capacity, len(paths), 1)
+        flows.add(sharing[np.newaxis], paths[:, sharing], nbytes[sharing], begins[sharing])
+        now = 0.0
+        while (moment := flows.next_event(now)) < np.inf:
+            times[flows.advance(now, moment)[0]] = moment
+            now = moment
+        return times
+
+    def _run_together(self) -> None:
+        size = self._traffic.size
+        flows = _Flows(self._wires.capacity, self._wires.hops, 2)
+        at = np.zeros(size, np.int64)  # which group each rank is in, or about to begin
+        begins = np.full(size, 0.0 if self._traffic.groups else np.inf)  # when it will begin it; infinity once it has
+        waits = np.zeros(size, np.int64)  # for how many messages of it the rank still waits
+        groups: dict[int, _Group] = {}
         now = 0.0
         while True:
-            starting = np.flatnonzero(self._begins <= now * (1 + _TOLERANCE))
-            if len(starting):
-                self._start(starting, now)
-                continue
-            moment = min(float(self._begins.min()), self.flows.next_event(now))
-            if moment == np.inf:
-                return
-            ends = self.flows.advance(now, moment)
-            now = moment
-            if len(ends):
-                arrived = np.bincount(ends, minlength=len(self._waits))
-                self._waits -= arrived
-                self._finish(np.flatnonzero((arrived > 0) & (self._waits == 0)), now)
-
-    def _start(self, starting: Ints, now: float) -> None:
-        self._begins[starting] = np.inf
-        for number, ranks in self._by_group(starting):
-            if number not in self._groups:
-                self._groups[number] = _Group(*self._traffic.group(number))
-            group = self._groups[number]
-            self._waits[ranks] = group.counts[ranks]
-            group.enter(ranks, self.flows, now)
-        self._finish(starting[self._waits[starting] == 0], now)
-
-    def _finish(self, ranks: Ints, now: float) -> None:
-        """These ranks have sent and received all of their group: they reduce, and go on to the next."""
-        for number, members in self._by_group(ranks):
-            group = self._groups[number]
-            then = now + group.reduced[members] / self._reduction
-            group.remaining -= len(members)
-            if not group.remaining:
-                del self._groups[number]
-            last = number == self._traffic.groups - 1
-            (self.done if last else self._begins)[members] = then
-            self._group[members] += 1
-
-    def _by_group(self, ranks: Ints) -> list[tuple[int, Ints]]:
-        numbers = self._group[ranks]
-        return [(int(number), ranks[numbers == number]) for number in np.unique(numbers)]
+            ready = np.flatnonzero(begins <= now * (1 + _TOLERANCE))
+            begins[ready] = np.inf
+            for number in np.unique(at[ready]).tolist():
+                members = ready[at[ready] == number]
+                if number not in groups:
+                    groups[number] = _Group(*self._traffic.group(number))
+                waits[members] = groups[number].counts[members]
+                ends, nbytes = groups[number].enter(members)
+                paths, latency = self._send(ends, nbytes)
+                flows.add(ends, paths, nbytes, now + latency)
+            if not len(ready):
+                moment = min(float(begins.min()), flows.next_event(now))
+                if moment == np.inf:
+                    return
+                ends = flows.advance(now, moment)
+                now = moment
+                ready = np.unique(ends)
+                waits -= np.bincount(ends.ravel(), minlength=size)
+            through = ready[waits[ready] == 0]
+            for number in np.unique(at[through]).tolist():
+                members = through[at[through] == number]
+                then = now + groups[number].reduced[members] / self._reduction
+                last = number == self._traffic.groups - 1
+                (self.done if last else begins)[members] = then
+                groups[number].remaining -= len(members)
+                if not groups[number].remaining:
+                    del groups[number]
+            at[through] += 1

@@ -188,6 +188,27 @@ def test_the_same_call_gives_the_same_report() -> None:
     assert one.total == two.total and one.links == two.links and one.times.tolist() == two.times.tolist()
 
 
+@pytest.mark.parametrize("segment", [None, 300])
+def test_an_uplink_that_is_never_full_changes_nothing(segment: int | None) -> None:
+    """Without limited uplinks groups are played one after the other, with them all together: two ways to the same times."""
+    hosts = [range(5), range(5, 7), range(7, 14)]
+    every = {
+        "hierarchical": [hierarchical.allreduce(rank, hosts) for rank in range(14)],
+        "ring": [ring.allreduce(rank, 14) for rank in range(14)],
+        "chain": [ring.broadcast(rank, 14, 3) for rank in range(14)],
+        "doubling": [tree.recursive_doubling(rank, 14) for rank in range(14)],
+        "direct": [direct.alltoall(rank, 14) for rank in range(14)],
+    }
+    for name, schedules in every.items():
+        sizes = [1000 + 377 * (chunk % 5) for chunk in range(schedules[0].chunks)]
+        in_turn, together = (
+            simulate(schedules, sizes, Network(3e-6, 1e9, hosts, 1e-6, 7e9, uplink=uplink, reduction=5e9), segment)
+            for uplink in (math.inf, 1e30)
+        )
+        np.testing.assert_allclose(in_turn.times, together.times, rtol=1e-9, err_msg=name)
+        assert in_turn.links == together.links and in_turn.messages == together.messages
+
+
 def test_one_rank_and_no_bytes_take_no_time() -> None:
     assert run(ring.allreduce, 1, 1000).total == 0.0
     report = run(ring.allreduce, 5, 0)

@@ -293,3 +293,15 @@ def pushed_chunks_read_later(schedules: Sequence[Schedule]) -> list[tuple[int, i
 def test_no_pushed_chunk_is_used_again(name: str) -> None:
     """So nobody ever waits for a push within a call; two ranks that did, each for the other's, could wait for ever."""
     assert pushed_chunks_read_later(CATALOGUE[name]) == []
+
+
+@pytest.mark.parametrize("aliased", [True, False])
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_who_moves_the_bytes_makes_no_race(name: str, aliased: bool) -> None:
+    """Where ranks share windows, what could be pushed is pulled like the rest: then, too, nothing races that did not before."""
+    pulled = [
+        replace(schedule, rounds=tuple(tuple(replace(step, push=False) for step in steps) for steps in schedule.rounds))
+        for schedule in CATALOGUE[name]
+    ]
+    verify(pulled)
+    assert bool(races(pulled, aliased)) == bool(races(CATALOGUE[name], aliased))

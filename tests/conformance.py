@@ -1,0 +1,203 @@
+"""What every transport must do, whatever it is made of: checks on one group's rank, run by all of its ranks at once.
+
+`memory_checks` hold for any `MemoryTransport`, `message_checks` for any `MessageTransport`, `control_checks` for any `Control`.
+A new transport is done when it passes them on threads, under mpirun, or wherever its ranks live.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from collectives.errors import RankFailedError
+from collectives.transport.base import WINDOW_BYTES, max_words
+from collectives.transport.group import Group
+
+SIZES = (1, 7, 64, 4096, 100_003, 1_000_000)
+
+
+def pattern(nbytes: int, rank: int, peer: int) -> np.ndarray:
+    return np.random.default_rng([nbytes, rank, peer]).integers(0, 256, nbytes, np.uint8)
+
+
+# ---- control -------------------------------------------------------------------------------------------------------------
+
+
+def all_enter_with_the_same_token(group: Group) -> None:
+    for call in range(200):
+        assert group.control.agree(call * 7919 + 1)
+
+
+def everyone_sees_a_disagreement(group: Group) -> None:
+    if group.size == 1:
+        return
+    for odd in range(group.size):
+        assert group.control.agree(5)
+        assert not group.control.agree(6 if group.rank == odd else 5)
+        assert group.control.agree(5)
+
+
+def words_travel(group: Group) -> None:
+    for call in range(10):
+        for count in (1, 2, 3, max_words(group.size)):
+            words = [group.rank * 1000 + call * 100 + k - 50 for k in range(count)]
+            assert group.control.agree(count, words)
+            for peer in range(group.size):
+                if peer != group.rank:
+                    assert list(group.control.words_of(peer)) == [peer * 1000 + call * 100 + k - 50 for k in range(count)]
+
+
+def values_are_exchanged(group: Group) -> None:
+    assert group.control.exchange({"rank": group.rank}) == [{"rank": rank} for rank in range(group.size)]
+
+
+def a_call_waits_for_everyone(group: Group) -> None:
+    """What any rank did before it entered a call is done when the call has been entered."""
+    log: list[int] = []
+    for call in range(20):
+        log.append(call)
+        seen = group.control.exchange(len(log))
+        assert min(seen) == call + 1
+        assert group.control.agree(1)
+
+
+control_checks: list[Callable[[Group], None]] = [
+    all_enter_with_the_same_token,
+    everyone_sees_a_disagreement,
+    words_travel,
+    values_are_exchanged,
+    a_call_waits_for_everyone,
+]
+
+# ---- memory --------------------------------------------------------------------------------------------------------------
+
+
+def windows_show_what_was_written_before_the_progress(group: Group) -> None:
+    memory = group.memory
+    assert memory is not None
+    board = memory.board
+    base = 1 + max(group.control.exchange(max(board.seen)))
+    window = memory.windows[group.rank]
+    assert window is not None and window.nbytes == WINDOW_BYTES
+    for step, nbytes in enumerate(SIZES):
+        window[-nbytes:] = pattern(nbytes, group.rank, step)
+        board.advance(base + 2 * step)
+        for peer in board.peers:
+            board.wait(peer, base + 2 * step)
+            theirs = memory.windows[peer]
+            assert theirs is not None
+            np.testing.assert_array_equal(theirs[-nbytes:], pattern(nbytes, peer, step))
+        board.advance(base + 2 * step + 1)
+        for peer in board.peers:
+            board.wait(peer, base + 2 * step + 1)  # nobody reads any more: the window may be written again
+
+
+def private_memory_is_read_and_written(group: Group) -> None:
+    memory = group.memory
+    assert memory is not None
+    if not memory.reads_private:
+        return
+    for nbytes in SIZES:
+        for shift in (0, 1):
+            mine = np.zeros(nbytes + shift, np.uint8)[shift:]
+            mine[:] = pattern(nbytes, group.rank, 0)
+            inbox = [np.zeros(nbytes, np.uint8) for _ in range(group.size)]
+            addresses = group.control.exchange((mine.ctypes.data, [box.ctypes.data for box in inbox]))
+            for peer in memory.board.peers:
+                copy = np.zeros(nbytes, np.uint8)
+                memory.fetch(peer, addresses[peer][0], copy.ctypes.data, nbytes)
+                np.testing.assert_array_equal(copy, pattern(nbytes, peer, 0))
+                gift = pattern(nbytes, group.rank, peer + 1)
+                memory.store(peer, addresses[peer][1][group.rank], gift.ctypes.data, nbytes)
+            group.control.exchange(None)
+            for peer in memory.board.peers:
+                np.testing.assert_array_equal(inbox[peer], pattern(nbytes, peer, group.rank + 1))
+
+
+def ranks_elsewhere_have_no_window(group: Group) -> None:
+    memory = group.memory
+    assert memory is not None
+    assert [rank for rank, window in enumerate(memory.windows) if window is not None] == sorted(group.local)
+    assert sorted((*memory.board.peers, group.rank)) == sorted(group.local)
+
+
+memory_checks: list[Callable[[Group], None]] = [
+    windows_show_what_was_written_before_the_progress,
+    private_memory_is_read_and_written,
+    ranks_elsewhere_have_no_window,
+]
+
+# ---- messages ------------------------------------------------------------------------------------------------------------
+
+
+def blocks_arrive_whole(group: Group) -> None:
+    messages = group.messages
+    assert messages is not None
+    peers = [peer for peer in range(group.size) if peer != group.rank]
+    for nbytes in SIZES:
+        boxes = {peer: np.zeros(nbytes, np.uint8) for peer in peers}
+        blocks = {peer: pattern(nbytes, group.rank, peer) for peer in peers}
+        for peer in peers:
+            messages.post_receive(peer, boxes[peer])
+        for peer in peers:
+            messages.post_send(peer, blocks[peer])
+        messages.drain()
+        for peer in peers:
+            np.testing.assert_array_equal(boxes[peer], pattern(nbytes, peer, group.rank))
+
+
+def blocks_between_two_ranks_keep_their_order(group: Group) -> None:
+    messages = group.messages
+    assert messages is not None
+    after, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+    boxes = [np.zeros(3, np.int64) for _ in range(50)]
+    blocks = [np.full(3, group.rank * 100 + k) for k in range(50)]
+    for box, block in zip(boxes, blocks, strict=True):
+        if group.size > 1:
+            messages.post_send(after, block)
+            messages.post_receive(before, box)
+    messages.drain()
+    if group.size > 1:
+        assert [int(box[0]) for box in boxes] == [before * 100 + k for k in range(50)]
+
+
+def any_dtype_travels(group: Group) -> None:
+    messages = group.messages
+    assert messages is not None
+    after, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+    for dtype in (np.bool_, np.int8, np.float16, np.complex128):
+        box, block = np.zeros(33, dtype), pattern(33, group.rank, 0).astype(dtype)
+        if group.size > 1:
+            messages.post_receive(before, box)
+            messages.post_send(after, block)
+            messages.drain()
+            np.testing.assert_array_equal(box, pattern(33, before, 0).astype(dtype))
+
+
+def draining_nothing_returns(group: Group) -> None:
+    assert group.messages is not None
+    group.messages.drain()
+
+
+message_checks: list[Callable[[Group], None]] = [
+    blocks_arrive_whole,
+    blocks_between_two_ranks_keep_their_order,
+    any_dtype_travels,
+    draining_nothing_returns,
+]
+
+# ---- failure; the last check of a group, because it ends it -----------------------------------------------------------------
+
+
+def a_failure_reaches_every_wait(group: Group) -> None:
+    """The last rank fails; the others wait for it, see why, and acknowledge by failing as well."""
+    if group.size == 1:
+        return
+    if group.rank == group.size - 1:
+        group.control.fail("out of paper")
+    else:
+        with pytest.raises(RankFailedError, match=r"(?s)has failed.*(out of paper|because of it)"):
+            group.control.agree(1)
+        group.control.fail("because of it")

@@ -1,0 +1,48 @@
+"""The transports among processes pass the conformance suite: shared memory and MPI on one host, and on pretended ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from collectives.config import Config
+from collectives.transport.group import Group
+from tests import conformance
+
+pytestmark = pytest.mark.mpi
+
+CONFIGS = {
+    "one host": Config(timeout=30),
+    "hosts of two": Config(timeout=30, local_size=2),
+    "messages only": Config(timeout=30, transport="mpi"),
+}
+
+
+@pytest.fixture(scope="module", params=list(CONFIGS))
+def group(request: pytest.FixtureRequest) -> Iterator[Group]:
+    from mpi4py import MPI
+
+    from collectives.transport import mpi, threads
+
+    comm = MPI.COMM_WORLD
+    group = mpi.connect(comm, CONFIGS[request.param]) if comm.size > 1 else threads.connect(1)[0]
+    yield group
+    group.close()
+
+
+@pytest.mark.parametrize("check", conformance.control_checks, ids=lambda check: check.__name__)
+def test_control(check: Callable[[Group], None], group: Group) -> None:
+    check(group)
+
+
+@pytest.mark.parametrize("check", conformance.memory_checks, ids=lambda check: check.__name__)
+def test_memory(check: Callable[[Group], None], group: Group) -> None:
+    if group.memory is None:
+        pytest.skip("this group shares no memory")
+    check(group)
+
+
+@pytest.mark.parametrize("check", conformance.message_checks, ids=lambda check: check.__name__)
+def test_messages(check: Callable[[Group], None], group: Group) -> None:
+    check(group)

@@ -24,7 +24,7 @@ Do = Callable[[int], None]
 class State:
     """What changes from call to call: the caller's arrays, the peers' addresses, and how far the world has come."""
 
-    __slots__ = ("addresses", "base", "entered_staged", "input", "input_at", "output", "output_at", "slot")
+    __slots__ = ("addresses", "base", "entered_staged", "input", "input_at", "output", "output_at", "scratch_at", "slot")
 
     def __init__(self, size: int) -> None:
         self.input: Array = np.empty(0)
@@ -32,6 +32,8 @@ class State:
         self.input_at = 0
         self.output_at = 0
         self.addresses: list[Sequence[int]] = [(0, 0)] * size
+        self.scratch_at = 0
+        """Where the scratch memory begins."""
         self.base = 0
         """Groups finished before this call, by every rank alike."""
         self.slot = 0
@@ -335,12 +337,11 @@ class Binder:
             return self._array(source)
         memory, scratch, itemsize = self._group.memory, self._scratch, self._itemsize
         assert memory is not None
-        there, fetch = self._peer_address(peer, source), memory.fetch
+        there, fetch, state = self._peer_address(peer, source), memory.fetch, self._state
 
         def value(segment: int, n: int) -> Array:
-            block = scratch[0][:n]
-            fetch(peer, there(segment), block.ctypes.data, n * itemsize)
-            return block
+            fetch(peer, there(segment), state.scratch_at, n * itemsize)
+            return scratch[0][:n]
 
         return value
 

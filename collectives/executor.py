@@ -84,6 +84,7 @@ class Executor:
     def _grow_scratch(self, nbytes: int) -> None:
         if nbytes > self._scratch.nbytes:
             self._scratch = np.empty(-(-nbytes // 64) * 64, np.uint8)
+            self.state.scratch_at = self._scratch.ctypes.data
             for dtype, holder in self._scratch_views.items():
                 holder[0] = self._scratch.view(dtype)
 

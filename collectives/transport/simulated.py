@@ -2,8 +2,8 @@
 
 Nothing here knows what an all-reduce costs. The steps of all ranks are played message by message, and the time comes out:
 
-* Segments and rounds overlap as in the executor (stride 1): in group t a rank has round k of segment t - k under way, for all k;
-  it begins group t + 1 when all messages of group t are sent and received, and what they brought is reduced.
+* Segments and rounds overlap as in the executor: round k of segment s belongs to group s * stride + k. A rank begins group t + 1
+  when all its messages of group t are sent and received, and what they brought is reduced.
 * A message sets out when both of its ends have reached its group, takes the latency, and then flows.
 * Messages that flow at the same time share links: each rank has a link out and a link in, full duplex; with hosts, ranks of
   one host exchange over faster local links, and what leaves a host also passes the host's uplink, shared by its ranks. Rates
@@ -84,6 +84,7 @@ def simulate(
     network: Network,
     segment: int | None = None,
     *,
+    stride: int = 1,
     data: Sequence[Values] | None = None,
     combine: Callable[[Any, Any], Any] = np.add,
 ) -> Report:
@@ -95,6 +96,8 @@ def simulate(
         sizes: bytes of each chunk.
         network: what connects the ranks.
         segment: bytes of a chunk that one pipeline unit moves; None: the whole chunk at once.
+        stride: how many groups lie between the starts of two segments: with 1 they follow each other closely, from the number
+            of rounds on they do not overlap.
         data: the chunks that each rank starts with, as arrays of any dtype; these are then moved and combined, too.
         combine: what a reduction of ``data`` does: called with the own value and the peer's.
 
@@ -103,11 +106,13 @@ def simulate(
     """
     if segment is not None and segment < 1:
         raise InvalidArgumentError(f"segment={segment}: expected a positive number of bytes, or None for whole chunks")
+    if stride < 1:
+        raise InvalidArgumentError(f"stride={stride}: expected a positive number of groups")
     if min(sizes, default=0) < 0:
         raise InvalidArgumentError(f"sizes: expected the bytes of each chunk, found {min(sizes)}")
     if data is not None:
         schedules = list(schedules)
-    traffic = _Traffic(schedules, sizes, segment)
+    traffic = _Traffic(schedules, sizes, segment, stride)
     wires = _Wires(network, traffic.size)
     clock = _Clock(traffic, wires, network.reduction)
     clock.run()
@@ -151,7 +156,7 @@ def _busbw(traffic: _Traffic, nbytes: int, total: float) -> float:
 class _Traffic:
     """All messages of a collective, and what each rank reduces, in arrays sorted by round."""
 
-    def __init__(self, schedules: Iterable[Schedule], sizes: Sequence[int], segment: int | None) -> None:
+    def __init__(self, schedules: Iterable[Schedule], sizes: Sequence[int], segment: int | None, stride: int) -> None:
         sends: list[Ints] = []
         receives: list[Ints] = []
         reductions: list[Ints] = []
@@ -180,7 +185,8 @@ class _Traffic:
         self._sizes = np.asarray(sizes, np.int64)
         self._segment = segment or max(1, int(self._sizes.max(initial=0)))
         self._segments = max(1, -(-int(self._sizes.max(initial=0)) // self._segment))
-        self.groups = self.rounds + self._segments - 1
+        self._stride = max(1, min(stride, self.rounds))
+        self.groups = self.rounds + (self._segments - 1) * self._stride if self.rounds else 0
 
     def _sorted(self, parts: list[Ints], by: Sequence[int]) -> Ints:
         """All ranks' steps in one table, sorted by some of its rows and then by their order in the schedule."""
@@ -209,8 +215,11 @@ class _Traffic:
         """Sender, receiver and bytes of each message of a group, and the bytes that each rank reduces in it."""
         messages: list[tuple[Ints, Ints, Floats]] = []
         reduced = np.zeros(self.size)
-        for now in range(max(0, number - self._segments + 1), min(number + 1, self.rounds)):
-            sums = np.concatenate([[0], np.cumsum(np.clip(self._sizes - (number - now) * self._segment, 0, self._segment))])
+        stride = self._stride
+        first = max(number % stride, number - (self._segments - 1) * stride)
+        for now in range(first, min(number + 1, self.rounds), stride):
+            done = (number - now) // stride * self._segment
+            sums = np.concatenate([[0], np.cumsum(np.clip(self._sizes - done, 0, self._segment))])
             steps = self._sends[:, self._send_bounds[now] : self._send_bounds[now + 1]]
             nbytes = sums[steps[_CHUNK] + steps[_SPAN]] - sums[steps[_CHUNK]]
             moving = nbytes > 0

@@ -100,6 +100,38 @@ def test_segments_overlap_the_rounds_of_a_chain(segments: int) -> None:
     assert report.total == pytest.approx((size - 2 + segments) * (LATENCY + nbytes / segments / BANDWIDTH), rel=0.01)
 
 
+@pytest.mark.parametrize("segments", [1, 2, 5])
+@pytest.mark.parametrize("stride", [1, 2, 3, 8, 100])
+def test_the_stride_says_how_closely_segments_follow(segments: int, stride: int) -> None:
+    """A ring keeps every link busy, so all bytes take what they take, and each of the K + (G-1) * stride groups adds a latency."""
+    size, nbytes = 5, 5 << 20
+    rounds = 2 * (size - 1)
+    schedules = [ring.allreduce(rank, size) for rank in range(size)]
+    report = simulate(schedules, split(nbytes, size), NETWORK, -(-(nbytes // size) // segments), stride=stride)
+    groups = rounds + (segments - 1) * min(stride, rounds)
+    assert report.total == pytest.approx(groups * LATENCY + rounds * nbytes / size / BANDWIDTH, rel=1e-9)
+    assert report.messages == rounds * segments * size
+
+
+def test_without_overlap_a_chain_passes_a_segment_on_before_it_takes_the_next() -> None:
+    """N - 1 steps for the first segment and two for every other: a rank's receive and send no longer share a group."""
+    size, segments = 9, 10
+    schedules = [ring.broadcast(rank, size, 0) for rank in range(size)]
+    report = simulate(schedules, [segments << 20], NETWORK, 1 << 20, stride=len(schedules[0].rounds))
+    assert report.total == pytest.approx((size - 1 + 2 * (segments - 1)) * (LATENCY + (1 << 20) / BANDWIDTH))
+
+
+@pytest.mark.parametrize("stride", [1, 3, 4])
+@pytest.mark.parametrize("uplink", [math.inf, 1e30])
+def test_every_segment_of_every_round_is_sent_once(stride: int, uplink: float) -> None:
+    """Whatever the grouping, the same bytes cross the same links."""
+    hosts = equal_hosts(2, 2)
+    schedules = [hierarchical.allreduce(rank, hosts) for rank in range(4)]
+    network = Network(LATENCY, BANDWIDTH, hosts, uplink=uplink)
+    sizes = [1000, 700, 301, 1]
+    assert simulate(schedules, sizes, network, 128, stride=stride).links == simulate(schedules, sizes, network).links
+
+
 def test_reductions_take_time() -> None:
     report = run(ring.reducescatter, 4, 4 << 20, network=Network(LATENCY, BANDWIDTH, reduction=1e9))
     assert report.total == pytest.approx(3 * (LATENCY + (1 << 20) / BANDWIDTH + (1 << 20) / 1e9))
@@ -307,3 +339,8 @@ def test_the_input_data_is_left_alone() -> None:
 def test_what_does_not_fit_is_refused(arguments: tuple[Any, ...], message: str) -> None:
     with pytest.raises(InvalidArgumentError, match=message):
         simulate(*arguments)
+
+
+def test_a_stride_of_nothing_is_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match="stride=0: expected a positive number of groups"):
+        simulate([ring.allreduce(0, 1)], [8], NETWORK, stride=0)

@@ -64,9 +64,9 @@ class Crossovers:
 
     one_shot: int = 32 * KIB
     """All-reduce in one round: every rank reads everything from everybody."""
-    one_shot_pair: int = 48 * KIB
+    one_shot_pair: int = 512 * KIB
     """The same with two ranks, where it moves no more than the two rounds of `direct` do."""
-    window: int = 4 * MIB
+    window: int = 2 * MIB
     """Through windows; beyond, the peers' private memory is read, if it can be."""
     flat_broadcast: int = 128 * KIB
     """Everyone reads everything from the root; beyond, the ranks share the work."""
@@ -223,7 +223,7 @@ class Planner:
         if self._segment:
             return max(64, self._segment // 64 * 64)
         if medium is Medium.DIRECT:
-            return 256 * KIB
+            return MIB
         if medium is Medium.WINDOW:
             chunks = 1 if algorithm in ("one-shot", "recursive-doubling") or (algorithm == "ring" and collective == "broadcast") else size
             return max(4 * KIB, min(MIB, SLOT_BYTES // 2) // chunks // 64 * 64)

@@ -6,18 +6,20 @@ so that every rank makes the same plan without asking.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from collectives import partition
-from collectives.arrays import View
 from collectives.binder import Kernel, Plan, Scale
 from collectives.executor import Executor, stride_for
 from collectives.planner import Choice, Placement, medium_between, schedules
 from collectives.program import Layout, Medium, compile_program, window_blocks
 from collectives.transport.base import SLOT_BYTES
+
+Shape = tuple[int, ...]
 
 _ALIGN = 64
 
@@ -35,23 +37,23 @@ class Plans:
         self._executor = executor
         self._rank, self._size = placement.rank, placement.size
 
-    def allreduce(self, view: View, choice: Choice, kernel: Kernel, finish: Scale | None) -> Plan:
+    def allreduce(self, shape: Shape, dtype: np.dtype[Any], choice: Choice, kernel: Kernel, finish: Scale | None) -> Plan:
         """The tensor in as many chunks as the algorithm wants, at the same places in input and output, on every rank."""
         chunks = schedules("allreduce", choice.algorithm, self._placement)(self._rank).chunks
-        return self._compile("allreduce", _whole(view, chunks), view.dtype, choice, kernel, finish)
+        return self._compile("allreduce", _whole(shape, dtype, chunks), dtype, choice, kernel, finish)
 
-    def reducescatter(self, view: View, choice: Choice, kernel: Kernel, finish: Scale | None) -> Plan:
+    def reducescatter(self, shape: Shape, dtype: np.dtype[Any], choice: Choice, kernel: Kernel, finish: Scale | None) -> Plan:
         """A chunk per rank, of its rows; the output is that chunk alone."""
-        row = view.array.size // view.shape[0]
-        sizes = [rows * row for rows in partition.rows(view.shape[0], self._size)]
+        row = math.prod(shape[1:])
+        sizes = [rows * row for rows in partition.rows(shape[0], self._size)]
         starts = dict(enumerate(partition.offsets(sizes)))
         layout = Layout(sizes, lambda rank: starts, lambda rank: {rank: 0})
-        return self._compile("reducescatter", layout, view.dtype, choice, kernel, finish)
+        return self._compile("reducescatter", layout, dtype, choice, kernel, finish)
 
-    def broadcast(self, view: View, root: int, choice: Choice) -> Plan:
+    def broadcast(self, shape: Shape, dtype: np.dtype[Any], root: int, choice: Choice) -> Plan:
         """As for `allreduce`."""
         chunks = schedules("broadcast", choice.algorithm, self._placement, root)(self._rank).chunks
-        return self._compile("broadcast", _whole(view, chunks), view.dtype, choice, root=root)
+        return self._compile("broadcast", _whole(shape, dtype, chunks), dtype, choice, root=root)
 
     def allgather(self, sizes: Sequence[int], dtype: np.dtype[Any], choice: Choice) -> Plan:
         """A chunk of ``sizes[r]`` elements from each rank r, which is the whole of its input."""
@@ -101,8 +103,8 @@ class Plans:
         return self._executor.bind(program, dtype, block, segments, stride, choice.staged, kernel, finish, description, reads_outputs)
 
 
-def _whole(view: View, chunks: int) -> Layout:
+def _whole(shape: Shape, dtype: np.dtype[Any], chunks: int) -> Layout:
     """A tensor that every rank has in full, in chunks that begin at cache lines."""
-    sizes = partition.split(view.array.size, chunks, max(1, _ALIGN // view.dtype.itemsize))
+    sizes = partition.split(math.prod(shape), chunks, max(1, _ALIGN // dtype.itemsize))
     starts = dict(enumerate(partition.offsets(sizes)))
     return Layout(sizes, lambda rank: starts, lambda rank: starts)

@@ -25,11 +25,11 @@ from typing import Any
 
 import numpy as np
 
-from collectives import arguments, arrays, dtypes, partition, reduction
-from collectives.arrays import View
+from collectives import arguments, arrays, partition, reduction
 from collectives.binder import Plan
 from collectives.buffers import ResultPool
 from collectives.config import Config
+from collectives.entries import Entries, Entry, Native
 from collectives.errors import (
     CollectivesError,
     ForkedProcessError,
@@ -40,7 +40,7 @@ from collectives.errors import (
 )
 from collectives.executor import Executor
 from collectives.negotiation import Request, Turns
-from collectives.planner import Choice, Placement, Planner
+from collectives.planner import Placement, Planner
 from collectives.plans import Plans
 from collectives.reduction import Op
 from collectives.transport.base import Array
@@ -54,24 +54,6 @@ _INVALID_SIGNATURE = Request("invalid").signature()
 
 _abandoned: list[tuple[Array, Array]] = []
 """Arrays of calls that failed while a peer might still touch them: never freed."""
-
-
-class _Entry:
-    """What is known about a request after it was made once."""
-
-    __slots__ = ("finish", "kernel", "native", "plan", "plans", "prescale", "request", "signature", "warns")
-
-    def __init__(self, request: Request) -> None:
-        self.request = request
-        self.signature = request.signature()
-        self.plan: Plan | None = None
-        self.plans: dict[tuple[int, ...], Plan | None] = {}
-        """By the sizes that ranks may differ in (allgather, alltoall)."""
-        self.kernel: reduction.Kernel | None = None
-        self.finish: reduction.Scaling | None = None
-        self.prescale: reduction.Scaling | None = None
-        self.native = False
-        self.warns = False
 
 
 class World:
@@ -107,13 +89,11 @@ class World:
             reads_private=group.memory is not None and group.memory.reads_private,
         )
         self.planner = Planner(self._placement, algorithm=config.algorithm, transport=config.transport, segment=config.segment)
-        self._plans = Plans(self._placement, self._executor)
-        self._entries: dict[tuple[Any, ...], _Entry] = {}
+        native = group.messages if isinstance(group.messages, Native) else None
+        self._entries = Entries(self._placement, self.planner, Plans(self._placement, self._executor), native)
         self._turns = Turns()
         self._refusal: Callable[[], CollectivesError] | None = None
         self._quietly = _quiet_runner()
-        self._native = getattr(group.messages, "native_allreduce", None)
-        self._knows_native = getattr(group.messages, "knows", lambda op, dtype: False)
         _worlds.add(self)
 
     # ---- operations ------------------------------------------------------------------------------------------------------
@@ -133,7 +113,8 @@ class World:
         """See `collectives.allreduce`."""
         try:
             view = arrays.view(tensor)
-            entry = self._reducing("allreduce", view, average, op, name, prescale_factor, postscale_factor, algorithm, transport)
+            self._check_state()
+            entry = self._entries.reducing("allreduce", view, average, op, name, prescale_factor, postscale_factor, algorithm, transport)
         except CollectivesError as error:
             raise self._refused(error) from None
         self._turns.take(entry.signature)
@@ -144,7 +125,7 @@ class World:
             if entry.prescale is not None:
                 self._scale(entry.prescale, source, flat)
                 source = flat
-            self._carry_out(entry, entry.plan, source, flat)
+            self._carry_out(entry, entry.plan(), source, flat)
         finally:
             self._turns.give()
         return view.wrap(out)
@@ -164,7 +145,8 @@ class World:
         """See `collectives.allreduce_`."""
         try:
             view = arrays.view(tensor, writable=True)
-            entry = self._reducing("allreduce", view, average, op, name, prescale_factor, postscale_factor, algorithm, transport)
+            self._check_state()
+            entry = self._entries.reducing("allreduce", view, average, op, name, prescale_factor, postscale_factor, algorithm, transport)
         except CollectivesError as error:
             raise self._refused(error) from None
         self._turns.take(entry.signature)
@@ -173,7 +155,7 @@ class World:
             if entry.prescale is not None:
                 source = self._pool.empty(view.array.shape, view.dtype)
                 self._scale(entry.prescale, view.array, source)
-            self._carry_out(entry, entry.plan, source, view.array)
+            self._carry_out(entry, entry.plan(), source, view.array)
             if view.copied:
                 view.store()
         finally:
@@ -194,7 +176,8 @@ class World:
         """See `collectives.reducescatter`."""
         try:
             view = arguments.with_rows(arrays.view(tensor), "reducescatter")
-            entry = self._reducing("reducescatter", view, True, op, name, prescale_factor, postscale_factor, algorithm, transport)
+            self._check_state()
+            entry = self._entries.reducing("reducescatter", view, True, op, name, prescale_factor, postscale_factor, algorithm, transport)
         except CollectivesError as error:
             raise self._refused(error) from None
         self._turns.take(entry.signature)
@@ -205,7 +188,7 @@ class World:
             if entry.prescale is not None:
                 source = self._pool.empty(view.array.shape, view.dtype)
                 self._scale(entry.prescale, view.array, source)
-            self._carry_out(entry, entry.plan, source, out.reshape(-1))
+            self._carry_out(entry, entry.plan(), source, out.reshape(-1))
         finally:
             self._turns.give()
         return view.wrap(out)
@@ -216,13 +199,14 @@ class World:
         """See `collectives.broadcast`."""
         try:
             view = arrays.view(tensor)
-            entry = self._broadcasting(view, root_rank, name, algorithm, transport)
+            self._check_state()
+            entry = self._entries.broadcasting(view, root_rank, name, algorithm, transport)
         except CollectivesError as error:
             raise self._refused(error) from None
         self._turns.take(entry.signature)
         try:
             out = self._pool.empty(view.shape, view.dtype)
-            self._carry_out(entry, entry.plan, view.array, out.reshape(-1))
+            self._carry_out(entry, entry.plan(), view.array, out.reshape(-1))
         finally:
             self._turns.give()
         return view.wrap(out)
@@ -233,12 +217,13 @@ class World:
         """See `collectives.broadcast_`."""
         try:
             view = arrays.view(tensor, writable=True)
-            entry = self._broadcasting(view, root_rank, name, algorithm, transport)
+            self._check_state()
+            entry = self._entries.broadcasting(view, root_rank, name, algorithm, transport)
         except CollectivesError as error:
             raise self._refused(error) from None
         self._turns.take(entry.signature)
         try:
-            self._carry_out(entry, entry.plan, view.array, view.array)
+            self._carry_out(entry, entry.plan(), view.array, view.array)
             if view.copied and self.rank != root_rank:
                 view.store()
         finally:
@@ -249,7 +234,8 @@ class World:
         """See `collectives.allgather`."""
         try:
             view = arguments.with_rows(arrays.view(tensor), "allgather")
-            entry = self._gathering("allgather", view, name, algorithm, transport)
+            self._check_state()
+            entry = self._entries.gathering("allgather", view, name, algorithm, transport)
         except CollectivesError as error:
             raise self._refused(error) from None
         self._turns.take(entry.signature)
@@ -257,7 +243,7 @@ class World:
             every = self._agree_on_rows(entry, view.array, (view.shape[0],))
             rows = tuple(words[0] for words in every)
             out = self._pool.empty((sum(rows), *view.shape[1:]), view.dtype)
-            plan = self._plan_for_rows(entry, view, rows)
+            plan = self._entries.plan_for_rows(entry, view, rows)
             self._carry_out(entry, plan, view.array, out.reshape(-1), agreed=True)
         finally:
             self._turns.give()
@@ -276,7 +262,8 @@ class World:
         try:
             view = arguments.with_rows(arrays.view(tensor), "alltoall")
             own = arguments.splits(splits, view.shape[0], self.size)
-            entry = self._gathering("alltoall", view, name, algorithm, transport)
+            self._check_state()
+            entry = self._entries.gathering("alltoall", view, name, algorithm, transport)
         except CollectivesError as error:
             raise self._refused(error) from None
         self._turns.take(entry.signature)
@@ -285,7 +272,7 @@ class World:
             received = [words[self.rank] for words in every]
             out = self._pool.empty((sum(received), *view.shape[1:]), view.dtype)
             matrix = tuple(itertools.chain.from_iterable(every))
-            plan = self._plan_for_rows(entry, view, matrix)
+            plan = self._entries.plan_for_rows(entry, view, matrix)
             self._carry_out(entry, plan, view.array, out.reshape(-1), agreed=True)
         finally:
             self._turns.give()
@@ -296,7 +283,8 @@ class World:
 
     def barrier(self) -> None:
         """See `collectives.barrier`."""
-        entry = self._entries.get(("barrier",)) or self._remember(("barrier",), Request("barrier"))
+        self._check_state()
+        entry = self._entries.meeting()
         self._turns.take(entry.signature)
         try:
             self._carry_out(entry, None, _EMPTY, _EMPTY)
@@ -332,8 +320,7 @@ class World:
             self._control.leave()
             self._control.close()
             self._pool.clear()
-            del self._executor, self._plans  # views into the windows end with them, so that they can be unmapped
-            self._entries.clear()
+            del self._executor, self._entries  # views into the windows end with them, so that they can be unmapped
             self._group.close()
         finally:
             self._turns.give()
@@ -352,107 +339,7 @@ class World:
         """Whether every other rank has noticed that this one failed or left."""
         return self._control.acknowledged()
 
-    # ---- what a call asks for ----------------------------------------------------------------------------------------------
-
-    def _reducing(
-        self,
-        collective: str,
-        view: View,
-        average: bool,
-        op: Op | None,
-        name: str | None,
-        prescale: float,
-        postscale: float,
-        algorithm: str | None,
-        transport: str | None,
-    ) -> _Entry:
-        key = (collective, view.dtype.num, view.shape, op if op is not None else average, name, prescale, postscale, algorithm, transport)
-        try:
-            entry = self._entries.get(key)
-        except TypeError:
-            entry = None
-        if entry is not None and self._refusal is None:
-            return entry
-        self._check_state()
-        operation = arguments.operation(op, average)
-        arguments.check_name(name)
-        factors = [arguments.factor("prescale_factor", prescale), arguments.factor("postscale_factor", postscale)]
-        dtype = view.dtype
-        kernel = reduction.kernel(operation, dtype)
-        native = self._native is not None and prescale == 1.0 and self._knows_native(operation, dtype)
-        ordered = dtypes.is_complex(dtype) and operation is Op.PRODUCT
-        choice = self._choose(collective, view.nbytes, algorithm, transport, native, ordered)
-        entry = self._remember(
-            key,
-            Request(
-                collective,
-                name,
-                dtypes.name(dtype),
-                view.shape,
-                op=operation.value,
-                prescale=factors[0],
-                postscale=factors[1],
-                algorithm=algorithm,
-                transport=transport,
-            ),
-        )
-        entry.kernel = kernel
-        entry.finish = reduction.finish(operation, dtype, self.size, factors[1])
-        entry.prescale = reduction.prescale(dtype, factors[0])
-        entry.warns = reduction.warns(dtype)
-        entry.native = native
-        if self.size > 1 and view.array.size:
-            if choice.algorithm != "native":
-                make = self._plans.allreduce if collective == "allreduce" else self._plans.reducescatter
-                entry.plan = make(view, choice, kernel, entry.finish)
-            entry.native = choice.algorithm == "native"
-            if entry.native:
-                entry.kernel = self._native_kernel(operation)
-        return entry
-
-    def _native_kernel(self, operation: Op) -> reduction.Kernel:
-        native = self._native
-        assert native is not None
-        return lambda source, out, _: native(source, out, operation)
-
-    def _broadcasting(self, view: View, root: int, name: str | None, algorithm: str | None, transport: str | None) -> _Entry:
-        key = ("broadcast", view.dtype.num, view.shape, root, name, algorithm, transport)
-        try:
-            entry = self._entries.get(key)
-        except TypeError:
-            entry = None
-        if entry is not None and self._refusal is None:
-            return entry
-        self._check_state()
-        root = arguments.root(root, self.size)
-        arguments.check_name(name)
-        choice = self._choose("broadcast", view.nbytes, algorithm, transport)
-        request = Request("broadcast", name, dtypes.name(view.dtype), view.shape, None, root, algorithm=algorithm, transport=transport)
-        entry = self._remember(key, request)
-        if self.size > 1 and view.array.size:
-            entry.plan = self._plans.broadcast(view, root, choice)
-        return entry
-
-    def _gathering(self, collective: str, view: View, name: str | None, algorithm: str | None, transport: str | None) -> _Entry:
-        key = (collective, view.dtype.num, view.shape[1:], name, algorithm, transport)
-        try:
-            entry = self._entries.get(key)
-        except TypeError:
-            entry = None
-        if entry is not None and self._refusal is None:
-            return entry
-        self._check_state()
-        arguments.check_name(name)
-        self._choose(collective, view.nbytes, algorithm, transport)
-        request = Request(collective, name, dtypes.name(view.dtype), view.shape[1:], algorithm=algorithm, transport=transport)
-        return self._remember(key, request)
-
-    def _remember(self, key: tuple[Any, ...], request: Request) -> _Entry:
-        if len(self._entries) >= _MOST_ENTRIES:
-            for old in list(itertools.islice(self._entries, _MOST_ENTRIES // 2)):
-                self._entries.pop(old, None)
-        entry = self._entries[key] = _Entry(request)
-        return entry
+    # ---- state -----------------------------------------------------------------------------------------------------------------
 
     def _check_state(self) -> None:
         if self._refusal is not None:
@@ -477,34 +364,9 @@ class World:
                 self._turns.give()
         return error
 
-    # ---- plans ---------------------------------------------------------------------------------------------------------------
-
-    def _choose(
-        self, collective: str, nbytes: int, algorithm: str | None, transport: str | None, native: bool = False, ordered: bool = False
-    ) -> Choice:
-        return self.planner.choose(collective, nbytes, native=native, ordered=ordered, algorithm=algorithm, transport=transport)
-
-    def _plan_for_rows(self, entry: _Entry, view: View, rows: tuple[int, ...]) -> Plan | None:
-        """The plan of an allgather or an alltoall for these rows of every rank (or pair of ranks); None if there is nothing to move."""
-        if rows in entry.plans:
-            return entry.plans[rows]
-        if len(entry.plans) >= _MOST_ROWS:
-            entry.plans.clear()
-        row = int(np.prod(view.shape[1:], dtype=np.int64))
-        sizes: list[int] = [count * row for count in rows]
-        plan: Plan | None = None
-        if self.size > 1 and any(sizes):
-            request, itemsize = entry.request, view.dtype.itemsize
-            gathers = request.collective == "allgather"
-            nbytes = sum(sizes) * itemsize // (1 if gathers else self.size)
-            choice = self._choose(request.collective, nbytes, request.algorithm, request.transport)
-            plan = (self._plans.allgather if gathers else self._plans.alltoall)(sizes, view.dtype, choice)
-        entry.plans[rows] = plan
-        return plan
-
     # ---- carrying out --------------------------------------------------------------------------------------------------------
 
-    def _agree_on_rows(self, entry: _Entry, source: Array, rows: Sequence[int]) -> list[list[int]]:
+    def _agree_on_rows(self, entry: Entry, source: Array, rows: Sequence[int]) -> list[list[int]]:
         """Enter the call with what ranks may differ in; every rank's rows."""
         self._check_state()
         if self.size == 1:
@@ -526,7 +388,7 @@ class World:
             every.append(list(words[2:]))
         return every
 
-    def _carry_out(self, entry: _Entry, plan: Plan | None, source: Array, out: Array, agreed: bool = False) -> None:
+    def _carry_out(self, entry: Entry, plan: Plan | None, source: Array, out: Array, agreed: bool = False) -> None:
         """Agree on a call and run its plan. With the lock held."""
         if self._refusal is not None:
             raise self._refusal()
@@ -548,8 +410,10 @@ class World:
                     self._quietly(executor.run, plan, plan.staged and not agreed)
                 else:
                     executor.run(plan, plan.staged and not agreed)
-            elif entry.native and source.size:
-                self._reduce_natively(entry, source, out)
+            elif entry.native is not None:
+                entry.native(source, out)
+                if entry.finish is not None:
+                    entry.finish(out, out)
             state.input = state.output = _EMPTY
         except MismatchError:
             raise
@@ -557,7 +421,7 @@ class World:
             self._break(error, source, out)
             raise
 
-    def _agree(self, entry: _Entry, plan: Plan | None, source: Array, out: Array) -> bool:
+    def _agree(self, entry: Entry, plan: Plan | None, source: Array, out: Array) -> bool:
         """Enter a call, with what the plan makes visible to the peers first."""
         control, state = self._control, self._executor.state
         self._set_state(plan, source, out)
@@ -580,13 +444,7 @@ class World:
             state.input_at = at = _address(source)
             state.output_at = at if out is source else _address(out)
 
-    def _reduce_natively(self, entry: _Entry, source: Array, out: Array) -> None:
-        assert entry.kernel is not None
-        entry.kernel(source, out, out)
-        if entry.finish is not None:
-            entry.finish(out, out)
-
-    def _alone(self, entry: _Entry, source: Array, out: Array) -> None:
+    def _alone(self, entry: Entry, source: Array, out: Array) -> None:
         if out is not source:
             np.copyto(out, source)
         if entry.finish is not None:
@@ -648,7 +506,6 @@ def _after_fork_in_child() -> None:
     for world in _worlds:
         rank, pid = world.rank, os.getppid()
         world._turns = Turns()
-        world._entries = {}
         world._refusal = lambda rank=rank, pid=pid: ForkedProcessError(
             f"rank {rank}: a collective was called in a process forked from rank {rank} (process {pid}); "
             f"only the process that called init() may communicate: use spawn, or keep collectives out of the child"

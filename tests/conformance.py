@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from collectives.errors import RankFailedError
-from collectives.transport.base import WINDOW_BYTES, max_words
+from collectives.transport.base import WINDOW_BYTES
+from collectives.transport.board import max_words
 from collectives.transport.group import Group
 
 SIZES = (1, 7, 64, 4096, 100_003, 1_000_000)

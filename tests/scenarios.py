@@ -83,7 +83,7 @@ def choices(world: World, collective: str) -> Iterator[tuple[str, str]]:
     for algorithm in algorithms(collective):
         for transport in ("window", "direct-read", "mpi"):
             try:
-                native = world._native is not None
+                native = hasattr(world._group.messages, "native_allreduce")
                 world.planner.choose(collective, 4096, native=native, algorithm=algorithm, transport=transport)
             except (TransportError, InvalidArgumentError):
                 continue

@@ -85,7 +85,7 @@ class Control(Protocol):
     def agree(self, signature: int, words: Sequence[int] = ()) -> bool:
         """Enter the next call of the group with what this rank asks for; return when every rank has entered.
 
-        ``signature`` is 47 bits that stand for the request. ``words`` (at most `max_words` of 64 bits, equally many on ranks with
+        ``signature`` is 47 bits that stand for the request. ``words`` (at most `board.max_words` of 64 bits, equally many on ranks with
         equal signatures) travel along and are read with `words_of`. What this rank wrote into its window before is visible to its
         peers afterwards.
 
@@ -113,8 +113,3 @@ class Control(Protocol):
 
     def close(self) -> None:
         """Release what the control plane holds."""
-
-
-def max_words(size: int) -> int:
-    """How many words a rank may enter a call with: two addresses, a count, and one number per rank."""
-    return size + 4

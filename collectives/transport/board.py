@@ -23,7 +23,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from collectives.errors import CollectiveTimeoutError, RankFailedError
-from collectives.transport.base import max_words
 
 ALIVE, LEFT, FAILED = 0, 1, 2
 
@@ -45,6 +44,11 @@ def _fence_by_lock() -> None:
 
 fence: Callable[[], None] | None = None if platform.machine().lower() in ("x86_64", "amd64") else _fence_by_lock
 """A memory barrier where the processor may reorder stores (a lock's acquire and release make one), else None."""
+
+
+def max_words(size: int) -> int:
+    """How many words a rank may enter a call with: two addresses, a count, and one number per rank."""
+    return size + 4
 
 
 def board_bytes(size: int) -> int:

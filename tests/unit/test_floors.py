@@ -22,7 +22,7 @@ FLOORS = {
     2: ("transport",),
     3: ("ring", "direct", "tree", "hierarchical"),
     4: ("program", "binder", "plans", "planner", "executor"),
-    5: ("arguments", "negotiation", "exits"),
+    5: ("arguments", "negotiation", "entries", "exits"),
     6: ("world", "api", "__init__"),
     8: ("launch",),
 }

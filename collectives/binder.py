@@ -93,7 +93,8 @@ class Plan:
         self.segments = segments
         self.stride = stride
         self.staged = staged
-        self.touched_by = program.touched_by
+        # The group, counted from the call's beginning, after which a peer touches this rank's memory no more.
+        self.touched_by = tuple((peer, (segments - 1) * stride + last + 1) for peer, last in program.touched_by)
         self.uses_window = program.uses_window
         actions = [action for r in program.rounds for action in (*r.pushes, *r.rest) if action.medium is Medium.DIRECT]
         self.partners = tuple(sorted({action.peer for action in actions}))
@@ -135,7 +136,7 @@ class Binder:
         self._dtype = dtype
         self._itemsize = dtype.itemsize
         self._block = block
-        self._single = segments == 1
+        self._segments = segments
         self._stride = stride
         self._staged = staged
         self._kernel = kernel
@@ -201,7 +202,7 @@ class Binder:
         wait = self._wait(action)
         if action.verb is Verb.AWAIT:
             return wait
-        if self._single and action.medium is Medium.WINDOW and action.also is None:
+        if self._segments == 1 and action.medium is Medium.WINDOW and action.also is None:
             return self._act_once(action, wait)
         return self._act_in_general(action, letter, wait)
 
@@ -260,11 +261,23 @@ class Binder:
         assert action.source is not None and action.target is not None
         length = self._length(action.size)
         source, target, also = self._array(action.source), self._array(action.target), self._second(action)
-        state, copies_home = self._state, {action.source.space, action.target.space} == {Space.INPUT, Space.OUTPUT}
+        state = self._state
+        if action.verb is Verb.TAKE and (action.source.space, action.target.space) == (Space.INPUT, Space.OUTPUT):
+            size, start, end = action.size, action.source.offset, action.target.offset
+
+            last = self._segments - 1
+
+            # Not by segments: a copy of many MiB at once goes past the caches, and need not read what it overwrites. In the last
+            # segment, because peers wait for what they read, and for this copy nobody waits.
+            def copy_whole(segment: int) -> None:
+                if segment == last and state.input is not state.output:
+                    np.copyto(state.output[end : end + size], state.input[start : start + size])
+
+            return copy_whole
 
         def copy_own(segment: int) -> None:
             n = length(segment)
-            if n <= 0 or (copies_home and state.input is state.output):
+            if n <= 0:
                 return
             block = source(segment, n)
             np.copyto(target(segment, n), block)

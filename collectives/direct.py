@@ -63,23 +63,23 @@ def reducescatter(rank: int, size: int) -> Schedule:
 
 
 def allgather(rank: int, size: int) -> Schedule:
-    """Allgather: rank r starts with chunk r. One round, (N-1)/N * S bytes per rank."""
+    """Allgather: rank r starts with chunk r. One round, (N-1)/N * S bytes per rank; the own copy follows, when peers need not wait."""
     others = _others(rank, size)
-    steps = (copy(rank, rank), *(send(peer, rank) for peer in others), *(receive(peer, peer) for peer in others))
-    return Schedule("allgather", "direct", rank, size, size, (steps,))
+    exchange = (*(send(peer, rank) for peer in others), *(receive(peer, peer) for peer in others))
+    return Schedule("allgather", "direct", rank, size, size, (exchange, (copy(rank, rank),)))
 
 
 def alltoall(rank: int, size: int) -> Schedule:
-    """All-to-all: chunk i * N + j goes from rank i to rank j. One round."""
+    """All-to-all: chunk i * N + j goes from rank i to rank j. One round; the own copy follows, when peers need not wait."""
     others = _others(rank, size)
     own = copy(rank, rank * size + rank)
     sends = (send(peer, rank * size + peer) for peer in others)
     receives = (receive(peer, peer * size + rank) for peer in others)
-    return Schedule("alltoall", "direct", rank, size, size * size, ((own, *sends, *receives),))
+    return Schedule("alltoall", "direct", rank, size, size * size, ((*sends, *receives), (own,)))
 
 
 def broadcast(rank: int, size: int, root: int) -> Schedule:
-    """Broadcast in two rounds: chunk c goes to rank c, then from there to the rest.
+    """Broadcast in two rounds: chunk c goes to rank c, then from there to the rest, while the root makes its own copy.
 
         root 0, N = 3     round 0: rank 1 takes chunk 1, rank 2 takes chunk 2, the root gives chunk 0 to both
                           round 1: rank 1 takes chunk 2 from rank 2, rank 2 takes chunk 1 from rank 1
@@ -89,18 +89,13 @@ def broadcast(rank: int, size: int, root: int) -> Schedule:
     """
     others = _others(rank, size)
     if rank == root:
-        first = (
-            copy(rank, 0, size),
-            *(send(peer, peer) for peer in others),
-            *(send(peer, root, push=True) for peer in others),
-        )
-        second: tuple[Step, ...] = ()
+        first = (*(send(peer, peer) for peer in others), *(send(peer, root, push=True) for peer in others))
+        second: tuple[Step, ...] = (copy(rank, 0, size),)
     else:
         owners = [peer for peer in others if peer != root]
         first = (receive(root, rank), receive(root, root, push=True))
         second = (*(send(peer, rank) for peer in owners), *(receive(peer, peer) for peer in owners))
-    rounds = (first, second) if size > 2 else (first,)
-    return Schedule("broadcast", "direct", rank, size, size, rounds)
+    return Schedule("broadcast", "direct", rank, size, size, (first, second))
 
 
 def broadcast_flat(rank: int, size: int, root: int) -> Schedule:

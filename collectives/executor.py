@@ -114,12 +114,11 @@ class Executor:
             self._run_group(plan, group, staged_first)
             if board is not None:
                 board.advance(base + group + 1)
-        end = base + plan.groups
-        for peer in plan.touched_by:
-            if board is not None and board.seen[peer] < end:
-                board.wait(peer, end)
+        for peer, groups in plan.touched_by:
+            if board is not None and board.seen[peer] < base + groups:
+                board.wait(peer, base + groups)
         self._leave_slots(plan)
-        state.base = end
+        state.base = base + plan.groups
 
     def _run_single(self, plan: Plan, staged_first: bool) -> None:
         """`run` for one segment, where every step of Python counts: each round is a group."""
@@ -145,9 +144,9 @@ class Executor:
                     do(0)
             if board is not None:
                 board.advance(progress)
-        for peer in plan.touched_by:
-            if board is not None and board.seen[peer] < progress:
-                board.wait(peer, progress)
+        for peer, groups in plan.touched_by:
+            if board is not None and board.seen[peer] < state.base + groups:
+                board.wait(peer, state.base + groups)
         slot = state.slot
         self._free_at[slot] = progress
         state.slot = (slot + 1) % SLOTS

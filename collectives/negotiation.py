@@ -88,21 +88,29 @@ class Turns:
         self._chosen: int | None = None
         self._threads: set[int] = set()
         self._last_thread = 0
+        self._owner = 0
 
     def take(self, signature: int) -> None:
-        """Wait for the turn. Whoever has it gives it back in bounded time, because all that it waits for is bounded."""
+        """Wait for the turn. Whoever has it gives it back in bounded time, because all that it waits for is bounded.
+
+        A thread that has the turn already takes it again: an interrupt came before it could give it back.
+        """
         thread = threading.get_ident()
         if thread != self._last_thread:
             self._last_thread = thread
             self._threads.add(thread)
         if self._lock.acquire(False):
             if self._chosen is None or self._chosen == signature:
+                self._owner = thread
                 return
             self._lock.release()
+        elif self._owner == thread:
+            return
         self._take_when_chosen(signature)
 
     def give(self) -> None:
         """Let the next thread have its turn."""
+        self._owner = 0
         self._lock.release()
 
     def agreed(self) -> None:
@@ -131,7 +139,7 @@ class Turns:
             time.sleep(_LOOK_AGAIN)
         self._chosen = min(common)
         if self._chosen != signature:
-            self._lock.release()
+            self.give()
             self._take_when_chosen(signature)
 
     def _take_when_chosen(self, signature: int) -> None:
@@ -140,6 +148,7 @@ class Turns:
             while True:
                 self._lock.acquire()
                 if self._chosen is None or self._chosen == signature:
+                    self._owner = threading.get_ident()
                     return
                 self._lock.release()
                 time.sleep(_LOOK_AGAIN)

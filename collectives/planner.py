@@ -64,10 +64,12 @@ class Crossovers:
 
     one_shot: int = 32 * KIB
     """All-reduce in one round: every rank reads everything from everybody."""
-    one_shot_pair: int = 512 * KIB
+    one_shot_pair: int = MIB
     """The same with two ranks, where it moves no more than the two rounds of `direct` do."""
     window: int = 2 * MIB
     """Through windows; beyond, the peers' private memory is read, if it can be."""
+    window_moves: int = 512 * KIB
+    """The same for collectives that only move data, where a direct read saves a copy."""
     flat_broadcast: int = 128 * KIB
     """Everyone reads everything from the root; beyond, the ranks share the work."""
     native: int = 2 * KIB
@@ -183,7 +185,9 @@ class Planner:
             if not placement.shares_memory:
                 return Medium.MESSAGE
             versioned = algorithm in ("one-shot", "recursive-doubling") and collective == "allreduce"
-            return Medium.WINDOW if nbytes <= self.crossovers.window or not placement.reads_private or versioned else Medium.DIRECT
+            limits = self.crossovers
+            limit = limits.window if collective in ("allreduce", "reducescatter") else limits.window_moves
+            return Medium.WINDOW if nbytes <= limit or not placement.reads_private or versioned else Medium.DIRECT
         medium = next((m for m in Medium if m.value == forced), None)
         if medium is None:
             raise InvalidArgumentError(f"transport={forced!r}: expected one of auto, {', '.join(m.value for m in Medium)}")
@@ -223,10 +227,12 @@ class Planner:
         if self._segment:
             return max(64, self._segment // 64 * 64)
         if medium is Medium.DIRECT:
-            return MIB
+            if algorithm != "direct":
+                return 512 * KIB
+            return MIB if collective in ("allreduce", "reducescatter") else 32 * MIB
         if medium is Medium.WINDOW:
             chunks = 1 if algorithm in ("one-shot", "recursive-doubling") or (algorithm == "ring" and collective == "broadcast") else size
-            return max(4 * KIB, min(MIB, SLOT_BYTES // 2) // chunks // 64 * 64)
+            return MIB if chunks == 1 else max(4 * KIB, min(256 * KIB, SLOT_BYTES // chunks) // 64 * 64)
         return max(4 * KIB, min(512 * KIB, _SCRATCH_LIMIT // (2 * size)) // 64 * 64)
 
     def _overlaps(self, algorithm: str, medium: Medium) -> bool:

@@ -2,7 +2,7 @@
 
 A schedule speaks of chunks and their values. Here each value gets a place, each exchange a way, and each wait a number:
 
-* A value that a rank started with is version 0 and lies in its input; each round that writes the chunk makes the next
+* A value that a rank started with is version 0 and lies in its input; each receive of the chunk makes the next
   version. Versions from 1 on lie in the output, or, if the chunk is no part of this rank's output, in its window.
 * With `Medium.WINDOW` peers read nothing but windows: a stage step copies version 0 of what they will read into the window
   first, and a result that they will read is written there too.
@@ -108,8 +108,9 @@ class Program:
     """What a rank does for each segment, and whom it waits for at the end."""
 
     rounds: tuple[RoundProgram, ...]
-    touched_by: tuple[int, ...]
-    """Peers that read or write this rank's private memory: it must not be given back before they are done."""
+    touched_by: tuple[tuple[int, int], ...]
+    """Peers that read or write this rank's private memory, each with the last round in which it does: the memory must not be given
+    back before that."""
     slot_elements: int
     """Elements of a window slot that one segment uses on this rank."""
     uses_window: bool
@@ -146,7 +147,7 @@ def compile_program(
         return traces[peer]
 
     rounds: list[RoundProgram] = []
-    touched: set[int] = set()
+    touched: dict[int, int] = {}
     if staged:
         stage = tuple(
             Action(Verb.STAGE, Medium.WINDOW, rank, layout.sizes[chunk], mine.place(chunk, 0), target=mine.window_place(chunk, 0))
@@ -179,13 +180,14 @@ def compile_program(
                             )
                         )
                     elif mine.place(chunk, step.version).space is not Space.WINDOW:
-                        touched.add(step.peer)
+                        touched[step.peer] = number
+                continue
+            if step.kind is Kind.COPY:
+                home = Place(Space.OUTPUT, mine.outputs[chunk])
+                rest.append(Action(Verb.TAKE, Medium.WINDOW, rank, size, mine.place(chunk, 0), target=home))
                 continue
             home = mine.place(chunk, step.version + 1)
             also = mine.second_place(chunk, step.version + 1)
-            if step.kind is Kind.COPY:
-                rest.append(Action(Verb.TAKE, Medium.WINDOW, rank, size, mine.place(chunk, step.version), target=home, also=also))
-                continue
             verb = Verb.REDUCE if step.kind is Kind.REDUCE else Verb.TAKE
             operand = mine.place(chunk, step.version) if verb is Verb.REDUCE else None
             finish = mine.finishes(step, trace)
@@ -201,7 +203,7 @@ def compile_program(
                 continue
             there = trace(step.peer).match_send(number, rank, step.index)
             if medium is Medium.DIRECT and step.push:
-                touched.add(step.peer)
+                touched[step.peer] = number
                 if mine.read_later(number, chunk):
                     rest.append(Action(Verb.AWAIT, medium, step.peer, size, None, after=number))
                 continue
@@ -210,7 +212,7 @@ def compile_program(
             rest.append(Action(verb, medium, step.peer, size, source, operand, home, also, after=after, finish=finish))
         rounds.append(RoundProgram(tuple(receives), tuple(sends), tuple(pushes), tuple(rest), bool(leaving & mine.written_in(number))))
     most = sum(len(r.receives) for r in rounds)
-    return Program(tuple(rounds), tuple(sorted(touched)), mine.window_elements, bool(mine.window_index), most)
+    return Program(tuple(rounds), tuple(sorted(touched.items())), mine.window_elements, bool(mine.window_index), most)
 
 
 def window_blocks(
@@ -292,8 +294,9 @@ class _Trace:
                     else:
                         now = version.get(chunk, 0)
                         traced.append(_Traced(step.kind, step.peer, chunk, step.push, index, now, before, start_written.get(chunk, -1)))
-                        version[chunk] = now + 1
-                        written[chunk] = number
+                        if step.kind is not Kind.COPY:  # a copy makes no new value: whoever asks later is shown the input
+                            version[chunk] = now + 1
+                            written[chunk] = number
             self.rounds.append(traced)
             for entry in traced:
                 by = self.sends_by if entry.kind is Kind.SEND else self.receives_by

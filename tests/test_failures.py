@@ -135,7 +135,8 @@ for attempt in range(12):
     except Interrupt:
         assert rank == 1
     except hvd.RankFailedError as error:
-        assert "Interrupt" in str(error) or "Interrupt" in str(error.__context__), error
+        # Rank 1 fails if it is interrupted within a call, and leaves if between two.
+        assert "Interrupt" in str(error) or "rank 1, which has shut down" in str(error) or "RankFailedError" in str(error), error
         told += 1
     del tensor
     gc.collect()

@@ -2,7 +2,7 @@
 
 What can be known when a plan is made is looked up here, once: arrays of windows, addresses within slots, kernels, whom to wait
 for. What changes from call to call is read from the executor's `State`. So a call in the steady state runs a list of closures,
-and neither plans nor allocates. Plans of one segment, where every step of Python shows, get closures of their own.
+and neither plans nor allocates. The most frequent actions have closures of their own in `shortcuts`.
 """
 
 from __future__ import annotations
@@ -12,34 +12,11 @@ from typing import Any
 
 import numpy as np
 
+from collectives import shortcuts
 from collectives.program import Action, Medium, Place, Program, RoundProgram, Space, Verb
+from collectives.shortcuts import Do, Kernel, Scale, State
 from collectives.transport.base import SLOT_BYTES, SLOTS, Array
 from collectives.transport.group import Group
-
-Kernel = Callable[[Array, Array, Array], object]
-Scale = Callable[[Array, Array], object]
-Do = Callable[[int], None]
-
-
-class State:
-    """What changes from call to call: the caller's arrays, the peers' addresses, and how far the world has come."""
-
-    __slots__ = ("addresses", "base", "entered_staged", "input", "input_at", "output", "output_at", "scratch_at", "slot")
-
-    def __init__(self, size: int) -> None:
-        self.input: Array = np.empty(0)
-        self.output: Array = np.empty(0)
-        self.input_at = 0
-        self.output_at = 0
-        self.addresses: list[Sequence[int]] = [(0, 0)] * size
-        self.scratch_at = 0
-        """Where the scratch memory begins."""
-        self.base = 0
-        """Groups finished before this call, by every rank alike."""
-        self.slot = 0
-        """The window slot of segment 0."""
-        self.entered_staged = False
-        """Segment 0 was in the window before the call was entered, so that nobody waits for it."""
 
 
 class BoundRound:
@@ -187,14 +164,18 @@ class Binder:
         return post_send
 
     def _push(self, action: Action) -> Do:
-        memory, length, peer, itemsize = self._group.memory, self._length(action.size), action.peer, self._itemsize
-        assert memory is not None and action.source is not None and action.target is not None
-        source, target, store = self._address(action.source), self._peer_address(peer, action.target), memory.store
+        memory, source = self._group.memory, action.source
+        assert memory is not None and source is not None
+        if source.space is not Space.WINDOW:
+            return shortcuts.push_directly(self._state, memory.store, action, self._block, self._itemsize)
+        length, peer, itemsize, store = self._length(action.size), action.peer, self._itemsize, memory.store
+        assert action.target is not None
+        here, there = self._address(source), self._peer_address(peer, action.target)
 
         def push(segment: int) -> None:
             n = length(segment)
             if n > 0:
-                store(peer, target(segment), source(segment), n * itemsize)
+                store(peer, there(segment), here(segment), n * itemsize)
 
         return push
 
@@ -202,11 +183,9 @@ class Binder:
         wait = self._wait(action)
         if action.verb is Verb.AWAIT:
             return wait
-        if self._segments == 1 and action.medium is Medium.WINDOW and action.also is None:
-            return self._act_once(action, wait)
-        return self._act_in_general(action, letter, wait)
-
-    def _act_in_general(self, action: Action, letter: int | None, wait: Do) -> Do:
+        shortcut = self._shortcut(action, wait)
+        if shortcut is not None:
+            return shortcut
         if action.verb is Verb.STAGE or (action.verb is Verb.TAKE and action.peer == self._group.rank):
             return self._copy_own(action)
         value = self._value(action, letter)
@@ -214,42 +193,27 @@ class Binder:
             return self._reduce(action, value, wait)
         return self._take(action, value, wait, letter)
 
-    def _act_once(self, action: Action, wait: Do) -> Do:
-        """An action between windows and own memory in a plan of one segment: the same as below, with all that can be known known."""
-        assert action.source is not None and action.target is not None
-        state, size = self._state, action.size
-        if size == 0:
-            return _nothing
-        if action.verb is Verb.STAGE:
-            own, views = slice(action.source.offset, action.source.offset + size), self._slots(self._group.rank, action.target, size)
-
-            def stage(segment: int) -> None:
-                views[state.slot][...] = state.input[own]
-
-            return stage
-        if action.source.space is Space.WINDOW and action.target.space is Space.OUTPUT:
-            views, here = self._slots(action.peer, action.source, size), slice(action.target.offset, action.target.offset + size)
+    def _shortcut(self, action: Action, wait: Do) -> Do | None:
+        """A closure written for the case, if it is one of those that most calls consist of."""
+        state, source, operand, target = self._state, action.source, action.operand, action.target
+        kernel, finish, memory = self._kernel, self._finish if action.finish else None, self._group.memory
+        if source is None or target is None or action.also is not None:
+            return None
+        if action.medium is Medium.WINDOW and action.verb is Verb.STAGE and self._segments == 1:
+            return shortcuts.stage(state, self._slots(self._group.rank, target, action.size), source, action.size)
+        if target.space is not Space.OUTPUT:
+            return None
+        if action.medium is Medium.WINDOW and source.space is Space.WINDOW and self._segments == 1:
+            theirs = self._slots(action.peer, source, action.size)
             if action.verb is Verb.TAKE:
-
-                def take(segment: int) -> None:
-                    wait(0)
-                    state.output[here] = views[state.slot]
-
-                return take
-            operand, kernel, finish = action.operand, self._kernel, self._finish if action.finish else None
-            assert operand is not None and kernel is not None
-            if operand.space is Space.INPUT:
-                there = slice(operand.offset, operand.offset + size)
-
-                def reduce(segment: int) -> None:
-                    wait(0)
-                    out = state.output[here]
-                    kernel(state.input[there], views[state.slot], out)
-                    if finish is not None:
-                        finish(out, out)
-
-                return reduce
-        return self._act_in_general(action, None, wait)
+                return shortcuts.take_from_window(state, theirs, target, action.size, wait)
+            if operand is not None and operand.space is Space.INPUT and kernel is not None:
+                return shortcuts.reduce_from_window(state, theirs, operand, target, action.size, wait, kernel, finish)
+        if action.medium is Medium.DIRECT and action.verb is Verb.REDUCE and action.after < 0:
+            assert memory is not None and operand is not None and kernel is not None
+            if Space.WINDOW not in (source.space, operand.space):
+                return shortcuts.reduce_directly(state, memory.fetch, self._scratch, action, self._block, self._itemsize, kernel, finish)
+        return None
 
     def _slots(self, rank: int, place: Place, size: int) -> list[Array]:
         """A block of a rank's window, for each slot."""

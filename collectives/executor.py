@@ -19,21 +19,23 @@ from typing import Any
 
 import numpy as np
 
-from collectives.binder import Binder, BoundRound, Kernel, Plan, Scale, State
+from collectives.binder import Binder, BoundRound, Plan
 from collectives.program import Program
+from collectives.shortcuts import Kernel, Scale, State
 from collectives.transport.base import SLOTS, WINDOW_BYTES, Array
 from collectives.transport.group import Group
 
 
-def stride_for(rounds: int, overlap: bool, uses_windows: bool) -> int:
+def stride_for(rounds: int, segments: int, overlap: bool, uses_windows: bool) -> int:
     """How many groups lie between the starts of two segments.
 
     Args:
         rounds: of the program, at least 1.
+        segments: of the plan.
         overlap: whether segments may overlap at all.
         uses_windows: whether segments live in window slots on any rank; one slot is always left to be emptied.
     """
-    if not overlap:
+    if not overlap or segments == 1:
         return rounds
     return -(-rounds // (SLOTS - 1)) if uses_windows else 1
 
@@ -104,53 +106,46 @@ class Executor:
         Raises:
             RankFailedError, CollectiveTimeoutError, TransportError: as the transports; arrays are undefined then.
         """
-        if plan.segments == 1:
-            self._run_single(plan, staged_first)
-            return
         state, board = self.state, self._board
         state.entered_staged = staged_first
         base = state.base
-        for group in range(plan.groups):
-            self._run_group(plan, group, staged_first)
-            if board is not None:
-                board.advance(base + group + 1)
-        for peer, groups in plan.touched_by:
-            if board is not None and board.seen[peer] < base + groups:
-                board.wait(peer, base + groups)
+        if plan.stride == len(plan.rounds):
+            self._run_in_sequence(plan, staged_first)
+        else:
+            for group in range(plan.groups):
+                self._run_group(plan, group, staged_first)
+                if board is not None:
+                    board.advance(base + group + 1)
+        if board is not None:
+            for peer, groups in plan.touched_by:
+                if board.seen[peer] < base + groups:
+                    board.wait(peer, base + groups)
         self._leave_slots(plan)
         state.base = base + plan.groups
 
-    def _run_single(self, plan: Plan, staged_first: bool) -> None:
-        """`run` for one segment, where every step of Python counts: each round is a group."""
-        state, board = self.state, self._board
-        progress = state.base
-        state.entered_staged = staged_first
-        if plan.uses_window and not staged_first:
-            self._claim(0, plan)
-        first = staged_first
-        for bound in plan.rounds:
-            progress += 1
-            if first:
-                first = False
-                continue
-            for do in bound.posts:
-                do(0)
-            for do in bound.pushes:
-                do(0)
-            if bound.has_messages:
-                self._finish_round(bound, 0)
-            else:
-                for _, do in bound.rest:
-                    do(0)
-            if board is not None:
-                board.advance(progress)
-        for peer, groups in plan.touched_by:
-            if board is not None and board.seen[peer] < state.base + groups:
-                board.wait(peer, state.base + groups)
-        slot = state.slot
-        self._free_at[slot] = progress
-        state.slot = (slot + 1) % SLOTS
-        state.base = progress
+    def _run_in_sequence(self, plan: Plan, staged_first: bool) -> None:
+        """Every round of a segment, then the next segment: each round is a group."""
+        board, progress = self._board, self.state.base
+        skip = staged_first
+        for segment in range(plan.segments):
+            if plan.uses_window and not skip:
+                self._claim(segment, plan)
+            for bound in plan.rounds:
+                progress += 1
+                if skip:
+                    skip = False
+                    continue
+                for do in bound.posts:
+                    do(segment)
+                for do in bound.pushes:
+                    do(segment)
+                if bound.has_messages:
+                    self._finish_round(bound, segment)
+                else:
+                    for _, do in bound.rest:
+                        do(segment)
+                if board is not None:
+                    board.advance(progress)
 
     def _run_group(self, plan: Plan, group: int, staged_first: bool) -> None:
         """The rounds of different segments that share a group: all messages first, so that they travel together."""
@@ -210,6 +205,10 @@ class Executor:
 
     def _leave_slots(self, plan: Plan) -> None:
         state, segments = self.state, plan.segments
+        if segments == 1:
+            self._free_at[state.slot] = state.base + len(plan.rounds)
+            state.slot = (state.slot + 1) % SLOTS
+            return
         for segment in range(max(0, segments - SLOTS), segments):
             self._free_at[(state.slot + segment) % SLOTS] = state.base + segment * plan.stride + len(plan.rounds)
         state.slot = (state.slot + segments) % SLOTS

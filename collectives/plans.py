@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 
 from collectives import partition
-from collectives.binder import Kernel, Plan, Scale
+from collectives.binder import Plan
 from collectives.executor import Executor, stride_for
 from collectives.planner import Choice, Placement, medium_between, schedules
 from collectives.program import Layout, Medium, compile_program, window_blocks
+from collectives.shortcuts import Kernel, Scale
 from collectives.transport.base import SLOT_BYTES
 
 Shape = tuple[int, ...]
@@ -96,7 +97,7 @@ class Plans:
             block = slot // fullest // align * align or max(1, slot // fullest)
         program = compile_program(schedule_of, self._rank, layout, block, between, choice.staged, choice.versioned)
         segments = -(-largest // block)
-        stride = stride_for(len(program.rounds), choice.overlap, fullest > 0)
+        stride = stride_for(len(program.rounds), segments, choice.overlap, fullest > 0)
         # A ring passes on what it received: peers then read outputs, whose addresses were not known when the sizes were agreed on.
         reads_outputs = choice.algorithm == "ring" and choice.medium is Medium.DIRECT
         description = f"{choice.algorithm} over {choice.medium.value}, {segments} segments of {block * dtype.itemsize} bytes per chunk"

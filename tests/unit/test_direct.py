@@ -79,7 +79,8 @@ def test_a_broadcast_takes_each_chunk_from_the_root_once(size: int) -> None:
 
 
 def test_two_ranks_share_the_work_of_a_broadcast() -> None:
-    (root,), (peer,) = direct.broadcast(0, 2, 0).rounds, direct.broadcast(1, 2, 0).rounds
+    (root, copies), (peer, _) = direct.broadcast(0, 2, 0).rounds, direct.broadcast(1, 2, 0).rounds
+    assert [s.kind for s in copies] == [Kind.COPY]
     assert [(s.chunk, s.push) for s in root if s.kind is Kind.SEND] == [(1, False), (0, True)]
     assert [(s.chunk, s.push) for s in peer] == [(1, False), (0, True)]
 

@@ -21,7 +21,7 @@ FLOORS = {
     1: ("arrays", "reduction", "buffers", "partition", "verify"),
     2: ("transport",),
     3: ("ring", "direct", "tree", "hierarchical"),
-    4: ("program", "binder", "plans", "planner", "executor"),
+    4: ("program", "shortcuts", "binder", "plans", "planner", "executor"),
     5: ("arguments", "negotiation", "entries", "exits"),
     6: ("world", "api", "__init__"),
     8: ("launch",),

@@ -65,7 +65,7 @@ class Contest:
             else:
                 calls[name], wrong[name] = outcome
         settings = self.settings
-        seconds = alternate(self.ranks, list(calls.values()), settings.warmup, settings.iterations, tick)
+        seconds = alternate(self.ranks, list(calls.values()), settings.warmup, settings.iterations, tick, settings.evict)
         times = dict(zip(calls, seconds * 1e6, strict=True))
         limit = Summary.of(times[FLOOR]).median if FLOOR in times else None
         common: dict[str, Any] = {

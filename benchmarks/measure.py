@@ -17,15 +17,19 @@ from benchmarks.ranks import Ranks
 Call = Callable[[], object]
 
 
-def alternate(ranks: Ranks, calls: Sequence[Call], warmup: int, iterations: int, tick: Callable[[], object]) -> np.ndarray:
+def alternate(
+    ranks: Ranks, calls: Sequence[Call], warmup: int, iterations: int, tick: Callable[[], object], evict: int = 0
+) -> np.ndarray:
     """Time every call ``iterations`` times after ``warmup`` untimed rounds.
 
-    The order rotates from round to round, so that nobody always finds the cache as the same neighbour left it.
+    The order rotates from round to round, so that nobody always finds the cache as the same neighbour left it. With ``evict``
+    every rank overwrites that many bytes before each call, so that everybody's buffers have left the nearest caches.
 
     Returns:
         Seconds, float64, shape (calls, iterations), the maximum over the ranks; the same on every rank.
     """
     seconds = np.zeros((len(calls), iterations))
+    elsewhere = np.zeros(evict, np.uint8)
     barrier, count = ranks.barrier, len(calls)
     collecting = gc.isenabled()
     gc.disable()
@@ -34,6 +38,7 @@ def alternate(ranks: Ranks, calls: Sequence[Call], warmup: int, iterations: int,
             for place in range(count):
                 index = (place + turn) % count
                 call = calls[index]
+                elsewhere += 1
                 barrier()
                 start = perf_counter()
                 result = call()

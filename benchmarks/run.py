@@ -118,7 +118,7 @@ def _preamble(collective: Collective, ranks: Ranks, settings: cli.Settings) -> s
         f"{ranks.local_size} on this host with {machine['usable_cores']} cores of {machine['processor']}\n"
         f"# {machine['mpi'] or 'no MPI'}, python {machine['python']}, {versions}\n"
         f"# minbytes {settings.sizes[0]} maxbytes {settings.sizes[-1]} warmup iters {settings.warmup} iters {settings.iterations} "
-        f"validation {int(settings.check)}"
+        f"validation {int(settings.check)}" + (f"; {settings.evict} bytes written before each call" if settings.evict else "")
     )
 
 

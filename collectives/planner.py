@@ -66,7 +66,7 @@ class Crossovers:
     """All-reduce in one round: every rank reads everything from everybody."""
     one_shot_pair: int = MIB
     """The same with two ranks, where it moves no more than the two rounds of `direct` do."""
-    window: int = 2 * MIB
+    window: int = MIB
     """Through windows; beyond, the peers' private memory is read, if it can be."""
     window_moves: int = 512 * KIB
     """The same for collectives that only move data, where a direct read saves a copy."""
@@ -229,7 +229,9 @@ class Planner:
         if medium is Medium.DIRECT:
             if algorithm != "direct":
                 return 512 * KIB
-            return MIB if collective in ("allreduce", "reducescatter") else 32 * MIB
+            if collective not in ("allreduce", "reducescatter"):
+                return 32 * MIB
+            return MIB if nbytes <= 8 * MIB else 512 * KIB
         if medium is Medium.WINDOW:
             chunks = 1 if algorithm in ("one-shot", "recursive-doubling") or (algorithm == "ring" and collective == "broadcast") else size
             return MIB if chunks == 1 else max(4 * KIB, min(256 * KIB, SLOT_BYTES // chunks) // 64 * 64)

@@ -152,7 +152,9 @@ def allreduce(
     algorithm: str | None = None,
     transport: str | None = None,
 ) -> Any:
-    """Combine the ranks' tensors element by element; every rank gets the same result, bit for bit (zeros' signs in Min and Max apart).
+    """Combine the ranks' tensors element by element.
+
+    Every rank gets the same result, bit for bit; apart from NaN's payload, and zeros' signs in Min and Max.
 
     Args:
         tensor: equal shape and dtype on every rank: a NumPy array or scalar, a number, or anything on the CPU with the buffer

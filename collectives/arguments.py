@@ -11,8 +11,10 @@ from collectives.errors import InvalidArgumentError, InvalidTypeError
 from collectives.reduction import Op
 
 
-def operation(op: Op | None, average: bool) -> Op:
+def operation(op: Op | None, average: Any) -> Op:
     """The operation that ``op`` names, or that ``average`` means without it."""
+    if isinstance(average, Op):
+        raise InvalidTypeError(f"average: expected True or False, got {average!r}; pass op={average!r}")
     if op is None:
         return Op.AVERAGE if average else Op.SUM
     if not isinstance(op, Op):
@@ -24,7 +26,7 @@ def factor(argument: str, value: Any) -> float:
     """A scale factor as a float."""
     try:
         return float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise InvalidTypeError(f"{argument}: expected a number, got {value!r}") from None
 
 

@@ -64,8 +64,8 @@ def _size(text: str) -> int:
     return parse_bytes(text)
 
 
-def _setting(variable: str, default: Any, parse: Callable[[str], Any]) -> Any:
-    return field(default=default, metadata={"variable": variable, "parse": parse})
+def _setting(variable: str, default: Any, parse: Callable[[str], Any], *, alike: bool = True) -> Any:
+    return field(default=default, metadata={"variable": variable, "parse": parse, "alike": alike})
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +78,11 @@ class Config:
     """How ranks on one host exchange bytes; ``auto`` lets the planner choose."""
     segment: int = _setting("COLLECTIVES_SEGMENT", 0, _size)
     """Bytes that one pipeline unit moves per chunk; 0: the planner's."""
-    timeout: float = _setting("COLLECTIVES_TIMEOUT", 1800.0, _seconds)
+    timeout: float = _setting("COLLECTIVES_TIMEOUT", 1800.0, _seconds, alike=False)
     """How long a call waits for a rank that is alive but does not arrive."""
     local_size: int = _setting("COLLECTIVES_LOCAL_SIZE", 0, _count)
     """Pretend that each host holds this many consecutive ranks; 0: ask the system."""
-    result_pool: int = _setting("COLLECTIVES_RESULT_POOL", 256 << 20, _size)
+    result_pool: int = _setting("COLLECTIVES_RESULT_POOL", 256 << 20, _size, alike=False)
     """Bytes of dropped results kept for reuse by the next out-of-place call; 0 turns reuse off."""
 
     @classmethod

@@ -109,16 +109,17 @@ class Entries:
         Raises:
             InvalidArgumentError, InvalidTypeError, TransportError: an argument that no rank can accept, or that cannot be had here.
         """
-        key = (collective, view.dtype.num, view.shape, op if op is not None else average, name, prescale, postscale, algorithm, transport)
+        if type(prescale) is not float or type(postscale) is not float:
+            prescale, postscale = arguments.factor("prescale_factor", prescale), arguments.factor("postscale_factor", postscale)
+        key = (collective, view.dtype.num, view.shape, op, average, name, prescale, postscale, algorithm, transport)
         known = self._look_up(key)
         if known is not None:
             return known
         operation = arguments.operation(op, average)
         arguments.check_name(name)
-        factors = [arguments.factor("prescale_factor", prescale), arguments.factor("postscale_factor", postscale)]
         dtype, native = view.dtype, self._native
         kernel = reduction.kernel(operation, dtype)
-        finish = reduction.finish(operation, dtype, self._size, factors[1])
+        finish = reduction.finish(operation, dtype, self._size, postscale)
         choice = self._planner.choose(
             collective,
             view.nbytes,
@@ -138,15 +139,15 @@ class Entries:
                 dtypes.name(dtype),
                 view.shape,
                 op=operation.value,
-                prescale=factors[0],
-                postscale=factors[1],
+                prescale=prescale,
+                postscale=postscale,
                 algorithm=algorithm,
                 transport=transport,
             ),
             (lambda: make_plan(shape, dtype, choice, kernel, finish)) if moves and not natively else None,
         )
         entry.finish = finish
-        entry.prescale = reduction.prescale(dtype, factors[0])
+        entry.prescale = reduction.prescale(dtype, prescale)
         entry.warns = reduction.warns(dtype)
         if natively and native is not None:
             entry.native = lambda source, out: native.native_allreduce(source, out, operation)
@@ -154,6 +155,8 @@ class Entries:
 
     def broadcasting(self, view: View, root: int, name: str | None, algorithm: str | None, transport: str | None) -> Entry:
         """The entry of a broadcast; raises as `reducing`."""
+        if type(root) is not int:
+            root = arguments.root(root, self._size)
         key = ("broadcast", view.dtype.num, view.shape, root, name, algorithm, transport)
         known = self._look_up(key)
         if known is not None:

@@ -71,7 +71,7 @@ class Executor:
         reads_outputs: bool = False,
     ) -> Plan:
         """Make a plan: every action of the program becomes a closure that takes the segment's number."""
-        self._grow_scratch((1 + program.messages) * block * dtype.itemsize)
+        self._grow_scratch((program.messages + (kernel is not None)) * block * dtype.itemsize)
         scratch = self._scratch_as(dtype)
         binder = Binder(self.state, self._group, self._windows, scratch, dtype, block, segments, stride, staged, kernel, finish)
         rounds = [binder.round(r) for r in program.rounds]

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from collectives.errors import MismatchError
+from collectives.errors import InvalidArgumentError, MismatchError
 
 _SETTLE_WITHIN = 2.0
 _LOOK_AGAIN = 2e-4
@@ -83,35 +83,61 @@ class Turns:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        # A lock that knows its owner: an interrupt may come between taking it and giving it back, and must not leave it taken.
+        self._lock: Any = threading.RLock()
+        self._calling = False
         self._waiting: list[int] = []
         self._chosen: int | None = None
         self._threads: set[int] = set()
         self._last_thread = 0
-        self._owner = 0
 
     def take(self, signature: int) -> None:
         """Wait for the turn. Whoever has it gives it back in bounded time, because all that it waits for is bounded.
 
-        A thread that has the turn already takes it again: an interrupt came before it could give it back.
+        Raises:
+            InvalidArgumentError: this thread has the turn already: a signal handler calls a collective within a collective.
         """
         thread = threading.get_ident()
         if thread != self._last_thread:
             self._last_thread = thread
             self._threads.add(thread)
-        if self._lock.acquire(False):
+        if self._lock._is_owned():
+            self._take_again()
+        elif self._lock.acquire(False):
             if self._chosen is None or self._chosen == signature:
-                self._owner = thread
+                self._calling = True
                 return
             self._lock.release()
-        elif self._owner == thread:
-            return
-        self._take_when_chosen(signature)
+            self._take_when_chosen(signature)
+        else:
+            self._take_when_chosen(signature)
+
+    def take_to_leave(self) -> None:
+        """Wait for the turn, whatever was chosen to go first; a thread that has it keeps it."""
+        self._lock.acquire()
+        self._calling = True
 
     def give(self) -> None:
-        """Let the next thread have its turn."""
-        self._owner = 0
-        self._lock.release()
+        """Let the next thread have its turn; nothing, if an interrupt came while this thread waited without it."""
+        if self._lock._is_owned():
+            self._calling = False
+            self._lock.release()
+
+    def held(self) -> bool:
+        """Whether this thread has the turn."""
+        return bool(self._lock._is_owned())
+
+    def calling(self) -> bool:
+        """Whether this thread is in the middle of a call."""
+        return self._calling and self.held()
+
+    def _take_again(self) -> None:
+        if self._calling:
+            raise InvalidArgumentError(
+                "a collective was called within a collective of the same thread, from a signal handler or a destructor; "
+                "let the handler set a flag, and call afterwards"
+            )
+        self._calling = True  # an interrupt came just before this thread could give the turn back, or just after it took it
 
     def agreed(self) -> None:
         """The ranks agreed on the call of the thread that has the turn."""
@@ -148,7 +174,7 @@ class Turns:
             while True:
                 self._lock.acquire()
                 if self._chosen is None or self._chosen == signature:
-                    self._owner = threading.get_ident()
+                    self._calling = True
                     return
                 self._lock.release()
                 time.sleep(_LOOK_AGAIN)

@@ -231,7 +231,8 @@ class Planner:
                 return 512 * KIB
             if collective not in ("allreduce", "reducescatter"):
                 return 32 * MIB
-            return MIB if nbytes <= 8 * MIB else 512 * KIB
+            block = MIB if nbytes <= 8 * MIB else 512 * KIB
+            return block if self.placement.one_host else min(block, max(4 * KIB, _SCRATCH_LIMIT // (2 * size) // 64 * 64))
         if medium is Medium.WINDOW:
             chunks = 1 if algorithm in ("one-shot", "recursive-doubling") or (algorithm == "ring" and collective == "broadcast") else size
             return MIB if chunks == 1 else max(4 * KIB, min(256 * KIB, SLOT_BYTES // chunks) // 64 * 64)

@@ -211,7 +211,7 @@ def compile_program(
             after = there.written + 1 if staged else there.written
             rest.append(Action(verb, medium, step.peer, size, source, operand, home, also, after=after, finish=finish))
         rounds.append(RoundProgram(tuple(receives), tuple(sends), tuple(pushes), tuple(rest), bool(leaving & mine.written_in(number))))
-    most = sum(len(r.receives) for r in rounds)
+    most = sum(action.verb is Verb.REDUCE or action.detour for r in rounds for action in r.receives)
     return Program(tuple(rounds), tuple(sorted(touched.items())), mine.window_elements, bool(mine.window_index), most)
 
 

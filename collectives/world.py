@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from collectives import arguments, arrays, partition, reduction
+from collectives.arrays import View
 from collectives.binder import Plan
 from collectives.buffers import ResultPool
 from collectives.config import Config
@@ -52,8 +53,8 @@ _MOST_ROWS = 64
 _EMPTY = np.empty(0)
 _INVALID_SIGNATURE = Request("invalid").signature()
 
-_abandoned: list[tuple[Array, Array]] = []
-"""Arrays of calls that failed while a peer might still touch them: never freed."""
+_abandoned: list[tuple[Array, Array, World]] = []
+"""Arrays, and the worlds with their scratch memory, of calls that failed while a peer or MPI might still touch them: never freed."""
 
 
 class World:
@@ -115,17 +116,17 @@ class World:
             view = arrays.view(tensor)
             self._check_state()
             entry = self._entries.reducing("allreduce", view, average, op, name, prescale_factor, postscale_factor, algorithm, transport)
-        except CollectivesError as error:
+        except Exception as error:
             raise self._refused(error) from None
         self._turns.take(entry.signature)
         try:
-            out = self._pool.empty(view.shape, view.dtype)
+            out = self._new(view.shape, view.dtype)
             flat = out.reshape(-1)
             source = view.array
             if entry.prescale is not None:
                 self._scale(entry.prescale, source, flat)
                 source = flat
-            self._carry_out(entry, entry.plan(), source, flat)
+            self._carry_out(entry, source, flat)
         finally:
             self._turns.give()
         return view.wrap(out)
@@ -147,15 +148,15 @@ class World:
             view = arrays.view(tensor, writable=True)
             self._check_state()
             entry = self._entries.reducing("allreduce", view, average, op, name, prescale_factor, postscale_factor, algorithm, transport)
-        except CollectivesError as error:
+        except Exception as error:
             raise self._refused(error) from None
         self._turns.take(entry.signature)
         try:
             source = view.array
             if entry.prescale is not None:
-                source = self._pool.empty(view.array.shape, view.dtype)
+                source = self._new(view.array.shape, view.dtype)
                 self._scale(entry.prescale, view.array, source)
-            self._carry_out(entry, entry.plan(), source, view.array)
+            self._carry_out(entry, source, view.array)
             if view.copied:
                 view.store()
         finally:
@@ -178,17 +179,17 @@ class World:
             view = arguments.with_rows(arrays.view(tensor), "reducescatter")
             self._check_state()
             entry = self._entries.reducing("reducescatter", view, True, op, name, prescale_factor, postscale_factor, algorithm, transport)
-        except CollectivesError as error:
+        except Exception as error:
             raise self._refused(error) from None
         self._turns.take(entry.signature)
         try:
             rows = partition.rows(view.shape[0], self.size)
-            out = self._pool.empty((rows[self.rank], *view.shape[1:]), view.dtype)
+            out = self._new((rows[self.rank], *view.shape[1:]), view.dtype)
             source = view.array
             if entry.prescale is not None:
-                source = self._pool.empty(view.array.shape, view.dtype)
+                source = self._new(view.array.shape, view.dtype)
                 self._scale(entry.prescale, view.array, source)
-            self._carry_out(entry, entry.plan(), source, out.reshape(-1))
+            self._carry_out(entry, source, out.reshape(-1))
         finally:
             self._turns.give()
         return view.wrap(out)
@@ -201,12 +202,12 @@ class World:
             view = arrays.view(tensor)
             self._check_state()
             entry = self._entries.broadcasting(view, root_rank, name, algorithm, transport)
-        except CollectivesError as error:
+        except Exception as error:
             raise self._refused(error) from None
         self._turns.take(entry.signature)
         try:
-            out = self._pool.empty(view.shape, view.dtype)
-            self._carry_out(entry, entry.plan(), view.array, out.reshape(-1))
+            out = self._new(view.shape, view.dtype)
+            self._carry_out(entry, view.array, out.reshape(-1))
         finally:
             self._turns.give()
         return view.wrap(out)
@@ -219,11 +220,11 @@ class World:
             view = arrays.view(tensor, writable=True)
             self._check_state()
             entry = self._entries.broadcasting(view, root_rank, name, algorithm, transport)
-        except CollectivesError as error:
+        except Exception as error:
             raise self._refused(error) from None
         self._turns.take(entry.signature)
         try:
-            self._carry_out(entry, entry.plan(), view.array, view.array)
+            self._carry_out(entry, view.array, view.array)
             if view.copied and self.rank != root_rank:
                 view.store()
         finally:
@@ -236,15 +237,13 @@ class World:
             view = arguments.with_rows(arrays.view(tensor), "allgather")
             self._check_state()
             entry = self._entries.gathering("allgather", view, name, algorithm, transport)
-        except CollectivesError as error:
+        except Exception as error:
             raise self._refused(error) from None
         self._turns.take(entry.signature)
         try:
             every = self._agree_on_rows(entry, view.array, (view.shape[0],))
-            rows = tuple(words[0] for words in every)
-            out = self._pool.empty((sum(rows), *view.shape[1:]), view.dtype)
-            plan = self._entries.plan_for_rows(entry, view, rows)
-            self._carry_out(entry, plan, view.array, out.reshape(-1), agreed=True)
+            out, plan = self._prepare(entry, view, [words[0] for words in every], tuple(words[0] for words in every))
+            self._carry_out(entry, view.array, out.reshape(-1), plan, agreed=True)
         finally:
             self._turns.give()
         return view.wrap(out)
@@ -264,16 +263,14 @@ class World:
             own = arguments.splits(splits, view.shape[0], self.size)
             self._check_state()
             entry = self._entries.gathering("alltoall", view, name, algorithm, transport)
-        except CollectivesError as error:
+        except Exception as error:
             raise self._refused(error) from None
         self._turns.take(entry.signature)
         try:
             every = self._agree_on_rows(entry, view.array, own)
             received = [words[self.rank] for words in every]
-            out = self._pool.empty((sum(received), *view.shape[1:]), view.dtype)
-            matrix = tuple(itertools.chain.from_iterable(every))
-            plan = self._entries.plan_for_rows(entry, view, matrix)
-            self._carry_out(entry, plan, view.array, out.reshape(-1), agreed=True)
+            out, plan = self._prepare(entry, view, received, tuple(itertools.chain.from_iterable(every)))
+            self._carry_out(entry, view.array, out.reshape(-1), plan, agreed=True)
         finally:
             self._turns.give()
         if splits is None:
@@ -287,7 +284,7 @@ class World:
         entry = self._entries.meeting()
         self._turns.take(entry.signature)
         try:
-            self._carry_out(entry, None, _EMPTY, _EMPTY)
+            self._carry_out(entry, _EMPTY, _EMPTY)
         finally:
             self._turns.give()
 
@@ -311,8 +308,14 @@ class World:
         return [pickle.loads(everything[end - length : end].data) for end, length in zip(ends.tolist(), lengths.tolist(), strict=True)]
 
     def shutdown(self) -> None:
-        """Leave the group; collectives called afterwards are refused. Does nothing the second time."""
-        self._turns.take(0)
+        """Leave the group; collectives called afterwards are refused. Does nothing the second time.
+
+        From a signal handler in the middle of a call, the world is only marked as failed: the call still uses its memory.
+        """
+        if self._turns.calling():
+            self.fail("it was shut down in the middle of a call")
+            return
+        self._turns.take_to_leave()
         try:
             if self._refusal is not None:
                 return
@@ -345,7 +348,7 @@ class World:
         if self._refusal is not None:
             raise self._refusal()
 
-    def _refused(self, error: CollectivesError) -> CollectivesError:
+    def _refused(self, error: Exception) -> Exception:
         """A call whose arguments this rank refuses: the other ranks learn of it, and stay in step."""
         if self._refusal is None and not isinstance(error, (MismatchError, RankFailedError)) and self.size > 1:
             self._turns.take(_INVALID_SIGNATURE)
@@ -388,8 +391,24 @@ class World:
             every.append(list(words[2:]))
         return every
 
-    def _carry_out(self, entry: Entry, plan: Plan | None, source: Array, out: Array, agreed: bool = False) -> None:
-        """Agree on a call and run its plan. With the lock held."""
+    def _new(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        """Memory for a call that this rank has not entered yet, but that its peers wait for."""
+        try:
+            return self._pool.empty(shape, dtype)
+        except BaseException as error:
+            self._break(error, _EMPTY, _EMPTY)
+            raise
+
+    def _prepare(self, entry: Entry, view: View, received: Sequence[int], rows: tuple[int, ...]) -> tuple[Array, Plan | None]:
+        """The result for the rows received, and the plan for everybody's. The peers count on this rank already: no way back."""
+        try:
+            return self._pool.empty((sum(received), *view.shape[1:]), view.dtype), self._entries.plan_for_rows(entry, view, rows)
+        except BaseException as error:
+            self._break(error, view.array, view.array)
+            raise
+
+    def _carry_out(self, entry: Entry, source: Array, out: Array, plan: Plan | None = None, agreed: bool = False) -> None:
+        """Agree on a call and run its plan: the entry's, or one made after the sizes were agreed on. With the turn."""
         if self._refusal is not None:
             raise self._refusal()
         if self.size == 1:
@@ -398,6 +417,8 @@ class World:
         control, executor = self._control, self._executor
         state = executor.state
         try:
+            if not agreed:
+                plan = entry.plan()
             if not agreed or (plan is not None and plan.reads_outputs):
                 while not self._agree(entry, plan, source, out):
                     self._turns.settle(self.rank, entry.request, control.exchange)
@@ -414,12 +435,14 @@ class World:
                 entry.native(source, out)
                 if entry.finish is not None:
                     entry.finish(out, out)
-            state.input = state.output = _EMPTY
         except MismatchError:
             raise
         except BaseException as error:
             self._break(error, source, out)
             raise
+        finally:
+            if self._turns.held():
+                state.input = state.output = _EMPTY
 
     def _agree(self, entry: Entry, plan: Plan | None, source: Array, out: Array) -> bool:
         """Enter a call, with what the plan makes visible to the peers first."""
@@ -448,7 +471,7 @@ class World:
         if out is not source:
             np.copyto(out, source)
         if entry.finish is not None:
-            entry.finish(out, out)
+            self._scale(entry.finish, out, out)
 
     def _scale(self, scaling: reduction.Scaling, source: Array, out: Array) -> None:
         with reduction.quiet():
@@ -456,17 +479,19 @@ class World:
 
     def _break(self, error: BaseException, source: Array, out: Array) -> None:
         """After a failure in mid-call: keep what peers may touch, tell them, and refuse all further calls."""
-        kept = (source, out)
+        kept = (source, out, self)
         _abandoned.append(kept)
         text = f"{type(error).__name__}: {error}"
         self._refusal = lambda: RankFailedError(f"rank {self.rank}: this world has failed in an earlier call and cannot be used: {text}")
         self._control.fail(text)
+        self._turns.agreed()  # threads that let a chosen call go first need not wait for it any more
         deadline = time.monotonic() + _ACKNOWLEDGE_WITHIN
         while not self._control.acknowledged():
             if time.monotonic() > deadline:
                 return
             time.sleep(1e-3)
-        _abandoned[:] = [pair for pair in _abandoned if pair is not kept]
+        if not getattr(self._group.messages, "busy", False):
+            _abandoned[:] = [pair for pair in _abandoned if pair is not kept]
 
     def _pickled(self, value: Any) -> bytes:
         try:

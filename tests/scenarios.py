@@ -218,6 +218,11 @@ def scale_factors(world: World) -> None:
     assert_close(mine, expected(Op.AVERAGE, parts) * 2.0, world.size)
     scattered = world.reducescatter(parts[world.rank].reshape(-1, 1), Op.SUM, prescale_factor=0.25)
     assert scattered.dtype == np.float32
+    factor = np.array(2.0)
+    for value in (2.0, 3.0):
+        factor[()] = value
+        scaled = world.allreduce(parts[world.rank], average=False, postscale_factor=factor)
+        assert_close(scaled, expected(Op.SUM, parts) * value, world.size)
     negative = np.full(3, -(world.rank + 1) * 10, np.int32)
     total = -10 * sum(range(1, world.size + 1))
     np.testing.assert_array_equal(world.allreduce(negative), int(total / world.size))
@@ -289,6 +294,10 @@ def refusals(world: World) -> None:
         (lambda: world.alltoall(data, [5, -1] if world.size == 2 else [-1] * world.size), ValueError, "splits"),
         (lambda: world.alltoall(data, ["a"] * world.size), TypeError, "splits"),
         (lambda: world.allreduce(data, op="sum"), TypeError, "op"),
+        (lambda: world.allreduce(data, Op.SUM), TypeError, "op=Sum"),
+        (lambda: world.allreduce(data, op=True), TypeError, "op"),
+        (lambda: world.broadcast(data, True), TypeError, "root_rank"),
+        (lambda: world.allreduce(data, prescale_factor=10**400), TypeError, "prescale_factor"),
         (lambda: world.allreduce(data.astype(np.complex64), op=Op.MAX), TypeError, "complex"),
         (lambda: world.allreduce(data, name=3), TypeError, "name"),
         (lambda: world.allreduce(data, prescale_factor="x"), TypeError, "prescale_factor"),

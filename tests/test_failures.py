@@ -145,6 +145,9 @@ for attempt in range(12):
     assert all((array == 7.0).all() for array in fresh)
     hvd.shutdown()
 print("told", told)
+sys.stdout.flush()
+from mpi4py import MPI
+MPI.COMM_WORLD.Barrier()  # mpirun ends all ranks when the first one goes without finalising MPI, in which requests are pending
 os._exit(0)
 """
     )
@@ -240,3 +243,27 @@ assert (hvd.allreduce(data, average=False) == sum(range(size))).all()
     )
     result = run_ranks(2, program, timeout=60)
     assert all("told" in text for text in result.ranks), str(result)
+
+
+def test_a_call_within_a_call_is_refused() -> None:
+    """A signal handler that calls a collective, or shuts down, in the middle of one."""
+    program = (
+        PREAMBLE
+        + """
+def on_alarm(number, frame):
+    try:
+        hvd.allreduce(data)
+    except ValueError as error:
+        assert "within a collective" in str(error), error
+        print("refused")
+
+if rank == 0:
+    signal.signal(signal.SIGALRM, on_alarm)
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+else:
+    time.sleep(1)
+assert (hvd.allreduce(data, average=False) == sum(range(size))).all()
+assert (hvd.allreduce(data, average=False) == sum(range(size))).all()
+"""
+    )
+    assert "refused" in run_ranks(2, program, timeout=40).ranks[0]

@@ -153,3 +153,18 @@ def test_a_setting_that_cannot_be_understood_is_named() -> None:
     program = "import collectives; collectives.init()"
     result = run_command([sys.executable, "-c", program], env={"COLLECTIVES_SEGMENT": "many"}, expect=1)
     assert "COLLECTIVES_SEGMENT='many'" in result.output
+
+
+def test_settings_that_differ_between_ranks_are_named_on_every_rank() -> None:
+    program = """
+import os
+os.environ["COLLECTIVES_SEGMENT"] = "4K" if os.environ.get("OMPI_COMM_WORLD_RANK") == "1" else "8K"
+import collectives as hvd
+try:
+    hvd.init()
+except hvd.MismatchError as error:
+    assert "COLLECTIVES_SEGMENT differs" in str(error) and "rank 0: 8192, rank 1: 4096" in str(error), error
+    print("named")
+"""
+    result = run_ranks(2, program, timeout=40)
+    assert all("named" in text for text in result.ranks), str(result)

@@ -16,7 +16,7 @@ import numpy as np
 
 from collectives import dtypes
 from collectives.config import Config
-from collectives.errors import CollectiveTimeoutError, InvalidTypeError, RankFailedError
+from collectives.errors import CollectiveTimeoutError, InvalidTypeError, MismatchError, RankFailedError
 from collectives.reduction import Op
 from collectives.transport import shared_memory
 from collectives.transport.base import Array
@@ -37,6 +37,7 @@ def connect(comm: MPI.Intracomm, config: Config) -> Group:
 
     Raises:
         CollectiveTimeoutError: not every rank came within ``config.timeout``.
+        MismatchError: the ranks have different settings.
     """
     if not hasattr(comm, "Get_rank") or comm.Is_inter():
         raise InvalidTypeError(f"comm={comm!r}: expected an mpi4py intracommunicator")
@@ -44,18 +45,20 @@ def connect(comm: MPI.Intracomm, config: Config) -> Group:
     # Whoever does not come shows here, where the wait is bounded; the collective calls after it then all meet their match.
     patience.wait(comm.Ibarrier(), "every rank to call init()")
     own = comm.Dup()
+    _compare_settings(own.Get_rank(), own.allgather(config))
     rank, size = own.Get_rank(), own.Get_size()
+
+    def exchange(value: Any) -> list[Any]:
+        patience.wait(own.Ibarrier(), "every rank to say what it has")
+        gathered: list[Any] = own.allgather(value)
+        return gathered
+
     hosts = _hosts(own, config.local_size)
     local = next(host for host in hosts if rank in host)
     memory = None
     if size > 1 and config.transport != "mpi":
-        memory = shared_memory.connect(rank, size, local, own.allgather, timeout=config.timeout)
+        memory = shared_memory.connect(rank, size, local, exchange, timeout=config.timeout)
     messages = MpiMessages(own, patience) if size > 1 else None
-
-    def exchange(value: Any) -> list[Any]:
-        patience.wait(own.Ibarrier(), "every rank to describe its call")
-        gathered: list[Any] = own.allgather(value)
-        return gathered
 
     control: BoardControl | MpiControl
     if memory is not None and len(hosts) == 1:
@@ -99,6 +102,11 @@ class MpiMessages:
     def close(self) -> None:
         self._requests.clear()
 
+    @property
+    def busy(self) -> bool:
+        """Whether MPI may still read or write what was posted."""
+        return bool(self._requests)
+
     def knows(self, op: Op, dtype: np.dtype[Any]) -> bool:
         """Whether MPI itself reduces these numbers as we do.
 
@@ -120,7 +128,8 @@ class MpiMessages:
 
         operation = {Op.MIN: MPI.MIN, Op.MAX: MPI.MAX, Op.PRODUCT: MPI.PROD}.get(op, MPI.SUM)
         send = MPI.IN_PLACE if source is out else source
-        self._patience.wait(self._comm.Iallreduce(send, out, operation), "every rank's numbers")
+        self._requests.append(self._comm.Iallreduce(send, out, operation))
+        self.drain()
 
 
 class MpiControl:
@@ -256,6 +265,18 @@ class _Patience:
                 )
             time.sleep(nap)
             nap = min(nap * 1.2, _LONGEST_NAP)
+
+
+def _compare_settings(rank: int, configs: Sequence[Config]) -> None:
+    """Settings decide what the planner chooses, so they must be alike; launchers do not always pass the environment on."""
+    for name, attribute in Config.__dataclass_fields__.items():
+        values = [getattr(config, name) for config in configs]
+        if attribute.metadata["alike"] and len(set(values)) > 1:
+            shown = ", ".join(f"rank {peer}: {value}" for peer, value in enumerate(values))
+            raise MismatchError(
+                f"rank {rank}: {attribute.metadata['variable']} differs between the ranks ({shown}); "
+                f"give all ranks the same environment (collectivesrun does)"
+            )
 
 
 def _hosts(comm: MPI.Intracomm, local_size: int) -> tuple[tuple[int, ...], ...]:

@@ -111,13 +111,11 @@ def _map_all(
     """Map every local rank's file, made with ``make``; None, on every rank, if any rank could not."""
     secret = secrets.token_bytes(_TOKEN_BYTES)
     handle, path, own = -1, "", None
-    try:
+    with suppress(OSError, AttributeError, ValueError):
         handle, path = make(nbytes)
         own = _map(handle, nbytes, populate=True)
         own[nbytes - _TOKEN_BYTES :] = secret
-    except (OSError, AttributeError, ValueError):
-        path = ""
-    offers = exchange((path, secret))
+    offers = exchange((path if own is not None else "", secret))
     mappings: list[mmap.mmap | None] = [None] * len(offers)
     works = own is not None
     if works:
@@ -126,7 +124,8 @@ def _map_all(
     everywhere = all(exchange(works))
     if handle >= 0:
         if not path.startswith("/proc/"):
-            os.unlink(path)
+            with suppress(OSError):
+                os.unlink(path)
         os.close(handle)
     if everywhere:
         return mappings

@@ -46,6 +46,7 @@ def connect(size: int, *, hosts: Sequence[Sequence[int]] | None = None, reads_pr
         local = next(host for host in layout if rank in host)
         control_board = _board(control_pages, rank, timeout)
         board = _board([page if p in local else None for p, page in enumerate(memory_pages)], rank, timeout)
+        board.also_check = control_board.check
         memory = ThreadMemory(board, [window if p in local else None for p, window in enumerate(windows)], reads_private)
         control = BoardControl(control_board, lambda value, rank=rank: meeting.exchange(rank, value))  # type: ignore[misc]
         messages = ThreadMessages(rank, post, control_board, timeout)

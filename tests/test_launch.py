@@ -71,7 +71,8 @@ def test_a_failure_before_mpi_is_started_ends_the_job(mpi: str, tmp_path: Path) 
 
 
 def test_a_good_job_shows_what_its_ranks_print_and_takes_options(mpi: str, tmp_path: Path) -> None:
-    program = "import os\nfrom mpi4py import MPI\nprint('rank', MPI.COMM_WORLD.rank, os.environ['COLLECTIVES_ALGORITHM'])"
+    # One string, so that it is written in one piece: the output of the two ranks is not in any order.
+    program = "import os\nfrom mpi4py import MPI\nprint(f'rank {MPI.COMM_WORLD.rank} ' + os.environ['COLLECTIVES_ALGORITHM'])"
     result = collectivesrun(mpi, tmp_path, program, "--verbose", "--algorithm", "ring", n=2)
     assert "rank 0 ring" in result.output and "rank 1 ring" in result.output
     assert f"collectivesrun: {'Open MPI' if mpi == 'openmpi' else 'MPICH'} " in result.output and " -n 2 " in result.output

@@ -3,6 +3,9 @@
 Three questions. How far does resident memory rise above the tensors during a call (peak, from the kernel's high-water
 mark)? Does it stay flat over very many calls? And what does the Python side allocate per call (tracemalloc, which NumPy's
 buffers report to as well)? The largest value of all ranks is shown.
+
+``--operations 1000000`` asks instead whether resident memory stays flat over so many small operations, first asynchronous and
+named, then blocking.
 """
 
 from __future__ import annotations
@@ -26,6 +29,10 @@ from benchmarks.room import available_bytes, check_memory, read
 
 _SMALL = 4096
 """Bytes of the tensor that is reduced very many times."""
+_NAMES = 100
+"""Names that take turns among very many asynchronous operations; all of them are in flight at once."""
+_SAMPLES = 10
+"""How often resident memory is looked at meanwhile."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -35,6 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     flags.add_argument("-e", "--maxbytes", type=cli.size, default="256M", metavar="SIZE", help="largest size")
     flags.add_argument("-f", "--stepfactor", type=cli.whole_number(2), default=4, metavar="FACTOR", help="next size = size * FACTOR")
     flags.add_argument("-n", "--calls", type=cli.whole_number(10), default=100_000, metavar="N", help="calls in the test of flatness")
+    flags.add_argument(
+        "-m", "--operations", type=cli.whole_number(_SAMPLES * _NAMES), default=None, metavar="N", help="only the flatness of N operations"
+    )
     flags.add_argument("-J", "--json", type=Path, default=None, metavar="FILE", help="write everything measured to FILE")
     given = flags.parse_args(arguments)
     started = not collectives.is_initialized()
@@ -43,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     ranks = Ranks()
     try:
         problem = ranks.agree(check_memory(max(given.minbytes, given.maxbytes), False, ranks.local_size, available_bytes()))
-        results = None if problem else measure(given, ranks)
+        results = None if problem else flatness(given.operations, ranks) if given.operations else measure(given, ranks)
     finally:
         if started:
             collectives.shutdown()
@@ -82,6 +92,45 @@ def measure(given: Any, ranks: Ranks) -> list[dict[str, Any]]:
     results.append({"calls": given.calls, "size": _SMALL, "growth": growth, "allocated_per_call": allocated, "kept_per_call": kept})
     say(f"# {given.calls} calls of {short_bytes(_SMALL)} in place: resident memory grew by {growth / 1024:.0f} KiB")
     return results
+
+
+def flatness(operations: int, ranks: Ranks) -> list[dict[str, Any]]:
+    """Resident memory over very many small operations, of each kind; rank 0 prints it."""
+    say = print if ranks.rank == 0 else _silent
+    tensors = [np.zeros(_SMALL // 4, np.float32) for _ in range(_NAMES)]
+    names = [f"tensor {index}" for index in range(_NAMES)]
+
+    def asynchronous() -> None:
+        handles = [collectives.allreduce_async_(tensor, op=collectives.Sum, name=name) for tensor, name in zip(tensors, names, strict=True)]
+        for handle in handles:
+            collectives.synchronize(handle)
+
+    def blocking() -> None:
+        for tensor in tensors:
+            collectives.allreduce_(tensor, op=collectives.Sum)
+
+    say(f"# {operations} operations on {short_bytes(_SMALL)} in place, {_NAMES} names or none, {ranks.size} ranks: KiB that resident")
+    say("# memory has grown since the first batch, after each tenth of them; the largest of all ranks", flush=True)
+    results: list[dict[str, Any]] = []
+    for kind, batch in (("asynchronous", asynchronous), ("blocking", blocking)):
+        growth = ranks.maximum(np.array(grown(batch, operations // _NAMES), np.float64))
+        results.append({"operations": operations, "kind": kind, "growth": growth.tolist()})
+        say(f" {kind:<14}" + "".join(f"{value / 1024:>8.0f}" for value in growth), flush=True)
+    return results
+
+
+def grown(batch: Callable[[], object], times: int) -> list[int]:
+    """By how many bytes resident memory has grown since the first of ``times`` calls, looked at ten times, evenly spread."""
+    batch()
+    gc.collect()
+    before = resident()
+    samples = []
+    for sample in range(_SAMPLES):
+        for _ in range(times * sample // _SAMPLES, times * (sample + 1) // _SAMPLES):
+            batch()
+        gc.collect()
+        samples.append(resident() - before)
+    return samples
 
 
 def _silent(*text: object, **options: object) -> None:

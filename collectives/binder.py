@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from collectives import shortcuts
+from collectives.fusion import Lists, Pieces
 from collectives.program import Action, Medium, Place, Program, RoundProgram, Space, Verb
 from collectives.shortcuts import Do, Kernel, Scale, State
 from collectives.transport.base import SLOT_BYTES, SLOTS, Array
@@ -40,6 +41,7 @@ class Plan:
         needs_addresses: peers read or write private memory.
         partners: the peers whose private memory this rank reads or writes.
         reads_outputs: peers read each other's outputs, not only inputs; the same on every rank.
+        unstaged: of a packed plan: start and length of what must be gathered besides, because no window takes it.
     """
 
     __slots__ = (
@@ -53,6 +55,7 @@ class Plan:
         "staged",
         "stride",
         "touched_by",
+        "unstaged",
         "uses_window",
     )
 
@@ -73,6 +76,7 @@ class Plan:
         # The group, counted from the call's beginning, after which a peer touches this rank's memory no more.
         self.touched_by = tuple((peer, (segments - 1) * stride + last + 1) for peer, last in program.touched_by)
         self.uses_window = program.uses_window
+        self.unstaged: tuple[tuple[int, int], ...] = ()
         actions = [action for r in program.rounds for action in (*r.pushes, *r.rest) if action.medium is Medium.DIRECT]
         self.partners = tuple(sorted({action.peer for action in actions}))
         self.needs_addresses = bool(actions or program.touched_by)
@@ -91,6 +95,8 @@ class Binder:
         scratch: one array of ``dtype``: block 0 takes what is read directly, the others messages that wait for their turn.
         dtype, block, segments, stride, staged: of the plan; the block in elements.
         kernel, finish: how two blocks combine, and what scales a finished one.
+        pieces: of a fused plan over windows, whose input is packed there; None otherwise.
+        lists: of a fused plan over direct reads, whose blocks are lists of pieces; None otherwise.
     """
 
     def __init__(
@@ -106,6 +112,8 @@ class Binder:
         staged: bool,
         kernel: Kernel | None,
         finish: Scale | None,
+        pieces: Pieces | None = None,
+        lists: Lists | None = None,
     ) -> None:
         self._state = state
         self._group = group
@@ -125,6 +133,8 @@ class Binder:
         self._slot = SLOT_BYTES // dtype.itemsize
         self._letters = 1
         self._scratch = scratch
+        self._pieces = pieces
+        self._lists = lists
 
     def round(self, program: RoundProgram) -> BoundRound:
         letters: dict[int, int] = {}
@@ -166,6 +176,8 @@ class Binder:
     def _push(self, action: Action) -> Do:
         memory, source = self._group.memory, action.source
         assert memory is not None and source is not None
+        if self._lists is not None:
+            return shortcuts.push_lists(memory.store_list, self._group.rank, action, self._block, self._itemsize, self._lists)
         if source.space is not Space.WINDOW:
             return shortcuts.push_directly(self._state, memory.store, action, self._block, self._itemsize)
         length, peer, itemsize, store = self._length(action.size), action.peer, self._itemsize, memory.store
@@ -183,6 +195,10 @@ class Binder:
         wait = self._wait(action)
         if action.verb is Verb.AWAIT:
             return wait
+        if self._lists is not None:
+            return self._reduce_lists(action)
+        if self._pieces is not None and action.verb is Verb.STAGE:
+            return self._pack(action, self._pieces)
         shortcut = self._shortcut(action, wait)
         if shortcut is not None:
             return shortcut
@@ -214,6 +230,27 @@ class Binder:
             if Space.WINDOW not in (source.space, operand.space):
                 return shortcuts.reduce_directly(state, memory.fetch, self._scratch, action, self._block, self._itemsize, kernel, finish)
         return None
+
+    def _pack(self, action: Action, pieces: Pieces) -> Do:
+        """Gather a block of the tensors in the window."""
+        assert action.source is not None and action.target is not None
+        length, target, start, block = self._length(action.size), self._array(action.target), action.source.offset, self._block
+
+        def pack(segment: int) -> None:
+            n = length(segment)
+            if n > 0:
+                pieces.gather(start + segment * block, n, target(segment, n))
+
+        return pack
+
+    def _reduce_lists(self, action: Action) -> Do:
+        """A block of the direct all-reduce over direct reads, the one algorithm that lists are made for."""
+        memory, kernel, lists = self._group.memory, self._kernel, self._lists
+        assert memory is not None and kernel is not None and lists is not None and action.verb is Verb.REDUCE and action.after < 0
+        finish = self._finish if action.finish else None
+        return shortcuts.reduce_lists(
+            self._state, memory.fetch_list, self._scratch, action, self._block, self._itemsize, kernel, finish, lists
+        )
 
     def _slots(self, rank: int, place: Place, size: int) -> list[Array]:
         """A block of a rank's window, for each slot."""

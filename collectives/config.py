@@ -1,7 +1,8 @@
 """Settings: the environment, read once at ``init()`` into a frozen dataclass.
 
 Names and defaults are documented in the README. A value that cannot be understood is an error that names the variable,
-because a setting that is silently ignored is worse than none.
+because a setting that is silently ignored is worse than none. Where Horovod has the same setting, its variable is read too; ours
+wins where both are set.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collectives.errors import InvalidArgumentError
 
 ALGORITHMS = ("auto", "ring", "direct", "one-shot", "recursive-doubling", "hierarchical", "native")
 TRANSPORTS = ("auto", "window", "direct-read", "mpi")
+LOG_LEVELS = ("trace", "debug", "info", "warning", "error", "fatal")
 
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 
@@ -51,10 +53,42 @@ def _seconds(text: str) -> float:
     return value
 
 
+def _seconds_or_off(text: str) -> float:
+    """a number of seconds, 0 or more"""
+    value = float(text)
+    if not value >= 0:
+        raise ValueError(text)
+    return value
+
+
+def _milliseconds(text: str) -> float:
+    """a number of milliseconds, 0 or more"""
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise ValueError(text)
+    return value
+
+
+def _fraction(text: str) -> float:
+    """a number from 0 to 1"""
+    value = float(text)
+    if not 0 <= value <= 1:
+        raise ValueError(text)
+    return value
+
+
 def _count(text: str) -> int:
     """a whole number, 0 or more"""
     value = int(text)
     if value < 0:
+        raise ValueError(text)
+    return value
+
+
+def _positive(text: str) -> int:
+    """a whole number, 1 or more"""
+    value = int(text)
+    if value < 1:
         raise ValueError(text)
     return value
 
@@ -64,13 +98,69 @@ def _size(text: str) -> int:
     return parse_bytes(text)
 
 
-def _setting(variable: str, default: Any, parse: Callable[[str], Any], *, alike: bool = True) -> Any:
-    return field(default=default, metadata={"variable": variable, "parse": parse, "alike": alike})
+def _path(text: str) -> str:
+    """a path"""
+    return text
+
+
+def parse_bool(text: str) -> bool:
+    """1, true, yes or on; or 0, false, no or off"""
+    word = text.strip().lower()
+    if word not in ("1", "true", "yes", "on", "0", "false", "no", "off"):
+        raise ValueError(text)
+    return word in ("1", "true", "yes", "on")
+
+
+def _level(text: str) -> str:
+    return _choice(*LOG_LEVELS)(text.strip().lower())
+
+
+_level.__doc__ = _choice(*LOG_LEVELS).__doc__
+
+
+def _if_true(value: Any) -> Callable[[str], Any]:
+    """A switch of Horovod's that stands for one value of a setting; switched off it says nothing."""
+
+    def parse(text: str) -> Any:
+        return value if parse_bool(text) else None
+
+    parse.__doc__ = parse_bool.__doc__
+    return parse
+
+
+def _horovod_timeline(text: str) -> str | None:
+    """a path, or DYNAMIC"""
+    # DYNAMIC prepares Horovod for start_timeline(), for which nothing need be prepared here.
+    return None if text == "DYNAMIC" else text
+
+
+def _setting(
+    variable: str,
+    default: Any,
+    parse: Callable[[str], Any],
+    *,
+    alias: str = "",
+    others: Mapping[str, Callable[[str], Any]] | None = None,
+    alike: bool = True,
+) -> Any:
+    """Declare a setting.
+
+    Args:
+        variable: what it is called in the environment.
+        default: its value if no variable says otherwise.
+        parse: reads the text; its docstring says what is expected.
+        alias: Horovod's name for the same, with the same meaning of the text.
+        others: Horovod's variables that mean something else by their text, with what reads it; None from that: it says nothing.
+            They come before ``alias``.
+        alike: whether all ranks must have the same.
+    """
+    sources = {variable: parse, **(others or {}), **({alias: parse} if alias else {})}
+    return field(default=default, metadata={"variable": variable, "sources": sources, "alike": alike})
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """Everything that the environment or ``init()`` can set. Sizes in bytes, times in seconds; 0 means "choose"."""
+    """Everything that the environment or ``init()`` can set. Sizes in bytes, times in seconds (but ``cycle_time``)."""
 
     algorithm: str = _setting("COLLECTIVES_ALGORITHM", "auto", _choice(*ALGORITHMS))
     """The algorithm for every operation that has it; ``auto`` lets the planner choose."""
@@ -84,6 +174,50 @@ class Config:
     """Pretend that each host holds this many consecutive ranks; 0: ask the system."""
     result_pool: int = _setting("COLLECTIVES_RESULT_POOL", 256 << 20, _size, alike=False)
     """Bytes of dropped results kept for reuse by the next out-of-place call; 0 turns reuse off."""
+    fusion_threshold: int = _setting("COLLECTIVES_FUSION_THRESHOLD", 128 << 20, _size, alias="HOROVOD_FUSION_THRESHOLD")
+    """Most bytes of tensors that are reduced together as one; 0: each by itself."""
+    cycle_time: float = _setting("COLLECTIVES_CYCLE_TIME", 1.0, _milliseconds, alias="HOROVOD_CYCLE_TIME", alike=False)
+    """Milliseconds (not seconds, as in Horovod) that the background thread lets operations gather before it acts."""
+    cache_capacity: int = _setting("COLLECTIVES_CACHE_CAPACITY", 1024, _count, alias="HOROVOD_CACHE_CAPACITY")
+    """How many operations are remembered, so that a repeated one is negotiated by a number; 0: none."""
+    stall_warning: float = _setting(
+        "COLLECTIVES_STALL_WARNING",
+        60.0,
+        _seconds_or_off,
+        alias="HOROVOD_STALL_CHECK_TIME_SECONDS",
+        others={"HOROVOD_STALL_CHECK_DISABLE": _if_true(0.0)},
+        alike=False,
+    )
+    """After how long a warning names an operation that some ranks have not submitted; 0: never."""
+    stall_shutdown: float = _setting(
+        "COLLECTIVES_STALL_SHUTDOWN",
+        0.0,
+        _seconds_or_off,
+        alias="HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
+        others={"HOROVOD_STALL_CHECK_DISABLE": _if_true(0.0)},
+        alike=False,
+    )
+    """After how long such an operation ends the job; 0: never."""
+    timeline: str = _setting("COLLECTIVES_TIMELINE", "", _path, others={"HOROVOD_TIMELINE": _horovod_timeline}, alike=False)
+    """The file in which a timeline is recorded from ``init()`` on; empty: none."""
+    timeline_mark_cycles: bool = _setting(
+        "COLLECTIVES_TIMELINE_MARK_CYCLES", False, parse_bool, alias="HOROVOD_TIMELINE_MARK_CYCLES", alike=False
+    )
+    """Whether the timeline shows when each cycle begins."""
+    autotune: bool = _setting("COLLECTIVES_AUTOTUNE", False, parse_bool, alias="HOROVOD_AUTOTUNE")
+    """Whether the fusion threshold and the cycle time are tuned while the program runs."""
+    autotune_log: str = _setting("COLLECTIVES_AUTOTUNE_LOG", "", _path, alias="HOROVOD_AUTOTUNE_LOG", alike=False)
+    """The file in which what was tried is recorded; empty: none."""
+    autotune_warmup: int = _setting("COLLECTIVES_AUTOTUNE_WARMUP", 3, _count, alias="HOROVOD_AUTOTUNE_WARMUP_SAMPLES")
+    """Samples that are discarded at first."""
+    autotune_steps: int = _setting("COLLECTIVES_AUTOTUNE_STEPS", 10, _positive, alias="HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE")
+    """Steps (batches) that make one sample."""
+    autotune_samples: int = _setting("COLLECTIVES_AUTOTUNE_SAMPLES", 20, _positive, alias="HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES")
+    """Most samples that are taken before the best is kept."""
+    autotune_noise: float = _setting("COLLECTIVES_AUTOTUNE_NOISE", 0.8, _fraction, alias="HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE")
+    """The noise that the Gaussian process assumes in a sample, from 0 to 1."""
+    log_level: str = _setting("COLLECTIVES_LOG_LEVEL", "warning", _level, alias="HOROVOD_LOG_LEVEL", alike=False)
+    """The least severe of the package's messages that are let through (``logging.getLogger("collectives")``)."""
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Config:
@@ -92,15 +226,26 @@ class Config:
         Raises:
             InvalidArgumentError: a variable's text cannot be understood; names the variable, the text, and what is expected.
         """
-        source = os.environ if environment is None else environment
-        values: dict[str, Any] = {}
-        for name, attribute in cls.__dataclass_fields__.items():
-            variable, parse = attribute.metadata["variable"], attribute.metadata["parse"]
-            text = source.get(variable, "")
+        return cls(**given(os.environ if environment is None else environment))
+
+
+def given(environment: Mapping[str, str]) -> dict[str, Any]:
+    """The settings that the environment sets, and only those, by the names that ``Config`` has for them.
+
+    Raises:
+        InvalidArgumentError: as ``Config.from_environment``.
+    """
+    values: dict[str, Any] = {}
+    for name, attribute in Config.__dataclass_fields__.items():
+        for variable, parse in attribute.metadata["sources"].items():
+            text = environment.get(variable, "")
             if not text:
                 continue
             try:
-                values[name] = parse(text)
+                value = parse(text)
             except (ValueError, IndexError):
                 raise InvalidArgumentError(f"{variable}={text!r}: expected {parse.__doc__}") from None
-        return cls(**values)
+            if value is not None:
+                values[name] = value
+                break
+    return values

@@ -7,6 +7,7 @@ its turn, because they may move the scratch memory that a running plan uses.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -15,6 +16,7 @@ import numpy as np
 from collectives import arguments, dtypes, reduction
 from collectives.arrays import View
 from collectives.binder import Plan
+from collectives.errors import InvalidArgumentError, InvalidTypeError
 from collectives.negotiation import Request
 from collectives.planner import Choice, Placement, Planner
 from collectives.plans import Plans
@@ -23,6 +25,9 @@ from collectives.transport.base import Array
 
 _MOST_ENTRIES = 2048
 _MOST_ROWS = 64
+
+Reduce = Callable[[Array, Array], None]
+"""Reduces a source into an output, on all ranks at once."""
 
 
 @runtime_checkable
@@ -43,36 +48,87 @@ class Entry:
         request, signature: what must be alike on every rank.
         finish, prescale: the scalings, or None.
         warns: whether kernels may emit floating-point warnings.
-        native: reduces by the transport itself, in place of a plan; None otherwise.
+        fuses_with: what all-reduces must have in common to be fused; None: it is carried out by itself.
+        kernel, op, dtype, count: of a reduction.
+        moves: whether there is anything to move.
+        simple: whether a blocking call can carry it out without a handle.
+        step: the task that does so, kept from one call to the next.
     """
 
-    __slots__ = ("_make_plan", "_plan", "_plans", "finish", "native", "prescale", "request", "signature", "warns")
+    __slots__ = (
+        "_epoch",
+        "_make_plan",
+        "_native",
+        "_plan",
+        "_planner",
+        "_plans",
+        "count",
+        "dtype",
+        "finish",
+        "fuses_with",
+        "kernel",
+        "moves",
+        "nbytes",
+        "op",
+        "prescale",
+        "request",
+        "signature",
+        "simple",
+        "step",
+        "warns",
+    )
 
-    def __init__(self, request: Request, make_plan: Callable[[], Plan] | None = None) -> None:
+    def __init__(self, request: Request, planner: Planner, make_plan: Callable[[], Plan | Reduce | None] | None = None) -> None:
         self.request = request
         self.signature = request.signature()
         self.finish: reduction.Scaling | None = None
         self.prescale: reduction.Scaling | None = None
         self.warns = False
-        self.native: Callable[[Array, Array], None] | None = None
+        self.fuses_with: tuple[Any, ...] | None = None
+        self.kernel: reduction.Kernel | None = None
+        self.op: Op | None = None
+        self.dtype: np.dtype[Any] = np.dtype(np.uint8)
+        self.count = self.nbytes = 0
+        self.moves = make_plan is not None
+        self.simple = make_plan is not None or request.collective in ("allreduce", "reducescatter", "broadcast", "barrier")
+        self.step: Any = None
+        self._planner = planner
+        self._epoch = -1
         self._make_plan = make_plan
         self._plan: Plan | None = None
+        self._native: Reduce | None = None
         self._plans: dict[tuple[int, ...], Plan | None] = {}
 
     def plan(self) -> Plan | None:
-        """The plan, made at the first call that has its turn; None if there is nothing to move."""
-        if self._make_plan is not None:
-            self._plan = self._make_plan()
-            self._make_plan = None
+        """The plan, made when the operation is first carried out, and again if the planner has changed its mind since.
+
+        None if there is nothing to move, or if MPI reduces by itself.
+        """
+        if self._epoch != self._planner.epoch:
+            self._renew()
         return self._plan
+
+    @property
+    def native(self) -> Reduce | None:
+        """Reduces by the transport itself, in place of a plan; valid after `plan`."""
+        return self._native
 
     def plan_for(self, rows: tuple[int, ...], make_plan: Callable[[], Plan | None]) -> Plan | None:
         """The plan for these rows of every rank, or of every pair of ranks."""
+        if self._epoch != self._planner.epoch:
+            self._renew()
         if rows not in self._plans:
             if len(self._plans) >= _MOST_ROWS:
                 self._plans.clear()
             self._plans[rows] = make_plan()
         return self._plans[rows]
+
+    def _renew(self) -> None:
+        self._epoch = self._planner.epoch
+        self._plans.clear()
+        made = self._make_plan() if self._make_plan is not None else None
+        self._plan = made if isinstance(made, Plan) else None
+        self._native = made if not isinstance(made, Plan) else None
 
 
 class Entries:
@@ -117,21 +173,29 @@ class Entries:
             return known
         operation = arguments.operation(op, average)
         arguments.check_name(name)
-        dtype, native = view.dtype, self._native
+        if operation is Op.ADASUM:
+            return self._remember(key, self._adasum(collective, view, name, prescale, postscale, algorithm, transport))
+        dtype, shape, nbytes, native = view.dtype, view.shape, view.nbytes, self._native
         kernel = reduction.kernel(operation, dtype)
         finish = reduction.finish(operation, dtype, self._size, postscale)
-        choice = self._planner.choose(
-            collective,
-            view.nbytes,
-            native=native is not None and native.knows(operation, dtype),
-            ordered=dtypes.is_complex(dtype) and operation is Op.PRODUCT,
-            algorithm=algorithm,
-            transport=transport,
-        )
-        shape = view.shape
-        make_plan = self._plans.allreduce if collective == "allreduce" else self._plans.reducescatter
-        moves = self._size > 1 and view.array.size > 0
-        natively = moves and choice.algorithm == "native"
+
+        def choose() -> Choice:
+            return self._planner.choose(
+                collective,
+                nbytes,
+                native=native is not None and native.knows(operation, dtype),
+                ordered=dtypes.is_complex(dtype) and operation is Op.PRODUCT,
+                algorithm=algorithm,
+                transport=transport,
+            )
+
+        def make_plan() -> Plan | Reduce:
+            choice = choose()
+            if choice.algorithm == "native" and native is not None:
+                return lambda source, out: native.native_allreduce(source, out, operation)
+            return (self._plans.allreduce if collective == "allreduce" else self._plans.reducescatter)(shape, dtype, choice, kernel, finish)
+
+        choose()  # refuses what cannot be
         entry = Entry(
             Request(
                 collective,
@@ -144,14 +208,46 @@ class Entries:
                 algorithm=algorithm,
                 transport=transport,
             ),
-            (lambda: make_plan(shape, dtype, choice, kernel, finish)) if moves and not natively else None,
+            self._planner,
+            make_plan if self._size > 1 and view.array.size > 0 else None,
         )
         entry.finish = finish
         entry.prescale = reduction.prescale(dtype, prescale)
         entry.warns = reduction.warns(dtype)
-        if natively and native is not None:
-            entry.native = lambda source, out: native.native_allreduce(source, out, operation)
+        entry.kernel, entry.op, entry.dtype, entry.count, entry.nbytes = kernel, operation, dtype, view.array.size, nbytes
+        if collective == "allreduce" and entry.moves:
+            entry.fuses_with = (dtype.num, dtype.str, operation, prescale, postscale, algorithm, transport)
         return self._remember(key, entry)
+
+    def _adasum(
+        self, collective: str, view: View, name: str | None, prescale: float, postscale: float, algorithm: str | None, transport: str | None
+    ) -> Entry:
+        """The entry of an Adasum, which is made of other operations."""
+        if collective != "allreduce":
+            raise InvalidArgumentError(f"op=Adasum: {collective} has no Adasum; allreduce has")
+        if algorithm is not None or transport is not None:
+            raise InvalidArgumentError("op=Adasum: has an algorithm of its own; leave algorithm and transport out")
+        if dtypes.is_integer(view.dtype) or dtypes.is_bool(view.dtype) or dtypes.is_complex(view.dtype):
+            raise InvalidTypeError(f"op=Adasum: expected real floating-point numbers, got {dtypes.name(view.dtype)}")
+        request = Request("allreduce", name, dtypes.name(view.dtype), view.shape, op="adasum", prescale=prescale, postscale=postscale)
+        entry = Entry(request, self._planner)
+        entry.finish, entry.prescale = reduction.prescale(view.dtype, postscale), reduction.prescale(view.dtype, prescale)
+        entry.moves = self._size > 1 and view.array.size > 0
+        entry.simple = False
+        entry.op, entry.dtype, entry.count, entry.nbytes = Op.ADASUM, view.dtype, view.array.size, view.nbytes
+        return entry
+
+    def group(self, collective: str, name: str | None, members: Sequence[Entry]) -> Entry:
+        """The entry of operations that are carried out together."""
+        arguments.check_name(name)
+        key = (collective, name, *members)
+        return self._look_up(key) or self._remember(
+            key, Entry(Request(collective, name, members=tuple(member.request for member in members)), self._planner)
+        )
+
+    def plain(self, collective: str, name: str | None = None, ranks: tuple[int, ...] | None = None, detail: str = "") -> Entry:
+        """The entry of an operation without a tensor; "invalid" is one whose arguments were refused."""
+        return Entry(Request(collective, name, shape=ranks, detail=detail), self._planner)
 
     def broadcasting(self, view: View, root: int, name: str | None, algorithm: str | None, transport: str | None) -> Entry:
         """The entry of a broadcast; raises as `reducing`."""
@@ -163,12 +259,19 @@ class Entries:
             return known
         root = arguments.root(root, self._size)
         arguments.check_name(name)
-        choice = self._planner.choose("broadcast", view.nbytes, algorithm=algorithm, transport=transport)
+        nbytes = view.nbytes
+
+        def choose() -> Choice:
+            return self._planner.choose("broadcast", nbytes, algorithm=algorithm, transport=transport)
+
+        choose()  # refuses what cannot be
         request = Request("broadcast", name, dtypes.name(view.dtype), view.shape, root=root, algorithm=algorithm, transport=transport)
         moves = self._size > 1 and view.array.size > 0
         shape, dtype = view.shape, view.dtype
-        make_plan = (lambda: self._plans.broadcast(shape, dtype, root, choice)) if moves else None
-        return self._remember(key, Entry(request, make_plan))
+        make_plan = (lambda: self._plans.broadcast(shape, dtype, root, choose())) if moves else None
+        entry = Entry(request, self._planner, make_plan)
+        entry.dtype, entry.count, entry.nbytes = dtype, view.array.size, view.nbytes
+        return self._remember(key, entry)
 
     def gathering(self, collective: str, view: View, name: str | None, algorithm: str | None, transport: str | None) -> Entry:
         """The entry of an allgather or an all-to-all, whose plans depend on rows that are not known yet; raises as `reducing`."""
@@ -179,25 +282,47 @@ class Entries:
         arguments.check_name(name)
         self._planner.choose(collective, view.nbytes, algorithm=algorithm, transport=transport)  # refuses what cannot be
         request = Request(collective, name, dtypes.name(view.dtype), view.shape[1:], algorithm=algorithm, transport=transport)
-        return self._remember(key, Entry(request))
+        entry = Entry(request, self._planner)
+        entry.dtype = view.dtype
+        return self._remember(key, entry)
 
     def meeting(self) -> Entry:
         """The entry of a barrier."""
-        return self._known.get(("barrier",)) or self._remember(("barrier",), Entry(Request("barrier")))
+        return self._known.get(("barrier",)) or self._remember(("barrier",), self.plain("barrier"))
 
-    def plan_for_rows(self, entry: Entry, view: View, rows: tuple[int, ...]) -> Plan | None:
+    def choose_fused(self, entry: Entry, nbytes: int) -> Choice:
+        """The choice for a bucket of all-reduces like this one, ``nbytes`` in all."""
+        request = entry.request
+        assert entry.op is not None
+        return self._planner.choose(
+            "allreduce",
+            nbytes,
+            native=self._native is not None and self._native.knows(entry.op, entry.dtype),
+            ordered=dtypes.is_complex(entry.dtype) and entry.op is Op.PRODUCT,
+            algorithm=request.algorithm,
+            transport=request.transport,
+        )
+
+    def natively(self, entry: Entry) -> Reduce:
+        """The transport's own all-reduce of such numbers."""
+        native, op = self._native, entry.op
+        assert native is not None and op is not None
+        return lambda source, out: native.native_allreduce(source, out, op)
+
+    def plan_for_rows(self, entry: Entry, rows: tuple[int, ...]) -> Plan | None:
         """The plan of an allgather for every rank's rows, or of an all-to-all for the rows of every pair of ranks, by sender."""
-        return entry.plan_for(rows, lambda: self._plan_rows(entry.request, view, rows))
+        return entry.plan_for(rows, lambda: self._plan_rows(entry, rows))
 
-    def _plan_rows(self, request: Request, view: View, rows: Sequence[int]) -> Plan | None:
-        row = int(np.prod(view.shape[1:], dtype=np.int64))
+    def _plan_rows(self, entry: Entry, rows: Sequence[int]) -> Plan | None:
+        request = entry.request
+        row = math.prod(request.shape or ())
         sizes: list[int] = [count * row for count in rows]
         if self._size == 1 or not any(sizes):
             return None
         gathers = request.collective == "allgather"
-        nbytes = sum(sizes) * view.dtype.itemsize // (1 if gathers else self._size)
+        nbytes = sum(sizes) * entry.dtype.itemsize // (1 if gathers else self._size)
         choice: Choice = self._planner.choose(request.collective, nbytes, algorithm=request.algorithm, transport=request.transport)
-        return (self._plans.allgather if gathers else self._plans.alltoall)(sizes, view.dtype, choice)
+        return (self._plans.allgather if gathers else self._plans.alltoall)(sizes, entry.dtype, choice)
 
     def _look_up(self, key: tuple[Any, ...]) -> Entry | None:
         try:

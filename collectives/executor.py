@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from collectives.binder import Binder, BoundRound, Plan
+from collectives.fusion import Lists, Pieces
 from collectives.program import Program
 from collectives.shortcuts import Kernel, Scale, State
 from collectives.transport.base import SLOTS, WINDOW_BYTES, Array
@@ -69,11 +70,15 @@ class Executor:
         finish: Scale | None,
         description: str = "",
         reads_outputs: bool = False,
+        pieces: Pieces | None = None,
+        lists: Lists | None = None,
     ) -> Plan:
         """Make a plan: every action of the program becomes a closure that takes the segment's number."""
         self._grow_scratch((program.messages + (kernel is not None)) * block * dtype.itemsize)
         scratch = self._scratch_as(dtype)
-        binder = Binder(self.state, self._group, self._windows, scratch, dtype, block, segments, stride, staged, kernel, finish)
+        binder = Binder(
+            self.state, self._group, self._windows, scratch, dtype, block, segments, stride, staged, kernel, finish, pieces, lists
+        )
         rounds = [binder.round(r) for r in program.rounds]
         return Plan(program, rounds, segments, stride, staged, description, reads_outputs)
 

@@ -1,23 +1,23 @@
-"""What a rank asks for, and what is said when the ranks ask for different things.
+"""What ranks ask for, and how they find out what all of them ask for.
 
-Every call begins with an agreement: each rank enters it with 47 bits that stand for its whole request. If all are equal,
-nothing more is said. If not, the ranks show each other their requests, and every rank raises the same error, before any
-tensor has been touched.
+Ranks may submit operations in any order, at any time. A *round* begins when a rank proposes to carry out what it has, as one number
+that stands for the whole list. If all ranks propose the same list, that is all there is to it: the list is carried out. If not, the
+ranks compare:
+
+    bits     each rank shows which entries of the cache it has submitted; what all of them have is ready
+    news     whoever has something that is not in the cache tells it in full, once
+
+and from these every rank draws the same conclusion, with the same pure function: what is ready, and what all ranks ask for but not
+alike, which is an error on every rank. What is ready is proposed by all in the next round. There is no coordinator.
 """
 
 from __future__ import annotations
 
 import hashlib
-import threading
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
 
-from collectives.errors import InvalidArgumentError, MismatchError
-
-_SETTLE_WITHIN = 2.0
-_LOOK_AGAIN = 2e-4
+from collectives.errors import MismatchError
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,7 @@ class Request:
     Attributes:
         collective: the operation's name, or "invalid" if the rank was given arguments that it had to refuse.
         shape: of the tensor; without the first dimension where ranks may differ in it.
+        members: the requests of a group, which are carried out together.
         detail: an "invalid" request's error.
     """
 
@@ -40,7 +41,8 @@ class Request:
     postscale: float = 1.0
     algorithm: str | None = None
     transport: str | None = None
-    detail: str = ""
+    members: tuple[Request, ...] = ()
+    detail: str = field(default="", compare=False)
 
     def signature(self) -> int:
         """47 bits of a hash over everything but ``detail``."""
@@ -51,135 +53,206 @@ class Request:
         """One line for people."""
         if self.collective == "invalid":
             return f"refused its arguments: {self.detail}"
+        if self.members:
+            name = f"name={self.name!r}, " if self.name is not None else ""
+            alike = replace(self.members[0], name=None, dtype=None, shape=None).describe()
+            tensors = ", ".join(f"{member.dtype}{list(member.shape or ())}" for member in self.members)
+            return f"{self.collective}({name}{len(self.members)} tensors: {tensors}; each {alike})"
         said = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self)[1:] if getattr(self, f.name) not in (f.default, None)]
         return f"{self.collective}({', '.join(said)})"
 
 
-def mismatch(rank: int, requests: Sequence[Request]) -> MismatchError:
-    """The error for ranks that asked for different things: what differs, and what each rank asked for."""
-    first = requests[0]
+def mismatch(rank: int, requests: Sequence[Request | None], names: Sequence[int] | None = None) -> MismatchError:
+    """The error for ranks that asked for different things: what differs, and what each rank asked for.
+
+    Args:
+        rank: that raises it.
+        requests: of every rank; None where a rank has joined.
+        names: the ranks' numbers in messages; theirs in the group by default.
+    """
+    asked = {(names or range(len(requests)))[peer]: request for peer, request in enumerate(requests) if request is not None}
+    first = next(iter(asked.values()))
     compared = [f.name for f in fields(Request) if f.name != "detail"]
-    differing = [name for name in compared if any(getattr(request, name) != getattr(first, name) for request in requests)]
-    names = sorted({request.name for request in requests if request.name})
-    subject = f" for tensor {' / '.join(map(repr, names))}" if names else ""
+    differing = [name for name in compared if any(getattr(request, name) != getattr(first, name) for request in asked.values())]
+    tensors = sorted({request.name for request in asked.values() if request.name})
+    subject = f" for tensor {' / '.join(map(repr, tensors))}" if tensors else ""
     ranks_by_request: dict[str, list[int]] = {}
-    for peer, request in enumerate(requests):
+    for peer, request in asked.items():
         ranks_by_request.setdefault(request.describe(), []).append(peer)
     lines = [f"  rank {_ranges(ranks)}: {said}" for said, ranks in ranks_by_request.items()]
     return MismatchError(
         f"rank {rank}: the ranks disagree{subject} in {', '.join(differing) or 'their requests'}; no tensor was touched:\n"
         + "\n".join(lines)
-        + "\nEvery rank must make the same call with the same arguments, in the same order."
+        + "\nEvery rank must make the same call with the same arguments; unnamed calls in the same order."
     )
 
 
-class Turns:
-    """Whose call comes next on this rank, when several threads call at once.
+def deadlock(rank: int, waiting: Sequence[Sequence[Request]], numbers: Sequence[int]) -> MismatchError:
+    """The error for ranks that all wait for operations that can never meet; what each of them waits for."""
+    lines = [
+        f"  rank {numbers[peer]}: waits for {', '.join(request.describe() for request in requests)}"
+        for peer, requests in enumerate(waiting)
+    ]
+    names = sorted({request.name for requests in waiting for request in requests if request.name})
+    differing = "name" if len(names) > 1 else "what they wait for"
+    subject = f" for tensor {' / '.join(map(repr, names))}" if names else ""
+    return MismatchError(
+        f"rank {rank}: the ranks disagree{subject} in {differing}: every rank waits, and nothing that they wait for is asked for by all; "
+        f"no tensor was touched:\n" + "\n".join(lines) + "\nEvery rank must submit the same operations, by the same names."
+    )
 
-    One thread holds the turn and drives the communication; calls are made in the order in which the threads come. That order
-    may differ from rank to rank, and then the ranks disagree although every call has its partners. So a disagreement between
-    ranks with several calling threads is first settled: the ranks compare what their threads are waiting to do, and a call
-    that is waiting on all of them goes first. Calls with equal requests cannot be told apart; give them names.
+
+Key = str | int
+"""What identifies an operation in flight on all ranks: its name, or, of the unnamed ones, its number in the order of calls."""
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """What a rank says of itself when the ranks compare what they have.
+
+    Attributes:
+        bits: bit p is set if this rank has submitted what entry p of the cache stands for.
+        news: whether it has submitted something that it has not told yet and that is not in the cache.
+        joined: whether it has run out of data.
+        stuck: whether all its threads wait, so that it will submit nothing more by itself.
     """
 
-    def __init__(self) -> None:
-        # A lock that knows its owner: an interrupt may come between taking it and giving it back, and must not leave it taken.
-        self._lock: Any = threading.RLock()
-        self._calling = False
-        self._waiting: list[int] = []
-        self._chosen: int | None = None
-        self._threads: set[int] = set()
-        self._last_thread = 0
+    bits: int
+    news: bool
+    joined: bool
+    stuck: bool
 
-    def take(self, signature: int) -> None:
-        """Wait for the turn. Whoever has it gives it back in bounded time, because all that it waits for is bounded.
+    def to_words(self, capacity: int) -> memoryview:
+        """As 64-bit words: the flags, then the bits."""
+        flags = self.news | self.joined << 1 | self.stuck << 2
+        data = flags.to_bytes(8, "little") + self.bits.to_bytes(8 * -(-capacity // 64), "little")
+        return memoryview(data).cast("q")
 
-        Raises:
-            InvalidArgumentError: this thread has the turn already: a signal handler calls a collective within a collective.
+    @classmethod
+    def from_words(cls, words: Sequence[int] | memoryview) -> Frame:
+        """The inverse of `to_words`."""
+        data = (
+            words.tobytes() if isinstance(words, memoryview) else b"".join((w & 0xFFFF_FFFF_FFFF_FFFF).to_bytes(8, "little") for w in words)
+        )
+        flags = int.from_bytes(data[:8], "little")
+        return cls(int.from_bytes(data[8:], "little"), bool(flags & 1), bool(flags & 2), bool(flags & 4))
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """What all ranks do next.
+
+    Attributes:
+        ready: the operations that every rank which still has data asks for alike, in the order in which they are carried out.
+        refused: those that all ask for, but not alike; with each rank's request (None where it has joined).
+    """
+
+    ready: list[tuple[Key, Request]]
+    refused: list[tuple[Key, list[Request | None]]]
+
+
+class Ledger:
+    """What all ranks know alike about what each of them has asked for. Equal on all ranks, because all feed it the same.
+
+    A request that is new is told to all ranks once, in full. What has been carried out once under a name is kept in a cache, and
+    from then on one bit says that a rank asks for the same again. `respond` is a pure function of the ledger and of the frames.
+
+    Args:
+        size: the number of ranks.
+        capacity: of the cache; the entry that was not used for the longest time makes room.
+    """
+
+    def __init__(self, size: int, capacity: int) -> None:
+        self._size = size
+        self.capacity = capacity
+        self.generation = 0
+        """Changes when the cache does, so that whoever knows it need not look again."""
+        self._cache: dict[str, tuple[int, int, int]] = {}
+        """By name: the position, the signature, and the generation in which it was used last; the oldest first."""
+        self._slots: list[Request | None] = []
+        self._told: dict[Key, dict[int, Request]] = {}
+
+    def position(self, key: Key, signature: int) -> int | None:
+        """The cache entry that stands for this very request under this name; None if there is none."""
+        known = self._cache.get(key) if type(key) is str else None
+        return known[0] if known is not None and known[1] == signature else None
+
+    def remember(self, requests: Sequence[tuple[Key, Request, int]]) -> None:
+        """These requests (key, request, signature) have been carried out: the named ones are the cache's newest entries.
+
+        Doing it again while the cache has not changed does nothing, so that whoever knows that need not do it: all ranks' caches stay
+        alike although some skip it.
         """
-        thread = threading.get_ident()
-        if thread != self._last_thread:
-            self._last_thread = thread
-            self._threads.add(thread)
-        if self._lock._is_owned():
-            self._take_again()
-        elif self._lock.acquire(False):
-            if self._chosen is None or self._chosen == signature:
-                self._calling = True
-                return
-            self._lock.release()
-            self._take_when_chosen(signature)
-        else:
-            self._take_when_chosen(signature)
+        if not self.capacity:
+            return
+        named = [(key, request, signature) for key, request, signature in requests if type(key) is str]
+        if all((known := self._cache.get(key)) is not None and known[1:] == (signature, self.generation) for key, _, signature in named):
+            return
+        self.generation += 1
+        for key, request, signature in named:
+            known = self._cache.pop(key, None)
+            if known is not None:
+                position = known[0]
+            elif len(self._slots) < self.capacity:
+                position = len(self._slots)
+                self._slots.append(None)
+            else:
+                position = self._cache.pop(next(iter(self._cache)))[0]
+            self._slots[position] = request
+            self._cache[key] = (position, signature, self.generation)
 
-    def take_to_leave(self) -> None:
-        """Wait for the turn, whatever was chosen to go first; a thread that has it keeps it."""
-        self._lock.acquire()
-        self._calling = True
+    def respond(self, frames: Sequence[Frame], news: Sequence[Sequence[tuple[Key, Request]]]) -> Response:
+        """Take in what the ranks have told, and say what is to be done."""
+        for rank, told in enumerate(news):
+            for key, request in told:
+                self._told.setdefault(key, {})[rank] = request
+        active = [rank for rank, frame in enumerate(frames) if not frame.joined]
+        response = Response([], [])
+        if not active:
+            return response
+        common = frames[active[0]].bits
+        for rank in active[1:]:
+            common &= frames[rank].bits
+        while common:
+            position = (common & -common).bit_length() - 1
+            common &= common - 1
+            known = self._slots[position]
+            assert known is not None and known.name is not None
+            response.ready.append((known.name, known))
+        for key, by_rank in list(self._told.items()):
+            requests = [by_rank.get(rank) or self._cached(key, frames[rank]) for rank in range(self._size)]
+            asked = [requests[rank] for rank in active]
+            if any(request is None for request in asked):
+                continue
+            del self._told[key]
+            first = asked[0]
+            assert first is not None
+            if all(request == first for request in asked) and first.collective != "invalid":
+                response.ready.append((key, first))
+            else:
+                response.refused.append((key, requests))
+        return response
 
-    def give(self) -> None:
-        """Let the next thread have its turn; nothing, if an interrupt came while this thread waited without it."""
-        if self._lock._is_owned():
-            self._calling = False
-            self._lock.release()
+    def settle(self, key: Key) -> None:
+        """An operation has been carried out."""
+        if self._told:
+            self._told.pop(key, None)
 
-    def held(self) -> bool:
-        """Whether this thread has the turn."""
-        return bool(self._lock._is_owned())
+    def forget(self, key: Key, rank: int) -> None:
+        """A rank takes back what it asked for under a key."""
+        by_rank = self._told.get(key)
+        if by_rank is not None:
+            by_rank.pop(rank, None)
+            if not by_rank:
+                del self._told[key]
 
-    def calling(self) -> bool:
-        """Whether this thread is in the middle of a call."""
-        return self._calling and self.held()
+    def told(self, key: Key) -> dict[int, Request]:
+        """What ranks have told about a key."""
+        return self._told.get(key, {})
 
-    def _take_again(self) -> None:
-        if self._calling:
-            raise InvalidArgumentError(
-                "a collective was called within a collective of the same thread, from a signal handler or a destructor; "
-                "let the handler set a flag, and call afterwards"
-            )
-        self._calling = True  # an interrupt came just before this thread could give the turn back, or just after it took it
-
-    def agreed(self) -> None:
-        """The ranks agreed on the call of the thread that has the turn."""
-        self._chosen = None
-
-    def settle(self, rank: int, request: Request, exchange: Callable[[Any], list[Any]]) -> None:
-        """After a disagreement, with the turn: return with the turn when the ranks should try again with this call.
-
-        Args:
-            exchange: gives every rank every rank's value, in rank order.
-
-        Raises:
-            MismatchError: no call is waiting on all ranks, nor is one likely to come.
-        """
-        signature = request.signature()
-        give_up_at = time.monotonic() + _SETTLE_WITHIN
-        while True:
-            offers = exchange((request, [signature, *self._waiting], len(self._threads) > 1, time.monotonic() > give_up_at))
-            common = set.intersection(*(set(waiting) for _, waiting, _, _ in offers))
-            if common:
-                break
-            if not any(several for _, _, several, _ in offers) or any(late for _, _, _, late in offers):
-                self._chosen = None
-                raise mismatch(rank, [offer[0] for offer in offers])
-            time.sleep(_LOOK_AGAIN)
-        self._chosen = min(common)
-        if self._chosen != signature:
-            self.give()
-            self._take_when_chosen(signature)
-
-    def _take_when_chosen(self, signature: int) -> None:
-        self._waiting.append(signature)
-        try:
-            while True:
-                self._lock.acquire()
-                if self._chosen is None or self._chosen == signature:
-                    self._calling = True
-                    return
-                self._lock.release()
-                time.sleep(_LOOK_AGAIN)
-        finally:
-            self._waiting.remove(signature)
+    def _cached(self, key: Key, frame: Frame) -> Request | None:
+        known = self._cache.get(key) if type(key) is str else None
+        return self._slots[known[0]] if known is not None and frame.bits >> known[0] & 1 else None
 
 
 def _ranges(ranks: Sequence[int]) -> str:

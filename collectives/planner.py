@@ -133,6 +133,8 @@ class Planner:
     ) -> None:
         self.placement = placement
         self.crossovers = crossovers or Crossovers()
+        self.epoch = 0
+        """Changes when choices may differ from earlier ones, so that plans are made anew."""
         self._algorithm = algorithm
         self._transport = transport
         self._segment = segment
@@ -177,6 +179,11 @@ class Planner:
         if name == "native" and not native:
             raise InvalidArgumentError("algorithm='native': MPI does not reduce this dtype and operation as we do, or there is no MPI here")
         return Choice(name, medium, self._block(collective, nbytes, name, medium), self._overlaps(name, medium))
+
+    def change(self, *, algorithm: str, segment: int, crossovers: Crossovers) -> None:
+        """Choose differently from now on; every rank does so between the same two operations."""
+        self._algorithm, self._segment, self.crossovers = algorithm, segment, crossovers
+        self.epoch += 1
 
     def _medium(self, collective: str, nbytes: int, transport: str | None, algorithm: str | None) -> Medium:
         forced = transport if transport not in (None, "auto") else self._transport

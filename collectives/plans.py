@@ -15,6 +15,7 @@ import numpy as np
 from collectives import partition
 from collectives.binder import Plan
 from collectives.executor import Executor, stride_for
+from collectives.fusion import Lists, Pieces
 from collectives.planner import Choice, Placement, medium_between, schedules
 from collectives.program import Layout, Medium, compile_program, window_blocks
 from collectives.shortcuts import Kernel, Scale
@@ -42,6 +43,14 @@ class Plans:
         """The tensor in as many chunks as the algorithm wants, at the same places in input and output, on every rank."""
         chunks = schedules("allreduce", choice.algorithm, self._placement)(self._rank).chunks
         return self._compile("allreduce", _whole(shape, dtype, chunks), dtype, choice, kernel, finish)
+
+    def fused(
+        self, pieces: Pieces, lists: Lists | None, dtype: np.dtype[Any], choice: Choice, kernel: Kernel, finish: Scale | None
+    ) -> Plan:
+        """An all-reduce of several tensors as one, through windows, or with ``lists`` over direct reads."""
+        chunks = schedules("allreduce", choice.algorithm, self._placement)(self._rank).chunks
+        layout = _whole((pieces.total,), dtype, chunks)
+        return self._compile("allreduce", layout, dtype, choice, kernel, finish, pieces=None if lists else pieces, lists=lists)
 
     def reducescatter(self, shape: Shape, dtype: np.dtype[Any], choice: Choice, kernel: Kernel, finish: Scale | None) -> Plan:
         """A chunk per rank, of its rows; the output is that chunk alone."""
@@ -84,6 +93,8 @@ class Plans:
         kernel: Kernel | None = None,
         finish: Scale | None = None,
         root: int = 0,
+        pieces: Pieces | None = None,
+        lists: Lists | None = None,
     ) -> Plan:
         schedule_of = schedules(collective, choice.algorithm, self._placement, root)
         between = medium_between(self._placement, choice.medium)
@@ -95,13 +106,21 @@ class Plans:
         if fullest * block > slot:
             align = max(1, _ALIGN // dtype.itemsize)
             block = slot // fullest // align * align or max(1, slot // fullest)
-        program = compile_program(schedule_of, self._rank, layout, block, between, choice.staged, choice.versioned)
+        program = compile_program(schedule_of, self._rank, layout, block, between, choice.staged, choice.versioned, pieces is not None)
         segments = -(-largest // block)
         stride = stride_for(len(program.rounds), segments, choice.overlap, fullest > 0)
         # A ring passes on what it received: peers then read outputs, whose addresses were not known when the sizes were agreed on.
         reads_outputs = choice.algorithm == "ring" and choice.medium is Medium.DIRECT
-        description = f"{choice.algorithm} over {choice.medium.value}, {segments} segments of {block * dtype.itemsize} bytes per chunk"
-        return self._executor.bind(program, dtype, block, segments, stride, choice.staged, kernel, finish, description, reads_outputs)
+        fused = "fused " if pieces is not None or lists is not None else ""
+        how = f"{fused}{choice.algorithm} over {choice.medium.value}"
+        description = f"{how}, {segments} segments of {block * dtype.itemsize} bytes per chunk"
+        plan = self._executor.bind(
+            program, dtype, block, segments, stride, choice.staged, kernel, finish, description, reads_outputs, pieces, lists
+        )
+        if pieces is not None:
+            starts = layout.inputs(self._rank)
+            plan.unstaged = tuple((starts[chunk], layout.sizes[chunk]) for chunk in program.unstaged if layout.sizes[chunk])
+        return plan
 
 
 def _whole(shape: Shape, dtype: np.dtype[Any], chunks: int) -> Layout:

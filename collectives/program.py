@@ -114,6 +114,8 @@ class Program:
     slot_elements: int
     """Elements of a window slot that one segment uses on this rank."""
     uses_window: bool
+    unstaged: tuple[int, ...]
+    """Chunks of the input that no peer reads from the window."""
     messages: int
     """The most message blocks that wait for their turn at once, for sizing the scratch memory."""
 
@@ -126,6 +128,7 @@ def compile_program(
     medium_of: Callable[[int, int], Medium],
     staged: bool,
     versioned: bool,
+    packed: bool = False,
 ) -> Program:
     """Give every step of ``rank`` its places and waits.
 
@@ -137,6 +140,7 @@ def compile_program(
         staged: whether the ranks of a host read only windows (`Medium.WINDOW`).
         versioned: whether each version of a chunk needs its own place in the window, because a peer may still read one
             while the next is written.
+        packed: the input exists in the window only, where staging packs it.
     """
     mine = _Trace(schedule_of(rank), rank, layout, block, medium_of, staged, versioned)
     traces = {rank: mine}
@@ -190,6 +194,8 @@ def compile_program(
             also = mine.second_place(chunk, step.version + 1)
             verb = Verb.REDUCE if step.kind is Kind.REDUCE else Verb.TAKE
             operand = mine.place(chunk, step.version) if verb is Verb.REDUCE else None
+            if operand is not None and packed and step.version == 0 and chunk in mine.staged_chunks:
+                operand = mine.window_place(chunk, 0)
             finish = mine.finishes(step, trace)
             if step.peer == rank:
                 own = mine.window_place(chunk, 0) if staged and chunk in mine.staged_chunks else mine.place(chunk, step.before)
@@ -212,7 +218,8 @@ def compile_program(
             rest.append(Action(verb, medium, step.peer, size, source, operand, home, also, after=after, finish=finish))
         rounds.append(RoundProgram(tuple(receives), tuple(sends), tuple(pushes), tuple(rest), bool(leaving & mine.written_in(number))))
     most = sum(action.verb is Verb.REDUCE or action.detour for r in rounds for action in r.receives)
-    return Program(tuple(rounds), tuple(sorted(touched.items())), mine.window_elements, bool(mine.window_index), most)
+    unstaged = tuple(chunk for chunk in sorted(mine.inputs) if chunk not in mine.staged_chunks)
+    return Program(tuple(rounds), tuple(sorted(touched.items())), mine.window_elements, bool(mine.window_index), unstaged, most)
 
 
 def window_blocks(

@@ -39,6 +39,8 @@ class Op(Enum):
     MIN = "min"
     MAX = "max"
     PRODUCT = "product"
+    ADASUM = "adasum"
+    """Not element by element: see `collectives.adasum`."""
 
     def __repr__(self) -> str:
         return self.value.capitalize()
@@ -130,6 +132,8 @@ def prescale(dtype: _Dtype, factor: float) -> Scaling | None:
 
 
 def _check(op: Op, dtype: _Dtype) -> None:
+    if op is Op.ADASUM:
+        raise InvalidTypeError("op=Adasum combines whole tensors and not elements: allreduce has it, other collectives do not")
     if dtypes.is_complex(dtype) and op in (Op.MIN, Op.MAX):
         raise InvalidTypeError(
             f"op={op!r} is not defined for dtype {dtypes.name(dtype)}, because complex numbers have no order; reduce .real and .imag"

@@ -1,69 +1,60 @@
 """A world: the ranks of one group, all its state, and the collectives as methods.
 
-Every call goes the same way, on every rank:
+Every operation goes the same way, on every rank: the door makes a handle of it, or refuses its arguments; the engine brings the
+ranks together and carries it out; the result leaves as the caller's type. A blocking call waits for its handle, and a process set is
+a world of its own.
 
-1. the door: the tensor becomes a view; arguments that no rank could accept are refused;
-2. agreement: the rank enters the call with the signature of its request, and sees whether all ranks ask for the same;
-3. the plan, made once for each request, is run by the executor;
-4. the result leaves as the caller's type.
-
-A refused argument enters the call too, as "invalid", so that the ranks stay in step: each of them gets an exception, and
-the next call works. A failure in the middle of a call ends the world: the peers are told, and arrays that a peer may still
-touch are kept alive until it has acknowledged.
+A refused argument is told to the other ranks as well, so that they stay in step: each of them gets an exception, and the next call
+works. A failure in the middle of a call ends the world.
 """
 
 from __future__ import annotations
 
-import contextvars
-import itertools
+import contextlib
 import os
 import pickle
-import time
+import platform
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from collectives import arguments, arrays, partition, reduction
-from collectives.arrays import View
-from collectives.binder import Plan
+from collectives import arrays, consistency, timeline
 from collectives.buffers import ResultPool
 from collectives.config import Config
-from collectives.entries import Entries, Entry, Native
+from collectives.door import Door, store, wrap
+from collectives.engine import Engine
+from collectives.entries import Entries, Native
 from collectives.errors import (
     CollectivesError,
     ForkedProcessError,
+    InvalidArgumentError,
     InvalidTypeError,
     MismatchError,
     NotInitializedError,
     RankFailedError,
 )
 from collectives.executor import Executor
-from collectives.negotiation import Request, Turns
+from collectives.handles import Handle
 from collectives.planner import Placement, Planner
 from collectives.plans import Plans
 from collectives.reduction import Op
-from collectives.transport.base import Array
+from collectives.tasks import Context, Statistics
 from collectives.transport.group import Group
+from collectives.tuning import Tuning
 
-_MOST_ENTRIES = 2048
-_ACKNOWLEDGE_WITHIN = 2.0
-_MOST_ROWS = 64
-_EMPTY = np.empty(0)
-_INVALID_SIGNATURE = Request("invalid").signature()
-
-_abandoned: list[tuple[Array, Array, World]] = []
-"""Arrays, and the worlds with their scratch memory, of calls that failed while a peer or MPI might still touch them: never freed."""
+_LEAVE_WITHIN = 2.0
 
 
 class World:
-    """One rank of a group. Methods may be called from any thread; calls are made one at a time, in the order they come.
+    """One rank of a group. Methods may be called from any thread.
 
     Attributes:
         rank, size: this rank and the number of ranks.
         local_rank, local_size: among the ranks of this host.
         cross_rank, cross_size: this host, and the number of hosts, among the ranks with this local rank.
+        ranks: the ranks' numbers in the outermost world; messages call them by these.
     """
 
     def __init__(self, group: Group, config: Config | None = None) -> None:
@@ -71,6 +62,7 @@ class World:
         self.config = config
         self.rank = group.rank
         self.size = group.size
+        self.ranks = group.ranks
         local = group.local
         self.local_rank = local.index(group.rank)
         self.local_size = len(local)
@@ -80,24 +72,30 @@ class World:
         self.is_homogeneous = len({len(host) for host in group.hosts}) == 1
         self._group = group
         self._control = group.control
-        self._executor = Executor(group)
         self._pool = ResultPool(config.result_pool)
-        self._placement = Placement(
+        placement = Placement(
             group.rank,
             group.size,
             group.hosts,
             shares_memory=group.memory is not None,
             reads_private=group.memory is not None and group.memory.reads_private,
         )
-        self.planner = Planner(self._placement, algorithm=config.algorithm, transport=config.transport, segment=config.segment)
+        self.planner = Planner(placement, algorithm=config.algorithm, transport=config.transport, segment=config.segment)
+        executor = Executor(group)
+        plans = Plans(placement, executor)
         native = group.messages if isinstance(group.messages, Native) else None
-        self._entries = Entries(self._placement, self.planner, Plans(self._placement, self._executor), native)
-        self._turns = Turns()
-        self._refusal: Callable[[], CollectivesError] | None = None
-        self._quietly = _quiet_runner()
+        self._entries = Entries(placement, self.planner, plans, native)
+        self._door = Door(self.rank, self.size, self._entries, self._pool)
+        self._context = Context(group, executor, self._entries, plans, self.planner, self._pool)
+        self._engine = Engine(
+            self._context, config, group.ranks, self._door.neutral, group.memory is not None and group.memory.name == "threads"
+        )
+        self._tuning = Tuning(self._engine, self.planner, config) if config.autotune and self.size > 1 else None
+        self._children: list[World] = []
+        self._marks_cycles = False
         _worlds.add(self)
 
-    # ---- operations ------------------------------------------------------------------------------------------------------
+    # ---- all-reduce ----------------------------------------------------------------------------------------------------------
 
     def allreduce(
         self,
@@ -108,28 +106,32 @@ class World:
         name: str | None = None,
         prescale_factor: float = 1.0,
         postscale_factor: float = 1.0,
+        compression: Any = None,
         algorithm: str | None = None,
         transport: str | None = None,
     ) -> Any:
         """See `collectives.allreduce`."""
+        if compression is not None or op is Op.ADASUM:
+            return self._wait(
+                name,
+                lambda: self._door.allreduce(
+                    tensor, average, op, name, prescale_factor, postscale_factor, compression, algorithm, transport, False
+                ),
+            )
         try:
             view = arrays.view(tensor)
-            self._check_state()
             entry = self._entries.reducing("allreduce", view, average, op, name, prescale_factor, postscale_factor, algorithm, transport)
+            out = self._pool.empty(view.shape, view.dtype)
         except Exception as error:
-            raise self._refused(error) from None
-        self._turns.take(entry.signature)
-        try:
-            out = self._new(view.shape, view.dtype)
-            flat = out.reshape(-1)
-            source = view.array
-            if entry.prescale is not None:
-                self._scale(entry.prescale, source, flat)
-                source = flat
-            self._carry_out(entry, source, flat)
-        finally:
-            self._turns.give()
-        return view.wrap(out)
+            raise self._refused(error, name) from None
+        flat = out.reshape(-1)
+        if self.size == 1:
+            self._check_state()
+            self._door.copy(entry, view.array, flat)
+            return view.wrap(out)
+        # The frequent case, written out: no handle is made if the ranks meet at once.
+        handle = self._engine.run(entry, view.array, flat, lambda: Handle(entry, view.array, flat, wrap, (view, out)))
+        return view.wrap(out) if handle is None else handle.wait()
 
     def allreduce_(
         self,
@@ -140,113 +142,208 @@ class World:
         name: str | None = None,
         prescale_factor: float = 1.0,
         postscale_factor: float = 1.0,
+        compression: Any = None,
         algorithm: str | None = None,
         transport: str | None = None,
     ) -> Any:
         """See `collectives.allreduce_`."""
+        if compression is not None or op is Op.ADASUM:
+            return self._wait(
+                name,
+                lambda: self._door.allreduce(
+                    tensor, average, op, name, prescale_factor, postscale_factor, compression, algorithm, transport, True
+                ),
+            )
         try:
             view = arrays.view(tensor, writable=True)
-            self._check_state()
             entry = self._entries.reducing("allreduce", view, average, op, name, prescale_factor, postscale_factor, algorithm, transport)
         except Exception as error:
-            raise self._refused(error) from None
-        self._turns.take(entry.signature)
-        try:
-            source = view.array
-            if entry.prescale is not None:
-                source = self._new(view.array.shape, view.dtype)
-                self._scale(entry.prescale, view.array, source)
-            self._carry_out(entry, source, view.array)
-            if view.copied:
-                view.store()
-        finally:
-            self._turns.give()
+            raise self._refused(error, name) from None
+        source = view.array
+        if self.size == 1:
+            self._check_state()
+            self._door.copy(entry, source, source)
+        else:
+            handle = self._engine.run(entry, source, source, lambda: Handle(entry, source, source, store, (view, tensor)))
+            if handle is not None:
+                return handle.wait()
+        if view.copied:
+            view.store()
         return tensor
 
-    def reducescatter(
+    def allreduce_async(
         self,
         tensor: Any,
-        op: Op = Op.AVERAGE,
+        average: bool = True,
         *,
+        op: Op | None = None,
         name: str | None = None,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+        compression: Any = None,
+        algorithm: str | None = None,
+        transport: str | None = None,
+    ) -> Handle:
+        """See `collectives.allreduce_async`."""
+        try:
+            handle = self._door.allreduce(
+                tensor, average, op, name, prescale_factor, postscale_factor, compression, algorithm, transport, False
+            )
+        except Exception as error:
+            raise self._refused(error, name) from None
+        return self._submit(handle)
+
+    def allreduce_async_(
+        self,
+        tensor: Any,
+        average: bool = True,
+        *,
+        op: Op | None = None,
+        name: str | None = None,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+        compression: Any = None,
+        algorithm: str | None = None,
+        transport: str | None = None,
+    ) -> Handle:
+        """See `collectives.allreduce_async_`."""
+        try:
+            handle = self._door.allreduce(
+                tensor, average, op, name, prescale_factor, postscale_factor, compression, algorithm, transport, True
+            )
+        except Exception as error:
+            raise self._refused(error, name) from None
+        return self._submit(handle)
+
+    def grouped_allreduce(self, tensors: Sequence[Any], average: bool = True, **keywords: Any) -> list[Any]:
+        """See `collectives.grouped_allreduce`."""
+        return self._group_of_allreduces(tensors, average, False, **keywords).wait()  # type: ignore[no-any-return]
+
+    def grouped_allreduce_(self, tensors: Sequence[Any], average: bool = True, **keywords: Any) -> list[Any]:
+        """See `collectives.grouped_allreduce_`."""
+        return self._group_of_allreduces(tensors, average, True, **keywords).wait()  # type: ignore[no-any-return]
+
+    def grouped_allreduce_async(self, tensors: Sequence[Any], average: bool = True, **keywords: Any) -> Handle:
+        """See `collectives.grouped_allreduce_async`."""
+        return self._group_of_allreduces(tensors, average, False, **keywords)
+
+    def grouped_allreduce_async_(self, tensors: Sequence[Any], average: bool = True, **keywords: Any) -> Handle:
+        """See `collectives.grouped_allreduce_async_`."""
+        return self._group_of_allreduces(tensors, average, True, **keywords)
+
+    def _group_of_allreduces(
+        self,
+        tensors: Sequence[Any],
+        average: bool,
+        in_place: bool,
+        *,
+        op: Op | None = None,
+        name: str | None = None,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+        compression: Any = None,
+        algorithm: str | None = None,
+        transport: str | None = None,
+    ) -> Handle:
+        try:
+            members = [
+                self._door.allreduce(
+                    tensor, average, op, None, prescale_factor, postscale_factor, compression, algorithm, transport, in_place
+                )
+                for tensor in self._door.tensors(tensors)
+            ]
+            handle = self._door.group("grouped_allreduce", name, members)
+        except Exception as error:
+            raise self._refused(error, name) from None
+        return self._submit(handle)
+
+    # ---- the other collectives -------------------------------------------------------------------------------------------------
+
+    def reducescatter(self, tensor: Any, op: Op | None = Op.AVERAGE, *, name: str | None = None, **keywords: Any) -> Any:
+        """See `collectives.reducescatter`."""
+        return self._wait(name, lambda: self._reducescatter(tensor, op, name, **keywords))
+
+    def reducescatter_async(self, tensor: Any, op: Op | None = Op.AVERAGE, *, name: str | None = None, **keywords: Any) -> Handle:
+        """See `collectives.reducescatter_async`."""
+        return self._begin(name, lambda: self._reducescatter(tensor, op, name, **keywords))
+
+    def grouped_reducescatter(
+        self, tensors: Sequence[Any], op: Op | None = Op.AVERAGE, *, name: str | None = None, **keywords: Any
+    ) -> list[Any]:
+        """See `collectives.grouped_reducescatter`."""
+        return self.grouped_reducescatter_async(tensors, op, name=name, **keywords).wait()  # type: ignore[no-any-return]
+
+    def grouped_reducescatter_async(
+        self, tensors: Sequence[Any], op: Op | None = Op.AVERAGE, *, name: str | None = None, **keywords: Any
+    ) -> Handle:
+        """See `collectives.grouped_reducescatter_async`."""
+
+        def make() -> Handle:
+            members = [self._reducescatter(tensor, op, None, **keywords) for tensor in self._door.tensors(tensors)]
+            return self._door.group("grouped_reducescatter", name, members)
+
+        return self._begin(name, make)
+
+    def _reducescatter(
+        self,
+        tensor: Any,
+        op: Op | None,
+        name: str | None,
         prescale_factor: float = 1.0,
         postscale_factor: float = 1.0,
         algorithm: str | None = None,
         transport: str | None = None,
-    ) -> Any:
-        """See `collectives.reducescatter`."""
-        try:
-            view = arguments.with_rows(arrays.view(tensor), "reducescatter")
-            self._check_state()
-            entry = self._entries.reducing("reducescatter", view, True, op, name, prescale_factor, postscale_factor, algorithm, transport)
-        except Exception as error:
-            raise self._refused(error) from None
-        self._turns.take(entry.signature)
-        try:
-            rows = partition.rows(view.shape[0], self.size)
-            out = self._new((rows[self.rank], *view.shape[1:]), view.dtype)
-            source = view.array
-            if entry.prescale is not None:
-                source = self._new(view.array.shape, view.dtype)
-                self._scale(entry.prescale, view.array, source)
-            self._carry_out(entry, source, out.reshape(-1))
-        finally:
-            self._turns.give()
-        return view.wrap(out)
+    ) -> Handle:
+        return self._door.reducescatter(tensor, op, name, prescale_factor, postscale_factor, algorithm, transport)
 
     def broadcast(
         self, tensor: Any, root_rank: int, *, name: str | None = None, algorithm: str | None = None, transport: str | None = None
     ) -> Any:
         """See `collectives.broadcast`."""
-        try:
-            view = arrays.view(tensor)
-            self._check_state()
-            entry = self._entries.broadcasting(view, root_rank, name, algorithm, transport)
-        except Exception as error:
-            raise self._refused(error) from None
-        self._turns.take(entry.signature)
-        try:
-            out = self._new(view.shape, view.dtype)
-            self._carry_out(entry, view.array, out.reshape(-1))
-        finally:
-            self._turns.give()
-        return view.wrap(out)
+        return self._wait(name, lambda: self._door.broadcast(tensor, root_rank, name, algorithm, transport, False))
 
     def broadcast_(
         self, tensor: Any, root_rank: int, *, name: str | None = None, algorithm: str | None = None, transport: str | None = None
     ) -> Any:
         """See `collectives.broadcast_`."""
-        try:
-            view = arrays.view(tensor, writable=True)
-            self._check_state()
-            entry = self._entries.broadcasting(view, root_rank, name, algorithm, transport)
-        except Exception as error:
-            raise self._refused(error) from None
-        self._turns.take(entry.signature)
-        try:
-            self._carry_out(entry, view.array, view.array)
-            if view.copied and self.rank != root_rank:
-                view.store()
-        finally:
-            self._turns.give()
-        return tensor
+        return self._wait(name, lambda: self._door.broadcast(tensor, root_rank, name, algorithm, transport, True))
+
+    def broadcast_async(
+        self, tensor: Any, root_rank: int, *, name: str | None = None, algorithm: str | None = None, transport: str | None = None
+    ) -> Handle:
+        """See `collectives.broadcast_async`."""
+        return self._begin(name, lambda: self._door.broadcast(tensor, root_rank, name, algorithm, transport, False))
+
+    def broadcast_async_(
+        self, tensor: Any, root_rank: int, *, name: str | None = None, algorithm: str | None = None, transport: str | None = None
+    ) -> Handle:
+        """See `collectives.broadcast_async_`."""
+        return self._begin(name, lambda: self._door.broadcast(tensor, root_rank, name, algorithm, transport, True))
 
     def allgather(self, tensor: Any, *, name: str | None = None, algorithm: str | None = None, transport: str | None = None) -> Any:
         """See `collectives.allgather`."""
-        try:
-            view = arguments.with_rows(arrays.view(tensor), "allgather")
-            self._check_state()
-            entry = self._entries.gathering("allgather", view, name, algorithm, transport)
-        except Exception as error:
-            raise self._refused(error) from None
-        self._turns.take(entry.signature)
-        try:
-            every = self._agree_on_rows(entry, view.array, (view.shape[0],))
-            out, plan = self._prepare(entry, view, [words[0] for words in every], tuple(words[0] for words in every))
-            self._carry_out(entry, view.array, out.reshape(-1), plan, agreed=True)
-        finally:
-            self._turns.give()
-        return view.wrap(out)
+        return self._wait(name, lambda: self._door.allgather(tensor, name, algorithm, transport))
+
+    def allgather_async(
+        self, tensor: Any, *, name: str | None = None, algorithm: str | None = None, transport: str | None = None
+    ) -> Handle:
+        """See `collectives.allgather_async`."""
+        return self._begin(name, lambda: self._door.allgather(tensor, name, algorithm, transport))
+
+    def grouped_allgather(self, tensors: Sequence[Any], *, name: str | None = None, **keywords: Any) -> list[Any]:
+        """See `collectives.grouped_allgather`."""
+        return self.grouped_allgather_async(tensors, name=name, **keywords).wait()  # type: ignore[no-any-return]
+
+    def grouped_allgather_async(
+        self, tensors: Sequence[Any], *, name: str | None = None, algorithm: str | None = None, transport: str | None = None
+    ) -> Handle:
+        """See `collectives.grouped_allgather_async`."""
+
+        def make() -> Handle:
+            members = [self._door.allgather(tensor, None, algorithm, transport) for tensor in self._door.tensors(tensors)]
+            return self._door.group("grouped_allgather", name, members)
+
+        return self._begin(name, make)
 
     def alltoall(
         self,
@@ -258,41 +355,29 @@ class World:
         transport: str | None = None,
     ) -> Any:
         """See `collectives.alltoall`."""
-        try:
-            view = arguments.with_rows(arrays.view(tensor), "alltoall")
-            own = arguments.splits(splits, view.shape[0], self.size)
-            self._check_state()
-            entry = self._entries.gathering("alltoall", view, name, algorithm, transport)
-        except Exception as error:
-            raise self._refused(error) from None
-        self._turns.take(entry.signature)
-        try:
-            every = self._agree_on_rows(entry, view.array, own)
-            received = [words[self.rank] for words in every]
-            out, plan = self._prepare(entry, view, received, tuple(itertools.chain.from_iterable(every)))
-            self._carry_out(entry, view.array, out.reshape(-1), plan, agreed=True)
-        finally:
-            self._turns.give()
-        if splits is None:
-            return view.wrap(out)
-        counts = np.array(received, np.int64)
-        return view.wrap(out), arrays.view(splits).wrap(counts) if hasattr(splits, "dtype") and splits.dtype == counts.dtype else counts
+        return self._wait(name, lambda: self._door.alltoall(tensor, splits, name, algorithm, transport))
+
+    def alltoall_async(
+        self,
+        tensor: Any,
+        splits: Any = None,
+        *,
+        name: str | None = None,
+        algorithm: str | None = None,
+        transport: str | None = None,
+    ) -> Handle:
+        """See `collectives.alltoall_async`."""
+        return self._begin(name, lambda: self._door.alltoall(tensor, splits, name, algorithm, transport))
 
     def barrier(self) -> None:
         """See `collectives.barrier`."""
-        self._check_state()
-        entry = self._entries.meeting()
-        self._turns.take(entry.signature)
-        try:
-            self._carry_out(entry, _EMPTY, _EMPTY)
-        finally:
-            self._turns.give()
+        self._wait(None, lambda: self._door.meeting("barrier"))
 
     def broadcast_object(self, value: Any, root_rank: int = 0, *, name: str | None = None) -> Any:
         """See `collectives.broadcast_object`."""
         data = b""
         if self.rank == root_rank:
-            data = self._pickled(value)
+            data = self._pickled(value, name)
         length = self.broadcast(np.array([len(data)], np.int64), root_rank, name=name and f"{name}.length")
         buffer = np.empty(int(length[0]), np.uint8)
         buffer[: len(data)] = np.frombuffer(data, np.uint8)
@@ -301,226 +386,225 @@ class World:
 
     def allgather_object(self, value: Any, *, name: str | None = None) -> list[Any]:
         """See `collectives.allgather_object`."""
-        data = np.frombuffer(self._pickled(value), np.uint8)
+        data = np.frombuffer(self._pickled(value, name), np.uint8)
         lengths = self.allgather(np.array([len(data)], np.int64), name=name and f"{name}.length")
         everything = self.allgather(data, name=name)
         ends = np.cumsum(lengths)
         return [pickle.loads(everything[end - length : end].data) for end, length in zip(ends.tolist(), lengths.tolist(), strict=True)]
 
+    def join(self) -> int:
+        """See `collectives.join`."""
+        self._check_state()
+        return self._engine.join() if self.size > 1 else self.ranks[0]
+
+    def check_consistency(self, tensors: Any) -> None:
+        """See `collectives.check_consistency`."""
+        self._check_state()
+        try:
+            mine = consistency.fingerprints(tensors)
+        except Exception as error:
+            raise self._refused(error, None) from None
+        consistency.compare(self.ranks[self.rank], self.allgather_object(mine))
+
+    # ---- handles ---------------------------------------------------------------------------------------------------------------
+
+    def poll(self, handle: Handle) -> bool:
+        """See `collectives.poll`."""
+        return _a_handle(handle).poll()
+
+    def synchronize(self, handle: Handle, timeout: float | None = None) -> Any:
+        """See `collectives.synchronize`."""
+        return _a_handle(handle).wait(timeout)
+
+    def _begin(self, name: str | None, make: Callable[[], Handle]) -> Handle:
+        """Make a handle and submit it; a refusal is told to the other ranks."""
+        try:
+            handle = make()
+        except Exception as error:
+            raise self._refused(error, name) from None
+        return self._submit(handle)
+
+    def _submit(self, handle: Handle) -> Handle:
+        if self.size == 1:
+            self._check_state()
+            return self._door.alone(handle)
+        handle.locate()
+        return self._engine.submit(handle)
+
+    def _wait(self, name: str | None, make: Callable[[], Handle]) -> Any:
+        """Make a handle and carry it out."""
+        try:
+            handle = make()
+        except Exception as error:
+            raise self._refused(error, name) from None
+        if self.size == 1:
+            self._check_state()
+            return self._door.alone(handle).wait()
+        if self._engine.run(handle.entry, handle.source, handle.out, lambda: handle) is None:
+            handle.finish()
+        return handle.wait()
+
+    # ---- process sets -----------------------------------------------------------------------------------------------------------
+
+    def add_process_set(self, ranks: Sequence[int]) -> World | None:
+        """Make a world of some of this world's ranks; every rank of this world calls it.
+
+        Returns:
+            The new world, or None on ranks that are not in it.
+
+        Raises:
+            InvalidArgumentError: no ranks of this world, or one of them twice.
+            MismatchError: the ranks name different ones.
+        """
+        try:
+            chosen = tuple(sorted(int(rank.__index__()) for rank in ranks))
+            if not chosen or len(set(chosen)) != len(chosen) or not all(0 <= rank < self.size for rank in chosen):
+                raise InvalidArgumentError(f"ranks: expected different ranks from 0 to {self.size - 1}, got {list(ranks)}")
+        except AttributeError:
+            raise self._refused(InvalidTypeError(f"ranks: expected a sequence of ranks, got {ranks!r}"), None) from None
+        except InvalidArgumentError as error:
+            raise self._refused(error, None) from None
+
+        def split(handle: Handle) -> World | None:
+            group = self._group.split(chosen)
+            return None if group is None else World(group, self.config)
+
+        handle = self._door.meeting("add_process_set", ranks=chosen)
+        handle.deliver = split
+        child: World | None = self._wait(None, lambda: handle)
+        if child is not None:
+            child._context.timeline = self._context.timeline
+            self._children.append(child)
+        return child
+
+    def remove_process_set(self, ranks: Sequence[int], child: World | None) -> None:
+        """Shut a process set down; every rank of this world calls it.
+
+        Args:
+            ranks: of the set.
+            child: its world, on its members.
+        """
+        self._wait(None, lambda: self._door.meeting("remove_process_set", ranks=tuple(ranks)))
+        if child is not None:
+            self._children.remove(child)
+            child.shutdown()
+
+    # ---- the timeline ------------------------------------------------------------------------------------------------------------
+
+    def start_timeline(self, path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
+        """See `collectives.start_timeline`."""
+        handle = self._door.meeting("start_timeline")
+        handle.deliver = lambda _: self._open_timeline(os.fspath(path), mark_cycles)
+        self._wait(None, lambda: handle)
+
+    def stop_timeline(self) -> None:
+        """See `collectives.stop_timeline`."""
+        recorder = self._context.timeline
+        for world in (self, *self._children):
+            world._context.timeline = None
+        if recorder is not None:
+            recorder.close()
+
+    def _open_timeline(self, path: str, mark_cycles: bool) -> None:
+        """All ranks are here: the first one begins the file, and the others add to it."""
+        self.stop_timeline()
+        exchange = self._control.exchange if self.size > 1 else lambda value: [value]
+        offset = timeline.align(exchange)
+        recorder = timeline.Timeline(path, self.rank, host=platform.node(), offset=offset, first=True) if self.rank == 0 else None
+        exchange(None)
+        recorder = recorder or timeline.Timeline(path, self.rank, host=platform.node(), offset=offset, first=False)
+        for world in (self, *self._children):
+            world._context.timeline = recorder
+            world._engine.timeline_cycles = mark_cycles
+
+    # ---- life ---------------------------------------------------------------------------------------------------------------------
+
+    @property
+    def statistics(self) -> Statistics:
+        """What this world has done so far; a copy."""
+        return self._context.statistics.copy()
+
     def shutdown(self) -> None:
-        """Leave the group; collectives called afterwards are refused. Does nothing the second time.
+        """Leave the group; collectives called afterwards are refused, and operations in flight fail. Does nothing the second time.
 
         From a signal handler in the middle of a call, the world is only marked as failed: the call still uses its memory.
         """
-        if self._turns.calling():
+        engine = self._engine
+        if engine.leads():
             self.fail("it was shut down in the middle of a call")
             return
-        self._turns.take_to_leave()
-        try:
-            if self._refusal is not None:
+        for child in self._children:
+            child.shutdown()
+        with engine.paused():
+            if isinstance(engine.refusal, _ShutDown):
                 return
-            self._refusal = lambda: NotInitializedError(f"rank {self.rank}: this world was shut down; call collectives.init() again")
+            failed = engine.abandon() or engine.refusal is not None
+            engine.refuse(_ShutDown(self.ranks[self.rank]))
+            self.stop_timeline()
+            if failed:
+                return
             self._control.leave()
-            self._control.close()
             self._pool.clear()
-            del self._executor, self._entries  # views into the windows end with them, so that they can be unmapped
+            engine.release()
+            del self._entries, self._door  # views into the windows end with them, so that they can be unmapped
             self._group.close()
-        finally:
-            self._turns.give()
 
     def fail(self, text: str) -> None:
         """Tell the other ranks that this one is about to end; their waits raise a RankFailedError that carries ``text``."""
-        self._refusal = self._refusal or (lambda: RankFailedError(f"rank {self.rank}: this world has failed:\n{text}"))
+        rank = self.ranks[self.rank]
+        self._engine.refusal = self._engine.refusal or (lambda: RankFailedError(f"rank {rank}: this world has failed:\n{text}"))
         self._control.fail(text)
+        for child in self._children:
+            child.fail(text)
 
     def leave(self) -> None:
         """Tell the other ranks that this one will make no further call."""
-        if self._refusal is None:
-            self._control.leave()
+        with self._engine.paused(within=_LEAVE_WITHIN):
+            if self._engine.refusal is None and not self._engine.abandon():
+                self._control.leave()
+        for child in self._children:
+            child.leave()
+        self.stop_timeline()
 
     def acknowledged(self) -> bool:
         """Whether every other rank has noticed that this one failed or left."""
-        return self._control.acknowledged()
-
-    # ---- state -----------------------------------------------------------------------------------------------------------------
+        return self._control.acknowledged() and all(child.acknowledged() for child in self._children)
 
     def _check_state(self) -> None:
-        if self._refusal is not None:
-            raise self._refusal()
+        if self._engine.refusal is not None:
+            raise self._engine.refusal()
 
-    def _refused(self, error: Exception) -> Exception:
+    def _refused(self, error: Exception, name: Any) -> Exception:
         """A call whose arguments this rank refuses: the other ranks learn of it, and stay in step."""
-        if self._refusal is None and not isinstance(error, (MismatchError, RankFailedError)) and self.size > 1:
-            self._turns.take(_INVALID_SIGNATURE)
-            try:
-                request = Request("invalid", detail=f"{type(error).__name__}: {error}")
-                try:
-                    while not self._control.agree(_INVALID_SIGNATURE):
-                        self._turns.settle(self.rank, request, self._control.exchange)
-                    self._turns.agreed()
-                except MismatchError:
-                    pass  # the other ranks were told why; here the cause itself is raised
-                except BaseException as failure:
-                    self._break(failure, _EMPTY, _EMPTY)
-                    error.__context__ = failure
-            finally:
-                self._turns.give()
+        if self._engine.refusal is not None:
+            return self._engine.refusal()
+        if self.size > 1 and not isinstance(error, (MismatchError, RankFailedError)):
+            label = name if isinstance(name, str) else None
+            with contextlib.suppress(InvalidArgumentError):  # an operation of that name is in flight, and goes on
+                self._engine.submit(self._door.meeting("invalid", name=label, detail=f"{type(error).__name__}: {error}"))
         return error
 
-    # ---- carrying out --------------------------------------------------------------------------------------------------------
-
-    def _agree_on_rows(self, entry: Entry, source: Array, rows: Sequence[int]) -> list[list[int]]:
-        """Enter the call with what ranks may differ in; every rank's rows."""
-        self._check_state()
-        if self.size == 1:
-            return [list(rows)]
-        control, state = self._control, self._executor.state
-        try:
-            while not control.agree(entry.signature, (_address(source), 0, *rows)):
-                self._turns.settle(self.rank, entry.request, control.exchange)
-            self._turns.agreed()
-        except MismatchError:
-            raise
-        except BaseException as error:
-            self._break(error, source, source)
-            raise
-        every = []
-        for peer in range(self.size):
-            words = (_address(source), 0, *rows) if peer == self.rank else control.words_of(peer)
-            state.addresses[peer] = words[:2]
-            every.append(list(words[2:]))
-        return every
-
-    def _new(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        """Memory for a call that this rank has not entered yet, but that its peers wait for."""
-        try:
-            return self._pool.empty(shape, dtype)
-        except BaseException as error:
-            self._break(error, _EMPTY, _EMPTY)
-            raise
-
-    def _prepare(self, entry: Entry, view: View, received: Sequence[int], rows: tuple[int, ...]) -> tuple[Array, Plan | None]:
-        """The result for the rows received, and the plan for everybody's. The peers count on this rank already: no way back."""
-        try:
-            return self._pool.empty((sum(received), *view.shape[1:]), view.dtype), self._entries.plan_for_rows(entry, view, rows)
-        except BaseException as error:
-            self._break(error, view.array, view.array)
-            raise
-
-    def _carry_out(self, entry: Entry, source: Array, out: Array, plan: Plan | None = None, agreed: bool = False) -> None:
-        """Agree on a call and run its plan: the entry's, or one made after the sizes were agreed on. With the turn."""
-        if self._refusal is not None:
-            raise self._refusal()
-        if self.size == 1:
-            self._alone(entry, source, out)
-            return
-        control, executor = self._control, self._executor
-        state = executor.state
-        try:
-            if not agreed:
-                plan = entry.plan()
-            if not agreed or (plan is not None and plan.reads_outputs):
-                while not self._agree(entry, plan, source, out):
-                    self._turns.settle(self.rank, entry.request, control.exchange)
-                self._turns.agreed()
-            else:
-                self._set_state(plan, source, out)
-            if plan is not None:
-                # Not around the agreement: another thread may have its turn there, and a context admits one at a time.
-                if entry.warns:
-                    self._quietly(executor.run, plan, plan.staged and not agreed)
-                else:
-                    executor.run(plan, plan.staged and not agreed)
-            elif entry.native is not None:
-                entry.native(source, out)
-                if entry.finish is not None:
-                    entry.finish(out, out)
-        except MismatchError:
-            raise
-        except BaseException as error:
-            self._break(error, source, out)
-            raise
-        finally:
-            if self._turns.held():
-                state.input = state.output = _EMPTY
-
-    def _agree(self, entry: Entry, plan: Plan | None, source: Array, out: Array) -> bool:
-        """Enter a call, with what the plan makes visible to the peers first."""
-        control, state = self._control, self._executor.state
-        self._set_state(plan, source, out)
-        if plan is None:
-            return control.agree(entry.signature)
-        if plan.needs_addresses:
-            if not control.agree(entry.signature, (state.input_at, state.output_at)):
-                return False
-            for peer in plan.partners:
-                state.addresses[peer] = control.words_of(peer)
-            return True
-        if plan.staged:
-            self._executor.stage(plan)
-        return control.agree(entry.signature)
-
-    def _set_state(self, plan: Plan | None, source: Array, out: Array) -> None:
-        state = self._executor.state
-        state.input, state.output = source, out
-        if plan is not None and plan.needs_addresses:
-            state.input_at = at = _address(source)
-            state.output_at = at if out is source else _address(out)
-
-    def _alone(self, entry: Entry, source: Array, out: Array) -> None:
-        if out is not source:
-            np.copyto(out, source)
-        if entry.finish is not None:
-            self._scale(entry.finish, out, out)
-
-    def _scale(self, scaling: reduction.Scaling, source: Array, out: Array) -> None:
-        with reduction.quiet():
-            scaling(source, out)
-
-    def _break(self, error: BaseException, source: Array, out: Array) -> None:
-        """After a failure in mid-call: keep what peers may touch, tell them, and refuse all further calls."""
-        kept = (source, out, self)
-        _abandoned.append(kept)
-        text = f"{type(error).__name__}: {error}"
-        self._refusal = lambda: RankFailedError(f"rank {self.rank}: this world has failed in an earlier call and cannot be used: {text}")
-        self._control.fail(text)
-        self._turns.agreed()  # threads that let a chosen call go first need not wait for it any more
-        deadline = time.monotonic() + _ACKNOWLEDGE_WITHIN
-        while not self._control.acknowledged():
-            if time.monotonic() > deadline:
-                return
-            time.sleep(1e-3)
-        if not getattr(self._group.messages, "busy", False):
-            _abandoned[:] = [pair for pair in _abandoned if pair is not kept]
-
-    def _pickled(self, value: Any) -> bytes:
+    def _pickled(self, value: Any, name: str | None) -> bytes:
         try:
             return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
         except Exception as error:
-            raise self._refused(InvalidTypeError(f"object: {type(value).__name__} cannot be pickled: {error}")) from error
+            raise self._refused(InvalidTypeError(f"object: {type(value).__name__} cannot be pickled: {error}"), name) from error
 
 
-def _quiet_runner() -> Callable[..., Any]:
-    """A function that calls another without NumPy's floating-point warnings.
+class _ShutDown:
+    """Why a world that was shut down refuses."""
 
-    NumPy 2 keeps its error state in a context variable: a context in which it is off, made once and entered under the
-    world's lock, costs a twentieth of `numpy.errstate`. NumPy 1 needs the latter.
-    """
-    if int(np.__version__.split(".")[0]) >= 2:
-        context = contextvars.copy_context()
-        context.run(np.seterr, all="ignore")
-        return context.run
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
 
-    def run(function: Callable[..., Any], *arguments: Any) -> Any:
-        with reduction.quiet():
-            return function(*arguments)
-
-    return run
+    def __call__(self) -> CollectivesError:
+        return NotInitializedError(f"rank {self._rank}: this world was shut down; call collectives.init() again")
 
 
-def _address(array: Array) -> int:
-    address: int = array.__array_interface__["data"][0]
-    return address
+def _a_handle(handle: Any) -> Handle:
+    if not isinstance(handle, Handle):
+        raise InvalidTypeError(f"handle: expected what an asynchronous operation returned, got {type(handle).__name__}")
+    return handle
 
 
 _worlds: weakref.WeakSet[World] = weakref.WeakSet()
@@ -530,10 +614,12 @@ def _after_fork_in_child() -> None:
     """A forked child shares its parent's memory and MPI: it must not speak for the parent."""
     for world in _worlds:
         rank, pid = world.rank, os.getppid()
-        world._turns = Turns()
-        world._refusal = lambda rank=rank, pid=pid: ForkedProcessError(
-            f"rank {rank}: a collective was called in a process forked from rank {rank} (process {pid}); "
-            f"only the process that called init() may communicate: use spawn, or keep collectives out of the child"
+        world._context.timeline = None
+        world._engine.after_fork(
+            lambda rank=rank, pid=pid: ForkedProcessError(  # type: ignore[misc]
+                f"rank {rank}: a collective was called in a process forked from rank {rank} (process {pid}); "
+                f"only the process that called init() may communicate: use spawn, or keep collectives out of the child"
+            )
         )
 
 

@@ -73,7 +73,7 @@ def assert_close(result: np.ndarray[Any, Any], wanted: np.ndarray[Any, Any], siz
 
 def ops_for(dtype: np.dtype[Any]) -> Iterator[Op]:
     for op in Op:
-        if not (dtype.kind == "c" and op in (Op.MIN, Op.MAX)):
+        if op is not Op.ADASUM and not (dtype.kind == "c" and op in (Op.MIN, Op.MAX)):
             yield op
 
 

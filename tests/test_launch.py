@@ -78,6 +78,25 @@ def test_a_good_job_shows_what_its_ranks_print_and_takes_options(mpi: str, tmp_p
     assert f"collectivesrun: {'Open MPI' if mpi == 'openmpi' else 'MPICH'} " in result.output and " -n 2 " in result.output
 
 
+def test_settings_reach_the_ranks_and_their_output_goes_into_files(mpi: str, tmp_path: Path) -> None:
+    (tmp_path / "settings.yaml").write_text("params:\n  fusion_threshold_mb: 3\n  cycle_time_ms: 7\n")
+    program = """
+import sys
+from mpi4py import MPI
+from collectives.config import Config
+config = Config.from_environment()
+print(f"rank {MPI.COMM_WORLD.rank} {config.fusion_threshold >> 20} {config.cycle_time} {config.cache_capacity}")
+print("an error", file=sys.stderr)
+"""
+    folder = tmp_path / "out"
+    options = ["--config-file", str(tmp_path / "settings.yaml"), "--cycle-time-ms", "8", "--output-filename", str(folder)]
+    result = collectivesrun(mpi, tmp_path, program, *options, n=2, env={"HOROVOD_CACHE_CAPACITY": "9"})
+    for rank in range(2):
+        assert (folder / f"rank.{rank}" / "stdout").read_text() == f"rank {rank} 3 8.0 9\n"
+        assert "an error" in (folder / f"rank.{rank}" / "stderr").read_text()
+        assert f"rank {rank} 3 8.0 9" in result.output
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_ends_all_ranks(mpi: str, number: signal.Signals, code: int, tmp_path: Path) -> None:
     collectivesrun(mpi, tmp_path, _waiting(tmp_path), expect=code, timeout=30, interrupt=(tmp_path / "ready", number))

@@ -3,7 +3,8 @@
     collectivesrun -np 4 python train.py
     python -m collectives.launch -np 4 -H host1:2,host2:2 python train.py
 
-    cli       the options                          hosts     "host1:2,host2:2" and host files
+    cli       the command line                     hosts     "host1:2,host2:2" and host files
+    options   which option sets which setting      config_file    the same from a YAML file
     mpi       which MPI's mpirun there is          command   options -> the command of that MPI (pure)
     job       starts it, watches it, ends it       rank      stands before each rank and sees how it ends
     records   what failed first                    report    --check-build, --show-plan

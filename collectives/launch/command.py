@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from collectives.launch.hosts import Host
 from collectives.launch.mpi import Launcher, Vendor
 
-_OURS = ("COLLECTIVES_",)
-_TO_OTHER_HOSTS = ("COLLECTIVES_", "CUDA_", "NCCL_", "OMP_NUM_THREADS", "LD_LIBRARY_PATH", "PATH", "PYTHON", "VIRTUAL_ENV")
+_OURS = ("COLLECTIVES_", "HOROVOD_")
+_TO_OTHER_HOSTS = (*_OURS, "CUDA_", "NCCL_", "OMP_NUM_THREADS", "LD_LIBRARY_PATH", "PATH", "PYTHON", "VIRTUAL_ENV")
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,9 @@ and little memory: it imports nothing but what it needs, and nothing of collecti
     mpirun -> rank.py -> python train.py
 
 It passes the rank's stderr on and keeps the last of it in ``stderr-N`` in the run directory, passes signals on, and ends the
-rank if the launcher dies. A rank that ends with a failure, whatever kind it is (an exception before ``init()``, ``os._exit``,
-``kill -9``), leaves a record ``end-N.json`` there; the exit code is handed on to the launcher, 128 + N for signal N.
+rank if the launcher dies. With ``--output-filename DIR`` it writes the rank's stdout and stderr into ``DIR/rank.N`` as well. A
+rank that ends with a failure, whatever kind it is (an exception before ``init()``, ``os._exit``, ``kill -9``), leaves a record
+``end-N.json`` in the run directory; the exit code is handed on to the launcher, 128 + N for signal N.
 """
 
 from __future__ import annotations
@@ -27,10 +28,23 @@ _LOOK = 1.0
 """Seconds between two looks at whether the launcher is still alive."""
 
 
-def main(run_dir: str, command: list[str]) -> int:
-    """Run the command as this rank and return its exit code."""
+def main(run_dir: str, output: str, width: int, command: list[str]) -> int:
+    """Run the command as this rank and return its exit code.
+
+    Args:
+        run_dir: where the launcher looks for records.
+        output: where the output is written as well; empty: nowhere.
+        width: the digits of a rank in the names there.
+        command: the rank's.
+    """
     launcher = os.getppid()
-    child, errors = _start(command)
+    rank = next((os.environ[name] for name in RANK_VARIABLES if name in os.environ), "0")
+    kept = _Tail(os.path.join(run_dir, f"stderr-{rank}"))
+    keepers: dict[int, list[_Tail | _Copy]] = {2: [kept]}
+    if output:
+        folder = os.path.join(output, f"rank.{rank.zfill(width)}")
+        keepers = {1: [_Copy(folder, "stdout")], 2: [kept, _Copy(folder, "stderr")]}
+    child, streams = _start(command, list(keepers))
     for number in PASSED_ON:
         signal.signal(number, lambda number, frame: _send(child, number))
     wake, waker = os.pipe()
@@ -39,24 +53,23 @@ def main(run_dir: str, command: list[str]) -> int:
     signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
 
-    rank = next((os.environ[name] for name in RANK_VARIABLES if name in os.environ), "0")
-    kept = _Tail(os.path.join(run_dir, f"stderr-{rank}"))
     status: int | None = None
-    sources = [errors, wake]
     while status is None:
-        ready, _, _ = select.select(sources, [], [], _LOOK)
+        ready, _, _ = select.select([*streams, wake], [], [], _LOOK)
         if wake in ready:
             os.read(wake, 4096)
-        if errors in ready and not _pass_on(errors, kept):
-            sources.remove(errors)
+        for source in [source for source in streams if source in ready]:
+            if not _pass_on(source, streams[source], keepers[streams[source]]):
+                del streams[source]
         pid, found = os.waitpid(child, os.WNOHANG)
         if pid:
             status = found
         elif os.getppid() != launcher:
             _send(child, signal.SIGKILL)
     # What the rank wrote last is in the pipe; a process that it left behind may hold the pipe open, so never wait for its end.
-    while errors in sources and select.select([errors], [], [], 0)[0] and _pass_on(errors, kept):
-        pass
+    for source, target in streams.items():
+        while select.select([source], [], [], 0)[0] and _pass_on(source, target, keepers[target]):
+            pass
 
     code = os.waitstatus_to_exitcode(status)
     code = 128 - code if code < 0 else code
@@ -65,23 +78,25 @@ def main(run_dir: str, command: list[str]) -> int:
     return code
 
 
-def _start(command: list[str]) -> tuple[int, int]:
-    """Start the rank in a process group of its own, its stderr in a pipe; return its pid and the pipe."""
-    errors, theirs = os.pipe()
-    os.set_blocking(errors, False)
+def _start(command: list[str], piped: list[int]) -> tuple[int, dict[int, int]]:
+    """Start the rank in a process group of its own; return its pid, and by pipe which of its outputs comes out there."""
+    pipes = {target: os.pipe() for target in piped}
     parent = os.getpid()
     child = os.fork()
     if child == 0:
         try:
             os.setpgid(0, 0)
-            os.dup2(theirs, 2)
+            for target, (_, theirs) in pipes.items():
+                os.dup2(theirs, target)
             _die_with(parent)
             os.execvp(command[0], command)
         except OSError as error:
             os.write(2, f"collectivesrun: cannot run {command[0]!r}: {error.strerror}\n".encode())
         os._exit(127)
-    os.close(theirs)
-    return child, errors
+    for source, theirs in pipes.values():
+        os.close(theirs)
+        os.set_blocking(source, False)
+    return child, {source: target for target, (source, _) in pipes.items()}
 
 
 def _die_with(parent: int) -> None:
@@ -125,7 +140,28 @@ class _Tail:
             self._file = -1
 
 
-def _pass_on(source: int, kept: _Tail) -> bool:
+class _Copy:
+    """All that a rank wrote to one of its outputs, in a file. Where the file cannot be written, the rank goes on without."""
+
+    def __init__(self, folder: str, name: str) -> None:
+        path = os.path.join(folder, name)
+        try:
+            os.makedirs(folder, exist_ok=True)
+            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        except OSError as error:
+            self._file = -1
+            os.write(2, f"collectivesrun: cannot write {path!r}: {error.strerror}\n".encode())
+
+    def add(self, data: bytes) -> None:
+        try:
+            while data and self._file >= 0:
+                data = data[os.write(self._file, data) :]
+        except OSError:
+            os.close(self._file)
+            self._file = -1
+
+
+def _pass_on(source: int, target: int, keepers: list[_Tail | _Copy]) -> bool:
     """Pass on what is there, and keep it; False once nothing more can come."""
     try:
         data = os.read(source, KEPT)
@@ -133,12 +169,13 @@ def _pass_on(source: int, kept: _Tail) -> bool:
         return True
     if not data:
         return False
-    kept.add(data)
+    for keeper in keepers:
+        keeper.add(data)
     while data:
         try:
-            data = data[os.write(2, data) :]
+            data = data[os.write(target, data) :]
         except BlockingIOError:
-            select.select([], [2], [], _LOOK)
+            select.select([], [target], [], _LOOK)
         except OSError:
             break  # nobody reads any more; the rank shall not notice
     return True
@@ -164,4 +201,4 @@ def _record(run_dir: str, rank: str, code: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], sys.argv[2:]))
+    sys.exit(main(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4:]))

@@ -50,15 +50,14 @@ def check_build() -> tuple[str, bool]:
     return "\n".join(lines), fits
 
 
-def show_plan(ranks: int, hosts: Sequence[Host]) -> str:
+def show_plan(ranks: int, hosts: Sequence[Host], config: Config) -> str:
     """Say what the planner would choose for so many ranks, where all that hosts can allow is allowed.
 
     Raises:
-        InvalidArgumentError, TransportError: the environment forces something that cannot serve here.
+        InvalidArgumentError, TransportError: the settings force something that cannot serve here.
     """
     planner = importlib.import_module("collectives.planner")
     placed = _placed(ranks, hosts)
-    config = Config.from_environment()
     placement = planner.Placement(0, ranks, placed, shares_memory=True, reads_private=sys.platform == "linux")
     chooser = planner.Planner(placement, algorithm=config.algorithm, transport=config.transport, segment=config.segment)
     rows = [("collective", "bytes", "algorithm", "medium", "block")]

@@ -7,6 +7,7 @@ Each rank writes its own page only and reads the others'. On it stand
                because a peer may enter the next call before this rank has read the present one, but never the next but one
     words      the numbers that travel with a token (addresses, counts), two places as well
     state      alive, left or failed, and the traceback of the failure
+    broken     the call in whose middle the rank failed, so that a peer that comes to it later does not take part
 
 A rank that waits for a peer spins for a moment, then yields the core, then naps a little longer each time; meanwhile it
 looks at the states and at the clock, so that no wait is unbounded. What a rank wrote before it wrote a word is visible to
@@ -26,7 +27,7 @@ from collectives.errors import CollectiveTimeoutError, RankFailedError
 
 ALIVE, LEFT, FAILED = 0, 1, 2
 
-_PROGRESS, _STATE, _PID, _TEXT_LENGTH, _TOKEN, _WORDS = 0, 1, 2, 3, 4, 8
+_PROGRESS, _STATE, _PID, _TEXT_LENGTH, _TOKEN, _BROKEN, _WORDS = 0, 1, 2, 3, 4, 6, 8
 _TEXT_BYTES = 16 << 10
 CALL_MASK = 0xFFFF
 """A token is a signature of 47 bits shifted by 16, and the call's number under this mask: never 0, the state of a fresh page."""
@@ -47,8 +48,8 @@ fence: Callable[[], None] | None = None if platform.machine().lower() in ("x86_6
 
 
 def max_words(size: int) -> int:
-    """How many words a rank may enter a call with: two addresses, a count, and one number per rank."""
-    return size + 4
+    """How many words a rank may enter a call with: a few numbers per rank, or two addresses for each of 1,024 tensors."""
+    return max(size + 4, 2048)
 
 
 def board_bytes(size: int) -> int:
@@ -81,6 +82,8 @@ class Board:
     ) -> None:
         self.rank = rank
         self.size = len(pages)
+        self.names: Sequence[int] = range(self.size)
+        """What messages call the ranks."""
         self.peers = tuple(p for p, page in enumerate(pages) if page is not None and p != rank)
         self.seen = [0] * self.size
         """Each peer's progress when it was last looked at; saves looking again."""
@@ -118,37 +121,54 @@ class Board:
         self._wait_long(peer, lambda: bool(words[_PROGRESS] >= progress))
         self.seen[peer] = words[_PROGRESS]
 
-    def enter(self, call: int, entry: int, words: Sequence[int]) -> None:
-        """Write the token ``entry`` and its words for the ``call``-th call."""
+    def enter(self, call: int, entry: int, words: Sequence[int] | memoryview) -> None:
+        """Write the token ``entry`` and its words for the ``call``-th call; many words at once as a memoryview of format "q"."""
         mine = self._mine
         parity = call & 1
         if words:
             at = self._slots[parity]
-            for word in words:
-                mine[at] = word
-                at += 1
+            if type(words) is memoryview:
+                mine[at : at + len(words)] = words
+            else:
+                for word in words:
+                    mine[at] = word
+                    at += 1
         if fence is not None:
             fence()
         mine[_TOKEN + parity] = entry
 
-    def await_entries(self, call: int, entry: int) -> bool:
-        """Wait until every peer has entered the ``call``-th call; whether all came with the same token. Raises as `wait`."""
+    def look(self, call: int, entry: int, spin: bool = True) -> bool | None:
+        """Whether every peer entered the ``call``-th call with the same token; None while one is missing, after a short spin."""
         same = True
+        spins = self._spins if spin else 1
         at = _TOKEN + (call & 1)
         for peer in self.peers:
             words = self._words[peer]
-            for _ in range(self._spins):
+            for _ in range(spins):
                 if words[at] == entry:
                     break
             else:
-                same = self._await_entry(peer, at, entry) and same
+                theirs = words[at]
+                if theirs & CALL_MASK != call & CALL_MASK:
+                    return None
+                same = same and theirs == entry
+            if words[_BROKEN] == call:
+                self.check()
         return same
 
-    def _await_entry(self, peer: int, at: int, entry: int) -> bool:
-        words, call = self._words[peer], entry & CALL_MASK
-        if words[at] & CALL_MASK != call:
-            self._wait_long(peer, lambda: bool(words[at] & CALL_MASK == call))
-        return bool(words[at] == entry)
+    def missing(self, call: int) -> list[int]:
+        """The peers that have not entered the ``call``-th call."""
+        at = _TOKEN + (call & 1)
+        return [peer for peer in self.peers if self._words[peer][at] & CALL_MASK != call & CALL_MASK]
+
+    def await_entries(self, call: int, entry: int) -> bool:
+        """`look`, and wait for whoever is missing. Raises as `wait`."""
+        same = self.look(call, entry)
+        if same is not None:
+            return same
+        for peer in self.missing(call):
+            self._wait_long(peer, lambda peer=peer: peer not in self.missing(call))  # type: ignore[misc]
+        return bool(self.look(call, entry))
 
     def words_of(self, peer: int, call: int, count: int) -> Sequence[int]:
         """The first ``count`` words with which ``peer`` entered the ``call``-th call."""
@@ -156,8 +176,8 @@ class Board:
         words: Sequence[int] = self._words[peer][at : at + count]
         return words
 
-    def mark(self, state: int, text: str = "") -> None:
-        """Announce this rank's state, and why. A rank that has failed stays so when it leaves."""
+    def mark(self, state: int, text: str = "", broken: int = 0) -> None:
+        """Announce this rank's state, and why; ``broken``: the call that it was in. A rank that has failed stays so when it leaves."""
         if state == LEFT and self._mine[_STATE] == FAILED:
             return
         data = text.encode("utf-8", "replace")[-_TEXT_BYTES:]
@@ -168,6 +188,8 @@ class Board:
         if fence is not None:
             fence()
         self._mine[_STATE] = state
+        if broken:
+            self._mine[_BROKEN] = broken
 
     def state_of(self, peer: int) -> int:
         """Whether ``peer`` is ALIVE, has LEFT or has FAILED; a process that is gone has failed."""
@@ -188,6 +210,10 @@ class Board:
             if view is not None:
                 view.release()
 
+    def relax(self) -> None:
+        """Give other ranks and threads a chance to run."""
+        self._pause()
+
     def check(self, waiting_for: int | None = None, arrived: Callable[[], bool] | None = None, processes: bool = True) -> None:
         """Raise RankFailedError if a peer has failed, or if the one waited for has left without having arrived."""
         for peer in self.peers:
@@ -195,10 +221,10 @@ class Board:
             if state == FAILED:
                 text = self.text_of(peer)
                 detail = f":\n{text}" if text else " (it died without a word)"
-                raise RankFailedError(f"rank {self.rank}: rank {peer} has failed{detail}")
+                raise RankFailedError(f"rank {self.names[self.rank]}: rank {self.names[peer]} has failed{detail}")
             if state == LEFT and peer == waiting_for and not (arrived and arrived()):
                 raise RankFailedError(
-                    f"rank {self.rank}: waits for rank {peer}, which has shut down or ended; "
+                    f"rank {self.names[self.rank]}: waits for rank {self.names[peer]}, which has shut down or ended; "
                     f"every rank must make the same calls before it leaves"
                 )
 
@@ -219,8 +245,8 @@ class Board:
                 self.also_check()
             if now - begun > self._timeout:
                 raise CollectiveTimeoutError(
-                    f"rank {self.rank}: waited {self._timeout:g} s for rank {peer}, which is alive but did not come; "
-                    f"see what it is doing, or raise COLLECTIVES_TIMEOUT"
+                    f"rank {self.names[self.rank]}: waited {self._timeout:g} s for rank {self.names[peer]}, which is alive but "
+                    f"did not come; see what it is doing, or raise COLLECTIVES_TIMEOUT"
                 )
             time.sleep(nap)
             nap = min(nap * 1.2, _LONGEST_NAP)

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from collectives.errors import TransportError
+from collectives.transport.base import Blocks
 
 _PR_SET_PTRACER = 0x59616D61
 _PR_SET_PTRACER_ANY = ctypes.c_ulong(-1).value
@@ -66,6 +67,24 @@ class DirectRead:
         done = self._writev(self._pids[peer], self._mine_at, 1, self._theirs_at, 1, 0)
         if done != nbytes:
             self._continue(self._writev, "write", peer, done)
+
+    def fetch_list(self, peer: int, blocks: Blocks, first: int, count: int, into: int, nbytes: int) -> None:
+        """`base.MemoryTransport.fetch_list`; at most `base.MOST_BLOCKS` blocks."""
+        mine = self._mine
+        mine.address, mine.nbytes = into, nbytes
+        if self._readv(self._pids[peer], self._mine_at, 1, blocks.at + 16 * first, count, 0) != nbytes:
+            # Interrupted, or refused: block by block, which goes on or says why.
+            for address, length in blocks.rows[first : first + count].tolist():
+                self.fetch(peer, address, into, length)
+                into += length
+
+    def store_list(self, peer: int, blocks: Blocks, own: Blocks, first: int, count: int, nbytes: int) -> None:
+        """`base.MemoryTransport.store_list`; at most `base.MOST_BLOCKS` blocks."""
+        if self._writev(self._pids[peer], own.at + 16 * first, count, blocks.at + 16 * first, count, 0) != nbytes:
+            for (there, length), (here, _) in zip(
+                blocks.rows[first : first + count].tolist(), own.rows[first : first + count].tolist(), strict=True
+            ):
+                self.store(peer, there, here, length)
 
     def _continue(self, call: ctypes._NamedFuncPointer, verb: str, peer: int, done: int) -> None:
         """Go on after a partial transfer (a signal may cause one); an error ends it."""

@@ -23,6 +23,10 @@ class Group:
     """Reaches the ranks of this host; None where memory cannot be shared."""
     messages: MessageTransport | None
     """Reaches every rank; None where there is nobody to send to, or nothing to send with."""
+    split: Callable[[Sequence[int]], Group | None]
+    """Makes a group of some of these ranks, in ascending order; called by every rank of this group, None on those left out."""
+    ranks: tuple[int, ...]
+    """The ranks' numbers in the outermost group, by which messages call them."""
     close: Callable[[], None]
     """Gives back what was made for the group, and nothing else."""
 
@@ -47,14 +51,36 @@ class BoardControl:
         self._exchange = exchange
         self._call = 0
         self._count = 0
+        self._entry = 0
 
-    def agree(self, signature: int, words: Sequence[int] = ()) -> bool:
+    def enter(self, signature: int, words: Sequence[int] | memoryview = ()) -> None:
         self._call = call = self._call + 1
         self._count = len(words)
-        entry = signature << 16 | (call & CALL_MASK)
-        board = self._board
-        board.enter(call, entry, words)
-        return board.await_entries(call, entry)
+        self._entry = entry = signature << 16 | (call & CALL_MASK)
+        self._board.enter(call, entry, words)
+
+    def look(self, *, spin: bool = True) -> bool | None:
+        return self._board.look(self._call, self._entry, spin)
+
+    def agree(self, signature: int, words: Sequence[int] | memoryview = ()) -> bool:
+        self.enter(signature, words)
+        return self._board.await_entries(self._call, self._entry)
+
+    def called(self) -> bool:
+        following = self._call + 1
+        return len(self._board.missing(following)) < len(self._board.peers)
+
+    def missing(self) -> list[int]:
+        return self._board.missing(self._call)
+
+    def check(self, *, deep: bool = False, upcoming: bool = False) -> None:
+        board, call = self._board, self._call + upcoming
+        board.check(processes=deep)
+        for peer in board.missing(call):
+            board.check(peer, lambda peer=peer: peer not in board.missing(call), processes=deep)  # type: ignore[misc]
+
+    def relax(self) -> None:
+        self._board.relax()
 
     def words_of(self, peer: int) -> Sequence[int]:
         return self._board.words_of(peer, self._call, self._count)
@@ -62,8 +88,8 @@ class BoardControl:
     def exchange(self, value: Any) -> list[Any]:
         return self._exchange(value)
 
-    def fail(self, text: str) -> None:
-        self._board.mark(FAILED, text)
+    def fail(self, text: str, *, in_call: bool = False) -> None:
+        self._board.mark(FAILED, text, self._call if in_call else 0)
 
     def leave(self) -> None:
         self._board.mark(LEFT)
@@ -71,5 +97,5 @@ class BoardControl:
     def acknowledged(self) -> bool:
         return all(self._board.state_of(peer) in (LEFT, FAILED) for peer in self._board.peers)
 
-    def close(self) -> None:
-        """Nothing: the board belongs to whoever made it."""
+    def close(self) -> bool:
+        return True  # nothing travels on a board

@@ -26,19 +26,29 @@ from collectives.transport.group import BoardControl, Group
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-_FAILURE_TAG, _LEAVE_TAG, _BLOCK_TAG = 1, 2, 3
+_FAILURE_TAG, _LEAVE_TAG, _BLOCK_TAG, _HERE_TAG = 1, 2, 3, 4
+_SAY_HERE_AFTER = 0.4
+"""Seconds after which a rank that waits in a call says so to the others, who then know who is missing."""
+_GOODBYE_WITHIN = 1.0
 _SPINS, _YIELDS = 200, 200
 _NAP, _LONGEST_NAP = 20e-6, 1e-3
 _RECORD = 3
 
 
-def connect(comm: MPI.Intracomm, config: Config) -> Group:
+def connect(comm: MPI.Intracomm, config: Config, ranks: Sequence[int] | None = None) -> Group:
     """Make the group of a communicator; collective over it.
+
+    Args:
+        comm: is duplicated.
+        config: the settings.
+        ranks: what messages call its ranks; by their numbers in ``comm`` by default.
 
     Raises:
         CollectiveTimeoutError: not every rank came within ``config.timeout``.
         MismatchError: the ranks have different settings.
     """
+    from mpi4py import MPI
+
     if not hasattr(comm, "Get_rank") or comm.Is_inter():
         raise InvalidTypeError(f"comm={comm!r}: expected an mpi4py intracommunicator")
     patience = _Patience(comm.Get_rank(), config.timeout)
@@ -66,16 +76,33 @@ def connect(comm: MPI.Intracomm, config: Config) -> Group:
         patience.check = memory.board.check
     else:
         control = MpiControl(own, patience, exchange, memory.board if memory is not None else None)
-        patience.check = control.check
+        control.names = tuple(range(size) if ranks is None else ranks)
+        patience.check = lambda: control.check(deep=True)
         if memory is not None:
             memory.board.also_check = control.look_for_notices
 
     def close() -> None:
+        quiet = control.close()
         if memory is not None:
             memory.close()
-        own.Free()
+        if quiet:
+            own.Free()
 
-    return Group(rank, size, hosts, control, memory, messages, close)
+    numbers = tuple(range(size) if ranks is None else ranks)
+    if memory is not None:
+        memory.board.names = numbers
+
+    def split(members: Sequence[int]) -> Group | None:
+        chosen = sorted(members)
+        part: Any = own.Split(0 if rank in chosen else MPI.UNDEFINED, rank)
+        if rank not in chosen:
+            return None
+        try:
+            return connect(part, config, [numbers[member] for member in chosen])
+        finally:
+            part.Free()
+
+    return Group(rank, size, hosts, control, memory, messages, split, numbers, close)
 
 
 class MpiMessages:
@@ -142,6 +169,8 @@ class MpiControl:
     def __init__(self, comm: MPI.Intracomm, patience: _Patience, exchange: Callable[[Any], list[Any]], board: Board | None) -> None:
         self.rank = comm.Get_rank()
         self.size = comm.Get_size()
+        self.names: Sequence[int] = range(self.size)
+        """What messages call the ranks."""
         self._comm = comm
         self._patience = patience
         self._exchange = exchange
@@ -150,26 +179,64 @@ class MpiControl:
         self._record = np.zeros(_RECORD, np.int64)
         self._records = np.zeros((self.size, _RECORD), np.int64)
         self._words: Array = self._records[:, 1:]
+        self._request: MPI.Request | None = None
+        self._entry = 0
+        self._same = False
+        self._entered: Sequence[int] | memoryview = ()
+        self._entered_at = 0.0
+        self._said_here = 0
         self._notices: list[Any] = []
         self._left: dict[int, int] = {}
+        self._failed: dict[int, str] = {}
+        self._here: dict[int, int] = {}
 
-    def agree(self, signature: int, words: Sequence[int] = ()) -> bool:
+    def enter(self, signature: int, words: Sequence[int] | memoryview = ()) -> None:
         self._call += 1
-        entry = signature << 16 | (self._call & CALL_MASK)
-        record, records = self._record, self._records
-        record[0] = entry
+        self._entry = signature << 16 | (self._call & CALL_MASK)
+        self._entered = words
+        self._record[0] = self._entry
         short = words[: _RECORD - 1]
-        record[1 : 1 + len(short)] = short
-        self._patience.wait(self._comm.Iallgather(record, records), "every rank to enter the call")
-        if not bool((records[:, 0] == entry).all()):
+        self._record[1 : 1 + len(short)] = short
+        self._request = self._comm.Iallgather(self._record, self._records)
+        self._entered_at = time.monotonic()
+
+    def look(self, *, spin: bool = True) -> bool | None:
+        if self._request is not None:
+            if not self._request.Test():
+                return None
+            self._request = None
+            self._same = self._read_records()
+        return self._same
+
+    def _read_records(self) -> bool:
+        """All records are here: compare them, and fetch the words that do not fit in."""
+        records, words = self._records, self._entered
+        if not bool((records[:, 0] == self._entry).all()):
             return False
-        self._words = records[:, 1 : 1 + len(short)]
-        if len(words) > len(short):
+        self._words = records[:, 1 : 1 + min(len(words), _RECORD - 1)]
+        if len(words) > _RECORD - 1:
             mine = np.array(words, np.int64)
             everybody = np.empty((self.size, len(mine)), np.int64)
             self._patience.wait(self._comm.Iallgather(mine, everybody), "every rank's sizes")
             self._words = everybody
         return True
+
+    def agree(self, signature: int, words: Sequence[int] | memoryview = ()) -> bool:
+        self.enter(signature, words)
+        assert self._request is not None
+        self._patience.wait(self._request, "every rank to enter the call")
+        return bool(self.look())
+
+    def called(self) -> bool:
+        return True  # who entered a collective operation of MPI shows only to those who enter it too
+
+    def missing(self) -> list[int]:
+        if self._said_here != self._call:
+            return []
+        return [peer for peer in range(self.size) if peer != self.rank and self._here.get(peer, 0) < self._call]
+
+    def relax(self) -> None:
+        os.sched_yield()
 
     def words_of(self, peer: int) -> Sequence[int]:
         words: list[int] = self._words[peer].tolist()
@@ -178,7 +245,7 @@ class MpiControl:
     def exchange(self, value: Any) -> list[Any]:
         return self._exchange(value)
 
-    def fail(self, text: str) -> None:
+    def fail(self, text: str, *, in_call: bool = False) -> None:
         if self._board is not None:
             self._board.mark(FAILED, text)
         self._tell(_FAILURE_TAG, text)
@@ -189,38 +256,63 @@ class MpiControl:
         self._tell(_LEAVE_TAG, str(self._call))
 
     def acknowledged(self) -> bool:
-        board = self._board
-        return board is None or all(board.state_of(peer) in (LEFT, FAILED) for peer in board.peers)
+        self._read_notices()
+        board, known = self._board, self._failed.keys() | self._left.keys()
+        on_board = {peer for peer in board.peers if board.state_of(peer) in (LEFT, FAILED)} if board is not None else set()
+        return len(known | on_board) == self.size - 1
 
-    def check(self) -> None:
+    def check(self, *, deep: bool = False, upcoming: bool = False) -> None:
         """Raise RankFailedError if a rank has failed, or if one has left without entering the call that this rank is in."""
         if self._board is not None:
-            self._board.check()
+            self._board.check(processes=deep)
         self.look_for_notices()
         for peer, calls in self._left.items():
-            if calls < self._call:
+            if calls < self._call + upcoming:
                 raise RankFailedError(
-                    f"rank {self.rank}: rank {peer} has shut down or ended while this rank waits for it; "
+                    f"rank {self.names[self.rank]}: rank {self.names[peer]} has shut down or ended while this rank waits for it; "
                     f"every rank must make the same calls before it leaves"
                 )
+        waits = self._request is not None and self._said_here != self._call
+        if deep and waits and time.monotonic() - self._entered_at > _SAY_HERE_AFTER:
+            self._said_here = self._call
+            self._tell(_HERE_TAG, str(self._call))
 
     def look_for_notices(self) -> None:
         """Read what other ranks said about themselves; raise RankFailedError at a failure."""
+        self._read_notices()
+        for peer, text in self._failed.items():
+            raise RankFailedError(f"rank {self.names[self.rank]}: rank {self.names[peer]} has failed:\n{text}")
+
+    def _read_notices(self) -> None:
         from mpi4py import MPI
 
         status = MPI.Status()
-        for tag in (_FAILURE_TAG, _LEAVE_TAG):
+        for tag in (_FAILURE_TAG, _HERE_TAG, _LEAVE_TAG):
             while self._comm.Iprobe(MPI.ANY_SOURCE, tag, status):
                 peer = status.Get_source()
                 text = self._comm.recv(source=peer, tag=tag)
                 if tag == _FAILURE_TAG:
-                    raise RankFailedError(f"rank {self.rank}: rank {peer} has failed:\n{text}")
-                self._left[peer] = int(text)
+                    self._failed[peer] = text
+                else:
+                    (self._left if tag == _LEAVE_TAG else self._here)[peer] = int(text)
+        if self._notices:
+            self._notices = [request for request in self._notices if not request.Test()[0]]
 
-    def close(self) -> None:
-        """Wait a moment for the notices to leave; one that nobody reads is small enough to be on its way already."""
-        for request in self._notices:
-            request.Test()
+    def close(self) -> bool:
+        """Wait a moment for what the others have to say; whether all have said goodbye, so that nothing is on its way any more.
+
+        What nobody has read would be read on a later communicator, if MPI gave that the number of this one.
+        """
+        end = time.monotonic() + _GOODBYE_WITHIN
+        while not self._all_said_goodbye():
+            if time.monotonic() > end:
+                return False
+            time.sleep(1e-3)
+        return True
+
+    def _all_said_goodbye(self) -> bool:
+        self._read_notices()
+        return len(self._left.keys() | self._failed.keys()) == self.size - 1 and not self._notices
 
     def _tell(self, tag: int, text: str) -> None:
         self._notices += [self._comm.isend(text[-2000:], peer, tag) for peer in range(self.size) if peer != self.rank]

@@ -43,6 +43,8 @@ class SharedMemory:
         # Bound to the reader's methods themselves: these two are called for every block.
         self.fetch: Move = reader.fetch if reader is not None else _refuse
         self.store: Move = reader.store if reader is not None else _refuse
+        self.fetch_list = reader.fetch_list if reader is not None else _refuse_list
+        self.store_list = reader.store_list if reader is not None else _refuse_list
 
     def close(self) -> None:
         self.windows = ()
@@ -55,6 +57,10 @@ class SharedMemory:
 
 def _refuse(peer: int, address: int, own: int, nbytes: int) -> None:
     raise TransportError(f"the private memory of rank {peer} cannot be reached: this system does not allow direct reads")
+
+
+def _refuse_list(peer: int, *arguments: Any) -> None:
+    _refuse(peer, 0, 0, 0)
 
 
 def connect(rank: int, size: int, local: Sequence[int], exchange: Exchange, *, timeout: float) -> SharedMemory | None:

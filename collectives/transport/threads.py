@@ -17,12 +17,19 @@ from typing import Any
 import numpy as np
 
 from collectives.errors import CollectiveTimeoutError, InvalidArgumentError, RankFailedError
-from collectives.transport.base import WINDOW_BYTES, Array
+from collectives.transport.base import WINDOW_BYTES, Array, Blocks
 from collectives.transport.board import Board, board_bytes
 from collectives.transport.group import BoardControl, Group
 
 
-def connect(size: int, *, hosts: Sequence[Sequence[int]] | None = None, reads_private: bool = True, timeout: float = 60.0) -> list[Group]:
+def connect(
+    size: int,
+    *,
+    hosts: Sequence[Sequence[int]] | None = None,
+    reads_private: bool = True,
+    timeout: float = 60.0,
+    ranks: tuple[int, ...] | None = None,
+) -> list[Group]:
     """Make the groups of ``size`` ranks, one for each thread.
 
     Args:
@@ -30,6 +37,7 @@ def connect(size: int, *, hosts: Sequence[Sequence[int]] | None = None, reads_pr
         hosts: the ranks of each pretended host; all on one by default.
         reads_private: False takes away the direct reads of private memory, as some containers do.
         timeout: seconds that a rank waits for another.
+        ranks: what messages call the ranks; 0 to ``size`` - 1 by default.
     """
     if size < 1:
         raise InvalidArgumentError(f"size={size}: expected at least 1 rank")
@@ -41,6 +49,7 @@ def connect(size: int, *, hosts: Sequence[Sequence[int]] | None = None, reads_pr
     windows = [np.zeros(WINDOW_BYTES, np.uint8) for _ in range(size)]
     meeting = _Meeting(size, timeout)
     post = _Post(size)
+    ranks = ranks or tuple(range(size))
     groups = []
     for rank in range(size):
         local = next(host for host in layout if rank in host)
@@ -50,8 +59,36 @@ def connect(size: int, *, hosts: Sequence[Sequence[int]] | None = None, reads_pr
         memory = ThreadMemory(board, [window if p in local else None for p, window in enumerate(windows)], reads_private)
         control = BoardControl(control_board, lambda value, rank=rank: meeting.exchange(rank, value))  # type: ignore[misc]
         messages = ThreadMessages(rank, post, control_board, timeout)
-        groups.append(Group(rank, size, layout, control, memory, messages, lambda: None))
+        groups.append(
+            Group(rank, size, layout, control, memory, messages, _splitter(rank, layout, meeting, reads_private, timeout), ranks, _nothing)
+        )
+        if ranks != tuple(range(size)):
+            board.names = control_board.names = ranks
     return groups
+
+
+def _splitter(
+    rank: int, layout: Sequence[Sequence[int]], meeting: _Meeting, reads_private: bool, timeout: float
+) -> Callable[[Sequence[int]], Group | None]:
+    """`Group.split`: the first of the members makes the groups of all, and the threads hand them to each other."""
+
+    def split(members: Sequence[int]) -> Group | None:
+        chosen = sorted(members)
+        number = {member: place for place, member in enumerate(chosen)}
+        made = None
+        if rank == chosen[0]:
+            hosts = [tuple(number[r] for r in host if r in number) for host in layout]
+            made = connect(
+                len(chosen), hosts=[host for host in hosts if host], reads_private=reads_private, timeout=timeout, ranks=tuple(chosen)
+            )
+        groups = meeting.exchange(rank, made)[chosen[0]]
+        return groups[number[rank]] if rank in number else None
+
+    return split
+
+
+def _nothing() -> None:
+    """A group of threads leaves nothing behind."""
 
 
 class ThreadMemory:
@@ -69,6 +106,17 @@ class ThreadMemory:
 
     def store(self, peer: int, address: int, source: int, nbytes: int) -> None:
         ctypes.memmove(address, source, nbytes)
+
+    def fetch_list(self, peer: int, blocks: Blocks, first: int, count: int, into: int, nbytes: int) -> None:
+        for address, length in blocks.rows[first : first + count].tolist():
+            ctypes.memmove(into, address, length)
+            into += length
+
+    def store_list(self, peer: int, blocks: Blocks, own: Blocks, first: int, count: int, nbytes: int) -> None:
+        for (there, length), (here, _) in zip(
+            blocks.rows[first : first + count].tolist(), own.rows[first : first + count].tolist(), strict=True
+        ):
+            ctypes.memmove(there, here, length)
 
     def close(self) -> None:
         """Nothing to let go of: the arrays end with their last reference."""

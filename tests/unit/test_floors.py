@@ -17,13 +17,13 @@ import collectives
 PACKAGE = Path(collectives.__file__).parent
 
 FLOORS = {
-    0: ("errors", "config", "dtypes", "schedule"),
-    1: ("arrays", "reduction", "buffers", "partition", "verify"),
+    0: ("errors", "config", "logs", "dtypes", "schedule"),
+    1: ("arrays", "compression", "consistency", "reduction", "buffers", "partition", "verify", "timeline", "gaussian"),
     2: ("transport",),
-    3: ("ring", "direct", "tree", "hierarchical"),
-    4: ("program", "shortcuts", "binder", "plans", "planner", "executor"),
-    5: ("arguments", "negotiation", "entries", "exits"),
-    6: ("world", "api", "__init__"),
+    3: ("adasum", "ring", "direct", "tree", "hierarchical"),
+    4: ("program", "fusion", "shortcuts", "binder", "plans", "planner", "executor"),
+    5: ("arguments", "negotiation", "entries", "exits", "handles", "tasks", "engine", "stall", "autotune", "tuning"),
+    6: ("door", "world", "membership", "runtime", "api", "__init__"),
     8: ("launch",),
 }
 FLOOR = {name: floor for floor, names in FLOORS.items() for name in names}

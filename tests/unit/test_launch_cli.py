@@ -11,19 +11,34 @@ from typing import Any
 
 import pytest
 
+from collectives.config import Config
 from collectives.errors import InvalidArgumentError
 from collectives.launch import cli, job, mpi
 from collectives.launch.mpi import Launcher, Vendor
 
 
+@pytest.fixture(autouse=True)
+def _no_settings_around(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith(("COLLECTIVES_", "HOROVOD_"))]:
+        monkeypatch.delenv(name)
+
+
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+def environments() -> list[dict[str, str]]:
+    """The settings in the environment of each job that would have been started."""
+    return []
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch, environments: list[dict[str, str]]) -> list[list[str]]:
     """Have nothing started; return the commands that would have been."""
     commands: list[list[str]] = []
 
     def run(command: list[str], environment: dict[str, str], run_dir: Path) -> int:
         assert run_dir.is_dir() and environment["COLLECTIVES_RUN_DIR"] == str(run_dir)
         commands.append(list(command))
+        ours = {name: text for name, text in environment.items() if name.startswith(("COLLECTIVES_", "HOROVOD_"))}
+        environments.append({name: text for name, text in ours.items() if name != "COLLECTIVES_RUN_DIR"})
         return 0
 
     monkeypatch.setattr(job, "run", run)
@@ -70,12 +85,12 @@ def test_arguments_for_mpirun_may_begin_with_a_dash(started: list[list[str]]) ->
     assert [command[command.index("-v") :][:3] for command in started] == [["-v", "--bind-to", "a b"]] * 2
 
 
-def test_choices_reach_the_ranks(started: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
-    for variable in ("COLLECTIVES_ALGORITHM", "COLLECTIVES_TRANSPORT"):
-        monkeypatch.setenv(variable, "auto")  # so that the test's own environment is put back
+def test_choices_reach_the_ranks(started: list[list[str]]) -> None:
+    before = dict(os.environ)
     assert cli.main(["-np", "2", "--algorithm", "ring", "--transport", "mpi", sys.executable, "-c", "pass"]) == 0
     assert " ".join(started[0]).count("-genv COLLECTIVES_ALGORITHM ring") == 1
     assert " ".join(started[0]).count("-genv COLLECTIVES_TRANSPORT mpi") == 1
+    assert dict(os.environ) == before
 
 
 @pytest.mark.parametrize(
@@ -94,9 +109,19 @@ def test_choices_reach_the_ranks(started: list[list[str]], monkeypatch: pytest.M
         (["-np", "5", "-H", "h1:2,h2:2", "python"], "-np 5: the hosts take 4 ranks (h1:2, h2:2)"),
         (["-np", "2", "-H", "h1:2", "--hostfile", "f", "python"], "not allowed with argument"),
         (["-np", "2", "--hostfile", "/no/such", "python"], "cannot read '/no/such'"),
-        (["-np", "2", "--algorithm", "best", "python"], "--algorithm: invalid choice: 'best'"),
+        (
+            ["-np", "2", "--algorithm", "best", "python"],
+            "--algorithm: expected one of auto, ring, direct, one-shot, recursive-doubling, hierarchical, native, got 'best'",
+        ),
         (["-np", "2", "--verbose=yes", "python"], "--verbose"),
         (["-np", "2", "--mpi-args", "'open", "python"], "--mpi-args"),
+        (["-np", "2", "--autotune=yes", "python"], "--autotune"),
+        (["-np", "2", "--fusion-threshold-mb", "64M", "python"], "--fusion-threshold-mb: expected a number of MiB such as 64"),
+        (["-np", "2", "--timeline", "", "python"], "--timeline-filename/--timeline: expected a path, got ''"),
+        (["-np", "2", "--config-file", "/no/such", "python"], "--config-file: cannot read '/no/such'"),
+        (["-np", "2", "--output-filename", "/dev/null", sys.executable], "--output-filename: cannot make the folder '/dev/null'"),
+        (["-np", "2", "--timeline", "/dev/null/x.html", sys.executable], "cannot write the trace '/dev/null/x.html.json'"),
+        (["-np", "2", "--min-np", "1", "python"], "unknown option '--min-np'"),
     ],
 )
 def test_a_mistake_is_named(arguments: list[str], message: str, started: list[list[str]], capsys: pytest.CaptureFixture[str]) -> None:
@@ -121,10 +146,118 @@ def test_without_mpi_several_ranks_name_the_extra(monkeypatch: pytest.MonkeyPatc
 def test_without_mpi_one_rank_becomes_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
     became: list[Any] = []
     monkeypatch.setattr(cli, "find", lambda: None)
-    monkeypatch.setattr(os, "execvp", lambda *arguments: became.append(arguments) or sys.exit(0))
+    monkeypatch.setattr(os, "execvpe", lambda *arguments: became.append(arguments) or sys.exit(0))
     with pytest.raises(SystemExit):
-        cli.main(["-np", "1", sys.executable, "-c", "pass"])
-    assert became == [(sys.executable, [sys.executable, "-c", "pass"])]
+        cli.main(["-np", "1", "--cycle-time-ms", "2", sys.executable, "-c", "pass"])
+    assert became == [(sys.executable, [sys.executable, "-c", "pass"], {**os.environ, "COLLECTIVES_CYCLE_TIME": "2"})]
+
+
+def test_without_mpi_one_rank_is_waited_for_where_its_output_is_kept(
+    started: list[list[str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(cli, "find", lambda: None)
+    assert cli.main(["-np", "1", "--output-filename", str(tmp_path / "out"), sys.executable, "-c", "pass"]) == 0
+    assert started[0][:3] == [sys.executable, "-I", "-S"] and started[0][-3:] == [sys.executable, "-c", "pass"]
+
+
+def test_a_flag_beats_the_environment_which_beats_the_file(
+    started: list[list[str]], environments: list[dict[str, str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text("params:\n  fusion_threshold_mb: 1\n  cycle_time_ms: 1\n  cache_capacity: 1\n")
+    monkeypatch.setenv("HOROVOD_FUSION_THRESHOLD", "2")
+    monkeypatch.setenv("HOROVOD_CYCLE_TIME", "2")
+    assert cli.main(["-np", "2", "--config-file", str(file), "--fusion-threshold-mb", "3", sys.executable]) == 0
+    config = Config.from_environment(environments[0])
+    assert (config.fusion_threshold, config.cycle_time, config.cache_capacity) == (3 << 20, 2, 1)
+
+
+def test_a_file_may_ask_for_the_command(started: list[list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text("verbose: true\nlogging:\n  hide_timestamp: true\n")
+    assert cli.main(["-np", "2", "--config-file", str(file), sys.executable]) == 0
+    shown = capsys.readouterr().err
+    assert "collectivesrun: MPICH 5.0 (mpirun)" in shown and f"{file}:3: logging.hide_timestamp has no effect" in shown
+
+
+def test_what_has_no_effect_is_said_once(started: list[list[str]], capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--mpi", "--gloo", "--gloo", "--ssh-port", "2222", "--network-interface=eth0", "--prefix-output-with-timestamp"]
+    assert cli.main(["-np", "2", *options, sys.executable]) == 0
+    said = [line.partition(" has no effect: ")[0] for line in capsys.readouterr().err.splitlines()]
+    assert said == [f"collectivesrun: {name}" for name in ("--gloo", "--ssh-port", "--network-interface", "--prefix-output-with-timestamp")]
+    assert len(started) == 1
+
+
+def test_the_folder_for_output_reaches_the_process_before_each_rank(started: list[list[str]], tmp_path: Path) -> None:
+    assert cli.main(["-np", "11", "--output-filename", str(tmp_path / "a" / "b"), sys.executable]) == 0
+    assert started[0][-3:] == [str(tmp_path / "a" / "b"), "2", sys.executable] and (tmp_path / "a" / "b").is_dir()
+
+
+class Reports:
+    """Stands in for the module that writes reports."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.written: list[tuple[Path, Path, str]] = []
+        self._error = error
+
+    def write(self, trace: Path, html: Path) -> None:
+        self.written.append((trace, html, trace.read_text()))
+        if self._error:
+            raise self._error
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Have nothing started; a job that would have been writes these texts as its trace."""
+    traces: list[str] = []
+
+    def run(command: list[str], environment: dict[str, str], run_dir: Path) -> int:
+        if traces:
+            Path(environment["COLLECTIVES_TIMELINE"]).write_text(traces.pop())
+        return 3
+
+    monkeypatch.setattr(job, "run", run)
+    monkeypatch.setattr(cli, "find", lambda: Launcher("mpirun", Vendor.MPICH, "5.0"))
+    return traces
+
+
+@pytest.mark.parametrize("by", ["flag", "environment"])
+def test_a_report_is_written_after_the_run(by: str, traced: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    reports = Reports()
+    monkeypatch.setitem(sys.modules, "collectives.launch.timeline_report", reports)  # type: ignore[arg-type]
+    monkeypatch.chdir(tmp_path)
+    traced.append("the trace")
+    if by == "environment":
+        monkeypatch.setenv("HOROVOD_TIMELINE", "run.html")
+    assert cli.main(["-np", "2", *(["--timeline", "run.html"] if by == "flag" else []), sys.executable]) == 3
+    assert reports.written == [(tmp_path / "run.html.json", Path("run.html"), "the trace")]
+
+
+def test_without_a_trace_there_is_no_report(
+    traced: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reports = Reports()
+    monkeypatch.setitem(sys.modules, "collectives.launch.timeline_report", reports)  # type: ignore[arg-type]
+    (tmp_path / "run.html.json").write_text("of an earlier run")
+    assert cli.main(["-np", "2", "--timeline", str(tmp_path / "run.html"), sys.executable]) == 3
+    assert not reports.written and "no rank has left a timeline" in capsys.readouterr().err
+
+
+def test_a_report_that_cannot_be_made_leaves_the_exit_code(
+    traced: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reports = Reports(ValueError("no such phase"))
+    monkeypatch.setitem(sys.modules, "collectives.launch.timeline_report", reports)  # type: ignore[arg-type]
+    traced.append("broken")
+    assert cli.main(["-np", "2", "--timeline", str(tmp_path / "run.html"), sys.executable]) == 3
+    assert "no report in" in (shown := capsys.readouterr().err) and "no such phase" in shown
+
+
+def test_a_timeline_of_another_name_is_the_trace_itself(
+    started: list[list[str]], environments: list[dict[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert cli.main(["-np", "2", "--timeline-filename", "run.json", "--timeline-mark-cycles", sys.executable]) == 0
+    assert environments == [{"COLLECTIVES_TIMELINE": "run.json", "COLLECTIVES_TIMELINE_MARK_CYCLES": "1"}]
 
 
 def test_the_mpirun_beside_this_python_comes_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -38,6 +38,14 @@ def test_open_mpi_on_several_hosts_forwards_what_ranks_need_there() -> None:
     assert "--oversubscribe" not in built
 
 
+@pytest.mark.parametrize("hosts", [(), HOSTS], ids=["this host", "other hosts"])
+@pytest.mark.parametrize("vendor", Vendor)
+def test_horovods_settings_reach_the_ranks_too(vendor: Vendor, hosts: tuple[Host, ...]) -> None:
+    request = Request(ranks=4, program=PROGRAM, hosts=hosts, cores=4)
+    built = " ".join(build(Launcher("mpirun", vendor, ""), request, {"HOROVOD_CYCLE_TIME": "2"}))
+    assert ("-x HOROVOD_CYCLE_TIME" if vendor is Vendor.OPEN_MPI else "-genv HOROVOD_CYCLE_TIME 2") in built
+
+
 def test_mpich() -> None:
     settings = ["-genv", "COLLECTIVES_ALGORITHM", "ring", "-genv", "COLLECTIVES_RUN_DIR", "/tmp/run"]
     assert command(Vendor.MPICH, root=True) == ["/opt/mpirun", "-n", "4", *settings, *PROGRAM]

@@ -13,8 +13,8 @@ import pytest
 from collectives.launch import rank
 
 
-def start(run_dir: Path, program: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-I", "-S", rank.__file__, str(run_dir), sys.executable, "-c", program]
+def start(run_dir: Path, program: str, output: str = "", width: int = 1) -> subprocess.Popen[str]:
+    command = [sys.executable, "-I", "-S", rank.__file__, str(run_dir), output, str(width), sys.executable, "-c", program]
     environment = {"PATH": os.environ["PATH"], "PMI_RANK": "3"}
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 
@@ -72,6 +72,23 @@ def test_a_run_directory_that_is_not_there_costs_nothing_but_the_record(tmp_path
 
 
 def test_a_program_that_cannot_run_is_named(tmp_path: Path) -> None:
-    command = [sys.executable, rank.__file__, str(tmp_path), "/no/such/program"]
+    command = [sys.executable, rank.__file__, str(tmp_path), "", "1", "/no/such/program"]
     shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert shown.returncode == 127 and "cannot run '/no/such/program': No such file" in shown.stderr
+
+
+def test_output_is_written_to_files_as_well(tmp_path: Path) -> None:
+    program = "import sys\nfor n in range(20_000): print(n, 'x' * 20)\nprint('err', file=sys.stderr)\nsys.exit(2)"
+    process = start(tmp_path, program, str(tmp_path / "out"), width=3)
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 2 and output.count("\n") == 20_000 and errors == "err\n"
+    assert (tmp_path / "out" / "rank.003" / "stdout").read_text() == output
+    assert (tmp_path / "out" / "rank.003" / "stderr").read_text() == errors == (tmp_path / "stderr-3").read_text()
+
+
+def test_files_that_cannot_be_written_are_said_and_change_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    process = start(tmp_path, "print('out')", str(tmp_path / "file"))
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 0 and output == "out\n"
+    assert [line.partition(": ")[2].partition(" '")[0] for line in errors.splitlines()] == ["cannot write"] * 2

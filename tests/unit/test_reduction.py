@@ -28,6 +28,9 @@ LENGTHS = [0, 1, 3, 31, 1024, 1025, 16383, 16384, 16385, 40001]
 pytestmark = pytest.mark.filterwarnings("error")
 
 
+ELEMENTWISE = [op for op in Op if op is not Op.ADASUM]
+
+
 def defined(op: Op, dtype: np.dtype[Any]) -> bool:
     return not (dtypes.is_complex(dtype) and op in (Op.MIN, Op.MAX))
 
@@ -62,7 +65,7 @@ def assert_same(found: np.ndarray[Any, Any], wanted: np.ndarray[Any, Any]) -> No
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtypes.name)
-@pytest.mark.parametrize("op", Op)
+@pytest.mark.parametrize("op", ELEMENTWISE)
 def test_kernels_equal_the_widened_oracle_at_every_length_in_place_and_out_of_place(op: Op, dtype: np.dtype[Any]) -> None:
     if not defined(op, dtype):
         pytest.skip("complex numbers have no order")
@@ -108,7 +111,7 @@ def test_halves_write_only_their_block_at_any_offset(op: Op, dtype: np.dtype[Any
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=dtypes.name)
-@pytest.mark.parametrize("op", Op)
+@pytest.mark.parametrize("op", ELEMENTWISE)
 def test_halves_without_numkong_give_the_same(op: Op, dtype: np.dtype[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reduction, "_numkong", lambda: None)
     combine = kernel.__wrapped__(op, dtype)
@@ -164,7 +167,7 @@ def test_ranks_as_threads_do_not_share_scratch() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtypes.name)
-@pytest.mark.parametrize("op", Op)
+@pytest.mark.parametrize("op", ELEMENTWISE)
 def test_the_identity_changes_nothing(op: Op, dtype: np.dtype[Any]) -> None:
     if not defined(op, dtype):
         with pytest.raises(InvalidTypeError):
@@ -350,4 +353,9 @@ def test_a_complex_infinity_keeps_its_other_part() -> None:
 
 
 def test_the_operations_have_short_names() -> None:
-    assert [repr(op) for op in Op] == ["Average", "Sum", "Min", "Max", "Product"]
+    assert [repr(op) for op in Op] == ["Average", "Sum", "Min", "Max", "Product", "Adasum"]
+
+
+def test_adasum_is_no_kernel() -> None:
+    with pytest.raises(InvalidTypeError, match="whole tensors"):
+        kernel(Op.ADASUM, np.dtype(np.float32))

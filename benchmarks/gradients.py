@@ -1,0 +1,301 @@
+"""A training step's gradients: ``collectivesrun -np 2 python -m benchmarks.gradients --peers mpi,flat,gloo``.
+
+Each parameter of a model has a gradient in memory of its own. A step submits them all, the last layer first, as a backward pass
+brings them forth, and waits for all. The contestants do the same sums on the same tensors, and take turns step by step; only
+``flat`` sums one buffer of the same size, which is what packing would cost nothing for.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from time import perf_counter, process_time
+from typing import Any
+
+import numpy as np
+
+import collectives
+from benchmarks import cli, report
+from benchmarks.floor import NAME as FLOOR
+from benchmarks.floor import floor
+from benchmarks.measure import Summary, alternate, bandwidth
+from benchmarks.models import MODELS, Shapes, elements
+from benchmarks.peers import Gloo, Mpi, connect
+from benchmarks.progress import Progress, watched
+from benchmarks.ranks import Ranks
+from benchmarks.record import OURS
+from benchmarks.session import counters, per_step, say, session
+from benchmarks.values import Values
+
+PEERS = ("mpi", "flat", "gloo", FLOOR)
+
+_COUNTED = 5
+"""Steps over which the engine's counters are averaged."""
+
+Tensors = Sequence[np.ndarray]
+
+Step = Callable[[], Tensors]
+"""One training step's communication; returns the arrays that hold the results, the last layer first."""
+
+
+class Gradients:
+    """One rank's gradients of a model, the last layer first: float32, each in memory of its own."""
+
+    def __init__(self, shapes: Shapes, rank: int, size: int) -> None:
+        self.names = list(shapes)[::-1]
+        self.tensors = [np.zeros(shapes[name], np.float32) for name in self.names]
+        self.flat = np.zeros(elements(shapes), np.float32)
+        """As many elements in one piece: what a single all-reduce of everything works on."""
+        self._rank = rank
+        self._values = Values(np.dtype(np.float32), "sum", size)
+
+    def fill(self) -> None:
+        """Give every tensor its values; they differ from rank to rank and from tensor to tensor, so that none can stand for another."""
+        self._values.fill(self.flat, self._rank)
+        start = 0
+        for tensor in self.tensors:
+            tensor.reshape(-1)[...] = self.flat[start : start + tensor.size]
+            start += tensor.size
+
+    def clear(self) -> None:
+        """Zeros: a sum repeated thousands of times stays what it is."""
+        for tensor in (self.flat, *self.tensors):
+            tensor.fill(0)
+
+    def wrong(self, results: Tensors) -> int:
+        """How many elements of all results together are not the sum over the ranks of what `fill` wrote."""
+        start = wrong = 0
+        for result in results:
+            wrong += self._values.wrong_reduced(result.reshape(-1), start)
+            start += result.size
+        return wrong + abs(self.flat.size - start)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure and print, on rank 0; wrong values end the process with status 1."""
+    flags = cli.Parser(prog="benchmarks.gradients", description="Time a training step's all-reduces of all gradients of a model.")
+    flags.add_argument("--model", choices=tuple(MODELS), default="resnet50", help="whose parameters")
+    flags.add_argument("--peers", type=cli.names("peer", PEERS), default=(), metavar="LIST", help="also time these: " + ", ".join(PEERS))
+    flags.add_argument("-n", "--steps", type=cli.whole_number(1), default=20, metavar="N", help="timed steps per contestant")
+    flags.add_argument("-w", "--warmup", type=cli.whole_number(0), default=5, metavar="N", help="untimed steps before them")
+    flags.add_argument("--out-of-place", action="store_true", help="ours returns new arrays; the peers go on in place")
+    flags.add_argument("--blocking", action="store_true", help="ours waits for each tensor before the next")
+    flags.add_argument("-J", "--json", type=Path, default=None, metavar="FILE", help="write everything measured to FILE")
+    given = flags.parse_args(arguments)
+    with session() as ranks:
+        content = measure(given, ranks)
+        if given.json and ranks.rank == 0:
+            head = {"benchmark": "gradients", "ranks": ranks.size, "machine": report.machine(), "unit": "milliseconds per step"}
+            report.write(given.json, {**head, **content})
+    if any(record["wrong"] for record in content["records"]):
+        sys.exit(1)
+
+
+def measure(given: Any, ranks: Ranks) -> dict[str, Any]:
+    """Time the contestants' steps, ours per tensor, and count what ours does; rank 0 prints it."""
+    gradients = Gradients(MODELS[given.model](), ranks.rank, ranks.size)
+    count, nbytes = len(gradients.tensors), gradients.flat.nbytes
+    steps = {OURS: ours(gradients, given.blocking, given.out_of_place)}
+    open_peers: dict[str, Mpi | Gloo] = {}
+    try:
+        for name in given.peers:
+            outcome = _peer(name, gradients, ranks, open_peers)
+            if isinstance(outcome, str):
+                say(ranks, f"# {outcome}")
+            else:
+                steps[name] = outcome
+        kind = f"{'blocking' if given.blocking else 'asynchronous'}, {'out of place' if given.out_of_place else 'in place'}"
+        say(ranks, f"# gradients of {given.model}: {count} float32 tensors, {nbytes / 1e6:.1f} MB; ours: {kind}; {ranks.size} ranks")
+        say(ranks, f"# {report.mpi_library() or 'no MPI'}; medians of {given.steps} steps of the slowest rank, the contestants in turn")
+        wrong = {name: None if name == FLOOR else _check(step, gradients, ranks) for name, step in steps.items()}
+        gradients.clear()
+        with Progress(given.warmup + given.steps, ranks.rank == 0 and watched()) as progress:
+            seconds = alternate(ranks, list(steps.values()), given.warmup, given.steps, progress.tick)
+    finally:
+        for peer in open_peers.values():
+            peer.close()
+    records = [
+        {
+            "contestant": name,
+            "time": Summary.of(row * 1e3).as_dict(),
+            "ratio": Summary.of(row / seconds[0]).as_dict(),
+            "bandwidth": bandwidth(nbytes, float(np.median(row)) * 1e6),
+            "wrong": wrong[name],
+        }
+        for name, row in zip(steps, seconds, strict=True)
+    ]
+    say(ranks, table(records))
+    cost = cost_per_tensor(ranks, count, given.steps, given.blocking)
+    say(ranks, f"# {cost}")
+    counted = _count(steps[OURS], ranks)
+    shown = ", ".join(f"{name} {value:g}" for name, value in counted.items() if value)
+    say(ranks, f"# the engine's counters per step: {shown or 'all 0'}")
+    return {
+        "model": given.model,
+        "tensors": count,
+        "bytes": nbytes,
+        "blocking": given.blocking,
+        "out_of_place": given.out_of_place,
+        "records": records,
+        "per_tensor": asdict(cost),
+        "counters_per_step": counted,
+    }
+
+
+def ours(gradients: Gradients, blocking: bool, out_of_place: bool) -> Step:
+    """Our step, as a user writes it: named, summed, synchronized in the order of submission."""
+    named = list(zip(gradients.names, gradients.tensors, strict=True))
+    if blocking:
+        call = collectives.allreduce if out_of_place else collectives.allreduce_
+        return lambda: [call(tensor, average=False, name=name) for name, tensor in named]
+    submit = collectives.allreduce_async if out_of_place else collectives.allreduce_async_
+    synchronize = collectives.synchronize
+
+    def step() -> Tensors:
+        handles = [submit(tensor, average=False, name=name) for name, tensor in named]
+        return [synchronize(handle) for handle in handles]
+
+    return step
+
+
+def of_mpi(peer: Mpi, gradients: Gradients) -> Step:
+    """One in-place Allreduce per tensor."""
+    allreduce, in_place, tensors = peer.comm.Allreduce, peer.in_place, gradients.tensors
+
+    def step() -> Tensors:
+        for tensor in tensors:
+            allreduce(in_place, tensor)
+        return tensors
+
+    return step
+
+
+def of_flat(peer: Mpi, gradients: Gradients) -> Step:
+    """One in-place Allreduce of everything in one piece; nothing is packed."""
+    allreduce, in_place, flat = peer.comm.Allreduce, peer.in_place, gradients.flat
+
+    def step() -> Tensors:
+        allreduce(in_place, flat)
+        return [flat]
+
+    return step
+
+
+def of_gloo(peer: Gloo, gradients: Gradients) -> Step:
+    """One asynchronous all_reduce per tensor, then the waits."""
+    all_reduce, tensors = peer.distributed.all_reduce, gradients.tensors
+    theirs = [peer.torch.from_numpy(tensor) for tensor in tensors]
+
+    def step() -> Tensors:
+        for work in [all_reduce(tensor, async_op=True) for tensor in theirs]:
+            work.wait()
+        return tensors
+
+    return step
+
+
+def of_floor(gradients: Gradients) -> Step:
+    """One plain copy of as many bytes on every rank at once: what would be left of a step if it did nothing but move bytes."""
+    source = np.empty(gradients.flat.nbytes, np.uint8)
+    source.fill(0)
+    copy = floor(source, gradients.flat, source.nbytes)
+    return lambda: [copy()]
+
+
+def _peer(name: str, gradients: Gradients, ranks: Ranks, open_peers: dict[str, Mpi | Gloo]) -> Step | str:
+    """A peer's step, or the reason why there is none; the same kind on every rank."""
+    if name == FLOOR:
+        return of_floor(gradients)
+    library = "gloo" if name == "gloo" else "mpi"
+    if library not in open_peers:
+        found = connect(library, ranks)
+        if isinstance(found, str):
+            return found
+        open_peers[library] = found
+    peer = open_peers[library]
+    if isinstance(peer, Gloo):
+        return of_gloo(peer, gradients)
+    return of_flat(peer, gradients) if name == "flat" else of_mpi(peer, gradients)
+
+
+def _check(step: Step, gradients: Gradients, ranks: Ranks) -> int:
+    """Wrong values on all ranks after one step with values of every rank's own."""
+    gradients.fill()
+    return ranks.total(gradients.wrong(step()))
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one tensor of a single element costs, in microseconds: there is next to nothing in it but our own Python."""
+
+    tensors: int
+    submission: float
+    """The caller's time per submission; the whole call where calls block."""
+    whole: float
+    """A step's time divided by its tensors."""
+    processor: float
+    """Processor time of all threads of the process, divided by the tensors."""
+
+    def __str__(self) -> str:
+        return (
+            f"{self.tensors} tensors of one element, microseconds per tensor: submission {self.submission:.2f}, "
+            f"whole step {self.whole:.2f}, processor time {self.processor:.2f}"
+        )
+
+
+def cost_per_tensor(ranks: Ranks, count: int, steps: int, blocking: bool) -> Cost:
+    """Medians over ``steps`` steps of ``count`` tensors of one element, in place; the slowest rank counts."""
+    tensors = [np.zeros(1, np.float32) for _ in range(count)]
+    names = [f"one element.{index}" for index in range(count)]
+    samples = np.zeros((steps, 3))
+    warmup = 3
+    for step in range(-warmup, steps):
+        ranks.barrier()
+        processor, start = process_time(), perf_counter()
+        if blocking:
+            for tensor, name in zip(tensors, names, strict=True):
+                collectives.allreduce_(tensor, average=False, name=name)
+            submitted = perf_counter()
+        else:
+            handles = [collectives.allreduce_async_(tensor, average=False, name=name) for tensor, name in zip(tensors, names, strict=True)]
+            submitted = perf_counter()
+            for handle in handles:
+                collectives.synchronize(handle)
+        stop = perf_counter()
+        if step >= 0:
+            samples[step] = submitted - start, stop - start, process_time() - processor
+    submission, whole, processor = (float(value) for value in np.median(ranks.maximum(samples), axis=0) / count * 1e6)
+    return Cost(count, submission, whole, processor)
+
+
+def _count(step: Step, ranks: Ranks) -> dict[str, float]:
+    """The rise of this rank's counters per step."""
+    ranks.barrier()
+    before = counters(collectives.world().statistics)
+    for _ in range(_COUNTED):
+        step()
+        ranks.barrier()
+    return per_step(before, counters(collectives.world().statistics), _COUNTED)
+
+
+def table(records: Sequence[dict[str, Any]]) -> str:
+    """A line per contestant: its time, its bandwidth, how it compares with ours in the same round, and its wrong values."""
+    width = max(10, *(len(record["contestant"]) for record in records))
+    heads = f"{'ms':>10}{'p25':>10}{'p75':>10}{'GB/s':>8}{'x ours':>9}{'p25':>8}{'p75':>8}{'#wrong':>8}"
+    lines = [f"#{'contestant':<{width}}{heads}"]
+    for record in records:
+        time, ratio = record["time"], record["ratio"]
+        compared = f"{ratio['median']:>9.2f}{ratio['p25']:>8.2f}{ratio['p75']:>8.2f}"
+        if record["contestant"] == OURS:
+            compared = f"{'-':>9}{'-':>8}{'-':>8}"
+        lines.append(
+            f" {record['contestant']:<{width}}{time['median']:>10.3f}{time['p25']:>10.3f}{time['p75']:>10.3f}"
+            f"{record['bandwidth']:>8.2f}{compared}{'N/A' if record['wrong'] is None else record['wrong']:>8}"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""The autotuner from a bad start: ``collectivesrun -np 2 python -m benchmarks.tuning``.
+
+Three worlds in one process, over the same ranks: one that tunes itself, one with the defaults, which were tuned by hand, and one
+that stays as badly set as the first began. The first makes training steps until it has chosen; then all three take turns step by
+step. In one process, because two runs an hour apart on a shared machine differ by more than what is to be seen here.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks import cli, report
+from benchmarks.gradients import Gradients
+from benchmarks.measure import Summary, alternate
+from benchmarks.models import MODELS
+from benchmarks.ranks import Ranks
+from benchmarks.session import say, session
+from collectives.config import ALGORITHMS, Config
+from collectives.transport import mpi
+from collectives.world import World
+
+TUNED, DEFAULTS, START = "tuned", "defaults", "start"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure and print, on rank 0."""
+    flags = cli.Parser(prog="benchmarks.tuning", description="What the autotuner reaches from a bad start, against the defaults.")
+    flags.add_argument("--model", choices=tuple(MODELS), default="resnet50", help="whose gradients")
+    flags.add_argument("-n", "--steps", type=cli.whole_number(1), default=250, metavar="N", help="steps while it tunes")
+    flags.add_argument("-m", "--rounds", type=cli.whole_number(1), default=20, metavar="N", help="rounds of the final comparison")
+    flags.add_argument("--threshold", type=cli.size, default="1M", metavar="SIZE", help="fusion threshold to begin with")
+    flags.add_argument("--algorithm", choices=ALGORITHMS, default="recursive-doubling", help="algorithm to begin with")
+    flags.add_argument("-J", "--json", type=Path, default=None, metavar="FILE", help="write everything measured to FILE")
+    given = flags.parse_args(arguments)
+    with session() as ranks:
+        if ranks.size == 1:
+            say(ranks, "# one rank alone has nothing to tune")
+            return
+        content = measure(given, ranks)
+        if given.json and ranks.rank == 0:
+            head = {"benchmark": "tuning", "ranks": ranks.size, "machine": report.machine(), "unit": "milliseconds per step"}
+            report.write(given.json, {**head, **content})
+
+
+def measure(given: Any, ranks: Ranks) -> dict[str, Any]:
+    """Tune, then compare; rank 0 prints it."""
+    defaults = Config.from_environment()
+    start = replace(defaults, fusion_threshold=given.threshold, algorithm=given.algorithm)
+    gradients = Gradients(MODELS[given.model](), ranks.rank, ranks.size)
+    gradients.clear()
+    with ExitStack() as stack:
+        log = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "autotune.csv"
+        tuned = replace(start, autotune=True, autotune_log=str(log) if ranks.rank == 0 else "")
+        steps = {}
+        for name, config in ((TUNED, tuned), (DEFAULTS, defaults), (START, start)):
+            world = World(mpi.connect(ranks.comm, config), config)
+            stack.callback(world.shutdown)
+            steps[name] = step_of(world, gradients)
+        say(ranks, f"# gradients of {given.model}, {ranks.size} ranks; begins with {given.algorithm}, fusion threshold {given.threshold}")
+        tuning = alternate(ranks, [steps[TUNED]], 0, given.steps, _nothing)[0] * 1e3
+        say(ranks, f"# milliseconds per step while it tunes, {defaults.autotune_steps} steps a line; the median in front")
+        say(ranks, lines_of(tuning, defaults.autotune_steps))
+        settings = log.read_text().splitlines() if ranks.rank == 0 and log.exists() else []
+        say(ranks, "# the autotuner's log:\n" + "\n".join(f"#   {line}" for line in settings or ["(none)"]))
+        seconds = alternate(ranks, list(steps.values()), 3, given.rounds, _nothing)
+    times = dict(zip(steps, seconds * 1e3, strict=True))
+    records = []
+    say(ranks, f"# then, {given.rounds} rounds in turn")
+    say(ranks, f"#{'world':<10}{'ms':>10}{'p25':>10}{'p75':>10}{'x defaults':>12}{'p25':>8}{'p75':>8}")
+    for name, row in times.items():
+        time, ratio = Summary.of(row), Summary.of(row / times[DEFAULTS])
+        records.append({"world": name, "time": time.as_dict(), "ratio": ratio.as_dict()})
+        compared = f"{ratio.median:>12.2f}{ratio.p25:>8.2f}{ratio.p75:>8.2f}"
+        say(ranks, f" {name:<10}{time.median:>10.3f}{time.p25:>10.3f}{time.p75:>10.3f}{compared}")
+    return {
+        "model": given.model,
+        "start": {"fusion_threshold": given.threshold, "algorithm": given.algorithm},
+        "steps": tuning.tolist(),
+        "log": settings,
+        "records": records,
+    }
+
+
+def step_of(world: World, gradients: Gradients) -> Callable[[], None]:
+    """A step of a training in this world."""
+    named = list(zip(gradients.names, gradients.tensors, strict=True))
+
+    def step() -> None:
+        handles = [world.allreduce_async_(tensor, average=False, name=name) for name, tensor in named]
+        for handle in handles:
+            world.synchronize(handle)
+
+    return step
+
+
+def lines_of(times: np.ndarray, width: int) -> str:
+    """All times, ``width`` of them a line, each line with the number of its first step and its median."""
+    rows = [times[start : start + width] for start in range(0, len(times), width)]
+    return "\n".join(
+        f" {index * width + 1:>6} {float(np.median(row)):>9.2f} |" + "".join(f"{value:>9.2f}" for value in row)
+        for index, row in enumerate(rows)
+    )
+
+
+def _nothing() -> None:
+    """No progress is shown: the lines that follow tell it."""
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,258 @@
+"""The door of a world: what a caller passes becomes a handle, or is refused.
+
+Below it there are views, entries and handles only. A handle made here has not been submitted yet, and nothing has left the rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from collectives import arguments, arrays, compression, dtypes, partition, reduction
+from collectives.arrays import View
+from collectives.buffers import ResultPool
+from collectives.entries import Entries, Entry
+from collectives.errors import InvalidArgumentError, InvalidTypeError
+from collectives.handles import Handle
+from collectives.negotiation import Request
+from collectives.reduction import Op
+from collectives.transport.base import Array
+
+EMPTY = np.empty(0)
+
+
+class Door:
+    """Makes the handles of one world.
+
+    Args:
+        rank, size: of the world.
+        entries: of the world.
+        pool: where results come from.
+    """
+
+    def __init__(self, rank: int, size: int, entries: Entries, pool: ResultPool) -> None:
+        self._rank, self._size = rank, size
+        self._entries = entries
+        self._pool = pool
+
+    def allreduce(
+        self,
+        tensor: Any,
+        average: bool,
+        op: Op | None,
+        name: str | None,
+        prescale: float,
+        postscale: float,
+        compressor: Any,
+        algorithm: str | None,
+        transport: str | None,
+        in_place: bool,
+    ) -> Handle:
+        view = arrays.view(tensor, writable=in_place)
+        if compressor is not None and compressor is not compression.Compression.none:
+            return self._compressed(view, tensor, compressor, in_place, (average, op, name, prescale, postscale), (algorithm, transport))
+        entry = self._entries.reducing("allreduce", view, average, op, name, prescale, postscale, algorithm, transport)
+        source = view.array
+        if in_place:
+            return Handle(entry, source, source, store, (view, tensor))
+        out = self._pool.empty(view.shape, view.dtype)
+        return Handle(entry, source, out.reshape(-1), wrap, (view, out))
+
+    def _compressed(
+        self,
+        view: View,
+        tensor: Any,
+        compressor: Any,
+        in_place: bool,
+        what: tuple[bool, Op | None, str | None, float, float],
+        how: tuple[str | None, str | None],
+    ) -> Handle:
+        """An all-reduce whose tensor travels in another form."""
+        average, op, name, prescale, postscale = what
+        compression.check(compressor)
+        if any(compressor is known for known in compression.BUILT_IN):
+            wire = compressor.wire(view.dtype)
+            if wire is None:
+                return self.allreduce(tensor, average, op, name, prescale, postscale, None, *how, in_place)
+            packed = np.empty(view.array.size, wire)
+            compression.cast(view.array, packed)
+            small = arrays.view(packed.reshape(view.shape))
+            entry = self._entries.reducing("allreduce", small, average, op, name, prescale, postscale, *how)
+            out = view.array.reshape(view.shape) if in_place else self._pool.empty(view.shape, view.dtype)
+            return Handle(entry, packed, packed, restore, (view, out, tensor if in_place else None))
+        compressed, context = compressor.compress(tensor)
+        inner = self.allreduce(compressed, average, op, name, prescale, postscale, None, *how, False)
+
+        def decompress(handle: Handle) -> Any:
+            result = compressor.decompress(inner.deliver(handle), context)
+            if not in_place:
+                return result
+            back = arrays.view(result)
+            if back.array.size != view.array.size:
+                raise InvalidArgumentError(
+                    f"compression: decompress returned {back.array.size} elements, expected {view.array.size}; the shape must come back"
+                )
+            np.copyto(view.array, back.array, casting="unsafe")
+            view.store()
+            return tensor
+
+        return Handle(inner.entry, inner.source, inner.out, decompress, inner.keep)
+
+    def reducescatter(
+        self,
+        tensor: Any,
+        op: Op | None,
+        name: str | None,
+        prescale: float,
+        postscale: float,
+        algorithm: str | None,
+        transport: str | None,
+    ) -> Handle:
+        view = arguments.with_rows(arrays.view(tensor), "reducescatter")
+        entry = self._entries.reducing("reducescatter", view, True, op, name, prescale, postscale, algorithm, transport)
+        out = self._pool.empty(self._share(view.shape), view.dtype)
+        return Handle(entry, view.array, out.reshape(-1), wrap, (view, out))
+
+    def broadcast(self, tensor: Any, root: int, name: str | None, algorithm: str | None, transport: str | None, in_place: bool) -> Handle:
+        view = arrays.view(tensor, writable=in_place)
+        entry = self._entries.broadcasting(view, root, name, algorithm, transport)
+        if in_place:
+            return Handle(entry, view.array, view.array, keep if self._rank == root else store, (view, tensor))
+        out = self._pool.empty(view.shape, view.dtype)
+        return Handle(entry, view.array, out.reshape(-1), wrap, (view, out))
+
+    def allgather(self, tensor: Any, name: str | None, algorithm: str | None, transport: str | None) -> Handle:
+        view = arguments.with_rows(arrays.view(tensor), "allgather")
+        entry = self._entries.gathering("allgather", view, name, algorithm, transport)
+        return Handle(entry, view.array, EMPTY, gathered, view, rows=(view.shape[0],))
+
+    def alltoall(self, tensor: Any, splits: Any, name: str | None, algorithm: str | None, transport: str | None) -> Handle:
+        view = arguments.with_rows(arrays.view(tensor), "alltoall")
+        rows = arguments.splits(splits, view.shape[0], self._size)
+        entry = self._entries.gathering("alltoall", view, name, algorithm, transport)
+        if splits is None:
+            return Handle(entry, view.array, EMPTY, gathered, view, rows=rows)
+
+        def with_splits(handle: Handle) -> Any:
+            counts = np.array(handle.keep[2], np.int64)
+            alike = hasattr(splits, "dtype") and splits.dtype == counts.dtype
+            return gathered(handle), arrays.view(splits).wrap(counts) if alike else counts
+
+        return Handle(entry, view.array, EMPTY, with_splits, view, rows=rows)
+
+    def group(self, collective: str, name: str | None, members: Sequence[Handle]) -> Handle:
+        """Operations that are carried out, and complete, together."""
+        entry = self._entries.group(collective, name, [member.entry for member in members])
+        return Handle(entry, EMPTY, EMPTY, together, None, members)
+
+    def tensors(self, given: Any) -> list[Any]:
+        """The tensors of a group."""
+        if isinstance(given, (list, tuple)):
+            return list(given)
+        raise InvalidTypeError(f"tensors: expected a list or tuple of tensors, got {type(given).__name__}")
+
+    def meeting(self, collective: str, *, name: str | None = None, ranks: tuple[int, ...] | None = None, detail: str = "") -> Handle:
+        """An operation without a tensor: a barrier, or the mark of a call that this rank had to refuse ("invalid")."""
+        entry = self._entries.meeting() if collective == "barrier" else self._entries.plain(collective, name, ranks, detail)
+        return Handle(entry, EMPTY, EMPTY, nothing)
+
+    def neutral(self, request: Request) -> Handle:
+        """What a rank that has run out of data contributes: elements that change nothing, or no rows."""
+        if request.members:
+            return self.group(request.collective, request.name, [self.neutral(member) for member in request.members])
+        if request.dtype is None or request.shape is None:
+            return Handle(self._entries.plain(request.collective, request.name, request.shape), EMPTY, EMPTY, nothing)
+        dtype, shape = dtypes.resolve(request.dtype), request.shape
+        how = (request.algorithm, request.transport)
+        if request.collective in ("allgather", "alltoall"):
+            view = arrays.view(np.empty((0, *shape), dtype))
+            entry = self._entries.gathering(request.collective, view, request.name, *how)
+            return Handle(entry, view.array, EMPTY, nothing, rows=(0,) * (1 if request.collective == "allgather" else self._size))
+        if request.root is not None:
+            view = arrays.view(np.zeros(shape, dtype))
+            return Handle(self._entries.broadcasting(view, request.root, request.name, *how), view.array, view.array, nothing)
+        op = Op(request.op)
+        view = arrays.view(np.full(shape, 0 if op is Op.ADASUM else reduction.identity(op, dtype), dtype))
+        entry = self._entries.reducing(request.collective, view, True, op, request.name, request.prescale, request.postscale, *how)
+        out = view.array if request.collective == "allreduce" else np.empty(self._share(shape), dtype).reshape(-1)
+        return Handle(entry, view.array, out, nothing)
+
+    def _share(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of this rank's rows."""
+        return (partition.rows(shape[0], self._size)[self._rank], *shape[1:])
+
+    # ---- a world of one rank ----------------------------------------------------------------------------------------------------
+
+    def alone(self, handle: Handle) -> Handle:
+        """Complete an operation without anybody else."""
+        for member in handle.members:
+            self.alone(member)
+        entry: Entry = handle.entry
+        if entry.request.collective in ("allgather", "alltoall"):
+            rows = sum(handle.rows)
+            out = self._pool.empty((rows, *(entry.request.shape or ())), entry.dtype)
+            np.copyto(out.reshape(-1), handle.source)
+            handle.keep = (handle.keep, out, [rows])
+        elif not handle.members:
+            self.copy(entry, handle.source, handle.out)
+        if not handle.members:
+            handle.finish()
+        else:
+            handle.result, handle.done = together(handle), True
+        return handle
+
+    def copy(self, entry: Entry, source: Array, out: Array) -> None:
+        """What one rank makes of a tensor."""
+        with reduction.quiet():
+            if entry.prescale is not None:
+                entry.prescale(source, out)
+            elif out is not source:
+                np.copyto(out, source)
+            if entry.finish is not None:
+                entry.finish(out, out)
+
+
+def wrap(handle: Handle) -> Any:
+    view, out = handle.keep
+    return view.wrap(out)
+
+
+def store(handle: Handle) -> Any:
+    view, tensor = handle.keep
+    if view.copied:
+        view.store()
+    return tensor
+
+
+def keep(handle: Handle) -> Any:
+    """The root's own tensor, which nobody has written to."""
+    return handle.keep[1]
+
+
+def restore(handle: Handle) -> Any:
+    """Out of its compressed form."""
+    view, out, tensor = handle.keep
+    compression.cast(handle.out, out.reshape(-1))
+    if tensor is None:
+        return view.wrap(out)
+    if view.copied:
+        view.store()
+    return tensor
+
+
+def gathered(handle: Handle) -> Any:
+    view, out, _ = handle.keep
+    return view.wrap(out)
+
+
+def together(handle: Handle) -> list[Any]:
+    for member in handle.members:
+        if member.error is not None:
+            raise member.error
+    return [member.result for member in handle.members]
+
+
+def nothing(handle: Handle) -> None:
+    """An operation that gives nothing back."""

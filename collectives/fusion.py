@@ -1,0 +1,184 @@
+"""Fusion: many tensors move as one.
+
+A bucket is a list of tensors that are reduced alike; for the schedule it is one tensor, laid end to end:
+
+    tensors    |  conv1.weight  | bn1 | bn1b |      conv2.weight      | fc |
+    chunks     |        rank 0's half         |        rank 1's half       |
+    blocks     |  block 0  |  block 1  |  ... cut wherever they fall, through tensors, each block a list of pieces
+
+There is no buffer of that size. Through windows, a block is packed where the peers read it: the pack is the send. With direct
+reads nothing is packed at all: one system call brings the pieces of a block from the peer's tensors, another writes the results
+back into them. Only where messages are all there is are small tensors copied into one buffer, and large ones sent as they are.
+
+`plan` cuts what was agreed on into buckets: alike in dtype, operation and scale factors, in the order of the list but looking past
+what does not fit, none above the threshold. It depends on nothing but the list, so every rank makes the same buckets.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+
+from collectives.reduction import Scaling
+from collectives.transport.base import MOST_BLOCKS, Array, Blocks
+
+Piece = tuple[int, int, int, int, int]
+"""A tensor's number, where the piece begins and ends in it, and where in the block; in elements."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Tensors that are reduced together: their numbers in the list; one tensor alone is not fused."""
+
+    members: tuple[int, ...]
+    fused: bool
+
+
+def plan(keys: Sequence[Hashable | None], nbytes: Sequence[int], threshold: int) -> list[Bucket]:
+    """Cut a list of operations into buckets.
+
+    Args:
+        keys: what operations must have in common to be fused; None: cannot be fused.
+        nbytes: of each operation's tensor.
+        threshold: the most bytes that a bucket of several tensors may have.
+
+    Returns:
+        The buckets, by their first members; every operation is in exactly one.
+    """
+    buckets: list[list[int]] = []
+    filled: list[int] = []
+    open_bucket: dict[Hashable, int] = {}
+    for number, (key, size) in enumerate(zip(keys, nbytes, strict=True)):
+        at = open_bucket.get(key) if key is not None else None
+        if at is None or filled[at] + size > threshold or len(buckets[at]) == MOST_BLOCKS:
+            at = len(buckets)
+            buckets.append([])
+            filled.append(0)
+            if key is not None:
+                open_bucket[key] = at
+        buckets[at].append(number)
+        filled[at] += size
+    return [Bucket(tuple(members), len(members) > 1) for members in buckets]
+
+
+class Pieces:
+    """Several tensors as one: which pieces of them make up a block.
+
+    Args:
+        counts: elements of each tensor.
+
+    Attributes:
+        total: elements of all tensors.
+        sources, outs: each tensor's input and output, 1-D arrays of one dtype; set before every run.
+        scale: what is applied to whatever is packed, or None.
+    """
+
+    def __init__(self, counts: Sequence[int]) -> None:
+        self.counts = tuple(counts)
+        ends = list(accumulate(counts))
+        self.total = ends[-1]
+        self._ends = ends
+        self.sources: Sequence[Array] = ()
+        self.outs: Sequence[Array] = ()
+        self.scale: Scaling | None = None
+        self._cuts: dict[tuple[int, int], tuple[Piece, ...]] = {}
+        self._parts: list[Array] = []
+        self._parts_of: Array | None = None
+
+    def cut(self, at: int, count: int) -> tuple[Piece, ...]:
+        """The pieces of the block of ``count`` elements from ``at`` on."""
+        known = self._cuts.get((at, count))
+        if known is not None:
+            return known
+        pieces: list[Piece] = []
+        number = bisect_right(self._ends, at)
+        done = 0
+        while done < count:
+            start = at + done - (self._ends[number] - self.counts[number])
+            length = min(self.counts[number] - start, count - done)
+            if length > 0:
+                pieces.append((number, start, start + length, done, done + length))
+            done += length
+            number += 1
+        self._cuts[at, count] = tuple(pieces)
+        return self._cuts[at, count]
+
+    def gather(self, at: int, count: int, out: Array) -> None:
+        """Pack a block of the inputs into ``out``, in one call."""
+        sources, counts = self.sources, self.counts
+        parts = [
+            sources[number] if end - start == counts[number] else sources[number][start:end]
+            for number, start, end, _, _ in self.cut(at, count)
+        ]
+        np.concatenate(parts, out=out)
+        if self.scale is not None:
+            self.scale(out, out)
+
+    def scatter(self, packed: Array) -> None:
+        """Unpack all outputs from an array of ``total`` elements, the same one every time."""
+        if self._parts_of is not packed:
+            starts = [end - count for end, count in zip(self._ends, self.counts, strict=True)]
+            self._parts = [packed[start:end] for start, end in zip(starts, self._ends, strict=True)]
+            self._parts_of = packed
+        for out, part in zip(self.outs, self._parts, strict=True):
+            out[...] = part
+
+
+class Lists:
+    """Blocks of `Pieces` as lists of addresses, for system calls that take such lists.
+
+    The lists' lengths are known when a plan is made; the addresses are those of the tensors of each call, the own and the peers',
+    and filled in by one NumPy operation for all blocks.
+
+    Args:
+        pieces: the tensors.
+        itemsize: bytes of an element.
+    """
+
+    def __init__(self, pieces: Pieces, itemsize: int) -> None:
+        self.pieces = pieces
+        self._itemsize = itemsize
+        self._tensors: list[int] = []
+        self._starts: list[int] = []
+        self._lengths: list[int] = []
+        self._known: dict[tuple[int, int], tuple[int, int]] = {}
+        self._tensor_of: Array = np.empty(0, np.int64)
+        self._start_of: Array = np.empty(0, np.int64)
+        self._inputs: dict[int, Blocks] = {}
+        self._outputs: dict[int, Blocks] = {}
+
+    def block(self, at: int, count: int) -> tuple[int, int]:
+        """The first piece of a block, and the number of its pieces, in the lists below; called while a plan is made."""
+        if (at, count) not in self._known:
+            pieces = self.pieces.cut(at, count)
+            self._known[at, count] = len(self._tensors), len(pieces)
+            for number, start, end, _, _ in pieces:
+                self._tensors.append(number)
+                self._starts.append(start * self._itemsize)
+                self._lengths.append((end - start) * self._itemsize)
+        return self._known[at, count]
+
+    def inputs(self, rank: int) -> Blocks:
+        """A rank's inputs; the same object for every call."""
+        return self._inputs[rank]
+
+    def outputs(self, rank: int) -> Blocks:
+        """A rank's outputs; the same object for every call."""
+        return self._outputs[rank]
+
+    def locate(self, rank: int, addresses: Array) -> None:
+        """Fill in where a rank's tensors lie: the addresses of all inputs, then of all outputs."""
+        count = len(self.pieces.counts)
+        np.add(addresses[:count][self._tensor_of], self._start_of, out=self._inputs[rank].rows[:, 0])
+        np.add(addresses[count:][self._tensor_of], self._start_of, out=self._outputs[rank].rows[:, 0])
+
+    def seal(self, ranks: Sequence[int]) -> None:
+        """All blocks are known: make the lists for these ranks."""
+        self._tensor_of, self._start_of = np.array(self._tensors, np.int64), np.array(self._starts, np.int64)
+        lengths = np.array(self._lengths, np.int64)
+        self._inputs = {rank: Blocks(lengths) for rank in ranks}
+        self._outputs = {rank: Blocks(lengths) for rank in ranks}

@@ -1,0 +1,137 @@
+"""A handle: an operation from its submission until its result is fetched.
+
+It keeps alive what the operation reads and writes, knows where it was submitted, and holds its result or its error. The engine
+completes it; whoever has it may ask (`poll`) or wait (`synchronize`), as often as they like, from any thread.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import CodeType
+from typing import TYPE_CHECKING, Any
+
+from collectives.entries import Entry
+from collectives.transport.base import Array
+
+if TYPE_CHECKING:
+    from collectives.engine import Engine
+
+_PACKAGE = str(Path(__file__).parent)
+
+
+class Handle:
+    """One operation, or a group of operations that complete together.
+
+    Attributes:
+        entry: what is asked for.
+        source, out: where the elements are read and written; replaced when the operation runs, where only then is known.
+        deliver: makes the caller's result once the operation is done.
+        members: the operations of a group.
+        done: whether it is complete; then ``error`` or ``result`` is final.
+        key: its name, or its number among the unnamed; given by the engine.
+        rows: of allgather and all-to-all: what this rank contributes, to all or to each.
+    """
+
+    __slots__ = (
+        "_code",
+        "_line",
+        "deliver",
+        "done",
+        "engine",
+        "entry",
+        "error",
+        "keep",
+        "key",
+        "members",
+        "out",
+        "result",
+        "rows",
+        "source",
+        "submitted",
+        "told",
+    )
+
+    def __init__(
+        self,
+        entry: Entry,
+        source: Array,
+        out: Array,
+        deliver: Callable[[Handle], Any],
+        keep: Any = None,
+        members: Sequence[Handle] = (),
+        rows: Sequence[int] = (),
+    ) -> None:
+        self.entry = entry
+        self.source = source
+        self.out = out
+        self.deliver = deliver
+        self.keep = keep
+        self.members = members
+        self.rows = rows
+        self.done = False
+        self.told = False
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self.key: str | int = ""
+        self.engine: Engine | None = None
+        self.submitted = time.monotonic()
+        self._code: CodeType | None = None
+        self._line = 0
+
+    @property
+    def name(self) -> str:
+        """As messages call it."""
+        request = self.entry.request
+        return request.name if request.name is not None else f"{request.collective} number {self.key}, unnamed"
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """`collectives.synchronize`."""
+        if not self.done:
+            assert self.engine is not None
+            self.engine.wait(self, timeout)
+        if self.error is not None:
+            raise self.error
+        return self.result
+
+    def poll(self) -> bool:
+        """`collectives.poll`."""
+        return self.done
+
+    def locate(self) -> None:
+        """Note the line of the program that submits this operation: the nearest caller outside of this package."""
+        frame = sys._getframe(2)
+        while frame.f_code.co_filename.startswith(_PACKAGE) and frame.f_back is not None:
+            frame = frame.f_back
+        self._code, self._line = frame.f_code, frame.f_lineno
+
+    @property
+    def where(self) -> str:
+        """The line that submitted it, as ``train.py:12 in step``; empty where it was not noted."""
+        if self._code is None:
+            return ""
+        return f"{self._code.co_filename}:{self._line} in {self._code.co_name}"
+
+    def finish(self) -> None:
+        """The operation is carried out: make the result."""
+        try:
+            for member in self.members:
+                member.finish()
+            self.result = self.deliver(self)
+        except Exception as error:  # making the caller's type is the framework's business: its error is the caller's
+            self.error = error
+        self.keep = None
+        self.done = True
+
+    def fail(self, error: BaseException) -> None:
+        """The operation is not going to be carried out."""
+        if not self.done:
+            self.error = error
+            self.keep = None
+            self.done = True
+
+    def __repr__(self) -> str:
+        state = "pending" if not self.done else "failed" if self.error is not None else "done"
+        return f"<Handle {self.entry.request.collective} {self.name!r}: {state}>"

@@ -1,0 +1,144 @@
+"""``--config-file``: a YAML file in Horovod's form.
+
+    verbose: false
+    params:       fusion_threshold_mb, cycle_time_ms, cache_capacity, hierarchical_allreduce, hierarchical_allgather
+    autotune:     enabled, log_file, warmup_samples, steps_per_sample, bayes_opt_max_samples, gaussian_process_noise
+    timeline:     filename, mark_cycles
+    stall_check:  enabled, warning_time_seconds, shutdown_time_seconds
+    logging:      level, hide_timestamp
+    library_options: ...
+
+A key that is not known is an error, because it is most likely misspelt. The file is read as nodes and not as values: these know
+their lines, and their text is what the table of options takes.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from collectives.config import parse_bool
+from collectives.errors import InvalidArgumentError, MissingDependencyError
+from collectives.launch.options import IGNORED, SWITCHES, VALUES
+
+_VALUES = {value.key: value for value in VALUES if value.key}
+_SWITCHES = {switch.key: switch for switch in SWITCHES}
+_WHY_IGNORED = {key: row.why for row in IGNORED for key in row.keys}
+_KNOWN = ("verbose", "controller", *_VALUES, *_SWITCHES, *_WHY_IGNORED)
+_TOP = tuple(dict.fromkeys(key.partition(".")[0] for key in _KNOWN))
+_SECTIONS = {name: [key.partition(".")[2] for key in _KNOWN if key.startswith(f"{name}.")] for name in _TOP if name not in _KNOWN}
+_NULL = "tag:yaml.org,2002:null"
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigFile:
+    """What a configuration file says.
+
+    Attributes:
+        chosen: as ``options.merge`` takes it.
+        verbose: whether it asks for the command to be printed.
+        ignored: messages about keys without effect.
+    """
+
+    chosen: dict[str, str | bool] = field(default_factory=dict)
+    verbose: bool = False
+    ignored: list[str] = field(default_factory=list)
+
+
+def read(path: str) -> ConfigFile:
+    """Read a configuration file.
+
+    Raises:
+        InvalidArgumentError: it cannot be read, is no YAML, or has a key or value that cannot be understood; names file and line.
+        MissingDependencyError: PyYAML is not installed.
+    """
+    chosen: dict[str, str | bool] = {}
+    ignored: list[str] = []
+    verbose = False
+    for place, key, text in _entries(path):
+        if key in _VALUES:
+            try:
+                chosen[_VALUES[key].flags[0]] = _VALUES[key].text(text)
+            except ValueError as error:
+                raise InvalidArgumentError(f"{place}: {error}") from None
+        elif key in _SWITCHES:
+            chosen[_SWITCHES[key].flags[0]] = _bool(place, text)
+        elif key == "verbose":
+            verbose = _bool(place, text)
+        elif key in _WHY_IGNORED:
+            ignored.append(f"{place} has no effect: {_WHY_IGNORED[key]}")
+        elif text not in ("mpi", "gloo"):
+            raise InvalidArgumentError(f"{place}: expected mpi or gloo, got {text!r}")
+        elif text == "gloo":
+            ignored.append(f"{place} has no effect: the ranks are started and connected by MPI")
+    return ConfigFile(chosen, verbose, ignored)
+
+
+def _bool(place: str, text: str) -> bool:
+    try:
+        return parse_bool(text)
+    except ValueError:
+        raise InvalidArgumentError(f"{place}: expected true or false, got {text!r}") from None
+
+
+def _entries(path: str) -> Iterator[tuple[str, str, str]]:
+    """Of each entry that has a value: where it stands, ``section.key``, and its text."""
+    yaml = _yaml()
+    root = _root(yaml, path)
+    if root is None:
+        return
+    if not isinstance(root, yaml.MappingNode):
+        raise InvalidArgumentError(f"{path}:{root.start_mark.line + 1}: expected sections such as 'params:', got {_shown(root)}")
+    seen: set[str] = set()
+    for line, key, node in _leaves(root, yaml.MappingNode):
+        place = f"{path}:{line}: {key}"
+        if key in seen:
+            raise InvalidArgumentError(f"{place}: is there twice")
+        seen.add(key)
+        if key in _SECTIONS:
+            if node.tag != _NULL:
+                raise InvalidArgumentError(f"{place}: expected a section with {', '.join(_SECTIONS[key])}, got {_shown(node)}")
+        elif key not in _KNOWN:
+            section = key.partition(".")[0]
+            known = f"{section} has {', '.join(_SECTIONS[section])}" if section in _SECTIONS else f"there are {', '.join(_TOP)}"
+            raise InvalidArgumentError(f"{place}: unknown key; {known}")
+        elif not isinstance(node, yaml.ScalarNode):
+            raise InvalidArgumentError(f"{place}: expected a single value, got {_shown(node)}")
+        elif node.tag != _NULL:
+            yield place, key, node.value
+
+
+def _root(yaml: Any, path: str) -> Any:
+    try:
+        return yaml.compose(Path(path).read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidArgumentError(f"--config-file: cannot read {path!r}: {getattr(error, 'strerror', None) or error}") from None
+    except yaml.YAMLError as error:
+        raise InvalidArgumentError(f"--config-file: {path!r} is no YAML: {' '.join(str(error).split())}") from None
+
+
+def _leaves(root: Any, mapping: type) -> Iterator[tuple[int, str, Any]]:
+    """Line, key and node of each entry; for those of a section, ``section.key``."""
+    for line, name, node in _pairs(root):
+        if isinstance(node, mapping):
+            yield from ((line, f"{name}.{key}", value) for line, key, value in _pairs(node))
+        else:
+            yield line, name, node
+
+
+def _pairs(node: Any) -> list[tuple[int, str, Any]]:
+    return [(key.start_mark.line + 1, str(key.value), value) for key, value in node.value]
+
+
+def _shown(node: Any) -> str:
+    return {"mapping": "a section", "sequence": "a list"}.get(node.id, repr(node.value))
+
+
+def _yaml() -> Any:
+    try:
+        return importlib.import_module("yaml")
+    except ImportError:
+        raise MissingDependencyError('--config-file needs PyYAML: pip install "pyyaml>=6.0"') from None

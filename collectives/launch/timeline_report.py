@@ -1,0 +1,327 @@
+"""A timeline as one HTML page: lanes over time, and tables of where the time went.
+
+    python -m collectives.launch.timeline_report trace.json report.html
+
+The page stands by itself: no network, no other file. Its tables are plain HTML; only the drawing needs the script of
+``timeline_page.html``, which says what it expects of the data below.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import json
+import os
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from collectives import timeline
+from collectives.errors import CollectivesError, InvalidArgumentError
+from collectives.launch import timeline_summary as summary
+from collectives.launch.timeline_summary import IDLE, KINDS, Span, Trace
+
+_MOST_DRAWN = 100_000
+"""Spans in the drawing, and as many async spans and marks; all are counted in the tables. The page has 5 to 10 MB then."""
+_MOST_RANKS = 64
+_MOST_TRACKS = 8
+_MOST_LEVELS = 4
+_MOST_ROWS = 50
+_NAMED_TENSORS = 12
+_SHOWN_KINDS = ("communicate", "pack", "unpack", "waiting", IDLE)
+_TITLES = {"communicate": "communicate", "pack": "pack", "unpack": "unpack", "waiting": "wait for other ranks", IDLE: "idle"}
+
+
+def write(trace_path: str | os.PathLike[str], html_path: str | os.PathLike[str]) -> None:
+    """Draw a report from a trace.
+
+    Raises:
+        InvalidArgumentError: the trace cannot be read or holds nothing, or the report cannot be written.
+    """
+    try:
+        trace = summary.parse(timeline.read(trace_path))
+    except OSError as error:
+        raise InvalidArgumentError(f"the trace {os.fspath(trace_path)!r} cannot be read: {error.strerror}") from error
+    if not trace.names or trace.end <= trace.begin:
+        raise InvalidArgumentError(f"the trace {os.fspath(trace_path)!r} holds no events of any rank")
+    try:
+        Path(html_path).write_text(page(trace, Path(trace_path).name), encoding="utf-8")
+    except OSError as error:
+        raise InvalidArgumentError(f"the report {os.fspath(html_path)!r} cannot be written: {error.strerror}") from error
+
+
+def page(trace: Trace, title: str) -> str:
+    """The page as text."""
+    drawing, left_out = _drawing(trace)
+    # "<" as an escape: a tensor's name cannot end the script element.
+    parts = {
+        "title": escape(title),
+        "findings": _findings(trace),
+        "left_out": "".join(f"<p class=note>{escape(line)}</p>" for line in left_out),
+        "tables": _time_table(trace) + _waiting_table(trace) + _fusion_table(trace) + _negotiation_table(trace),
+        "data": json.dumps(drawing, separators=(",", ":")).replace("<", "\\u003c"),
+    }
+    template = Path(__file__).with_name("timeline_page.html").read_text(encoding="utf-8")
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template)
+
+
+def _findings(trace: Trace) -> str:
+    """What to know first, in two or three sentences."""
+    spent = summary.shares(trace)
+    length = trace.end - trace.begin
+    parts = {kind: sum(times[kind] for times in spent.values()) / len(spent) for kind in _SHOWN_KINDS}
+    ranked = ", ".join(
+        f"{_TITLES[kind]} {_percent(parts[kind], length)}" for kind in sorted(parts, key=lambda kind: -parts[kind]) if parts[kind]
+    )
+    lines = [f"{_count(len(trace.names), 'rank')}, {_time(length)}, {_count(trace.events, 'event')}.", f"Mean over the ranks: {ranked}."]
+    held_up: dict[int, float] = defaultdict(float)
+    for (_, missing), time in summary.waited_for(trace).items():
+        held_up[missing] += time
+    if held_up:
+        slowest = max(held_up, key=lambda rank: held_up[rank])
+        lines.append(f"The others waited longest for rank {slowest}: {_time(held_up[slowest])}, added up over them.")
+    return "".join(f"<p>{escape(line)}</p>" for line in lines)
+
+
+def _time_table(trace: Trace) -> str:
+    spent = summary.shares(trace)
+    length = trace.end - trace.begin
+    mean = {kind: sum(times[kind] for times in spent.values()) / len(spent) for kind in _SHOWN_KINDS}
+    rows = [[_head(trace.names[rank]), *_shares(spent[rank], length)] for rank in trace.ranks[:_MOST_RANKS]]
+    if len(spent) > 1:
+        rows.append([_head(f"mean of {len(spent)} ranks"), *_shares(mean, length)])
+    note = "Idle: the engine had nothing to do, because the program computed. Percentages are of the whole trace."
+    headings = ["rank", "share of the time", *(_TITLES[kind] for kind in _SHOWN_KINDS)]
+    return _section("Where the time went", note, headings, rows, len(spent), _MOST_RANKS, "ranks", texts=2)
+
+
+def _shares(times: Mapping[str, float], length: float) -> list[str]:
+    cells = [_number(f"{_time(times[kind])} <small>{_percent(times[kind], length)}</small>") for kind in _SHOWN_KINDS]
+    pieces = "".join(f'<i class="{kind}" style="width:{100 * times[kind] / length:.2f}%"></i>' for kind in _SHOWN_KINDS if kind != IDLE)
+    return [f"<td class=wide><span class=bar aria-hidden=true>{pieces}</span></td>", *cells]
+
+
+def _waiting_table(trace: Trace) -> str:
+    waited = summary.waited_for(trace)
+    if not waited:
+        return "<section><h2>Who waited for whom</h2><p>No rank waited for another.</p></section>"
+    of_waiter: dict[int, float] = defaultdict(float)
+    of_missing: dict[int, float] = defaultdict(float)
+    for (waiter, missing), time in waited.items():
+        of_waiter[waiter] += time
+        of_missing[missing] += time
+    rows_of, columns_of = (sorted(heapq.nlargest(32, found, key=lambda rank: found[rank])) for found in (of_waiter, of_missing))
+    most = max(waited.values())
+    rows = []
+    for waiter in rows_of:
+        times = [waited.get((waiter, missing), 0.0) for missing in columns_of]
+        cells = [_number(_time(time), f"--heat:{100 * time / most:.0f}%") if time else "<td class=number>·</td>" for time in times]
+        rows.append([_head(f"rank {waiter} waited"), *cells, _number(_time(of_waiter[waiter]))])
+    sums = [_number(_time(of_missing[missing])) for missing in columns_of]
+    rows.append([_head("added up"), *sums, _number(_time(sum(waited.values())))])
+    note = "A wait for several ranks at once counts for each of them."
+    headings = ["", *(f"for rank {missing}" for missing in columns_of), "added up"]
+    return _section(
+        "Who waited for whom", note, headings, rows, max(len(of_waiter), len(of_missing)), 32, "ranks, those with the longest waits"
+    )
+
+
+def _fusion_table(trace: Trace) -> str:
+    found = summary.buckets(trace)
+    rows = []
+    for bucket in found[:_MOST_ROWS]:
+        each = bucket.total / bucket.times
+        rate = f"{bucket.nbytes / each / 1e3:.2f} GB/s" if bucket.nbytes and each else ""
+        cells = (str(len(bucket.tensors) or ""), _bytes(bucket.nbytes) if bucket.nbytes else "", str(bucket.times), _time(each), rate)
+        names = f"<td>{escape(bucket.operation)}</td><td class=names>{escape(_some(bucket.tensors))}</td>"
+        rows.append([names, *(_number(cell) for cell in cells), _number(_time(bucket.total))])
+    note = "Each line is one bucket: the tensors that went together. Times are means over the ranks; what took longest comes first."
+    headings = ["operation", "tensors", "number", "bytes", "times", "each", "bytes per second", "altogether"]
+    return _section("What was fused", note, headings, rows, len(found), _MOST_ROWS, "buckets", texts=2)
+
+
+def _negotiation_table(trace: Trace) -> str:
+    found = summary.negotiations(trace)
+    rows = []
+    for entry in found[:_MOST_ROWS]:
+        last = next(iter(entry.last.items()), None)
+        who = f"rank {last[0]} ({_percent(last[1], sum(entry.last.values()))})" if last else ""
+        longest = f"{_time(entry.longest)} <small>on rank {entry.longest_rank}</small>"
+        rows.append([_head(entry.tensor), *map(_number, (str(entry.times), _time(entry.mean), longest, who))])
+    note = "From a tensor's submission until all ranks had submitted it and agreed. All ranks count; the longest mean comes first."
+    headings = ["tensor", "negotiations", "mean", "longest", "mostly last to submit"]
+    return _section("Slowest tensors to agree on", note, headings, rows, len(found), _MOST_ROWS, "tensors")
+
+
+def _section(
+    title: str, note: str, headings: Sequence[str], rows: Sequence[Sequence[str]], found: int, most: int, what: str, texts: int = 1
+) -> str:
+    """A heading, a note and a table; the first ``texts`` columns are text, the others numbers."""
+    if not rows:
+        return f"<section><h2>{title}</h2><p>Nothing was recorded.</p></section>"
+    if found > most:
+        note += f" Shown: {most} of {found:,} {what}."
+    head = "".join(f"<th scope=col{'' if index < texts else ' class=number'}>{escape(text)}</th>" for index, text in enumerate(headings))
+    body = "".join(f"<tr>{''.join(row)}</tr>\n" for row in rows)
+    table = f"<table><thead><tr>{head}</tr></thead><tbody>\n{body}</tbody></table>"
+    # Focusable, so that a table too wide for the window can be scrolled with the keyboard.
+    scrolled = f'<div class=scroll tabindex=0 role=region aria-label="{title}">{table}</div>'
+    return f"<section><h2>{title}</h2><p class=note>{note}</p>{scrolled}</section>"
+
+
+def _drawing(trace: Trace) -> tuple[dict[str, Any], list[str]]:
+    """The data of the drawing, and what of the trace it leaves out."""
+    ranks = trace.ranks[:_MOST_RANKS]
+    left_out = [f"Drawn: the first {_MOST_RANKS} of {len(trace.names):,} ranks."] if len(trace.names) > _MOST_RANKS else []
+    shown = set(ranks)
+    names, details = _Texts(), _Texts()
+    lanes = []
+    for what, spans in (("spans", trace.spans), ("waiting times", trace.async_spans)):
+        mine = [span for span in spans if span.rank in shown]
+        if len(mine) > _MOST_DRAWN:
+            left_out.append(f"Drawn: {_MOST_DRAWN:,} of {len(mine):,} {what}, the engine's and the longest; the tables count all.")
+            kept = heapq.nlargest(_MOST_DRAWN, mine, key=lambda span: (span.track == summary.ENGINE, span.end - span.begin))
+            mine = sorted(kept, key=lambda span: (span.begin, -span.end))
+        lanes += [_lane(trace, key, of_lane, names, details, area=spans is trace.async_spans) for key, of_lane in _by_track(mine, left_out)]
+    order = {summary.ENGINE: 0, summary.NEGOTIATE: 2}
+    lanes.sort(key=lambda lane: (lane["rank"], order.get(lane["track"], 1)))
+    # Each rank's marks are thinned out evenly, so that they still show the rhythm.
+    step = max(1, -(-sum(len(trace.marks.get(rank, ())) for rank in ranks) // _MOST_DRAWN))
+    if step > 1:
+        left_out.append(f"Drawn: one of {step} marks.")
+    marks = {str(rank): [_since(trace, at) for at in sorted(trace.marks.get(rank, ()))[::step]] for rank in ranks}
+    drawing = {
+        "duration": round(trace.end - trace.begin, 3),
+        "kinds": [*KINDS, "detail"],
+        "titles": [*(_TITLES[kind] for kind in KINDS), ""],
+        "ranks": [{"rank": rank, "name": trace.names[rank]} for rank in ranks],
+        "lanes": lanes,
+        "marks": marks,
+        "names": names.texts,
+        "details": details.texts,
+    }
+    return drawing, left_out
+
+
+def _by_track(spans: Iterable[Span], left_out: list[str]) -> list[tuple[tuple[int, str], list[Span]]]:
+    tracks: dict[tuple[int, str], list[Span]] = defaultdict(list)
+    for span in spans:
+        tracks[span.rank, span.track].append(span)
+    kept, of_rank = [], defaultdict[int, int](int)
+    for key, members in sorted(tracks.items(), key=lambda item: item[0][1] != summary.ENGINE):
+        of_rank[key[0]] += 1
+        if of_rank[key[0]] <= _MOST_TRACKS:
+            kept.append((key, members))
+    if len(kept) < len(tracks):
+        left_out.append(f"Drawn: {_MOST_TRACKS} tracks of each rank; {len(tracks) - len(kept):,} more are left out.")
+    return kept
+
+
+def _lane(trace: Trace, key: tuple[int, str], spans: Sequence[Span], names: _Texts, details: _Texts, *, area: bool) -> dict[str, Any]:
+    """One track of one rank, column by column. Spans within or over each other are drawn on several levels."""
+    levels, free = [], [float("-inf")] * _MOST_LEVELS
+    for span in spans:
+        level = next((level for level, end in enumerate(free) if end <= span.begin), _MOST_LEVELS - 1)
+        free[level] = max(free[level], span.end)
+        levels.append(level)
+    rank, track = key
+    return {
+        "rank": rank,
+        "track": track,
+        "area": area,
+        "begin": [_since(trace, span.begin) for span in spans],
+        "length": [round(span.end - span.begin, 3) for span in spans],
+        "level": [] if area else levels,
+        "kind": [] if area else [KINDS.index(span.kind) if span.kind else len(KINDS) for span in spans],
+        "name": [names.index(span.name) for span in spans],
+        "detail": [details.index(_detail(span.args)) for span in spans],
+    }
+
+
+class _Texts:
+    """Texts by number, each once: the same few names stand on thousands of spans."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, int] = {}
+
+    @property
+    def texts(self) -> list[str]:
+        return list(self._numbers)
+
+    def index(self, text: str) -> int:
+        return self._numbers.setdefault(text, len(self._numbers))
+
+
+def _detail(args: Mapping[str, Any]) -> str:
+    shown = []
+    for key, value in args.items():
+        if key == "bytes" and isinstance(value, int):
+            shown.append(f"{_bytes(value)}")
+        elif isinstance(value, list):
+            shown.append(f"{key} ({len(value)}): {_some(value)}" if len(value) > 1 else f"{key}: {_some(value)}")
+        else:
+            shown.append(f"{key}: {value}")
+    return "\n".join(shown)
+
+
+def _some(values: Sequence[object]) -> str:
+    more = f" and {len(values) - _NAMED_TENSORS} more" if len(values) > _NAMED_TENSORS else ""
+    return ", ".join(map(str, values[:_NAMED_TENSORS])) + more
+
+
+def _since(trace: Trace, at: float) -> float:
+    return round(at - trace.begin, 3)
+
+
+def _head(text: str) -> str:
+    return f"<th scope=row>{escape(text)}</th>"
+
+
+def _number(html: str, style: str = "") -> str:
+    return f'<td class="number heat" style="{style}">{html}</td>' if style else f"<td class=number>{html}</td>"
+
+
+def _time(microseconds: float) -> str:
+    for unit, size in (("s", 1e6), ("ms", 1e3)):
+        if microseconds >= size:
+            return f"{microseconds / size:.3g} {unit}" if microseconds < 1e3 * size else f"{microseconds / size:,.0f} {unit}"
+    return f"{microseconds:.3g} µs" if microseconds else "0"
+
+
+def _percent(part: float, whole: float) -> str:
+    return f"{100 * part / whole:.0f} %" if part >= 0.1 * whole else f"{100 * part / whole:.1f} %"
+
+
+def _bytes(count: int) -> str:
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if count >= size:
+            return f"{count / size:.4g} {unit}"
+    return f"{count} B"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit code."""
+    parser = argparse.ArgumentParser(prog="python -m collectives.launch.timeline_report", description="Draw a report from a timeline.")
+    parser.add_argument("trace", help="the file that COLLECTIVES_TIMELINE or start_timeline named")
+    parser.add_argument("report", nargs="?", help="the HTML page to write; without it: beside the trace, named like it")
+    arguments = parser.parse_args(argv)
+    report = arguments.report or str(Path(arguments.trace).with_suffix(".html"))
+    try:
+        write(arguments.trace, report)
+    except CollectivesError as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 2
+    print(report)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

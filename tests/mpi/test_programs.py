@@ -1,0 +1,39 @@
+"""Random programs with ranks as processes: many programs on one world, on one host, on pretended hosts, and over messages only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from collectives.config import Config
+from collectives.world import World
+from tests.programs import SETS, draw, make_sets, run
+
+pytestmark = pytest.mark.mpi
+RANKS = (2, 3, 4)
+
+CONFIGS = {
+    "one host": Config(timeout=30),
+    "hosts of two": Config(timeout=30, local_size=2),
+    "messages only": Config(timeout=30, transport="mpi"),
+}
+Worlds = tuple[World, dict[tuple[int, ...], World | None]]
+
+
+@pytest.fixture(scope="module", params=list(CONFIGS))
+def worlds(request: pytest.FixtureRequest) -> Iterator[Worlds]:
+    from mpi4py import MPI
+
+    from collectives.transport import mpi
+
+    config = CONFIGS[request.param]
+    world = World(mpi.connect(MPI.COMM_WORLD, config), config)
+    yield world, make_sets(world, SETS[world.size])
+    world.shutdown()
+
+
+@pytest.mark.parametrize("seed", range(1000, 1015))
+def test_program(seed: int, worlds: Worlds) -> None:
+    world, sets = worlds
+    run(world, draw(seed, world.size), sets)

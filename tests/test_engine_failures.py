@@ -1,0 +1,381 @@
+"""What happens to operations in flight when a rank raises, leaves, stalls, forks, is interrupted, or has many threads: under mpirun."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.mpirun import IMPLEMENTATIONS, run_ranks
+
+PREAMBLE = """
+import logging, os, signal, sys, threading, time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+import numpy as np
+import collectives as hvd
+hvd.init()
+rank, size = hvd.rank(), hvd.size()
+data = np.full(1000, float(rank))
+hvd.allreduce(data)
+
+def mark(name):
+    Path(sys.argv[1], name).touch()
+
+def until_marked(name):
+    deadline = time.monotonic() + 30
+    while not Path(sys.argv[1], name).exists():
+        assert time.monotonic() < deadline, f"{name} never came"
+        time.sleep(0.005)
+"""
+"""Programs get a folder, in which one rank leaves a mark for another, without communicating."""
+
+MEDIA = pytest.mark.parametrize(
+    "env", [{}, {"COLLECTIVES_TRANSPORT": "mpi"}, {"COLLECTIVES_LOCAL_SIZE": "1"}], ids=["memory", "messages", "hosts"]
+)
+
+
+@MEDIA
+@pytest.mark.parametrize("mpi", IMPLEMENTATIONS)
+def test_ranks_that_wait_for_handles_are_told_of_a_failure(mpi: str, env: dict[str, str], tmp_path: Path) -> None:
+    """Within two seconds, with its traceback; and all handles in flight carry it."""
+    program = (
+        PREAMBLE
+        + """
+first = hvd.allreduce_async(data, op=hvd.Sum, name="first")
+assert (hvd.synchronize(first) == sum(range(size))).all()
+if rank == 1:
+    until_marked("submitted 0")
+    until_marked("submitted 2")
+    raise ValueError(f"the model exploded at {time.monotonic()}")
+handles = [hvd.allreduce_async_(np.ones(10 ** k), name=f"gradient {k}") for k in range(6)]
+mark(f"submitted {rank}")
+for handle in reversed(handles):
+    try:
+        hvd.synchronize(handle)
+    except hvd.RankFailedError as error:
+        told = str(error)
+        assert "rank 1" in told and "Traceback" in told and "the model exploded" in told, told
+        # CLOCK_MONOTONIC is one clock for all processes of a host.
+        late = time.monotonic() - float(told.rpartition("exploded at ")[2].split()[0])
+        assert handle is not handles[-1] or late < 2, late
+    else:
+        raise SystemExit("no error")
+try:
+    hvd.allreduce_async(data)
+except hvd.RankFailedError:
+    print("told", flush=True)
+"""
+    )
+    result = run_ranks(3, program, mpi=mpi, env=env, timeout=60, expect=None, args=[str(tmp_path)])
+    assert result.returncode != 0
+    assert all("told" in result.ranks[rank] for rank in (0, 2)), str(result)
+
+
+@MEDIA
+@pytest.mark.parametrize("mpi", IMPLEMENTATIONS)
+@pytest.mark.parametrize(("ending", "code"), [("pass", 0), ("sys.exit(3)", 3), ("hvd.shutdown()", 0)], ids=["ends", "exits", "shuts-down"])
+def test_a_rank_may_leave_with_handles_pending(mpi: str, env: dict[str, str], ending: str, code: int, tmp_path: Path) -> None:
+    """It ends by itself, with its own exit code; who waits for it is told that it left."""
+    program = (
+        PREAMBLE
+        + f"""
+if rank == 1:
+    handles = [hvd.allreduce_async_(np.ones(100_000), name=name) for name in ("both", "mine")]
+    hvd.allreduce(data, name="both are here")
+    {ending}
+else:
+    both = hvd.allreduce_async(np.ones(100_000), op=hvd.Average, name="both")
+    hvd.allreduce(data, name="both are here")
+    yours = hvd.allreduce_async(data, name="yours")
+    try:
+        hvd.synchronize(yours)
+    except hvd.RankFailedError as error:
+        assert "rank 1" in str(error), error
+        print("told", flush=True)
+    else:
+        raise SystemExit("no error")
+    if hvd.poll(both):
+        assert (hvd.synchronize(both) == 1).all()
+"""
+    )
+    result = run_ranks(2, program, mpi=mpi, env=env, timeout=60, expect=None, args=[str(tmp_path)])
+    assert "told" in result.ranks[0], str(result)
+    assert "Error" not in result.ranks[1], str(result)
+    assert result.returncode == code, str(result)
+
+
+def test_handles_pending_at_shutdown_are_refused(tmp_path: Path) -> None:
+    program = (
+        PREAMBLE
+        + """
+handle = hvd.allreduce_async(data, name=f"of rank {rank}")
+world = hvd.world()
+hvd.barrier()
+hvd.shutdown()
+for _ in range(2):
+    try:
+        hvd.synchronize(handle) if hvd.is_initialized() else world.synchronize(handle)
+    except hvd.CollectivesError:
+        print("refused")
+hvd.init()
+assert (hvd.allreduce(data, op=hvd.Sum, name="of rank 0") == sum(range(size))).all()
+"""
+    )
+    result = run_ranks(2, program, timeout=60, args=[str(tmp_path)])
+    assert all(text.count("refused") == 2 for text in result.ranks), str(result)
+
+
+@MEDIA
+@pytest.mark.parametrize("waiting", ["hvd.synchronize(handle)", "until_marked('warned')"], ids=["waits", "computes"])
+def test_a_stall_is_reported_with_tensor_rank_and_line(env: dict[str, str], waiting: str, tmp_path: Path) -> None:
+    """Also where the rank that submitted it does not wait for it: its background thread sees to that."""
+    program = (
+        PREAMBLE
+        + f"""
+if rank == 0:
+    class Watch(logging.Filter):
+        def filter(self, record):
+            mark("warned")
+            return True
+
+    logging.getLogger("collectives").addFilter(Watch())
+elif rank == 1:
+    until_marked("warned")
+handle = hvd.allreduce_async(data, op=hvd.Sum, name="grad")  # on this line
+if rank == 0:
+    {waiting}
+assert (hvd.synchronize(handle) == sum(range(size))).all()
+print("went on")
+"""
+    )
+    result = run_ranks(2, program, env={**env, "COLLECTIVES_STALL_WARNING": "1"}, timeout=60, args=[str(tmp_path)])
+    line = next(number for number, text in enumerate(program.splitlines(), 1) if "# on this line" in text)
+    said = result.ranks[0]
+    assert "grad" in said and "missing ranks: 1" in said and f"program.py:{line}" in said, str(result)
+    assert said.count("missing ranks") == 1, "reported more than once"
+    assert all("went on" in text for text in result.ranks)
+
+
+@MEDIA
+def test_a_blocking_call_that_stalls_is_reported(env: dict[str, str], tmp_path: Path) -> None:
+    program = (
+        PREAMBLE
+        + """
+if rank == 0:
+    class Watch(logging.Filter):
+        def filter(self, record):
+            mark("warned")
+            return True
+
+    logging.getLogger("collectives").addFilter(Watch())
+elif rank == 1:
+    until_marked("warned")
+assert (hvd.allreduce(data, op=hvd.Sum, name="weights") == sum(range(size))).all()  # on this line
+"""
+    )
+    result = run_ranks(3, program, env={**env, "COLLECTIVES_STALL_WARNING": "1"}, timeout=60, args=[str(tmp_path)])
+    line = next(number for number, text in enumerate(program.splitlines(), 1) if "# on this line" in text)
+    said = result.ranks[0]
+    assert "weights" in said and "missing ranks: 1" in said and f"program.py:{line}" in said, str(result)
+
+
+@MEDIA
+def test_a_stall_may_end_in_an_error(env: dict[str, str], tmp_path: Path) -> None:
+    program = (
+        PREAMBLE
+        + """
+if rank == 0:
+    try:
+        hvd.synchronize(hvd.allreduce_async(data, name="grad"))
+    except hvd.CollectiveTimeoutError as error:
+        assert "grad" in str(error) and "COLLECTIVES_STALL_SHUTDOWN" in str(error), error
+        print("given up", flush=True)
+    mark("given up")
+    try:
+        hvd.barrier()
+    except hvd.RankFailedError:
+        print("refused", flush=True)
+else:
+    until_marked("given up")
+    try:
+        hvd.allreduce(data, name="grad")
+    except hvd.RankFailedError as error:
+        assert "rank 0" in str(error), error
+        print("told", flush=True)
+"""
+    )
+    settings = {"COLLECTIVES_STALL_WARNING": "1", "COLLECTIVES_STALL_SHUTDOWN": "2"}
+    result = run_ranks(2, program, env={**env, **settings}, timeout=60, expect=None, args=[str(tmp_path)])
+    assert "given up" in result.ranks[0] and "refused" in result.ranks[0] and "told" in result.ranks[1], str(result)
+
+
+@MEDIA
+@pytest.mark.parametrize("mpi", IMPLEMENTATIONS)
+def test_blocking_calls_from_a_pool_of_threads(mpi: str, env: dict[str, str], tmp_path: Path) -> None:
+    """Four at once, begun in another order on every rank, while the main thread has operations in flight."""
+    program = (
+        PREAMBLE
+        + """
+def work(key):
+    step, k = key
+    tensor = np.full(10 + k * 5000, float(rank + step))
+    assert (hvd.allreduce(tensor, op=hvd.Sum, name=f"reduce {k}") == sum(r + step for r in range(size))).all()
+    gathered = hvd.allgather(np.full((rank + 1, 3), step + k), name=f"gather {k}")
+    assert gathered.shape == (sum(range(size + 1)), 3) and (gathered == step + k).all()
+    handle = hvd.broadcast_async_(tensor, k % size, name=f"broadcast {k}")
+    assert hvd.synchronize(handle) is tensor and (tensor == k % size + step).all()
+    return k
+
+random = np.random.default_rng(rank)
+with ThreadPoolExecutor(4) as pool:
+    for step in range(25):
+        mine = [hvd.allreduce_async(np.full(100, float(k)), name=f"main {k}") for k in random.permutation(5).tolist()]
+        order = random.permutation(4).tolist()
+        assert list(pool.map(work, [(step, k) for k in order], timeout=60)) == order
+        for handle in mine:
+            hvd.synchronize(handle)
+        hvd.barrier()
+print("correct")
+"""
+    )
+    result = run_ranks(3, program, mpi=mpi, env=env, timeout=90, args=[str(tmp_path)])
+    assert all("correct" in text for text in result.ranks), str(result)
+
+
+def test_one_handle_for_many_threads(tmp_path: Path) -> None:
+    """All threads that wait for one operation get its one result."""
+    program = (
+        PREAMBLE
+        + """
+with ThreadPoolExecutor(4) as pool:
+    for step in range(30):
+        handle = hvd.allreduce_async(np.full(1000, float(rank + step)), op=hvd.Sum, name="shared")
+        results = list(pool.map(hvd.synchronize, [handle] * 4, timeout=60))
+        assert all(result is results[0] for result in results)
+        assert (results[0] == sum(r + step for r in range(size))).all()
+print("correct")
+"""
+    )
+    result = run_ranks(2, program, timeout=60, args=[str(tmp_path)])
+    assert all("correct" in text for text in result.ranks), str(result)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("transport", ["direct-read", "window", "mpi"])
+def test_an_interrupt_while_waiting_for_a_handle_corrupts_nobody(transport: str, size: int, tmp_path: Path) -> None:
+    """Rank 1 is interrupted at many moments of waiting for reductions in place, and then uses the memory that it freed."""
+    program = (
+        "import gc\n"
+        + PREAMBLE
+        + f"""
+class Interrupt(KeyboardInterrupt):
+    pass
+
+def on_alarm(number, frame):
+    raise Interrupt("Ctrl-C")
+
+signal.signal(signal.SIGALRM, on_alarm)
+told = 0
+for attempt in range(12):
+    hvd.init()
+    tensors, handles = [np.ones(400_000, np.float32) for _ in range(4)], []
+    try:
+        if rank == 1:
+            signal.setitimer(signal.ITIMER_REAL, 0.002 + 0.0017 * attempt)
+        while True:
+            handles = [hvd.allreduce_async_(tensor, average=True, transport="{transport}") for tensor in tensors]
+            for handle in handles:
+                hvd.synchronize(handle)
+    except Interrupt:
+        assert rank == 1
+    except hvd.RankFailedError as error:
+        # Rank 1 fails in the middle of a round, or between two, by what it says itself.
+        assert "Interrupt" in str(error) or "rank 1, which has shut down" in str(error) or "RankFailedError" in str(error), error
+        told += 1
+    del tensors, handles
+    gc.collect()
+    fresh = [np.full(400_000, 7.0, np.float32) for _ in range(8)]
+    time.sleep(0.05)
+    assert all((array == 7.0).all() for array in fresh)
+    hvd.shutdown()
+print("told", told)
+sys.stdout.flush()
+from mpi4py import MPI
+MPI.COMM_WORLD.Barrier()  # mpirun ends all ranks when the first one goes without finalising MPI, in which requests are pending
+os._exit(0)
+"""
+    )
+    result = run_ranks(size, program, timeout=90, expect=None, args=[str(tmp_path)])
+    assert all(f"told {0 if rank == 1 else 12}" in result.ranks[rank] for rank in range(size)), str(result)
+
+
+@MEDIA
+@pytest.mark.parametrize("mpi", IMPLEMENTATIONS)
+def test_a_fork_beside_the_background_thread(mpi: str, env: dict[str, str], tmp_path: Path) -> None:
+    """The child has a copy of the engine but not of its thread: it is refused, never waits, and ends as it likes."""
+    program = (
+        PREAMBLE
+        + """
+warm = hvd.allreduce_async(data, op=hvd.Sum, name="warm")
+deadline = time.monotonic() + 30
+while not hvd.poll(warm):  # by the background thread, as nobody waits
+    assert time.monotonic() < deadline
+    time.sleep(0)
+for attempt, ending in enumerate(("return", "exit", "shutdown", "raise") * 2):
+    pending = hvd.allreduce_async(data, op=hvd.Sum, name="pending") if rank != 1 else None
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        calls = [lambda: hvd.allreduce(data), lambda: hvd.allreduce_async(data), lambda: hvd.join()]
+        if pending is not None and not hvd.poll(pending):
+            calls.append(lambda: hvd.synchronize(pending))
+        for call in calls:
+            try:
+                call()
+            except hvd.ForkedProcessError as error:
+                assert f"rank {rank}" in str(error), error
+            else:
+                os._exit(9)
+        if ending == "exit":
+            sys.exit(7)
+        if ending == "shutdown":
+            hvd.shutdown()
+        if ending == "raise":
+            raise ValueError("in the child")
+        break
+    status = os.waitpid(child, 0)[1]
+    assert os.WIFEXITED(status), f"{ending}: the child was ended by signal {os.WTERMSIG(status)}"
+    assert os.WEXITSTATUS(status) == {"return": 0, "exit": 7, "shutdown": 0, "raise": 1}[ending], (ending, status)
+    if rank == 1:
+        pending = hvd.allreduce_async(data, op=hvd.Sum, name="pending")
+    assert (hvd.synchronize(pending) == sum(range(size))).all()
+else:
+    print("parent is well")
+"""
+    )
+    # A child that goes on to the end of the program must not say that the parent is well.
+    result = run_ranks(2, program, mpi=mpi, env=env, timeout=60, args=[str(tmp_path)])
+    assert all(text.count("parent is well") == 1 for text in result.ranks), str(result)
+
+
+@pytest.mark.parametrize("env", [{}, {"COLLECTIVES_LOCAL_SIZE": "1"}], ids=["memory", "hosts"])
+def test_waits_that_cannot_end_are_told_at_once(env: dict[str, str], tmp_path: Path) -> None:
+    """Each rank waits for another name: long before any stall would be reported, which is turned off here."""
+    program = (
+        PREAMBLE
+        + """
+for _ in range(3):
+    try:
+        hvd.synchronize(hvd.allreduce_async(data, name=f"of rank {rank}"))
+    except hvd.MismatchError as error:
+        assert all(f"of rank {peer}" in str(error) for peer in range(size)), error
+    else:
+        raise SystemExit("no error")
+    assert (hvd.allreduce(data, op=hvd.Sum) == sum(range(size))).all()
+print("told")
+"""
+    )
+    settings = {"COLLECTIVES_STALL_WARNING": "0", "COLLECTIVES_TIMEOUT": "60"}
+    result = run_ranks(3, program, env={**env, **settings}, timeout=40, args=[str(tmp_path)])
+    assert all("told" in text for text in result.ranks), str(result)

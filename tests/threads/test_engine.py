@@ -1,0 +1,47 @@
+"""Every scenario of the engine with ranks as threads: one host, hosts of several shapes, and settings that make its limits near."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from collectives.config import Config
+from collectives.transport import threads
+from collectives.world import World
+from tests.engine_scenarios import SCENARIOS, STEADY
+
+Scenario = Callable[[World], None]
+SEVERAL_HOSTS = (((0,), (1,)), ((0, 1), (2, 3)), ((0, 2), (1,)))
+NEAR_LIMITS = {
+    "a tiny cache": Config(cache_capacity=8),
+    "no cache": Config(cache_capacity=0),
+    "tiny buckets": Config(fusion_threshold=1000),
+    "no fusion": Config(fusion_threshold=0),
+    "no cycle": Config(cycle_time=0.0),
+}
+LONG_CYCLE = Config(cycle_time=60_000.0)
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_one_host(scenario: Scenario, size: int) -> None:
+    threads.run(size, scenario, make_world=World)
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
+@pytest.mark.parametrize("hosts", SEVERAL_HOSTS, ids=str)
+def test_several_hosts(scenario: Scenario, hosts: Sequence[Sequence[int]]) -> None:
+    threads.run(sum(map(len, hosts)), scenario, hosts=hosts, make_world=World)
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
+@pytest.mark.parametrize("config", NEAR_LIMITS.values(), ids=NEAR_LIMITS)
+def test_near_limits(scenario: Scenario, config: Config) -> None:
+    threads.run(3, scenario, make_world=lambda group: World(group, config))
+
+
+@pytest.mark.parametrize("scenario", STEADY, ids=lambda scenario: scenario.__name__)
+@pytest.mark.parametrize("hosts", [((0, 1),), ((0, 1, 2, 3),), ((0, 1), (2,))], ids=str)
+def test_the_steady_state(scenario: Scenario, hosts: Sequence[Sequence[int]]) -> None:
+    threads.run(sum(map(len, hosts)), scenario, hosts=hosts, make_world=lambda group: World(group, LONG_CYCLE))

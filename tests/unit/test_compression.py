@@ -1,0 +1,266 @@
+"""Compressors, and the conversions below them against NumPy's and ml_dtypes' bit for bit."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from collectives import compression, dtypes
+from collectives.compression import Compression, Compressor, cast, check
+from collectives.errors import InvalidTypeError
+
+ml_dtypes = pytest.importorskip("ml_dtypes")
+FLOAT16, BFLOAT16 = np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
+FLOAT32, FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
+FLOATS = [FLOAT16, BFLOAT16, FLOAT32, FLOAT64]
+HALVES = [FLOAT16, BFLOAT16]
+LENGTHS = [0, 1, 3, 1000, 65535, 65536, 65537, 150_000]
+
+# Conversions overflow by design; none may warn.
+pytestmark = pytest.mark.filterwarnings("error")
+
+
+@pytest.fixture(params=["numkong", "numpy"])
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The conversions with numkong, and as if it were not installed."""
+    if request.param == "numpy":
+        monkeypatch.setattr(compression, "_numkong", lambda half: None)
+    elif importlib.util.find_spec("numkong") is None:
+        pytest.skip("numkong is not installed")
+    compression._conversion.cache_clear()
+    yield request.param
+    compression._conversion.cache_clear()
+
+
+def anything(dtype: np.dtype[Any], count: int, seed: int) -> np.ndarray[Any, Any]:
+    """Half of them any bit patterns, with infinities, NaN and subnormals among them; half of them numbers that halves can hold."""
+    rng = np.random.default_rng(seed)
+    patterns = rng.integers(0, 256, count * dtype.itemsize, np.uint8).view(dtype)
+    with np.errstate(all="ignore"):
+        numbers = (rng.standard_normal(count) * 2.0 ** rng.integers(-26, 18, count)).astype(dtype)
+        return np.where(rng.random(count) < 0.5, patterns, numbers)
+
+
+def quietly(array: np.ndarray[Any, Any], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    with np.errstate(all="ignore"):
+        return array.astype(dtype)
+
+
+def converted(array: np.ndarray[Any, Any], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    out = np.full(array.size, 7, dtype)
+    cast(array, out)
+    return out
+
+
+def assert_same_bits(found: np.ndarray[Any, Any], wanted: np.ndarray[Any, Any]) -> None:
+    """The same bits, but for NaN, which may be any NaN."""
+    assert found.dtype == wanted.dtype and found.shape == wanted.shape
+    with np.errstate(all="ignore"):
+        np.testing.assert_array_equal(np.isnan(found), np.isnan(wanted))
+        number = ~np.isnan(wanted)
+    bits = np.dtype(f"u{found.dtype.itemsize}")
+    np.testing.assert_array_equal(found[number].view(bits), wanted[number].view(bits))
+
+
+# ---- conversion ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wanted", FLOATS, ids=dtypes.name)
+@pytest.mark.parametrize("given", FLOATS, ids=dtypes.name)
+def test_every_conversion_equals_numpys_at_every_length(given: np.dtype[Any], wanted: np.dtype[Any], backend: str) -> None:
+    for count in LENGTHS:
+        source = anything(given, count, seed=count)
+        before = source.tobytes()
+        through = FLOAT32 if given == FLOAT64 and dtypes.is_half(wanted) else given
+        assert_same_bits(converted(source, wanted), quietly(quietly(source, through), wanted))
+        assert source.tobytes() == before
+
+
+@pytest.mark.parametrize("half", HALVES, ids=dtypes.name)
+def test_all_halves_come_back_from_float32_and_float64(half: np.dtype[Any], backend: str) -> None:
+    every = np.arange(1 << 16, dtype=np.uint16).view(half)
+    for wide in (FLOAT32, FLOAT64):
+        widened = converted(every, wide)
+        assert_same_bits(widened, quietly(every, wide))
+        assert_same_bits(converted(widened, half), every)
+
+
+@pytest.mark.parametrize("half", HALVES, ids=dtypes.name)
+def test_ties_go_to_the_even_half_and_their_neighbours_to_the_nearer(half: np.dtype[Any], backend: str) -> None:
+    bits = np.arange(0x0000, 0x7000, dtype=np.uint16)
+    lower, upper = bits.view(half), (bits + np.uint16(1)).view(half)
+    middle = (lower.astype(FLOAT32) + upper.astype(FLOAT32)) / np.float32(2)
+    assert_same_bits(converted(middle, half), np.where(bits % 2 == 0, lower, upper))
+    assert_same_bits(converted(np.nextafter(middle, np.float32(0)), half), lower)
+    assert_same_bits(converted(np.nextafter(middle, np.float32(np.inf)), half), upper)
+
+
+@pytest.mark.parametrize("given", [FLOAT32, FLOAT64], ids=dtypes.name)
+def test_what_a_half_cannot_hold_becomes_infinity_or_zero_and_nan_stays(given: np.dtype[Any], backend: str) -> None:
+    source = np.array([65504, 65519, 65520, -1e30, 1e-9, -1e-9, np.inf, -np.inf, np.nan], given)
+    wanted = np.array([65504, 65504, np.inf, -np.inf, 0, -0.0, np.inf, -np.inf, np.nan], np.float16)
+    assert_same_bits(converted(source, FLOAT16), wanted)
+    source = np.array([3.4e38, -3.4e38, 1e30, np.nan], given)
+    assert_same_bits(converted(source, BFLOAT16), np.array([np.inf, -np.inf, 1e30, np.nan], BFLOAT16))
+
+
+@pytest.mark.parametrize("half", HALVES, ids=dtypes.name)
+def test_a_nan_whose_bits_a_half_drops_stays_nan(half: np.dtype[Any], backend: str) -> None:
+    for bits in (0x7F800001, 0x7F80FFFF, 0x7FFFFFFF, 0xFF800001, 0xFFFFFFFF):  # the third is CUDA's
+        source = np.linspace(-2, 2, 999, dtype=np.float32)
+        source[500] = np.array(bits, np.uint32).view(np.float32)
+        assert_same_bits(converted(source, half), quietly(source, half))
+
+
+def test_float64_rounds_to_the_nearer_half_or_misses_it_by_an_eight_thousandth(backend: str) -> None:
+    source = np.random.default_rng(0).uniform(1, 2, 200_000)  # where the distance of two float16s is 2**-10
+    error = np.abs(converted(source, FLOAT16).astype(np.float64) - source)
+    assert error.max() <= 2**-11 * (1 + 2**-13)
+    assert np.mean(error > 2**-11) < 1e-4
+
+
+def test_numkong_is_used_where_it_is_installed() -> None:
+    pytest.importorskip("numkong")
+    with np.errstate(all="ignore"):
+        assert all(compression._numkong(half) is not None for half in HALVES)
+
+
+def numkong_of_numpy(change: Callable[[Any, Any], object]) -> Any:
+    """A numkong that converts with NumPy, and whose narrow results are changed."""
+
+    def astype(source: Any, name: str, out: Any) -> None:
+        source, out = (each.owner if isinstance(each, SimpleNamespace) else each for each in (source, out))
+        out[...] = source.astype(out.dtype)
+        if dtypes.is_half(out.dtype):
+            change(source, out)
+
+    return SimpleNamespace(astype=astype, from_pointer=lambda *_, owner: SimpleNamespace(owner=owner))
+
+
+def truncate(source: Any, out: Any) -> None:
+    large = np.abs(out.astype(np.float64)) > np.abs(source.astype(np.float64))
+    out.view(np.uint16)[large] -= 1
+
+
+def flush_subnormals(source: Any, out: Any) -> None:
+    normal = {FLOAT16: 2.0**-14, BFLOAT16: 2.0**-126}[out.dtype]
+    out[np.abs(out.astype(np.float64)) < normal] = 0
+
+
+def lose_infinities(source: Any, out: Any) -> None:
+    out[np.isinf(out)] = 1
+
+
+def refuse(source: Any, out: Any) -> None:
+    raise TypeError("no such dtype")
+
+
+@pytest.mark.parametrize("half", HALVES, ids=dtypes.name)
+def test_a_numkong_that_differs_or_fails_is_not_used(half: np.dtype[Any]) -> None:
+    with np.errstate(all="ignore"):
+        assert compression._agrees(numkong_of_numpy(lambda source, out: None), half)
+        for change in (truncate, flush_subnormals, lose_infinities, refuse):
+            assert not compression._agrees(numkong_of_numpy(change), half)
+
+
+# ---- compressors --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", dtypes.NAMES)
+def test_only_float32_and_float64_travel_as_halves(name: str) -> None:
+    dtype = dtypes.resolve(name)
+    wide = name in ("float32", "float64")
+    assert Compression.none.wire(dtype) is None
+    assert Compression.fp16.wire(dtype) == (FLOAT16 if wide else None)
+    assert Compression.bf16.wire(dtype) == (BFLOAT16 if wide else None)
+
+
+def layouts(dtype: np.dtype[Any]) -> list[np.ndarray[Any, Any]]:
+    grid = np.random.default_rng(1).standard_normal((6, 4)).astype(dtype)
+    frozen = grid.copy()
+    frozen.flags.writeable = False
+    swapped = grid.astype(dtype.newbyteorder(">"))
+    return [grid, grid[::2, 1:], np.asfortranarray(grid), frozen, swapped, grid[:0], np.array(grid[0, 0]), grid.reshape(2, 3, 4)]
+
+
+@pytest.mark.parametrize("dtype", [FLOAT32, FLOAT64], ids=dtypes.name)
+@pytest.mark.parametrize(("compressor", "half"), [(Compression.fp16, FLOAT16), (Compression.bf16, BFLOAT16)], ids=["fp16", "bf16"])
+def test_arrays_of_any_layout_travel_as_halves_and_come_back(compressor: Any, half: np.dtype[Any], dtype: np.dtype[Any]) -> None:
+    for array in layouts(dtype):
+        sent, context = compressor.compress(array)
+        assert sent.dtype == half and sent.shape == array.shape
+        back = compressor.decompress(sent, context)
+        assert back.dtype == dtype and back.shape == array.shape
+        np.testing.assert_array_equal(back, array.astype(np.float32).astype(half).astype(dtype))
+
+
+@pytest.mark.parametrize("compressor", compression.BUILT_IN)
+def test_what_is_not_compressed_passes_through_untouched(compressor: Any) -> None:
+    for tensor in (np.arange(3), np.ones(2, np.float16), np.ones(2, BFLOAT16), np.ones(2, np.complex64), np.array([True]), 3):
+        sent, context = compressor.compress(tensor)
+        assert sent is tensor
+        assert compressor.decompress(sent, context) is tensor
+
+
+def test_none_passes_floats_through_untouched() -> None:
+    tensor = np.ones(3, np.float32)
+    sent, context = Compression.none.compress(tensor)
+    assert sent is tensor and Compression.none.decompress(sent, context) is tensor
+
+
+class Signs(Compressor):
+    @staticmethod
+    def compress(tensor: Any) -> tuple[Any, Any]:
+        return np.sign(tensor).astype(np.int8), tensor.dtype
+
+    @staticmethod
+    def decompress(tensor: Any, context: Any) -> Any:
+        return tensor.astype(context)
+
+
+class Scaled:
+    """Not a Compressor, and its methods need an instance."""
+
+    def compress(self, tensor: Any, name: str | None = None) -> tuple[Any, Any]:
+        return tensor, None
+
+    def decompress(self, tensor: Any, context: Any) -> Any:
+        return tensor
+
+
+def test_compressors_of_every_kind_are_accepted() -> None:
+    accepted = [*compression.BUILT_IN, Compression.fp16(), Compressor, Signs, Signs(), Scaled()]
+    for each in [*accepted, SimpleNamespace(compress=lambda tensor: (tensor, None), decompress=lambda tensor, context: tensor)]:
+        check(each)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (None, "got NoneType None, which has no method 'compress'"),
+        ("fp16", "got str 'fp16', which has no method 'compress'"),
+        (np.ones(2), "got ndarray array([1., 1.]), which has no method 'decompress'"),
+        (Compression, "got Compression, which has no method 'compress'"),
+        (SimpleNamespace(compress=print), "which has no method 'decompress'"),
+        (SimpleNamespace(compress=print, decompress=3), "which has no method 'decompress'"),
+        (Scaled, "got Scaled, whose compress cannot be called with (tensor); pass an instance, or make it a @staticmethod"),
+        (SimpleNamespace(compress=print, decompress=lambda tensor: tensor), "whose decompress cannot be called with (tensor, context)"),
+    ],
+)
+def test_what_is_no_compressor_is_refused_by_name(wrong: Any, said: str) -> None:
+    with pytest.raises(InvalidTypeError) as error:
+        check(wrong)
+    assert said in str(error.value)
+    assert str(error.value).startswith("compression: expected Compression.none, Compression.fp16, Compression.bf16, or a class or instance")
+
+
+def test_the_base_class_does_nothing_by_itself() -> None:
+    with pytest.raises(NotImplementedError):
+        Compressor.compress(np.ones(1))
+    with pytest.raises(NotImplementedError):
+        Compressor.decompress(np.ones(1), None)

@@ -1,0 +1,146 @@
+"""Configuration files: Horovod's are understood, and every mistake is named with its line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from collectives.config import Config
+from collectives.errors import InvalidArgumentError, MissingDependencyError
+from collectives.launch import config_file, options
+
+WHOLE = """\
+verbose: true
+controller: mpi
+params:
+    fusion_threshold_mb: 32
+    cycle_time_ms: 10
+    cache_capacity: 2048
+    hierarchical_allreduce: true
+    hierarchical_allgather: true
+autotune:
+    enabled: True
+    log_file: horovod_autotune_log.txt
+    warmup_samples: 5
+    steps_per_sample: 20
+    bayes_opt_max_samples: 50
+    gaussian_process_noise: 0.9
+timeline:
+    filename: horovod_timeline.json
+    mark_cycles: yes
+stall_check:
+    enabled: true
+    warning_time_seconds: 120
+    shutdown_time_seconds: 240
+library_options:
+    mpi_threads_disable: true
+    num_nccl_streams: 2
+    ccl_bgt_affinity: 1
+    gloo_timeout_seconds: 60
+logging:
+    level: INFO
+    hide_timestamp: true
+"""
+
+
+def read(folder: Path, text: str) -> config_file.ConfigFile:
+    (folder / "settings.yaml").write_text(text)
+    return config_file.read(str(folder / "settings.yaml"))
+
+
+def test_every_key_of_horovods_has_its_meaning(tmp_path: Path) -> None:
+    found = read(tmp_path, WHOLE)
+    assert found.verbose
+    assert Config.from_environment(options.merge({}, {}, found.chosen)) == Config(
+        algorithm="hierarchical",
+        fusion_threshold=32 << 20,
+        cycle_time=10,
+        cache_capacity=2048,
+        stall_warning=120,
+        stall_shutdown=240,
+        timeline="horovod_timeline.json",
+        timeline_mark_cycles=True,
+        autotune=True,
+        autotune_log="horovod_autotune_log.txt",
+        autotune_warmup=5,
+        autotune_steps=20,
+        autotune_samples=50,
+        autotune_noise=0.9,
+        log_level="info",
+    )
+    lines = [int(message.removeprefix(f"{tmp_path}/settings.yaml:").partition(":")[0]) for message in found.ignored]
+    assert lines == [8, 24, 25, 26, 27, 30]
+    assert all(" has no effect: " in message for message in found.ignored)
+
+
+@pytest.mark.parametrize("text", ["", "# nothing\n", "params:\n", "params:\n  cycle_time_ms:\nautotune: ~\nverbose: null\n"])
+def test_what_has_no_value_sets_nothing(text: str, tmp_path: Path) -> None:
+    assert read(tmp_path, text) == config_file.ConfigFile()
+
+
+def test_a_stall_check_that_is_off_is_off_whatever_its_times(tmp_path: Path) -> None:
+    found = read(tmp_path, "stall_check:\n  enabled: false\n  warning_time_seconds: 60\n  shutdown_time_seconds: 9\n")
+    config = Config.from_environment(options.merge({}, {}, found.chosen))
+    assert (config.stall_warning, config.stall_shutdown) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "message"),
+    [
+        ("params:\n  cycle_time: 1\n", 2, "params.cycle_time: unknown key; params has fusion_threshold_mb, cycle_time_ms, cache_capacity"),
+        ("param:\n  cycle_time_ms: 1\n", 2, "param.cycle_time_ms: unknown key; there are verbose, controller, params, timeline"),
+        ("\ntimelines: a\n", 2, "timelines: unknown key; there are verbose"),
+        ("bogus:\n", 1, "bogus: unknown key"),
+        ("params:\n  bogus:\n", 2, "params.bogus: unknown key"),
+        ("verbose:\n  much: 1\n", 2, "verbose.much: unknown key"),
+        ("params: 5\n", 1, "params: expected a section with fusion_threshold_mb, "),
+        ("params: [1]\n", 1, "got a list"),
+        ("params:\n  cycle_time_ms: [1]\n", 2, "params.cycle_time_ms: expected a single value, got a list"),
+        ("params:\n  cycle_time_ms:\n    a: 1\n", 2, "params.cycle_time_ms: expected a single value, got a section"),
+        ("params:\n  cycle_time_ms: fast\n", 2, "params.cycle_time_ms: expected a number of milliseconds, 0 or more, got 'fast'"),
+        ("params:\n  fusion_threshold_mb: 64M\n", 2, "expected a number of MiB such as 64, 0 or more, got '64M'"),
+        ("autotune:\n  enabled: maybe\n", 2, "autotune.enabled: expected true or false, got 'maybe'"),
+        ("verbose: 2\n", 1, "verbose: expected true or false, got '2'"),
+        ("controller: tcp\n", 1, "controller: expected mpi or gloo, got 'tcp'"),
+        ("params:\n  cache_capacity: 1\n  cache_capacity: 2\n", 3, "params.cache_capacity: is there twice"),
+        ("- params\n", 1, "expected sections such as 'params:', got a list"),
+        ("just text\n", 1, "expected sections such as 'params:', got 'just text'"),
+        ("timeline:\n  filename: ''\n", 2, "timeline.filename: expected a path, got ''"),
+    ],
+)
+def test_a_mistake_is_named_with_its_line(text: str, line: int, message: str, tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgumentError) as caught:
+        read(tmp_path, text)
+    assert str(caught.value).startswith(f"{tmp_path / 'settings.yaml'}:{line}: ") and message in str(caught.value)
+
+
+def test_gloo_as_the_controller_is_said_to_have_no_effect(tmp_path: Path) -> None:
+    assert "controller has no effect" in read(tmp_path, "controller: gloo\n").ignored[0]
+    assert read(tmp_path, "controller: mpi\n").ignored == []
+
+
+def test_a_file_that_is_no_yaml(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"is no YAML: .*line 1"):
+        read(tmp_path, "params: {")
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgumentError, match="cannot read '/no/such': No such file"):
+        config_file.read("/no/such")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(InvalidArgumentError, match=r"cannot read .*binary"):
+        config_file.read(str(tmp_path / "binary"))
+
+
+def test_a_missing_pyyaml_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    with pytest.raises(MissingDependencyError, match="pip install"):
+        read(tmp_path, WHOLE)
+
+
+def test_yaml_is_imported_only_for_a_file() -> None:
+    program = "import sys; from collectives.launch import config_file; sys.exit('yaml' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False, timeout=60).returncode == 0

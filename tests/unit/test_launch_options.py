@@ -1,0 +1,136 @@
+"""The table of options: each sets its variable, and what is given in several places is settled in a known order."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+from collectives.config import Config
+from collectives.errors import InvalidArgumentError
+from collectives.launch import options
+
+
+def parse(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)
+    options.add_to(parser)
+    return parser.parse_args(arguments)
+
+
+def merged(*flags: str, environment: dict[str, str] | None = None, file: dict[str, str | bool] | None = None) -> dict[str, str]:
+    return options.merge(environment or {}, options.chosen(parse(*flags)), file or {})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "setting", "value"),
+    [
+        (["--algorithm", "ring"], "algorithm", "ring"),
+        (["--hierarchical-allreduce"], "algorithm", "hierarchical"),
+        (["--transport", "mpi"], "transport", "mpi"),
+        (["--timeout", "20"], "timeout", 20),
+        (["--fusion-threshold-mb", "32"], "fusion_threshold", 32 << 20),
+        (["--fusion-threshold-mb", "0"], "fusion_threshold", 0),
+        (["--fusion-threshold-mb", "0.5"], "fusion_threshold", 1 << 19),
+        (["--cycle-time-ms", "3.5"], "cycle_time", 3.5),
+        (["--cache-capacity", "0"], "cache_capacity", 0),
+        (["--timeline-filename", "a.json"], "timeline", "a.json"),
+        (["--timeline", "a.json"], "timeline", "a.json"),
+        (["--timeline-mark-cycles"], "timeline_mark_cycles", True),
+        (["--autotune"], "autotune", True),
+        (["--autotune-log-file", "a.csv"], "autotune_log", "a.csv"),
+        (["--autotune-warmup-samples", "1"], "autotune_warmup", 1),
+        (["--autotune-steps-per-sample", "2"], "autotune_steps", 2),
+        (["--autotune-bayes-opt-max-samples", "4"], "autotune_samples", 4),
+        (["--autotune-gaussian-process-noise", "0.5"], "autotune_noise", 0.5),
+        (["--no-stall-check"], "stall_warning", 0),
+        (["--stall-check-warning-time-seconds", "30"], "stall_warning", 30),
+        (["--stall-check-shutdown-time-seconds", "90"], "stall_shutdown", 90),
+        (["--log-level", "DEBUG"], "log_level", "debug"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_an_option_sets_its_setting_and_no_other(arguments: list[str], setting: str, value: object) -> None:
+    variables = merged(*arguments)
+    assert all(name.startswith("COLLECTIVES_") for name in variables)
+    config = Config.from_environment(variables)
+    assert {name for name in Config.__dataclass_fields__ if getattr(config, name) != getattr(Config(), name)} == {setting}
+    assert getattr(config, setting) == value
+
+
+def test_without_options_nothing_is_set() -> None:
+    assert merged() == {}
+
+
+def test_options_and_keys_are_there_once_and_set_what_exists() -> None:
+    rows = [*options.VALUES, *options.SWITCHES]
+    keys = [row.key for row in rows if row.key] + [key for row in options.IGNORED for key in row.keys]
+    flags = [flag for row in (*rows, *options.IGNORED) for flag in row.flags]
+    assert len(set(keys)) == len(keys) and len(set(flags)) == len(flags)
+    assert {row.setting for row in options.VALUES} <= set(Config.__dataclass_fields__)
+
+
+@pytest.mark.parametrize(
+    ("flag", "text", "message"),
+    [
+        ("--fusion-threshold-mb", "64M", "expected a number of MiB such as 64, 0 or more, got '64M'"),
+        ("--fusion-threshold-mb", "-1", "got '-1'"),
+        ("--fusion-threshold-mb", " ", "got ' '"),
+        ("--cycle-time-ms", "fast", "expected a number of milliseconds, 0 or more, got 'fast'"),
+        ("--autotune-steps-per-sample", "0", "expected a whole number, 1 or more, got '0'"),
+        ("--timeout", "0", "expected a positive number of seconds, got '0'"),
+        ("--log-level", "loud", "expected one of trace, debug"),
+    ],
+)
+def test_a_text_that_cannot_be_understood_is_refused(flag: str, text: str, message: str) -> None:
+    with pytest.raises(argparse.ArgumentError) as caught:
+        parse(f"{flag}={text}")
+    assert flag in str(caught.value) and message in str(caught.value)
+
+
+def test_an_option_beats_both_spellings_in_the_environment() -> None:
+    for name in ("COLLECTIVES_FUSION_THRESHOLD", "HOROVOD_FUSION_THRESHOLD"):
+        assert Config.from_environment(merged("--fusion-threshold-mb", "1", environment={name: "7"})).fusion_threshold == 1 << 20
+
+
+def test_the_environment_beats_the_file_setting_by_setting() -> None:
+    file: dict[str, str | bool] = {"--fusion-threshold-mb": "1M", "--cycle-time-ms": "9", "--autotune": True}
+    for name in ("COLLECTIVES_FUSION_THRESHOLD", "HOROVOD_FUSION_THRESHOLD"):
+        config = Config.from_environment(merged(environment={name: "7", "COLLECTIVES_CYCLE_TIME": ""}, file=file))
+        assert (config.fusion_threshold, config.cycle_time, config.autotune) == (7, 9, True)
+
+
+def test_an_option_can_switch_off_what_is_on_elsewhere() -> None:
+    assert not Config.from_environment(merged("--no-autotune", environment={"HOROVOD_AUTOTUNE": "1"})).autotune
+    assert not Config.from_environment(merged("--no-timeline-mark-cycles", file={"--timeline-mark-cycles": True})).timeline_mark_cycles
+
+
+def test_a_stall_check_that_is_off_is_off_whatever_times_are_given_with_it() -> None:
+    config = Config.from_environment(merged("--stall-check-warning-time-seconds", "5", "--no-stall-check"))
+    assert (config.stall_warning, config.stall_shutdown) == (0, 0)
+    file: dict[str, str | bool] = {"--stall-check": False, "--stall-check-warning-time-seconds": "5"}
+    assert Config.from_environment(merged(file=file)).stall_warning == 0
+    assert Config.from_environment(merged("--no-stall-check", environment={"COLLECTIVES_STALL_SHUTDOWN": "9"})).stall_shutdown == 0
+
+
+def test_a_stall_check_can_be_switched_on_again() -> None:
+    for name, text in (("HOROVOD_STALL_CHECK_DISABLE", "1"), ("COLLECTIVES_STALL_WARNING", "0")):
+        assert Config.from_environment(merged("--stall-check", environment={name: text})).stall_warning == 60
+    assert Config.from_environment(merged("--stall-check", file={"--stall-check": False})).stall_warning == 60
+    assert Config.from_environment(merged("--stall-check", "--stall-check-warning-time-seconds", "5")).stall_warning == 5
+
+
+def test_algorithm_goes_before_hierarchical_allreduce() -> None:
+    assert merged("--algorithm", "ring", "--hierarchical-allreduce") == {"COLLECTIVES_ALGORITHM": "ring"}
+
+
+def test_a_variable_that_an_option_replaces_need_not_make_sense() -> None:
+    assert merged("--timeout", "5", environment={"COLLECTIVES_TIMEOUT": "soon"}) == {"COLLECTIVES_TIMEOUT": "5"}
+    with pytest.raises(InvalidArgumentError, match="COLLECTIVES_TIMEOUT='soon'"):
+        merged(environment={"COLLECTIVES_TIMEOUT": "soon"})
+
+
+@pytest.mark.parametrize(("row", "flag"), [(row, flag) for row in options.IGNORED for flag in row.flags], ids=lambda value: str(value)[:20])
+def test_what_has_no_effect_says_why(row: options.Ignored, flag: str) -> None:
+    parsed = parse(flag, "7") if row.takes_value else parse(flag)
+    assert parsed.ignored == [f"{flag} has no effect: {row.why}"]
+    assert options.chosen(parsed) == {}

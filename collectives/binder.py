@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from collectives import shortcuts
+from collectives import packing, shortcuts
 from collectives.fusion import Lists, Pieces
 from collectives.program import Action, Medium, Place, Program, RoundProgram, Space, Verb
 from collectives.shortcuts import Do, Kernel, Scale, State
@@ -41,7 +41,6 @@ class Plan:
         needs_addresses: peers read or write private memory.
         partners: the peers whose private memory this rank reads or writes.
         reads_outputs: peers read each other's outputs, not only inputs; the same on every rank.
-        unstaged: of a packed plan: start and length of what must be gathered besides, because no window takes it.
     """
 
     __slots__ = (
@@ -55,7 +54,6 @@ class Plan:
         "staged",
         "stride",
         "touched_by",
-        "unstaged",
         "uses_window",
     )
 
@@ -76,7 +74,6 @@ class Plan:
         # The group, counted from the call's beginning, after which a peer touches this rank's memory no more.
         self.touched_by = tuple((peer, (segments - 1) * stride + last + 1) for peer, last in program.touched_by)
         self.uses_window = program.uses_window
-        self.unstaged: tuple[tuple[int, int], ...] = ()
         actions = [action for r in program.rounds for action in (*r.pushes, *r.rest) if action.medium is Medium.DIRECT]
         self.partners = tuple(sorted({action.peer for action in actions}))
         self.needs_addresses = bool(actions or program.touched_by)
@@ -197,8 +194,8 @@ class Binder:
             return wait
         if self._lists is not None:
             return self._reduce_lists(action)
-        if self._pieces is not None and action.verb is Verb.STAGE:
-            return self._pack(action, self._pieces)
+        if self._pieces is not None:
+            return self._act_on_pieces(action, self._pieces, wait)
         shortcut = self._shortcut(action, wait)
         if shortcut is not None:
             return shortcut
@@ -231,17 +228,23 @@ class Binder:
                 return shortcuts.reduce_directly(state, memory.fetch, self._scratch, action, self._block, self._itemsize, kernel, finish)
         return None
 
-    def _pack(self, action: Action, pieces: Pieces) -> Do:
-        """Gather a block of the tensors in the window."""
-        assert action.source is not None and action.target is not None
-        length, target, start, block = self._length(action.size), self._array(action.target), action.source.offset, self._block
-
-        def pack(segment: int) -> None:
-            n = length(segment)
-            if n > 0:
-                pieces.gather(start + segment * block, n, target(segment, n))
-
-        return pack
+    def _act_on_pieces(self, action: Action, pieces: Pieces, wait: Do) -> Do:
+        """An action of a fused plan over windows: inputs and outputs are pieces of many tensors, everything else is a block."""
+        target, length, block = action.target, self._length(action.size), self._block
+        assert target is not None and action.source is not None
+        if action.verb is Verb.STAGE:
+            return packing.pack(pieces, action.source.offset, block, length, self._array(target))
+        outputs = next((place.offset for place in (target, action.also) if place is not None and place.space is Space.OUTPUT), None)
+        into = self._array(target) if target.space is Space.WINDOW else None
+        value = self._window(action.peer, action.source)
+        if action.verb is Verb.TAKE:
+            return packing.unpack(pieces, value, into, outputs, block, length, wait)
+        operand, kernel = action.operand, self._kernel
+        assert operand is not None and kernel is not None
+        own = self._array(operand) if operand.space is Space.WINDOW else None
+        inputs = (operand.offset, operand.space is Space.INPUT)
+        finish = self._finish if action.finish else None
+        return packing.reduce(pieces, value, own, inputs, into, outputs, block, length, wait, kernel, finish, self._scratch)
 
     def _reduce_lists(self, action: Action) -> Do:
         """A block of the direct all-reduce over direct reads, the one algorithm that lists are made for."""

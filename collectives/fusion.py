@@ -74,6 +74,8 @@ class Pieces:
     Attributes:
         total: elements of all tensors.
         sources, outs: each tensor's input and output, 1-D arrays of one dtype; set before every run.
+        operands: where the own value is found when it is combined: the inputs, or the outputs if they have been scaled there.
+        unstaged: start and length of what no peer reads from this rank's window.
         scale: what is applied to whatever is packed, or None.
     """
 
@@ -84,7 +86,9 @@ class Pieces:
         self._ends = ends
         self.sources: Sequence[Array] = ()
         self.outs: Sequence[Array] = ()
+        self.operands: Sequence[Array] = ()
         self.scale: Scaling | None = None
+        self.unstaged: Sequence[tuple[int, int]] = ()
         self._cuts: dict[tuple[int, int], tuple[Piece, ...]] = {}
         self._parts: list[Array] = []
         self._parts_of: Array | None = None
@@ -108,15 +112,28 @@ class Pieces:
         return self._cuts[at, count]
 
     def gather(self, at: int, count: int, out: Array) -> None:
-        """Pack a block of the inputs into ``out``, in one call."""
-        sources, counts = self.sources, self.counts
-        parts = [
-            sources[number] if end - start == counts[number] else sources[number][start:end]
-            for number, start, end, _, _ in self.cut(at, count)
-        ]
-        np.concatenate(parts, out=out)
+        """Pack a block of the inputs into ``out``, in one call, and scale it."""
+        self.gather_from(self.sources, at, count, out)
         if self.scale is not None:
             self.scale(out, out)
+
+    def scale_operands(self) -> None:
+        """Scale what is combined without having been packed, into the outputs."""
+        assert self.scale is not None
+        for start, count in self.unstaged:
+            for number, first, last, _, _ in self.cut(start, count):
+                self.scale(self.sources[number][first:last], self.outs[number][first:last])
+
+    def gather_from(self, tensors: Sequence[Array], at: int, count: int, out: Array) -> None:
+        """Pack a block of other tensors of the same lengths."""
+        counts = self.counts
+        np.concatenate(
+            [
+                tensors[number] if end - start == counts[number] else tensors[number][start:end]
+                for number, start, end, _, _ in self.cut(at, count)
+            ],
+            out=out,
+        )
 
     def scatter(self, packed: Array) -> None:
         """Unpack all outputs from an array of ``total`` elements, the same one every time."""

@@ -114,13 +114,12 @@ class Plans:
         fused = "fused " if pieces is not None or lists is not None else ""
         how = f"{fused}{choice.algorithm} over {choice.medium.value}"
         description = f"{how}, {segments} segments of {block * dtype.itemsize} bytes per chunk"
-        plan = self._executor.bind(
-            program, dtype, block, segments, stride, choice.staged, kernel, finish, description, reads_outputs, pieces, lists
-        )
         if pieces is not None:
             starts = layout.inputs(self._rank)
-            plan.unstaged = tuple((starts[chunk], layout.sizes[chunk]) for chunk in program.unstaged if layout.sizes[chunk])
-        return plan
+            pieces.unstaged = [(starts[chunk], layout.sizes[chunk]) for chunk in program.unstaged if layout.sizes[chunk]]
+        return self._executor.bind(
+            program, dtype, block, segments, stride, choice.staged, kernel, finish, description, reads_outputs, pieces, lists
+        )
 
 
 def _whole(shape: Shape, dtype: np.dtype[Any], chunks: int) -> Layout:

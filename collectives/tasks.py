@@ -40,8 +40,6 @@ _ALONE_FROM = 256 << 10
 """Bytes from which a tensor gains nothing from being copied into a buffer with others."""
 _COPIED_BYTES = 16 << 20
 """The most bytes of one such buffer."""
-_PACKED_BYTES = 4 << 20
-"""The most bytes that are packed through windows at once, so that they stay in the caches."""
 
 
 @dataclass(slots=True)
@@ -292,30 +290,27 @@ class Packed:
         self._pieces = fusion.Pieces([entry.count for entry in entries])
         assert first.kernel is not None
         self._plan = context.plans.fused(self._pieces, None, first.dtype, choice, first.kernel, first.finish)
-        self._result: Array = _EMPTY
 
     def prepare_handles(self, handles: Sequence[Handle]) -> Sequence[int]:
-        context, pieces, entry = self._context, self._pieces, self._entry
-        pieces.sources = [handle.source for handle in handles]
-        pieces.scale = None if context.joined else entry.prescale
-        buffer = context.buffer(pieces.total, entry.dtype)
-        if self._result.base is not buffer.base:
-            self._result = buffer
-        state = context.executor.state
-        state.input = state.output = self._result
-        with reduction.quiet():
-            for start, count in self._plan.unstaged:
-                pieces.gather(start, count, self._result[start : start + count])
+        context, pieces = self._context, self._pieces
+        pieces.sources = pieces.operands = [handle.source for handle in handles]
+        pieces.outs = [handle.out for handle in handles]
+        pieces.scale = None if context.joined else self._entry.prescale
+        if pieces.scale is None:
             context.executor.stage(self._plan)
+        else:
+            with reduction.quiet():
+                context.executor.stage(self._plan)
         return ()
 
     def run_handles(self, handles: Sequence[Handle]) -> None:
         context, pieces = self._context, self._pieces
-        context.run_plan(self._plan, True, True)
-        pieces.outs = [handle.out for handle in handles]
-        pieces.scatter(self._result)
-        pieces.sources = pieces.outs = ()
-        context.executor.state.input = context.executor.state.output = _EMPTY
+        if pieces.scale is not None:
+            with reduction.quiet():
+                pieces.scale_operands()
+            pieces.operands = pieces.outs
+        context.run_plan(self._plan, True, self._entry.warns)
+        pieces.sources = pieces.operands = pieces.outs = ()
 
 
 class Listed:
@@ -445,7 +440,7 @@ class Batch:
         choice = context.entries.choose_fused(first, total)
         one_host = len(context.group.hosts) == 1
         if one_host and choice.medium is Medium.WINDOW and choice.algorithm != "native":
-            self._split(members, _PACKED_BYTES, lambda part, chosen: Packed(context, part, chosen))
+            self.tasks.append((Packed(context, entries, choice), members))
         elif one_host and choice.medium is Medium.DIRECT and choice.algorithm == "direct" and first.prescale is None:
             self.tasks.append((Listed(context, entries, choice), members))
         else:

@@ -21,7 +21,7 @@ FLOORS = {
     1: ("arrays", "compression", "consistency", "reduction", "buffers", "partition", "verify", "timeline", "gaussian"),
     2: ("transport",),
     3: ("adasum", "ring", "direct", "tree", "hierarchical"),
-    4: ("program", "fusion", "shortcuts", "binder", "plans", "planner", "executor"),
+    4: ("program", "fusion", "packing", "shortcuts", "binder", "plans", "planner", "executor"),
     5: ("arguments", "negotiation", "entries", "exits", "handles", "tasks", "engine", "stall", "autotune", "tuning"),
     6: ("door", "world", "membership", "runtime", "api", "__init__"),
     8: ("launch",),

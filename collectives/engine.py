@@ -23,7 +23,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from collectives import negotiation
 from collectives.config import Config
@@ -32,7 +32,7 @@ from collectives.errors import CollectivesError, CollectiveTimeoutError, Invalid
 from collectives.handles import Handle
 from collectives.negotiation import Frame, Key, Ledger, Request
 from collectives.stall import LOOK_EVERY, StallInspector
-from collectives.tasks import Batch, Context, One
+from collectives.tasks import Batch, Context, One, Statistics
 from collectives.transport.base import Array
 
 _MASK = 0x7FFF_FFFF_FFFF
@@ -113,6 +113,9 @@ class Engine:
         self._told_of_joining = False
         self._join: Handle | None = None
         self._already_joined: set[int] = set()
+        self._solos = self._solo_bytes = 0
+        self._obstacles: set[str] = set()
+        """Why a blocking call cannot be carried out without a handle at present."""
         self._make_locks()
         _engines.add(self)
 
@@ -141,82 +144,95 @@ class Engine:
             self._wake()
         return handle
 
-    def run(self, entry: Entry, source: Array, out: Array, make: Callable[[], Handle]) -> Handle | None:
+    def run(
+        self,
+        entry: Entry,
+        source: Array,
+        out: Array,
+        deliver: Callable[[Handle], Any] | None = None,
+        keep: Any = None,
+        handle: Handle | None = None,
+    ) -> Handle | None:
         """Carry out an operation and return when it is done.
 
         Args:
-            make: makes its handle, if it needs one.
+            deliver, keep: of its handle, which is made only if it needs one.
+            handle: or the handle itself.
 
         Returns:
             The handle, complete, or None if the operation was carried out without one.
         """
-        if self._pending or self._inbox or self._followers or not entry.simple or not self._lead.acquire(False):
-            return self._run_with_handle(make)
-        if (
-            self._leading
-            or self._open is not None
-            or self._inbox
-            or self.refusal is not None
-            or self._join
-            or self.on_batch
-            or self.context.timeline
-        ):
+        if self._pending or self._inbox or self._followers or self._obstacles or not entry.simple or not self._lead.acquire(False):
+            return self._run_with_handle(handle or Handle(entry, source, out, deliver or _no_result, keep))
+        if self._leading or self._open is not None:
             self._lead.release()
-            return self._run_with_handle(make)
+            return self._run_with_handle(handle or Handle(entry, source, out, deliver or _no_result, keep))
         self._leading = True
         try:
             caller = threading.get_ident()
             if caller != self._last_caller:
                 self._note_caller()
-            control, name = self._control, entry.request.name
-            if name is not None and self._names_in_flight.setdefault(name, _RESERVED) is not _RESERVED:
+            name, token = entry.name, entry.signature
+            if name is None:
+                token = (token + self._unnamed * _NUMBER) & _MASK
+            elif self._names_in_flight.setdefault(name, _RESERVED) is not _RESERVED:
                 self._refuse_duplicate(name)
-            if entry.step is None:
-                entry.step = One(self.context, entry)
-            one: One = entry.step
+            one: One | None = entry.step
+            if one is None:
+                one = entry.step = One(self.context, entry)
             try:
-                token = entry.signature if name is not None else (entry.signature + self._unnamed * _NUMBER) & _MASK
+                control = self._control
                 control.enter(token, one.prepare(source, out))
                 same = control.look()
                 if same:
                     one.run(source, out)
-                    statistics = self.context.statistics
-                    statistics.rounds += 1
-                    statistics.unanimous += 1
-                    statistics.tensors += 1
-                    statistics.buckets += 1
-                    statistics.bytes_reduced += entry.nbytes
+                    self._solos += 1
+                    self._solo_bytes += entry.nbytes
                     if name is None:
-                        self._ledger.settle(self._unnamed)
                         self._unnamed += 1
                     else:
-                        self._ledger.settle(name)
-                        self._ledger.remember(((name, entry.request, entry.signature),))
                         del self._names_in_flight[name]
-                    return None
-                # Somebody is missing, or has proposed something else: from here on it is an operation like any other.
-                handle = make()
-                handle.locate()
-                handle.engine = self
-                if name is not None:
-                    self._names_in_flight[name] = handle
-                self._inbox.appendleft(handle)
-                self._collect()
-                self._open = ([handle], self._batch([handle]))
+                    if self._ledger.changes_with(name, token):
+                        self._settle_solo(entry)
+                else:
+                    # Somebody is missing, or has proposed something else: from here on it is an operation like any other.
+                    handle = handle or Handle(entry, source, out, deliver or _no_result, keep)
+                    handle.locate()
+                    handle.engine = self
+                    if name is not None:
+                        self._names_in_flight[name] = handle
+                    self._inbox.appendleft(handle)
+                    self._collect()
+                    self._open = ([handle], self._batch([handle]))
             except BaseException as error:
                 self._break(error, (source, out))
                 raise
             if same is False:
                 self._guarded(self._disagree)
-        finally:
+        except BaseException:
             self._give_lead()
-        self.wait(handle)
+            raise
+        if same:
+            self._leading = False
+            self._lead.release()
+            if self._followers:
+                self._ring()
+            return None
+        self._give_lead()
+        if handle is not None:
+            self.wait(handle)
         return handle
 
-    def _run_with_handle(self, make: Callable[[], Handle]) -> Handle:
+    def _settle_solo(self, entry: Entry) -> None:
+        if entry.name is None:
+            self._ledger.settle(self._unnamed - 1)
+        else:
+            self._ledger.settle(entry.name)
+            self._ledger.remember(((entry.name, entry.request, entry.signature),))
+
+    def _run_with_handle(self, handle: Handle) -> Handle:
         if self.leads():
             self._refuse_within()
-        handle = make()
         handle.locate()
         self._enqueue(handle)
         self.wait(handle)
@@ -237,7 +253,7 @@ class Engine:
             self._note_caller()
         self._inbox.append(handle)
 
-    def _refuse_duplicate(self, name: str) -> None:
+    def _refuse_duplicate(self, name: str) -> NoReturn:
         first = self._names_in_flight.get(name)
         what = f" ({first.entry.request.describe()}{', submitted at ' + first.where if first.where else ''})" if first else ""
         raise InvalidArgumentError(
@@ -248,6 +264,21 @@ class Engine:
     def _note_caller(self) -> None:
         self._last_caller = threading.get_ident()
         self._callers.add(self._last_caller)
+
+    def hinder(self, reason: str, yes: bool = True) -> None:
+        """From now on (or no longer) every operation needs a handle, because somebody wants to know of it."""
+        (self._obstacles.add if yes else self._obstacles.discard)(reason)
+
+    @property
+    def statistics(self) -> Statistics:
+        """What was done so far; a copy."""
+        counted, alone = self.context.statistics.copy(), self._solos
+        counted.rounds += alone
+        counted.unanimous += alone
+        counted.tensors += alone
+        counted.buckets += alone
+        counted.bytes_reduced += self._solo_bytes
+        return counted
 
     # ---- waiting -----------------------------------------------------------------------------------------------------------------
 
@@ -286,18 +317,19 @@ class Engine:
         """Whether this thread is in the middle of a call."""
         return self._leading and bool(self._lead._is_owned())
 
-    def _refuse_within(self) -> None:
+    def _refuse_within(self) -> NoReturn:
         raise InvalidArgumentError(
             "a collective was called within a collective of the same thread, from a signal handler or a destructor; "
             "let the handler set a flag, and call afterwards"
         )
 
     def _give_lead(self) -> None:
-        if self._lead._is_owned():
+        lead = self._lead
+        if lead._is_owned():
             self._leading = False
-            # More than once if an interrupt came just after the lead was taken.
-            while self._lead._is_owned():
-                self._lead.release()
+            lead.release()
+            while lead._is_owned():  # an interrupt came just after the lead had been taken
+                lead.release()
         if self._followers:
             self._ring()
 
@@ -634,10 +666,12 @@ class Engine:
         handle.key = "join"
         self._told_of_joining = False
         self._join = handle
+        self.hinder("join")
         try:
             self.wait(handle)
         finally:
             self._join = None
+            self.hinder("join", False)
             self.context.joined = False
         if handle.error is not None:
             raise handle.error
@@ -757,6 +791,7 @@ class Engine:
     def refuse(self, refusal: Callable[[], CollectivesError], error: CollectivesError | None = None) -> None:
         """From now on every call is refused; what is in flight fails, with ``error`` or the same refusal."""
         self.refusal = refusal
+        self.hinder("refusal")
         while self._inbox:
             handle = self._inbox.popleft()
             handle.fail(error or refusal())
@@ -807,6 +842,7 @@ class Engine:
         """In a forked child: there is no background thread, and locks may be taken by threads that do not exist."""
         self._make_locks()
         self.refusal = refusal
+        self.hinder("refusal")
 
 
 def _flat(handles: Sequence[Handle]) -> Sequence[Handle]:
@@ -853,6 +889,10 @@ def _quick_switches() -> Iterator[None]:
             _interval_users -= 1
             if _interval_users == 0:
                 sys.setswitchinterval(_interval_before)
+
+
+def _no_result(handle: Handle) -> None:
+    """Of an operation that gives nothing back."""
 
 
 _NO_ARRAY: Any = ()

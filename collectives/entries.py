@@ -46,6 +46,7 @@ class Entry:
 
     Attributes:
         request, signature: what must be alike on every rank.
+        name: the tensor's.
         finish, prescale: the scalings, or None.
         warns: whether kernels may emit floating-point warnings.
         fuses_with: what all-reduces must have in common to be fused; None: it is carried out by itself.
@@ -68,6 +69,7 @@ class Entry:
         "fuses_with",
         "kernel",
         "moves",
+        "name",
         "nbytes",
         "op",
         "prescale",
@@ -80,6 +82,7 @@ class Entry:
 
     def __init__(self, request: Request, planner: Planner, make_plan: Callable[[], Plan | Reduce | None] | None = None) -> None:
         self.request = request
+        self.name = request.name
         self.signature = request.signature()
         self.finish: reduction.Scaling | None = None
         self.prescale: reduction.Scaling | None = None

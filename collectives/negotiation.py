@@ -233,6 +233,12 @@ class Ledger:
                 response.refused.append((key, requests))
         return response
 
+    def changes_with(self, name: str | None, signature: int) -> bool:
+        """Whether carrying this out changes anything here."""
+        if self._told:
+            return True
+        return name is not None and ((known := self._cache.get(name)) is None or known[1] != signature or known[2] != self.generation)
+
     def settle(self, key: Key) -> None:
         """An operation has been carried out."""
         if self._told:

@@ -163,7 +163,9 @@ def world_of(process_set: ProcessSet | int | None) -> World:
         NotInitializedError: before `init`, or the set was not added.
         InvalidArgumentError: this rank is not in the set, or there is no set of that number.
     """
-    if process_set is None or process_set is global_process_set:
+    if process_set is None:
+        return _default.world or world()
+    if process_set is global_process_set:
         return world()
     if type(process_set) is ProcessSet:
         return process_set.world()

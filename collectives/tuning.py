@@ -69,6 +69,7 @@ class Tuning:
         if start is not None:
             self._apply(start)
         engine.on_batch = self._after
+        engine.hinder("tuning")
 
     @property
     def done(self) -> bool:
@@ -101,6 +102,7 @@ class Tuning:
             self._apply(settings)
         if done:
             self._engine.on_batch = None
+            self._engine.hinder("tuning", False)
 
     def _apply(self, settings: Settings) -> None:
         self.settings = settings

@@ -130,7 +130,7 @@ class World:
             self._door.copy(entry, view.array, flat)
             return view.wrap(out)
         # The frequent case, written out: no handle is made if the ranks meet at once.
-        handle = self._engine.run(entry, view.array, flat, lambda: Handle(entry, view.array, flat, wrap, (view, out)))
+        handle = self._engine.run(entry, view.array, flat, wrap, (view, out))
         return view.wrap(out) if handle is None else handle.wait()
 
     def allreduce_(
@@ -164,7 +164,7 @@ class World:
             self._check_state()
             self._door.copy(entry, source, source)
         else:
-            handle = self._engine.run(entry, source, source, lambda: Handle(entry, source, source, store, (view, tensor)))
+            handle = self._engine.run(entry, source, source, store, (view, tensor))
             if handle is not None:
                 return handle.wait()
         if view.copied:
@@ -440,7 +440,7 @@ class World:
         if self.size == 1:
             self._check_state()
             return self._door.alone(handle).wait()
-        if self._engine.run(handle.entry, handle.source, handle.out, lambda: handle) is None:
+        if self._engine.run(handle.entry, handle.source, handle.out, handle=handle) is None:
             handle.finish()
         return handle.wait()
 
@@ -474,6 +474,7 @@ class World:
         child: World | None = self._wait(None, lambda: handle)
         if child is not None:
             child._context.timeline = self._context.timeline
+            child._engine.hinder("timeline", self._context.timeline is not None)
             self._children.append(child)
         return child
 
@@ -502,6 +503,7 @@ class World:
         recorder = self._context.timeline
         for world in (self, *self._children):
             world._context.timeline = None
+            world._engine.hinder("timeline", False)
         if recorder is not None:
             recorder.close()
 
@@ -515,6 +517,7 @@ class World:
         recorder = recorder or timeline.Timeline(path, self.rank, host=platform.node(), offset=offset, first=False)
         for world in (self, *self._children):
             world._context.timeline = recorder
+            world._engine.hinder("timeline")
             world._engine.timeline_cycles = mark_cycles
 
     # ---- life ---------------------------------------------------------------------------------------------------------------------
@@ -522,7 +525,7 @@ class World:
     @property
     def statistics(self) -> Statistics:
         """What this world has done so far; a copy."""
-        return self._context.statistics.copy()
+        return self._engine.statistics
 
     def shutdown(self) -> None:
         """Leave the group; collectives called afterwards are refused, and operations in flight fail. Does nothing the second time.
@@ -553,6 +556,7 @@ class World:
         """Tell the other ranks that this one is about to end; their waits raise a RankFailedError that carries ``text``."""
         rank = self.ranks[self.rank]
         self._engine.refusal = self._engine.refusal or (lambda: RankFailedError(f"rank {rank}: this world has failed:\n{text}"))
+        self._engine.hinder("refusal")
         self._control.fail(text)
         for child in self._children:
             child.fail(text)

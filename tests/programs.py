@@ -293,7 +293,8 @@ class _Drawing:
         if last or operation.name is None or len(ranks) < 2 or random.random() > 0.3:
             return operation
         late, other = random.sample(range(len(ranks)), 2)
-        certain = blocking is not None and {ranks[late], ranks[other]} <= set(blocking.ranks)
+        # Whoever was refused has nothing in flight.
+        certain = blocking is not None and {ranks[late], ranks[other]} <= set(blocking.ranks) and other != operation.odd
         return dataclasses.replace(operation, late=late, duplicate=other if certain and random.random() < 0.5 else -1)
 
 

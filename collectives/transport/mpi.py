@@ -296,7 +296,7 @@ class MpiControl:
                 else:
                     (self._left if tag == _LEAVE_TAG else self._here)[peer] = int(text)
         if self._notices:
-            self._notices = [request for request in self._notices if not request.Test()[0]]
+            self._notices = [request for request in self._notices if not request.Test()]
 
     def close(self) -> bool:
         """Wait a moment for what the others have to say; whether all have said goodbye, so that nothing is on its way any more.

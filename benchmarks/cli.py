@@ -160,9 +160,7 @@ def parser(collective: str, reduces: bool, rooted: bool) -> Parser:
         flags.add_argument("-r", "--root", type=whole_number(0), default=0, metavar="RANK", help="the rank that sends")
     flags.add_argument("-c", "--check", type=int, choices=(0, 1), default=1, help="compare every result with its expected values")
     flags.add_argument("-z", "--blocking", type=int, default=1, metavar="0|1", help="ignored: every call blocks")
-    flags.add_argument(
-        "--evict", type=size, default="0", metavar="SIZE", help="bytes that each rank writes before each call: cold caches"
-    )
+    flags.add_argument("--evict", type=size, default="0", metavar="SIZE", help="bytes that each rank writes before each call: cold caches")
     flags.add_argument("--peers", type=names("peer", PEERS), default=(), metavar="LIST", help="also time these: " + ", ".join(PEERS))
     flags.add_argument(
         "--algorithm", type=names("algorithm", ALGORITHMS), default=(), metavar="LIST", help="also time ours with: " + ", ".join(ALGORITHMS)

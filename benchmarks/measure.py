@@ -17,9 +17,7 @@ from benchmarks.ranks import Ranks
 Call = Callable[[], object]
 
 
-def alternate(
-    ranks: Ranks, calls: Sequence[Call], warmup: int, iterations: int, tick: Callable[[], object], evict: int = 0
-) -> np.ndarray:
+def alternate(ranks: Ranks, calls: Sequence[Call], warmup: int, iterations: int, tick: Callable[[], object], evict: int = 0) -> np.ndarray:
     """Time every call ``iterations`` times after ``warmup`` untimed rounds.
 
     The order rotates from round to round, so that nobody always finds the cache as the same neighbour left it. With ``evict``

@@ -22,6 +22,7 @@ from benchmarks.measure import Summary, alternate
 from benchmarks.models import MODELS
 from benchmarks.ranks import Ranks
 from benchmarks.session import say, session
+from collectives.autotune import Settings
 from collectives.config import ALGORITHMS, Config
 from collectives.transport import mpi
 from collectives.world import World
@@ -33,10 +34,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and print, on rank 0."""
     flags = cli.Parser(prog="benchmarks.tuning", description="What the autotuner reaches from a bad start, against the defaults.")
     flags.add_argument("--model", choices=tuple(MODELS), default="resnet50", help="whose gradients")
-    flags.add_argument("-n", "--steps", type=cli.whole_number(1), default=250, metavar="N", help="steps while it tunes")
+    flags.add_argument("-n", "--steps", type=cli.whole_number(1), default=40, metavar="N", help="steps while it tunes")
     flags.add_argument("-m", "--rounds", type=cli.whole_number(1), default=20, metavar="N", help="rounds of the final comparison")
     flags.add_argument("--threshold", type=cli.size, default="1M", metavar="SIZE", help="fusion threshold to begin with")
     flags.add_argument("--algorithm", choices=ALGORITHMS, default="recursive-doubling", help="algorithm to begin with")
+    flags.add_argument("--sample", type=cli.whole_number(1), default=1, metavar="N", help="steps of a sample; one more is discarded")
+    flags.add_argument("--samples", type=cli.whole_number(1), default=18, metavar="N", help="samples until it has chosen")
     flags.add_argument("-J", "--json", type=Path, default=None, metavar="FILE", help="write everything measured to FILE")
     given = flags.parse_args(arguments)
     with session() as ranks:
@@ -57,16 +60,24 @@ def measure(given: Any, ranks: Ranks) -> dict[str, Any]:
     gradients.clear()
     with ExitStack() as stack:
         log = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "autotune.csv"
-        tuned = replace(start, autotune=True, autotune_log=str(log) if ranks.rank == 0 else "")
+        tuned = replace(
+            defaults,
+            autotune_steps=given.sample,
+            autotune_warmup=1,
+            autotune_samples=given.samples,
+            autotune_log=str(log) if ranks.rank == 0 else "",
+        )
         steps = {}
         for name, config in ((TUNED, tuned), (DEFAULTS, defaults), (START, start)):
             world = World(mpi.connect(ranks.comm, config), config)
             stack.callback(world.shutdown)
+            if name == TUNED:
+                world.tune(Settings(fusion_threshold=given.threshold, algorithm=given.algorithm))
             steps[name] = step_of(world, gradients)
         say(ranks, f"# gradients of {given.model}, {ranks.size} ranks; begins with {given.algorithm}, fusion threshold {given.threshold}")
         tuning = alternate(ranks, [steps[TUNED]], 0, given.steps, _nothing)[0] * 1e3
-        say(ranks, f"# milliseconds per step while it tunes, {defaults.autotune_steps} steps a line; the median in front")
-        say(ranks, lines_of(tuning, defaults.autotune_steps))
+        say(ranks, "# milliseconds per step while it tunes, ten a line; the median in front")
+        say(ranks, lines_of(tuning, 10))
         settings = log.read_text().splitlines() if ranks.rank == 0 and log.exists() else []
         say(ranks, "# the autotuner's log:\n" + "\n".join(f"#   {line}" for line in settings or ["(none)"]))
         seconds = alternate(ranks, list(steps.values()), 3, given.rounds, _nothing)

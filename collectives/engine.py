@@ -82,7 +82,7 @@ class Engine:
         self.refusal: Callable[[], CollectivesError] | None = None
         self.threshold = config.fusion_threshold
         self.cycle = config.cycle_time * 1e-3
-        self.on_batch: Callable[[Batch, float], None] | None = None
+        self.on_batch: Callable[[Batch, Sequence[Handle], float], None] | None = None
         """Called after every batch, by the leader, between the same two rounds on every rank; with the first submission's time."""
         self.timeline_cycles = False
         self._config = config
@@ -216,7 +216,7 @@ class Engine:
             self._leading = False
             self._lead.release()
             if self._followers:
-                self._ring()
+                self._ring()  # type: ignore[unreachable]  # other threads count themselves
             return None
         self._give_lead()
         if handle is not None:
@@ -537,7 +537,7 @@ class Engine:
             batch.generation = self._ledger.generation if len(handles) <= self._ledger.capacity else -1
         self._complete(handles)
         if self.on_batch is not None:
-            self.on_batch(batch, submitted)
+            self.on_batch(batch, handles, submitted)
 
     def _complete(self, handles: Sequence[Handle], error: BaseException | None = None) -> None:
         pending, in_flight = self._pending, self._names_in_flight

@@ -1,22 +1,28 @@
 """Tuning while the program runs: the autotuner's proposals, tried by all ranks between the same two operations.
 
 Rank 0 measures, proposes and keeps the log; what it proposes is passed to the others in an exchange after every sample, so that all
-ranks always have the same settings. The score is bytes per second, over the time from an operation's submission to its end.
+ranks always have the same settings. A sample is some steps of the training, which are told apart by a tensor that comes again; the
+score is bytes per second, over the time in which something was in flight.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 from collectives.autotune import Settings, Space, Tuner
 from collectives.config import Config
 from collectives.engine import Engine
+from collectives.handles import Handle
 from collectives.planner import Crossovers, Planner
 from collectives.tasks import Batch
 
 _SAMPLES_FOR_ALL = 30
 """With fewer samples than this, block sizes and crossovers stay as they are: too many settings for too few samples."""
 _BY_SETTING = {"fusion_threshold": "fusion_threshold", "segment": "segment", "algorithm": "algorithm", "cycle_time": "cycle_time"}
+
+
+_MOST_BATCHES_A_STEP = 1000
 
 
 class Tuning:
@@ -50,9 +56,9 @@ class Tuning:
         self.settings = start or now
         self._tuner: Tuner | None = None
         if engine.context.rank == 0:
-            algorithms = (
-                ("auto", "ring", "recursive-doubling") if planner.placement.one_host else ("auto", "ring", "direct", "hierarchical")
-            )
+            one_host = planner.placement.one_host
+            algorithms = ("auto", "ring", "recursive-doubling") if one_host else ("auto", "ring", "direct", "hierarchical")
+            algorithms = tuple(dict.fromkeys((*algorithms, self.settings.algorithm)))
             self._tuner = Tuner(
                 Space(fixed, algorithms),
                 self.settings,
@@ -63,9 +69,13 @@ class Tuning:
             )
         self.samples = 0
         """Samples taken so far."""
-        self._batches = self._bytes = 0
-        self._seconds = 0.0
-        self._fresh = True
+        self._marker: str | None = None
+        """The tensor that begins a step."""
+        self._batches_since_marker = 0
+        self._measures = False
+        self._steps_done = -1
+        self._bytes = 0
+        self._seconds = self._ended = 0.0
         if start is not None:
             self._apply(start)
         engine.on_batch = self._after
@@ -76,15 +86,34 @@ class Tuning:
         """Whether the search is over, and the best settings are in force."""
         return self._engine.on_batch is None
 
-    def _after(self, batch: Batch, submitted: float) -> None:
+    def _after(self, batch: Batch, handles: Sequence[Handle], submitted: float) -> None:
         """A batch has been carried out; by every rank, whatever its own clock says."""
-        if self._fresh:
-            self._fresh = False  # new settings make new plans, once: that is not what they are judged by
-            return
-        self._batches += 1
+        now = time.monotonic()
+        keys = [handle.key for handle in handles]
+        if self._marker in keys or self._marker is None or self._batches_since_marker == _MOST_BATCHES_A_STEP:
+            # The first tensor of a step has come again. What changes its name every time makes steps of single batches.
+            names = [key for key in keys if type(key) is str]
+            self._marker = self._marker if self._marker in keys else names[0] if names else None
+            self._batches_since_marker = 0
+            if self._measures:
+                self._end_step()
+            self._measures = True
+            if self._engine.on_batch is None:
+                return
+        self._batches_since_marker += 1
         self._bytes += batch.nbytes
-        self._seconds += time.monotonic() - submitted
-        if self._batches < self._steps:
+        # Not what it waited for the batches before it.
+        self._seconds += now - max(submitted, self._ended)
+        self._ended = now
+
+    def _end_step(self) -> None:
+        self._steps_done += 1
+        if self._steps_done < 0:
+            return
+        if self._steps_done == 0:
+            self._bytes, self._seconds = 0, 0.0  # new settings make new plans, once: that is not what they are judged by
+            return
+        if self._steps_done < self._steps:
             return
         proposal: tuple[Settings, bool] | None = None
         if self._tuner is not None:
@@ -94,8 +123,7 @@ class Tuning:
         assert agreed is not None
         settings, done = agreed
         self.samples += 1
-        self._batches = self._bytes = 0
-        self._seconds = 0.0
+        self._steps_done, self._bytes, self._seconds = 0, 0, 0.0
         if self._tuner is not None and not done:
             self._tuner.adopt(settings)
         if settings != self.settings:
@@ -106,7 +134,7 @@ class Tuning:
 
     def _apply(self, settings: Settings) -> None:
         self.settings = settings
-        self._fresh = True
+        self._steps_done = -1
         crossovers = self._planner.crossovers
         pair = self._engine.context.size == 2
         self._planner.change(

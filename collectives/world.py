@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from collectives import arrays, consistency, timeline
+from collectives.autotune import Settings
 from collectives.buffers import ResultPool
 from collectives.config import Config
 from collectives.door import Door, store, wrap
@@ -489,6 +490,26 @@ class World:
         if child is not None:
             self._children.remove(child)
             child.shutdown()
+
+    # ---- tuning -----------------------------------------------------------------------------------------------------------------
+
+    def tune(self, start: Settings) -> None:
+        """Search for better settings from here on, whatever was set by hand; every rank calls it, with the same start.
+
+        What `Config` calls ``autotune`` does the same, but leaves alone what was set by hand.
+        """
+        handle = self._door.meeting("tune")
+
+        def begin(_: Handle) -> None:
+            self._tuning = Tuning(self._engine, self.planner, self.config, start)
+
+        handle.deliver = begin
+        self._wait(None, lambda: handle)
+
+    @property
+    def tuning(self) -> Tuning | None:
+        """The search for better settings; None if there is none."""
+        return self._tuning
 
     # ---- the timeline ------------------------------------------------------------------------------------------------------------
 

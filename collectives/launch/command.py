@@ -1,6 +1,6 @@
 """From options to the command of one MPI: a pure function, tested for each.
 
-    Open MPI    mpirun -n 4 --host h1:2,h2:2 -x NAME [--allow-run-as-root] [--oversubscribe] PROGRAM
+    Open MPI    mpirun -n 4 --host h1:2,h2:2 -x NAME [--allow-run-as-root] [--oversubscribe] --bind-to none PROGRAM
     MPICH       mpirun -n 4 -hosts h1:2,h2:2 -genv NAME VALUE PROGRAM
     Intel MPI   mpirun -n 4 -machinefile FILE -genv NAME VALUE PROGRAM
 
@@ -63,8 +63,10 @@ def _open_mpi(request: Request, environment: Mapping[str, str]) -> list[str]:
     if request.hosts:
         options += ["--host", ",".join(map(str, request.hosts))]
     elif request.ranks > request.cores:
-        # Only then: it makes Open MPI leave the ranks unbound.
         options += ["--oversubscribe"]
+    if not any("bind-to" in argument for argument in request.mpi_args):
+        # Otherwise Open MPI binds each of two ranks to one core, which all its threads then share: the engine's and the framework's.
+        options += ["--bind-to", "none"]
     for name in sorted(environment):
         if name.startswith(_TO_OTHER_HOSTS if request.hosts else _OURS):
             options += ["-x", name]

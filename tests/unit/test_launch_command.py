@@ -19,14 +19,14 @@ def command(vendor: Vendor, **options: object) -> list[str]:
 
 
 def test_open_mpi_on_this_host() -> None:
-    expected = ["/opt/mpirun", "-n", "4", "-x", "COLLECTIVES_ALGORITHM", "-x", "COLLECTIVES_RUN_DIR", *PROGRAM]
+    expected = ["/opt/mpirun", "-n", "4", "--bind-to", "none", "-x", "COLLECTIVES_ALGORITHM", "-x", "COLLECTIVES_RUN_DIR", *PROGRAM]
     assert command(Vendor.OPEN_MPI) == expected
 
 
 def test_open_mpi_as_root_with_more_ranks_than_cores() -> None:
     request = Request(ranks=4, program=PROGRAM, root=True, cores=3)
     assert build(Launcher("mpirun", Vendor.OPEN_MPI, ""), request, {}) == [
-        "mpirun", "-n", "4", "--allow-run-as-root", "--oversubscribe", *PROGRAM,
+        "mpirun", "-n", "4", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", *PROGRAM,
     ]  # fmt: skip
 
 
@@ -77,3 +77,8 @@ def test_further_arguments_stand_right_before_the_program(vendor: Vendor) -> Non
 )
 def test_whose_mpirun_it_is(text: str, expected: tuple[Vendor, str] | None) -> None:
     assert recognise(text) == expected
+
+
+def test_a_binding_of_ones_own_is_left_alone() -> None:
+    request = Request(ranks=2, program=PROGRAM, mpi_args=["--bind-to", "core"], cores=4)
+    assert build(Launcher("mpirun", Vendor.OPEN_MPI, ""), request, {}).count("--bind-to") == 1

@@ -1,0 +1,91 @@
+"""Tuning and the timeline, on ranks as threads: all ranks always have the same settings, results stay right, the trace can be read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from collectives import timeline
+from collectives.autotune import Settings
+from collectives.config import Config
+from collectives.transport import threads
+from collectives.transport.group import Group
+from collectives.world import World
+
+
+def train(world: World, steps: int) -> list[tuple[Settings, bool]]:
+    """Some steps with results that are checked; the settings after each."""
+    seen = []
+    total = sum(range(1, world.size + 1))
+    for step in range(steps):
+        tensors = [np.full(200 + 3000 * k, float(world.rank + 1 + step)) for k in range(5)]
+        handles = [world.allreduce_async_(tensor, average=False, name=f"layer {k}") for k, tensor in enumerate(tensors)]
+        for handle, tensor in zip(handles, tensors, strict=True):
+            assert world.synchronize(handle) is tensor
+            np.testing.assert_array_equal(tensor, total + step * world.size)
+        assert world.allreduce(np.float64(step), average=False) == step * world.size
+        assert world.tuning is not None
+        seen.append((world.tuning.settings, world.tuning.done))
+    return seen
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_all_ranks_are_tuned_alike_and_come_to_an_end(size: int, tmp_path: Path) -> None:
+    log = tmp_path / "log.csv"
+
+    def make_world(group: Group) -> World:
+        config = Config(
+            autotune=True, autotune_warmup=1, autotune_samples=6, autotune_steps=1, autotune_log=str(log) if group.rank == 0 else ""
+        )
+        return World(group, config)
+
+    histories = threads.run(size, lambda world: train(world, 30), make_world=make_world)
+    assert all(history == histories[0] for history in histories)
+    assert histories[0][-1][1], "the search has not ended"
+    assert len({settings for settings, _ in histories[0]}) > 1, "nothing was tried"
+    assert ",done," in log.read_text().splitlines()[-1]
+
+
+def test_what_was_set_by_hand_is_left_alone() -> None:
+    config = Config(autotune=True, autotune_warmup=0, autotune_samples=8, autotune_steps=1, fusion_threshold=3 << 20, algorithm="ring")
+    for history in threads.run(2, lambda world: train(world, 24), make_world=lambda group: World(group, config)):
+        assert {(settings.fusion_threshold, settings.algorithm) for settings, _ in history} == {(3 << 20, "ring")}
+
+
+def test_tuning_can_begin_later_and_anywhere() -> None:
+    start = Settings(fusion_threshold=1 << 20, algorithm="recursive-doubling")
+
+    def program(world: World) -> list[tuple[Settings, bool]]:
+        world.tune(start)
+        return train(world, 20)
+
+    config = Config(autotune_warmup=1, autotune_samples=5, autotune_steps=1)
+    first, second = threads.run(2, program, make_world=lambda group: World(group, config))
+    assert first == second and first[0][0] == start and first[-1][1]
+
+
+def test_a_timeline_holds_what_all_ranks_did(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+
+    def program(world: World) -> None:
+        world.start_timeline(path, mark_cycles=True)
+        handles = [world.allreduce_async_(np.ones(50 + k), name=f"t{k}") for k in range(4)]
+        for handle in handles:
+            world.synchronize(handle)
+        world.allgather(np.ones((2, 2)), name="rows")
+        world.allreduce(np.ones(3), name="blocking")
+        world.stop_timeline()
+        world.allreduce(np.ones(3), name="afterwards")
+
+    threads.run(3, program, make_world=World)
+    events = timeline.read(path)
+    assert {event["pid"] for event in events} == {0, 1, 2}
+    for rank in range(3):
+        mine = [event for event in events if event["pid"] == rank]
+        negotiated = {event["name"] for event in mine if event["ph"] == "b"}
+        assert {"t0", "t1", "t2", "t3", "rows", "blocking"} <= negotiated and "afterwards" not in negotiated
+        carried_out = [event for event in mine if event["ph"] == "X" and "tensors" in event.get("args", {})]
+        assert sorted(name for event in carried_out for name in event["args"]["tensors"]) == sorted(negotiated)
+        assert any(event["ph"] == "i" for event in mine), "no cycle is marked"

@@ -11,11 +11,11 @@ import time
 from collections.abc import Sequence
 
 from collectives.autotune import Settings, Space, Tuner
+from collectives.batch import Batch
 from collectives.config import Config
 from collectives.engine import Engine
 from collectives.handles import Handle
 from collectives.planner import Crossovers, Planner
-from collectives.tasks import Batch
 
 _SAMPLES_FOR_ALL = 30
 """With fewer samples than this, block sizes and crossovers stay as they are: too many settings for too few samples."""

@@ -24,6 +24,7 @@ from collectives import arrays, consistency, timeline
 from collectives.autotune import Settings
 from collectives.buffers import ResultPool
 from collectives.config import Config
+from collectives.context import Context, Statistics
 from collectives.door import Door, store, wrap
 from collectives.engine import Engine
 from collectives.entries import Entries, Native
@@ -41,7 +42,6 @@ from collectives.handles import Handle
 from collectives.planner import Placement, Planner
 from collectives.plans import Plans
 from collectives.reduction import Op
-from collectives.tasks import Context, Statistics
 from collectives.transport.group import Group
 from collectives.tuning import Tuning
 

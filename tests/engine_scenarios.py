@@ -164,7 +164,7 @@ def names_in_any_order(world: World) -> None:
 def unnamed_in_the_order_of_calls(world: World) -> None:
     """Named ones among them, at another place on every rank, do not disturb the count; nor do blocking calls."""
     for step in range(3):
-        submitted = []
+        submitted: list[tuple[Any, float]] = []
         for k in range(2 * world.size):
             if k == world.rank:
                 named = world.allreduce_async(mine(world), op=Op.SUM, name="among them")
@@ -302,6 +302,7 @@ def refused_on_one_rank(world: World) -> None:
     data = mine(world, 2 * world.size)
     frozen = data.copy()
     frozen.flags.writeable = False
+    no_op: Any = "sum"
     calls: list[tuple[Callable[[str | None], Any], Callable[[str | None], Any]]] = [
         (lambda name: world.allreduce_async("text", name=name), lambda name: world.allreduce_async(data, name=name)),
         (lambda name: world.allreduce_async_(frozen, name=name), lambda name: world.allreduce_async_(data, name=name)),
@@ -309,7 +310,7 @@ def refused_on_one_rank(world: World) -> None:
         (lambda name: world.allgather_async(np.array(1.0), name=name), lambda name: world.allgather_async(data, name=name)),
         (lambda name: world.alltoall_async(data, [1] * world.size, name=name), lambda name: world.alltoall_async(data, name=name)),
         (lambda name: world.grouped_allreduce_async([None], name=name), lambda name: world.grouped_allreduce_async([data], name=name)),
-        (lambda name: world.allreduce_async(data, op="sum", name=name), lambda name: world.allreduce_async(data, name=name)),
+        (lambda name: world.allreduce_async(data, op=no_op, name=name), lambda name: world.allreduce_async(data, name=name)),
     ]
     for (wrong, right), name in itertools.product(calls, ("refused", None)):
         before = world.allreduce_async(mine(world), op=Op.SUM, name="before")
@@ -540,7 +541,7 @@ def a_training_loop(world: World) -> None:
     For worlds whose background thread lets a step's operations gather for longer than a step takes.
     """
     shapes = [(64, 32), (32,), (300, 200), (7,), (1,), (500_000,), (10, 10), (3, 3, 3)]
-    group = [np.zeros(40), np.zeros(50, np.float32)]
+    group: list[np.ndarray[Any, Any]] = [np.zeros(40), np.zeros(50, np.float32)]
     counts = []
     for step in range(5):
         gradients = [mine(world, int(np.prod(shape)), step + k).astype(np.float32).reshape(shape) for k, shape in enumerate(shapes)]

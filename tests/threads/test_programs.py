@@ -14,9 +14,7 @@ SEVERAL_HOSTS = (((0,), (1,)), ((0, 2), (1,)), ((0, 1), (2, 3)), ((0, 1, 2), (3,
 
 
 def carry_out(program: Program, hosts: Sequence[Sequence[int]] | None = None, reads_private: bool = True) -> None:
-    threads.run(
-        program.size, lambda world: run(world, program), hosts=hosts, reads_private=reads_private, timeout=30, make_world=World
-    )  # fmt: skip
+    threads.run(program.size, lambda world: run(world, program), hosts=hosts, reads_private=reads_private, timeout=30, make_world=World)
 
 
 @pytest.mark.parametrize("seed", range(80))

@@ -1,0 +1,115 @@
+"""What the tasks of one world share: transports, plans, memory, counters."""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from collectives import reduction
+from collectives.binder import Plan
+from collectives.buffers import ResultPool
+from collectives.entries import Entries
+from collectives.executor import Executor
+from collectives.planner import Planner
+from collectives.plans import Plans
+from collectives.transport.base import Array, Control
+from collectives.transport.group import Group
+
+if TYPE_CHECKING:
+    from collectives.timeline import Timeline
+
+
+@dataclass(slots=True)
+class Statistics:
+    """What a world has done so far. Bytes are of this rank's tensors."""
+
+    rounds: int = 0
+    """Rounds of agreement."""
+    unanimous: int = 0
+    """Rounds in which all ranks proposed the same."""
+    compared: int = 0
+    """Rounds after which the ranks compared what they have."""
+    exchanged: int = 0
+    """Comparisons in which something new was told in full."""
+    tensors: int = 0
+    buckets: int = 0
+    """Tasks carried out; a bucket of fused tensors is one."""
+    plans_made: int = 0
+    """Lists of several operations that were not known yet."""
+    bytes_reduced: int = 0
+    bytes_packed: int = 0
+    bytes_unpacked: int = 0
+
+    def copy(self) -> Statistics:
+        """The counters as they are now."""
+        return Statistics(**{field.name: getattr(self, field.name) for field in fields(self)})
+
+
+class Context:
+    """What the tasks of one world share."""
+
+    def __init__(self, group: Group, executor: Executor, entries: Entries, plans: Plans, planner: Planner, pool: ResultPool) -> None:
+        self.rank, self.size = group.rank, group.size
+        self.group = group
+        self.control: Control = group.control
+        self.executor = executor
+        self.entries = entries
+        self.plans = plans
+        self.planner = planner
+        self.pool = pool
+        self.statistics = Statistics()
+        self.timeline: Timeline | None = None
+        self.joined = False
+        """Whether this rank contributes neutral elements, which no factor may touch."""
+        self.quietly = _quiet_runner()
+        self._buffer = np.empty(0, np.uint8)
+
+    def buffer(self, count: int, dtype: np.dtype[Any]) -> Array:
+        """Memory that tasks take turns in using, as ``count`` elements."""
+        if self._buffer.nbytes < count * dtype.itemsize:
+            self._buffer = np.empty(-(-count * dtype.itemsize // 4096) * 4096, np.uint8)
+        return self._buffer[: count * dtype.itemsize].view(dtype)
+
+    def release(self) -> None:
+        """Let go of the windows."""
+        del self.executor, self.entries, self.plans
+
+    def run_plan(self, plan: Plan, staged: bool, warns: bool) -> None:
+        """Run a plan without NumPy's warnings."""
+        # Entered here and not around a wait: a context admits one thread at a time.
+        if warns:
+            self.quietly(self.executor.run, plan, staged)
+        else:
+            self.executor.run(plan, staged)
+
+    def scale(self, scaling: reduction.Scaling, source: Array, out: Array) -> None:
+        with reduction.quiet():
+            scaling(source, out)
+
+
+def address(array: Array) -> int:
+    """Where an array's elements begin."""
+    at: int = array.__array_interface__["data"][0]
+    return at
+
+
+def _quiet_runner() -> Callable[..., Any]:
+    """A function that calls another without NumPy's floating-point warnings.
+
+    NumPy 2 keeps its error state in a context variable: a context in which it is off, made once and entered under the
+    engine's lead, costs a twentieth of `numpy.errstate`. NumPy 1 needs the latter.
+    """
+    if int(np.__version__.split(".")[0]) >= 2:
+        context = contextvars.copy_context()
+        context.run(np.seterr, all="ignore")
+        return context.run
+
+    def run(function: Callable[..., Any], *arguments: Any) -> Any:
+        with reduction.quiet():
+            return function(*arguments)
+
+    return run

@@ -22,7 +22,6 @@ from benchmarks.measure import Summary, alternate
 from benchmarks.models import MODELS
 from benchmarks.ranks import Ranks
 from benchmarks.session import say, session
-from collectives.autotune import Settings
 from collectives.config import ALGORITHMS, Config
 from collectives.transport import mpi
 from collectives.world import World
@@ -37,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     flags.add_argument("-n", "--steps", type=cli.whole_number(1), default=40, metavar="N", help="steps while it tunes")
     flags.add_argument("-m", "--rounds", type=cli.whole_number(1), default=20, metavar="N", help="rounds of the final comparison")
     flags.add_argument("--threshold", type=cli.size, default="1M", metavar="SIZE", help="fusion threshold to begin with")
-    flags.add_argument("--algorithm", choices=ALGORITHMS, default="recursive-doubling", help="algorithm to begin with")
+    flags.add_argument("--algorithm", choices=ALGORITHMS, default="native", help="algorithm to begin with")
     flags.add_argument("--sample", type=cli.whole_number(1), default=1, metavar="N", help="steps of a sample; one more is discarded")
     flags.add_argument("--samples", type=cli.whole_number(1), default=18, metavar="N", help="samples until it has chosen")
     flags.add_argument("-J", "--json", type=Path, default=None, metavar="FILE", help="write everything measured to FILE")
@@ -72,7 +71,7 @@ def measure(given: Any, ranks: Ranks) -> dict[str, Any]:
             world = World(mpi.connect(ranks.comm, config), config)
             stack.callback(world.shutdown)
             if name == TUNED:
-                world.tune(Settings(fusion_threshold=given.threshold, algorithm=given.algorithm))
+                world.tune(fusion_threshold=given.threshold, algorithm=given.algorithm)
             steps[name] = step_of(world, gradients)
         say(ranks, f"# gradients of {given.model}, {ranks.size} ranks; begins with {given.algorithm}, fusion threshold {given.threshold}")
         tuning = alternate(ranks, [steps[TUNED]], 0, given.steps, _nothing)[0] * 1e3

@@ -8,7 +8,9 @@ score is bytes per second, over the time in which something was in flight.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 from collectives.autotune import Settings, Space, Tuner
 from collectives.batch import Batch
@@ -19,7 +21,10 @@ from collectives.planner import Crossovers, Planner
 
 _SAMPLES_FOR_ALL = 30
 """With fewer samples than this, block sizes and crossovers stay as they are: too many settings for too few samples."""
-_BY_SETTING = {"fusion_threshold": "fusion_threshold", "segment": "segment", "algorithm": "algorithm", "cycle_time": "cycle_time"}
+_SAMPLES_FOR_ALL = 30
+"""With fewer samples than this, block sizes and crossovers stay as they are: too many settings for too few samples."""
+_BY_HAND = ("fusion_threshold", "segment", "algorithm", "cycle_time")
+"""Settings that the environment may have set."""
 
 
 _MOST_BATCHES_A_STEP = 1000
@@ -31,36 +36,35 @@ class Tuning:
     Args:
         engine, planner: of the world.
         config: what is set there by hand is left alone.
-        start: where to begin; by default what is in force.
+        start: what to change to begin with, by name; then nothing counts as set by hand.
     """
 
-    def __init__(self, engine: Engine, planner: Planner, config: Config, start: Settings | None = None) -> None:
+    def __init__(self, engine: Engine, planner: Planner, config: Config, start: Mapping[str, Any] | None = None) -> None:
         self._engine = engine
         self._planner = planner
         self._control = engine.context.control
         self._steps = config.autotune_steps
-        default = Config()
-        fixed = {
-            name: getattr(config, setting)
-            for name, setting in _BY_SETTING.items()
-            if start is None and getattr(config, setting) != getattr(default, setting)
-        }
-        now = Settings(
+        crossovers, default = planner.crossovers, Config()
+        in_force = Settings(
             config.fusion_threshold,
             config.segment,
-            planner.crossovers.window,
-            planner.crossovers.one_shot_pair if engine.context.size == 2 else planner.crossovers.one_shot,
+            crossovers.window,
+            crossovers.one_shot_pair if engine.context.size == 2 else crossovers.one_shot,
             config.algorithm,
             config.cycle_time,
         )
-        self.settings = start or now
+        self.settings = replace(in_force, **(start or {}))
+        """What is in force."""
         self._tuner: Tuner | None = None
         if engine.context.rank == 0:
+            left_alone = {name for name in _BY_HAND if start is None and getattr(config, name) != getattr(default, name)}
+            if config.autotune_samples < _SAMPLES_FOR_ALL:
+                left_alone |= {"segment", "window", "one_shot"}
             one_host = planner.placement.one_host
             algorithms = ("auto", "ring", "recursive-doubling") if one_host else ("auto", "ring", "direct", "hierarchical")
             algorithms = tuple(dict.fromkeys((*algorithms, self.settings.algorithm)))
             self._tuner = Tuner(
-                Space(fixed, algorithms),
+                Space({name: getattr(self.settings, name) for name in left_alone}, algorithms),
                 self.settings,
                 warmup=config.autotune_warmup,
                 samples=config.autotune_samples,
@@ -76,8 +80,8 @@ class Tuning:
         self._steps_done = -1
         self._bytes = 0
         self._seconds = self._ended = 0.0
-        if start is not None:
-            self._apply(start)
+        if start:
+            self._apply(self.settings)
         engine.on_batch = self._after
         engine.hinder("tuning")
 

@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 
 from collectives import arrays, consistency, timeline
-from collectives.autotune import Settings
 from collectives.buffers import ResultPool
 from collectives.config import Config
 from collectives.context import Context, Statistics
@@ -493,10 +492,13 @@ class World:
 
     # ---- tuning -----------------------------------------------------------------------------------------------------------------
 
-    def tune(self, start: Settings) -> None:
-        """Search for better settings from here on, whatever was set by hand; every rank calls it, with the same start.
+    def tune(self, **start: Any) -> None:
+        """Search for better settings from here on, whatever was set by hand; every rank calls it, with the same arguments.
 
         What `Config` calls ``autotune`` does the same, but leaves alone what was set by hand.
+
+        Args:
+            start: settings to begin with, such as ``fusion_threshold=1 << 20``; names as in `collectives.autotune.Settings`.
         """
         handle = self._door.meeting("tune")
 

@@ -104,7 +104,11 @@ class Batch:
         if not self.tasks:
             return ()
         task, members = self.tasks[0]
-        return task.prepare_handles([handles[number] for number in members])
+        timeline, begun = self._context.timeline, time.monotonic()
+        words = task.prepare_handles([handles[number] for number in members])
+        if timeline is not None and task.packs:
+            timeline.span("engine", "pack", begun, time.monotonic())
+        return words
 
     def run(self, handles: Sequence[Handle]) -> None:
         """All ranks are in the round: carry out every task."""
@@ -136,7 +140,11 @@ class Batch:
             self._context.control.agree(task.token, words)
             begun = time.monotonic()
             timeline.span("engine", "wait", packed, begun)
-        task.run_handles(handles)
+        self._context.executor.trace = lambda name, at, until: timeline.span("rounds", name, at, until)
+        try:
+            task.run_handles(handles)
+        finally:
+            self._context.executor.trace = None
         request = handles[0].entry.request
         kind = type(task).__name__.lower()
         plan = getattr(task, "_plan", None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -138,7 +139,10 @@ class Copied:
             if self._entry.finish is not None:
                 context.scale(self._entry.finish, self._buffer, self._buffer)
         pieces.outs = [handle.out for handle in handles]
+        begun = time.monotonic()
         pieces.scatter(self._buffer)
+        if context.timeline is not None:
+            context.timeline.span("engine", "unpack", begun, time.monotonic())
         pieces.sources = pieces.outs = ()
         state.input = state.output = _EMPTY
 

@@ -312,8 +312,11 @@ class Engine(Rounds):
         started = looked = time.monotonic()
         nap = _NAP
         timeline = self.context.timeline
+        missing: list[int] = []
         while not ready():
             now = time.monotonic()
+            if timeline is not None and self._open is not None:
+                missing = control.missing() or missing  # the last ones that were waited for
             if deadline is not None and now >= deadline:
                 return False
             if handle is None and self._followers:
@@ -330,7 +333,7 @@ class Engine(Rounds):
         if timeline is not None:
             ended = time.monotonic()
             if ended - started > 1e-4:
-                timeline.span("engine", "wait for other ranks", started, ended, missing=[self._names[p] for p in control.missing()])
+                timeline.span("engine", "wait for other ranks", started, ended, missing=[self._names[p] for p in missing])
         return True
 
     def _inspect(self, handle: Handle | None, deadline: float | None, waited: float) -> None:

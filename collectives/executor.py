@@ -15,6 +15,8 @@ After each group the rank writes its progress on the board.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -25,6 +27,8 @@ from collectives.program import Program
 from collectives.shortcuts import Kernel, Scale, State
 from collectives.transport.base import SLOTS, WINDOW_BYTES, Array
 from collectives.transport.group import Group
+
+Trace = Callable[[str, float, float], None]
 
 
 def stride_for(rounds: int, segments: int, overlap: bool, uses_windows: bool) -> int:
@@ -50,6 +54,8 @@ class Executor:
 
     def __init__(self, group: Group) -> None:
         self.state = State(group.size)
+        self.trace: Trace | None = None
+        """Told of every group of steps: its name, its beginning and its end, as `time.monotonic` has them."""
         self._group = group
         self._board = group.memory.board if group.memory is not None else None
         windows = group.memory.windows if group.memory is not None else ()
@@ -114,7 +120,9 @@ class Executor:
         state, board = self.state, self._board
         state.entered_staged = staged_first
         base = state.base
-        if plan.stride == len(plan.rounds):
+        if self.trace is not None:
+            self._run_traced(plan, staged_first, self.trace)
+        elif plan.stride == len(plan.rounds):
             self._run_in_sequence(plan, staged_first)
         else:
             for group in range(plan.groups):
@@ -127,6 +135,18 @@ class Executor:
                     board.wait(peer, base + groups)
         self._leave_slots(plan)
         state.base = base + plan.groups
+
+    def _run_traced(self, plan: Plan, staged_first: bool, trace: Trace) -> None:
+        """Group by group, with a record of when each began and ended."""
+        base, board, rounds = self.state.base, self._board, len(plan.rounds)
+        for group in range(plan.groups):
+            begun = time.monotonic()
+            self._run_group(plan, group, staged_first)
+            if board is not None:
+                board.advance(base + group + 1)
+            which = [(k, (group - k) // plan.stride) for k in range(group % plan.stride, rounds, plan.stride)]
+            which = [(k, segment) for k, segment in which if 0 <= segment < plan.segments]
+            trace(", ".join(f"round {k} of segment {segment}" for k, segment in which), begun, time.monotonic())
 
     def _run_in_sequence(self, plan: Plan, staged_first: bool) -> None:
         """Every round of a segment, then the next segment: each round is a group."""

@@ -28,6 +28,8 @@ _CHAIN, NUMBER = 0x5851_F42D_4C95_7F2D, 0x2545_F491_4F6C_DD1D
 _JOINED = Request("joined").signature()
 _COMPARE = Request("compare").signature()
 _MOST_BATCHES = 512
+_MOST_CACHED = 1 << 16
+"""Entries of the cache whose bits fit into what a round is entered with."""
 _STUCK_AFTER = 5.0
 """Seconds without progress after which threads that have never called a collective no longer count as those that might."""
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 50e-6, 2e-3
@@ -61,7 +63,7 @@ class Rounds(Lead):
         self._names = names
         self._make_neutral = make_neutral
         self._ranks_are_threads = ranks_are_threads
-        self._ledger = Ledger(context.size, config.cache_capacity)
+        self._ledger = Ledger(context.size, min(config.cache_capacity, _MOST_CACHED))
         self._names_in_flight: dict[str, Handle | None] = {}
         self._pending: dict[Key, Handle] = {}
         """What was submitted here and is not done."""
@@ -79,6 +81,7 @@ class Rounds(Lead):
         self._batches: dict[int, Batch] = {}
         self._not_before = 0.0
         self._pause = _SHORTEST_PAUSE
+        self._proposed_at = 0.0
         self._restless = False
         """Whether the ranks should compare again, because this one has nothing more to do but wait."""
         self._told_stuck = False
@@ -136,6 +139,7 @@ class Rounds(Lead):
         first = next((handle.key for handle in handles if type(handle.key) is int), 0)
         assert isinstance(first, int)
         words = batch.prepare(_flat(handles))
+        self._proposed_at = time.monotonic()
         # Before it can be seen by the peers: whatever happens from here on, it is known what was entered.
         self._open = (handles, batch)
         self._control.enter((batch.chain + first * NUMBER) & MASK, words)
@@ -347,6 +351,7 @@ class Rounds(Lead):
         assert timeline is not None
         now = time.monotonic()
         for handle in handles:
+            timeline.async_span("queue", handle.name, handle.submitted, max(handle.submitted, self._proposed_at))
             timeline.async_span("negotiate", handle.name, handle.submitted, now, collective=handle.entry.request.collective)
         if self.timeline_cycles:
             timeline.mark("cycle", now)

@@ -85,9 +85,11 @@ class Engine(Rounds):
         Returns:
             The handle, complete, or None if the operation was carried out without one.
         """
-        if self._pending or self._inbox or self._followers or self._obstacles or not entry.simple or not self._lead.acquire(False):
+        if not entry.simple or not self._lead.acquire(False):
             return self._run_with_handle(handle or Handle(entry, source, out, deliver or _no_result, keep))
-        if self._leading or self._open is not None:
+        # Looked at with the lead: until then another thread may have left something behind that goes first.
+        busy = self._pending or self._inbox or self._followers or self._obstacles or self._chosen
+        if busy or self._leading or self._open is not None:
             self._lead.release()
             return self._run_with_handle(handle or Handle(entry, source, out, deliver or _no_result, keep))
         self._leading = True
@@ -138,8 +140,8 @@ class Engine(Rounds):
         if same:
             self._leading = False
             self._lead.release()
-            if self._followers:
-                self._ring()  # type: ignore[unreachable]  # other threads count themselves
+            if self._followers or self._inbox:
+                self._hand_over()  # other threads have submitted something, or wait
             return None
         self._give_lead()
         if handle is not None:
@@ -299,6 +301,7 @@ class Engine(Rounds):
                 same = self._control.look()
             if same:
                 self._carry_out()
+                begun = time.monotonic()
             else:
                 self._disagree()
 

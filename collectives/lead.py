@@ -113,12 +113,11 @@ class Lead:
         raise NotImplementedError
 
     def _hand_over(self) -> None:
-        """This thread waits no longer: if there is work left, somebody else must drive."""
-        if self.has_work() and self.refusal is None:
-            if self._followers:
-                self._ring()
-            else:
-                self._wake()
+        """This thread drives no longer: if there is work left, somebody else must."""
+        if self._followers:
+            self._ring()
+        elif self.has_work() and self.refusal is None:
+            self._wake()
 
     def _wake(self) -> None:
         if self._background is None:
@@ -158,6 +157,7 @@ class Lead:
             yield
         finally:
             self._give_lead()
+            self._hand_over()
 
 
 def _run_background(reference: weakref.ref[Lead], work: threading.Event) -> None:

@@ -224,12 +224,12 @@ class Ledger:
             asked = [requests[rank] for rank in active]
             if any(request is None for request in asked):
                 continue
-            del self._told[key]
             first = asked[0]
             assert first is not None
             if all(request == first for request in asked) and first.collective != "invalid":
-                response.ready.append((key, first))
+                response.ready.append((key, first))  # and remains told until it has been carried out
             else:
+                del self._told[key]
                 response.refused.append((key, requests))
         return response
 

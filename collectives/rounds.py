@@ -27,6 +27,8 @@ _CHAIN, NUMBER = 0x5851_F42D_4C95_7F2D, 0x2545_F491_4F6C_DD1D
 """Odd multipliers that make one number of a list: its order counts, and so does the number of its first unnamed operation."""
 _JOINED = Request("joined").signature()
 _COMPARE = Request("compare").signature()
+EVERYBODYS = ("add_process_set", "remove_process_set", "start_timeline", "tune")
+"""Operations that a rank which has joined cannot stand in for."""
 _MOST_BATCHES = 512
 _MOST_CACHED = 1 << 16
 """Entries of the cache whose bits fit into what a round is entered with."""
@@ -256,6 +258,8 @@ class Rounds(Lead):
         for key, request in response.ready:
             if request.root is not None and frames[request.root].joined:
                 self._refuse(key, self._orphaned(request))
+            elif request.collective in EVERYBODYS and self._already_joined:
+                self._refuse(key, self._absent(request))
             else:
                 self._chosen.append((key, request))
         if self._chosen or response.refused:
@@ -271,6 +275,7 @@ class Rounds(Lead):
         self._pause = min(2 * self._pause, _LONGEST_PAUSE)
 
     def _refuse(self, key: Key, error: MismatchError) -> None:
+        self._ledger.settle(key)
         handle = self._pending.get(key)
         if handle is not None:
             self._complete([handle], error)
@@ -284,13 +289,21 @@ class Rounds(Lead):
             f"broadcast before a rank can run out of data"
         )
 
+    def _absent(self, request: Request) -> MismatchError:
+        joined = ", ".join(str(self._names[peer]) for peer in sorted(self._already_joined))
+        return MismatchError(
+            f"rank {self._rank}: {request.describe()} needs every rank, but rank {joined} has joined; "
+            f"do it before a rank can run out of data"
+        )
+
     # ---- ranks that wait for each other, or have run out of data -------------------------------------------------------------------
 
     def _is_stuck(self) -> bool:
         """Whether every thread that could submit something waits for an operation."""
         alive = {thread.ident: thread for thread in threading.enumerate()}
         self._callers &= alive.keys()
-        if self._inbox or not self._awaited or len(self._callers) > len(self._awaited):
+        waiting = sum(not handle.done for handle in self._awaited)  # one whose operation is done goes on in a moment
+        if self._inbox or not waiting or len(self._callers) > waiting:
             self._stuck_since = None
             return False
         if self._stuck_since is None:

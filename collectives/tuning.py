@@ -7,6 +7,7 @@ score is bytes per second, over the time in which something was in flight.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -28,6 +29,8 @@ _BY_HAND = ("fusion_threshold", "segment", "algorithm", "cycle_time")
 
 
 _MOST_BATCHES_A_STEP = 1000
+
+_log = logging.getLogger("collectives")
 
 
 class Tuning:
@@ -69,7 +72,7 @@ class Tuning:
                 warmup=config.autotune_warmup,
                 samples=config.autotune_samples,
                 noise=config.autotune_noise,
-                log=config.autotune_log,
+                log=_writable(config.autotune_log),
             )
         self.samples = 0
         """Samples taken so far."""
@@ -155,3 +158,14 @@ class Tuning:
             ),
         )
         self._engine.change(settings.fusion_threshold, settings.cycle_time)
+
+
+def _writable(path: str) -> str:
+    """The path of the log, or none: that it cannot be written is no reason to stop the ranks."""
+    if path:
+        try:
+            with open(path, "a"):
+                return path
+        except OSError as error:
+            _log.warning("autotune: the log cannot be written: %s", error)
+    return ""

@@ -92,7 +92,8 @@ class World:
         )
         self._tuning = Tuning(self._engine, self.planner, config) if config.autotune and self.size > 1 else None
         self._children: list[World] = []
-        self._marks_cycles = False
+        self._recorder: timeline.Timeline | None = None
+        """The timeline that this world has begun, and closes; its process sets write to it too."""
         _worlds.add(self)
 
     # ---- all-reduce ----------------------------------------------------------------------------------------------------------
@@ -377,7 +378,7 @@ class World:
         """See `collectives.broadcast_object`."""
         data = b""
         if self.rank == root_rank:
-            data = self._pickled(value, name)
+            data = self._pickled(value, name and f"{name}.length")
         length = self.broadcast(np.array([len(data)], np.int64), root_rank, name=name and f"{name}.length")
         buffer = np.empty(int(length[0]), np.uint8)
         buffer[: len(data)] = np.frombuffer(data, np.uint8)
@@ -386,7 +387,7 @@ class World:
 
     def allgather_object(self, value: Any, *, name: str | None = None) -> list[Any]:
         """See `collectives.allgather_object`."""
-        data = np.frombuffer(self._pickled(value, name), np.uint8)
+        data = np.frombuffer(self._pickled(value, name and f"{name}.length"), np.uint8)
         lengths = self.allgather(np.array([len(data)], np.int64), name=name and f"{name}.length")
         everything = self.allgather(data, name=name)
         ends = np.cumsum(lengths)
@@ -517,16 +518,20 @@ class World:
 
     def start_timeline(self, path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
         """See `collectives.start_timeline`."""
+        try:
+            name = os.fspath(path)
+        except TypeError as error:
+            raise self._refused(InvalidTypeError(f"path: {error}"), None) from None
         handle = self._door.meeting("start_timeline")
-        handle.deliver = lambda _: self._open_timeline(os.fspath(path), mark_cycles)
+        handle.deliver = lambda _: self._open_timeline(name, mark_cycles)
         self._wait(None, lambda: handle)
 
     def stop_timeline(self) -> None:
         """See `collectives.stop_timeline`."""
-        recorder = self._context.timeline
         for world in (self, *self._children):
             world._context.timeline = None
             world._engine.hinder("timeline", False)
+        recorder, self._recorder = self._recorder, None
         if recorder is not None:
             recorder.close()
 
@@ -535,9 +540,19 @@ class World:
         self.stop_timeline()
         exchange = self._control.exchange if self.size > 1 else lambda value: [value]
         offset = timeline.align(exchange)
-        recorder = timeline.Timeline(path, self.rank, host=platform.node(), offset=offset, first=True) if self.rank == 0 else None
-        exchange(None)
-        recorder = recorder or timeline.Timeline(path, self.rank, host=platform.node(), offset=offset, first=False)
+        recorder, problem = None, ""
+        for first in (True, False):
+            if first == (self.rank == 0) and not problem:
+                try:
+                    recorder = timeline.Timeline(path, self.rank, host=platform.node(), offset=offset, first=first)
+                except Exception as error:
+                    problem = str(error)
+            problem = next((f"rank {self.ranks[peer]}: {said}" for peer, said in enumerate(exchange(problem)) if said), "")
+        if problem:
+            if recorder is not None:
+                recorder.close()
+            raise InvalidArgumentError(f"the timeline cannot be begun: {problem}")
+        self._recorder = recorder
         for world in (self, *self._children):
             world._context.timeline = recorder
             world._engine.hinder("timeline")

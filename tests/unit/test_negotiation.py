@@ -42,6 +42,9 @@ def test_what_all_have_told_is_ready_in_the_order_of_telling() -> None:
     a, b, c = (request(name) for name in "abc")
     response = ledger.respond([frame(news=True)] * 2, [[("b", b), ("a", a)], [("a", a), ("c", c), ("b", b)]])
     assert response.ready == [("b", b), ("a", a)] and response.refused == []
+    assert ledger.respond([frame()] * 2, ()).ready == response.ready, "what was not carried out is still ready"
+    ledger.settle("a")
+    ledger.settle("b")
     response = ledger.respond([frame(news=True)] * 2, [[("c", c)], []])
     assert response.ready == [("c", c)]
 

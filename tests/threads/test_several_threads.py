@@ -1,0 +1,143 @@
+"""Several threads of a rank, ranks that have joined, and calls that only some ranks can make: nobody waits for ever."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from collectives import timeline
+from collectives.config import Config
+from collectives.errors import InvalidArgumentError, InvalidTypeError, MismatchError
+from collectives.transport import threads
+from collectives.transport.group import Group
+from collectives.world import World
+
+
+def test_what_is_submitted_during_a_blocking_call_needs_nobody_to_wait_for_it() -> None:
+    """The blocking call gives the lead back; the background thread, which could not have it, must be told."""
+
+    def program(world: World) -> None:
+        stop = threading.Event()
+
+        def blocking() -> None:
+            while not world.allreduce(np.float64(stop.is_set()), op=None, average=False, name="loop") >= world.size:
+                pass
+
+        thread = threading.Thread(target=blocking)
+        thread.start()
+        try:
+            for number in range(40):
+                handle = world.allreduce_async(np.full(10, 1.0), average=False, name=f"async {number}")
+                deadline = time.monotonic() + 20
+                while not world.poll(handle):
+                    assert time.monotonic() < deadline, f"operation {number} was never carried out"
+                    time.sleep(0)
+                assert handle.wait()[0] == world.size
+        finally:
+            stop.set()
+        thread.join(20)
+        assert not thread.is_alive()
+
+    threads.run(2, program, make_world=lambda group: World(group, Config(cycle_time=0.1)))
+
+
+def test_threads_that_go_on_in_a_moment_do_not_count_as_stuck() -> None:
+    def program(world: World) -> None:
+        errors: list[BaseException] = []
+
+        def calls(names: list[str]) -> None:
+            try:
+                for step in range(60):
+                    for name in names:
+                        result = world.allreduce(np.full(4, float(world.rank + step)), average=False, name=name)
+                        assert result[0] == world.size * step + sum(range(world.size))
+            except BaseException as error:
+                errors.append(error)
+
+        lists = [["a", "b"], ["c"]] if world.rank == 0 else [["a"], ["b"], ["c"]]
+        workers = [threading.Thread(target=calls, args=(names,)) for names in lists]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join(60)
+        assert not errors, errors
+        assert not any(worker.is_alive() for worker in workers)
+
+    threads.run(2, program, make_world=World)
+
+
+def test_a_rank_may_be_in_join_for_longer_than_the_timeout_while_others_go_on() -> None:
+    def program(world: World) -> int:
+        if world.rank == 0:
+            end = time.monotonic() + 2.0
+            while time.monotonic() < end:
+                assert world.allreduce(np.ones(3), average=False)[0] == 1
+        return world.join()
+
+    assert threads.run(2, program, make_world=lambda group: World(group, Config(timeout=0.7))) == [0, 0]
+
+
+@pytest.mark.parametrize("what", ["add_process_set", "start_timeline", "tune"])
+def test_what_needs_every_rank_is_refused_while_one_has_joined(what: str, tmp_path: Path) -> None:
+    def program(world: World) -> None:
+        if world.rank == 2:
+            world.join()
+            return
+        act = {
+            "add_process_set": lambda: world.add_process_set([0, 1]),
+            "start_timeline": lambda: world.start_timeline(tmp_path / "trace.json"),
+            "tune": lambda: world.tune(),
+        }[what]
+        with pytest.raises(MismatchError, match="rank 2 has joined"):
+            act()
+        np.testing.assert_array_equal(world.allreduce(np.ones(2), average=False), 2.0)
+        world.join()
+
+    threads.run(3, program, make_world=World)
+
+
+def test_a_timeline_that_cannot_be_begun_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    def program(world: World) -> None:
+        with pytest.raises(InvalidArgumentError, match="rank 0"):
+            world.start_timeline(tmp_path / "no" / "such" / "folder.json")
+        with pytest.raises(InvalidTypeError if world.rank == 1 else MismatchError):
+            world.start_timeline(3 if world.rank == 1 else tmp_path / "trace.json")  # type: ignore[arg-type]
+        assert world.allreduce(np.float64(1), average=False) == world.size
+
+    threads.run(2, program, make_world=World)
+
+
+def test_removing_a_process_set_leaves_the_timeline_alone(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+
+    def program(world: World) -> None:
+        world.start_timeline(path)
+        child = world.add_process_set([0])
+        if child is not None:
+            child.allreduce(np.ones(2), name="in the set")
+        world.remove_process_set([0], child)
+        world.allreduce(np.ones(2), name="afterwards")
+        world.stop_timeline()
+
+    threads.run(2, program, make_world=World)
+    assert [event["name"] for event in timeline.read(path) if event["ph"] == "b"].count("afterwards") >= 2
+
+
+def test_an_object_that_cannot_be_pickled_is_an_error_on_every_rank_also_with_a_name() -> None:
+    def program(world: World) -> None:
+        with pytest.raises(InvalidTypeError if world.rank == 1 else MismatchError):
+            world.allgather_object((lambda: 1) if world.rank == 1 else 1, name="thing")
+        assert world.allgather_object(world.rank, name="thing") == list(range(world.size))
+
+    threads.run(2, program, make_world=World)
+
+
+def test_a_log_that_cannot_be_written_stops_nobody(tmp_path: Path) -> None:
+    def make_world(group: Group) -> World:
+        return World(group, Config(autotune=True, autotune_log=str(tmp_path / "no" / "log.csv")))
+
+    assert threads.run(2, lambda world: world.allreduce(1, average=False), make_world=make_world) == [2, 2]

@@ -469,7 +469,9 @@ def broadcast(
     Raises:
         InvalidArgumentError: there is no such rank; and all that `allreduce` raises.
     """
-    return world_of(process_set).broadcast(tensor, root_in(process_set, root_rank), name=name, algorithm=algorithm, transport=transport)
+    return world_of(process_set).broadcast(
+        tensor, root_in(process_set, root_rank, name), name=name, algorithm=algorithm, transport=transport
+    )
 
 
 def broadcast_(
@@ -489,7 +491,9 @@ def broadcast_(
     Raises:
         InvalidArgumentError: the tensor is read-only, also on the root; and all that `broadcast` raises.
     """
-    return world_of(process_set).broadcast_(tensor, root_in(process_set, root_rank), name=name, algorithm=algorithm, transport=transport)
+    return world_of(process_set).broadcast_(
+        tensor, root_in(process_set, root_rank, name), name=name, algorithm=algorithm, transport=transport
+    )
 
 
 def broadcast_async(
@@ -503,7 +507,7 @@ def broadcast_async(
 ) -> Handle:
     """Begin a `broadcast` and return its handle at once."""
     return world_of(process_set).broadcast_async(
-        tensor, root_in(process_set, root_rank), name=name, algorithm=algorithm, transport=transport
+        tensor, root_in(process_set, root_rank, name), name=name, algorithm=algorithm, transport=transport
     )
 
 
@@ -518,7 +522,7 @@ def broadcast_async_(
 ) -> Handle:
     """Begin a `broadcast_` and return its handle at once."""
     return world_of(process_set).broadcast_async_(
-        tensor, root_in(process_set, root_rank), name=name, algorithm=algorithm, transport=transport
+        tensor, root_in(process_set, root_rank, name), name=name, algorithm=algorithm, transport=transport
     )
 
 
@@ -572,7 +576,7 @@ def barrier(*, process_set: ProcessSet | None = None) -> None:
 
 def broadcast_object(value: Any, root_rank: int = 0, *, name: str | None = None, process_set: ProcessSet | None = None) -> Any:
     """Give every rank the root's (picklable) object; what other ranks pass is ignored. Returns it, on the root the same object."""
-    return world_of(process_set).broadcast_object(value, root_in(process_set, root_rank), name=name)
+    return world_of(process_set).broadcast_object(value, root_in(process_set, root_rank, name), name=name)
 
 
 def allgather_object(value: Any, *, name: str | None = None, process_set: ProcessSet | None = None) -> list[Any]:

@@ -140,6 +140,8 @@ class Engine(Rounds):
         if same:
             self._leading = False
             self._lead.release()
+            if self._lead._is_owned():
+                self._give_lead()  # an earlier call was interrupted just after it had taken the lead
             if self._followers or self._inbox:
                 self._hand_over()  # other threads have submitted something, or wait
             return None
@@ -177,6 +179,8 @@ class Engine(Rounds):
         if threading.get_ident() != self._last_caller:
             self._note_caller()
         self._inbox.append(handle)
+        if self.refusal is not None:  # meanwhile, and whoever refused may have looked into the inbox before
+            handle.fail(self.refusal())  # type: ignore[unreachable]
 
     def _refuse_duplicate(self, name: str) -> NoReturn:
         first = self._names_in_flight.get(name)
@@ -217,14 +221,14 @@ class Engine(Rounds):
             self._awaited.append(handle)
         try:
             while not handle.done:
-                if self._lead.acquire(False):
-                    self._leading = True
-                    try:
+                try:
+                    if self._lead.acquire(False):
+                        self._leading = True
                         self._guarded(lambda: self._drive(handle, deadline))
-                    finally:
-                        self._give_lead()
-                else:
-                    self._follow(handle, deadline)
+                    else:
+                        self._follow(handle, deadline)
+                finally:
+                    self._give_lead()
                 if deadline is not None and not handle.done and time.monotonic() >= deadline:
                     raise CollectiveTimeoutError(
                         f"rank {self._rank}: {handle.name}: not done after {timeout:g} s; it goes on, and synchronize may be called again"

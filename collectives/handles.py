@@ -98,7 +98,7 @@ class Handle:
 
     def poll(self) -> bool:
         """`collectives.poll`."""
-        return self.done
+        return self.done or (self.engine is not None and self.engine.refusal is not None)
 
     def locate(self) -> None:
         """Note the line of the program that submits this operation: the nearest caller outside of this package."""
@@ -122,6 +122,9 @@ class Handle:
             self.result = self.deliver(self)
         except Exception as error:  # making the caller's type is the framework's business: its error is the caller's
             self.error = error
+        except BaseException as error:
+            self.fail(error)
+            raise
         self.keep = None
         self.done = True
 

@@ -75,12 +75,13 @@ class Lead:
         )
 
     def _give_lead(self) -> None:
+        """Let others lead; nothing if this thread does not."""
         lead = self._lead
-        if lead._is_owned():
-            self._leading = False
+        if not lead._is_owned():
+            return
+        self._leading = False
+        while lead._is_owned():  # more than once if an interrupt came just after the lead had been taken
             lead.release()
-            while lead._is_owned():  # an interrupt came just after the lead had been taken
-                lead.release()
         if self._followers:
             self._ring()
 

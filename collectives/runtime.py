@@ -177,11 +177,15 @@ def world_of(process_set: ProcessSet | int | None) -> World:
     raise InvalidTypeError(f"process_set: expected a ProcessSet, got {process_set!r}")
 
 
-def root_in(process_set: ProcessSet | int | None, root_rank: Any) -> Any:
-    """A root, given as a rank of all ranks, as its number within the process set."""
+def root_in(process_set: ProcessSet | int | None, root_rank: Any, name: str | None = None) -> Any:
+    """A root, given as a rank of all ranks, as its number within the process set, for the operation ``name`` on it."""
     if process_set is None or process_set is global_process_set:
         return root_rank
-    return (_default.sets[process_set] if isinstance(process_set, int) else process_set).number_of(root_rank)
+    members = world_of(process_set)
+    try:
+        return (_default.sets[process_set] if isinstance(process_set, int) else process_set).number_of(root_rank)
+    except InvalidArgumentError as error:
+        raise members.refused(error, name) from None
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
@@ -197,10 +201,13 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
         InvalidArgumentError: there are no such ranks, or the set was added already.
         MismatchError: the ranks name different sets.
     """
-    members = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
-    if members.process_set_id is not None:
-        raise InvalidArgumentError(f"{members} was added already")
     root = world()
+    try:
+        members = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+        if members.process_set_id is not None:
+            raise InvalidArgumentError(f"{members} was added already")
+    except (InvalidTypeError, InvalidArgumentError) as error:
+        raise root.refused(error, None) from None
     child = root.add_process_set(members.ranks if members.ranks is not None else range(root.size))
     members.attach(_default.next_set, root, child)
     _default.sets[_default.next_set] = members
@@ -213,12 +220,17 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
     Returns:
         Whether it was known; the set of all ranks cannot be removed.
+
+    Raises:
+        MismatchError: the ranks name different sets, and all of them stay.
     """
     number = process_set.process_set_id
     if not number or _default.sets.get(number) is not process_set:
         return False
-    ranks, child = process_set.ranks or [], _default.sets.pop(number).detach()
-    world().remove_process_set(ranks, child)
+    child = process_set.world() if process_set.included() else None
+    world().remove_process_set(process_set.ranks or [], child)
+    del _default.sets[number]
+    process_set.detach()
     return True
 
 

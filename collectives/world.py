@@ -124,7 +124,7 @@ class World:
             entry = self._entries.reducing("allreduce", view, average, op, name, prescale_factor, postscale_factor, algorithm, transport)
             out = self._pool.empty(view.shape, view.dtype)
         except Exception as error:
-            raise self._refused(error, name) from None
+            raise self.refused(error, name) from None
         flat = out.reshape(-1)
         if self.size == 1:
             self._check_state()
@@ -159,7 +159,7 @@ class World:
             view = arrays.view(tensor, writable=True)
             entry = self._entries.reducing("allreduce", view, average, op, name, prescale_factor, postscale_factor, algorithm, transport)
         except Exception as error:
-            raise self._refused(error, name) from None
+            raise self.refused(error, name) from None
         source = view.array
         if self.size == 1:
             self._check_state()
@@ -191,7 +191,7 @@ class World:
                 tensor, average, op, name, prescale_factor, postscale_factor, compression, algorithm, transport, False
             )
         except Exception as error:
-            raise self._refused(error, name) from None
+            raise self.refused(error, name) from None
         return self._submit(handle)
 
     def allreduce_async_(
@@ -213,7 +213,7 @@ class World:
                 tensor, average, op, name, prescale_factor, postscale_factor, compression, algorithm, transport, True
             )
         except Exception as error:
-            raise self._refused(error, name) from None
+            raise self.refused(error, name) from None
         return self._submit(handle)
 
     def grouped_allreduce(self, tensors: Sequence[Any], average: bool = True, **keywords: Any) -> list[Any]:
@@ -255,7 +255,7 @@ class World:
             ]
             handle = self._door.group("grouped_allreduce", name, members)
         except Exception as error:
-            raise self._refused(error, name) from None
+            raise self.refused(error, name) from None
         return self._submit(handle)
 
     # ---- the other collectives -------------------------------------------------------------------------------------------------
@@ -404,7 +404,7 @@ class World:
         try:
             mine = consistency.fingerprints(tensors)
         except Exception as error:
-            raise self._refused(error, None) from None
+            raise self.refused(error, None) from None
         consistency.compare(self.ranks[self.rank], self.allgather_object(mine))
 
     # ---- handles ---------------------------------------------------------------------------------------------------------------
@@ -422,7 +422,7 @@ class World:
         try:
             handle = make()
         except Exception as error:
-            raise self._refused(error, name) from None
+            raise self.refused(error, name) from None
         return self._submit(handle)
 
     def _submit(self, handle: Handle) -> Handle:
@@ -437,7 +437,7 @@ class World:
         try:
             handle = make()
         except Exception as error:
-            raise self._refused(error, name) from None
+            raise self.refused(error, name) from None
         if self.size == 1:
             self._check_state()
             return self._door.alone(handle).wait()
@@ -462,9 +462,9 @@ class World:
             if not chosen or len(set(chosen)) != len(chosen) or not all(0 <= rank < self.size for rank in chosen):
                 raise InvalidArgumentError(f"ranks: expected different ranks from 0 to {self.size - 1}, got {list(ranks)}")
         except AttributeError:
-            raise self._refused(InvalidTypeError(f"ranks: expected a sequence of ranks, got {ranks!r}"), None) from None
+            raise self.refused(InvalidTypeError(f"ranks: expected a sequence of ranks, got {ranks!r}"), None) from None
         except InvalidArgumentError as error:
-            raise self._refused(error, None) from None
+            raise self.refused(error, None) from None
 
         def split(handle: Handle) -> World | None:
             group = self._group.split(chosen)
@@ -521,7 +521,7 @@ class World:
         try:
             name = os.fspath(path)
         except TypeError as error:
-            raise self._refused(InvalidTypeError(f"path: {error}"), None) from None
+            raise self.refused(InvalidTypeError(f"path: {error}"), None) from None
         handle = self._door.meeting("start_timeline")
         handle.deliver = lambda _: self._open_timeline(name, mark_cycles)
         self._wait(None, lambda: handle)
@@ -616,7 +616,7 @@ class World:
         if self._engine.refusal is not None:
             raise self._engine.refusal()
 
-    def _refused(self, error: Exception, name: Any) -> Exception:
+    def refused(self, error: Exception, name: Any) -> Exception:
         """A call whose arguments this rank refuses: the other ranks learn of it, and stay in step."""
         if self._engine.refusal is not None:
             return self._engine.refusal()
@@ -630,7 +630,7 @@ class World:
         try:
             return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
         except Exception as error:
-            raise self._refused(InvalidTypeError(f"object: {type(value).__name__} cannot be pickled: {error}"), name) from error
+            raise self.refused(InvalidTypeError(f"object: {type(value).__name__} cannot be pickled: {error}"), name) from error
 
 
 class _ShutDown:

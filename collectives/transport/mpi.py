@@ -16,7 +16,7 @@ import numpy as np
 
 from collectives import dtypes
 from collectives.config import Config
-from collectives.errors import CollectiveTimeoutError, InvalidTypeError, MismatchError, RankFailedError
+from collectives.errors import CollectiveTimeoutError, InvalidTypeError, MismatchError, RankFailedError, TransportError
 from collectives.reduction import Op
 from collectives.transport import shared_memory
 from collectives.transport.base import Array
@@ -44,6 +44,7 @@ def connect(comm: MPI.Intracomm, config: Config, ranks: Sequence[int] | None = N
         ranks: what messages call its ranks; by their numbers in ``comm`` by default.
 
     Raises:
+        TransportError: MPI may not be called from several threads.
         CollectiveTimeoutError: not every rank came within ``config.timeout``.
         MismatchError: the ranks have different settings.
     """
@@ -51,6 +52,13 @@ def connect(comm: MPI.Intracomm, config: Config, ranks: Sequence[int] | None = N
 
     if not hasattr(comm, "Get_rank") or comm.Is_inter():
         raise InvalidTypeError(f"comm={comm!r}: expected an mpi4py intracommunicator")
+    level = MPI.Query_thread()
+    if level < MPI.THREAD_MULTIPLE:
+        names = {MPI.THREAD_SINGLE: "SINGLE", MPI.THREAD_FUNNELED: "FUNNELED", MPI.THREAD_SERIALIZED: "SERIALIZED"}
+        raise TransportError(
+            f"MPI was started with MPI_THREAD_{names.get(level, level)}, but the engine and the program call it from several threads: "
+            f"MPI_THREAD_MULTIPLE is needed; leave mpi4py.rc.thread_level as it is, or ask for it in Init_thread"
+        )
     patience = _Patience(comm.Get_rank(), config.timeout)
     # Whoever does not come shows here, where the wait is bounded; the collective calls after it then all meet their match.
     patience.wait(comm.Ibarrier(), "every rank to call init()")

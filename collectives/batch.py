@@ -113,14 +113,14 @@ class Batch:
     def run(self, handles: Sequence[Handle]) -> None:
         """All ranks are in the round: carry out every task."""
         context = self._context
-        control, timeline = context.control, context.timeline
+        timeline = context.timeline
         for position, (task, members) in enumerate(self.tasks):
             mine = handles if len(self.tasks) == 1 else [handles[number] for number in members]
             if timeline is not None:
                 self._run_timed(timeline, position, task, mine)
                 continue
             if position:
-                control.agree(task.token, task.prepare_handles(mine))
+                context.meet(task.token, task.prepare_handles(mine))
             task.run_handles(mine)
         statistics = context.statistics
         statistics.tensors += len(handles)
@@ -137,7 +137,7 @@ class Batch:
             packed = time.monotonic()
             if task.packs:
                 timeline.span("engine", "pack", begun, packed)
-            self._context.control.agree(task.token, words)
+            self._context.meet(task.token, words)
             begun = time.monotonic()
             timeline.span("engine", "wait", packed, begun)
         self._context.executor.trace = lambda name, at, until: timeline.span("rounds", name, at, until)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from collectives import reduction
 from collectives.binder import Plan
 from collectives.buffers import ResultPool
 from collectives.entries import Entries
+from collectives.errors import TransportError
 from collectives.executor import Executor
 from collectives.planner import Planner
 from collectives.plans import Plans
@@ -73,6 +74,15 @@ class Context:
         if self._buffer.nbytes < count * dtype.itemsize:
             self._buffer = np.empty(-(-count * dtype.itemsize // 4096) * 4096, np.uint8)
         return self._buffer[: count * dtype.itemsize].view(dtype)
+
+    def meet(self, token: int, words: Sequence[int] | memoryview = ()) -> None:
+        """Meet all ranks within something that they have agreed on.
+
+        Raises:
+            TransportError: they are not where they should be, which must not happen.
+        """
+        if not self.control.agree(token, words):
+            raise TransportError(f"rank {self.rank}: the ranks are at different places of an operation that all agreed on")
 
     def release(self) -> None:
         """Let go of the windows."""

@@ -135,6 +135,8 @@ class Engine(Rounds):
             if same is False:
                 self._guarded(self._disagree)
         except BaseException:
+            if self._names_in_flight.get(entry.name or "", self) is _RESERVED:
+                del self._names_in_flight[entry.name or ""]
             self._give_lead()
             raise
         if same:
@@ -222,6 +224,8 @@ class Engine(Rounds):
         try:
             while not handle.done:
                 try:
+                    if self._stopping:
+                        time.sleep(_NAP)  # whoever stops the engine wants the lead
                     if self._lead.acquire(False):
                         self._leading = True
                         self._guarded(lambda: self._drive(handle, deadline))
@@ -292,6 +296,8 @@ class Engine(Rounds):
                 return
             if handle is None and (self._followers or not (self._pending or self._inbox)):
                 return
+            if handle is not None and self._stopping:
+                return
             if self._open is None:
                 self._collect()
                 if not self._propose():
@@ -326,7 +332,7 @@ class Engine(Rounds):
                 missing = control.missing() or missing  # the last ones that were waited for
             if deadline is not None and now >= deadline:
                 return False
-            if handle is None and self._followers:
+            if self._stopping or (handle is None and self._followers):
                 return False
             if handle is not None and handle.done:
                 return True

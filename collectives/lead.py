@@ -24,6 +24,7 @@ from collectives.handles import Handle
 
 LIST_BYTES = 32 << 20
 """Bytes at which a list of new operations is complete: enough to be quick, few enough to begin early."""
+THREAD_NAME = "collectives rank"
 _MOST_CYCLES = 20
 """Cycles for which the background thread waits while operations keep coming."""
 _SWITCH_INTERVAL = 2e-4
@@ -59,6 +60,8 @@ class Lead:
         self._last_caller = 0
         self._work = threading.Event()
         self._background: threading.Thread | None = None
+        self._stopping = False
+        """Whether somebody wants the lead in order to end everything."""
 
     def _note_caller(self) -> None:
         self._last_caller = threading.get_ident()
@@ -124,11 +127,12 @@ class Lead:
         if self._background is None:
             with self._bell:
                 if self._background is None:
-                    self._background = threading.Thread(
-                        target=_run_background, args=(weakref.ref(self), self._work), name=f"collectives rank {self._rank}", daemon=True
+                    thread = threading.Thread(
+                        target=_run_background, args=(weakref.ref(self), self._work), name=f"{THREAD_NAME} {self._rank}", daemon=True
                     )
                     weakref.finalize(self, self._work.set)
-                    self._background.start()
+                    thread.start()
+                    self._background = thread
         self._work.set()
 
     def gather(self) -> None:
@@ -144,9 +148,10 @@ class Lead:
 
     @contextlib.contextmanager
     def paused(self, within: float = -1) -> Iterator[None]:
-        """Take the lead from whoever has it, between two rounds; without it after ``within`` seconds."""
+        """Take the lead from whoever has it, for good, between two rounds; without it after ``within`` seconds."""
         with self._bell:
             self._followers += 1  # the background thread gives way to followers
+        self._stopping = True
         try:
             taken = self._lead.acquire(timeout=within)
         finally:

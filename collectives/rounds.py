@@ -19,7 +19,7 @@ from collectives.config import Config
 from collectives.context import Context
 from collectives.errors import MismatchError
 from collectives.handles import Handle
-from collectives.lead import LIST_BYTES, Lead
+from collectives.lead import LIST_BYTES, THREAD_NAME, Lead
 from collectives.negotiation import Frame, Key, Ledger, Request
 
 MASK = 0x7FFF_FFFF_FFFF
@@ -32,7 +32,7 @@ EVERYBODYS = ("add_process_set", "remove_process_set", "start_timeline", "tune")
 _MOST_BATCHES = 512
 _MOST_CACHED = 1 << 16
 """Entries of the cache whose bits fit into what a round is entered with."""
-_STUCK_AFTER = 5.0
+_STUCK_AFTER, _STUCK_AFTER_AMONG_THREADS = 20.0, 1.0
 """Seconds without progress after which threads that have never called a collective no longer count as those that might."""
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 50e-6, 2e-3
 
@@ -301,7 +301,9 @@ class Rounds(Lead):
     def _is_stuck(self) -> bool:
         """Whether every thread that could submit something waits for an operation."""
         alive = {thread.ident: thread for thread in threading.enumerate()}
-        self._callers &= alive.keys()
+        for ended in [caller for caller in list(self._callers) if caller not in alive]:
+            self._callers.discard(ended)
+            self._last_caller = 0  # the next thread may bear the number of the one that ended
         waiting = sum(not handle.done for handle in self._awaited)  # one whose operation is done goes on in a moment
         if self._inbox or not waiting or len(self._callers) > waiting:
             self._stuck_since = None
@@ -309,14 +311,17 @@ class Rounds(Lead):
         if self._stuck_since is None:
             self._stuck_since = time.monotonic()
         if self._ranks_are_threads:
-            return True
-        # A thread that has never called anything might; a timer, and a thread that the process does not wait for, hardly.
-        others = any(not (i in self._callers or t.daemon or isinstance(t, threading.Timer)) for i, t in alive.items())
+            return time.monotonic() - self._stuck_since > _STUCK_AFTER_AMONG_THREADS
+        # A thread that has never called anything might do so at any time; one of our own, or a timer, hardly.
+        others = any(
+            not (number in self._callers or thread.name.startswith(THREAD_NAME) or isinstance(thread, threading.Timer))
+            for number, thread in alive.items()
+        )
         return not others or time.monotonic() - self._stuck_since > _STUCK_AFTER
 
     def _deadlock(self) -> None:
         """Every rank waits, and nothing can come of it."""
-        mine = [handle for handle in self._awaited if handle.key in self._pending]
+        mine = [handle for handle in self._awaited if self._pending.get(handle.key) is handle]
         told = self._control.exchange(([(handle.key, handle.entry.request) for handle in mine], self._unnamed))
         waiting = [keys for keys, _ in told]
         for peer, keys in enumerate(waiting):

@@ -122,7 +122,7 @@ class Rows:
         if plan.needs_addresses:
             state.input_at, state.output_at = address(handle.source), address(flat)
         if plan.reads_outputs:
-            control.agree(self.token, (state.input_at, state.output_at))
+            context.meet(self.token, (state.input_at, state.output_at))
             for peer in plan.partners:
                 state.addresses[peer] = control.words_of(peer)
         context.run_plan(plan, False, True)
@@ -180,7 +180,7 @@ class Combine:
         assert plan is not None
         state.input, state.output = source, out
         state.input_at, state.output_at = address(source), address(out)
-        control.agree(self.token, (state.input_at, state.output_at))
+        context.meet(self.token, (state.input_at, state.output_at))
         for peer in range(context.size):
             if peer != context.rank:
                 state.addresses[peer] = control.words_of(peer)
@@ -192,7 +192,7 @@ def _carry_out(context: Context, entry: Entry, source: Array, out: Array) -> Non
     """Agree on and run an operation that is part of another: all ranks are here, and know what comes."""
     one = One(context, entry)
     words = one.prepare(source, out)
-    context.control.agree(one.token, words)
+    context.meet(one.token, words)
     one.run(source, out)
 
 

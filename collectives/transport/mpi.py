@@ -102,6 +102,7 @@ def connect(comm: MPI.Intracomm, config: Config, ranks: Sequence[int] | None = N
 
     def split(members: Sequence[int]) -> Group | None:
         chosen = sorted(members)
+        patience.wait(own.Ibarrier(), "every rank to divide the group")
         part: Any = own.Split(0 if rank in chosen else MPI.UNDEFINED, rank)
         if rank not in chosen:
             return None

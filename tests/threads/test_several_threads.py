@@ -11,7 +11,7 @@ import pytest
 
 from collectives import timeline
 from collectives.config import Config
-from collectives.errors import InvalidArgumentError, InvalidTypeError, MismatchError
+from collectives.errors import InvalidArgumentError, InvalidTypeError, MismatchError, NotInitializedError
 from collectives.transport import threads
 from collectives.transport.group import Group
 from collectives.world import World
@@ -141,3 +141,29 @@ def test_a_log_that_cannot_be_written_stops_nobody(tmp_path: Path) -> None:
         return World(group, Config(autotune=True, autotune_log=str(tmp_path / "no" / "log.csv")))
 
     assert threads.run(2, lambda world: world.allreduce(1, average=False), make_world=make_world) == [2, 2]
+
+
+def test_shutting_down_ends_what_another_thread_waits_for() -> None:
+    def program(world: World) -> None:
+        caught: list[BaseException] = []
+        waits = threading.Event()
+
+        def wait() -> None:
+            handle = world.allreduce_async(np.ones(3), name="never everywhere")
+            waits.set()
+            try:
+                world.synchronize(handle)
+            except NotInitializedError as error:
+                caught.append(error)
+
+        if world.rank == 0:
+            thread = threading.Thread(target=wait)
+            thread.start()
+            waits.wait(10)
+            begun = time.monotonic()
+            world.shutdown()
+            assert time.monotonic() - begun < 10
+            thread.join(10)
+            assert caught and not thread.is_alive()
+
+    threads.run(2, program, make_world=World)

@@ -13,13 +13,13 @@ from collectives import fusion
 from collectives.buckets import Copied, Listed, Packed
 from collectives.context import Context
 from collectives.entries import Entry
+from collectives.handles import Handle
 from collectives.planner import Choice
 from collectives.program import Medium
 from collectives.reduction import Op
 from collectives.tasks import Combine, One, Rows
 
 if TYPE_CHECKING:
-    from collectives.handles import Handle
     from collectives.timeline import Timeline
 
 Task = One | Rows | Combine | Packed | Listed | Copied

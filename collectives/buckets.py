@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -12,11 +11,9 @@ from collectives import fusion, reduction
 from collectives.binder import Plan
 from collectives.context import Context, address
 from collectives.entries import Entry, Reduce
+from collectives.handles import Handle
 from collectives.planner import Choice
 from collectives.transport.base import Array
-
-if TYPE_CHECKING:
-    from collectives.handles import Handle
 
 
 class Packed:

@@ -11,15 +11,23 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import CodeType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from collectives.entries import Entry
+from collectives.errors import CollectivesError
 from collectives.transport.base import Array
 
-if TYPE_CHECKING:
-    from collectives.engine import Engine
-
 _PACKAGE = str(Path(__file__).parent)
+
+
+class Driver(Protocol):
+    """Who completes handles: the engine."""
+
+    refusal: Callable[[], CollectivesError] | None
+    """Makes the error of every further call, once there can be none."""
+
+    def wait(self, handle: Handle, timeout: float | None = None) -> None:
+        """Return when the handle is done."""
 
 
 class Handle:
@@ -76,7 +84,7 @@ class Handle:
         self.result: Any = None
         self.error: BaseException | None = None
         self.key: str | int = ""
-        self.engine: Engine | None = None
+        self.engine: Driver | None = None
         self.submitted = time.monotonic()
         self._code: CodeType | None = None
         self._line = 0

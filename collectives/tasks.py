@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -20,11 +20,9 @@ from collectives import adasum, arrays, compression, partition
 from collectives.binder import Plan
 from collectives.context import Context, address
 from collectives.entries import Entry
+from collectives.handles import Handle
 from collectives.reduction import Op
 from collectives.transport.base import Array
-
-if TYPE_CHECKING:
-    from collectives.handles import Handle
 
 
 class One:

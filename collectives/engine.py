@@ -134,6 +134,8 @@ class Engine(Rounds):
                 raise
             if same is False:
                 self._guarded(self._disagree)
+            if not same:
+                self._give_lead()
         except BaseException:
             if self._names_in_flight.get(entry.name or "", self) is _RESERVED:
                 del self._names_in_flight[entry.name or ""]
@@ -147,7 +149,6 @@ class Engine(Rounds):
             if self._followers or self._inbox:
                 self._hand_over()  # other threads have submitted something, or wait
             return None
-        self._give_lead()
         if handle is not None:
             self.wait(handle)
         return handle
@@ -238,6 +239,7 @@ class Engine(Rounds):
                         f"rank {self._rank}: {handle.name}: not done after {timeout:g} s; it goes on, and synchronize may be called again"
                     )
         finally:
+            self._give_lead()  # once more: an interrupt may have come just before it was given
             if deadline is None and handle in self._awaited:
                 self._awaited.remove(handle)
             self._hand_over()

@@ -167,3 +167,26 @@ def test_shutting_down_ends_what_another_thread_waits_for() -> None:
             assert caught and not thread.is_alive()
 
     threads.run(2, program, make_world=World)
+
+
+def test_an_interrupt_just_before_the_lead_is_given_leaves_it_free() -> None:
+    def program(world: World) -> None:
+        engine = world._engine
+        if world.rank == 0:
+            give, interrupted = engine._give_lead, []
+
+            def give_lead() -> None:
+                if not interrupted:
+                    interrupted.append(True)
+                    raise KeyboardInterrupt
+                give()
+
+            engine._give_lead = give_lead  # type: ignore[method-assign]
+            with pytest.raises(KeyboardInterrupt):
+                world.allreduce_async(np.ones(2), name="interrupted").wait()
+            assert interrupted and not engine.leads()
+        else:
+            world.allreduce_async(np.ones(2), name="interrupted").wait()
+        assert world.allreduce(np.float64(1), average=False) == world.size
+
+    threads.run(2, program, make_world=World)

@@ -49,8 +49,8 @@ class Batch:
         self.tasks: list[tuple[Task, tuple[int, ...]]] = []
         context.statistics.plans_made += len(entries) > 1
         keys = [entry.fuses_with for entry in entries]
-        for bucket in fusion.plan(keys, [entry.nbytes for entry in entries], threshold):
-            self._plan(bucket.members)
+        for members in fusion.plan(keys, [entry.nbytes for entry in entries], threshold):
+            self._plan(members)
         self.nbytes = sum(entry.nbytes for entry in entries)
         self._packed = sum(entries[number].nbytes for task, members in self.tasks if task.packs for number in members)
 

@@ -76,7 +76,7 @@ class Door:
             wire = compressor.wire(view.dtype)
             if wire is None:
                 return self.allreduce(tensor, average, op, name, prescale, postscale, None, *how, in_place)
-            packed = np.empty(view.array.size, wire)
+            packed = self._pool.empty(view.array.size, wire)
             compression.cast(view.array, packed)
             small = arrays.view(packed.reshape(view.shape))
             entry = self._entries.reducing("allreduce", small, average, op, name, prescale, postscale, *how)
@@ -153,9 +153,14 @@ class Door:
             return list(given)
         raise InvalidTypeError(f"tensors: expected a list or tuple of tensors, got {type(given).__name__}")
 
-    def meeting(self, collective: str, *, name: str | None = None, ranks: tuple[int, ...] | None = None, detail: str = "") -> Handle:
-        """An operation without a tensor: a barrier, or the mark of a call that this rank had to refuse ("invalid")."""
-        entry = self._entries.meeting() if collective == "barrier" else self._entries.plain(collective, name, ranks, detail)
+    def meeting(
+        self, collective: str, *, name: str | None = None, ranks: tuple[int, ...] | None = None, what: str | None = None, detail: str = ""
+    ) -> Handle:
+        """An operation without a tensor: a barrier, or the mark of a call that this rank had to refuse ("invalid").
+
+        Its ``ranks`` and ``what`` else it says must be alike on every rank.
+        """
+        entry = self._entries.meeting() if collective == "barrier" else self._entries.plain(collective, name, ranks, what, detail)
         return Handle(entry, EMPTY, EMPTY, nothing)
 
     def neutral(self, request: Request) -> Handle:
@@ -163,7 +168,7 @@ class Door:
         if request.members:
             return self.group(request.collective, request.name, [self.neutral(member) for member in request.members])
         if request.dtype is None or request.shape is None:
-            return Handle(self._entries.plain(request.collective, request.name, request.shape), EMPTY, EMPTY, nothing)
+            return Handle(self._entries.plain(request.collective, request.name, request.shape, request.op), EMPTY, EMPTY, nothing)
         dtype, shape = dtypes.resolve(request.dtype), request.shape
         how = (request.algorithm, request.transport)
         if request.collective in ("allgather", "alltoall"):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -52,7 +51,6 @@ class Engine(Rounds):
         self._solos = self._solo_bytes = 0
         self._obstacles: set[str] = set()
         """Why a blocking call cannot be carried out without a handle at present."""
-        _engines.add(self)
 
     # ---- submission ------------------------------------------------------------------------------------------------------------------
 
@@ -435,4 +433,3 @@ def _no_result(handle: Handle) -> None:
 _NO_ARRAY: Any = ()
 _RESERVED = None
 """In place of the handle of a named operation that is carried out without one."""
-_engines: weakref.WeakSet[Engine] = weakref.WeakSet()

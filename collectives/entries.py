@@ -248,9 +248,11 @@ class Entries:
             key, Entry(Request(collective, name, members=tuple(member.request for member in members)), self._planner)
         )
 
-    def plain(self, collective: str, name: str | None = None, ranks: tuple[int, ...] | None = None, detail: str = "") -> Entry:
+    def plain(
+        self, collective: str, name: str | None = None, ranks: tuple[int, ...] | None = None, what: str | None = None, detail: str = ""
+    ) -> Entry:
         """The entry of an operation without a tensor; "invalid" is one whose arguments were refused."""
-        return Entry(Request(collective, name, shape=ranks, detail=detail), self._planner)
+        return Entry(Request(collective, name, shape=ranks, op=what, detail=detail), self._planner)
 
     def broadcasting(self, view: View, root: int, name: str | None, algorithm: str | None, transport: str | None) -> Entry:
         """The entry of a broadcast; raises as `reducing`."""

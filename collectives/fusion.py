@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
@@ -30,15 +29,7 @@ Piece = tuple[int, int, int, int, int]
 """A tensor's number, where the piece begins and ends in it, and where in the block; in elements."""
 
 
-@dataclass(frozen=True, slots=True)
-class Bucket:
-    """Tensors that are reduced together: their numbers in the list; one tensor alone is not fused."""
-
-    members: tuple[int, ...]
-    fused: bool
-
-
-def plan(keys: Sequence[Hashable | None], nbytes: Sequence[int], threshold: int) -> list[Bucket]:
+def plan(keys: Sequence[Hashable | None], nbytes: Sequence[int], threshold: int) -> list[tuple[int, ...]]:
     """Cut a list of operations into buckets.
 
     Args:
@@ -47,7 +38,7 @@ def plan(keys: Sequence[Hashable | None], nbytes: Sequence[int], threshold: int)
         threshold: the most bytes that a bucket of several tensors may have.
 
     Returns:
-        The buckets, by their first members; every operation is in exactly one.
+        The buckets, by their first members, as numbers in the list; every operation is in exactly one.
     """
     buckets: list[list[int]] = []
     filled: list[int] = []
@@ -62,7 +53,7 @@ def plan(keys: Sequence[Hashable | None], nbytes: Sequence[int], threshold: int)
                 open_bucket[key] = at
         buckets[at].append(number)
         filled[at] += size
-    return [Bucket(tuple(members), len(members) > 1) for members in buckets]
+    return [tuple(members) for members in buckets]
 
 
 class Pieces:

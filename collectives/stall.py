@@ -57,7 +57,7 @@ class StallInspector:
                 self._warning,
                 "\n".join(self._describe(handle, now, missing(handle)) for handle in late),
             )
-        self._reported = {id(handle) for handle in waiting if id(handle) in self._reported or handle in late}
+        self._reported = {id(handle) for handle in waiting} & (self._reported | {id(handle) for handle in late})
         if self._shutdown:
             for handle in waiting:
                 if now - handle.submitted > self._shutdown:

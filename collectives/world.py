@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from collectives import arrays, consistency, timeline
+from collectives.autotune import Settings
 from collectives.buffers import ResultPool
 from collectives.config import Config
 from collectives.context import Context, Statistics
@@ -470,9 +471,12 @@ class World:
             group = self._group.split(chosen)
             return None if group is None else World(group, self.config)
 
-        handle = self._door.meeting("add_process_set", ranks=chosen)
-        handle.deliver = split
-        child: World | None = self._wait(None, lambda: handle)
+        def make() -> Handle:
+            handle = self._door.meeting("add_process_set", ranks=chosen)
+            handle.deliver = split
+            return handle
+
+        child: World | None = self._wait(None, make)
         if child is not None:
             child._context.timeline = self._context.timeline
             child._engine.hinder("timeline", self._context.timeline is not None)
@@ -501,13 +505,22 @@ class World:
         Args:
             start: settings to begin with, such as ``fusion_threshold=1 << 20``; names as in `collectives.autotune.Settings`.
         """
-        handle = self._door.meeting("tune")
 
         def begin(_: Handle) -> None:
             self._tuning = Tuning(self._engine, self.planner, self.config, start)
 
-        handle.deliver = begin
-        self._wait(None, lambda: handle)
+        def make() -> Handle:
+            unknown = start.keys() - Settings.__dataclass_fields__.keys()
+            if unknown:
+                raise InvalidArgumentError(
+                    f"tune: expected settings among {', '.join(Settings.__dataclass_fields__)}; got {sorted(unknown)}"
+                )
+            # Settings decide what is planned: ranks that began with different ones would move different bytes.
+            handle = self._door.meeting("tune", what=", ".join(f"{name}={start[name]!r}" for name in sorted(start)))
+            handle.deliver = begin
+            return handle
+
+        self._wait(None, make)
 
     @property
     def tuning(self) -> Tuning | None:
@@ -522,9 +535,13 @@ class World:
             name = os.fspath(path)
         except TypeError as error:
             raise self.refused(InvalidTypeError(f"path: {error}"), None) from None
-        handle = self._door.meeting("start_timeline")
-        handle.deliver = lambda _: self._open_timeline(name, mark_cycles)
-        self._wait(None, lambda: handle)
+
+        def make() -> Handle:
+            handle = self._door.meeting("start_timeline")
+            handle.deliver = lambda _: self._open_timeline(name, mark_cycles)
+            return handle
+
+        self._wait(None, make)
 
     def stop_timeline(self) -> None:
         """See `collectives.stop_timeline`."""

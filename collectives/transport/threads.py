@@ -60,7 +60,17 @@ def connect(
         control = BoardControl(control_board, lambda value, rank=rank: meeting.exchange(rank, value))  # type: ignore[misc]
         messages = ThreadMessages(rank, post, control_board, timeout)
         groups.append(
-            Group(rank, size, layout, control, memory, messages, _splitter(rank, layout, meeting, reads_private, timeout), ranks, _nothing)
+            Group(
+                rank,
+                size,
+                layout,
+                control,
+                memory,
+                messages,
+                _splitter(rank, ranks, layout, meeting, reads_private, timeout),
+                ranks,
+                _nothing,
+            )
         )
         if ranks != tuple(range(size)):
             board.names = control_board.names = ranks
@@ -68,7 +78,7 @@ def connect(
 
 
 def _splitter(
-    rank: int, layout: Sequence[Sequence[int]], meeting: _Meeting, reads_private: bool, timeout: float
+    rank: int, ranks: Sequence[int], layout: Sequence[Sequence[int]], meeting: _Meeting, reads_private: bool, timeout: float
 ) -> Callable[[Sequence[int]], Group | None]:
     """`Group.split`: the first of the members makes the groups of all, and the threads hand them to each other."""
 
@@ -79,7 +89,11 @@ def _splitter(
         if rank == chosen[0]:
             hosts = [tuple(number[r] for r in host if r in number) for host in layout]
             made = connect(
-                len(chosen), hosts=[host for host in hosts if host], reads_private=reads_private, timeout=timeout, ranks=tuple(chosen)
+                len(chosen),
+                hosts=[host for host in hosts if host],
+                reads_private=reads_private,
+                timeout=timeout,
+                ranks=tuple(ranks[member] for member in chosen),
             )
         groups = meeting.exchange(rank, made)[chosen[0]]
         return groups[number[rank]] if rank in number else None

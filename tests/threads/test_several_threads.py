@@ -190,3 +190,50 @@ def test_an_interrupt_just_before_the_lead_is_given_leaves_it_free() -> None:
         assert world.allreduce(np.float64(1), average=False) == world.size
 
     threads.run(2, program, make_world=World)
+
+
+def test_after_shutdown_everything_is_refused_by_name(tmp_path: Path) -> None:
+    def program(world: World) -> None:
+        world.shutdown()
+        calls = [
+            lambda: world.allreduce(np.ones(2)),
+            lambda: world.allgather_async(np.ones(2)),
+            lambda: world.grouped_allreduce([np.ones(2)]),
+            lambda: world.barrier(),
+            lambda: world.join(),
+            lambda: world.add_process_set([0]),
+            lambda: world.start_timeline(tmp_path / "trace.json"),
+            lambda: world.tune(),
+            lambda: world.check_consistency([np.ones(2)]),
+        ]
+        for call in calls:
+            with pytest.raises(NotInitializedError, match="shut down"):
+                call()
+
+    threads.run(2, program, make_world=World)
+
+
+def test_tuning_from_different_starts_is_a_mismatch() -> None:
+    """Settings decide what is planned: ranks with different ones would move different bytes."""
+
+    def program(world: World) -> None:
+        with pytest.raises(MismatchError, match="tune"):
+            world.tune(fusion_threshold=1 << (20 + world.rank))
+        with pytest.raises(InvalidArgumentError if world.rank else MismatchError):
+            world.tune(**({"quickness": 3} if world.rank else {}))
+        assert world.tuning is None
+        assert world.allreduce(np.float64(1), average=False) == world.size
+
+    threads.run(2, program, make_world=World)
+
+
+def test_sets_of_sets_are_called_by_the_outermost_numbers() -> None:
+    def program(world: World) -> None:
+        child = world.add_process_set([1, 2, 3])
+        if child is not None:
+            grandchild = child.add_process_set([1, 2])
+            assert (grandchild is None) == (world.rank == 1)
+            if grandchild is not None:
+                assert grandchild.ranks == (2, 3)
+
+    threads.run(4, program, make_world=World)

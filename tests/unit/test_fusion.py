@@ -16,25 +16,24 @@ KEYS = st.lists(st.sampled_from(["float32 sum", "float64 sum", "float32 max", No
 def test_every_operation_is_in_one_bucket_with_its_like(keys: list[str | None], data: st.DataObject, threshold: int) -> None:
     sizes = data.draw(st.lists(st.integers(0, 100), min_size=len(keys), max_size=len(keys)))
     buckets = fusion.plan(keys, sizes, threshold)
-    assert sorted(number for bucket in buckets for number in bucket.members) == list(range(len(keys)))
-    assert [bucket.members[0] for bucket in buckets] == sorted(bucket.members[0] for bucket in buckets)
+    assert sorted(number for bucket in buckets for number in bucket) == list(range(len(keys)))
+    assert [bucket[0] for bucket in buckets] == sorted(bucket[0] for bucket in buckets)
     for bucket in buckets:
-        assert list(bucket.members) == sorted(bucket.members)
-        assert len({keys[number] for number in bucket.members}) == 1
-        assert bucket.fused == (len(bucket.members) > 1)
-        if bucket.fused:
-            assert keys[bucket.members[0]] is not None
-            assert sum(sizes[number] for number in bucket.members) <= threshold
+        assert list(bucket) == sorted(bucket)
+        assert len({keys[number] for number in bucket}) == 1
+        if len(bucket) > 1:
+            assert keys[bucket[0]] is not None
+            assert sum(sizes[number] for number in bucket) <= threshold
 
 
 def test_a_bucket_looks_past_what_does_not_fit() -> None:
     buckets = fusion.plan(["a", "b", "a", None, "b", "a"], [10, 10, 10, 10, 10, 10], 25)
-    assert [bucket.members for bucket in buckets] == [(0, 2), (1, 4), (3,), (5,)]
+    assert [bucket for bucket in buckets] == [(0, 2), (1, 4), (3,), (5,)]
 
 
 def test_a_bucket_has_no_more_tensors_than_a_system_call_takes_blocks() -> None:
     buckets = fusion.plan(["a"] * 2500, [4] * 2500, 1 << 30)
-    assert [len(bucket.members) for bucket in buckets] == [1024, 1024, 452]
+    assert [len(bucket) for bucket in buckets] == [1024, 1024, 452]
 
 
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=12).filter(any), st.data())

@@ -198,11 +198,9 @@ class Config:
         alike=False,
     )
     """After how long such an operation ends the job; 0: never."""
-    timeline: str = _setting("COLLECTIVES_TIMELINE", "", _path, others={"HOROVOD_TIMELINE": _horovod_timeline}, alike=False)
+    timeline: str = _setting("COLLECTIVES_TIMELINE", "", _path, others={"HOROVOD_TIMELINE": _horovod_timeline})
     """The file in which a timeline is recorded from ``init()`` on; empty: none."""
-    timeline_mark_cycles: bool = _setting(
-        "COLLECTIVES_TIMELINE_MARK_CYCLES", False, parse_bool, alias="HOROVOD_TIMELINE_MARK_CYCLES", alike=False
-    )
+    timeline_mark_cycles: bool = _setting("COLLECTIVES_TIMELINE_MARK_CYCLES", False, parse_bool, alias="HOROVOD_TIMELINE_MARK_CYCLES")
     """Whether the timeline shows when each cycle begins."""
     autotune: bool = _setting("COLLECTIVES_AUTOTUNE", False, parse_bool, alias="HOROVOD_AUTOTUNE")
     """Whether the fusion threshold and the cycle time are tuned while the program runs."""

@@ -641,6 +641,9 @@ class World:
             label = name if isinstance(name, str) else None
             with contextlib.suppress(InvalidArgumentError):  # an operation of that name is in flight, and goes on
                 self._engine.submit(self._door.meeting("invalid", name=label, detail=f"{type(error).__name__}: {error}"))
+        if isinstance(error, CollectivesError) and not str(error).startswith("rank "):
+            subject = f"tensor {name!r}: " if isinstance(name, str) else ""
+            error.args = (f"rank {self.ranks[self.rank]}: {subject}{error}",)
         return error
 
     def _pickled(self, value: Any, name: str | None) -> bytes:

@@ -237,3 +237,11 @@ def test_sets_of_sets_are_called_by_the_outermost_numbers() -> None:
                 assert grandchild.ranks == (2, 3)
 
     threads.run(4, program, make_world=World)
+
+
+def test_a_refusal_names_the_rank_and_the_tensor() -> None:
+    def program(world: World) -> None:
+        with pytest.raises(InvalidArgumentError, match=f"rank {world.rank}: tensor 'bias': root_rank: expected a rank from 0 to 1, got 7"):
+            world.broadcast(np.ones(2), 7, name="bias")
+
+    threads.run(2, program, make_world=World)

@@ -12,7 +12,7 @@ work itself. No kernel ever spins.
 
 from __future__ import annotations
 
-import os
+import secrets
 import struct
 import threading
 import weakref
@@ -27,6 +27,7 @@ WORDS = 12
 """Words in which an address travels: the address itself; its allocation's number, offset and bytes; and its name."""
 
 _NAMELESS = (0,) * (WORDS - 1)
+_PROCESS = secrets.randbits(63)
 _MOST_MAPPINGS = 64
 _MOST_NAMES = 4096
 _PROBE_BYTES = 4096
@@ -56,35 +57,36 @@ class Mappings:
         self._known: dict[tuple[int, int], _Mapping] = {}
         """By process and the allocation's number there."""
 
-    def take(self, device: Device, pid: int, serial: int, base: int, nbytes: int, handle: bytes) -> int:
+    def take(self, device: Device, process: int, serial: int, base: int, nbytes: int, handle: bytes) -> int:
         """Where the allocation begins here; `give` it back as often as it was taken."""
         with self._lock:
-            known = self._known.get((pid, serial))
+            known = self._known.get((process, serial))
             if known is None:
                 for key, old in list(self._known.items()):
-                    if key[0] == pid and old.base < base + nbytes and base < old.end:
+                    if key[0] == process and old.base < base + nbytes and base < old.end:
                         del self._known[key]
                         device.forget_memory(old.address)
-                known = self._known[pid, serial] = _Mapping(device.import_memory(handle), base, nbytes)
+                known = self._known[process, serial] = _Mapping(device.import_memory(handle), base, nbytes)
             known.users += 1
             return known.address
 
-    def give(self, device: Device, pid: int, serial: int) -> None:
+    def give(self, device: Device, process: int, serial: int) -> None:
         """Give a mapping back, if there still is one."""
         with self._lock:
-            known = self._known.get((pid, serial))
+            known = self._known.get((process, serial))
             if known is None:
                 return
             known.users -= 1
             if not known.users:
-                del self._known[pid, serial]
+                del self._known[process, serial]
                 device.forget_memory(known.address)
 
 
 class Card(NamedTuple):
     """What a rank tells its peers once."""
 
-    pid: int
+    process: int
+    """Of which process it is: a number that no other process has, whatever containers they are in."""
     events: tuple[int, ...]
     """Its events, as its own process knows them."""
     handles: tuple[bytes, ...]
@@ -114,7 +116,7 @@ class IpcMemory:
         self._exported: dict[int, tuple[int, ...] | str] = {}
         self._mapped: OrderedDict[tuple[int, int], int] = OrderedDict()
         """By the owner's process and the allocation's number there."""
-        self._pids: dict[int, int] = {}
+        self._processes: dict[int, int] = {}
         self._neighbours: set[int] = set()
         self._all_near = False
         self.events: dict[int, Sequence[int]] = {rank: [device.create_event(shared=True) for _ in range(events)]}
@@ -129,7 +131,7 @@ class IpcMemory:
         number[:] = bytearray(struct.pack("q", self._rank))
         device.copy(self._probe, int(number.ctypes.data), 8, stream)
         device.drain(stream)
-        return Card(os.getpid(), own, tuple(device.export_event(event) for event in own), self.describe(self._probe))
+        return Card(_PROCESS, own, tuple(device.export_event(event) for event in own), self.describe(self._probe))
 
     def connect(self, cards: dict[int, Card], stream: int) -> None:
         """Reach the peers, and look whether what is found there is theirs.
@@ -142,8 +144,8 @@ class IpcMemory:
         for peer, card in cards.items():
             if peer == self._rank:
                 continue
-            self._pids[peer] = card.pid
-            if card.pid == os.getpid():
+            self._processes[peer] = card.process
+            if card.process == _PROCESS:
                 self._neighbours.add(peer)
                 self.events[peer] = card.events
             else:
@@ -194,7 +196,7 @@ class IpcMemory:
         if peer == self._rank or peer in self._neighbours:
             return words[0]
         address, serial, offset, nbytes = words[:4]
-        key = (self._pids[peer], serial)
+        key = (self._processes[peer], serial)
         known = self._mapped.get(key)
         if known is None:
             if len(self._mapped) >= _MOST_MAPPINGS:

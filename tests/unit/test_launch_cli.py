@@ -190,7 +190,7 @@ def test_what_has_no_effect_is_said_once(started: list[list[str]], capsys: pytes
 
 def test_the_folder_for_output_reaches_the_process_before_each_rank(started: list[list[str]], tmp_path: Path) -> None:
     assert cli.main(["-np", "11", "--output-filename", str(tmp_path / "a" / "b"), sys.executable]) == 0
-    assert started[0][-3:] == [str(tmp_path / "a" / "b"), "2", sys.executable] and (tmp_path / "a" / "b").is_dir()
+    assert started[0][-4:] == [str(tmp_path / "a" / "b"), "2", "", sys.executable] and (tmp_path / "a" / "b").is_dir()
 
 
 class Reports:

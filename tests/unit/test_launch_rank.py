@@ -13,9 +13,9 @@ import pytest
 from collectives.launch import rank
 
 
-def start(run_dir: Path, program: str, output: str = "", width: int = 1) -> subprocess.Popen[str]:
-    command = [sys.executable, "-I", "-S", rank.__file__, str(run_dir), output, str(width), sys.executable, "-c", program]
-    environment = {"PATH": os.environ["PATH"], "PMI_RANK": "3"}
+def start(run_dir: Path, program: str, output: str = "", width: int = 1, as_horovod: str = "") -> subprocess.Popen[str]:
+    command = [sys.executable, "-I", "-S", rank.__file__, str(run_dir), output, str(width), as_horovod, sys.executable, "-c", program]
+    environment = {"PATH": os.environ["PATH"], "PMI_RANK": "3", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1"}
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 
 
@@ -72,9 +72,15 @@ def test_a_run_directory_that_is_not_there_costs_nothing_but_the_record(tmp_path
 
 
 def test_a_program_that_cannot_run_is_named(tmp_path: Path) -> None:
-    command = [sys.executable, rank.__file__, str(tmp_path), "", "1", "/no/such/program"]
+    command = [sys.executable, rank.__file__, str(tmp_path), "", "1", "", "/no/such/program"]
     shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert shown.returncode == 127 and "cannot run '/no/such/program': No such file" in shown.stderr
+
+
+@pytest.mark.parametrize(("as_horovod", "told"), [("1", {"RANK": "3", "SIZE": "8", "LOCAL_RANK": "1"}), ("", {})])
+def test_a_rank_is_told_its_place_in_horovods_words(as_horovod: str, told: dict[str, str], tmp_path: Path) -> None:
+    program = "import json, os; print(json.dumps({name[8:]: text for name, text in os.environ.items() if name.startswith('HOROVOD_')}))"
+    assert json.loads(start(tmp_path, program, as_horovod=as_horovod).communicate(timeout=60)[0]) == told
 
 
 def test_output_is_written_to_files_as_well(tmp_path: Path) -> None:

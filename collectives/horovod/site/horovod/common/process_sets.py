@@ -1,0 +1,5 @@
+"""Process sets."""
+
+from collectives import ProcessSet, add_process_set, global_process_set, remove_process_set
+
+__all__ = ["ProcessSet", "add_process_set", "global_process_set", "remove_process_set"]

@@ -1,0 +1,104 @@
+"""Helpers that programs import from Horovod: what is built, whether there is a GPU, and small things."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import itertools
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import collectives
+
+_T = TypeVar("_T")
+_HAS_GPU: dict[str, Callable[[Any], bool]] = {
+    "torch": lambda torch: torch.cuda.is_available(),
+    "tensorflow": lambda tensorflow: bool(tensorflow.config.list_physical_devices("GPU")),
+}
+
+
+def mpi_built(verbose: bool = False) -> bool:
+    """As `collectives.mpi_built`."""
+    return collectives.mpi_built()
+
+
+def gloo_built(verbose: bool = False) -> bool:
+    """As `collectives.gloo_built`."""
+    return collectives.gloo_built()
+
+
+def nccl_built(verbose: bool = False) -> int:
+    """As `collectives.nccl_built`."""
+    return collectives.nccl_built()
+
+
+def ddl_built(verbose: bool = False) -> bool:
+    """As `collectives.ddl_built`."""
+    return collectives.ddl_built()
+
+
+def ccl_built(verbose: bool = False) -> bool:
+    """As `collectives.ccl_built`."""
+    return collectives.ccl_built()
+
+
+def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
+    """Whether a framework (``"torch"``) is installed, and has an adapter here. Imports neither."""
+    return all(importlib.util.find_spec(name) is not None for name in (ext_base_name, f"collectives.{ext_base_name}"))
+
+
+def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: str) -> None:
+    """See to it that ``"horovod.torch"`` and so on can be used.
+
+    Raises:
+        ImportError: no: the framework is not installed, or has no adapter here.
+    """
+    framework = ext_name.rpartition(".")[2]
+    if not extension_available(framework):
+        raise ImportError(f"{ext_name} cannot be used: {framework} is not installed, or collectives has no adapter for it")
+
+
+def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
+    """Whether a framework, such as ``"torch"``, is installed and sees a GPU."""
+    if ext_base_name not in _HAS_GPU or importlib.util.find_spec(ext_base_name) is None:
+        return False
+    return _HAS_GPU[ext_base_name](importlib.import_module(ext_base_name))
+
+
+def num_rank_is_power_2(num_rank: int) -> bool:
+    """Whether the number of ranks is a power of two. Adasum does not ask for it here."""
+    return num_rank > 0 and num_rank & (num_rank - 1) == 0
+
+
+def split_list(l: Sequence[_T], n: int) -> list[Sequence[_T]]:  # noqa: E741
+    """Cut a list into ``n`` parts whose lengths differ by at most one, the longer ones first."""
+    length, longer = divmod(len(l), n)
+    ends = [number * length + min(number, longer) for number in range(n + 1)]
+    return [l[begin:end] for begin, end in itertools.pairwise(ends)]
+
+
+def is_iterable(x: object) -> bool:
+    """Whether one can iterate over it."""
+    try:
+        iter(x)  # type: ignore[call-overload]
+    except TypeError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def env(**kwargs: str | None) -> Iterator[None]:
+    """Set environment variables for a while; None leaves one as it is."""
+    given = {name: text for name, text in kwargs.items() if text is not None}
+    before = {name: os.environ.get(name) for name in given}
+    os.environ.update(given)
+    try:
+        yield
+    finally:
+        for name, text in before.items():
+            if text is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = text

@@ -1,0 +1,83 @@
+"""``horovod.run``: call a function on several ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from collectives import launch
+from collectives.errors import InvalidArgumentError
+
+__all__ = ["run"]
+
+
+def run(
+    func: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    num_proc: int = 1,
+    min_num_proc: int | None = None,
+    max_num_proc: int | None = None,
+    slots: int | None = None,
+    reset_limit: int | None = None,
+    cooldown_range: Sequence[int] | None = None,
+    hosts: str | None = None,
+    hostfile: str | None = None,
+    start_timeout: int | None = None,
+    ssh_port: int | None = None,
+    ssh_identity_file: str | None = None,
+    disable_cache: bool | None = None,
+    output_filename: str | None = None,
+    verbose: int | None = None,
+    use_gloo: bool | None = None,
+    use_mpi: bool | None = None,
+    mpi_args: str | None = None,
+    network_interface: str | None = None,
+    executable: str | None = None,
+    np: int | None = None,
+    min_np: int | None = None,
+    max_np: int | None = None,
+) -> list[Any]:
+    """Call ``func(*args, **kwargs)`` on ``num_proc`` ranks (``np`` is its older name), by `collectives.launch.run`.
+
+    ``hosts``, ``hostfile``, ``output_filename``, ``verbose``, ``mpi_args`` and ``executable`` mean what they mean to Horovod. What tells
+    how to connect the ranks has no effect, which is said: MPI connects them.
+
+    Returns:
+        What the function returned, by rank.
+
+    Raises:
+        InvalidArgumentError: the arguments ask for an elastic job, or contradict each other.
+        RankFailedError: a rank failed; has its traceback.
+    """
+    elastic = {
+        "min_num_proc": min_num_proc,
+        "max_num_proc": max_num_proc,
+        "min_np": min_np,
+        "max_np": max_np,
+        "slots": slots,
+        "reset_limit": reset_limit,
+        "cooldown_range": cooldown_range,
+    }
+    asked = [f"{name}={value!r}" for name, value in elastic.items() if value is not None]
+    if asked:
+        raise InvalidArgumentError(f"horovod.run: {', '.join(asked)}: the number of ranks is fixed, there are no elastic jobs")
+    if hosts is not None and hostfile is not None:
+        raise InvalidArgumentError("horovod.run: expected hosts or hostfile, got both")
+    if use_gloo and use_mpi:
+        raise InvalidArgumentError("horovod.run: expected use_gloo or use_mpi, got both")
+    values = {
+        "--hosts": hosts,
+        "--hostfile": hostfile,
+        "--start-timeout": start_timeout,
+        "--ssh-port": ssh_port,
+        "--ssh-identity-file": ssh_identity_file,
+        "--output-filename": output_filename,
+        "--mpi-args": mpi_args,
+        "--network-interface": network_interface,
+    }
+    switches = {"--disable-cache": disable_cache, "--verbose": verbose, "--gloo": use_gloo}
+    options = ["--as-horovod", *(flag for flag, value in switches.items() if value)]
+    options += [f"{flag}={value}" for flag, value in values.items() if value is not None]
+    ranks = np if np is not None and num_proc == 1 else num_proc
+    return launch.run(func, args, kwargs, np=ranks, options=options, executable=executable)

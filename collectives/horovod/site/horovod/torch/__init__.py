@@ -1,0 +1,3 @@
+"""`collectives.torch` under Horovod's name."""
+
+from collectives.torch import *  # noqa: F403

@@ -1,0 +1,3 @@
+"""The functions of `collectives.torch` for parameters, optimizer states and objects."""
+
+from collectives.torch import *  # noqa: F403

@@ -1,0 +1,3 @@
+"""The synchronised batch normalisation of `collectives.torch`."""
+
+from collectives.torch import *  # noqa: F403

@@ -1,0 +1,124 @@
+"""``run(function, np=2)``: call a function on N ranks from within a program, and get what each returned.
+
+The function, its arguments and what it returns travel as files, pickled by cloudpickle: so lambdas and what the program itself
+defines will do. The job is an ordinary one, of a ``collectivesrun`` in a process of its own: this process joins no rank, and its
+threads, signal handlers and children are left alone.
+
+    run() -> collectivesrun -> mpirun -> N x python -m collectives.launch.call FOLDER
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import pickle
+import signal
+import site
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from collectives.errors import CollectiveTimeoutError, InvalidArgumentError, MissingDependencyError, RankFailedError
+from collectives.launch import cli, job, records
+
+CALL, RESULT = "call", "result-{}"
+"""Names of files in the folder that this process and the ranks share."""
+_AFTER_TERMINATE = 30.0
+
+
+def run(
+    function: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    np: int = 1,
+    options: Sequence[str] = (),
+    executable: str | None = None,
+    timeout: float | None = None,
+) -> list[Any]:
+    """Call ``function(*args, **kwargs)`` on every rank of a new job.
+
+    The function calls ``init()`` itself. What the ranks print is shown as `collectivesrun` shows it. Hosts other than this one must
+    share the folder for temporary files (``TMPDIR``).
+
+    Args:
+        function: anything that cloudpickle can pickle.
+        args, kwargs: its arguments, the same on every rank.
+        np: the number of ranks.
+        options: more options of ``collectivesrun``, such as ``["--hosts", "host1:4,host2:4"]``.
+        executable: the Python that the ranks run; this one by default.
+        timeout: seconds after which the job is ended; None: as long as the function takes.
+
+    Returns:
+        What the function returned, by rank.
+
+    Raises:
+        InvalidArgumentError: an option cannot be understood, or the function cannot be pickled.
+        RankFailedError: a rank raised, or ended without returning; has the traceback of the one that failed first.
+        CollectiveTimeoutError: the time was up.
+        MissingDependencyError: cloudpickle is not installed.
+    """
+    with tempfile.TemporaryDirectory(prefix="collectives-run-") as name:
+        folder = Path(name)
+        (folder / CALL).write_bytes(_pickled(function, tuple(args), dict(kwargs or {})))
+        arguments = ["-np", str(np), *options, executable or sys.executable, "-m", "collectives.launch.call", name]
+        cli.understand(arguments)
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(_search_path())}
+        code = _wait([sys.executable, "-m", "collectives.launch", *arguments], environment, timeout)
+        first = records.culprit(records.read(folder))
+        if first is not None:
+            raise RankFailedError(f"run: rank {first.rank} on {first.host} failed:\n{first.text}")
+        if code:
+            raise RankFailedError(f"run: the job ended with exit code {code}; what its ranks said last is on stderr")
+        return [_returned(folder, rank) for rank in range(np)]
+
+
+def _pickled(*call: object) -> bytes:
+    try:
+        cloudpickle = importlib.import_module("cloudpickle")
+    except ImportError:
+        raise MissingDependencyError("run needs cloudpickle: pip install cloudpickle") from None
+    try:
+        data: bytes = cloudpickle.dumps(call)
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        raise InvalidArgumentError(f"run: the function or its arguments cannot be pickled for the ranks: {error}") from error
+    return data
+
+
+def _search_path() -> list[str]:
+    """Where this process finds modules, but for what belongs to its Python: the ranks' Python has its own."""
+    library = sysconfig.get_path("stdlib")
+    own = [library, os.path.join(library, "lib-dynload"), site.getusersitepackages()]
+    own += site.getsitepackages([sys.prefix, sys.base_prefix])
+    found = [os.path.realpath(path or os.getcwd()) for path in sys.path]
+    return [path for path in dict.fromkeys(found) if os.path.exists(path) and path not in map(os.path.realpath, own)]
+
+
+def _wait(command: Sequence[str], environment: Mapping[str, str], timeout: float | None) -> int:
+    """Run the job to its end; however this function is left, nothing of the job goes on."""
+    process = subprocess.Popen(command, env=environment, preexec_fn=job.die_with_parent())
+    try:
+        return process.wait(timeout)
+    except subprocess.TimeoutExpired:
+        raise CollectiveTimeoutError(f"run: the job was not done after {timeout:g} s, and has been ended") from None
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_AFTER_TERMINATE)
+            process.kill()
+            process.wait()
+
+
+def _returned(folder: Path, rank: int) -> Any:
+    path = folder / RESULT.format(rank)
+    if not path.exists():
+        raise RankFailedError(
+            f"run: rank {rank} ended without returning: it called os._exit, or its host does not share {folder.parent} (set TMPDIR)"
+        )
+    return pickle.loads(path.read_bytes())

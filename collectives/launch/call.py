@@ -1,0 +1,40 @@
+"""``python -m collectives.launch.call FOLDER``: what a rank of `run` does. It calls the function in the folder; the result goes there too.
+
+A function that raises, or exits, leaves a record, as a rank of ``collectivesrun`` does, with its traceback from the function on.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pickle
+import sys
+import traceback
+from pathlib import Path
+
+from collectives import exits
+from collectives.errors import CollectiveTimeoutError, RankFailedError
+from collectives.launch.api import CALL, RESULT
+from collectives.launch.rank import RANK_VARIABLES
+
+
+def main(folder: Path) -> None:
+    """Call the function; its error, if it raises one, goes on."""
+    rank = int(next((os.environ[name] for name in RANK_VARIABLES if name in os.environ), "0"))
+    try:
+        function, args, kwargs = pickle.loads((folder / CALL).read_bytes())
+        result = importlib.import_module("cloudpickle").dumps(function(*args, **kwargs))
+    except BaseException as error:
+        of_function = error.__traceback__.tb_next if error.__traceback__ else None
+        text = "".join(traceback.format_exception(type(error), error, of_function))
+        consequence = isinstance(error, (RankFailedError, CollectiveTimeoutError))
+        exits.record(str(folder), rank, exits.Failure(1, text, consequence))
+        raise
+    # All of it or nothing: whoever looks may look at any time.
+    part = folder / f"{RESULT.format(rank)}.part"
+    part.write_bytes(result)
+    part.rename(folder / RESULT.format(rank))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,10 @@
+"""``horovod``, which is collectives: its modules are those of `collectives.horovod`."""
+
+from collectives.horovod import FOLDER, VERSION
+
+__path__ = [str(FOLDER / "horovod")]
+__version__ = VERSION
+
+from horovod.runner import run
+
+__all__ = ["__version__", "run"]

@@ -1,0 +1,259 @@
+"""``import horovod`` without Horovod: each way to it, what is found there, and that Horovod itself always goes first."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import collectives.horovod
+from collectives import errors, launch
+from collectives.launch import cli, job
+from collectives.launch.mpi import Launcher, Vendor
+from tests.mpirun import ROOT
+
+FOLDER = collectives.horovod.FOLDER
+COMPAT = ROOT / "compat"
+WAYS = {"import": ("import collectives.horovod\n", ()), "path": ("", (FOLDER,)), "compat": ("", (COMPAT,)), "both": ("", (FOLDER, COMPAT))}
+"""By way: what a program does before it imports ``horovod``, and what is on its PYTHONPATH."""
+IN_USE = {
+    "horovod": ("__version__", "run"),
+    "horovod.runner": ("run",),
+    "horovod.runner.launch": ("run_commandline",),
+    "horovod.common.basics": ("HorovodBasics",),
+    "horovod.common.exceptions": ("HorovodInternalError", "HostsUpdatedInterrupt"),
+    "horovod.common.process_sets": ("ProcessSet", "add_process_set", "global_process_set", "remove_process_set"),
+    "horovod.common.util": (
+        *("mpi_built", "gloo_built", "nccl_built", "ddl_built", "ccl_built", "extension_available", "check_extension", "gpu_available"),
+        *("num_rank_is_power_2", "split_list", "is_iterable", "env"),
+    ),
+}
+"""What programs import, by module."""
+IN_USE_OF_TORCH = {
+    "horovod.torch": ("DistributedOptimizer", "SyncBatchNorm", "Compression", "init", "local_rank", "broadcast_parameters"),
+    "horovod.torch.mpi_ops": (
+        *("allreduce", "allreduce_", "allreduce_async", "allreduce_async_", "grouped_allreduce_async_", "sparse_allreduce_async"),
+        *("allgather", "allgather_async", "broadcast", "broadcast_", "broadcast_async_", "alltoall", "reducescatter_async"),
+        *("poll", "synchronize", "join", "barrier", "init", "shutdown", "size", "rank", "local_size", "local_rank", "cross_rank"),
+        *("Average", "Sum", "Adasum", "rocm_built", "nccl_built", "mpi_threads_supported", "is_homogeneous", "ProcessSet"),
+        "HorovodInternalError",
+    ),
+    "horovod.torch.functions": ("allgather_object", "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters"),
+    "horovod.torch.optimizer": ("DistributedOptimizer", "_DistributedOptimizer"),
+    "horovod.torch.compression": ("Compression", "Compressor", "FP16Compressor", "NoneCompressor"),
+    "horovod.torch.sync_batch_norm": ("SyncBatchNorm",),
+}
+
+
+def run(program: str, *path: Path, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (*path, ROOT)))}
+    command = [sys.executable, "-c", program]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, cwd=cwd, check=True)
+
+
+def shown(program: str, *path: Path, cwd: Path = ROOT) -> Any:
+    return json.loads(run(f"import json\n{program}", *path, cwd=cwd).stdout)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_programs_import_is_there(way: str) -> None:
+    first, path = WAYS[way]
+    program = f"""{first}import importlib, sys
+from importlib.metadata import version
+import horovod
+missing = [f"{{module}}.{{name}}" for module, names in {IN_USE}.items()
+           for name in names if not hasattr(importlib.import_module(module), name)]
+found = importlib.util.find_spec("horovod.torch") is not None
+print(json.dumps([missing, horovod.__version__, version("horovod"), found, "torch" in sys.modules]))"""
+    assert shown(program, *path) == [[], collectives.horovod.VERSION, collectives.horovod.VERSION, True, False]
+
+
+@pytest.mark.skipif(find_spec("torch") is None, reason="needs PyTorch")
+def test_what_programs_import_for_torch_is_there_and_is_ours() -> None:
+    program = f"""import importlib, pickle, horovod.torch, collectives.torch
+missing = [f"{{module}}.{{name}}" for module, names in {IN_USE_OF_TORCH}.items()
+           for name in names if not hasattr(importlib.import_module(module), name)]
+public = [name for name in collectives.torch.__all__ if getattr(horovod.torch, name) is not getattr(collectives.torch, name)]
+again = pickle.loads(pickle.dumps(horovod.torch.mpi_ops.allreduce)) is collectives.torch.allreduce
+print(json.dumps([missing, public, again, importlib.reload(horovod.torch) is horovod.torch]))"""
+    assert shown(program, FOLDER) == [[], [], True, True]
+
+
+@pytest.fixture
+def installed(tmp_path: Path) -> Path:
+    """A folder in which a Horovod is installed."""
+    package = tmp_path / "site-packages" / "horovod"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("__version__ = '9.9'")
+    (package / "torch.py").write_text("value = 5")
+    return package.parent
+
+
+@pytest.mark.parametrize("way", ["import", "path"])
+def test_horovod_itself_goes_first(way: str, installed: Path) -> None:
+    first, path = WAYS[way]
+    program = f"""{first}import importlib.metadata, sys, horovod, horovod.torch
+left = [entry for entry in sys.path if entry.endswith("site")]
+print(json.dumps([horovod.__version__, horovod.torch.value, horovod.__file__, len(left)]))"""
+    result = run(f"import json\n{program}", *path, installed)
+    # Behind an installed one, our folder does no harm; before it, it has to go.
+    assert json.loads(result.stdout) == ["9.9", 5, str(installed / "horovod" / "__init__.py"), int(way == "import")]
+    assert ("RuntimeWarning: collectives: Horovod is installed" in result.stderr) == (way == "path")
+
+
+def test_horovod_is_found_where_another_finder_has_it(installed: Path) -> None:
+    program = f"""import sys
+from importlib.machinery import PathFinder
+class Editable:
+    def find_spec(self, name, path=None, target=None):
+        return PathFinder.find_spec(name, [{str(installed)!r}]) if name == "horovod" else None
+sys.meta_path.append(Editable())
+import horovod
+print(json.dumps(horovod.__version__))"""
+    assert shown(program, FOLDER) == "9.9"
+
+
+@pytest.mark.parametrize("way", ["import", "path"])
+def test_a_folder_of_that_name_is_not_horovod(way: str, tmp_path: Path) -> None:
+    (tmp_path / "horovod").mkdir()
+    first, path = WAYS[way]
+    assert shown(f"{first}import horovod\nprint(json.dumps(horovod.__version__))", *path, cwd=tmp_path) == collectives.horovod.VERSION
+
+
+def test_another_collectives_on_the_path_is_not_horovod(tmp_path: Path) -> None:
+    other = tmp_path / "collectives" / "horovod" / "site"
+    (other / "horovod").mkdir(parents=True)
+    (other / "horovod" / "__init__.py").write_text((FOLDER / "horovod" / "__init__.py").read_text())
+    program = "import horovod, horovod.runner\nprint(json.dumps(horovod.run.__module__))"
+    assert shown(program, FOLDER, other) == "horovod.runner"
+
+
+def test_spawned_processes_find_it_too(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        """import multiprocessing, sys
+def child(): sys.exit(__import__("horovod.common.util").common.util.num_rank_is_power_2(8) + 3)
+if __name__ == "__main__":
+    import collectives.horovod
+    process = multiprocessing.get_context("spawn").Process(target=child)
+    process.start(); process.join(50); print(process.exitcode)"""
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(script)]
+    assert subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, check=True).stdout == "4\n"
+
+
+@pytest.mark.parametrize("name", ["tensorflow", "tensorflow.keras", "keras", "mxnet", "spark", "spark.x", "ray", "data", "common.elastic"])
+def test_what_is_not_here_says_so(name: str) -> None:
+    message = r"horovod\.\S+ is not in collectives, which takes Horovod's place here: there (is|are) no"
+    with pytest.raises(ModuleNotFoundError, match=message) as raised:
+        importlib.import_module(f"horovod.{name}")
+    assert raised.value.name in (f"horovod.{name}", f"horovod.{name.partition('.')[0]}")
+
+
+def test_python_m_prints_the_folder() -> None:
+    command = [sys.executable, "-m", "collectives.horovod"]
+    assert subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT, check=True).stdout == f"{FOLDER}\n"
+
+
+def test_horovods_error_is_what_an_operation_fails_with() -> None:
+    kinds = importlib.import_module("horovod.common.exceptions")
+    failures = (errors.MismatchError, errors.RankFailedError, errors.CollectiveTimeoutError, errors.TransportError)
+    assert all(issubclass(kind, kinds.HorovodInternalError) for kind in failures)
+    mistakes = (errors.InvalidArgumentError, errors.InvalidTypeError, errors.NotInitializedError, kinds.HostsUpdatedInterrupt)
+    assert not any(issubclass(kind, kinds.HorovodInternalError) for kind in mistakes)
+    assert kinds.HostsUpdatedInterrupt(skip_sync=True).skip_sync
+
+
+def test_basics_have_what_collectives_has() -> None:
+    basics = importlib.import_module("horovod.common.basics").HorovodBasics(__file__, "mpi_lib")
+    assert basics.is_initialized() is False and basics.Average is collectives.Average and basics.gloo_built() is False
+    with pytest.raises(ValueError, match="init"):
+        basics.rank()
+
+
+def test_small_helpers() -> None:
+    util = importlib.import_module("horovod.common.util")
+    assert [list(part) for part in util.split_list([1, 2, 3, 4, 5], 3)] == [[1, 2], [3, 4], [5]]
+    assert util.split_list([1], 3) == [[1], [], []]
+    assert [number for number in range(-1, 10) if util.num_rank_is_power_2(number)] == [1, 2, 4, 8]
+    assert util.is_iterable("a") and not util.is_iterable(1)
+    assert util.nccl_built(verbose=True) == collectives.nccl_built()
+    os.environ["COLLECTIVES_A"] = "before"
+    with util.env(COLLECTIVES_A="while", COLLECTIVES_B="while", COLLECTIVES_C=None):
+        assert (os.environ["COLLECTIVES_A"], os.environ["COLLECTIVES_B"], os.environ.get("COLLECTIVES_C")) == ("while", "while", None)
+    assert os.environ.pop("COLLECTIVES_A") == "before" and "COLLECTIVES_B" not in os.environ
+
+
+def test_extensions_are_frameworks_with_an_adapter() -> None:
+    util = importlib.import_module("horovod.common.util")
+    assert util.extension_available("torch") == (find_spec("torch") is not None)
+    assert not util.extension_available("mxnet") and not util.gpu_available("mxnet")
+    with pytest.raises(ImportError, match=r"horovod\.mxnet cannot be used"):
+        util.check_extension("horovod.mxnet", "HOROVOD_WITH_MXNET", __file__, "mpi_lib")
+
+
+@pytest.fixture
+def called(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Have no job started; return the arguments of those that would have been."""
+    calls: list[Any] = []
+    monkeypatch.setattr(launch, "run", lambda *args, **kwargs: calls.append((args, kwargs)) or [args[0](*args[1])])
+    return calls
+
+
+def test_horovod_run_takes_horovods_arguments(called: list[Any]) -> None:
+    horovod = importlib.import_module("horovod")
+    options = {"hosts": "a:1,b:2", "ssh_port": 22, "mpi_args": "-x A", "verbose": 2, "use_gloo": True, "use_mpi": False, "executable": "py"}
+    assert horovod.run(len, ("abc",), np=3, **options) == [3]
+    given = ["--as-horovod", "--verbose", "--gloo", "--hosts=a:1,b:2", "--ssh-port=22", "--mpi-args=-x A"]
+    assert called == [((len, ("abc",), None), {"np": 3, "options": given, "executable": "py"})]
+    cli.understand(["-np", "3", *given])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"min_np": 1, "max_np": 4}, "min_np=1, max_np=4: the number of ranks is fixed"),
+        ({"reset_limit": 3}, "reset_limit=3"),
+        ({"hosts": "a:1", "hostfile": "f"}, "hosts or hostfile, got both"),
+        ({"use_gloo": True, "use_mpi": True}, "use_gloo or use_mpi, got both"),
+    ],
+)
+def test_horovod_run_refuses_what_makes_no_sense(arguments: dict[str, Any], message: str, called: list[Any]) -> None:
+    with pytest.raises(ValueError, match=message):
+        importlib.import_module("horovod").run(len, ("abc",), **arguments)
+    assert not called
+
+
+def test_as_horovod_reaches_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[tuple[list[str], str]] = []
+    monkeypatch.setattr(job, "run", lambda command, environment, run_dir: started.append((command, environment["PYTHONPATH"])) or 0)
+    monkeypatch.setattr(cli, "find", lambda: Launcher("mpirun", Vendor.MPICH, "5.0"))
+    monkeypatch.setenv("PYTHONPATH", "/theirs")
+    monkeypatch.setattr(sys, "argv", ["horovodrun", "-np", "2", sys.executable])
+    assert cli.main(["--as-horovod", "-np", "2", sys.executable]) == cli.horovodrun() == cli.main(["-np", "2", sys.executable]) == 0
+    assert [path for _, path in started] == [f"{FOLDER}{os.pathsep}/theirs"] * 2 + ["/theirs"]
+    assert [command[-2] for command, _ in started] == ["1", "1", ""]
+
+
+def test_what_is_built_is_said_as_horovodrun_says_it(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collectives.built, "nccl_built", lambda: 22304)
+    cli.main(["--as-horovod", "--check-build"])
+    output = capsys.readouterr().out
+    assert f"    [{'X' if find_spec('torch') else ' '}] PyTorch\n" in output and "    [ ] MXNet\n" in output
+    assert "Available Tensor Operations:\n    [X] NCCL\n    [ ] DDL\n" in output
+    cli.main(["--check-build"])
+    assert "Available" not in capsys.readouterr().out
+
+
+def test_init_takes_horovods_word_for_process_sets_and_no_other() -> None:
+    with pytest.raises(ValueError, match=r"process_sets: expected process sets or \"dynamic\", got 'all'"):
+        collectives.init(process_sets="all")
+    assert not collectives.is_initialized()

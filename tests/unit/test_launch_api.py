@@ -1,0 +1,53 @@
+"""Calling a function on ranks: what is looked at before any is started."""
+
+from __future__ import annotations
+
+import os
+import site
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from collectives.errors import InvalidArgumentError, MissingDependencyError
+from collectives.launch import api, run
+
+
+@pytest.fixture(autouse=True)
+def _nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocess, "Popen", None)
+
+
+@pytest.mark.parametrize(
+    ("options", "np", "message"),
+    [
+        (["--bogus"], 2, "unknown option '--bogus'"),
+        (["-H", "h1:1"], 2, "-np 2: the hosts take 1 ranks"),
+        (["--cycle-time-ms=x"], 2, "--cycle-time-ms"),
+        ([], 0, "expected a number of ranks"),
+    ],
+)
+def test_options_are_looked_at(options: list[str], np: int, message: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=message):
+        run(len, ("abc",), np=np, options=options)
+
+
+def test_what_cannot_be_pickled_is_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match="cannot be pickled for the ranks"):
+        run(len, (threading.Lock(),))
+
+
+def test_without_cloudpickle_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cloudpickle", None)
+    with pytest.raises(MissingDependencyError, match="pip install cloudpickle"):
+        run(len, ("abc",))
+
+
+def test_the_ranks_search_where_the_program_does_but_for_its_python(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    library = os.path.dirname(os.__file__)
+    own = [library, os.path.join(library, "lib-dynload"), *site.getsitepackages()]
+    monkeypatch.setattr(sys, "path", ["", *own, str(tmp_path / "gone"), os.sep, ""])
+    assert api._search_path() == [str(tmp_path), os.sep]

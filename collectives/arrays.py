@@ -110,24 +110,26 @@ def view(tensor: Any, *, argument: str = "tensor", writable: bool = False, strea
             tensor on the CPU.
         MissingDependencyError: the tensor is on a GPU, and something that GPUs need is missing.
     """
+    wrap: _Wrap | None = None
     if type(tensor) is np.ndarray and stream is None:
-        dtype = tensor.dtype
-        if dtype in SUPPORTED:
-            flags = tensor.flags
-            if flags.carray:  # contiguous, aligned and writable: one question in place of three
-                return View(tensor if tensor.ndim == 1 else tensor.reshape(-1), tensor.shape, dtype, True)
-            if not writable and flags.c_contiguous and flags.aligned:
-                return View(tensor if tensor.ndim == 1 else tensor.reshape(-1), tensor.shape, dtype, False)
-        return _look(tensor, tensor, argument, writable, None)
-    read = _read(tensor, argument)
-    if read is None:
-        return tensors.view(tensor, argument=argument, writable=writable, stream=stream)
-    if stream is not None:
-        raise InvalidArgumentError(
-            f"stream: expected None for a tensor on the CPU, got {stream!r}: the numbers of {argument} ({foreign.describe(tensor)}) must be"
-            " there when the operation is called"
-        )
-    array, wrap = read
+        array: _Array = tensor
+    else:
+        read = _read(tensor, argument)
+        if read is None:
+            return tensors.view(tensor, argument=argument, writable=writable, stream=stream)
+        if stream is not None:
+            raise InvalidArgumentError(
+                f"stream: expected None for a tensor on the CPU, got {stream!r}: the numbers of {argument} ({foreign.describe(tensor)})"
+                " must be there when the operation is called"
+            )
+        array, wrap = read
+    dtype = array.dtype
+    if dtype in SUPPORTED:
+        flags = array.flags
+        if flags.carray:  # contiguous, aligned and writable: one question in place of three
+            return View(array if array.ndim == 1 else array.reshape(-1), array.shape, dtype, True, None, wrap)
+        if not writable and flags.c_contiguous and flags.aligned:
+            return View(array if array.ndim == 1 else array.reshape(-1), array.shape, dtype, False, None, wrap)
     return _look(tensor, array, argument, writable, wrap)
 
 
@@ -265,11 +267,11 @@ def _read_torch(tensor: Any, argument: str) -> _Read | None:
     torch: Any = sys.modules["torch"]
     if tensor.is_cuda:
         return None
-    if tensor.device.type != "cpu":
+    if not tensor.is_cpu:
         raise foreign.misplaced(tensor, argument, str(tensor.device))
     if tensor.layout is not torch.strided:
         raise InvalidTypeError(f"{argument}: expected a dense tensor, got layout {tensor.layout}; pass {argument}.to_dense()")
-    plain = tensor.detach()
+    plain = tensor.detach() if tensor.requires_grad else tensor
     lazy = plain.is_conj() or plain.is_neg()  # conjugated or negated only when read: its memory holds other numbers
     if lazy:
         plain = plain.resolve_conj().resolve_neg()

@@ -4,7 +4,8 @@
 is sent as it is. float16 has 11 significant bits, and what lies beyond 65504 becomes infinity; bfloat16 has 8 and float32's range.
 
 A compressor is anything with ``compress`` and ``decompress``, as in Horovod. The built-in ones also say what travels, ``wire``:
-the engine then converts in its own buffers, and never calls their ``compress``.
+the engine then converts in its own buffers, and never calls their ``compress``. That is for compressors made of them: it gives back
+the caller's type, on the caller's device (a torch tensor for a torch tensor), and a NumPy array for what no framework owns.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from collectives import dtypes
+from collectives import dtypes, foreign
 from collectives.arrays import View, view
 from collectives.errors import InvalidTypeError
 from collectives.reduction import quiet
@@ -70,11 +72,11 @@ class FP16Compressor(Compressor):
         return np.dtype(np.float16) if dtype in _COMPRESSED else None
 
     @staticmethod
-    def compress(tensor: Any) -> tuple[Any, _Dtype | None]:
-        return _compress(tensor, FP16Compressor.wire)
+    def compress(tensor: Any) -> tuple[Any, Any]:
+        return _compress(tensor, "float16")
 
     @staticmethod
-    def decompress(tensor: Any, context: _Dtype | None) -> Any:
+    def decompress(tensor: Any, context: Any) -> Any:
         return _decompress(tensor, context)
 
 
@@ -87,11 +89,11 @@ class BF16Compressor(Compressor):
         return dtypes.resolve("bfloat16") if dtype in _COMPRESSED else None
 
     @staticmethod
-    def compress(tensor: Any) -> tuple[Any, _Dtype | None]:
-        return _compress(tensor, BF16Compressor.wire)
+    def compress(tensor: Any) -> tuple[Any, Any]:
+        return _compress(tensor, "bfloat16")
 
     @staticmethod
-    def decompress(tensor: Any, context: _Dtype | None) -> Any:
+    def decompress(tensor: Any, context: Any) -> Any:
         return _decompress(tensor, context)
 
 
@@ -145,17 +147,36 @@ def _takes(method: Any, arguments: tuple[str, ...]) -> bool:
     return True
 
 
-def _compress(tensor: Any, wire: Callable[[_Dtype], _Dtype | None]) -> tuple[Any, _Dtype | None]:
-    """A NumPy array of the tensor's shape in the dtype that ``wire`` says, and the tensor's dtype; or the tensor itself and None."""
+def _compress(tensor: Any, half: str) -> tuple[Any, Any]:
+    """A tensor of the caller's type in ``half``, and the tensor's dtype; or the tensor itself and None."""
+    kind: Any = type(tensor)
+    framework = foreign.framework(kind)
+    if framework is not None:
+        namespace: Any = sys.modules["jax.numpy" if framework == "jax" else framework]
+        dtype = tensor.dtype
+        if dtype not in (namespace.float32, namespace.float64):
+            return tensor, None
+        # CuPy's dtypes are NumPy's, where bfloat16 is not among the names of a module.
+        return _cast(framework, tensor, dtypes.resolve(half) if framework == "cupy" else getattr(namespace, half)), dtype
     seen = view(tensor)
-    half = wire(seen.dtype)
-    if half is None:
-        return tensor, None
-    return _converted(seen, half), seen.dtype
+    return (_converted(seen, dtypes.resolve(half)), seen.dtype) if seen.dtype in _COMPRESSED else (tensor, None)
 
 
-def _decompress(tensor: Any, context: _Dtype | None) -> Any:
-    return tensor if context is None else _converted(view(tensor), context)
+def _decompress(tensor: Any, context: Any) -> Any:
+    if context is None:
+        return tensor
+    kind: Any = type(tensor)
+    framework = foreign.framework(kind)
+    return _converted(view(tensor), context) if framework is None else _cast(framework, tensor, context)
+
+
+def _cast(framework: str, tensor: Any, dtype: Any) -> Any:
+    """A tensor in another dtype, by its own framework, so that it stays on its device."""
+    if framework == "torch":
+        return tensor.to(dtype)
+    if framework == "tensorflow":
+        return sys.modules["tensorflow"].cast(tensor, dtype)
+    return tensor.astype(dtype)
 
 
 def _converted(seen: View, dtype: _Dtype) -> _Array:

@@ -7,6 +7,7 @@ completes it; whoever has it may ask (`poll`) or wait (`synchronize`), as often 
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,8 +16,10 @@ from typing import Any, Protocol
 
 from collectives.entries import Entry
 from collectives.errors import CollectivesError
+from collectives.logs import logger
 
 _PACKAGE = str(Path(__file__).parent)
+_adding = threading.Lock()
 
 
 class Driver(Protocol):
@@ -46,6 +49,7 @@ class Handle:
     """
 
     __slots__ = (
+        "_callbacks",
         "_code",
         "_line",
         "deliver",
@@ -94,6 +98,7 @@ class Handle:
         self.key: str | int = ""
         self.engine: Driver | None = None
         self.submitted = time.monotonic()
+        self._callbacks: list[Callable[[Handle], object]] | None = None
         self._code: CodeType | None = None
         self._line = 0
 
@@ -127,6 +132,31 @@ class Handle:
             return all(part.fence is None or part.fence.passed() for part in (self, *self.members))
         return self.engine is not None and self.engine.refusal is not None
 
+    def add_done_callback(self, callback: Callable[[Handle], object]) -> None:
+        """Have ``callback(handle)`` called once when the operation is complete, or has failed; at once if it is.
+
+        It is called by the thread that completes it, in the middle of the engine's work: it should be quick, and may neither wait for an
+        operation nor call one. On a GPU the work may be under way still; `wait` orders what follows behind it. What it raises is logged.
+        """
+        with _adding:
+            if self._callbacks is None:
+                self._callbacks = []
+        self._callbacks.append(callback)
+        if self.done:  # looked at last: who completes it looks at the callbacks last, so that one of the two sees this one
+            self._call_back()
+
+    def _call_back(self) -> None:
+        callbacks = self._callbacks
+        while callbacks:
+            try:
+                callback = callbacks.pop(0)
+            except IndexError:  # the other thread has taken it
+                return
+            try:
+                callback(self)
+            except Exception:
+                logger.exception("%s: what was to be called when it is done has failed", self.name)
+
     def locate(self) -> None:
         """Note the line of the program that submits this operation: the nearest caller outside of this package."""
         frame = sys._getframe(2)
@@ -159,6 +189,8 @@ class Handle:
             raise
         self.keep = None
         self.done = True
+        if self._callbacks:
+            self._call_back()
 
     def fail(self, error: BaseException) -> None:
         """The operation is not going to be carried out."""
@@ -166,6 +198,8 @@ class Handle:
             self.error = error
             self.keep = None
             self.done = True
+            if self._callbacks:
+                self._call_back()
 
     def __repr__(self) -> str:
         state = "pending" if not self.done else "failed" if self.error is not None else "done"

@@ -15,7 +15,14 @@ from typing import TYPE_CHECKING, Any
 from collectives import logs
 from collectives.config import Config
 from collectives.cuda import devices
-from collectives.errors import InvalidArgumentError, InvalidTypeError, MissingDependencyError, NotInitializedError, TransportError
+from collectives.errors import (
+    ForkedProcessError,
+    InvalidArgumentError,
+    InvalidTypeError,
+    MissingDependencyError,
+    NotInitializedError,
+    TransportError,
+)
 from collectives.exits import Hooks, install
 from collectives.membership import ProcessSet
 from collectives.transport import threads
@@ -30,6 +37,11 @@ global_process_set = ProcessSet()
 
 _SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 """Where launchers say how many ranks they started: Open MPI, MPICH and Intel MPI, Slurm."""
+
+_PLACE_VARIABLES = ("PMIX_NAMESPACE", "PMIX_RANK", "PMI_RANK", "PMI_FD", "PMI_PORT", "SLURM_STEP_ID", "SLURM_PROCID")
+"""What tells one rank from another, and one launch from the next."""
+_TAKEN = "_COLLECTIVES_PLACE_TAKEN"
+"""The variable that hands down to child processes whose place among the ranks it is that they inherit."""
 
 
 class _Default:
@@ -66,6 +78,7 @@ def init(
         TransportError: the launcher belongs to another MPI than the one that mpi4py loads.
         InvalidArgumentError: a setting in the environment cannot be understood, or ``comm`` names no such ranks.
         CollectiveTimeoutError: not every rank came in time.
+        ForkedProcessError: this process was started by a rank, and is none itself.
     """
     if isinstance(process_sets, str):
         if process_sets.lower() != "dynamic":
@@ -76,11 +89,13 @@ def init(
             return
         config = Config.from_environment()
         logs.configure(config.log_level)
+        _check_place()
         world = World(_connect(comm, config), config)
         _default.world = world
         _default.was_shut_down = False
         global_process_set.attach(0, world, world)
         if world.size > 1:
+            os.environ[_TAKEN] = f"{os.getpid()} {_place()}"
             _default.hooks = install(
                 world.rank,
                 _abort,
@@ -270,6 +285,21 @@ def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False)
 def stop_timeline() -> None:
     """Stop recording, and finish the file."""
     world().stop_timeline()
+
+
+def _place() -> str:
+    return " ".join(os.environ.get(variable, "-") for variable in _PLACE_VARIABLES)
+
+
+def _check_place() -> None:
+    """Refuse a process that has inherited a rank's place from it: in MPI the two would be one rank, and wait for ever."""
+    process, _, place = os.environ.get(_TAKEN, "").partition(" ")
+    if process and process != str(os.getpid()) and place == _place():
+        raise ForkedProcessError(
+            f"init() was called in a process that was started by a rank (process {process}), and is no rank itself. Workers that "
+            f"multiprocessing starts with spawn or forkserver, of a data loader for instance, import the main script again: "
+            f"keep init() and all that follows under `if __name__ == '__main__':`"
+        )
 
 
 def _connect(comm: MPI.Intracomm | Sequence[int] | None, config: Config) -> Group:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -211,6 +212,69 @@ def test_none_passes_floats_through_untouched() -> None:
     tensor = np.ones(3, np.float32)
     sent, context = Compression.none.compress(tensor)
     assert sent is tensor and Compression.none.decompress(sent, context) is tensor
+
+
+class Owned:
+    """A tensor of a framework that is not NumPy: it has a dtype and a device, and only its framework can convert it."""
+
+    def __init__(self, dtype: Any, device: str = "device 1") -> None:
+        self.dtype, self.device = dtype, device
+
+    def astype(self, dtype: Any) -> Any:
+        return type(self)(dtype, self.device)
+
+
+DTYPES = {"float16": FLOAT16, "bfloat16": BFLOAT16, "float32": FLOAT32, "float64": FLOAT64}
+
+
+def framework_of(name: str, monkeypatch: pytest.MonkeyPatch) -> type[Any]:
+    """A framework as far as compression knows it, in place of the real one; its tensor type."""
+    kind: type[Any] = type("Tensor", (Owned,), {})
+    if name == "jax":
+        monkeypatch.setitem(sys.modules, "jax.numpy", SimpleNamespace(**DTYPES))  # type: ignore[arg-type]
+        module = SimpleNamespace(Array=kind)
+    elif name == "cupy":
+        module = SimpleNamespace(ndarray=kind, float32=np.float32, float64=np.float64)
+    else:
+        module = SimpleNamespace(Tensor=kind, cast=lambda tensor, dtype: kind(dtype, tensor.device), **DTYPES)
+    monkeypatch.setitem(sys.modules, name, module)  # type: ignore[arg-type]
+    return kind
+
+
+@pytest.mark.parametrize(("compressor", "half"), [(Compression.fp16, FLOAT16), (Compression.bf16, BFLOAT16)], ids=["fp16", "bf16"])
+@pytest.mark.parametrize("framework", ["jax", "cupy", "tensorflow"])
+def test_a_frameworks_tensor_is_converted_by_its_framework(
+    framework: str, compressor: Any, half: np.dtype[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = framework_of(framework, monkeypatch)
+    for dtype in (FLOAT32, FLOAT64):
+        sent, context = compressor.compress(kind(dtype))
+        assert type(sent) is kind and sent.dtype == half and sent.device == "device 1"
+        back = compressor.decompress(sent, context)
+        assert type(back) is kind and back.dtype == dtype and back.device == "device 1"
+    for dtype in (np.dtype(np.int32), FLOAT16, BFLOAT16):
+        tensor = kind(dtype)
+        sent, context = compressor.compress(tensor)
+        assert sent is tensor and compressor.decompress(sent, context) is tensor
+
+
+@pytest.mark.parametrize("compressor", [Compression.fp16, Compression.bf16])
+def test_a_torch_tensor_stays_one(compressor: Any) -> None:
+    torch = pytest.importorskip("torch")
+    half = torch.float16 if compressor is Compression.fp16 else torch.bfloat16
+    for dtype in (torch.float32, torch.float64):
+        whole = torch.tensor([[1.0, -2.5e-7, 1.1], [70000.0, float("inf"), float("nan")]], dtype=dtype)
+        for tensor in (whole, whole.T, whole[:, 1:], whole[0, 0], whole[:0], whole.clone().requires_grad_()):
+            sent, context = compressor.compress(tensor)
+            assert type(sent) is torch.Tensor and sent.dtype is half and sent.shape == tensor.shape
+            back = compressor.decompress(sent, context)
+            assert back.dtype is dtype and torch.equal(back.nan_to_num(7, 8), tensor.to(half).to(dtype).nan_to_num(7, 8))
+    for tensor in (torch.ones(2, dtype=torch.int64), torch.ones(2, dtype=torch.float16), torch.ones(2, dtype=torch.bfloat16)):
+        sent, context = compressor.compress(tensor)
+        assert sent is tensor and compressor.decompress(sent, context) is tensor
+    empty = torch.empty(3, device="meta")  # on a device that only torch can reach
+    sent, context = compressor.compress(empty)
+    assert sent.device.type == "meta" and compressor.decompress(sent, context).dtype is torch.float32
 
 
 class Signs(Compressor):

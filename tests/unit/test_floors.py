@@ -87,8 +87,9 @@ FLOORS = {
         "cuda.calibration",
         "cuda.tasks",
     ),
-    6: ("cuda.door", "cuda.side", "door", "operations", "world", "membership", "runtime", "api", "__init__"),
-    8: ("launch",),
+    6: ("cuda.door", "cuda.side", "door", "operations", "world", "membership", "runtime", "api", "built", "__init__"),
+    7: ("torch",),
+    8: ("launch", "horovod"),
 }
 FLOOR = {name: floor for floor, names in FLOORS.items() for name in names}
 SPREAD = ("cuda",)

@@ -1,0 +1,180 @@
+"""What the distributed optimizer's Python costs in a backward pass: ``collectivesrun -np 2 python -m benchmarks.torch_hooks``.
+
+torch calls a hook for a parameter whose gradient is there. Rank 0 makes its backward pass while the others wait at a barrier, so that
+what can be submitted is submitted and nothing can travel: what is measured is the caller's Python, and not the communication. Then the
+others follow.
+
+    call       a clock around each call of a hook, less what the clock itself shows; also of those that complete a bucket and submit it
+    parameter  all calls of a backward pass together, divided by the parameters: tiny ones share one hook
+    backward   the backward pass with hooks, less that of a copy of the model without, divided by the parameters: also torch's way into
+               Python, and what the engine's thread takes from the caller while it offers the buckets to the others
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks import cli, report
+from benchmarks.measure import Summary
+from benchmarks.ranks import Ranks
+from benchmarks.session import say, session
+from benchmarks.torch_models import MODELS
+
+TARGET = 10.0
+"""Microseconds: what the median call should cost at most."""
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "view": {"gradient_as_bucket_view": True},
+    "groups": {"groups": 10},
+}
+"""Name -> arguments of the distributed optimizer."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure and print, on rank 0."""
+    flags = cli.Parser(prog="benchmarks.torch_hooks", description="What each parameter costs in Python during a backward pass in torch.")
+    flags.add_argument("--model", choices=tuple(MODELS), default="mlp", help="whose parameters")
+    flags.add_argument("-n", "--steps", type=cli.whole_number(1), default=50, metavar="N", help="timed steps")
+    flags.add_argument("-w", "--warmup", type=cli.whole_number(0), default=5, metavar="N", help="untimed steps before them")
+    flags.add_argument("-J", "--json", type=Path, default=None, metavar="FILE", help="write everything measured to FILE")
+    given = flags.parse_args(arguments)
+    torch.set_num_threads(1)
+    with session() as ranks:
+        records = measure(given, ranks)
+        if given.json and ranks.rank == 0:
+            head = {"benchmark": "torch_hooks", "ranks": ranks.size, "machine": report.machine(), "unit": "microseconds per parameter"}
+            report.write(given.json, {**head, "model": given.model, "records": records})
+
+
+def measure(given: Any, ranks: Ranks) -> list[dict[str, Any]]:
+    """All variants, one after another; rank 0's figures, on rank 0 only."""
+    make, shape = MODELS[given.model]
+    torch.manual_seed(0)
+    model = make()
+    inputs = torch.randn(shape, generator=torch.Generator().manual_seed(1 + ranks.rank))
+    say(ranks, f"# {given.model}: {len(list(model.parameters()))} parameters; {ranks.size} ranks, torch {torch.__version__}")
+    say(ranks, f"# microseconds per parameter on rank 0, {given.steps} steps, nothing travels; wanted: a median of at most {TARGET:g}")
+    heads = f"{'calls':>7}{'call':>10}{'p25':>8}{'p75':>8}{'parameter':>12}{'p25':>8}{'p75':>8}{'backward':>12}{'p25':>8}{'p75':>8}"
+    say(ranks, f"#{'':<10}{heads}")
+    records: list[dict[str, Any]] = []
+    if ranks.size == 1:
+        say(ranks, "# one rank has nobody to send gradients to, and so no hooks")
+        return records
+    for name, options in VARIANTS.items():
+        calls, inside, added = variant(model, inputs, options, given, ranks)
+        if ranks.rank == 0:
+            parts = {"call": calls, "parameter": inside, "backward": added}
+            summaries = {part: Summary.of(samples).as_dict() for part, samples in parts.items()}
+            records.append({"variant": name, "calls": len(calls) / given.steps, **summaries})
+            say(ranks, line(records[-1]))
+    return records
+
+
+def variant(model: Any, inputs: Any, options: dict[str, Any], given: Any, ranks: Ranks) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Train ``steps`` steps.
+
+    Returns:
+        Microseconds: of each call of a hook; of each backward pass, all calls divided by the parameters; and what the pass took longer,
+        divided by the parameters.
+    """
+    plain, hooked, clocked = (copy.deepcopy(model) for _ in range(3))
+    optimizers = [distributed(hooked, options)]
+    calls: list[float] = []
+    with clocked_hooks(calls):
+        optimizers.append(distributed(clocked, options))
+    all_calls: list[float] = []
+    inside: list[float] = []
+    added: list[float] = []
+    count = len(list(plain.parameters()))
+    for step in range(-given.warmup, given.steps):
+        for first in (True, False):
+            if first == (ranks.rank == 0):
+                without, within, _ = (backward(one, inputs) for one in (plain, hooked, clocked))
+            ranks.barrier()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        plain.zero_grad()
+        if step >= 0:
+            all_calls += calls
+            inside.append(sum(calls) / count)
+            added.append((within - without) / count)
+        calls.clear()
+    return 1e6 * np.array(all_calls), 1e6 * np.array(inside), 1e6 * np.array(added)
+
+
+def distributed(model: Any, options: dict[str, Any]) -> Any:
+    """Our optimizer, which leaves the weights as they are."""
+    import collectives.torch as hvd
+
+    return hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), named_parameters=model.named_parameters(), **options)
+
+
+def backward(model: Any, inputs: Any) -> float:
+    """Seconds of one backward pass."""
+    loss = model(inputs)
+    gc.disable()
+    start = perf_counter()
+    loss.backward()
+    stop = perf_counter()
+    gc.enable()
+    return stop - start
+
+
+@contextmanager
+def clocked_hooks(calls: list[float]) -> Iterator[None]:
+    """Hooks that are registered meanwhile note in ``calls`` how many seconds each of their calls takes."""
+    register = torch.Tensor.register_post_accumulate_grad_hook
+    clock = clock_cost()
+
+    def registered(parameter: Any, hook: Callable[[Any], object]) -> Any:
+        return register(parameter, clocked(hook, calls, clock))
+
+    torch.Tensor.register_post_accumulate_grad_hook = registered
+    try:
+        yield
+    finally:
+        torch.Tensor.register_post_accumulate_grad_hook = register
+
+
+def clocked(hook: Callable[[Any], object], calls: list[float], clock: float) -> Callable[[Any], None]:
+    """The hook, with a clock around it."""
+
+    def call(parameter: Any) -> None:
+        start = perf_counter()
+        hook(parameter)
+        calls.append(perf_counter() - start - clock)
+
+    return call
+
+
+def clock_cost() -> float:
+    """What the clock shows around a function that does nothing."""
+    calls: list[float] = []
+    nothing = clocked(lambda parameter: None, calls, 0.0)
+    for _ in range(1000):
+        nothing(None)
+    return float(np.median(calls))
+
+
+def line(record: dict[str, Any]) -> str:
+    """A variant's line of the table."""
+    shown = "".join(
+        f"{record[part]['median']:>{width}.2f}{record[part]['p25']:>8.2f}{record[part]['p75']:>8.2f}"
+        for part, width in (("call", 10), ("parameter", 12), ("backward", 12))
+    )
+    return f" {record['variant']:<10}{record['calls']:>7g}{shown}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,249 @@
+"""Training steps in torch: ``collectivesrun -np 2 python -m benchmarks.torch_step --model resnet50``.
+
+What does communication add to a step (forward, backward, optimizer)? The contestants train copies of one model on the same input, and
+take turns step by step:
+
+    alone               a plain optimizer: every rank for itself
+    collectives         our DistributedOptimizer
+    collectives-view    the same with gradient_as_bucket_view=True
+    ddp                 torch's DistributedDataParallel over gloo, with its default buckets
+    ddp-view            the same with gradient_as_bucket_view=True
+    ddp-hook            DistributedDataParallel with our communication hook
+    memcpy              one copy of as many bytes as all gradients have, on every rank: no step, but the least that an all-reduce moves
+
+What a contestant adds in a round is its step's time minus that of ``alone`` in the same round.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks import cli, report
+from benchmarks.floor import NAME as FLOOR
+from benchmarks.floor import floor
+from benchmarks.measure import Summary, alternate
+from benchmarks.peers import Torch, connect
+from benchmarks.progress import Progress, watched
+from benchmarks.ranks import Ranks
+from benchmarks.record import OURS
+from benchmarks.session import counters, per_step, say, session
+from benchmarks.torch_models import MODELS
+
+ALONE, VIEW = "alone", f"{OURS}-view"
+PEERS = ("ddp", "ddp-view", "ddp-hook", FLOOR)
+
+_COUNTED = 5
+"""Steps over which the engine's counters are averaged."""
+_TOLERANCE = 1e-5
+"""Of a tensor's largest gradient: the contestants add in different orders."""
+
+Step = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """A copy of the model, one training step of it, and where its gradients are afterwards."""
+
+    name: str
+    model: Any
+    step: Step
+
+    def gradients(self) -> list[Any]:
+        return [parameter.grad for parameter in self.model.parameters()]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure and print, on rank 0; wrong gradients end the process with status 1."""
+    flags = cli.Parser(prog="benchmarks.torch_step", description="What communication adds to a training step in torch.")
+    flags.add_argument("--model", choices=tuple(MODELS), default="resnet50", help="what is trained")
+    flags.add_argument("--peers", type=cli.names("peer", PEERS), default=("ddp", "ddp-view", FLOOR), metavar="LIST", help=", ".join(PEERS))
+    flags.add_argument("-n", "--steps", type=cli.whole_number(1), default=20, metavar="N", help="timed rounds")
+    flags.add_argument("-w", "--warmup", type=cli.whole_number(0), default=5, metavar="N", help="untimed rounds before them")
+    flags.add_argument("--block", type=cli.whole_number(1), default=1, metavar="N", help="steps of a contestant in a round")
+    flags.add_argument("-J", "--json", type=Path, default=None, metavar="FILE", help="write everything measured to FILE")
+    given = flags.parse_args(arguments)
+    torch.set_num_threads(1)
+    with session() as ranks:
+        content = measure(given, ranks)
+        if given.json and ranks.rank == 0:
+            head = {"benchmark": "torch_step", "ranks": ranks.size, "machine": report.machine(), "unit": "milliseconds per step"}
+            report.write(given.json, {**head, **content})
+    if any(record["wrong"] for record in content["records"]):
+        sys.exit(1)
+
+
+def measure(given: Any, ranks: Ranks) -> dict[str, Any]:
+    """Time all contestants' steps, and count what ours does; rank 0 prints it."""
+    make, shape = MODELS[given.model]
+    torch.manual_seed(0)
+    model = make()
+    inputs = torch.randn(shape, generator=torch.Generator().manual_seed(1 + ranks.rank))
+    sizes = [parameter.numel() for parameter in model.parameters()]
+    contestants = [alone(model, inputs), ours(model, inputs, False), ours(model, inputs, True)]
+    gloo = connect("gloo", ranks) if any(name != FLOOR for name in given.peers) else "no peers"
+    try:
+        if isinstance(gloo, Torch):
+            contestants += [of_ddp(name, model, inputs) for name in given.peers if name != FLOOR]
+        else:
+            say(ranks, f"# {gloo}")
+        machine = report.machine()
+        where = f"{ranks.size} ranks, each on {machine['usable_cores']} of {machine['cores']} cores"
+        say(ranks, f"# {given.model}: {len(sizes)} float32 tensors, {4 * sum(sizes) / 1e6:.1f} MB; {where}; torch {torch.__version__}")
+        rounds = f"{given.steps} rounds" + (f" of {given.block} steps" if given.block > 1 else "")
+        say(ranks, f"# medians of {rounds}, the slowest rank's time; adds = step - {ALONE}, and its quartiles, in the same round")
+        wrong = check(contestants, ranks)
+        steps = {contestant.name: contestant.step for contestant in contestants}
+        if FLOOR in given.peers:
+            source, target = np.ones(sum(sizes), np.float32), np.ones(sum(sizes), np.float32)
+            steps[FLOOR] = floor(source, target, source.nbytes)
+        with Progress(given.warmup + given.steps, ranks.rank == 0 and watched()) as progress:
+            blocks = [repeated(step, given.block) for step in steps.values()]
+            seconds = alternate(ranks, blocks, given.warmup, given.steps, progress.tick) / given.block
+        counted = count(contestants[1].step, ranks)
+    finally:
+        if isinstance(gloo, Torch):
+            gloo.close()
+    records = summarize(dict(zip(steps, seconds * 1e3, strict=True)), wrong)
+    say(ranks, table(records))
+    shown = ", ".join(f"{name} {value:g}" for name, value in counted.items() if value)
+    say(ranks, f"# the engine's counters per step of {OURS}: {shown or 'all 0'}")
+    content = {"model": given.model, "tensors": len(sizes), "bytes": 4 * sum(sizes), "block": given.block}
+    return {**content, "records": records, "counters_per_step": counted}
+
+
+def alone(model: Any, inputs: Any) -> Contestant:
+    """No communication."""
+    model = copy.deepcopy(model)
+    return Contestant(ALONE, model, training(model, inputs, plain(model)))
+
+
+def ours(model: Any, inputs: Any, view: bool) -> Contestant:
+    """A user's loop with our optimizer."""
+    import collectives.torch as hvd
+
+    model = copy.deepcopy(model)
+    optimizer = hvd.DistributedOptimizer(plain(model), named_parameters=model.named_parameters(), gradient_as_bucket_view=view)
+    return Contestant(VIEW if view else OURS, model, training(model, inputs, optimizer))
+
+
+def of_ddp(name: str, model: Any, inputs: Any) -> Contestant:
+    """A user's loop with DistributedDataParallel."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    from collectives.torch import ddp
+
+    model = copy.deepcopy(model)
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=name == "ddp-view")
+    if name == "ddp-hook":
+        wrapped.register_comm_hook(ddp.AllreduceState(), ddp.allreduce_hook)
+    return Contestant(name, model, training(wrapped, inputs, plain(model)))
+
+
+def plain(model: Any) -> Any:
+    """The same optimizer for everybody. It does its work and leaves the weights as they are, so that all steps are the same."""
+    return torch.optim.SGD(model.parameters(), lr=0.0)
+
+
+def training(model: Any, inputs: Any, optimizer: Any) -> Step:
+    """One step as a user writes it."""
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(inputs).backward()
+        optimizer.step()
+
+    return step
+
+
+def repeated(step: Step, times: int) -> Step:
+    """A call of so many steps."""
+
+    def block() -> None:
+        for _ in range(times):
+            step()
+
+    return block
+
+
+def check(contestants: Sequence[Contestant], ranks: Ranks) -> dict[str, int | None]:
+    """Each contestant's wrong gradients on all ranks after one step, by the ranks' own gradients and MPI's sum of them."""
+    first, *others = contestants
+    first.step()
+    expected = [gradient.double().numpy() for gradient in first.gradients()]
+    if ranks.comm is not None:
+        from mpi4py import MPI
+
+        for array in expected:
+            ranks.comm.Allreduce(MPI.IN_PLACE, array)
+            array /= ranks.size
+    wrong: dict[str, int | None] = {first.name: None}
+    for contestant in others:
+        contestant.step()
+        pairs = zip(contestant.gradients(), expected, strict=True)
+        wrong[contestant.name] = ranks.total(sum(differing(gradient.numpy(), array) for gradient, array in pairs))
+    return wrong
+
+
+def differing(found: np.ndarray, expected: np.ndarray) -> int:
+    """How many elements are not what they should be, to rounding; not a number is wrong."""
+    return int(np.sum(~(np.abs(found - expected) <= _TOLERANCE * np.abs(expected).max(initial=0))))
+
+
+def count(step: Step, ranks: Ranks) -> dict[str, float]:
+    """The rise of this rank's counters per step."""
+    import collectives
+
+    ranks.barrier()
+    before = counters(collectives.world().statistics)
+    for _ in range(_COUNTED):
+        step()
+        ranks.barrier()
+    return per_step(before, counters(collectives.world().statistics), _COUNTED)
+
+
+def summarize(times: dict[str, np.ndarray], wrong: dict[str, int | None]) -> list[dict[str, Any]]:
+    """From the milliseconds of all rounds: each contestant's step, what it adds to the one alone, and that against the peer ``ddp``."""
+    records: list[dict[str, Any]] = []
+    theirs = float(np.median(times["ddp"] - times[ALONE])) if "ddp" in times else None
+    for name, row in times.items():
+        added = None if name == ALONE else Summary.of(row if name == FLOOR else row - times[ALONE])
+        records.append(
+            {
+                "contestant": name,
+                "time": None if name == FLOOR else Summary.of(row).as_dict(),
+                "added": added and added.as_dict(),
+                # Where ddp seems to add nothing, there is nothing to compare with: too much noise, or too few rounds.
+                "of_ddp": added.median / theirs if added and theirs and theirs > 0 else None,
+                "wrong": wrong.get(name),
+            }
+        )
+    return records
+
+
+def table(records: Sequence[dict[str, Any]]) -> str:
+    """A line per contestant: its step, what it adds, and the ratio to what ``ddp`` adds."""
+    width = max(len(record["contestant"]) for record in records)
+    heads = "".join(f"{head:>10}" for head in ("step ms", "p25", "p75", "adds ms", "p25", "p75"))
+    lines = [f"#{'contestant':<{width}}{heads}{'of ddp':>9}{'#wrong':>8}"]
+    for record in records:
+        quartiles = "".join(
+            f"{found[key]:>10.3f}" if (found := record[part]) else f"{'-':>10}"
+            for part in ("time", "added")
+            for key in ("median", "p25", "p75")
+        )
+        ratio = "-" if record["of_ddp"] is None else f"{record['of_ddp']:.2f}"
+        wrong = "N/A" if record["wrong"] is None else record["wrong"]
+        lines.append(f" {record['contestant']:<{width}}{quartiles}{ratio:>9}{wrong:>8}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

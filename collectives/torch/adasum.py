@@ -1,0 +1,72 @@
+"""The optimizer of `Adasum`: every rank steps by itself, and what the steps did to the parameters is combined.
+
+    start     = parameters
+    step      each rank's optimizer applies its own gradients
+    delta     = parameters - start
+    parameters = start + adasum(delta of every rank)
+
+S. Maleki et al., "Scaling Distributed Training with Adaptive Summation", MLSys 2021: combining steps in place of gradients makes it work
+with any optimizer, since what is orthogonal or parallel is what the optimizer does. Its state (momentum and the like) is each rank's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+
+from collectives.membership import ProcessSet
+from collectives.reduction import Op
+from collectives.runtime import world_of
+
+
+class AdasumSteps:
+    """What is put before an optimizer's class; see `collectives.torch.DistributedOptimizer`."""
+
+    param_groups: list[dict[str, Any]]
+
+    def begin(self, compression: Any, process_set: ProcessSet) -> None:
+        """Set up."""
+        self._compression = compression
+        self._process_set = process_set
+        self._starts: dict[int, Any] = {}
+
+    def synchronize(self) -> None:
+        """Nothing: what is combined is there only after the step."""
+
+    def skip_synchronize(self) -> NoReturn:
+        """Not possible.
+
+        Raises:
+            AssertionError: always.
+        """
+        raise AssertionError("Skipping synchronization is not supported when using Adasum optimizer.")
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Nothing: gradients add up on the rank until ``step()``."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step on this rank, and combine the steps of all.
+
+        Raises:
+            MismatchError, RankFailedError, CollectiveTimeoutError: as for `collectives.allreduce`; the parameters are then what they were.
+        """
+        trained = [param for group in self.param_groups for param in group["params"] if param.requires_grad]
+        params = [param.detach() for param in trained]
+        starts = [self._starts.setdefault(id(param), torch.empty_like(param, requires_grad=False)) for param in trained]
+        with torch.no_grad():
+            torch._foreach_copy_(starts, params)
+        loss = super().step(closure)  # type: ignore[misc]
+        with torch.no_grad():
+            try:
+                torch._foreach_sub_(params, starts)
+                world_of(self._process_set).grouped_allreduce_(params, op=Op.ADASUM, name="steps", compression=self._compression)
+            except BaseException:
+                torch._foreach_copy_(params, starts)
+                raise
+            torch._foreach_add_(params, starts)
+        return loss
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError("a distributed optimizer cannot be copied or pickled; save and load its state_dict()")

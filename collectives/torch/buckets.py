@@ -1,0 +1,349 @@
+"""The buckets in which gradients travel.
+
+    Grouped    large gradients, combined where they are: the engine reads the peers' memory, so that packing would only cost
+    Packed     small ones, for which Python costs more than bytes: one call of torch copies them into one tensor, one brings them back
+    Viewed     gradients that live in one tensor for good: autograd adds to it, the engine combines it, and nothing is copied
+    Sparse     one sparse gradient, gathered
+
+A bucket leaves when the hooks of its parameters have told that all gradients are there, while the backward pass goes on. A hook costs
+2 to 3 microseconds, which is more than a *tiny* gradient costs in all: those share a bucket that is *late*, has no hooks, and leaves when
+somebody waits.
+
+A gradient that is on its way belongs to the engine. Whoever changes it meanwhile is told so, by torch's version counter, when it is back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from collectives.compression import BUILT_IN
+from collectives.errors import InvalidArgumentError
+from collectives.membership import ProcessSet
+from collectives.reduction import Op
+from collectives.runtime import world_of
+from collectives.torch.sparse import sparse_allreduce_async
+
+TINY = 4 << 10
+"""Bytes up to which a gradient is late: the hook would take longer than the gradient."""
+SMALL = 64 << 10
+"""Bytes up to which a gradient is packed. Above, what packing copies takes longer than what it saves in Python."""
+PACKED = 1 << 20
+"""Bytes of small gradients that share a bucket: enough to make the cost of a call small, and early enough on its way to overlap."""
+LARGE = 16 << 20
+"""Bytes of all other gradients that share a bucket. Were each to leave by itself, the engine would take those together that happen to come
+close to each other, differently in every step, and plan anew."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """How gradients are combined; as for `collectives.allreduce`. ``label`` goes before the names of all operations."""
+
+    label: str
+    op: Op
+    prescale_factor: float
+    postscale_factor: float
+    compression: Any
+    process_set: ProcessSet
+
+    @property
+    def packs(self) -> bool:
+        """Whether gradients may travel as one tensor: not where a compressor of the user's looks at each by itself."""
+        return self.compression is None or any(self.compression is known for known in BUILT_IN)
+
+    def keywords(self, name: str) -> dict[str, Any]:
+        return {
+            "op": self.op,
+            "name": self.label + name,
+            "prescale_factor": self.prescale_factor,
+            "postscale_factor": self.postscale_factor,
+            "compression": self.compression,
+        }
+
+
+class Slot:
+    """A parameter's place in a bucket.
+
+    Attributes:
+        left: backward passes until its gradient may leave, of ``passes``; counted only where it has a hook.
+        blank: the gradient stands there as zeros because it lives in a bucket: until a backward pass adds to it, there is none.
+        sparse_dim: of a sparse gradient; 0 of a dense one, as far as is known.
+        was_sparse: the gradient became dense in order to travel, and had so many sparse dimensions.
+    """
+
+    __slots__ = ("blank", "bucket", "left", "name", "param", "passes", "sparse_dim", "was_sparse")
+
+    def __init__(self, name: str, param: Any, passes: int) -> None:
+        self.name = name
+        self.param = param
+        self.passes = self.left = passes
+        self.bucket: Bucket
+        self.blank = False
+        self.sparse_dim = self.was_sparse = 0
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.param.numel() * self.param.element_size())
+
+
+class Bucket:
+    """Gradients that leave together.
+
+    Args:
+        slots: their places.
+        name: of the operation.
+        way: how they are combined.
+
+    Attributes:
+        late: it leaves only when somebody waits.
+        pending: how many gradients are missing until it may leave.
+        missing: what has none on this rank, so that zeros travel in its place.
+        handle: of the operation in flight, or None.
+    """
+
+    late = False
+
+    def __init__(self, slots: Sequence[Slot], name: str, way: Way) -> None:
+        self.slots = list(slots)
+        self.name = name
+        self.way = way
+        self.pending = len(self.slots)
+        self.missing: list[Slot] = []
+        self.handle: Any = None
+        self._keywords = way.keywords(name)
+        self._params = [slot.param for slot in self.slots]
+        self._gradients: list[Any] = []
+        self._versions: list[int] = []
+        for slot in self.slots:
+            slot.bucket = self
+
+    def submit(self) -> None:
+        """The gradients leave."""
+        gradients = [param.grad for param in self._params]
+        self.missing = [slot for slot, grad in zip(self.slots, gradients, strict=True) if grad is None or self.is_blank(slot)]
+        for at, grad in enumerate(gradients):
+            if grad is None:
+                gradients[at] = torch.zeros_like(self._params[at], requires_grad=False)
+            elif grad.requires_grad:
+                gradients[at] = grad.detach()  # of backward(create_graph=True)
+        self._gradients = gradients
+        self.handle = self.begin(gradients)
+        if not self.late:
+            self._versions = [grad._version for grad in gradients]
+
+    def finish(self) -> None:
+        """Wait until they are back. Does nothing if none are on their way.
+
+        Raises:
+            InvalidArgumentError: the program has changed or dropped a gradient that was on its way; all others are back.
+        """
+        handle, self.handle = self.handle, None
+        if handle is not None:
+            handle.wait()
+            refusal = self._look_for_changes()
+            for slot in self.missing:
+                slot.param.grad = self._gradients[self.slots.index(slot)]
+            self.unpack(self._gradients)
+            self._gradients = []
+            if refusal is not None:
+                raise refusal
+
+    def begin(self, gradients: list[Any]) -> Any:
+        """The handle of an operation that combines the gradients."""
+        raise NotImplementedError
+
+    def is_blank(self, slot: Slot) -> bool:
+        """Whether a gradient stands there that no backward pass has made."""
+        return False
+
+    def unpack(self, gradients: list[Any]) -> None:
+        """The operation is done: bring the results into the gradients, if they are not there."""
+
+    def _look_for_changes(self) -> InvalidArgumentError | None:
+        for slot, grad, version in zip(self.slots, self._gradients, self._versions, strict=True):
+            now = slot.param.grad
+            if now is not grad and slot not in self.missing and (now is None or now.data_ptr() != grad.data_ptr()):
+                return _refusal(slot, "dropped")
+            if grad._version != version:
+                return _refusal(slot, "changed")
+        return None
+
+
+def _refusal(slot: Slot, what: str) -> InvalidArgumentError:
+    return InvalidArgumentError(
+        f"gradient of {slot.name!r}: expected it to be left alone from backward() to optimizer.synchronize(), but it was {what} in "
+        f"between; call optimizer.synchronize() before gradient clipping, scaler.unscale_() and the like, and then step() within "
+        f"optimizer.skip_synchronize()"
+    )
+
+
+class Grouped(Bucket):
+    """Gradients that complete together, each combined where it is."""
+
+    def begin(self, gradients: list[Any]) -> Any:
+        return world_of(self.way.process_set).grouped_allreduce_async_(gradients, **self._keywords)
+
+
+class Packed(Bucket):
+    """Small gradients of one dtype and device, copied into one tensor and back."""
+
+    def __init__(self, slots: Sequence[Slot], name: str, way: Way) -> None:
+        super().__init__(slots, name, way)
+        first = self.slots[0].param
+        self.flat = torch.zeros(sum(slot.param.numel() for slot in self.slots), dtype=first.dtype, device=first.device)
+        pieces = self.flat.split([slot.param.numel() for slot in self.slots])
+        self.views = [_shaped(piece, slot.param) for piece, slot in zip(pieces, self.slots, strict=True)]
+
+    def begin(self, gradients: list[Any]) -> Any:
+        with torch.no_grad():
+            torch._foreach_copy_(self.views, gradients)
+        return world_of(self.way.process_set).allreduce_async_(self.flat, **self._keywords)
+
+    def unpack(self, gradients: list[Any]) -> None:
+        with torch.no_grad():
+            torch._foreach_copy_(gradients, self.views)
+
+
+class Late(Packed):
+    """Tiny gradients, which leave only when somebody waits.
+
+    What clips or scales gradients before they have left does so to all of them, and is noticed by the first one, which has a hook.
+    """
+
+    late = True
+
+    def __init__(self, slots: Sequence[Slot], name: str, way: Way) -> None:
+        super().__init__(slots, name, way)
+        self._noted: tuple[Any, int] | None = None
+        self._refusal: InvalidArgumentError | None = None
+
+    def note(self) -> None:
+        """A backward pass has finished the first gradient."""
+        grad = self._params[0].grad
+        self._noted = (grad, grad._version)
+
+    def submit(self) -> None:
+        noted, self._noted = self._noted, None
+        grad = self._params[0].grad
+        if noted is None or (grad is noted[0] and grad._version == noted[1]):
+            self._refusal = None
+        else:
+            self._refusal = _refusal(self.slots[0], "dropped" if grad is None else "changed")
+        super().submit()
+
+    def _look_for_changes(self) -> InvalidArgumentError | None:
+        return self._refusal
+
+
+class Viewed(Packed):
+    """Gradients of one dtype and device that live in one tensor."""
+
+    def __init__(self, slots: Sequence[Slot], name: str, way: Way) -> None:
+        super().__init__(slots, name, way)
+        for slot, view in zip(self.slots, self.views, strict=True):
+            slot.blank = slot.param.grad is None
+            if not slot.blank:
+                view.copy_(slot.param.grad.detach())
+            slot.param.grad = view
+
+    def begin(self, gradients: list[Any]) -> Any:
+        strangers = [at for at, (grad, view) in enumerate(zip(gradients, self.views, strict=True)) if grad is not view]
+        if strangers:  # somebody has set them to None, so that autograd has made new ones
+            with torch.no_grad():
+                torch._foreach_copy_([self.views[at] for at in strangers], [gradients[at] for at in strangers])
+        for at in strangers:
+            gradients[at] = self.views[at]
+            if self.slots[at] not in self.missing:
+                self.slots[at].param.grad = self.views[at]
+        for slot in self.slots:
+            slot.blank = False
+        return world_of(self.way.process_set).allreduce_async_(self.flat, **self._keywords)
+
+    def unpack(self, gradients: list[Any]) -> None:
+        """They are there."""
+
+    def is_blank(self, slot: Slot) -> bool:
+        return slot.blank and slot.left == slot.passes
+
+    def lay_out(self) -> None:
+        """Zeros in the parameters' gradients, for autograd to add to."""
+        self.flat.zero_()
+        for slot, view in zip(self.slots, self.views, strict=True):
+            slot.blank = True
+            slot.param.grad = view
+
+
+class Sparse(Bucket):
+    """One sparse gradient: every rank's indices and values are gathered, and added up."""
+
+    def submit(self) -> None:
+        slot = self.slots[0]
+        grad = slot.param.grad
+        self.missing = [slot] if grad is None else []
+        if grad is None:
+            indices = torch.empty((slot.sparse_dim, 0), dtype=torch.int64, device=slot.param.device)
+            values = torch.empty((0, *slot.param.shape[slot.sparse_dim :]), dtype=slot.param.dtype, device=slot.param.device)
+            grad = torch.sparse_coo_tensor(indices, values, slot.param.shape)
+        self.handle = sparse_allreduce_async(grad, name=self._keywords["name"], op=self.way.op, process_set=self.way.process_set)
+
+    def finish(self) -> None:
+        handle, self.handle = self.handle, None
+        if handle is not None:
+            self.slots[0].param.grad = handle()
+
+
+def arrange(slots: Sequence[Slot], groups: Sequence[Sequence[Slot]], way: Way, as_views: bool) -> list[Bucket]:
+    """Buckets for gradients, in the order in which the backward pass is likely to fill them.
+
+    Args:
+        slots: in the order of the parameters.
+        groups: of some of them that are to travel together.
+        as_views: gradients live in their buckets.
+    """
+    buckets: list[Bucket] = [_bucket(Grouped, group, way) for group in groups]
+    grouped = {id(slot) for group in groups for slot in group}
+    filling: dict[Any, list[Slot]] = {}
+    for slot in reversed(slots):
+        if id(slot) in grouped:
+            continue
+        kind = _kind(slot, way, as_views)
+        which = kind if kind is Grouped else (kind, slot.param.dtype, slot.param.device)
+        members = filling.setdefault(which, [])
+        if members and sum(member.nbytes for member in members) + slot.nbytes > (PACKED if kind in (Packed, Late) else LARGE):
+            buckets.append(_bucket(kind, members, way))
+            members = filling[which] = []
+        members.append(slot)
+    return [*buckets, *(_bucket(_kind(members[0], way, as_views), members, way) for members in filling.values())]
+
+
+def _kind(slot: Slot, way: Way, as_views: bool) -> type[Bucket]:
+    if not way.packs:
+        return Grouped
+    if slot.nbytes <= TINY:
+        return Late
+    if as_views:
+        return Viewed
+    return Packed if slot.nbytes <= SMALL else Grouped
+
+
+def _bucket(kind: type[Bucket], slots: Sequence[Slot], way: Way) -> Bucket:
+    name = slots[0].name if len(slots) == 1 else f"{slots[0].name} to {slots[-1].name}, {len(slots)} gradients"
+    return kind(slots, name, way)
+
+
+def _shaped(piece: Any, param: Any) -> Any:
+    """A piece of a flat tensor with the parameter's shape, and its layout where that has no gaps: as autograd lays gradients out."""
+    return piece.as_strided(param.shape, torch.empty_like(param, device="meta").stride(), piece.storage_offset())
+
+
+def chunks(items: Sequence[Any], count: int) -> Iterator[Sequence[Any]]:
+    """So many lists of about equal length, the longer ones first; none empty."""
+    size, longer = divmod(len(items), count)
+    at = 0
+    for number in range(min(count, len(items))):
+        end = at + size + (number < longer)
+        yield items[at:end]
+        at = end

@@ -1,0 +1,297 @@
+"""Collectives inside ``torch.compile``: opaque custom operators, with shapes for the tracer and adjoints for autograd.
+
+A compiler sees ``torch.ops.collectives.allreduce(x, "average", ...) -> Tensor`` and looks no further: when the compiled code runs, the
+operator is a blocking call of the engine. The public functions come here while ``torch.compiler.is_compiling()``; a model compiles as one
+graph (``fullgraph=True``), trains, and is compiled again for other shapes, and when the world has another size or this rank another number.
+
+    allreduce, broadcast    the input's shape
+    reducescatter           this rank's share of the rows
+    allgather, alltoall     rows that only the run will tell; where the program knows more, it may say so to the compiler:
+                            ``torch._check(gathered.shape[0] == 2 * x.shape[0])``
+    allreduce_, ...         the operator, and a copy into the tensor
+
+**Nothing may be dropped or change places.** If the compiler of one rank left out an operation because nobody there reads its result, or
+moved it because the shapes are different there, the other ranks would wait for it. The operators therefore have an ordered effect: the
+graph hands a token from one to the next, in the order of the program in forward and of autograd in backward, and returns the last one.
+They are matched by order of call, as in eager mode; names made up while tracing would not do, because one rank may be compiled again when
+the others are not.
+
+torch before 2.10 has no such effects in backward. There the operators are marked as impure, which keeps them in the graph; but Inductor
+still drops one whose result nobody uses, and may exchange independent ones, so that every rank must use the results alike. It also wants
+``torch._dynamo.config.capture_dynamic_output_shape_ops = True`` for allgather and alltoall.
+
+An effect happens once: torch refuses to compile a region under activation checkpointing that holds a collective, since backward would
+run it again. Keep such a region out of the graph with ``torch.compiler.disable``.
+
+The adjoints are those of `collectives.torch.autograd`, and are operators too, because backward is compiled as well. In a compiled backward
+pass all of them run, with gradients of zeros where an output was not used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from collectives.compression import BUILT_IN, BF16Compressor, FP16Compressor, NoneCompressor
+from collectives.membership import ProcessSet
+from collectives.reduction import Op
+from collectives.runtime import world_of
+from collectives.torch import operators
+from collectives.torch.operators import LINEAR
+
+_WIRES: dict[Any, str | None] = {None: None, NoneCompressor: None, FP16Compressor: "float16", BF16Compressor: "bfloat16"}
+
+
+def allreduce(
+    tensor: Any,
+    op: Op,
+    name: str | None = None,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    compressor: Any = None,
+    process_set: ProcessSet | int = 0,
+) -> Any:
+    """`collectives.torch.allreduce` in a graph.
+
+    Args:
+        tensor: any shape, dtype and strides that the engine takes. Left unchanged.
+        op, name, prescale, postscale: as there, except that ``op`` says all: there is no ``average``.
+        compressor: None, a built-in one, or any other whose methods can be traced.
+        process_set: the ranks that take part, or their set's number.
+
+    Returns:
+        A new contiguous tensor.
+    """
+    how = op.value, name, prescale, postscale
+    if _is_built_in(compressor):
+        return torch.ops.collectives.allreduce(tensor, *how, _WIRES[compressor], _number(process_set))
+    compressed, context = compressor.compress(tensor)
+    return compressor.decompress(torch.ops.collectives.allreduce(compressed, *how, None, _number(process_set)), context)
+
+
+def grouped_allreduce(
+    tensors: Sequence[Any],
+    op: Op,
+    name: str | None = None,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    compressor: Any = None,
+    process_set: ProcessSet | int = 0,
+) -> list[Any]:
+    """`collectives.torch.grouped_allreduce` in a graph, as one node; arguments as for `allreduce`."""
+    how = op.value, name, prescale, postscale
+    if _is_built_in(compressor):
+        return list(torch.ops.collectives.grouped_allreduce(list(tensors), *how, _WIRES[compressor], _number(process_set)))
+    pairs = [compressor.compress(tensor) for tensor in tensors]
+    reduced = torch.ops.collectives.grouped_allreduce([compressed for compressed, _ in pairs], *how, None, _number(process_set))
+    return [compressor.decompress(result, context) for result, (_, context) in zip(reduced, pairs, strict=True)]
+
+
+def reducescatter(
+    tensor: Any, op: Op, name: str | None = None, prescale: float = 1.0, postscale: float = 1.0, process_set: ProcessSet | int = 0
+) -> Any:
+    """`collectives.torch.reducescatter` in a graph: this rank's rows of the reduced tensor."""
+    world = world_of(process_set)
+    rows = (tensor.shape[0] + world.size - 1 - world.rank) // world.size  # as `partition.rows`, of a number that may be a symbol
+    return torch.ops.collectives.reducescatter(tensor, op.value, name, prescale, postscale, rows, _number(process_set))
+
+
+def allgather(tensor: Any, name: str | None = None, process_set: ProcessSet | int = 0) -> Any:
+    """`collectives.torch.allgather` in a graph: every rank's rows."""
+    return torch.ops.collectives.allgather(tensor, name, None, _number(process_set))
+
+
+def broadcast(tensor: Any, root: int, name: str | None = None, process_set: ProcessSet | int = 0) -> Any:
+    """`collectives.torch.broadcast` in a graph; ``root`` is a number within the process set."""
+    return torch.ops.collectives.broadcast(tensor, root, name, _number(process_set))
+
+
+def alltoall(tensor: Any, splits: Any = None, name: str | None = None, process_set: ProcessSet | int = 0) -> tuple[Any, Any]:
+    """`collectives.torch.alltoall` in a graph.
+
+    Args:
+        splits: rows for each rank, a tensor or a sequence of integers; None: the same for all.
+
+    Returns:
+        The rows received, and how many from each rank: int64, on the CPU.
+    """
+    size = world_of(process_set).size
+    if splits is not None and not isinstance(splits, torch.Tensor):
+        splits = torch.tensor(list(splits), dtype=torch.int64)
+    rows, received = torch.ops.collectives.alltoall(tensor, splits, name, None, size, _number(process_set))
+    return rows, received
+
+
+def stored(tensor: Any, result: Any) -> Any:
+    """The tensor, with a result written into it: what an in-place operation is in a graph. Not differentiable."""
+    with torch.no_grad():
+        return tensor.copy_(result)
+
+
+def _is_built_in(compressor: Any) -> bool:
+    return compressor is None or any(compressor is known for known in BUILT_IN)
+
+
+def _number(process_set: ProcessSet | int) -> int:
+    """A process set as a graph can hold it."""
+    if isinstance(process_set, int):
+        return process_set
+    world_of(process_set)  # refuses one that was not added
+    assert process_set.process_set_id is not None
+    return process_set.process_set_id
+
+
+# ---- autograd ------------------------------------------------------------------------------------------------------------
+# In each pair the first notes what the second needs; the gradients of arguments that are no tensors are None.
+
+
+def _note_reduction(ctx: Any, inputs: Any, output: Any) -> None:
+    x, op, name, prescale, postscale, last, process_set = inputs
+    ctx.how = op, name and f"{name}.gradient", prescale, postscale, process_set
+    ctx.wire_or_rows, ctx.grouped = last, isinstance(x, (list, tuple))
+    if op not in LINEAR:
+        ctx.save_for_backward(*(x if ctx.grouped else [x]))
+
+
+def _back_through_allreduce(ctx: Any, gradient: Any) -> Any:
+    op, name, prescale, postscale, process_set = ctx.how
+    run = torch.ops.collectives.grouped_allreduce if ctx.grouped else torch.ops.collectives.allreduce
+    if op in LINEAR:
+        return run(gradient, op, name, prescale, postscale, ctx.wire_or_rows, process_set), *_NO_GRADIENTS
+    totals = run(gradient, Op.SUM.value, name, 1.0, 1.0, None, process_set)
+    results = [
+        torch.ops.collectives.through_reduction(total, x, op, name and f"{name}.{i}", prescale, postscale, process_set)
+        for i, (total, x) in enumerate(zip(totals if ctx.grouped else [totals], ctx.saved_tensors, strict=True))
+    ]
+    return results if ctx.grouped else results[0], *_NO_GRADIENTS
+
+
+def _back_through_reducescatter(ctx: Any, gradient: Any) -> Any:
+    op, name, prescale, postscale, process_set = ctx.how
+    total = torch.ops.collectives.allgather(gradient, name, ctx.all_rows, process_set)
+    x = None if op in LINEAR else ctx.saved_tensors[0]
+    return torch.ops.collectives.through_reduction(total, x, op, name, prescale, postscale, process_set), *_NO_GRADIENTS
+
+
+def _note_reducescatter(ctx: Any, inputs: Any, output: Any) -> None:
+    _note_reduction(ctx, inputs, output)
+    ctx.all_rows = inputs[0].shape[0]
+
+
+def _note_allgather(ctx: Any, inputs: Any, output: Any) -> None:
+    x, name, _, process_set = inputs
+    ctx.how = name and f"{name}.gradient", x.shape[0], process_set
+
+
+def _back_through_allgather(ctx: Any, gradient: Any) -> Any:
+    return torch.ops.collectives.own_rows(gradient, *ctx.how), None, None, None
+
+
+def _note_broadcast(ctx: Any, inputs: Any, output: Any) -> None:
+    _, root, name, process_set = inputs
+    ctx.how = root, name and f"{name}.gradient", process_set
+
+
+def _back_through_broadcast(ctx: Any, gradient: Any) -> Any:
+    return torch.ops.collectives.at_root(gradient, *ctx.how), None, None, None
+
+
+def _note_alltoall(ctx: Any, inputs: Any, output: Any) -> None:
+    x, _, name, _, ranks, process_set = inputs
+    ctx.how = name and f"{name}.gradient", x.shape[0], ranks, process_set
+    ctx.save_for_backward(output[1])
+
+
+def _back_through_alltoall(ctx: Any, gradients: Any) -> Any:
+    return torch.ops.collectives.alltoall(gradients[0], ctx.saved_tensors[0], *ctx.how)[0], None, None, None, None, None
+
+
+_NO_GRADIENTS = (None,) * 6
+
+
+# ---- registration --------------------------------------------------------------------------------------------------------
+
+
+def _like(x: Any, *_: Any) -> Any:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _with_rows(x: Any, rows: Any) -> Any:
+    """Of as many rows as that; None: of as many as the run will tell."""
+    return x.new_empty((torch.library.get_ctx().new_dynamic_size() if rows is None else rows, *x.shape[1:]))
+
+
+def _define(schema: str, run: Callable[..., Any], shape: Callable[..., Any], note: Any = None, back: Any = None) -> None:
+    """Make an operator known to torch.
+
+    Args:
+        schema: its name and signature.
+        run: what it does.
+        shape: the same arguments to empty results.
+        note, back: its autograd.
+    """
+    name, _, signature = schema.partition("(")
+    operator = torch.library.custom_op(f"collectives::{name}", run, mutates_args=(), schema="(" + signature)
+    operator.register_fake(shape)
+    if back is not None:
+        operator.register_autograd(back, setup_context=note)
+    overload = getattr(torch.ops.collectives, name).default
+    if hasattr(torch.library, "_register_effectful_op"):
+        torch.library._register_effectful_op(overload, torch.library.EffectType.ORDERED)
+    else:
+        torch.fx.node.has_side_effect(overload)
+
+
+_REDUCES = "str op, str? name, float prescale, float postscale"
+
+_define(
+    f"allreduce(Tensor x, {_REDUCES}, str? wire, int process_set) -> Tensor",
+    operators.allreduce,
+    _like,
+    _note_reduction,
+    _back_through_allreduce,
+)
+_define(
+    f"grouped_allreduce(Tensor[] xs, {_REDUCES}, str? wire, int process_set) -> Tensor[]",
+    operators.grouped_allreduce,
+    lambda xs, *_: [_like(x) for x in xs],
+    _note_reduction,
+    _back_through_allreduce,
+)
+_define(
+    f"reducescatter(Tensor x, {_REDUCES}, SymInt rows, int process_set) -> Tensor",
+    operators.reducescatter,
+    lambda x, op, name, prescale, postscale, rows, process_set: _with_rows(x, rows),
+    _note_reducescatter,
+    _back_through_reducescatter,
+)
+_define(
+    "allgather(Tensor x, str? name, SymInt? rows, int process_set) -> Tensor",
+    operators.allgather,
+    lambda x, name, rows, process_set: _with_rows(x, rows),
+    _note_allgather,
+    _back_through_allgather,
+)
+_define(
+    "broadcast(Tensor x, int root, str? name, int process_set) -> Tensor",
+    operators.broadcast,
+    _like,
+    _note_broadcast,
+    _back_through_broadcast,
+)
+_define(
+    "alltoall(Tensor x, Tensor? splits, str? name, SymInt? rows, SymInt ranks, int process_set) -> Tensor[]",
+    operators.alltoall,
+    lambda x, splits, name, rows, ranks, process_set: [_with_rows(x, rows), x.new_empty((ranks,), dtype=torch.int64, device="cpu")],
+    _note_alltoall,
+    _back_through_alltoall,
+)
+_define(
+    "own_rows(Tensor gradient, str? name, SymInt rows, int process_set) -> Tensor",
+    operators.own_rows,
+    lambda gradient, name, rows, process_set: _with_rows(gradient, rows),
+)
+_define("at_root(Tensor gradient, int root, str? name, int process_set) -> Tensor", operators.at_root, _like)
+_define(f"through_reduction(Tensor total, Tensor? x, {_REDUCES}, int process_set) -> Tensor", operators.through_reduction, _like)

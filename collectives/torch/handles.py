@@ -1,0 +1,77 @@
+"""Handles whose result is made of the results of others: what torch's habits ask for beyond what the engine gives back."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from collectives.errors import InvalidTypeError
+from collectives.handles import Handle
+
+
+class Derived:
+    """Operations in flight, and what is made of their results once they are complete.
+
+    `synchronize` and `poll` take it as any handle. It can also be called, as the handles of Horovod's ``sparse_allreduce_async`` are.
+
+    Args:
+        handles: of the operations.
+        make: turns their results, in order, into this one's; called once, by the thread that asks first.
+    """
+
+    def __init__(self, handles: Sequence[Handle], make: Callable[..., Any]) -> None:
+        self._handles = handles
+        self._make: Callable[..., Any] | None = make
+        self._result: Any = None
+        self._making = threading.Lock()
+
+    def poll(self) -> bool:
+        """Whether `wait` returns at once."""
+        return all(handle.poll() for handle in self._handles)
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """The result, when the operations are complete; as often as wanted.
+
+        Raises:
+            CollectiveTimeoutError: ``timeout`` seconds have passed; the operations go on. And what the operations raise, every time.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        results = [handle.wait(None if deadline is None else max(0.0, deadline - time.monotonic())) for handle in self._handles]
+        with self._making:
+            if self._make is not None:
+                self._result = self._make(*results)
+                self._make = None
+        return self._result
+
+    __call__ = wait
+
+
+def poll(handle: Handle | Derived) -> bool:
+    """Whether an operation is complete, so that `synchronize` returns at once.
+
+    Args:
+        handle: what an asynchronous operation returned.
+    """
+    return _a_handle(handle).poll()
+
+
+def synchronize(handle: Handle | Derived, timeout: float | None = None) -> Any:
+    """Wait until an operation is complete, and return its result; as often as wanted (Horovod: None from the second time on).
+
+    Args:
+        handle: what an asynchronous operation returned.
+        timeout: seconds to wait at most; None: as long as the other ranks are alive, and ``COLLECTIVES_TIMEOUT``.
+
+    Raises:
+        CollectiveTimeoutError: ``timeout`` has passed; the operation goes on.
+        MismatchError, RankFailedError: the operation failed; raised every time.
+    """
+    return _a_handle(handle).wait(timeout)
+
+
+def _a_handle(handle: Any) -> Handle | Derived:
+    if not isinstance(handle, (Handle, Derived)):
+        raise InvalidTypeError(f"handle: expected what an asynchronous operation returned, got {type(handle).__name__}")
+    return handle

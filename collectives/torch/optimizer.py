@@ -1,0 +1,284 @@
+"""`DistributedOptimizer`: any torch optimizer, whose gradients are combined over the ranks before they are applied."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+
+from collectives.compression import Compression, check
+from collectives.membership import ProcessSet
+from collectives.reduction import Op
+from collectives.runtime import global_process_set, world_of
+from collectives.torch.adasum import AdasumSteps
+from collectives.torch.buckets import Way, chunks
+from collectives.torch.gradients import Reducer
+from collectives.world import World
+
+_made: weakref.WeakKeyDictionary[World, Counter[tuple[str, ...]]] = weakref.WeakKeyDictionary()
+"""How many optimizers were made for parameters of these names: a GAN's two may both have theirs in flight."""
+
+
+def DistributedOptimizer(
+    optimizer: Any,
+    named_parameters: Iterable[tuple[str, Any]] | None = None,
+    compression: Any = Compression.none,
+    backward_passes_per_step: int = 1,
+    op: Op = Op.AVERAGE,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: int | Sequence[Sequence[Any]] | None = None,
+    sparse_as_dense: bool = False,
+    process_set: ProcessSet = global_process_set,
+    *,
+    gradient_as_bucket_view: bool = False,
+) -> Any:
+    """Wrap an optimizer, so that it applies the gradients of all ranks.
+
+    A gradient leaves for the other ranks as soon as the backward pass has finished it; ``step()`` waits for all of them. What
+    changes gradients before the step, such as clipping, comes between the two::
+
+        loss.backward()
+        optimizer.synchronize()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+
+    and with a ``GradScaler`` likewise: ``optimizer.synchronize()``, ``scaler.unscale_(optimizer)``, then ``scaler.step(optimizer)``
+    within ``skip_synchronize()``. Gradients that were changed on their way are refused.
+
+    Parameters that no rank has used in a step keep ``grad = None``; those that some rank has used get the combined gradient
+    everywhere. Frozen parameters may be unfrozen later, and ``add_param_group`` may bring new ones.
+
+    ``step(closure)`` combines the gradients after every evaluation, and averages the loss, so that optimizers that evaluate it
+    several times (``LBFGS``) do so equally often on every rank.
+
+    Args:
+        optimizer: a ``torch.optim.Optimizer``; the result shares its state and groups and is of a subclass of its type.
+        named_parameters: as of ``model.named_parameters()``; all of the optimizer's parameters. By default they are numbered.
+        compression: `Compression.none`, ``fp16``, ``bf16``, or an own class with ``compress`` and ``decompress``.
+        backward_passes_per_step: backward passes over which gradients add up on the rank before they are combined.
+        op: `Average`, `Sum`, `Min`, `Max`, `Product`; or `Adasum`, which combines what the optimizer did to the parameters on each rank
+            instead (see `AdasumSteps`).
+        gradient_predivide_factor: f divides by f before the sum and by size/f afterwards; for Average only.
+        num_groups: Horovod's older name of ``groups``.
+        groups: gradients that are combined together: a number of lists of about equal length, or the lists of parameters themselves.
+            By default they share buckets of up to 16 MiB, from the last parameter to the first.
+        sparse_as_dense: sparse gradients become dense in order to travel; by default indices and values are gathered.
+        process_set: the ranks that train together; the others step on their own.
+        gradient_as_bucket_view: gradients live in their buckets, so that nothing is copied: ``zero_grad()`` then leaves zeros in place of
+            None. It saves time where there are many small parameters.
+
+    Returns:
+        The optimizer, with ``synchronize()``, ``skip_synchronize()`` and ``set_backward_passes_per_step(passes)``.
+
+    Raises:
+        ValueError: names are missing or duplicate, ``groups`` or ``backward_passes_per_step`` makes no sense, a factor without Average, or
+            it is wrapped already.
+        InvalidTypeError: ``compression`` is no compressor.
+        NotInitializedError: before `init`.
+    """
+    if isinstance(optimizer, (_Distributed, AdasumSteps)):
+        raise ValueError("optimizer: expected a torch optimizer, got one that DistributedOptimizer has wrapped already")
+    if gradient_predivide_factor != 1.0 and op is not Op.AVERAGE:
+        raise ValueError("gradient_predivide_factor not supported with op != Average")
+    if num_groups != 0:
+        warnings.warn("num_groups: use groups instead, which takes a number as well", DeprecationWarning, stacklevel=2)
+        groups = num_groups if groups is None else groups
+    if backward_passes_per_step < 1:
+        raise ValueError(f"backward_passes_per_step: expected at least 1, got {backward_passes_per_step}")
+    check(compression)
+    named = _named(optimizer, named_parameters)
+    lists = _groups(groups)
+    together = process_set.included() and world_of(process_set).size > 1
+    kind = AdasumSteps if op is Op.ADASUM and together else _Distributed
+    wrapped: Any = type(type(optimizer).__name__, (kind, type(optimizer)), {"__module__": __name__})
+    result = wrapped.__new__(wrapped)
+    vars(result).update(vars(optimizer))
+    if vars(result).pop("step", None) is not None:
+        # A scheduler that was made for the bare optimizer has put its own ``step`` there, and warns if that is not called before it is.
+        optimizer._opt_called = True
+    if kind is AdasumSteps:
+        result.begin(compression, process_set)
+        return result
+    result.begin(backward_passes_per_step)
+    if together:
+        way = Way(_label(named, process_set), op, 1 / gradient_predivide_factor, gradient_predivide_factor, compression, process_set)
+        if lists is not None:
+            named = _in_order_of_root(named, process_set)
+        if isinstance(lists, int):
+            lists = list(chunks([param for _, param in named if param.requires_grad], lists))
+        result.connect(Reducer(named, way, backward_passes_per_step, lists or (), gradient_as_bucket_view, sparse_as_dense))
+    return result
+
+
+class _Distributed:
+    """What is put before an optimizer's class."""
+
+    backward_passes_per_step: int
+    param_groups: list[dict[str, Any]]
+    _reducer: Reducer | None
+
+    def begin(self, passes: int) -> None:
+        """Set up."""
+        self.backward_passes_per_step = passes
+        self._should_synchronize = True
+        self._synchronized = False
+        self._reducer = None
+
+    def connect(self, reducer: Reducer) -> None:
+        """Train together with other ranks."""
+        self._reducer = reducer
+
+    def synchronize(self) -> None:
+        """Wait until the gradients of all ranks are combined; they are then in ``parameter.grad``.
+
+        A second call before the next backward pass does nothing.
+
+        Raises:
+            InvalidArgumentError: a gradient was changed since its backward pass.
+            MismatchError, RankFailedError, CollectiveTimeoutError: as for `collectives.allreduce`.
+        """
+        if self._reducer is not None and (self._reducer.begun or not self._synchronized):
+            self._reducer.synchronize()
+        self._synchronized = True
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Within it ``step()`` does not synchronize, because that has been done."""
+        self._should_synchronize = False
+        try:
+            yield
+        finally:
+            self._should_synchronize = True
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """From now on gradients are combined after so many backward passes."""
+        self.backward_passes_per_step = passes
+        if self._reducer is not None:
+            self._reducer.wait_for(passes)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Combine the gradients, and apply them; as ``torch.optim.Optimizer.step``."""
+        if not self._should_synchronize or self._reducer is None:
+            self._synchronized = False
+            return super().step(closure)  # type: ignore[misc]
+        if closure is None:
+            self.synchronize()
+            self._synchronized = False
+            return super().step()  # type: ignore[misc]
+        if self._reducer.begun:
+            self.synchronize()
+        return super().step(functools.partial(self._evaluate, closure))  # type: ignore[misc]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As ``torch.optim.Optimizer.zero_grad``.
+
+        Raises:
+            AssertionError: gradients are on their way.
+        """
+        if self._reducer is not None and self._reducer.begun:
+            raise AssertionError(
+                "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or optimizer.synchronize(). "
+                "This is prohibited as it can cause a race condition."
+            )
+        self._synchronized = False
+        super().zero_grad(set_to_none=set_to_none)  # type: ignore[misc]
+        if set_to_none and self._reducer is not None:
+            self._reducer.lay_out()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """As ``torch.optim.Optimizer.load_state_dict``; gradients on their way are waited for and given up."""
+        if self._reducer is not None:
+            self._reducer.drop()
+        self._synchronized = False
+        self._should_synchronize = True
+        super().load_state_dict(state_dict)  # type: ignore[misc]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As ``torch.optim.Optimizer.add_param_group``; the new parameters are trained over all ranks, too."""
+        super().add_param_group(param_group)  # type: ignore[misc]
+        if self._reducer is not None:
+            number = len(self.param_groups) - 1
+            self._reducer.add(_numbered(number, self.param_groups[number]["params"]))
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError("a distributed optimizer cannot be copied or pickled; save and load its state_dict()")
+
+    def _evaluate(self, closure: Callable[[], Any]) -> Any:
+        """The closure's loss, averaged, with the gradients of all ranks."""
+        with torch.enable_grad():
+            loss = closure()
+        self.synchronize()
+        self._synchronized = False
+        if loss is None:
+            return None
+        assert self._reducer is not None
+        mean = self._reducer.mean(loss.item() if isinstance(loss, torch.Tensor) else float(loss))
+        return torch.as_tensor(mean, dtype=loss.dtype, device=loss.device) if isinstance(loss, torch.Tensor) else float(mean)
+
+
+def _named(optimizer: Any, named_parameters: Iterable[tuple[str, Any]] | None) -> list[tuple[str, Any]]:
+    """The optimizer's parameters in its order, with their names.
+
+    Raises:
+        ValueError: no pairs of name and parameter, duplicate names, or parameters without one.
+    """
+    if named_parameters is None:
+        return [pair for number, group in enumerate(optimizer.param_groups) for pair in _numbered(number, group["params"])]
+    pairs = list(named_parameters)
+    if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
+        raise ValueError("named_parameters should be a sequence of tuples (name, parameter), usually produced by model.named_parameters().")
+    duplicates = sorted(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+    if duplicates:
+        raise ValueError(f"Parameter names in named_parameters must be unique. Found duplicates: {', '.join(duplicates)}")
+    names = {id(param): name for name, param in reversed(pairs)}
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    nameless = [tuple(param.shape) for param in params if id(param) not in names]
+    if nameless:
+        raise ValueError(
+            f"named_parameters was specified, but one or more model parameters were not named: {len(nameless)} of {len(params)}, of shapes "
+            f"{', '.join(str(shape) for shape in nameless[:8])}"
+        )
+    return [(names[id(param)], param) for param in params]
+
+
+def _label(named: list[tuple[str, Any]], process_set: ProcessSet) -> str:
+    """What tells an optimizer's operations from those of an earlier one, made for parameters of the same names."""
+    names = tuple(name for name, _ in named)
+    made = _made.setdefault(world_of(process_set), Counter())
+    made[names] += 1
+    return f"optimizer {made[names]}: " if made[names] > 1 else ""
+
+
+def _numbered(group: int, params: Sequence[Any]) -> list[tuple[str, Any]]:
+    return [(f"allreduce.noname.{group}.{number}", param) for number, param in enumerate(params)]
+
+
+def _groups(groups: Any) -> Any:
+    """Check what the user says of groups: None, a number, or lists of parameters."""
+    if groups is None or (isinstance(groups, int) and groups == 0):
+        return None
+    if isinstance(groups, int) and groups > 0:
+        return groups
+    if not isinstance(groups, (list, tuple)):
+        raise ValueError(f"groups should be a non-negative integer or a list of list of torch.Tensor, got {groups!r}.")
+    members = [param for group in groups for param in group]
+    if not all(isinstance(param, torch.Tensor) for param in members):
+        raise ValueError("groups must consist of torch.Tensor.")
+    if len({id(param) for param in members}) < len(members):
+        raise ValueError("A parameter can only appear once in groups.")
+    return [list(group) for group in groups]
+
+
+def _in_order_of_root(named: list[tuple[str, Any]], process_set: ProcessSet) -> list[tuple[str, Any]]:
+    """The parameters as rank 0 has them ordered, so that all ranks form the same groups."""
+    names = world_of(process_set).broadcast_object([name for name, _ in named])
+    order = {name: at for at, name in enumerate(names)}
+    return sorted(named, key=lambda pair: order.get(pair[0], len(order)))

@@ -1,0 +1,200 @@
+"""The state of an optimizer on every rank as one rank has it.
+
+It travels as the root's own objects, pickled, with the tensors left out, wherever in them they are; then the tensors themselves, into
+those of the other ranks. So it may have any structure, nobody has to make state by a step beforehand, and numbers keep their types.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from collectives import arguments, foreign, runtime
+from collectives.errors import InvalidTypeError
+from collectives.membership import ProcessSet
+from collectives.runtime import global_process_set
+from collectives.torch.state import Tensors, agree, describe, move
+
+
+def broadcast_optimizer_state(optimizer: Any, root_rank: int, model: Any = None, process_set: ProcessSet = global_process_set) -> None:
+    """Give every rank the root's optimizer state: what it keeps for each parameter, and the options of its parameter groups.
+
+    No optimizer takes a step, and parameters and gradients stay as they are. A rank that has no state yet, or another one, gets the
+    root's: numbers, None and other (picklable) objects in their own types, tensors in place where this rank has one that fits, else as
+    new ones, each on the CPU if it is there on the root, else on the device of its parameter. Options that only this rank has stay.
+
+    Args:
+        optimizer: of any kind (`torch.optim`'s, `DistributedOptimizer`, others with ``param_groups`` and ``state``); of the same class,
+            with the same groups of parameters, on every rank.
+        root_rank: the rank whose state it is, by its number among all ranks.
+        model: not needed; Horovod looks up in it which gradients are sparse, for the step by which it makes missing state.
+        process_set: the ranks that take part.
+
+    Raises:
+        InvalidTypeError: not an optimizer; or the root's state holds what cannot be pickled, or a sparse tensor.
+        MismatchError: the ranks' optimizers or roots differ; raised on every rank, and names the first difference. Nothing was touched.
+    """
+    label = "broadcast_optimizer_state"
+    world = runtime.world_of(process_set)
+    number = runtime.root_in(process_set, root_rank, label)
+    try:
+        root = arguments.root(number, world.size)
+        layout = _layout(optimizer)
+    except Exception as error:
+        raise world.refused(error, label) from None
+    agree(world, label, {"root_rank": f"rank {root_rank}", **layout})
+    if world.rank == root:
+        try:
+            data, tensors = _take_apart(optimizer)
+        except Exception as error:
+            raise world.refused(InvalidTypeError(f"{label}: the state cannot be sent: {error}"), f"{label}.length") from error
+        world.broadcast_object(data, root, name=label)
+        move(world, label, root, tensors)
+    else:
+        state, tensors = _put_together(world.broadcast_object(None, root, name=label), optimizer)
+        move(world, label, root, tensors)
+        state.store(optimizer)
+
+
+class _Place(NamedTuple):
+    """What the other ranks are told of a tensor of the root's.
+
+    Attributes:
+        beside: the number of a parameter on whose device it lies: its own, if it lies there; None: no parameter's.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: Any
+    device: str
+    beside: int | None
+
+
+class _State(NamedTuple):
+    """An optimizer but for its parameters, for which their numbers stand."""
+
+    options: list[dict[str, Any]]
+    of_parameters: dict[int, Any]
+    other: dict[Any, Any]
+
+    @classmethod
+    def of(cls, optimizer: Any) -> _State:
+        parameters = _parameters(optimizer)
+        return cls(
+            [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups],
+            {number: optimizer.state[parameter] for number, parameter in enumerate(parameters) if parameter in optimizer.state},
+            {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)},
+        )
+
+    def store(self, optimizer: Any) -> None:
+        for group, options in zip(optimizer.param_groups, self.options, strict=True):
+            group.update(options)
+        for number, parameter in enumerate(_parameters(optimizer)):
+            optimizer.state.pop(parameter, None)
+            if number in self.of_parameters:
+                optimizer.state[parameter] = self.of_parameters[number]
+        optimizer.state.update(self.other)
+
+    def tensors(self) -> Tensors:
+        """Those that are an option, or a parameter's state, by name: not those inside of lists and the like."""
+        owners = {f"param_groups[{number}]": options for number, options in enumerate(self.options)}
+        owners |= {f"state[{number}]": values for number, values in self.of_parameters.items() if isinstance(values, dict)}
+        found = {f"{owner}[{key!r}]": value for owner, values in owners.items() for key, value in values.items()}
+        return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
+
+
+class _Pickler(pickle.Pickler):
+    """Leaves tensors out, wherever they are."""
+
+    def __init__(self, file: io.BytesIO, place_of: Callable[[Any], _Place]) -> None:
+        super().__init__(file, pickle.HIGHEST_PROTOCOL)
+        self._place_of = place_of
+
+    def persistent_id(self, obj: Any) -> tuple[Any, ...] | None:
+        return tuple(self._place_of(obj)) if isinstance(obj, torch.Tensor) else None
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, tensor_at: Callable[[_Place], Any]) -> None:
+        super().__init__(file)
+        self._tensor_at = tensor_at
+
+    def persistent_load(self, pid: Any) -> Any:
+        return self._tensor_at(_Place(*pid))
+
+
+def _parameters(optimizer: Any) -> list[Any]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _layout(optimizer: Any) -> dict[str, str]:
+    """What must be alike on every rank."""
+    if not (hasattr(optimizer, "param_groups") and hasattr(optimizer, "state")):
+        raise InvalidTypeError(f"optimizer: expected an optimizer with param_groups and state, got {foreign.describe(optimizer)}")
+    groups = [group["params"] for group in optimizer.param_groups]
+    return {
+        "the optimizer": f"{type(optimizer).__name__} with {len(groups)} parameter groups",
+        **{f"param_groups[{number}]": f"{len(group)} parameters" for number, group in enumerate(groups)},
+        **{
+            f"param_groups[{number}]['params'][{index}]": describe(f"parameter {index}", parameter)
+            for number, group in enumerate(groups)
+            for index, parameter in enumerate(group)
+        },
+    }
+
+
+def _take_apart(optimizer: Any) -> tuple[bytes, Tensors]:
+    """The root's state as bytes, and the tensors in it, which are left out there."""
+    state, parameters = _State.of(optimizer), _parameters(optimizer)
+    names = {id(tensor): name for name, tensor in state.tensors().items()}
+    owners = {id(value): number for number, values in state.of_parameters.items() if isinstance(values, dict) for value in values.values()}
+    tensors: Tensors = {}
+    places: dict[int, _Place] = {}
+
+    def place_of(tensor: Any) -> _Place:
+        if id(tensor) not in places:
+            name = names.get(id(tensor), f"tensor {len(tensors)}")
+            describe(name, tensor)
+            owner = owners.get(id(tensor))
+            candidates = range(len(parameters)) if owner is None else [owner]
+            beside = next((number for number in candidates if parameters[number].device == tensor.device), None)
+            tensors[name] = tensor
+            places[id(tensor)] = _Place(name, tuple(tensor.shape), tensor.dtype, str(tensor.device), beside)
+        return places[id(tensor)]
+
+    file = io.BytesIO()
+    _Pickler(file, place_of).dump(state)
+    return file.getvalue(), tensors
+
+
+def _put_together(data: bytes, optimizer: Any) -> tuple[_State, Tensors]:
+    """The root's state with tensors of this rank, and these tensors, which are to be filled."""
+    parameters, mine = _parameters(optimizer), _State.of(optimizer).tensors()
+    tensors: Tensors = {}
+    taken: set[int] = set()
+
+    def tensor_at(place: _Place) -> Any:
+        if place.name not in tensors:
+            beside = None if place.beside is None else parameters[place.beside]
+            device = torch.device(place.device) if beside is None else beside.device
+            tensor = mine.get(place.name)
+            fits = tensor is not None and (tuple(tensor.shape), tensor.dtype, tensor.device) == (place.shape, place.dtype, device)
+            if not fits or id(tensor) in taken:  # one tensor here may stand for two of the root's, as a shared learning rate does
+                tensor = _new(place, device, beside)
+            taken.add(id(tensor))
+            tensors[place.name] = tensor
+        return tensors[place.name]
+
+    state: _State = _Unpickler(io.BytesIO(data), tensor_at).load()
+    return state, tensors
+
+
+def _new(place: _Place, device: Any, beside: Any) -> Any:
+    """A tensor to fill; with the strides of its parameter, if it is one number for each of the parameter's."""
+    if beside is not None and tuple(beside.shape) == place.shape:
+        return torch.empty_like(beside, dtype=place.dtype, requires_grad=False)
+    return torch.empty(place.shape, dtype=place.dtype, device=device)

@@ -1,0 +1,327 @@
+"""Collectives in functions compiled as one graph: same results and gradients as without, nothing dropped, nothing exchanged."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from collectives import MismatchError  # noqa: E402
+from collectives.reduction import Op  # noqa: E402
+from collectives.torch import compiled  # noqa: E402
+
+pytestmark = pytest.mark.mpi
+
+EFFECTS = hasattr(torch.library, "_register_effectful_op")
+REDUCTIONS = (Op.SUM, Op.AVERAGE, Op.MIN, Op.MAX, Op.PRODUCT)
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        yield
+
+
+def compile_whole(function: Callable[..., Any], backend: Any = "aot_eager", **options: Any) -> Callable[..., Any]:
+    return torch.compile(function, backend=backend, fullgraph=True, **options)  # type: ignore[no-any-return]
+
+
+def same_as_eager(inputs: Sequence[Any], eager: Callable[..., Any], inside: Callable[..., Any], weight: float, **options: Any) -> None:
+    """Both give lists of tensors: equal results, and equal gradients of all inputs for a loss that differs per rank."""
+    found = []
+    for function in (eager, compile_whole(inside, **options)):
+        leaves = [tensor.clone().requires_grad_() for tensor in inputs]
+        results = function(*leaves)
+        loss = sum((result.double() * torch.arange(1.0, result.numel() + 1).reshape(result.shape)).sum() for result in results)
+        (weight * loss).backward()
+        found.append(([result.detach() for result in results], [leaf.grad for leaf in leaves]))
+    torch.testing.assert_close(found[1][0], found[0][0])
+    torch.testing.assert_close(found[1][1], found[0][1])
+
+
+class Halved:
+    """A compressor of the user's own."""
+
+    @staticmethod
+    def compress(tensor: Any) -> tuple[Any, Any]:
+        return tensor.to(torch.float16), tensor.dtype
+
+    @staticmethod
+    def decompress(tensor: Any, context: Any) -> Any:
+        return tensor.to(context)
+
+
+def test_reductions_and_their_gradients(hvd: Any) -> None:
+    torch.manual_seed(hvd.rank())
+    tensors = [torch.rand(5, 3, dtype=torch.float64) + 0.5 for _ in (*REDUCTIONS, Op.ADASUM, *REDUCTIONS)]
+    factors = {"prescale_factor": 0.5, "postscale_factor": 3.0}
+
+    def eager(*xs: Any) -> list[Any]:
+        results = [hvd.allreduce(x, op=op, **factors) for x, op in zip(xs[:6], (*REDUCTIONS, Op.ADASUM), strict=True)]
+        return results + [hvd.reducescatter(x, op=op, **factors) for x, op in zip(xs[6:], REDUCTIONS, strict=True)]
+
+    def inside(*xs: Any) -> list[Any]:
+        results = [compiled.allreduce(x, op, None, 0.5, 3.0) for x, op in zip(xs[:6], (*REDUCTIONS, Op.ADASUM), strict=True)]
+        return results + [compiled.reducescatter(x, op, None, 0.5, 3.0) for x, op in zip(xs[6:], REDUCTIONS, strict=True)]
+
+    same_as_eager(tensors, eager, inside, weight=1.0 + hvd.rank())
+
+
+def test_reductions_of_bfloat16(hvd: Any) -> None:
+    torch.manual_seed(hvd.rank())
+    tensors = [torch.rand(4, 2).bfloat16() for _ in range(3)]
+    same_as_eager(
+        tensors,
+        lambda a, b, c: [hvd.allreduce(a), hvd.reducescatter(b, op=Op.SUM), hvd.broadcast(c, hvd.size() - 1)],
+        lambda a, b, c: [
+            compiled.allreduce(a, Op.AVERAGE),
+            compiled.reducescatter(b, Op.SUM),
+            compiled.broadcast(c, hvd.size() - 1),
+        ],
+        weight=1.0,
+    )
+
+
+def test_moves_and_their_gradients(hvd: Any) -> None:
+    rank, size = hvd.rank(), hvd.size()
+    torch.manual_seed(rank)
+    splits = torch.arange(size) + (1 if rank == 0 else 0)
+    inputs = [torch.rand(rank + 1, 2), torch.rand(2 * size, 3), torch.rand(int(splits.sum()), 3), torch.rand(3)]
+
+    def eager(a: Any, b: Any, c: Any, d: Any) -> list[Any]:
+        return [hvd.allgather(a.sin()), hvd.alltoall(b.sin()), hvd.alltoall(c.sin(), splits)[0], hvd.broadcast(d.sin(), size - 1)]
+
+    def inside(a: Any, b: Any, c: Any, d: Any) -> list[Any]:
+        return [
+            compiled.allgather(a.sin(), "rows"),
+            compiled.alltoall(b.sin())[0],
+            compiled.alltoall(c.sin(), splits)[0],
+            compiled.broadcast(d.sin(), size - 1, "root"),
+        ]
+
+    same_as_eager(inputs, eager, inside, weight=1.0 + rank)
+
+
+def test_received_splits_are_a_result(hvd: Any) -> None:
+    rank, size = hvd.rank(), hvd.size()
+    rows, received = compile_whole(lambda x: compiled.alltoall(x, [rank + 1] * size))(torch.full((size * (rank + 1), 1), float(rank)))
+    assert received.tolist() == [source + 1 for source in range(size)]
+    assert rows.flatten().tolist() == [float(source) for source in range(size) for _ in range(source + 1)]
+
+
+@pytest.mark.parametrize("op", (Op.AVERAGE, Op.MAX))
+def test_groups(hvd: Any, op: Op) -> None:
+    torch.manual_seed(hvd.rank())
+    same_as_eager(
+        [torch.rand(3, 2), torch.rand(4)],
+        lambda a, b: hvd.grouped_allreduce([a.sin(), b.cos()], op=op),
+        lambda a, b: compiled.grouped_allreduce([a.sin(), b.cos()], op, "pair"),
+        weight=1.0 + hvd.rank(),
+    )
+
+
+def test_compression(hvd: Any) -> None:
+    torch.manual_seed(hvd.rank())
+    same_as_eager(
+        [torch.rand(6), torch.rand(6), torch.rand(6)],
+        lambda a, b, c: [
+            hvd.allreduce(a, compression=hvd.Compression.fp16),
+            hvd.allreduce(b, compression=hvd.Compression.bf16),
+            hvd.grouped_allreduce([c], compression=Halved)[0],
+        ],
+        lambda a, b, c: [
+            compiled.allreduce(a, Op.AVERAGE, compressor=hvd.Compression.fp16),
+            compiled.allreduce(b, Op.AVERAGE, compressor=hvd.Compression.bf16),
+            compiled.grouped_allreduce([c], Op.AVERAGE, compressor=Halved)[0],
+        ],
+        weight=1.0 + hvd.rank(),
+    )
+
+
+def test_one_function_for_several_process_sets(hvd: Any) -> None:
+    rank, size = hvd.rank(), hvd.size()
+    even, alone = hvd.add_process_set(range(0, size, 2)), hvd.add_process_set([0])
+
+    @compile_whole
+    def function(x: Any, ranks: Any) -> Any:
+        return compiled.reducescatter(compiled.allreduce(x, Op.SUM, process_set=ranks), Op.SUM, process_set=ranks)
+
+    x = torch.full((4,), rank + 1.0)
+    for group, members in ((hvd.global_process_set, range(size)), (even, range(0, size, 2)), (alone, [0])):
+        if rank in members:
+            expected = len(members) * sum(member + 1.0 for member in members)
+            rows = len(np.array_split(range(4), len(members))[list(members).index(rank)])
+            assert function(x, group).tolist() == [expected] * rows
+    hvd.remove_process_set(even)
+    hvd.remove_process_set(alone)
+
+
+def uneven(x: Any, reads: bool) -> Any:
+    first = compiled.allreduce(x, Op.SUM, "first")
+    second = compiled.allreduce(x * 2, Op.SUM, "second")
+    third = compiled.allgather(x * 3, "third")
+    return second + first + third.sum() if reads else x
+
+
+def test_what_only_one_rank_reads_is_carried_out_by_all(hvd: Any) -> None:
+    size = hvd.size()
+    total = size * (size - 1) / 2
+    result = compile_whole(uneven)(torch.full((2,), float(hvd.rank())), hvd.rank() == 0)
+    assert result.tolist() == ([3 * total + 6 * total] * 2 if hvd.rank() == 0 else [float(hvd.rank())] * 2)
+
+
+def test_unnamed_operations_keep_the_order_of_the_program(hvd: Any) -> None:
+    # Operations of one shape, which would pair up wrongly without a complaint; ranks differ in what depends on what.
+    rank, size = hvd.rank(), hvd.size()
+
+    def function(x: Any) -> Any:
+        parts = [compiled.allreduce(x * factor, Op.SUM) for factor in (1, 10, 100, 1000)]
+        return sum(parts) * 0 + parts[rank % 4] if rank else torch.stack(parts)
+
+    results = compile_whole(function)(torch.ones(3))
+    factors = [1, 10, 100, 1000] if rank == 0 else [[1, 10, 100, 1000][rank % 4]]
+    torch.testing.assert_close(results, torch.tensor([[float(size * factor)] * 3 for factor in factors]).reshape(results.shape))
+
+
+def test_different_shapes_of_one_graph(hvd: Any) -> None:
+    rank, size = hvd.rank(), hvd.size()
+    graphs: list[Any] = []
+
+    def count(graph: Any, examples: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    def function(x: Any) -> Any:
+        return compiled.reducescatter(compiled.allreduce(x, Op.SUM), Op.SUM), compiled.allgather(x)
+
+    run = compile_whole(function, backend=count, dynamic=True)
+    for rows in (3, 4, 7, 8):
+        part, everything = run(torch.full((rows, 2), float(rank)))
+        assert part.shape == (len(np.array_split(range(rows), size)[rank]), 2)
+        assert everything[:, 0].tolist() == [float(source) for source in range(size) for _ in range(rows)]
+    assert len(graphs) == 1
+
+
+def test_compiled_again_for_another_shape(hvd: Any) -> None:
+    run = compile_whole(lambda x: (compiled.allreduce(x, Op.SUM) ** 2).sum(), dynamic=False)
+    for rows in (2, 3, 2):
+        x = torch.ones(rows, requires_grad=True)
+        run(x).backward()
+        assert x.grad.tolist() == [2.0 * hvd.size() ** 2] * rows
+
+
+def test_in_place(hvd: Any) -> None:
+    x = torch.full((3,), float(hvd.rank()))
+
+    def function(x: Any) -> Any:
+        return compiled.stored(x, compiled.allreduce(x, Op.MAX)) + 1
+
+    assert compile_whole(function)(x).tolist() == [float(hvd.size())] * 3
+    assert x.tolist() == [hvd.size() - 1.0] * 3
+
+
+def test_a_mismatch_is_raised_and_the_next_call_works(hvd: Any) -> None:
+    run = compile_whole(lambda x: compiled.allreduce(x, Op.SUM, "clash"), dynamic=False)
+    if hvd.size() > 1:
+        with pytest.raises(MismatchError, match="clash"):
+            run(torch.ones(2 + hvd.rank()))
+    assert run(torch.ones(2)).tolist() == [hvd.size()] * 2
+
+
+def test_operators_are_what_torch_expects(hvd: Any) -> None:
+    size = hvd.size()
+    x = torch.rand(2 * size, 3, requires_grad=True)
+    reduces = ("average", None, 1.0, 1.0)
+    samples: dict[str, tuple[Any, ...]] = {
+        "allreduce": (x, *reduces, None, 0),
+        "grouped_allreduce": ([x, x * 2], *reduces, None, 0),
+        "reducescatter": (x, *reduces, 2, 0),
+        "allgather": (x, None, None, 0),
+        "broadcast": (x, 0, None, 0),
+        "alltoall": (x, None, None, None, size, 0),
+        "own_rows": (x.detach(), None, 2, 0),
+        "at_root": (x.detach(), 0, None, 0),
+        "through_reduction": (x.detach(), x.detach(), "max", None, 1.0, 1.0, 0),
+    }
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    for name, arguments in samples.items():
+        results = torch.library.opcheck(getattr(torch.ops.collectives, name).default, arguments, test_utils=checks)
+        assert set(results.values()) == {"SUCCESS"}, (name, results)
+
+
+class Normed(torch.nn.Module):  # type: ignore[misc, name-defined]
+    """A model that needs the other ranks in forward and in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.last = torch.nn.Linear(6, 8), torch.nn.Linear(8, 3)
+
+    def forward(self, x: Any) -> Any:
+        hidden = self.first(x)
+        mean = compiled.allreduce(hidden.mean(0), Op.AVERAGE) if torch.compiler.is_compiling() else self.reduce(hidden.mean(0))
+        return self.last(torch.tanh(hidden - mean))
+
+    @staticmethod
+    def reduce(tensor: Any) -> Any:
+        import collectives.torch
+
+        return collectives.torch.allreduce(tensor)
+
+
+def train(hvd: Any, backend: str | None) -> list[Any]:
+    """Parameters after some steps; gradients are averaged by hooks as they accumulate."""
+    model = Normed()
+    run = model if backend is None else compile_whole(model, backend=backend)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    handles: list[Any] = []
+
+    def begin(name: str) -> Callable[[Any], None]:
+        return lambda parameter: handles.append(hvd.allreduce_async_(parameter.grad, name=name))
+
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(begin(name))
+    generator = torch.Generator().manual_seed(hvd.rank())
+    for rows in (4, 4, 6, 5):
+        optimizer.zero_grad()
+        run(torch.randn(rows, 6, generator=generator)).square().mean().backward()
+        assert len(handles) == 4
+        while handles:
+            hvd.synchronize(handles.pop())
+        optimizer.step()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def test_training_with_hooks(hvd: Any) -> None:
+    expected = train(hvd, None)
+    found = train(hvd, "aot_eager")
+    torch.testing.assert_close(found, expected)
+    for parameter in found:
+        assert torch.equal(hvd.broadcast(parameter, 0), parameter)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler, and there is no g++ here")
+def test_inductor(hvd: Any) -> None:
+    rank, size = hvd.rank(), hvd.size()
+    if size > 2:
+        pytest.skip("every rank starts a C++ compiler: two ranks show it")
+
+    def function(x: Any, w: Any) -> Any:
+        mean, rows = compiled.allreduce(x @ w, Op.AVERAGE, "mean"), compiled.allgather(x, "rows")
+        return mean.square() + rows.sum() if rank == 0 or not EFFECTS else mean.square()
+
+    x, w = torch.full((2, 3), rank + 1.0), torch.ones(3, 2, requires_grad=True)
+    with torch._inductor.config.patch(compile_threads=1):
+        result = compile_whole(function, backend="inductor")(x, w)
+        result.sum().backward()
+    average = (size + 1) / 2
+    gathered = 3 * size * (size + 1) if rank == 0 or not EFFECTS else 0
+    torch.testing.assert_close(result.detach(), torch.full((2, 2), (3 * average) ** 2 + gathered))
+    # Every rank's loss has the mean in it, squared: 2 * mean, summed over the ranks, times this rank's share of the mean.
+    torch.testing.assert_close(w.grad, torch.full((3, 2), 2 * 2 * 3 * average * (rank + 1)))

@@ -1,0 +1,412 @@
+"""`DistributedOptimizer`: its hooks, buckets and refusals. (That training gives the right parameters: test_torch_training.py.)"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+import collectives
+from collectives.torch.buckets import SMALL
+
+pytestmark = pytest.mark.mpi
+
+several = pytest.mark.skipif(
+    "int(__import__('os').environ.get('OMPI_COMM_WORLD_SIZE', '1')) == 1", reason="one rank has nobody to combine with"
+)
+
+
+class Net(torch.nn.Module):
+    """Two layers of small parameters, one of which is not always used, and one large parameter."""
+
+    def __init__(self, large: int = SMALL // 4 + 7) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(3, 5)
+        self.second = torch.nn.Linear(5, 2)
+        self.large = torch.nn.Parameter(torch.zeros(large))
+
+    def forward(self, x: Any, whole: bool = True) -> Any:
+        hidden = self.first(x)
+        return (self.second(hidden) if whole else hidden).sum() + (self.large * x.sum()).sum()
+
+
+def net(seed: int = 0, **options: Any) -> Net:
+    torch.manual_seed(seed)
+    return Net(**options)
+
+
+def batch(rank: int, step: int = 0) -> Any:
+    return torch.randn(4, 3, generator=torch.Generator().manual_seed(1000 * step + rank))
+
+
+def expected(model: Net, ranks: range, step: int = 0, *, total: bool = False) -> list[Any]:
+    """The gradients of a copy of the model, averaged over the ranks' batches."""
+    twin = copy.deepcopy(model)
+    for param in twin.parameters():
+        param.grad = None
+    for rank in ranks:
+        (twin(batch(rank, step)) / (1 if total else len(ranks))).backward()
+    return [param.grad for param in twin.parameters()]
+
+
+def check(model: Net, gradients: list[Any]) -> None:
+    for (name, param), wanted in zip(model.named_parameters(), gradients, strict=True):
+        torch.testing.assert_close(param.grad, wanted, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_synchronize_averages_the_gradients(hvd: Any, views: bool) -> None:
+    model = net()
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), gradient_as_bucket_view=views
+    )
+    for step in range(3):
+        optimizer.zero_grad()
+        wanted = expected(model, range(hvd.size()), step)
+        model(batch(hvd.rank(), step)).backward()
+        optimizer.synchronize()
+        check(model, wanted)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+
+
+@several
+def test_a_second_synchronize_does_nothing(hvd: Any) -> None:
+    model = net()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), op=hvd.Sum)
+    wanted = expected(model, range(hvd.size()), total=True)
+    model(batch(hvd.rank())).backward()
+    optimizer.synchronize()
+    optimizer.synchronize()
+    check(model, wanted)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()
+    check(model, wanted)
+
+
+def test_the_class_is_the_optimizers(hvd: Any) -> None:
+    model = net()
+    bare = torch.optim.AdamW(model.parameters(), lr=0.25, betas=(0.5, 0.75))
+    optimizer = hvd.DistributedOptimizer(bare, model.named_parameters())
+    assert isinstance(optimizer, torch.optim.AdamW) and type(optimizer).__name__ == "AdamW"
+    assert optimizer.param_groups[0]["betas"] == (0.5, 0.75) and optimizer.defaults["lr"] == 0.25
+    assert optimizer.state is bare.state
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_what_nobody_used_keeps_no_gradient(hvd: Any, views: bool) -> None:
+    model = net()
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.5), model.named_parameters(), gradient_as_bucket_view=views
+    )
+    for step in range(3):
+        optimizer.zero_grad()
+        before = model.second.weight.detach().clone()
+        model(batch(hvd.rank(), step), whole=step == 1).backward()
+        optimizer.step()
+        changed = not torch.equal(before, model.second.weight)
+        assert changed is (step == 1)
+        if not views or hvd.size() > 1:
+            assert (model.second.weight.grad is None) is (step != 1)
+
+
+@several
+@pytest.mark.parametrize("views", [False, True])
+def test_what_some_rank_used_is_combined_on_all(hvd: Any, views: bool) -> None:
+    model = net()
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), gradient_as_bucket_view=views
+    )
+    for step in range(2):
+        optimizer.zero_grad()
+        user = step % hvd.size()
+        wanted = expected(model, range(user, user + 1), step)
+        model(batch(hvd.rank(), step), whole=hvd.rank() == user).backward()
+        optimizer.synchronize()
+        torch.testing.assert_close(model.second.weight.grad, wanted[3] / hvd.size())
+        with optimizer.skip_synchronize():
+            optimizer.step()
+
+
+@several
+def test_changing_a_gradient_on_its_way_is_refused(hvd: Any) -> None:
+    model = net()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+    advice = r".*changed in between.*optimizer\.synchronize\(\) before gradient clipping"
+    model(batch(hvd.rank())).backward()
+    model.large.grad.mul_(2)
+    with pytest.raises(ValueError, match="gradient of 'large'" + advice):
+        optimizer.step()
+    optimizer.zero_grad()
+    model(batch(hvd.rank())).backward()
+    torch.nn.utils.clip_grad_norm_(model.first.parameters(), 1e-3)
+    torch.nn.utils.clip_grad_norm_(model.second.parameters(), 1e-3)
+    with pytest.raises(ValueError, match="gradient of 'second.bias'" + advice):
+        optimizer.step()
+    optimizer.zero_grad()
+    model(batch(hvd.rank())).backward()
+    model.large.grad = None
+    with pytest.raises(ValueError, match=r"gradient of 'large'.*dropped in between"):
+        optimizer.step()
+    optimizer.zero_grad()
+    wanted = expected(model, range(hvd.size()))
+    model(batch(hvd.rank())).backward()
+    optimizer.synchronize()
+    check(model, wanted)
+
+
+@several
+def test_zero_grad_in_flight_and_too_many_passes_are_refused(hvd: Any) -> None:
+    model = net()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), backward_passes_per_step=2)
+    model(batch(hvd.rank())).backward()
+    with pytest.raises(AssertionError, match=r"zero_grad\(\) was called after loss.backward\(\)"):
+        optimizer.zero_grad()
+    model(batch(hvd.rank())).backward()
+    with pytest.raises(AssertionError, match=r"at most 2 backward passes \(backward_passes_per_step\)"):
+        model(batch(hvd.rank())).backward()
+    with pytest.raises(ValueError, match="changed in between"):
+        optimizer.step()
+    optimizer.zero_grad()
+    optimizer.set_backward_passes_per_step(1)
+    wanted = expected(model, range(hvd.size()))
+    model(batch(hvd.rank())).backward()
+    optimizer.synchronize()
+    check(model, wanted)
+
+
+def test_refusals(hvd: Any) -> None:
+    model = net()
+    bare = torch.optim.SGD(model.parameters(), lr=0.1)
+    named = list(model.named_parameters())
+    for wrong, arguments in {
+        "sequence of tuples": {"named_parameters": model.parameters()},
+        "must be unique. Found duplicates: large": {"named_parameters": [*named, named[0]]},
+        r"1 of 5, of shapes \(16391,\)": {"named_parameters": named[1:]},
+        "not supported with op != Average": {"op": hvd.Sum, "gradient_predivide_factor": 2.0},
+        "expected at least 1": {"backward_passes_per_step": 0},
+        "non-negative integer": {"groups": -1},
+        "consist of torch.Tensor": {"groups": [[model.large, "large"]]},
+        "only appear once": {"groups": [[model.large], [model.large]]},
+        "wrapped already": {"optimizer": hvd.DistributedOptimizer(bare)},
+    }.items():
+        with pytest.raises(ValueError, match=wrong):
+            hvd.DistributedOptimizer(**{"optimizer": bare, **arguments})
+    with pytest.raises(TypeError, match="compression: expected"):
+        hvd.DistributedOptimizer(bare, compression="fp16")
+    with pytest.raises(TypeError, match="state_dict"):
+        pickle.dumps(hvd.DistributedOptimizer(bare))
+    with pytest.raises(TypeError, match="state_dict"):
+        copy.deepcopy(hvd.DistributedOptimizer(bare))
+
+
+def test_num_groups_is_deprecated(hvd: Any) -> None:
+    model = net()
+    with pytest.warns(DeprecationWarning, match="groups"):
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), num_groups=2)
+    wanted = expected(model, range(hvd.size()))
+    model(batch(hvd.rank())).backward()
+    optimizer.synchronize()
+    check(model, wanted)
+
+
+@pytest.mark.parametrize("groups", [1, 3, 99, "lists"])
+def test_groups(hvd: Any, groups: Any) -> None:
+    model = net()
+    lists = [[model.large, model.first.bias], [model.second.weight]] if groups == "lists" else groups
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), groups=lists)
+    wanted = expected(model, range(hvd.size()))
+    model(batch(hvd.rank())).backward()
+    optimizer.synchronize()
+    check(model, wanted)
+
+
+@several
+def test_an_optimizer_that_is_gone_leaves_no_hooks(hvd: Any) -> None:
+    model = net()
+    for _ in range(2):
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+        gc.collect()
+        assert len(model.large._post_accumulate_grad_hooks) <= 2
+        del optimizer
+        gc.collect()
+    assert not model.large._post_accumulate_grad_hooks
+    model(batch(hvd.rank())).backward()
+
+
+def test_two_optimizers_with_the_same_names(hvd: Any) -> None:
+    models = [net(seed) for seed in (1, 2)]
+    optimizers = [hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters()) for model in models]
+    wanted = [expected(model, range(hvd.size())) for model in models]
+    for model in models if hvd.rank() % 2 else models[::-1]:
+        model(batch(hvd.rank())).backward()
+    for optimizer in optimizers:
+        optimizer.synchronize()
+    for model, gradients in zip(models, wanted, strict=True):
+        check(model, gradients)
+
+
+def test_frozen_parameters_may_thaw_and_new_ones_may_come(hvd: Any) -> None:
+    model = net()
+    model.second.requires_grad_(False)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD([*model.first.parameters(), *model.second.parameters()], lr=0.1, weight_decay=0.1),
+    )
+    frozen = model.second.weight.clone()
+    model(batch(hvd.rank())).backward()
+    optimizer.step()
+    assert torch.equal(frozen, model.second.weight)
+    model.second.requires_grad_(True)
+    optimizer.add_param_group({"params": [model.large], "lr": 0.2})
+    for step in range(2):
+        optimizer.zero_grad()
+        wanted = expected(model, range(hvd.size()), step)
+        model(batch(hvd.rank(), step)).backward()
+        optimizer.synchronize()
+        check(model, wanted)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+
+
+@several
+def test_a_mismatch_is_raised_everywhere_and_the_next_step_works(hvd: Any) -> None:
+    model = net(large=SMALL if hvd.rank() == 0 else SMALL + 1)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+    model(batch(hvd.rank())).backward()
+    with pytest.raises(collectives.MismatchError, match="large"):
+        optimizer.step()
+    model.large = torch.nn.Parameter(torch.zeros(SMALL))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+    model.zero_grad()
+    wanted = expected(model, range(hvd.size()))
+    model(batch(hvd.rank())).backward()
+    optimizer.synchronize()
+    check(model, wanted)
+
+
+def test_a_closure_that_is_evaluated_several_times(hvd: Any) -> None:
+    torch.manual_seed(3)
+    weight = torch.nn.Parameter(torch.randn(6, dtype=torch.float64))
+    goal = torch.arange(6, dtype=torch.float64) * (hvd.rank() + 1)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.LBFGS([weight], max_iter=20, line_search_fn="strong_wolfe", tolerance_grad=1e-12, tolerance_change=1e-14)
+    )
+
+    def closure() -> Any:
+        optimizer.zero_grad()
+        loss = ((weight - goal) ** 2).sum()
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        optimizer.step(closure)
+    mean = torch.arange(6, dtype=torch.float64) * (hvd.size() + 1) / 2
+    torch.testing.assert_close(weight.detach(), mean)
+
+
+@pytest.mark.parametrize("as_dense", [False, True])
+def test_sparse_gradients(hvd: Any, as_dense: bool) -> None:
+    torch.manual_seed(0)
+    table = torch.nn.Embedding(10, 3, sparse=True)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(table.parameters(), lr=1.0), table.named_parameters(), sparse_as_dense=as_dense)
+    wanted = torch.zeros(10, 3)
+    for rank in range(hvd.size()):
+        wanted[rank] += 1 / hvd.size()
+        wanted[9] += 2 / hvd.size()
+    for _ in range(2):
+        optimizer.zero_grad()
+        table(torch.tensor([hvd.rank(), 9, 9])).sum().backward()
+        optimizer.synchronize()
+        assert table.weight.grad.is_sparse
+        torch.testing.assert_close(table.weight.grad.to_dense(), wanted)
+
+
+def test_adasum_combines_steps(hvd: Any) -> None:
+    weight = torch.nn.Parameter(torch.zeros(4))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), op=hvd.Adasum)
+    if hvd.size() > 1:
+        with pytest.raises(AssertionError, match="not supported when using Adasum"):
+            optimizer.skip_synchronize()
+    # Orthogonal steps are added, equal ones averaged.
+    (weight[hvd.rank() % 4] * (hvd.rank() + 1)).backward()
+    optimizer.step()
+    orthogonal = torch.tensor([-(rank + 1.0) if rank < hvd.size() else 0.0 for rank in range(4)])
+    torch.testing.assert_close(weight.detach(), orthogonal)
+    optimizer.zero_grad()
+    weight.sum().backward()
+    optimizer.step()
+    torch.testing.assert_close(weight.detach(), orthogonal - 1)
+
+
+@several
+def test_adasum_restores_the_parameters_after_a_mismatch(hvd: Any) -> None:
+    weight = torch.nn.Parameter(torch.full((4 + (hvd.rank() == 0),), 3.0))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), op=hvd.Adasum)
+    weight.sum().backward()
+    with pytest.raises(collectives.MismatchError):
+        optimizer.step()
+    assert torch.equal(weight.detach(), torch.full_like(weight, 3.0))
+
+
+@several
+def test_a_process_set_trains_by_itself(hvd: Any) -> None:
+    pair = hvd.add_process_set([0, 1])
+    try:
+        model = net()
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), process_set=pair)
+        ranks = range(2) if hvd.rank() < 2 else range(hvd.rank(), hvd.rank() + 1)
+        wanted = expected(model, ranks)
+        model(batch(hvd.rank())).backward()
+        optimizer.synchronize()
+        check(model, wanted)
+    finally:
+        hvd.remove_process_set(pair)
+
+
+@several
+def test_a_user_compressor_sees_every_gradient(hvd: Any) -> None:
+    seen = []
+
+    class Halves:
+        @staticmethod
+        def compress(tensor: Any) -> tuple[Any, Any]:
+            seen.append(tuple(tensor.shape))
+            return tensor / 2, tensor.dtype
+
+        @staticmethod
+        def decompress(tensor: Any, context: Any) -> Any:
+            return (tensor * 2).to(context)
+
+    model = net()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), compression=Halves)
+    wanted = expected(model, range(hvd.size()))
+    model(batch(hvd.rank())).backward()
+    optimizer.synchronize()
+    check(model, wanted)
+    assert sorted(seen) == sorted(tuple(param.shape) for param in model.parameters())
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_layouts_and_dtypes(hvd: Any, views: bool) -> None:
+    torch.manual_seed(0)
+    weights = [
+        torch.nn.Parameter(torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last)),
+        torch.nn.Parameter(torch.randn(6, 4).t()),
+        torch.nn.Parameter(torch.randn(5, dtype=torch.float64)),
+        torch.nn.Parameter(torch.randn(7).to(torch.bfloat16)),
+        torch.nn.Parameter(torch.randn(())),
+        torch.nn.Parameter(torch.randn(0, 3)),
+    ]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(weights, lr=1.0), gradient_as_bucket_view=views)
+    factors = [torch.arange(weight.numel(), dtype=weight.dtype).reshape(weight.shape) for weight in weights]
+    sum((weight * factor).sum().double() * 2 * (hvd.rank() + 1) for weight, factor in zip(weights, factors, strict=True)).backward()
+    optimizer.synchronize()
+    for weight, factor in zip(weights, factors, strict=True):
+        assert weight.grad.dtype == weight.dtype and weight.grad.stride() == weight.stride()
+        torch.testing.assert_close(weight.grad, factor * (hvd.size() + 1))

@@ -54,12 +54,13 @@ def fingerprints(tensors: Any) -> list[Fingerprint]:
     return list(found.values())
 
 
-def compare(rank: int, all_ranks_fingerprints: Sequence[Sequence[Fingerprint]]) -> None:
+def compare(rank: int, all_ranks_fingerprints: Sequence[Sequence[Fingerprint]], ranks: Sequence[int] | None = None) -> None:
     """Return if every rank has the same tensors, in whatever order.
 
     Args:
         rank: this rank, which the message names.
         all_ranks_fingerprints: those of rank 0, 1, ... On every rank the same, so that every rank raises the same error.
+        ranks: what the message calls the ranks; by default 0, 1, ...
 
     Raises:
         MismatchError: names the first tensor that differs, in the order of the first rank that has it; in what it differs; and on
@@ -69,7 +70,7 @@ def compare(rank: int, all_ranks_fingerprints: Sequence[Sequence[Fingerprint]]) 
     names = list(dict.fromkeys(name for each in by_rank for name in each))
     differing = [name for name in names if len({each.get(name) for each in by_rank}) > 1]
     if differing:
-        raise _mismatch(rank, differing, [each.get(differing[0]) for each in by_rank])
+        raise _mismatch(rank, differing, [each.get(differing[0]) for each in by_rank], ranks or range(len(by_rank)))
 
 
 def _named(tensors: Any) -> Iterable[tuple[str, Any]]:
@@ -88,26 +89,26 @@ def _named(tensors: Any) -> Iterable[tuple[str, Any]]:
     return [(f"tensors[{index}]", tensor) for index, tensor in enumerate(listed)]
 
 
-def _mismatch(rank: int, differing: Sequence[str], found: Sequence[Fingerprint | None]) -> MismatchError:
-    """The error about the first of the differing tensors, of which each rank has ``found``."""
+def _mismatch(rank: int, differing: Sequence[str], found: Sequence[Fingerprint | None], ranks: Sequence[int]) -> MismatchError:
+    """The error about the first of the differing tensors, of which each of the ranks has ``found``."""
     more = f" (the first of {len(differing)} that differ)" if len(differing) > 1 else ""
     subject = f"rank {rank}: tensor {differing[0]!r}{more}"
     present = [fingerprint for fingerprint in found if fingerprint is not None]
     if len(present) < len(found):
-        missing = [peer for peer, fingerprint in enumerate(found) if fingerprint is None]
-        having = [peer for peer, fingerprint in enumerate(found) if fingerprint is not None]
+        missing = [peer for peer, fingerprint in zip(ranks, found, strict=True) if fingerprint is None]
+        having = [peer for peer, fingerprint in zip(ranks, found, strict=True) if fingerprint is not None]
         return MismatchError(
             f"{subject} is not on every rank: it is missing on {_ranks(missing)} and present on {_ranks(having)}."
             "\nEvery rank must pass the same tensors."
         )
     aspect, said = _first_difference(present)
     ranks_by_said: dict[str, list[int]] = {}
-    for peer, text in enumerate(said):
+    for peer, text in zip(ranks, said, strict=True):
         ranks_by_said.setdefault(text, []).append(peer)
     most = max(ranks_by_said.values(), key=len)  # of equally many the first, which holds the lowest rank
-    odd = [peer for peer in range(len(found)) if peer not in most]
+    odd = [peer for peer in ranks if peer not in most]
     verb = "differs" if len(odd) == 1 else "differ"
-    lines = [f"  {_ranks(ranks)}: {text}" for text, ranks in ranks_by_said.items()]
+    lines = [f"  {_ranks(peers)}: {text}" for text, peers in ranks_by_said.items()]
     return MismatchError(
         f"{subject} is not the same on every rank: {_ranks(odd)} {verb} from {_ranks(most)} in {aspect}:\n"
         + "\n".join(lines)

@@ -101,6 +101,10 @@ class ProcessSet:
         if self._root is None:
             raise NotInitializedError(f"{self}: call init() and add_process_set() on every rank first")
 
+    def __deepcopy__(self, memo: object) -> ProcessSet:
+        """Itself: a copy of a module or an optimizer communicates with the same ranks."""
+        return self
+
     def __str__(self) -> str:
         return f"ProcessSet({'all ranks' if self._ranks is None else list(self._ranks)})"
 

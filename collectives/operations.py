@@ -395,7 +395,7 @@ class Operations:
             mine = consistency.fingerprints(tensors)
         except Exception as error:
             raise self.refused(error, None) from None
-        consistency.compare(self.ranks[self.rank], self.allgather_object(mine))
+        consistency.compare(self.ranks[self.rank], self.allgather_object(mine), self.ranks)
 
     # ---- handles ---------------------------------------------------------------------------------------------------------------
 

@@ -164,3 +164,9 @@ def test_fingerprints_made_elsewhere_are_compared_as_they_are() -> None:
     compare(0, [[mine], [mine]])
     with pytest.raises(MismatchError, match="rank 1 differs from rank 0 in values"):
         compare(0, [[mine], [theirs]])
+
+
+def test_the_ranks_of_a_process_set_bear_their_own_numbers() -> None:
+    mine, theirs = fingerprints([np.zeros(2)]), fingerprints([np.ones(2)])
+    with pytest.raises(MismatchError, match=r"^rank 3: .* rank 5 differs from ranks 1, 3 in values"):
+        compare(3, [mine, mine, theirs], (1, 3, 5))

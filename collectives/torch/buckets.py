@@ -123,7 +123,7 @@ class Bucket:
     def submit(self) -> None:
         """The gradients leave."""
         gradients = [param.grad for param in self._params]
-        self.missing = [slot for slot, grad in zip(self.slots, gradients, strict=True) if grad is None or self.is_blank(slot)]
+        self.missing = [slot for slot, grad in zip(self.slots, gradients, strict=True) if grad is None]
         for at, grad in enumerate(gradients):
             if grad is None:
                 gradients[at] = torch.zeros_like(self._params[at], requires_grad=False)
@@ -154,10 +154,6 @@ class Bucket:
     def begin(self, gradients: list[Any]) -> Any:
         """The handle of an operation that combines the gradients."""
         raise NotImplementedError
-
-    def is_blank(self, slot: Slot) -> bool:
-        """Whether a gradient stands there that no backward pass has made."""
-        return False
 
     def unpack(self, gradients: list[Any]) -> None:
         """The operation is done: bring the results into the gradients, if they are not there."""
@@ -258,15 +254,14 @@ class Viewed(Packed):
             gradients[at] = self.views[at]
             if self.slots[at] not in self.missing:
                 self.slots[at].param.grad = self.views[at]
+            self.slots[at].blank = False
+        self.missing += [slot for slot in self.slots if slot.blank and slot.left == slot.passes]
         for slot in self.slots:
             slot.blank = False
         return world_of(self.way.process_set).allreduce_async_(self.flat, **self._keywords)
 
     def unpack(self, gradients: list[Any]) -> None:
         """They are there."""
-
-    def is_blank(self, slot: Slot) -> bool:
-        return slot.blank and slot.left == slot.passes
 
     def lay_out(self) -> None:
         """Zeros in the parameters' gradients, for autograd to add to."""

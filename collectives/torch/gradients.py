@@ -143,9 +143,9 @@ class Reducer:
                 others are waited for first, and the next step begins anew.
         """
         self._thaw()
-        for slot in [slot for bucket in self._buckets if bucket.late for slot in bucket.slots]:
-            if slot.param.grad is not None and slot.param.grad.is_sparse:
-                self._change_layout(slot)  # it has no hook that would have
+        late = [slot for bucket in self._buckets if bucket.late for slot in bucket.slots]
+        for slot in [slot for slot in late if (grad := slot.param.grad) is not None and grad.is_sparse]:
+            self._change_layout(slot)  # it has no hook that would have
         try:
             first = _first_error([bucket.submit for bucket in self._buckets if bucket.handle is None])
             self._tally[0] = sum(len(bucket.missing) for bucket in self._buckets)

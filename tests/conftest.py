@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 import pytest
@@ -9,11 +10,21 @@ from hypothesis import settings
 
 from tests import host_kernels
 
+# Hundreds of interpreters start, and may keep what they compile for the next ones, whatever the user's own do.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 # Ranks must draw the same examples, or they would call different collectives; and examples on a slow machine have no deadline.
 settings.register_profile("one-process", deadline=None)
 settings.register_profile("ranks", deadline=None, derandomize=True, database=None)
 _UNDER_MPI = any(name in os.environ for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK"))
 settings.load_profile("ranks" if _UNDER_MPI else "one-process")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def garbage_of_this_module() -> None:
+    """Collecting garbage, which many tests do, looks at what the module's own tests have made: all else takes several times as long."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

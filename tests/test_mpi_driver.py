@@ -1,5 +1,6 @@
-"""Runs every file of tests/mpi that is marked ``mpi`` under mpirun: 1 to 4 ranks, Open MPI and MPICH.
+"""Runs the files of tests/mpi that are marked ``mpi`` under mpirun: 1 to 4 ranks, Open MPI and MPICH.
 
+All files for a number of ranks go into one run, since starting Python, pytest and MPI takes ranks longer than most of the tests.
 A file may narrow the number of ranks with a line of its own: ``RANKS = (2, 3)``.
 """
 
@@ -24,15 +25,13 @@ def _ranks(file: Path) -> tuple[int, ...]:
     return tuple(ast.literal_eval(assigned.get("RANKS", repr(DEFAULT_RANKS))))
 
 
-CASES = [
-    pytest.param(file, n, mpi, id=f"{file.stem.removeprefix('test_')}-{n}-{mpi}")
-    for file in sorted((ROOT / "tests" / "mpi").glob("test_*.py"))
-    for n in _ranks(file)
-    for mpi in IMPLEMENTATIONS
-]
+FILES = {file: _ranks(file) for file in sorted((ROOT / "tests" / "mpi").glob("test_*.py"))}
 
 
-@pytest.mark.parametrize(("file", "n", "mpi"), CASES)
-def test_under_mpirun(file: Path, n: int, mpi: str) -> None:
-    result = run_ranks(n, file, mpi=mpi, timeout=120)
-    assert all(" passed" in output or " skipped" in output for output in result.ranks), str(result)
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("mpi", IMPLEMENTATIONS)
+@pytest.mark.parametrize("n", DEFAULT_RANKS)
+def test_under_mpirun(n: int, mpi: str) -> None:
+    files = [file for file, ranks in FILES.items() if n in ranks]
+    result = run_ranks(n, files, mpi=mpi, timeout=540)
+    assert all(" passed" in output for output in result.ranks), str(result)

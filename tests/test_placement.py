@@ -11,8 +11,7 @@ from tests.mpirun import IMPLEMENTATIONS, ROOT, run_command, run_ranks
 SCENARIOS = ROOT / "tests" / "mpi" / "test_world.py"
 
 
-@pytest.mark.parametrize("mpi", IMPLEMENTATIONS)
-@pytest.mark.parametrize(("size", "local_size"), [(4, 2), (3, 2), (2, 1)])
+@pytest.mark.parametrize(("size", "local_size", "mpi"), [(4, 2, "openmpi"), (4, 2, "mpich"), (3, 2, "mpich"), (2, 1, "openmpi")])
 def test_pretended_hosts(size: int, local_size: int, mpi: str) -> None:
     run_ranks(size, SCENARIOS, mpi=mpi, env={"COLLECTIVES_LOCAL_SIZE": str(local_size)}, timeout=150)
 

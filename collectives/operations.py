@@ -7,6 +7,7 @@ works.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import pickle
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -462,9 +463,22 @@ class Operations:
 
     def _pickled(self, value: Any, name: str | None) -> bytes:
         try:
-            return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+            return _dumps(value)
         except Exception as error:
             raise self.refused(InvalidTypeError(f"object: {type(value).__name__} cannot be pickled: {error}"), name) from error
+
+
+def _dumps(value: Any) -> bytes:
+    """By cloudpickle what pickle cannot: lambdas, and what is defined in a function or in the program itself."""
+    try:
+        return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        try:
+            dumps = importlib.import_module("cloudpickle").dumps
+        except ImportError:
+            raise error from None
+        data: bytes = dumps(value)
+        return data
 
 
 def _a_handle(handle: Any) -> Handle:

@@ -130,7 +130,7 @@ def test_removing_a_process_set_leaves_the_timeline_alone(tmp_path: Path) -> Non
 def test_an_object_that_cannot_be_pickled_is_an_error_on_every_rank_also_with_a_name() -> None:
     def program(world: World) -> None:
         with pytest.raises(InvalidTypeError if world.rank == 1 else MismatchError):
-            world.allgather_object((lambda: 1) if world.rank == 1 else 1, name="thing")
+            world.allgather_object(threading.Lock() if world.rank == 1 else 1, name="thing")
         assert world.allgather_object(world.rank, name="thing") == list(range(world.size))
 
     threads.run(2, program, make_world=World)

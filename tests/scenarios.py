@@ -247,6 +247,7 @@ def objects(world: World) -> None:
     assert len(everything[-1]["data"]) == (world.size - 1) * 1000
     for root in range(world.size):
         assert world.broadcast_object(value if world.rank == root else None, root)["rank"] == root
+    assert [function() for function in world.allgather_object(lambda: value["rank"])] == list(range(world.size))
     world.barrier()
 
 

@@ -48,6 +48,7 @@ from collectives import (
     start_timeline,
     stop_timeline,
 )
+from collectives.torch import ddp
 from collectives.torch.handles import poll, synchronize
 from collectives.torch.operations import (
     allgather,
@@ -116,6 +117,7 @@ __all__ = [
     "cross_size",
     "cuda_built",
     "ddl_built",
+    "ddp",
     "global_process_set",
     "gloo_built",
     "gloo_enabled",

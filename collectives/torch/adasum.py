@@ -19,6 +19,7 @@ import torch
 from collectives.membership import ProcessSet
 from collectives.reduction import Op
 from collectives.runtime import world_of
+from collectives.torch.compiled import untraced
 
 
 class AdasumSteps:
@@ -46,6 +47,7 @@ class AdasumSteps:
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Nothing: gradients add up on the rank until ``step()``."""
 
+    @untraced
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step on this rank, and combine the steps of all.
 

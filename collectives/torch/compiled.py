@@ -16,8 +16,8 @@ graph hands a token from one to the next, in the order of the program in forward
 They are matched by order of call, as in eager mode; names made up while tracing would not do, because one rank may be compiled again when
 the others are not.
 
-torch before 2.10 has no such effects in backward. There the operators are marked as impure, which keeps them in the graph; but Inductor
-still drops one whose result nobody uses, and may exchange independent ones, so that every rank must use the results alike. It also wants
+Older torch has no such effects in backward. There the operators are marked as impure, which keeps them in the graph; but Inductor still
+drops one whose result nobody uses, and may exchange independent ones, so that every rank must use the results alike. It also wants
 ``torch._dynamo.config.capture_dynamic_output_shape_ops = True`` for allgather and alltoall.
 
 An effect happens once: torch refuses to compile a region under activation checkpointing that holds a collective, since backward would
@@ -29,6 +29,7 @@ pass all of them run, with gradients of zeros where an output was not used.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -128,6 +129,21 @@ def stored(tensor: Any, result: Any) -> Any:
     """The tensor, with a result written into it: what an in-place operation is in a graph. Not differentiable."""
     with torch.no_grad():
         return tensor.copy_(result)
+
+
+def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that a compiler calls and does not look into: what begins or awaits an operation is no part of a graph.
+
+    The graph ends before it, and another begins after it; with ``fullgraph=True`` that is an error.
+    """
+
+    @functools.wraps(function)
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return torch.compiler.disable(function)(*arguments, **keywords)  # a graph ends here: call the blocking form instead
+        return function(*arguments, **keywords)
+
+    return call
 
 
 def _is_built_in(compressor: Any) -> bool:
@@ -282,6 +298,7 @@ _define(
     _back_through_broadcast,
 )
 _define(
+    # A list, and not a pair: Inductor (2.13) loses sight of the unknown rows in a pair that has an effect.
     "alltoall(Tensor x, Tensor? splits, str? name, SymInt? rows, SymInt ranks, int process_set) -> Tensor[]",
     operators.alltoall,
     lambda x, splits, name, rows, ranks, process_set: [_with_rows(x, rows), x.new_empty((ranks,), dtype=torch.int64, device="cpu")],

@@ -23,6 +23,7 @@ import numpy as np
 from collectives.reduction import Op
 from collectives.runtime import world_of
 from collectives.torch.buckets import Bucket, Late, Slot, Sparse, Viewed, Way, arrange
+from collectives.torch.compiled import untraced
 from collectives.world import World
 
 
@@ -206,6 +207,7 @@ class Reducer:
 def _hook(reducer: weakref.ref[Reducer], slot: Slot) -> Callable[[Any], None]:
     """A parameter's hook. It does not keep the reducer alive: a new optimizer may have taken its place."""
 
+    @untraced
     def hook(param: Any) -> None:
         there = reducer()
         if there is not None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from collectives.errors import InvalidTypeError
 from collectives.handles import Handle
+from collectives.torch.compiled import untraced
 
 
 class Derived:
@@ -48,6 +49,7 @@ class Derived:
     __call__ = wait
 
 
+@untraced
 def poll(handle: Handle | Derived) -> bool:
     """Whether an operation is complete, so that `synchronize` returns at once.
 
@@ -57,6 +59,7 @@ def poll(handle: Handle | Derived) -> bool:
     return _a_handle(handle).poll()
 
 
+@untraced
 def synchronize(handle: Handle | Derived, timeout: float | None = None) -> Any:
     """Wait until an operation is complete, and return its result; as often as wanted (Horovod: None from the second time on).
 

@@ -26,6 +26,7 @@ from collectives.reduction import Op
 from collectives.runtime import global_process_set, root_in, world_of
 from collectives.torch import autograd, compiled
 from collectives.torch.autograd import Call, tracks
+from collectives.torch.compiled import untraced
 from collectives.torch.handles import Derived
 from collectives.world import World
 
@@ -91,6 +92,7 @@ def allreduce(
     )
 
 
+@untraced
 def allreduce_async(
     tensor: Any,
     average: bool | None = None,
@@ -158,6 +160,7 @@ def allreduce_(
     return _written(tensor)
 
 
+@untraced
 def allreduce_async_(
     tensor: Any,
     average: bool | None = None,
@@ -220,6 +223,7 @@ def grouped_allreduce(
     return world.grouped_allreduce(tensors, name=name, compression=None if compression is Compression.none else compression, **options)
 
 
+@untraced
 def grouped_allreduce_async(
     tensors: Sequence[Any],
     average: bool | None = None,
@@ -263,6 +267,7 @@ def grouped_allreduce_(
     return [_written(tensor) for tensor in world.grouped_allreduce_(tensors, name=name, **options)]
 
 
+@untraced
 def grouped_allreduce_async_(
     tensors: Sequence[Any],
     average: bool | None = None,
@@ -321,6 +326,7 @@ def allgather(
     return world.allgather(tensor, name=name, algorithm=algorithm, transport=transport, stream=stream)
 
 
+@untraced
 def allgather_async(
     tensor: Any,
     name: str | None = None,
@@ -353,6 +359,7 @@ def grouped_allgather(
     return world.grouped_allgather(tensors, name=name, algorithm=algorithm, transport=transport, stream=stream)
 
 
+@untraced
 def grouped_allgather_async(
     tensors: Sequence[Any],
     name: str | None = None,
@@ -422,6 +429,7 @@ def broadcast_(
     return _written(tensor)
 
 
+@untraced
 def broadcast_async(
     tensor: Any,
     root_rank: int,
@@ -437,6 +445,7 @@ def broadcast_async(
     return world.broadcast_async(tensor, root, name=name, algorithm=algorithm, transport=transport, stream=stream)
 
 
+@untraced
 def broadcast_async_(
     tensor: Any,
     root_rank: int,
@@ -498,6 +507,7 @@ def alltoall(
     return found[0] if splits is None else (found[0], _received(found[1], splits))
 
 
+@untraced
 def alltoall_async(
     tensor: Any,
     splits: Any = None,
@@ -561,6 +571,7 @@ def reducescatter(
     return _compressed(Call(world, name, False, options), compression, [tensor], run)[0]
 
 
+@untraced
 def reducescatter_async(
     tensor: Any,
     name: str | None = None,
@@ -601,6 +612,7 @@ def grouped_reducescatter(
     return _compressed(Call(world, name, True, options), compression, tensors, run)
 
 
+@untraced
 def grouped_reducescatter_async(
     tensors: Sequence[Any],
     name: str | None = None,
@@ -621,6 +633,7 @@ def grouped_reducescatter_async(
 # ---- without tensors -----------------------------------------------------------------------------------------------------
 
 
+@untraced
 def join(device: int = -1, *, process_set: ProcessSet = global_process_set) -> int:
     """Say that this rank has run out of data, and help the others until all have: see `collectives.join`.
 
@@ -633,6 +646,7 @@ def join(device: int = -1, *, process_set: ProcessSet = global_process_set) -> i
     return api.join(process_set=process_set)
 
 
+@untraced
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Return when every rank has called it."""
     api.barrier(process_set=process_set)

@@ -18,6 +18,7 @@ from collectives.reduction import Op
 from collectives.runtime import global_process_set, world_of
 from collectives.torch.adasum import AdasumSteps
 from collectives.torch.buckets import Way, chunks
+from collectives.torch.compiled import untraced
 from collectives.torch.gradients import Reducer
 from collectives.world import World
 
@@ -136,6 +137,7 @@ class _Distributed:
         """Train together with other ranks."""
         self._reducer = reducer
 
+    @untraced
     def synchronize(self) -> None:
         """Wait until the gradients of all ranks are combined; they are then in ``parameter.grad``.
 
@@ -164,6 +166,7 @@ class _Distributed:
         if self._reducer is not None:
             self._reducer.wait_for(passes)
 
+    @untraced
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Combine the gradients, and apply them; as ``torch.optim.Optimizer.step``."""
         if not self._should_synchronize or self._reducer is None:

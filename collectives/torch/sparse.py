@@ -10,11 +10,13 @@ from collectives.errors import InvalidArgumentError, InvalidTypeError
 from collectives.membership import ProcessSet
 from collectives.reduction import Op
 from collectives.runtime import global_process_set, world_of
+from collectives.torch.compiled import untraced
 from collectives.torch.handles import Derived
 
 _MOST_INT32 = 2**31 - 1
 
 
+@untraced
 def sparse_allreduce_async(tensor: Any, name: str | None, op: Op, process_set: ProcessSet = global_process_set) -> Derived:
     """Begin the all-reduce of a sparse tensor, and return at once.
 

@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 
 from collectives import MismatchError  # noqa: E402
 from collectives.reduction import Op  # noqa: E402
-from collectives.torch import compiled  # noqa: E402
+from collectives.torch.compiled import untraced  # noqa: E402
 
 pytestmark = pytest.mark.mpi
 
@@ -32,12 +32,12 @@ def compile_whole(function: Callable[..., Any], backend: Any = "aot_eager", **op
     return torch.compile(function, backend=backend, fullgraph=True, **options)  # type: ignore[no-any-return]
 
 
-def same_as_eager(inputs: Sequence[Any], eager: Callable[..., Any], inside: Callable[..., Any], weight: float, **options: Any) -> None:
-    """Both give lists of tensors: equal results, and equal gradients of all inputs for a loss that differs per rank."""
+def same_as_eager(inputs: Sequence[Any], function: Callable[..., Any], weight: float) -> None:
+    """Of a function that gives a list of tensors: equal results, and equal gradients of all inputs for a loss that differs per rank."""
     found = []
-    for function in (eager, compile_whole(inside, **options)):
+    for run in (function, compile_whole(function)):
         leaves = [tensor.clone().requires_grad_() for tensor in inputs]
-        results = function(*leaves)
+        results = run(*leaves)
         loss = sum((result.double() * torch.arange(1.0, result.numel() + 1).reshape(result.shape)).sum() for result in results)
         (weight * loss).backward()
         found.append(([result.detach() for result in results], [leaf.grad for leaf in leaves]))
@@ -59,31 +59,20 @@ class Halved:
 
 def test_reductions_and_their_gradients(hvd: Any) -> None:
     torch.manual_seed(hvd.rank())
-    tensors = [torch.rand(5, 3, dtype=torch.float64) + 0.5 for _ in (*REDUCTIONS, Op.ADASUM, *REDUCTIONS)]
     factors = {"prescale_factor": 0.5, "postscale_factor": 3.0}
 
-    def eager(*xs: Any) -> list[Any]:
-        results = [hvd.allreduce(x, op=op, **factors) for x, op in zip(xs[:6], (*REDUCTIONS, Op.ADASUM), strict=True)]
-        return results + [hvd.reducescatter(x, op=op, **factors) for x, op in zip(xs[6:], REDUCTIONS, strict=True)]
+    def function(*xs: Any) -> list[Any]:
+        results = [hvd.allreduce(x.sin(), op=op, **factors) for x, op in zip(xs[:6], (*REDUCTIONS, Op.ADASUM), strict=True)]
+        return results + [hvd.reducescatter(x.sin(), op=op, **factors) for x, op in zip(xs[6:], REDUCTIONS, strict=True)]
 
-    def inside(*xs: Any) -> list[Any]:
-        results = [compiled.allreduce(x, op, None, 0.5, 3.0) for x, op in zip(xs[:6], (*REDUCTIONS, Op.ADASUM), strict=True)]
-        return results + [compiled.reducescatter(x, op, None, 0.5, 3.0) for x, op in zip(xs[6:], REDUCTIONS, strict=True)]
-
-    same_as_eager(tensors, eager, inside, weight=1.0 + hvd.rank())
+    same_as_eager([torch.rand(5, 3, dtype=torch.float64) + 0.5 for _ in range(11)], function, weight=1.0 + hvd.rank())
 
 
 def test_reductions_of_bfloat16(hvd: Any) -> None:
     torch.manual_seed(hvd.rank())
-    tensors = [torch.rand(4, 2).bfloat16() for _ in range(3)]
     same_as_eager(
-        tensors,
+        [torch.rand(4, 2).bfloat16() for _ in range(3)],
         lambda a, b, c: [hvd.allreduce(a), hvd.reducescatter(b, op=Op.SUM), hvd.broadcast(c, hvd.size() - 1)],
-        lambda a, b, c: [
-            compiled.allreduce(a, Op.AVERAGE),
-            compiled.reducescatter(b, Op.SUM),
-            compiled.broadcast(c, hvd.size() - 1),
-        ],
         weight=1.0,
     )
 
@@ -92,25 +81,22 @@ def test_moves_and_their_gradients(hvd: Any) -> None:
     rank, size = hvd.rank(), hvd.size()
     torch.manual_seed(rank)
     splits = torch.arange(size) + (1 if rank == 0 else 0)
-    inputs = [torch.rand(rank + 1, 2), torch.rand(2 * size, 3), torch.rand(int(splits.sum()), 3), torch.rand(3)]
 
-    def eager(a: Any, b: Any, c: Any, d: Any) -> list[Any]:
-        return [hvd.allgather(a.sin()), hvd.alltoall(b.sin()), hvd.alltoall(c.sin(), splits)[0], hvd.broadcast(d.sin(), size - 1)]
-
-    def inside(a: Any, b: Any, c: Any, d: Any) -> list[Any]:
+    def function(a: Any, b: Any, c: Any, d: Any) -> list[Any]:
         return [
-            compiled.allgather(a.sin(), "rows"),
-            compiled.alltoall(b.sin())[0],
-            compiled.alltoall(c.sin(), splits)[0],
-            compiled.broadcast(d.sin(), size - 1, "root"),
+            hvd.allgather(a.sin(), "rows"),
+            hvd.alltoall(b.sin()),
+            hvd.alltoall(c.sin(), splits)[0],
+            hvd.broadcast(d.sin(), size - 1, "root"),
         ]
 
-    same_as_eager(inputs, eager, inside, weight=1.0 + rank)
+    inputs = [torch.rand(rank + 1, 2), torch.rand(2 * size, 3), torch.rand(int(splits.sum()), 3), torch.rand(3)]
+    same_as_eager(inputs, function, weight=1.0 + rank)
 
 
 def test_received_splits_are_a_result(hvd: Any) -> None:
     rank, size = hvd.rank(), hvd.size()
-    rows, received = compile_whole(lambda x: compiled.alltoall(x, [rank + 1] * size))(torch.full((size * (rank + 1), 1), float(rank)))
+    rows, received = compile_whole(lambda x: hvd.alltoall(x, [rank + 1] * size))(torch.full((size * (rank + 1), 1), float(rank)))
     assert received.tolist() == [source + 1 for source in range(size)]
     assert rows.flatten().tolist() == [float(source) for source in range(size) for _ in range(source + 1)]
 
@@ -120,8 +106,7 @@ def test_groups(hvd: Any, op: Op) -> None:
     torch.manual_seed(hvd.rank())
     same_as_eager(
         [torch.rand(3, 2), torch.rand(4)],
-        lambda a, b: hvd.grouped_allreduce([a.sin(), b.cos()], op=op),
-        lambda a, b: compiled.grouped_allreduce([a.sin(), b.cos()], op, "pair"),
+        lambda a, b: hvd.grouped_allreduce([a.sin(), b.cos()], op=op, name="pair"),
         weight=1.0 + hvd.rank(),
     )
 
@@ -129,16 +114,12 @@ def test_groups(hvd: Any, op: Op) -> None:
 def test_compression(hvd: Any) -> None:
     torch.manual_seed(hvd.rank())
     same_as_eager(
-        [torch.rand(6), torch.rand(6), torch.rand(6)],
-        lambda a, b, c: [
+        [torch.rand(6), torch.rand(6), torch.rand(6), torch.rand(6)],
+        lambda a, b, c, d: [
             hvd.allreduce(a, compression=hvd.Compression.fp16),
             hvd.allreduce(b, compression=hvd.Compression.bf16),
-            hvd.grouped_allreduce([c], compression=Halved)[0],
-        ],
-        lambda a, b, c: [
-            compiled.allreduce(a, Op.AVERAGE, compressor=hvd.Compression.fp16),
-            compiled.allreduce(b, Op.AVERAGE, compressor=hvd.Compression.bf16),
-            compiled.grouped_allreduce([c], Op.AVERAGE, compressor=Halved)[0],
+            hvd.allreduce(c, compression=Halved),
+            hvd.grouped_allreduce([d], compression=Halved)[0],
         ],
         weight=1.0 + hvd.rank(),
     )
@@ -150,7 +131,7 @@ def test_one_function_for_several_process_sets(hvd: Any) -> None:
 
     @compile_whole
     def function(x: Any, ranks: Any) -> Any:
-        return compiled.reducescatter(compiled.allreduce(x, Op.SUM, process_set=ranks), Op.SUM, process_set=ranks)
+        return hvd.reducescatter(hvd.allreduce(x, op=Op.SUM, process_set=ranks), op=Op.SUM, process_set=ranks)
 
     x = torch.full((4,), rank + 1.0)
     for group, members in ((hvd.global_process_set, range(size)), (even, range(0, size, 2)), (alone, [0])):
@@ -162,18 +143,20 @@ def test_one_function_for_several_process_sets(hvd: Any) -> None:
     hvd.remove_process_set(alone)
 
 
-def uneven(x: Any, reads: bool) -> Any:
-    first = compiled.allreduce(x, Op.SUM, "first")
-    second = compiled.allreduce(x * 2, Op.SUM, "second")
-    third = compiled.allgather(x * 3, "third")
-    return second + first + third.sum() if reads else x
+def uneven(hvd: Any) -> Callable[..., Any]:
+    def function(x: Any, reads: bool) -> Any:
+        first = hvd.allreduce(x, op=Op.SUM, name="first")
+        second = hvd.allreduce(x * 2, op=Op.SUM, name="second")
+        third = hvd.allgather(x * 3, name="third")
+        return second + first + third.sum() if reads else x
+
+    return function
 
 
 def test_what_only_one_rank_reads_is_carried_out_by_all(hvd: Any) -> None:
-    size = hvd.size()
-    total = size * (size - 1) / 2
-    result = compile_whole(uneven)(torch.full((2,), float(hvd.rank())), hvd.rank() == 0)
-    assert result.tolist() == ([3 * total + 6 * total] * 2 if hvd.rank() == 0 else [float(hvd.rank())] * 2)
+    rank, total = hvd.rank(), hvd.size() * (hvd.size() - 1) / 2
+    result = compile_whole(uneven(hvd))(torch.full((2,), float(rank)), rank == 0)
+    assert result.tolist() == ([9 * total] * 2 if rank == 0 else [float(rank)] * 2)
 
 
 def test_unnamed_operations_keep_the_order_of_the_program(hvd: Any) -> None:
@@ -181,12 +164,12 @@ def test_unnamed_operations_keep_the_order_of_the_program(hvd: Any) -> None:
     rank, size = hvd.rank(), hvd.size()
 
     def function(x: Any) -> Any:
-        parts = [compiled.allreduce(x * factor, Op.SUM) for factor in (1, 10, 100, 1000)]
-        return sum(parts) * 0 + parts[rank % 4] if rank else torch.stack(parts)
+        parts = [hvd.allreduce(x * factor, op=Op.SUM) for factor in (1, 10, 100, 1000)]
+        return parts[rank % 4] if rank else torch.stack(parts)
 
-    results = compile_whole(function)(torch.ones(3))
+    result = compile_whole(function)(torch.ones(3))
     factors = [1, 10, 100, 1000] if rank == 0 else [[1, 10, 100, 1000][rank % 4]]
-    torch.testing.assert_close(results, torch.tensor([[float(size * factor)] * 3 for factor in factors]).reshape(results.shape))
+    assert result.reshape(-1, 3).tolist() == [[float(size * factor)] * 3 for factor in factors]
 
 
 def test_different_shapes_of_one_graph(hvd: Any) -> None:
@@ -198,7 +181,7 @@ def test_different_shapes_of_one_graph(hvd: Any) -> None:
         return graph.forward
 
     def function(x: Any) -> Any:
-        return compiled.reducescatter(compiled.allreduce(x, Op.SUM), Op.SUM), compiled.allgather(x)
+        return hvd.reducescatter(hvd.allreduce(x, op=Op.SUM), op=Op.SUM), hvd.allgather(x)
 
     run = compile_whole(function, backend=count, dynamic=True)
     for rows in (3, 4, 7, 8):
@@ -209,7 +192,7 @@ def test_different_shapes_of_one_graph(hvd: Any) -> None:
 
 
 def test_compiled_again_for_another_shape(hvd: Any) -> None:
-    run = compile_whole(lambda x: (compiled.allreduce(x, Op.SUM) ** 2).sum(), dynamic=False)
+    run = compile_whole(lambda x: (hvd.allreduce(x, op=Op.SUM) ** 2).sum(), dynamic=False)
     for rows in (2, 3, 2):
         x = torch.ones(rows, requires_grad=True)
         run(x).backward()
@@ -217,17 +200,36 @@ def test_compiled_again_for_another_shape(hvd: Any) -> None:
 
 
 def test_in_place(hvd: Any) -> None:
-    x = torch.full((3,), float(hvd.rank()))
+    rank, size = hvd.rank(), hvd.size()
+    x, y, z = torch.full((3,), float(rank)), torch.full((2,), float(rank)), torch.full((1,), float(rank))
+
+    def function(x: Any, y: Any, z: Any) -> Any:
+        hvd.broadcast_(y, size - 1)
+        hvd.grouped_allreduce_([z], op=Op.SUM)
+        return hvd.allreduce_(x, op=Op.MAX) + 1
+
+    assert compile_whole(function)(x, y, z).tolist() == [float(size)] * 3
+    assert x.tolist() == [size - 1.0] * 3 and y.tolist() == [size - 1.0] * 2 and z.tolist() == [size * (size - 1) / 2]
+
+
+def test_asynchronous_forms_end_a_graph(hvd: Any) -> None:
+    rank, size = hvd.rank(), hvd.size()
+
+    begin, wait = untraced(hvd.allreduce_async), untraced(hvd.synchronize)
 
     def function(x: Any) -> Any:
-        return compiled.stored(x, compiled.allreduce(x, Op.MAX)) + 1
+        handle = begin(x * 2, op=Op.SUM, name="later")
+        return wait(handle) + x.sin()
 
-    assert compile_whole(function)(x).tolist() == [float(hvd.size())] * 3
-    assert x.tolist() == [hvd.size() - 1.0] * 3
+    expected = torch.full((2,), size * (size - 1.0)) + torch.full((2,), float(rank)).sin()
+    torch.testing.assert_close(torch.compile(function, backend="aot_eager")(torch.full((2,), float(rank))), expected)
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="a graph ends here"):
+        compile_whole(function)(torch.ones(2))
 
 
 def test_a_mismatch_is_raised_and_the_next_call_works(hvd: Any) -> None:
-    run = compile_whole(lambda x: compiled.allreduce(x, Op.SUM, "clash"), dynamic=False)
+    run = compile_whole(lambda x: hvd.allreduce(x, op=Op.SUM, name="clash"), dynamic=False)
     if hvd.size() > 1:
         with pytest.raises(MismatchError, match="clash"):
             run(torch.ones(2 + hvd.rank()))
@@ -258,26 +260,19 @@ def test_operators_are_what_torch_expects(hvd: Any) -> None:
 class Normed(torch.nn.Module):  # type: ignore[misc, name-defined]
     """A model that needs the other ranks in forward and in backward."""
 
-    def __init__(self) -> None:
+    def __init__(self, reduce: Callable[[Any], Any]) -> None:
         super().__init__()
         torch.manual_seed(1)
-        self.first, self.last = torch.nn.Linear(6, 8), torch.nn.Linear(8, 3)
+        self.first, self.last, self.reduce = torch.nn.Linear(6, 8), torch.nn.Linear(8, 3), reduce
 
     def forward(self, x: Any) -> Any:
         hidden = self.first(x)
-        mean = compiled.allreduce(hidden.mean(0), Op.AVERAGE) if torch.compiler.is_compiling() else self.reduce(hidden.mean(0))
-        return self.last(torch.tanh(hidden - mean))
-
-    @staticmethod
-    def reduce(tensor: Any) -> Any:
-        import collectives.torch
-
-        return collectives.torch.allreduce(tensor)
+        return self.last(torch.tanh(hidden - self.reduce(hidden.mean(0))))
 
 
 def train(hvd: Any, backend: str | None) -> list[Any]:
     """Parameters after some steps; gradients are averaged by hooks as they accumulate."""
-    model = Normed()
+    model = Normed(hvd.allreduce)
     run = model if backend is None else compile_whole(model, backend=backend)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     handles: list[Any] = []
@@ -313,7 +308,7 @@ def test_inductor(hvd: Any) -> None:
         pytest.skip("every rank starts a C++ compiler: two ranks show it")
 
     def function(x: Any, w: Any) -> Any:
-        mean, rows = compiled.allreduce(x @ w, Op.AVERAGE, "mean"), compiled.allgather(x, "rows")
+        mean, rows = hvd.allreduce(x @ w, name="mean"), hvd.allgather(x, "rows")
         return mean.square() + rows.sum() if rank == 0 or not EFFECTS else mean.square()
 
     x, w = torch.full((2, 3), rank + 1.0), torch.ones(3, 2, requires_grad=True)

@@ -93,8 +93,7 @@ class Engine(Rounds):
             return self._run_with_handle(handle or Handle(entry, source, out, deliver or _no_result, keep))
         self._leading = True
         try:
-            caller = threading.get_ident()
-            if caller != self._last_caller:
+            if threading.current_thread() is not self._last_caller:
                 self._note_caller()
             name, token = entry.name, entry.signature
             if name is None:
@@ -178,7 +177,7 @@ class Engine(Rounds):
                 if first is None or first.entry.request.collective != "invalid":
                     self._refuse_duplicate(name)
                 self._names_in_flight[name] = handle  # the mark of a refused call goes first; this one comes after it
-        if threading.get_ident() != self._last_caller:
+        if threading.current_thread() is not self._last_caller:
             self._note_caller()
         self._inbox.append(handle)
         if self.refusal is not None:  # meanwhile, and whoever refused may have looked into the inbox before

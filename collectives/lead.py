@@ -56,15 +56,16 @@ class Lead:
         self._bell = threading.Condition()
         self._followers = 0
         self._awaited: list[Handle] = []
-        self._callers: set[int] = set()
-        self._last_caller = 0
+        self._callers: set[threading.Thread] = set()
+        """Threads themselves and not their numbers, which the system gives out again as soon as a thread has ended."""
+        self._last_caller: threading.Thread | None = None
         self._work = threading.Event()
         self._background: threading.Thread | None = None
         self._stopping = False
         """Whether somebody wants the lead in order to end everything."""
 
     def _note_caller(self) -> None:
-        self._last_caller = threading.get_ident()
+        self._last_caller = threading.current_thread()
         self._callers.add(self._last_caller)
 
     def leads(self) -> bool:

@@ -300,10 +300,8 @@ class Rounds(Lead):
 
     def _is_stuck(self) -> bool:
         """Whether every thread that could submit something waits for an operation."""
-        alive = {thread.ident: thread for thread in threading.enumerate()}
-        for ended in [caller for caller in list(self._callers) if caller not in alive]:
-            self._callers.discard(ended)
-            self._last_caller = 0  # the next thread may bear the number of the one that ended
+        alive = threading.enumerate()
+        self._callers.difference_update([caller for caller in list(self._callers) if caller not in alive])
         waiting = sum(not handle.done for handle in self._awaited)  # one whose operation is done goes on in a moment
         if self._inbox or not waiting or len(self._callers) > waiting:
             self._stuck_since = None
@@ -314,8 +312,7 @@ class Rounds(Lead):
             return time.monotonic() - self._stuck_since > _STUCK_AFTER_AMONG_THREADS
         # A thread that has never called anything might do so at any time; one of our own, or a timer, hardly.
         others = any(
-            not (number in self._callers or thread.name.startswith(THREAD_NAME) or isinstance(thread, threading.Timer))
-            for number, thread in alive.items()
+            not (thread in self._callers or thread.name.startswith(THREAD_NAME) or isinstance(thread, threading.Timer)) for thread in alive
         )
         return not others or time.monotonic() - self._stuck_since > _STUCK_AFTER
 

@@ -15,6 +15,7 @@ Open MPI is looked for in the environment that runs pytest and in ``.venv``, MPI
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import signal
@@ -226,12 +227,12 @@ def _show_stacks(ranks: tuple[Path, int] | None) -> None:
     """Have every rank write its Python stack into its output: the fault handler does so on SIGABRT."""
     told = []
     for file in ranks[0].glob("rank-*.pid") if ranks else ():
-        try:
-            process = psutil.Process(int(file.read_text()))
+        with contextlib.suppress(ValueError, psutil.Error):
+            told.append(psutil.Process(int(file.read_text())))
+    # One right after the other: MPICH kills the other ranks as soon as it sees one end.
+    for process in told:
+        with contextlib.suppress(psutil.Error):
             process.send_signal(signal.SIGABRT)
-            told.append(process)
-        except (ValueError, psutil.Error):
-            continue
     psutil.wait_procs(told, timeout=2)
 
 

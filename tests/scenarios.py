@@ -96,18 +96,20 @@ def choices(world: World, collective: str) -> Iterator[tuple[str, str]]:
 
 def every_dtype_and_operation(world: World) -> None:
     for dtype in DTYPES:
-        for op in ops_for(dtype):
-            for count in (1, 1000):
-                parts = [sample(dtype, count, rank) for rank in range(world.size)]
-                result = world.allreduce(parts[world.rank], op=op)
+        for count in (1, 1000):
+            parts = [sample(dtype, count, rank) for rank in range(world.size)]
+            own = parts[world.rank].copy()
+            for op in ops_for(dtype):
+                wanted = expected(op, parts)
+                result = world.allreduce(own, op=op)
                 assert result.dtype == dtype and result.shape == (count,)
-                assert_close(result, expected(op, parts), world.size)
-                np.testing.assert_array_equal(parts[world.rank], sample(dtype, count, world.rank))
-                mine = parts[world.rank].copy()
+                assert_close(result, wanted, world.size)
+                np.testing.assert_array_equal(own, parts[world.rank])
+                mine = own.copy()
                 assert world.allreduce_(mine, op=op) is mine
                 # To the bit, but for products of complex numbers, whose last bit depends on where NumPy's loop finds them.
                 if dtype.kind == "c" and op is Op.PRODUCT:
-                    assert_close(mine, expected(op, parts), world.size)
+                    assert_close(mine, wanted, world.size)
                 else:
                     np.testing.assert_array_equal(mine, result)
 

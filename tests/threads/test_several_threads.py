@@ -245,3 +245,25 @@ def test_a_refusal_names_the_rank_and_the_tensor() -> None:
             world.broadcast(np.ones(2), 7, name="bias")
 
     threads.run(2, program, make_world=World)
+
+
+def test_a_thread_that_bears_the_number_of_one_that_called_and_ended_is_not_waited_for() -> None:
+    """A number is given out again as soon as its thread has ended; whoever has it next may never call anything."""
+
+    def program(world: World) -> None:
+        caller = threading.Thread(target=lambda: world.allreduce(np.ones(2), name="by a thread"))
+        caller.start()
+        caller.join()
+        over = threading.Event()
+        idle = [threading.Thread(target=over.wait) for _ in range(8)]
+        for thread in idle:
+            thread.start()
+        try:
+            if all(thread.ident != caller.ident for thread in idle):
+                pytest.skip("this system gave none of the next threads the number of the one that ended")
+            with pytest.raises(MismatchError, match="waits for"):
+                world.allreduce(np.ones(2), name=f"of rank {world.rank}")
+        finally:
+            over.set()
+
+    threads.run(2, program, make_world=World, timeout=30)

@@ -222,7 +222,7 @@ def test_an_older_nccl_does_less(code: int, number: str, old: bool, machine: Mac
 
 def test_check_build_prints_the_rows(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report, "find", lambda: None)
-    monkeypatch.setattr(report, "_library", lambda: "")
+    monkeypatch.setattr(report.built, "mpi_library", lambda: "")
     text, complete = report.check_build()
     assert not complete
     assert "[X] GPU: device     2 x NVIDIA H200\n" in text and text.endswith("\nSeveral ranks: no\nGPU tensors:   yes")

@@ -54,6 +54,7 @@ def parts(cpu: bool) -> list[Part]:
         Part("latency", ranks(2, "benchmarks.gpu.latency", "--transport", "auto,cuda-ipc,host"), 30),
         Part("latency-nccl", ranks(2, "benchmarks.gpu.latency", "--transport", "nccl"), 30, _SEVERAL_RANKS),
         Part("torch", ranks(2, "benchmarks.gpu.streams"), 60),
+        Part("torch-training", ranks(2, "benchmarks.gpu.training"), 60),
         Part("ipc-2-nccl", ranks(2, "benchmarks.gpu.ipc", "--transport", "nccl", "--algorithm", "native"), 45, _SEVERAL_RANKS),
         Part("ipc-4-nccl", ranks(4, "benchmarks.gpu.ipc", "--transport", "nccl", "--algorithm", "native"), 45, _SEVERAL_RANKS),
         Part("memory-races", [*_SANITIZER, "--tool", "racecheck", *python(*pytest, "tests/gpu/test_kernels.py")], 60, needs=_SANITIZER[0]),

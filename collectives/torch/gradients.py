@@ -193,12 +193,12 @@ class Reducer:
 
     def _make_sparse(self) -> None:
         for slot in self._slots:
-            if slot.was_sparse:
-                slot.param.grad, slot.was_sparse = slot.param.grad.to_sparse(slot.was_sparse), 0
+            if slot.was_sparse and slot.param.grad is not None:
+                slot.param.grad = slot.param.grad.to_sparse(slot.was_sparse)
 
     def _reset(self) -> None:
         for slot in self._slots:
-            slot.left = self._passes
+            slot.left, slot.was_sparse = self._passes, 0
         for bucket in self._buckets:
             bucket.pending = len(bucket.slots)
         self.begun = False

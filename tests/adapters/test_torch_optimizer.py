@@ -327,6 +327,22 @@ def test_sparse_gradients(hvd: Any, as_dense: bool) -> None:
         torch.testing.assert_close(table.weight.grad.to_dense(), wanted)
 
 
+@several
+def test_a_sparse_gradient_that_nobody_has_after_a_refused_step(hvd: Any) -> None:
+    table, layer = torch.nn.Embedding(10, 3, sparse=True), torch.nn.Linear(SMALL // 4, 1, bias=False)
+    named = [("table", table.weight), ("layer", layer.weight)]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p for _, p in named], lr=1.0), named, sparse_as_dense=True)
+    (table(torch.tensor([hvd.rank()])).sum() + layer(torch.ones(SMALL // 4)).sum()).backward()
+    layer.weight.grad = None
+    with pytest.raises(ValueError, match="dropped in between"):
+        optimizer.step()
+    optimizer.zero_grad()
+    layer(torch.full((SMALL // 4,), float(hvd.rank()))).sum().backward()
+    optimizer.synchronize()
+    assert table.weight.grad is None
+    assert torch.equal(layer.weight.grad, torch.full_like(layer.weight, (hvd.size() - 1) / 2))
+
+
 def test_adasum_combines_steps(hvd: Any) -> None:
     weight = torch.nn.Parameter(torch.zeros(4))
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), op=hvd.Adasum)

@@ -229,11 +229,34 @@ def _show_stacks(ranks: tuple[Path, int] | None) -> None:
     for file in ranks[0].glob("rank-*.pid") if ranks else ():
         with contextlib.suppress(ValueError, psutil.Error):
             told.append(psutil.Process(int(file.read_text())))
-    # One right after the other: MPICH kills the other ranks as soon as it sees one end.
+    # The launchers are stopped first: MPICH's kills the other ranks as soon as it sees one end, before they have written anything.
+    for launcher in {parent for process in told for parent in _launchers(process)}:
+        with contextlib.suppress(psutil.Error):
+            launcher.suspend()
     for process in told:
         with contextlib.suppress(psutil.Error):
             process.send_signal(signal.SIGABRT)
-    psutil.wait_procs(told, timeout=2)
+    end = time.monotonic() + 5
+    while any(map(_runs, told)) and time.monotonic() < end:
+        time.sleep(0.01)
+
+
+def _launchers(process: psutil.Process) -> list[psutil.Process]:
+    """The processes between this one and a rank."""
+    try:
+        parents = process.parents()
+    except psutil.Error:
+        return []
+    pids = [parent.pid for parent in parents]
+    return parents[: pids.index(os.getpid())] if os.getpid() in pids else []
+
+
+def _runs(process: psutil.Process) -> bool:
+    """Whether it has not ended yet. Nobody may have taken note of its end: its parent is stopped."""
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.Error:
+        return False
 
 
 def _end_all(token: str, patience: float) -> list[str]:

@@ -18,7 +18,7 @@ from benchmarks.collective import Collective
 from benchmarks.record import Record
 from benchmarks.room import read
 
-_PACKAGES = ("collectives", "numpy", "mpi4py", "numkong", "ml_dtypes", "torch")
+_PACKAGES = ("collectives", "numpy", "mpi4py", "numkong", "ml_dtypes", "torch", "tensorflow", "tensorflow-cpu", "keras", "jax")
 
 
 def machine() -> dict[str, Any]:

@@ -1,0 +1,76 @@
+"""C(W), the communication of a training step by itself: ``collectivesrun -np 2 python -m benchmarks.scaling_communication --bytes 100M``.
+
+The gradients, float32, are submitted asynchronously, the last layer first, and waited for: the step of `benchmarks.gradients`,
+for any number of bytes. ``benchmarks.scaling`` starts this for each number of ranks and reads the line that it prints.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Sequence
+
+import collectives
+from benchmarks import cli
+from benchmarks.device import DEVICES, memory
+from benchmarks.gradients import Gradients, ours
+from benchmarks.measure import Summary, alternate
+from benchmarks.models import MODELS, Shapes, elements
+from benchmarks.session import say, session
+
+ITEM = 4
+"""Bytes of an element."""
+_LINE = "communication: {tensors} tensors, {bytes} bytes, {ranks} ranks: {median:.6f} ms a step, quartiles {p25:.6f} and {p75:.6f}"
+_READ = re.compile(r"^communication: .* ranks: ([\d.]+) ms a step", re.MULTILINE)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, and print one line on rank 0; wrong values end the process with status 1."""
+    flags = cli.Parser(prog="benchmarks.scaling_communication", description="Time the all-reduce of a step's gradients by itself.")
+    flags.add_argument("--bytes", type=cli.size, default=None, metavar="SIZE", help="of all gradients together")
+    flags.add_argument("--tensors", type=cli.whole_number(1), default=1, metavar="N", help="over which they are spread")
+    flags.add_argument("--model", choices=tuple(MODELS), default=None, help="instead of --bytes: the gradients of this model")
+    flags.add_argument("--device", choices=DEVICES, default="cpu", help="where the gradients lie")
+    flags.add_argument("-n", "--iters", type=cli.whole_number(1), default=30, metavar="N", help="timed steps")
+    flags.add_argument("-w", "--warmup", type=cli.whole_number(0), default=5, metavar="N", help="untimed steps before them")
+    flags.set_defaults(peers=(), peers_of={})
+    given = flags.parse_args(arguments)
+    if (given.bytes is None) == (given.model is None):
+        flags.error("give one of --bytes and --model")
+    cli.check_device(flags, given)
+    shapes = MODELS[given.model]() if given.model else spread(given.bytes, given.tensors)
+    with session() as ranks:
+        place = memory(given.device, collectives.local_rank())
+        gradients = Gradients(shapes, ranks.rank, ranks.size, place)
+        step = ours(gradients, blocking=False, out_of_place=False)
+        gradients.fill()
+        wrong = ranks.total(gradients.wrong(step()))
+        if wrong:
+            say(ranks, f"benchmarks.scaling_communication: error: {wrong} wrong values")
+            sys.exit(1)
+        gradients.clear()
+        seconds = alternate(ranks, [step], given.warmup, given.iters, lambda: None, memory=place)
+        told = {"tensors": len(shapes), "bytes": elements(shapes) * ITEM, "ranks": ranks.size}
+        say(ranks, _LINE.format(**told, **Summary.of(seconds[0] * 1e3).as_dict()))
+
+
+def spread(nbytes: int, tensors: int) -> Shapes:
+    """So many bytes, rounded up to whole elements, over tensors whose sizes differ by at most one element; none is empty."""
+    count = max(tensors, -(-nbytes // ITEM))
+    return {f"gradient{index}": (count // tensors + (index < count % tensors),) for index in range(tensors)}
+
+
+def milliseconds(output: str) -> float:
+    """The median out of what ``main`` printed.
+
+    Raises:
+        ValueError: it has printed none.
+    """
+    found = _READ.search(output)
+    if found is None:
+        raise ValueError("benchmarks.scaling_communication has printed no time")
+    return float(found[1])
+
+
+if __name__ == "__main__":
+    main()

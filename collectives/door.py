@@ -56,7 +56,15 @@ class Door:
         transport: str | None,
         stream: Any,
         in_place: bool,
+        out: Array | None = None,
+        parts: tuple[tuple[int, ...], ...] = (),
     ) -> Handle:
+        """An all-reduce.
+
+        Args:
+            out: a C-contiguous array of the tensor's shape and dtype for the result, in place of one from the pool.
+            parts: the shapes of the tensors that lie one behind the other in this one, which must be alike on every rank.
+        """
         view = arrays.view(tensor, writable=in_place, stream=stream)
         what, how = (average, op, name, prescale, postscale), (algorithm, transport)
         if compressor is not None and not any(compressor is known for known in compression.BUILT_IN):
@@ -66,12 +74,13 @@ class Door:
                 view, tensor, average, op, name, prescale, postscale, compressor, algorithm, transport, in_place
             )
         if compressor is not None and compressor is not compression.Compression.none:
-            return self._compressed(view, tensor, compressor, in_place, what, how)
-        entry = self._entries.reducing("allreduce", view, average, op, name, prescale, postscale, algorithm, transport)
+            return self._compressed(view, tensor, compressor, in_place, what, how, out, parts)
+        entry = self._entries.reducing("allreduce", view, average, op, name, prescale, postscale, algorithm, transport, parts)
         source = view.array
         if in_place:
             return Handle(entry, source, source, store, (view, tensor))
-        out = self._pool.empty(view.shape, view.dtype)
+        if out is None:
+            out = self._pool.empty(view.shape, view.dtype)
         return Handle(entry, source, out.reshape(-1), wrap, (view, out))
 
     def _compressed(
@@ -82,17 +91,20 @@ class Door:
         in_place: bool,
         what: tuple[bool, Op | None, str | None, float, float],
         how: tuple[str | None, str | None],
+        out: Array | None,
+        parts: tuple[tuple[int, ...], ...],
     ) -> Handle:
         """An all-reduce whose tensor travels as a half."""
         average, op, name, prescale, postscale = what
         wire = compressor.wire(view.dtype)
         if wire is None:
-            return self.allreduce(tensor, average, op, name, prescale, postscale, None, *how, None, in_place)
+            return self.allreduce(tensor, average, op, name, prescale, postscale, None, *how, None, in_place, out, parts)
         packed = self._pool.empty(view.array.size, wire)
         compression.cast(view.array, packed)
         small = arrays.view(packed.reshape(view.shape))
-        entry = self._entries.reducing("allreduce", small, average, op, name, prescale, postscale, *how)
-        out = view.array.reshape(view.shape) if in_place else self._pool.empty(view.shape, view.dtype)
+        entry = self._entries.reducing("allreduce", small, average, op, name, prescale, postscale, *how, parts)
+        if out is None:
+            out = view.array.reshape(view.shape) if in_place else self._pool.empty(view.shape, view.dtype)
         return Handle(entry, packed, packed, restore, (view, out, tensor if in_place else None))
 
     def _compressed_by(
@@ -228,7 +240,8 @@ class Door:
             return Handle(self._entries.broadcasting(view, request.root, request.name, *how), view.array, view.array, nothing)
         op = Op(request.op)
         view = arrays.view(np.full(shape, 0 if op is Op.ADASUM else reduction.identity(op, dtype), dtype))
-        entry = self._entries.reducing(request.collective, view, True, op, request.name, request.prescale, request.postscale, *how)
+        what = op, request.name, request.prescale, request.postscale
+        entry = self._entries.reducing(request.collective, view, True, *what, *how, request.parts)
         out = view.array if request.collective == "allreduce" else np.empty(self._share(shape), dtype).reshape(-1)
         return Handle(entry, view.array, out, nothing)
 
@@ -298,7 +311,7 @@ def restore(handle: Handle) -> Any:
 
 
 def gathered(handle: Handle) -> Any:
-    view, out, _ = handle.keep
+    view, out, handle.gathered = handle.keep
     return view.wrap(out)
 
 

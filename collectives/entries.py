@@ -165,15 +165,16 @@ class Entries:
         postscale: float,
         algorithm: str | None,
         transport: str | None,
+        parts: tuple[tuple[int, ...], ...] = (),
     ) -> Entry:
-        """The entry of an all-reduce or a reduce-scatter.
+        """The entry of an all-reduce or a reduce-scatter; ``parts`` as in `Request`.
 
         Raises:
             InvalidArgumentError, InvalidTypeError, TransportError: an argument that no rank can accept, or that cannot be had here.
         """
         if type(prescale) is not float or type(postscale) is not float:
             prescale, postscale = arguments.factor("prescale_factor", prescale), arguments.factor("postscale_factor", postscale)
-        key = (collective, view.dtype.num, view.shape, op, average, name, prescale, postscale, algorithm, transport)
+        key = (collective, view.dtype.num, view.shape, op, average, name, prescale, postscale, algorithm, transport, parts)
         known = self._look_up(key)
         if known is not None:
             return known
@@ -213,6 +214,7 @@ class Entries:
                 postscale=postscale,
                 algorithm=algorithm,
                 transport=transport,
+                parts=parts,
             ),
             self._planner,
             make_plan if self._size > 1 and view.array.size > 0 else None,

@@ -7,9 +7,16 @@ every rank. Each message names the rank, the tensor, what was expected, what cam
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 
 class CollectivesError(Exception):
     """Base of every error raised by collectives."""
+
+    # The bases' own would do. But TensorFlow's AutoGraph raises an error of the same type again, with a text that tells where, only if this
+    # is what makes it. mypy would take instances for anything.
+    if not TYPE_CHECKING:
+        __init__ = Exception.__init__
 
 
 class InvalidArgumentError(CollectivesError, ValueError):

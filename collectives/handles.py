@@ -44,8 +44,9 @@ class Handle:
         done: whether it is complete; then ``error`` or ``result`` is final.
         key: its name, or its number among the unnamed; given by the engine.
         rows: of allgather and all-to-all: what this rank contributes, to all or to each.
-        ready, fence, gathered: of device tensors: the event behind the caller's work, what is between the operation and what the caller
-            does next, and the result and rows of what was gathered (`collectives.cuda`).
+        gathered: of allgather and all-to-all, once done: how many rows came from each rank; of device tensors the result and these.
+        ready, fence: of device tensors: the event behind the caller's work, and what is between the operation and what the caller does next
+            (`collectives.cuda`).
     """
 
     __slots__ = (

@@ -65,8 +65,10 @@ class Lead:
         """Whether somebody wants the lead in order to end everything."""
 
     def _note_caller(self) -> None:
-        self._last_caller = threading.current_thread()
-        self._callers.add(self._last_caller)
+        self._last_caller = thread = threading.current_thread()
+        # One that Python has not started is some framework's: it calls for a thread of the program, which waits for it and cannot call.
+        if not isinstance(thread, threading._DummyThread):
+            self._callers.add(thread)
 
     def leads(self) -> bool:
         """Whether this thread is in the middle of a call."""

@@ -30,6 +30,7 @@ class Request:
         device: the kind of device that the tensor lies on; None: the CPU.
         wire: the dtype in which elements travel; None: their own.
         members: the requests of a group, which are carried out together.
+        parts: the shapes of the tensors that lie one behind the other in this one, if there are several.
         detail: an "invalid" request's error.
     """
 
@@ -46,6 +47,7 @@ class Request:
     device: str | None = None
     wire: str | None = None
     members: tuple[Request, ...] = ()
+    parts: tuple[tuple[int, ...], ...] = ()
     detail: str = field(default="", compare=False)
 
     def signature(self) -> int:
@@ -59,9 +61,9 @@ class Request:
             return f"refused its arguments: {self.detail}"
         if self.members:
             name = f"name={self.name!r}, " if self.name is not None else ""
-            alike = replace(self.members[0], name=None, dtype=None, shape=None).describe()
-            tensors = ", ".join(f"{member.dtype}{list(member.shape or ())}" for member in self.members)
-            return f"{self.collective}({name}{len(self.members)} tensors: {tensors}; each {alike})"
+            alike = replace(self.members[0], name=None, dtype=None, shape=None, parts=()).describe()
+            tensors = [f"{member.dtype}{list(shape or ())}" for member in self.members for shape in member.parts or (member.shape,)]
+            return f"{self.collective}({name}{len(tensors)} tensors: {', '.join(tensors)}; each {alike})"
         said = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self)[1:] if getattr(self, f.name) not in (f.default, None)]
         return f"{self.collective}({', '.join(said)})"
 

@@ -39,6 +39,10 @@ class Operations:
     _pool: ResultPool
     _use_devices: Callable[[], DeviceSide]
 
+    def memory(self, count: int, dtype: Any) -> Any:
+        """Memory for results that an adapter passes as ``out``: 1-D, uninitialised, aligned to 64 bytes, used again when it is dropped."""
+        return self._pool.aligned(count, dtype)
+
     # ---- all-reduce ----------------------------------------------------------------------------------------------------------
 
     def allreduce(
@@ -54,19 +58,21 @@ class Operations:
         algorithm: str | None = None,
         transport: str | None = None,
         stream: Any = None,
+        out: Any = None,
     ) -> Any:
-        """See `collectives.allreduce`."""
+        """See `collectives.allreduce`; ``out`` is an adapter's memory for the result, as `Door.allreduce` says."""
         if compression is not None or op is Op.ADASUM or arrays.on_device(tensor, stream):
             return self._wait(
                 name,
                 lambda: self._door.allreduce(
-                    tensor, average, op, name, prescale_factor, postscale_factor, compression, algorithm, transport, stream, False
+                    tensor, average, op, name, prescale_factor, postscale_factor, compression, algorithm, transport, stream, False, out
                 ),
             )
         try:
             view = arrays.view(tensor)
             entry = self._entries.reducing("allreduce", view, average, op, name, prescale_factor, postscale_factor, algorithm, transport)
-            out = self._pool.empty(view.shape, view.dtype)
+            if out is None:
+                out = self._pool.empty(view.shape, view.dtype)
         except Exception as error:
             raise self.refused(error, name) from None
         flat = out.reshape(-1)
@@ -168,7 +174,7 @@ class Operations:
         return self._submit(handle)
 
     def grouped_allreduce(self, tensors: Sequence[Any], average: bool = True, **keywords: Any) -> list[Any]:
-        """See `collectives.grouped_allreduce`."""
+        """See `collectives.grouped_allreduce`; ``out`` and ``parts`` are sequences of what `Door.allreduce` says, for adapters."""
         return self._group_of_allreduces(tensors, average, False, **keywords).wait()  # type: ignore[no-any-return]
 
     def grouped_allreduce_(self, tensors: Sequence[Any], average: bool = True, **keywords: Any) -> list[Any]:
@@ -197,13 +203,15 @@ class Operations:
         algorithm: str | None = None,
         transport: str | None = None,
         stream: Any = None,
+        out: Sequence[Any] | None = None,
+        parts: Sequence[Any] | None = None,
     ) -> Handle:
         try:
+            how = average, op, None, prescale_factor, postscale_factor, compression, algorithm, transport, stream, in_place
+            given = self._door.tensors(tensors)
             members = [
-                self._door.allreduce(
-                    tensor, average, op, None, prescale_factor, postscale_factor, compression, algorithm, transport, stream, in_place
-                )
-                for tensor in self._door.tensors(tensors)
+                self._door.allreduce(tensor, *how, result, shapes)
+                for tensor, result, shapes in zip(given, out or (None,) * len(given), parts or ((),) * len(given), strict=True)
             ]
             handle = self._marked(self._door.group("grouped_allreduce", name, members))
         except Exception as error:

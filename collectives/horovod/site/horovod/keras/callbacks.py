@@ -1,0 +1,3 @@
+"""The callbacks of `collectives.keras`."""
+
+from collectives.keras.callbacks import *  # noqa: F403

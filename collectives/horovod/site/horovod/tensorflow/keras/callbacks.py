@@ -1,0 +1,3 @@
+"""The callbacks of `collectives.tensorflow.keras`."""
+
+from collectives.tensorflow.keras.callbacks import *  # noqa: F403

@@ -1,0 +1,5 @@
+"""The synchronised batch normalisation of `collectives.tensorflow`."""
+
+from collectives.tensorflow import SyncBatchNormalization
+
+__all__ = ["SyncBatchNormalization"]

@@ -1,0 +1,208 @@
+"""What a program asks the engine for: a description of one call, which a jaxpr and an executable can hold, and its execution.
+
+Operands and results are flat lists of arrays; what is not a group has one of each. A compiled program must know all shapes beforehand, so
+that allgather and alltoall say how many rows every rank brings; if the ranks bring others when it runs, they raise.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from collectives import dtypes, partition
+from collectives.compression import named
+from collectives.errors import InvalidArgumentError, MismatchError
+from collectives.handles import Handle
+from collectives.reduction import Op
+from collectives.runtime import world_of
+from collectives.world import World
+
+Shaped = tuple[tuple[int, ...], np.dtype[Any]]
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One collective call.
+
+    Attributes:
+        collective: "allreduce", "reducescatter", "allgather", "broadcast", "alltoall" or "barrier".
+        size, rank: of the world for which it is.
+        name, process_set, algorithm, transport: as everywhere; the process set by its number.
+        grouped: whether it is the grouped form.
+        ordered: whether a compiled program keeps it in its place among the others; if not, it is matched by its name.
+        op, prescale, postscale, wire: of reductions; ``wire`` is the dtype in which they travel.
+        parts: of an allreduce: for each operand the shapes of the tensors that lie in it, if there are several.
+        rows_before: of a reducescatter: the rows of each operand.
+        root: of a broadcast, within the process set.
+        rows: of each operand of an allgather every rank's rows, and of an alltoall those that every rank sends here; None: not known.
+        splits: of an alltoall: the rows that go to each rank.
+    """
+
+    collective: str
+    size: int
+    rank: int
+    name: str | None = None
+    process_set: int = 0
+    algorithm: str | None = None
+    transport: str | None = None
+    grouped: bool = False
+    ordered: bool = True
+    op: str = ""
+    prescale: float = 1.0
+    postscale: float = 1.0
+    wire: str | None = None
+    parts: tuple[tuple[Shape, ...], ...] = ()
+    rows_before: Shape = ()
+    root: int = 0
+    rows: tuple[Shape, ...] | None = None
+    splits: Shape | None = None
+
+    @property
+    def linear(self) -> bool:
+        return self.op in ("", Op.SUM.value, Op.AVERAGE.value)
+
+    def having(self, **fields: Any) -> Call:
+        """The same with other fields."""
+        return replace(self, **fields)
+
+    def derived(self, suffix: str, chosen: Iterable[int]) -> Call:
+        """The same for some of the operands, as a part of a derivative."""
+        numbers = list(chosen)
+
+        def of(each: Any) -> Any:
+            return tuple(each[number] for number in numbers) if each else each
+
+        name = self.name and f"{self.name}.{suffix}"
+        return replace(self, name=name, parts=of(self.parts), rows_before=of(self.rows_before), rows=of(self.rows))
+
+    def results(self, operands: Sequence[Shaped]) -> list[Shaped]:
+        """Shapes and dtypes of the results for those of the operands."""
+        if self.collective == "reducescatter":
+            return [((partition.rows(shape[0], self.size)[self.rank], *shape[1:]), dtype) for shape, dtype in operands]
+        if self.collective in ("allgather", "alltoall"):
+            assert self.rows is not None
+            return [((sum(rows), *shape[1:]), dtype) for rows, (shape, dtype) in zip(self.rows, operands, strict=True)]
+        return list(operands)
+
+    def text(self, operands: Sequence[Shaped]) -> str:
+        """All of it, and the operands that it is for, for an executable; `read` understands it."""
+        shapes = [[dtypes.name(dtype), *shape] for shape, dtype in operands]
+        return json.dumps({**asdict(self), "operands": shapes}, sort_keys=True)
+
+    # ---- execution -----------------------------------------------------------------------------------------------------------------------
+
+    def world(self) -> World:
+        """The world that it is for.
+
+        Raises:
+            InvalidArgumentError: it was traced for another.
+        """
+        world = world_of(self.process_set)
+        if (world.size, world.rank) != (self.size, self.rank):
+            raise InvalidArgumentError(
+                f"rank {world.ranks[world.rank]}: {self.collective}: this program was compiled for rank {self.rank} of {self.size}, and"
+                f" runs on rank {world.rank} of {world.size}: call jax.clear_caches() after init()"
+            )
+        return world
+
+    def run(self, operands: Sequence[Any], results: Sequence[Any] | None = None) -> list[Any]:
+        """Carry it out.
+
+        Args:
+            operands: NumPy arrays, or arrays on a GPU.
+            results: where to write, NumPy arrays; the very list of operands: in place; None: new ones.
+
+        Returns:
+            The results; with ``results`` these.
+        """
+        world = self.world()
+        if self.collective == "barrier":
+            world.barrier()
+            made: list[Any] = []
+        elif self.collective == "allreduce":
+            made = self._allreduce(world, operands, results)
+        elif self.collective == "broadcast":
+            made = self._broadcast(world, operands, results)
+        elif self.collective == "alltoall":
+            made = self.exchange(operands)[0]
+        else:
+            made = self._group(world, operands)
+        if results is None or results is operands or self.collective == "allreduce":
+            return made
+        for each, result in zip(made, results, strict=True):
+            np.copyto(result, each)
+        return list(results)
+
+    def _options(self) -> dict[str, Any]:
+        options: dict[str, Any] = {"name": self.name, "algorithm": self.algorithm, "transport": self.transport}
+        if self.op:
+            options |= {"op": Op(self.op), "prescale_factor": self.prescale, "postscale_factor": self.postscale}
+        return options
+
+    def _allreduce(self, world: World, operands: Sequence[Any], results: Sequence[Any] | None) -> list[Any]:
+        options = self._options() | {"compression": named(self.wire)}
+        if results is operands:
+            if not self.grouped:
+                return [world.allreduce_(operands[0], **options)]
+            return list(world.grouped_allreduce_(list(operands), parts=self.parts, **options))
+        if not self.grouped:
+            return [world.allreduce(operands[0], out=None if results is None else results[0], **options)]
+        return world.grouped_allreduce(list(operands), out=results, parts=self.parts, **options)
+
+    def _group(self, world: World, operands: Sequence[Any]) -> list[Any]:
+        begin = getattr(world, f"{'grouped_' * self.grouped}{self.collective}_async")
+        handle: Handle = begin(list(operands) if self.grouped else operands[0], **self._options())
+        made = handle.wait()
+        if self.rows is not None:
+            received = [each.gathered for each in handle.members or (handle,)]
+            self._check_rows(world, [each[1] if isinstance(each, tuple) else each for each in received])
+        return list(made) if self.grouped else [made]
+
+    def _broadcast(self, world: World, operands: Sequence[Any], results: Sequence[Any] | None) -> list[Any]:
+        begin = world.broadcast_async_ if results is operands else world.broadcast_async
+        handles = [begin(each, self.root, **options) for each, options in self._one_by_one(operands)]
+        return [handle.wait() for handle in handles]
+
+    def exchange(self, operands: Sequence[Any]) -> tuple[list[Any], list[Shape]]:
+        """Carry an alltoall out; the results, and for each how many rows came from each rank."""
+        world = self.world()
+        handles = [world.alltoall_async(each, self.splits, **options) for each, options in self._one_by_one(operands)]
+        made = [handle.wait() for handle in handles]
+        received = [tuple(int(count) for count in counts) for _, counts in made]
+        self._check_rows(world, received)
+        return [rows for rows, _ in made], received
+
+    def _one_by_one(self, operands: Sequence[Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
+        """What has no grouped form: all are begun before the first is waited for."""
+        for number, operand in enumerate(operands):
+            name = f"{self.name}[{number}]" if self.grouped and self.name is not None else self.name
+            yield operand, self._options() | {"name": name}
+
+    def _check_rows(self, world: World, received: Sequence[Sequence[int]]) -> None:
+        """Every rank finds out, also one for which the rows of all add up to what it has expected."""
+        found = tuple(tuple(int(count) for count in counts) for counts in received)
+        if self.rows is None or found == self.rows:
+            return
+        label = f" {self.name!r}" if self.name else ""
+        expected, came = next((one, other) for one, other in zip(self.rows, found, strict=True) if one != other)
+        raise MismatchError(
+            f"rank {world.ranks[world.rank]}: {self.collective}{label}: compiled for {list(expected)} rows from the ranks, and {list(came)}"
+            " came. Shapes are fixed in a compiled program: say what every rank sends (rows=), the same on all ranks, or call it outside"
+            " jit"
+        )
+
+
+def read(text: str) -> Call:
+    """What `Call.text` wrote."""
+    fields = json.loads(text)
+    del fields["operands"]
+    return Call(**{key: _tuples(value) for key, value in fields.items()})
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(_tuples(each) for each in value) if isinstance(value, list) else value

@@ -1,0 +1,245 @@
+"""XLA's foreign function interface, spoken in Python: a compiled program on the CPU hands over its buffers, and nothing is copied.
+
+XLA calls a C function with one pointer, to a *call frame*: structures that hold the addresses of operands and results, and the attributes
+of the call. The layout is that of ``xla/ffi/api/c_api.h``, which jaxlib brings along (`jax.ffi.include_dir`); every structure says how
+long it is, so that another layout is noticed. A ctypes callback is such a C function.
+
+    metadata    when it is registered, XLA asks which version of the interface the function speaks
+    execute     read the frame, give NumPy views of the buffers to Python, and return NULL, or an error with a message
+
+Only the stage *execute* is registered. Views are valid during the call only: XLA takes its memory back when the call has returned, with an
+error too. Elsewhere the engine keeps what a peer might still touch after a failure in mid-call; here it can only wait for the peers' word
+(a second at most) before the call returns.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from collectives import dtypes
+
+_Pointer, _Size, _Long, _Int = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int64, ctypes.c_int32
+
+
+_HEAD = (("struct_size", _Size), ("extension", _Pointer))
+"""What every structure begins with."""
+
+
+class _Extension(ctypes.Structure):
+    _fields_ = (("struct_size", _Size), ("type", _Int), ("next", _Pointer), ("metadata", _Pointer))
+
+
+class _Version(ctypes.Structure):
+    _fields_ = (*_HEAD, ("major", _Int), ("minor", _Int))
+
+
+class _Metadata(ctypes.Structure):
+    _fields_ = (("struct_size", _Size), ("version", _Version))
+
+
+class _Api(ctypes.Structure):
+    _fields_ = (*_HEAD, ("version", _Version), ("internal", _Pointer), ("create_error", _Pointer))
+
+
+class _Buffers(ctypes.Structure):
+    _fields_ = (*_HEAD, ("size", _Long), ("types", _Pointer), ("items", _Pointer))
+
+
+class _Attributes(ctypes.Structure):
+    _fields_ = (*_HEAD, ("size", _Long), ("types", ctypes.POINTER(_Int)), ("names", _Pointer), ("items", ctypes.POINTER(_Pointer)))
+
+
+class _Frame(ctypes.Structure):
+    _fields_ = (
+        *_HEAD,
+        ("api", ctypes.POINTER(_Api)),
+        ("context", _Pointer),
+        ("stage", _Int),
+        ("operands", _Buffers),
+        ("results", _Buffers),
+        ("attributes", _Attributes),
+    )
+
+
+class _Buffer(ctypes.Structure):
+    _fields_ = (*_HEAD, ("dtype", _Int), ("data", _Pointer), ("rank", _Long), ("dims", ctypes.POINTER(_Long)))
+
+
+class _Span(ctypes.Structure):
+    _fields_ = (("data", _Pointer), ("size", _Size))
+
+
+class _Error(ctypes.Structure):
+    _fields_ = (*_HEAD, ("message", ctypes.c_char_p), ("code", _Int))
+
+
+_METADATA = 1
+_EXECUTE = 3
+_STRING = 4
+_ABORTED = 10
+_DATA_AT = _Buffer.data.offset
+_KEPT = 8
+"""Sets of addresses per program whose views are kept: XLA often gives the same memory again."""
+
+_DTYPES = {
+    1: "bool",
+    2: "int8",
+    3: "int16",
+    4: "int32",
+    5: "int64",
+    6: "uint8",
+    7: "uint16",
+    8: "uint32",
+    9: "uint64",
+    10: "float16",
+    11: "float32",
+    12: "float64",
+    15: "complex64",
+    16: "bfloat16",
+    18: "complex128",
+}
+_TOKEN = 17
+
+Array = np.ndarray[Any, np.dtype[Any]]
+Function = Callable[[list[Array], list[Array]], object]
+
+
+class Unreadable(Exception):
+    """XLA hands over something that this file does not know."""
+
+
+def version_in(header: str) -> tuple[int, int] | None:
+    """The version of the interface that a ``c_api.h`` describes."""
+    found = [re.search(rf"#define XLA_FFI_API_{part} (\d+)", header) for part in ("MAJOR", "MINOR")]
+    major, minor = (None if each is None else int(each[1]) for each in found)
+    return None if major is None or minor is None else (major, minor)
+
+
+def handler(find: Callable[[str], Function], version: tuple[int, int]) -> Any:
+    """A C function for `jax.ffi.register_ffi_target`, to be kept for ever.
+
+    Args:
+        version: of the interface, XLA's own; it takes no function that says another.
+        find: what to do, by the attribute ``call`` of the call in the program: a function of the operands and the results, NumPy arrays in
+            XLA's memory of which it writes the latter; one list twice if they are to be replaced in place. What it raises becomes XLA's
+            error, with its type and message.
+    """
+    programs: dict[bytes, _Program] = {}
+
+    def handle(pointer: int) -> int | None:
+        frame = _Frame.from_address(pointer)
+        try:
+            if frame.extension:
+                extension = _Extension.from_address(frame.extension)
+                if extension.type == _METADATA:
+                    said = _Metadata.from_address(extension.metadata).version
+                    said.major, said.minor = version
+                    return None
+            if frame.stage != _EXECUTE:
+                return None
+            key = _attribute(frame.attributes)
+            program = programs.get(key)
+            if program is None:
+                _check(frame)
+                program = programs[key] = _Program(find(key.decode()))
+            program.run(frame)
+        except BaseException as error:  # an interrupt too: it ends the program's execution, and reaches the program as XLA's error
+            return _error(frame, f"{type(error).__name__}: {error}")
+        return None
+
+    return _Handler(handle)
+
+
+_Handler = ctypes.CFUNCTYPE(_Pointer, _Pointer)
+
+
+class _Program:
+    """One call in compiled programs."""
+
+    def __init__(self, function: Function) -> None:
+        self._function = function
+        self._views: dict[tuple[int, ...], tuple[list[Array], list[Array]]] = {}
+
+    def run(self, frame: Any) -> None:
+        operands, results = _structures(frame.operands), _structures(frame.results)
+        addresses = (*_addresses(operands), *_addresses(results))
+        views = self._views.get(addresses)
+        if views is None:
+            given, made = [_view(each) for each in operands[:-1]], [_view(each) for each in results[:-1]]
+            # By their sizes as well: what has no elements may have any address.
+            in_place = [(each.nbytes, each.ctypes.data) for each in given] == [(each.nbytes, each.ctypes.data) for each in made]
+            views = made if in_place else given, made
+            if len(self._views) >= _KEPT:
+                self._views = {}  # another one, since programs may run in several threads
+            self._views[addresses] = views
+        self._function(*views)
+
+
+def _attribute(attributes: Any) -> bytes:
+    """The value of the only attribute."""
+    if attributes.size != 1 or attributes.types[0] != _STRING:
+        raise Unreadable("expected one attribute, a string")
+    span = _Span.from_address(attributes.items[0])
+    return ctypes.string_at(span.data, span.size)
+
+
+def _structures(buffers: Any) -> list[int]:
+    """Where the structures of the buffers lie; the last one is the token that puts calls in order."""
+    return list((_Size * buffers.size).from_address(buffers.items))
+
+
+def _addresses(structures: list[int]) -> list[int]:
+    """Where the buffers' elements lie."""
+    first, count = structures[0], len(structures)
+    step = structures[1] - first if count > 1 else 0
+    if step > 0 and structures == list(range(first, first + step * count, step)):  # in one array, as far as XLA is known
+        memory: Any = (ctypes.c_char * (step * count)).from_address(first)
+        found: list[int] = np.ndarray((count,), np.uintp, memory, _DATA_AT, (step,)).tolist()
+        return found
+    return [_Size.from_address(each + _DATA_AT).value for each in structures]
+
+
+class _Memory:
+    """Memory of XLA's, to NumPy."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__array_interface__ = {"data": (address, False), "shape": (nbytes,), "typestr": "|u1", "version": 3}
+
+
+def _view(structure: int) -> Array:
+    buffer = _Buffer.from_address(structure)
+    if buffer.dtype not in _DTYPES:
+        raise Unreadable(f"a buffer of XLA's type number {buffer.dtype}")
+    dtype = dtypes.resolve(_DTYPES[buffer.dtype])
+    shape = tuple(buffer.dims[: buffer.rank])
+    count = math.prod(shape)
+    if not count:
+        return np.empty(shape, dtype)
+    return np.asarray(_Memory(buffer.data, count * dtype.itemsize)).view(dtype).reshape(shape)
+
+
+def _check(frame: Any) -> None:
+    """Refuse a frame of another layout, before anything in it is believed."""
+    for structure in (frame, frame.operands, frame.results, frame.attributes):
+        if structure.struct_size < ctypes.sizeof(structure):
+            raise Unreadable(f"a structure of {structure.struct_size} bytes, expected {ctypes.sizeof(structure)}")
+    for buffers in (frame.operands, frame.results):
+        for each in _structures(buffers):
+            buffer = _Buffer.from_address(each)
+            if buffer.struct_size < ctypes.sizeof(buffer):
+                raise Unreadable(f"a buffer of {buffer.struct_size} bytes, expected {ctypes.sizeof(buffer)}")
+        if buffer.dtype != _TOKEN:
+            raise Unreadable(f"no token behind the buffers, but type number {buffer.dtype}")
+
+
+def _error(frame: Any, message: str) -> int | None:
+    create = ctypes.CFUNCTYPE(_Pointer, ctypes.POINTER(_Error))(frame.api.contents.create_error)
+    error = _Error(ctypes.sizeof(_Error), None, message.encode(), _ABORTED)
+    made: int | None = create(ctypes.byref(error))
+    return made

@@ -1,0 +1,61 @@
+"""Gradients of the ranks' functions together: `jax.grad` and `jax.value_and_grad`, with what they give back combined over the ranks."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from collectives.compression import Compression
+from collectives.jax.operations import allreduce
+from collectives.membership import ProcessSet
+from collectives.reduction import Op
+from collectives.runtime import global_process_set
+
+
+def value_and_grad(
+    fun: Callable[..., Any],
+    argnums: int | tuple[int, ...] = 0,
+    has_aux: bool = False,
+    *,
+    op: Op = Op.AVERAGE,
+    compression: Any = Compression.none,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+    name: str | None = None,
+    ordered: bool = True,
+    **keywords: Any,
+) -> Callable[..., Any]:
+    """`jax.value_and_grad` whose gradients are combined over the ranks, all in one fused call.
+
+    Args:
+        fun, argnums, has_aux: as for `jax.value_and_grad`; so are further ``keywords``.
+        op, compression, prescale_factor, postscale_factor, process_set, name, ordered: as for `collectives.jax.allreduce`.
+
+    Returns:
+        A function that returns this rank's value (and auxiliary data), and the combined gradients.
+    """
+    own = jax.value_and_grad(fun, argnums, has_aux, **keywords)
+
+    @functools.wraps(fun)
+    def call(*arguments: Any, **options: Any) -> Any:
+        value, gradients = own(*arguments, **options)
+        how = None, name, compression, op, prescale_factor, postscale_factor, process_set
+        return value, allreduce(gradients, *how, ordered=ordered)
+
+    return call
+
+
+def grad(fun: Callable[..., Any], argnums: int | tuple[int, ...] = 0, has_aux: bool = False, **keywords: Any) -> Callable[..., Any]:
+    """`jax.grad` whose gradients are combined over the ranks; arguments as for `value_and_grad`."""
+    both = value_and_grad(fun, argnums, has_aux, **keywords)
+
+    @functools.wraps(fun)
+    def call(*arguments: Any, **options: Any) -> Any:
+        value, gradients = both(*arguments, **options)
+        return (gradients, value[1]) if has_aux else gradients
+
+    return call

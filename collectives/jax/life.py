@@ -1,0 +1,32 @@
+"""Joining and leaving, where compiled programs may still be at work."""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from collectives import runtime
+from collectives.membership import ProcessSet
+
+
+def init(comm: Any = None, process_sets: Sequence[ProcessSet | Sequence[int]] | str | None = None) -> None:
+    """Join the other ranks: see `collectives.init`."""
+    runtime.init(comm, process_sets)
+    # What a program has dispatched before it ends is carried out first; registered later than the world's own end, it comes before that.
+    atexit.unregister(_finish)
+    atexit.register(_finish)
+
+
+def shutdown() -> None:
+    """Leave the other ranks, when compiled programs have made their ordered calls: see `collectives.shutdown`."""
+    if runtime.is_initialized():
+        jax.effects_barrier()
+    runtime.shutdown()
+
+
+def _finish() -> None:
+    if runtime.is_initialized():
+        jax.effects_barrier()

@@ -1,0 +1,188 @@
+"""Optax's optimizers on the gradients of all ranks.
+
+    distributed_gradients(...)             a transformation of its own, for `optax.chain`
+    DistributedOptimizer(optimizer, ...)   the same before an optimizer, with gradients added up over several passes if wanted
+
+All gradients of a step travel in one fused call. Optax itself is not needed: a transformation is a pair of functions.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from collectives.compression import Compression
+from collectives.errors import InvalidArgumentError, InvalidTypeError
+from collectives.jax.operations import allreduce
+from collectives.membership import ProcessSet
+from collectives.reduction import Op
+from collectives.runtime import global_process_set
+
+_numbers = itertools.count()
+
+
+class GradientTransformation(NamedTuple):
+    """A pair of functions with Optax's names, for where Optax is not."""
+
+    init: Callable[[Any], Any]
+    update: Callable[..., tuple[Any, Any]]
+
+
+class EmptyState(NamedTuple):
+    """Of a transformation that remembers nothing."""
+
+
+class AggregationState(NamedTuple):
+    """Of an optimizer that acts on every few passes.
+
+    Attributes:
+        inner: the optimizer's.
+        sums: this rank's gradients since its last step.
+        passes: how many they are.
+    """
+
+    inner: Any
+    sums: Any
+    passes: Any
+
+
+def distributed_gradients(
+    op: Op = Op.AVERAGE,
+    compression: Any = Compression.none,
+    gradient_predivide_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+    name: str | None = None,
+    *,
+    ordered: bool = False,
+    algorithm: str | None = None,
+    transport: str | None = None,
+) -> Any:
+    """A gradient transformation that combines the ranks' gradients, all in one fused call.
+
+    ``optax.chain(hvd.distributed_gradients(), optax.clip_by_global_norm(1.0), optax.adam(1e-3))`` clips what all ranks found together.
+
+    Args:
+        op: Average (the default), Sum, Min, Max, Product or Adasum.
+        compression: `Compression.fp16` or ``bf16``, or an own one.
+        gradient_predivide_factor: of Average: divides before the sum, and the rest of the number of ranks after it.
+        process_set: the ranks that take part.
+        name: of the operation; None: one that tells this transformation from others, which every rank makes in the same order.
+        ordered: False: the call is matched by that name alone, and a compiled step starts by JAX's quick path. Make a transformation for
+            each model; where one serves several, from functions that are compiled by themselves, say True: see
+            `collectives.jax.operations`.
+        algorithm, transport: as for `collectives.jax.allreduce`.
+
+    Returns:
+        A transformation: Optax's own type where Optax has been imported. Its state is empty.
+
+    Raises:
+        InvalidArgumentError: a factor without Average.
+    """
+    scales = _scales(op, gradient_predivide_factor)
+    number = next(_numbers)
+    label = name if name is not None or ordered else f"distributed_gradients.{number}"
+
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        how = None, label, compression, op, *scales, process_set
+        return allreduce(updates, *how, ordered=ordered, algorithm=algorithm, transport=transport), state
+
+    return _transformation(lambda params: EmptyState(), update)
+
+
+def DistributedOptimizer(
+    optimizer: Any,
+    op: Op = Op.AVERAGE,
+    compression: Any = Compression.none,
+    backward_passes_per_step: int = 1,
+    average_aggregated_gradients: bool = False,
+    gradient_predivide_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+    name: str | None = None,
+    *,
+    ordered: bool = False,
+    algorithm: str | None = None,
+    transport: str | None = None,
+) -> Any:
+    """An Optax optimizer that steps by the gradients of all ranks.
+
+    With Adasum each rank's optimizer acts on its own gradients, and what it makes of them is combined.
+
+    Args:
+        optimizer: with ``init(params)`` and ``update(gradients, state, params)``.
+        op, compression, gradient_predivide_factor, process_set, name, ordered, algorithm, transport: as for `distributed_gradients`.
+        backward_passes_per_step: gradients of so many updates are added up on the rank before they are combined and the optimizer acts; in
+            between the updates are zeros.
+        average_aggregated_gradients: divide that sum by their number.
+
+    Returns:
+        A transformation with the same functions: Optax's own type where Optax has been imported. Its state holds the optimizer's.
+
+    Raises:
+        InvalidTypeError: ``optimizer`` is none.
+        InvalidArgumentError: fewer than one pass; or a factor without Average.
+    """
+    if not callable(getattr(optimizer, "init", None)) or not callable(getattr(optimizer, "update", None)):
+        raise InvalidTypeError(f"optimizer: expected an Optax optimizer, with init and update, got {optimizer!r}")
+    if not isinstance(backward_passes_per_step, int) or backward_passes_per_step < 1:
+        raise InvalidArgumentError(f"backward_passes_per_step: expected a number from 1 up, got {backward_passes_per_step!r}")
+    combined = distributed_gradients(
+        op, compression, gradient_predivide_factor, process_set, name, ordered=ordered, algorithm=algorithm, transport=transport
+    )
+
+    def step(gradients: Any, state: Any, params: Any, extra: dict[str, Any]) -> tuple[Any, Any]:
+        if op is Op.ADASUM:
+            updates, state = optimizer.update(gradients, state, params, **extra)
+            return combined.update(updates, None)[0], state
+        found: tuple[Any, Any] = optimizer.update(combined.update(gradients, None)[0], state, params, **extra)
+        return found
+
+    if backward_passes_per_step == 1:
+        return _transformation(optimizer.init, lambda gradients, state, params=None, **extra: step(gradients, state, params, extra))
+    return _aggregating(optimizer.init, step, backward_passes_per_step, average_aggregated_gradients)
+
+
+def _aggregating(init: Callable[[Any], Any], step: Callable[..., Any], passes: int, average: bool) -> Any:
+    """An optimizer that acts on every few passes."""
+
+    def begin(params: Any) -> AggregationState:
+        return AggregationState(init(params), jax.tree_util.tree_map(jnp.zeros_like, params), jnp.zeros((), jnp.int32))
+
+    def update(gradients: Any, state: AggregationState, params: Any = None, **extra: Any) -> tuple[Any, AggregationState]:
+        sums = jax.tree_util.tree_map(lambda total, each: total + each.astype(total.dtype), state.sums, gradients)
+
+        def act() -> tuple[Any, AggregationState]:
+            total = jax.tree_util.tree_map(lambda each: each / passes, sums) if average else sums
+            updates, inner = step(total, state.inner, params, extra)
+            return updates, AggregationState(inner, jax.tree_util.tree_map(jnp.zeros_like, sums), jnp.zeros_like(state.passes))
+
+        def wait() -> tuple[Any, AggregationState]:
+            return jax.tree_util.tree_map(jnp.zeros_like, sums), AggregationState(state.inner, sums, state.passes + 1)
+
+        # All ranks have counted alike, so that all of them take the same branch.
+        found: tuple[Any, AggregationState] = jax.lax.cond(state.passes == passes - 1, act, wait)
+        return found
+
+    return _transformation(begin, update)
+
+
+def _scales(op: Op, predivide: float) -> tuple[float, float]:
+    """The factors before and after the sum."""
+    if predivide == 1.0:
+        return 1.0, 1.0
+    if op is not Op.AVERAGE:
+        raise InvalidArgumentError(
+            f"gradient_predivide_factor: expected 1.0 with op={op!r}, got {predivide}; it divides an Average in two steps"
+        )
+    return 1.0 / predivide, float(predivide)
+
+
+def _transformation(init: Callable[[Any], Any], update: Callable[..., Any]) -> Any:
+    optax: Any = sys.modules.get("optax")
+    if optax is None:
+        return GradientTransformation(init, update)
+    return getattr(optax, "GradientTransformationExtraArgs", optax.GradientTransformation)(init, update)

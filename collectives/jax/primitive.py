@@ -1,0 +1,74 @@
+"""A collective as JAX knows it: one primitive, with its rules.
+
+    evaluation    the engine is called at once
+    abstract      shapes; and the effect that keeps it in the program's order, unless the caller has matched it by name
+    lowering      on the CPU a foreign function that reads and writes XLA's buffers (`collectives.jax.ffi`); elsewhere, and in older
+                  versions, a callback of JAX's
+    jvp           `collectives.jax.autodiff`: linear collectives of the tangents
+    transpose     the adjoint
+    vmap          a collective of all examples at once; rows stay the first dimension
+
+Every rank must trace, differentiate and vectorise alike; then the ranks' calls pair up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.interpreters import batching
+
+from collectives.errors import InvalidArgumentError
+from collectives.jax import drift, eager, ffi
+from collectives.jax.calls import Call, read
+from collectives.reduction import Op
+
+collective_p = drift.primitive("collective")
+
+
+def bind(call: Call, operands: Sequence[Any]) -> list[Any]:
+    """The call in a program that is being traced; or, of arrays that are there, carried out."""
+    return list(collective_p.bind(*operands, call=call))
+
+
+def _abstract(*operands: Any, call: Call) -> tuple[Any, Any]:
+    shapes = call.results([(each.shape, each.dtype) for each in operands])
+    return [drift.shaped(*each) for each in shapes], {drift.ORDERED} if call.ordered else set()
+
+
+def _lower(ctx: Any, *operands: Any, call: Call) -> Any:
+    """By a callback of JAX's: its operands and results are copied."""
+
+    def run(*arrays: Any) -> tuple[Any, ...]:
+        return tuple(call.run([np.asarray(array) for array in arrays]))
+
+    return drift.lower_as_callback(ctx, run, operands, call.ordered)
+
+
+def _lower_without_copies(ctx: Any, *operands: Any, call: Call) -> Any:
+    shapes = [(each.shape, each.dtype) for each in ctx.avals_in]
+    # Gradients are made by the program, and needed by nothing but the all-reduce. In place there is no memory to be filled for the first
+    # time, which takes as long as the all-reduce itself.
+    in_place = call.collective in ("allreduce", "broadcast")
+    return drift.lower_as_ffi_call(ctx, _TARGET, operands, call.text(shapes), call.ordered, in_place)
+
+
+def _vectorise(operands: Sequence[Any], dims: Sequence[Any], *, call: Call) -> tuple[list[Any], list[Any]]:
+    if call.op == Op.ADASUM.value:
+        raise InvalidArgumentError("op=Adasum: cannot be vectorised, since it combines whole tensors; call it outside vmap")
+    if call.collective in ("allreduce", "broadcast"):  # element by element
+        return bind(call, operands), list(dims)
+    moved = [each if dim is None else jnp.moveaxis(each, dim, 1) for each, dim in zip(operands, dims, strict=True)]
+    return bind(call, moved), [dim if dim is None else 1 for dim in dims]
+
+
+collective_p.def_impl(lambda *operands, call: eager.run(call, operands))
+collective_p.def_effectful_abstract_eval(_abstract)
+batching.primitive_batchers[collective_p] = _vectorise
+
+_TARGET = "collectives.jax"
+drift.register_lowering(collective_p, _lower)
+if drift.register_ffi_target(_TARGET, lambda version: ffi.handler(lambda text: read(text).run, version)):
+    drift.register_lowering(collective_p, _lower_without_copies, platform="cpu")

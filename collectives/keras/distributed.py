@@ -1,0 +1,233 @@
+"""What is put before a Keras optimizer's class, so that it applies the gradients of all ranks.
+
+    apply(grads), apply_gradients(pairs), stateless_apply(state, grads, variables)
+      -> sums of several backward passes, if so wanted
+      -> reduce: one fused call for all gradients, before anything of Keras has looked at them
+      -> Keras: loss scaling, gradient accumulation, clipping, weight decay, update, moving averages
+
+What decides anything from the gradients, such as a `LossScaleOptimizer` that skips a step, does so after they were combined, and hence
+alike on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import keras
+
+from collectives.keras.reduction import Reducer, Settings
+
+
+class State:
+    """What one distributed optimizer keeps beside Keras's own.
+
+    Attributes:
+        local: variables whose gradients stay on this rank.
+        variables: that it was built for.
+        passive: the optimizer that contains this one combines the gradients.
+        busy: they are combined already; what follows is Keras's.
+        bare: its own variables do not show.
+        sums, count: of several backward passes: for each variable, and how many there were.
+    """
+
+    def __init__(self) -> None:
+        self.local: list[Any] = []
+        self.variables: list[Any] = []
+        self.passive = False
+        self.busy = False
+        self.bare = False
+        self.sums: list[Any] = []
+        self.count: Any = None
+
+    @contextmanager
+    def within(self, flag: str) -> Iterator[None]:
+        setattr(self, flag, True)
+        try:
+            yield
+        finally:
+            setattr(self, flag, False)
+
+
+class Distributed:
+    """Comes before the class of the optimizer that is wrapped; `settings` and `reducer` are of the class made of both."""
+
+    settings: Settings
+    reducer: Reducer
+
+    @property
+    def state(self) -> State:
+        found: State = vars(self).setdefault("_collectives", State())  # past Keras, which would look for variables in it
+        return found
+
+    @property
+    def process_set(self) -> Any:
+        """The ranks that train together."""
+        return self.settings.process_set
+
+    def register_local_var(self, var: Any) -> None:
+        """From now on the gradients of this variable stay on this rank."""
+        self.state.local.append(var)
+
+    @property
+    def variables(self) -> list[Any]:
+        everything = super().variables  # type: ignore[misc]
+        state = self.state
+        if not state.bare or state.count is None:
+            return everything  # type: ignore[no-any-return]
+        own = {id(variable) for variable in [*state.sums, state.count]}
+        return [variable for variable in everything if id(variable) not in own]
+
+    def save_own_variables(self, store: Any) -> None:
+        """As the bare optimizer would: whoever loads them needs no ranks."""
+        with self.state.within("bare"):
+            super().save_own_variables(store)  # type: ignore[misc]
+
+    def load_own_variables(self, store: Any) -> None:
+        with self.state.within("bare"):
+            super().load_own_variables(store)  # type: ignore[misc]
+
+    def build(self, variables: Sequence[Any]) -> None:
+        """As the bare optimizer's; with a variable more for each of the model's, if there are several passes per step."""
+        super().build(variables)  # type: ignore[misc]
+        self.connect(variables)
+
+    def connect(self, variables: Sequence[Any]) -> None:
+        """The optimizer is built for these."""
+        state = self.state
+        state.variables = list(variables)
+        if self.settings.passes > 1 and not state.passive and state.count is None:
+            any_optimizer: Any = self
+            state.sums = [any_optimizer.add_variable_from_reference(variable, name="gradient_sum") for variable in variables]
+            state.count = any_optimizer.add_variable((), initializer="zeros", dtype="int32", name="backward_passes")
+
+    # ---- with variables that change ---------------------------------------------------------------------------------------------------
+
+    def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
+        """Combine the gradients over the ranks, and apply them; as ``keras.optimizers.Optimizer.apply``."""
+        state = self.state
+        if state.passive or state.busy or len(grads) == 0:
+            super().apply(grads, trainable_variables)  # type: ignore[misc]
+            return
+        if self.settings.passes == 1:
+            variables = state.variables if trainable_variables is None else list(trainable_variables)
+            self._apply(self.reducer.reduce(grads, variables, state.local), trainable_variables)
+            return
+        variables = self._built(trainable_variables)
+        if keras.backend.backend() == "jax":
+            self._apply_by_values(grads, variables)
+        else:
+            self._accumulate(grads, variables)
+
+    def _apply(self, grads: Sequence[Any], variables: Sequence[Any] | None) -> None:
+        with self.state.within("busy"):
+            super().apply(grads, variables)  # type: ignore[misc]
+
+    def _built(self, variables: Sequence[Any] | None) -> list[Any]:
+        optimizer: Any = self
+        if variables is None:
+            return self.state.variables
+        if not optimizer.built:
+            with keras.name_scope(optimizer.name):
+                optimizer.build(list(variables))
+            optimizer.built = True
+        return list(variables)
+
+    def _accumulate(self, grads: Sequence[Any], variables: Sequence[Any]) -> None:
+        """Add to the sums; with the last pass combine and apply them."""
+        optimizer: Any = self
+        state = self.state
+        places = {id(variable): at for at, variable in enumerate(state.variables)}
+        sums = [None if grad is None else state.sums[places[id(variable)]] for grad, variable in zip(grads, variables, strict=True)]
+        for total, grad in zip(sums, grads, strict=True):
+            if total is not None:
+                optimizer.assign_add(total, grad)
+        state.count.assign_add(1)
+
+        def last() -> None:
+            totals = self._means([None if total is None else keras.ops.stop_gradient(total.value) for total in sums])
+            self._apply(self.reducer.reduce(totals, variables, state.local), variables)
+            for total in [*state.sums, state.count]:
+                total.assign(keras.ops.zeros_like(total))
+
+        def between() -> None:
+            optimizer.iterations.assign_add(1)
+
+        keras.ops.cond(keras.ops.equal(state.count, self.settings.passes), last, between)
+
+    def _means(self, totals: list[Any]) -> list[Any]:
+        if not self.settings.average_passes:
+            return totals
+        return [None if total is None else total / self.settings.passes for total in totals]
+
+    # ---- with values, which JAX needs -------------------------------------------------------------------------------------------------
+
+    def stateless_apply(self, optimizer_variables: Sequence[Any], grads: Sequence[Any], trainable_variables: Sequence[Any]) -> Any:
+        """Combine the gradients over the ranks, and return new values; as ``keras.optimizers.Optimizer.stateless_apply``."""
+        optimizer: Any = self
+        state = self.state
+        if state.passive or state.busy or not optimizer.built or keras.backend.backend() == "tensorflow":
+            return super().stateless_apply(optimizer_variables, grads, trainable_variables)  # type: ignore[misc]
+        if self.settings.passes == 1:
+            return self._next(optimizer_variables, self.reducer.reduce(grads, state.variables, state.local), trainable_variables)
+        return self._pass(optimizer_variables, grads, trainable_variables)
+
+    def _next(self, optimizer_variables: Sequence[Any], grads: Sequence[Any], trainable_variables: Sequence[Any]) -> Any:
+        with self.state.within("busy"):
+            return super().stateless_apply(optimizer_variables, grads, trainable_variables)  # type: ignore[misc]
+
+    def _pass(self, optimizer_variables: Sequence[Any], grads: Sequence[Any], trainable_variables: Sequence[Any]) -> Any:
+        optimizer: Any = self
+        state = self.state
+        places = {id(variable): at for at, variable in enumerate(optimizer.variables)}
+        sums, count, iterations = [places[id(each)] for each in state.sums], places[id(state.count)], places[id(optimizer.iterations)]
+        values = list(optimizer_variables)
+        for at, grad in zip(sums, grads, strict=True):
+            values[at] = values[at] + grad
+        values[count] = values[count] + 1
+
+        def last() -> Any:
+            totals = self._means([values[at] for at in sums])
+            variables, after = self._next(values, self.reducer.reduce(totals, state.variables, state.local), trainable_variables)
+            after = [keras.ops.zeros_like(value) if at == count or at in sums else value for at, value in enumerate(after)]
+            return list(variables), after
+
+        def between() -> Any:
+            return list(trainable_variables), [value + 1 if at == iterations else value for at, value in enumerate(values)]
+
+        return keras.ops.cond(values[count] == self.settings.passes, last, between)
+
+    def _apply_by_values(self, grads: Sequence[Any], variables: Sequence[Any]) -> None:
+        optimizer: Any = self
+        state = [variable.value for variable in optimizer.variables]
+        after, state = self.stateless_apply(state, grads, [variable.value for variable in variables])
+        for variable, value in zip([*variables, *optimizer.variables], [*after, *state], strict=True):
+            variable.assign(value)
+
+
+def distributed(optimizer: Any, settings: Settings, reducer: Reducer) -> Any:
+    """An optimizer that shares everything with this one, and applies the gradients of all ranks."""
+    kind = subclass(type(optimizer), settings, reducer)
+    result = object.__new__(kind)
+    vars(result).update(vars(optimizer))
+    if result.built:
+        # Of an optimizer that is built already only Keras itself knows the variables.
+        result.connect(optimizer._trainable_variables)
+    return result
+
+
+def subclass(kind: type, settings: Settings, reducer: Reducer) -> Any:
+    """A subclass of an optimizer's class whose objects are distributed, and are serialized as objects of that class.
+
+    Keras writes down what ``__class__`` says: what is saved then loads without this package, also where classes are registered.
+    """
+    members = {
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+        "__doc__": kind.__doc__,
+        "__class__": property(lambda self: kind),
+        "settings": settings,
+        "reducer": reducer,
+    }
+    return type(kind.__name__, (Distributed, kind), members)

@@ -1,0 +1,171 @@
+"""`DistributedOptimizer`: any Keras 3 optimizer, whose gradients are combined over the ranks before they are applied."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+
+from collectives import foreign
+from collectives.compression import Compression
+from collectives.errors import InvalidArgumentError, InvalidTypeError
+from collectives.keras.distributed import Distributed, distributed
+from collectives.keras.hooks import extend_keras
+from collectives.keras.reduction import Settings, reducer
+from collectives.membership import ProcessSet
+from collectives.reduction import Op
+from collectives.runtime import global_process_set, world_of
+
+
+def DistributedOptimizer(
+    optimizer: Any,
+    name: str | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = Compression.none,
+    sparse_as_dense: bool = False,
+    gradient_predivide_factor: float = 1.0,
+    op: Op = Op.AVERAGE,
+    backward_passes_per_step: int = 1,
+    average_aggregated_gradients: bool = False,
+    num_groups: int = 0,
+    groups: int | Sequence[Sequence[Any]] | None = None,
+    process_set: ProcessSet = global_process_set,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """Wrap an optimizer, so that it applies the gradients of all ranks: in ``fit`` and in loops of one's own.
+
+    Gradients are combined in one call per step, before they are clipped, scaled back, accumulated or looked at in any other way, so that
+    every rank decides and updates alike. A `keras.optimizers.LossScaleOptimizer` may be inside or outside; ``compile`` puts one around by
+    itself with ``mixed_float16``.
+
+    With ``backward_passes_per_step``, gradients add up on the rank; the steps between change nothing but ``iterations``, which counts
+    passes. On the TensorFlow backend models are compiled without XLA, whose programs cannot communicate; on JAX inside ``jit``.
+
+    Args:
+        optimizer: a ``keras.optimizers.Optimizer``. The result is of its class, shares its variables, and takes its place.
+        name: what the operations are called by; "Distributed" and the optimizer's class by default.
+        device_dense, device_sparse: of Horovod's interface; tensors are combined where they are.
+        compression: `Compression.none`, ``fp16``, ``bf16``, or an own class with ``compress`` and ``decompress``.
+        sparse_as_dense: sparse gradients (TensorFlow) become dense; by default values and indices are gathered.
+        gradient_predivide_factor: f divides by f before the sum and by size/f afterwards; for Average only.
+        op: `Average`, `Sum`, `Min`, `Max`, `Product` or `Adasum`.
+        backward_passes_per_step: backward passes whose gradients add up before they are combined.
+        average_aggregated_gradients: divide that sum by the number of passes.
+        num_groups: Horovod's older name of ``groups``.
+        groups: a number of lists of about equal length, or the lists of variables, whose gradients travel together. By default all do.
+        process_set: the ranks that train together; the others step on their own.
+        scale_local_gradients: divide the gradients of local variables by the number of ranks; see `PartialDistributedOptimizer`.
+
+    Returns:
+        The optimizer. Saved with a model it is what it was before; `load_model` wraps it again.
+
+    Raises:
+        ValueError: an argument makes no sense, it is wrapped already, or ``backward_passes_per_step`` and Keras's own
+            ``gradient_accumulation_steps`` are both given.
+        InvalidTypeError: not an optimizer of Keras 3, or ``compression`` is no compressor.
+        NotInitializedError: before `init`.
+    """
+    if num_groups != 0:
+        warnings.warn("num_groups: use groups instead, which takes a number as well", DeprecationWarning, stacklevel=2)
+        groups = num_groups if groups is None else groups
+    _check(optimizer)
+    settings = Settings(
+        name=name or f"Distributed{type(optimizer).__name__}",
+        op=op,
+        compression=Compression.none if compression is None else compression,
+        sparse_as_dense=sparse_as_dense,
+        predivide=gradient_predivide_factor,
+        groups=groups,
+        process_set=process_set,
+        scale_local=scale_local_gradients,
+        passes=backward_passes_per_step,
+        average_passes=average_aggregated_gradients,
+        device_dense=device_dense,
+        device_sparse=device_sparse,
+    )
+    reduces = reducer(settings, keras.backend.backend())
+    if settings.passes > 1 and _accumulates(optimizer):
+        raise InvalidArgumentError(
+            "backward_passes_per_step: the optimizer accumulates gradients by itself (gradient_accumulation_steps); give one of the two."
+            " backward_passes_per_step communicates once in all these passes, gradient_accumulation_steps in each of them"
+        )
+    if process_set.included():
+        world_of(process_set)  # raises before init()
+    extend_keras()
+    return distributed(optimizer, settings, reduces)
+
+
+def PartialDistributedOptimizer(
+    optimizer: Any,
+    name: str | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = Compression.none,
+    sparse_as_dense: bool = False,
+    gradient_predivide_factor: float = 1.0,
+    op: Op = Op.AVERAGE,
+    groups: int | Sequence[Sequence[Any]] | None = None,
+    process_set: ProcessSet = global_process_set,
+    local_layers: Any = None,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """`DistributedOptimizer` for a model some of whose layers are this rank's own.
+
+    Args:
+        local_layers: a layer or a collection of layers, which are built: their gradients stay on this rank. Other ranks need not have them.
+        scale_local_gradients: divide these gradients by the number of ranks, as befits a loss that is the mean over them.
+        optimizer, name, ...: as of `DistributedOptimizer`.
+
+    Raises:
+        ValueError: what is no layer, or one without variables yet; and all that `DistributedOptimizer` raises.
+    """
+    layers = [local_layers] if isinstance(local_layers, keras.layers.Layer) else list(local_layers or ())
+    for layer in layers:
+        if not isinstance(layer, keras.layers.Layer):
+            raise InvalidArgumentError(f"local_layers: all local layers must be of keras.layers.Layer type, got {foreign.describe(layer)}")
+        if not layer.built:
+            raise InvalidArgumentError(f"local_layers: {layer.name} has no variables yet; build it, or the model, before the optimizer")
+    result = DistributedOptimizer(
+        optimizer,
+        name=name,
+        device_dense=device_dense,
+        device_sparse=device_sparse,
+        compression=compression,
+        sparse_as_dense=sparse_as_dense,
+        gradient_predivide_factor=gradient_predivide_factor,
+        op=op,
+        groups=groups,
+        process_set=process_set,
+        scale_local_gradients=scale_local_gradients,
+    )
+    for layer in layers:
+        for variable in layer.trainable_weights:
+            result.register_local_var(variable)
+    return result
+
+
+def _check(optimizer: Any) -> None:
+    """Refuse what cannot be wrapped."""
+    if isinstance(optimizer, Distributed):
+        raise InvalidArgumentError("optimizer: expected a Keras optimizer, got one that DistributedOptimizer has wrapped already")
+    if isinstance(optimizer, keras.optimizers.Optimizer):
+        inner = getattr(optimizer, "inner_optimizer", None)
+        if isinstance(inner, Distributed):
+            raise InvalidArgumentError("optimizer: its inner optimizer is a DistributedOptimizer already; wrap one of the two")
+        return
+    legacy = sys.modules.get("tf_keras")
+    if legacy is not None and isinstance(optimizer, legacy.optimizers.Optimizer | legacy.optimizers.legacy.Optimizer):
+        raise InvalidTypeError(
+            "optimizer: expected one of Keras 3 (import keras), got one of tf_keras; import collectives.tensorflow.keras as hvd, and set"
+            " TF_USE_LEGACY_KERAS=1"
+        )
+    raise InvalidTypeError(f"optimizer: expected a keras.optimizers.Optimizer, got {foreign.describe(optimizer)}")
+
+
+def _accumulates(optimizer: Any) -> bool:
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    return bool(inner.gradient_accumulation_steps)

@@ -1,0 +1,49 @@
+"""Models that were saved while they trained on several ranks, or on one, to go on with on several."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import keras
+
+from collectives.compression import Compression
+from collectives.errors import InvalidArgumentError
+from collectives.keras.optimizer import DistributedOptimizer
+
+
+def load_model(
+    filepath: Any,
+    custom_optimizers: Iterable[type] | None = None,
+    custom_objects: Mapping[str, Any] | None = None,
+    compression: Any = Compression.none,
+    legacy_opts: bool = False,
+) -> Any:
+    """Load a model with its optimizer's state, and make the optimizer a `DistributedOptimizer`.
+
+    ``keras.saving.load_model`` loads the same file with the optimizer as it was before it was distributed.
+
+    Args:
+        filepath: what ``keras.saving.load_model`` takes.
+        custom_optimizers: optimizer classes that are not Keras's own.
+        custom_objects: other classes and functions by name.
+        compression: as of `DistributedOptimizer`.
+        legacy_opts: of Keras 2, where `collectives.tensorflow.keras` knows it.
+
+    Returns:
+        The model; compiled, if it was saved so.
+
+    Raises:
+        ValueError: not a model, or ``legacy_opts`` with Keras 3; and all that Keras raises.
+    """
+    if legacy_opts:
+        raise InvalidArgumentError(
+            "legacy_opts: Keras 3 has no legacy optimizers; set TF_USE_LEGACY_KERAS=1, and import collectives.tensorflow.keras"
+        )
+    objects = {kind.__name__: kind for kind in custom_optimizers or ()} | dict(custom_objects or {})
+    model = keras.saving.load_model(filepath, custom_objects=objects)
+    if getattr(model, "optimizer", None) is not None:
+        model.optimizer = DistributedOptimizer(model.optimizer, compression=compression)
+        if keras.backend.backend() == "tensorflow":
+            model.jit_compile = False
+    return model

@@ -1,0 +1,105 @@
+"""Collectives on values: numbers, lists, arrays, and tensors and variables of the backend. The result is a tensor of the backend."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+
+from collectives import api
+from collectives.compression import Compression
+from collectives.errors import InvalidArgumentError
+from collectives.keras_parts import variables as of_keras
+from collectives.membership import ProcessSet
+from collectives.reduction import Op
+from collectives.runtime import global_process_set, world
+
+
+def allreduce(
+    value: Any,
+    name: str | None = None,
+    average: bool | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    op: Op | None = None,
+    compression: Any = Compression.none,
+) -> Any:
+    """Combine the ranks' values element by element.
+
+    Args:
+        value: equal shape and dtype on every rank.
+        average: the mean (True, and by default) or the sum (False) over the ranks; ``op`` is the newer form.
+        op: `Average`, `Sum`, `Min`, `Max`, `Product` or `Adasum`.
+        name, prescale_factor, postscale_factor, compression: as of `collectives.allreduce`.
+
+    Raises:
+        InvalidArgumentError: both ``average`` and ``op``; and all that `collectives.allreduce` raises.
+    """
+    if average is not None and op is not None:
+        error = InvalidArgumentError(f"average: op supersedes it; expected one of them, got average={average!r} and op={op!r}")
+        raise world().refused(error, name)
+    op = op or (Op.SUM if average is False else Op.AVERAGE)
+    compression = None if compression is Compression.none else compression
+    return _tensor(
+        api.allreduce(
+            _array(value), op=op, name=name, prescale_factor=prescale_factor, postscale_factor=postscale_factor, compression=compression
+        )
+    )
+
+
+def allgather(value: Any, name: str | None = None) -> Any:
+    """Put the ranks' values one below the other; see `collectives.allgather`."""
+    return _tensor(api.allgather(_array(value), name=name))
+
+
+def broadcast(value: Any, root_rank: int, name: str | None = None) -> Any:
+    """Give every rank the root's value; see `collectives.broadcast`."""
+    return _tensor(api.broadcast(_array(value), root_rank, name=name))
+
+
+def reducescatter(value: Any, name: str | None = None, op: Op = Op.AVERAGE) -> Any:
+    """Combine the ranks' values, and give each rank a part of the rows; see `collectives.reducescatter`."""
+    return _tensor(api.reducescatter(_array(value), op, name=name))
+
+
+def broadcast_global_variables(root_rank: int) -> None:
+    """Give every rank the root's global variables: of TensorFlow 1, which is why Keras 3 has none.
+
+    Raises:
+        InvalidArgumentError: always, with what to use instead.
+    """
+    if keras.backend.backend() == "tensorflow":
+        from collectives.tensorflow.functions import broadcast_global_variables as of_tensorflow
+
+        of_tensorflow(root_rank)
+        return
+    raise InvalidArgumentError(
+        f"broadcast_global_variables({root_rank}): Keras 3 keeps no list of all variables; use"
+        f" BroadcastGlobalVariablesCallback({root_rank}) with fit, or broadcast_variables(model.variables, root_rank={root_rank})"
+    )
+
+
+def broadcast_variables(variables: Any, root_rank: int, process_set: ProcessSet = global_process_set) -> None:
+    """Give every rank the root's values of these variables, in place: ``model.variables``, ``optimizer.variables``.
+
+    Args:
+        variables: an iterable of Keras's variables; equally many on every rank, of equal shapes and dtypes in the same order.
+        root_rank: the rank whose values they are, by its number among all ranks.
+        process_set: the ranks that take part.
+
+    Raises:
+        MismatchError: the ranks' variables or roots differ; raised on every rank, and names the first that does. Nothing was touched.
+    """
+    of_keras.broadcast(list(variables), root_rank, process_set, "broadcast_variables")
+
+
+def _array(value: Any) -> Any:
+    """A value as NumPy has it; Python's numbers in Keras's precision, as every tensor of Keras."""
+    if isinstance(value, (np.ndarray, np.generic)):
+        return value
+    return keras.ops.convert_to_numpy(keras.ops.convert_to_tensor(value))
+
+
+def _tensor(array: Any) -> Any:
+    return keras.ops.convert_to_tensor(array)

@@ -1,0 +1,209 @@
+"""One collective call: what it asks for, and its execution, eagerly or as a callback in a graph.
+
+A call is a value: the same one, made again when a function is traced again, is the very object that TensorFlow has been given before.
+The world is looked up when it is carried out, so that a graph outlives `collectives.shutdown` and the next `collectives.init`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from collectives import dtypes, partition
+from collectives.reduction import Op
+from collectives.runtime import root_in, world_of
+from collectives.tensorflow import fused, graph, merging
+from collectives.world import World
+
+
+@dataclass(frozen=True)
+class Call:
+    """A collective call; with arrays it carries it out, and returns arrays.
+
+    Attributes:
+        collective: one of `_RUN`.
+        name: of the operation.
+        process_set: the ranks that take part.
+        op, prescale, postscale, compression, algorithm, transport: as for `collectives.allreduce`.
+        root: of a broadcast, as a rank of all ranks.
+        ignore_name_scope: whether ``name`` is the whole name.
+    """
+
+    collective: str
+    name: str | None = None
+    process_set: Any = None
+    op: Op | None = None
+    prescale: float = 1.0
+    postscale: float = 1.0
+    compression: Any = None
+    algorithm: str | None = None
+    transport: str | None = None
+    root: Any = None
+    ignore_name_scope: bool = False
+
+    @property
+    def linear(self) -> bool:
+        return self.op in (None, Op.SUM, Op.AVERAGE)
+
+    @property
+    def world(self) -> World:
+        return world_of(self.process_set)
+
+    def named(self, name: str | None) -> Call:
+        """This call by another name; the first of all equal ones."""
+        call = replace(self, name=name)
+        return _known.setdefault(call, call)
+
+    def other(self, collective: str, suffix: str = "", **changes: Any) -> Call:
+        """Another collective of the same ranks, in the same way, without factors."""
+        alike = Call(collective, self.name and self.name + suffix, self.process_set, ignore_name_scope=self.ignore_name_scope)
+        return replace(alike, **changes)
+
+    def how(self) -> dict[str, Any]:
+        """The keywords of every method of a world."""
+        return {"name": self.name, "algorithm": self.algorithm, "transport": self.transport}
+
+    def scaled(self) -> dict[str, Any]:
+        """And those of reductions."""
+        return {"op": self.op, "prescale_factor": self.prescale, "postscale_factor": self.postscale, **self.how()}
+
+    def __call__(self, *tensors: Any) -> list[Any]:
+        return _RUN[self.collective](self, self.world, tensors)
+
+
+_known: weakref.WeakValueDictionary[Call, Call] = weakref.WeakValueDictionary()
+
+
+def run(call: Call, tensors: Sequence[Any]) -> list[Any]:
+    """Carry out a call, or put it into the graph that is being built; nothing is differentiable.
+
+    Args:
+        tensors: TensorFlow's; of alltoall the tensor and the splits.
+
+    Returns:
+        Its results, as tensors.
+    """
+    if call.collective == "allreduce":
+        return fused.allreduce_now(call, tensors) if tf.executing_eagerly() else fused.allreduce(call, tensors)
+    if tf.executing_eagerly():
+        return call(*tensors)
+    types, shapes = _signature(call, tensors)
+    return graph.call(call.named, call.collective, tensors, types, shapes, call.name, call.ignore_name_scope)
+
+
+def _signature(call: Call, tensors: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """The dtypes of the results, and their shapes as far as they are known: rows depend on the ranks that there are when the graph runs."""
+    if call.collective in ("broadcast", "at_root"):
+        return [tensor.dtype for tensor in tensors], [tensor.shape for tensor in tensors]
+    if call.collective == "alltoall":
+        return [tensors[0].dtype, tensors[1].dtype], [_rows(tensors[0]), [None]]
+    if call.collective == "own_rows":
+        return [tensor.dtype for tensor in tensors[:-1]], [_rows(tensor) for tensor in tensors[:-1]]
+    return [tensor.dtype for tensor in tensors], [_rows(tensor) for tensor in tensors]
+
+
+def _rows(tensor: Any) -> Any:
+    shape = tensor.shape
+    return shape if shape.rank is None else tf.TensorShape([None]).concatenate(shape[1:])
+
+
+# ---- execution -------------------------------------------------------------------------------------------------------------
+
+
+def _allreduce(call: Call, world: World, tensors: Sequence[Any]) -> list[Any]:
+    if len(tensors) == 1:
+        return [world.allreduce(tensors[0], compression=call.compression, **call.scaled())]
+    return world.grouped_allreduce(tensors, compression=call.compression, **call.scaled())
+
+
+def _reducescatter(call: Call, world: World, tensors: Sequence[Any]) -> list[Any]:
+    if len(tensors) == 1:
+        return [world.reducescatter(tensors[0], **call.scaled())]
+    return world.grouped_reducescatter(tensors, **call.scaled())
+
+
+def _allgather(call: Call, world: World, tensors: Sequence[Any]) -> list[Any]:
+    if len(tensors) == 1:
+        return [world.allgather(tensors[0], **call.how())]
+    return world.grouped_allgather(tensors, **call.how())
+
+
+def _broadcast(call: Call, world: World, tensors: Sequence[Any]) -> list[Any]:
+    return [world.broadcast(tensors[0], root_in(call.process_set, call.root, call.name), **call.how())]
+
+
+def _alltoall(call: Call, world: World, tensors: Sequence[Any]) -> list[Any]:
+    tensor, splits = tensors
+    given: Any = np.asarray(splits)
+    if not given.size and tensor.shape:  # an equal part for everybody; told as splits, so that the engine tells what was received
+        given = None if tensor.shape[0] % world.size else np.full(world.size, tensor.shape[0] // world.size)
+    result, received = world.alltoall(tensor, given, **call.how())
+    received = np.asarray(received).astype(np.asarray(splits).dtype)
+    return [result, received if isinstance(splits, np.ndarray) else tf.convert_to_tensor(received)]
+
+
+def _at_root(call: Call, world: World, tensors: Sequence[Any]) -> list[Any]:
+    """The adjoint of a broadcast: the sum of the ranks' tensors on the root, zeros elsewhere."""
+    total = world.allreduce(tensors[0], op=Op.SUM, name=call.name)
+    if world.rank == root_in(call.process_set, call.root, call.name):
+        return [total]
+    return [np.zeros_like(total) if isinstance(total, np.ndarray) else tf.zeros_like(total)]
+
+
+def _own_rows(call: Call, world: World, tensors: Sequence[Any]) -> list[Any]:
+    """The adjoint of an allgather: this rank's rows of each sum over the ranks; the last argument says how many are this rank's."""
+    *tensors, rows = tensors
+    mine = np.asarray(rows).astype(np.int64)
+    table = world.allgather(mine.reshape(1, -1), name=call.name and f"{call.name}.rows").T
+    results = []
+    for number, (tensor, counts) in enumerate(zip(tensors, table, strict=True)):
+        name = call.name and f"{call.name}.{number}"
+        if counts.tolist() == partition.rows(int(counts.sum()), world.size):
+            results.append(world.reducescatter(tensor, Op.SUM, name=name))
+            continue
+        parts, _ = world.alltoall(tensor, counts, name=name)
+        shape = (world.size, int(mine[number]), *parts.shape[1:])
+        results.append(_sum(parts.reshape(shape)) if isinstance(parts, np.ndarray) else _sum_tensor(tf.reshape(parts, shape)))
+    return results
+
+
+def _sum(parts: Any) -> Any:
+    return parts.sum(0, dtype=np.float32 if dtypes.is_half(parts.dtype) else parts.dtype).astype(parts.dtype)
+
+
+def _sum_tensor(parts: Any) -> Any:
+    half = parts.dtype in (tf.float16, tf.bfloat16)
+    return tf.cast(tf.reduce_sum(tf.cast(parts, tf.float32) if half else parts, 0), parts.dtype)
+
+
+def _merge(call: Call, world: World, tensors: Sequence[Any]) -> list[Any]:
+    results = merging.allreduce(world, [np.asarray(tensor) for tensor in tensors], call.op is Op.AVERAGE, call.name)
+    return results if isinstance(tensors[0], np.ndarray) else [tf.convert_to_tensor(result) for result in results]
+
+
+def _join(call: Call, world: World, tensors: Sequence[Any]) -> list[Any]:
+    return [np.int32(world.join())]
+
+
+def _barrier(call: Call, world: World, tensors: Sequence[Any]) -> list[Any]:
+    world.barrier()
+    return [np.int32(0)]
+
+
+_RUN: dict[str, Callable[[Call, World, Sequence[Any]], list[Any]]] = {
+    "allreduce": _allreduce,
+    "reducescatter": _reducescatter,
+    "allgather": _allgather,
+    "broadcast": _broadcast,
+    "alltoall": _alltoall,
+    "at_root": _at_root,
+    "own_rows": _own_rows,
+    "merge": _merge,
+    "join": _join,
+    "barrier": _barrier,
+}

@@ -1,0 +1,28 @@
+"""Callbacks for ``fit`` on several ranks: ``hvd.callbacks``; those of `collectives.keras`, unless ``tf.keras`` is ``tf_keras``."""
+
+from collectives.tensorflow.keras.kind import LEGACY
+
+if LEGACY:
+    from collectives.tensorflow.keras.legacy_callbacks import (
+        BestModelCheckpoint,
+        BroadcastGlobalVariablesCallback,
+        LearningRateScheduleCallback,
+        LearningRateWarmupCallback,
+        MetricAverageCallback,
+    )
+else:
+    from collectives.keras.callbacks import (  # type: ignore[assignment]
+        BestModelCheckpoint,
+        BroadcastGlobalVariablesCallback,
+        LearningRateScheduleCallback,
+        LearningRateWarmupCallback,
+        MetricAverageCallback,
+    )
+
+__all__ = [
+    "BestModelCheckpoint",
+    "BroadcastGlobalVariablesCallback",
+    "LearningRateScheduleCallback",
+    "LearningRateWarmupCallback",
+    "MetricAverageCallback",
+]

@@ -1,0 +1,57 @@
+"""Collectives on values, for Keras 2: numbers, lists, arrays and tensors. The result is a tensor of TensorFlow."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from collectives.compression import Compression
+from collectives.reduction import Op
+from collectives.tensorflow import functions, operations
+
+
+def allreduce(
+    value: Any,
+    name: str | None = None,
+    average: bool | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    op: Op | None = None,
+    compression: Any = Compression.none,
+) -> Any:
+    """Combine the ranks' values element by element; see `collectives.tensorflow.allreduce`."""
+    return operations.allreduce(
+        tf.convert_to_tensor(value),
+        average=average,
+        name=name,
+        op=op,
+        prescale_factor=prescale_factor,
+        postscale_factor=postscale_factor,
+        compression=compression,
+    )
+
+
+def allgather(value: Any, name: str | None = None) -> Any:
+    """Put the ranks' values one below the other; see `collectives.tensorflow.allgather`."""
+    return operations.allgather(tf.convert_to_tensor(value), name=name)
+
+
+def broadcast(value: Any, root_rank: int, name: str | None = None) -> Any:
+    """Give every rank the root's value; see `collectives.tensorflow.broadcast`."""
+    return operations.broadcast(tf.convert_to_tensor(value), root_rank, name=name)
+
+
+def reducescatter(value: Any, name: str | None = None, op: Op = Op.AVERAGE) -> Any:
+    """Combine the ranks' values, and give each rank a part of the rows; see `collectives.tensorflow.reducescatter`."""
+    return operations.reducescatter(tf.convert_to_tensor(value), name=name, op=op)
+
+
+def broadcast_global_variables(root_rank: int) -> None:
+    """Give every rank the root's global variables: of a graph of TensorFlow 1, in Keras's session.
+
+    Raises:
+        RuntimeError: where TensorFlow runs eagerly, with what to use instead.
+    """
+    done = functions.broadcast_global_variables(root_rank)
+    tf.compat.v1.keras.backend.get_session().run(done)

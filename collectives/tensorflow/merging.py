@@ -1,0 +1,71 @@
+"""Sums of sparse rows, on arrays: which ranks have which rows is found out first, then the cheaper way is taken.
+
+    indices     of every rank's rows are gathered; U are those that any rank has
+    values      gathered as well, and those of equal indices added up                     if all ranks have at most 2 |U| rows together
+                or put into |U| rows, with zeros where this rank has none, and reduced    if they overlap more than that
+
+A reduction moves each of its rows twice, a gathering every rank's rows once: so the rule takes what moves less, and every rank, which knows
+all indices, decides alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from collectives import dtypes
+from collectives.reduction import Op
+from collectives.world import World
+
+
+def allreduce(world: World, arrays: Sequence[Any], average: bool, name: str | None) -> list[Any]:
+    """Add up the rows of several sparse tensors over the ranks, in as few operations as for one.
+
+    Args:
+        arrays: the values and the indices of the first, of the second, ...; indices in any order, and as often as they like.
+        average: divide by the number of ranks; integers truncate toward zero.
+
+    Returns:
+        Values and indices, alike on all ranks: indices ascending, each once.
+    """
+    mine = [_combined(values, indices) for values, indices in zip(arrays[::2], arrays[1::2], strict=True)]
+    gathered = world.grouped_allgather([indices for _, indices in mine], name=name and f"{name}.indices")
+    unions = [np.unique(indices) for indices in gathered]
+    overlaps = [len(indices) > 2 * len(union) for indices, union in zip(gathered, unions, strict=True)]
+    sums: list[Any] = [None] * len(mine)
+    some = [i for i, overlap in enumerate(overlaps) if not overlap]
+    if some:
+        rows = world.grouped_allgather([mine[i][0] for i in some], name=name and f"{name}.values")
+        for i, values in zip(some, rows, strict=True):
+            total = _combined(values, gathered[i])[0]
+            sums[i] = _divided(total, world.size) if average else total
+    some = [i for i, overlap in enumerate(overlaps) if overlap]
+    if some:
+        spread = []
+        for i in some:
+            values, indices = mine[i]
+            spread.append(np.zeros((len(unions[i]), *values.shape[1:]), values.dtype))
+            spread[-1][np.searchsorted(unions[i], indices)] = values
+        op = Op.AVERAGE if average else Op.SUM
+        for i, total in zip(some, world.grouped_allreduce_(spread, op=op, name=name and f"{name}.sums"), strict=True):
+            sums[i] = total
+    return [array for pair in zip(sums, unions, strict=True) for array in pair]
+
+
+def _combined(values: Any, indices: Any) -> tuple[Any, Any]:
+    """Rows of equal indices added up, in their order; indices ascending."""
+    if len(indices) < 2 or (np.diff(indices) > 0).all():
+        return values, indices
+    order = np.argsort(indices, kind="stable")
+    indices = indices[order]
+    starts = np.flatnonzero(np.concatenate([[True], indices[1:] != indices[:-1]]))
+    wide = values[order].astype(np.float32) if dtypes.is_half(values.dtype) else values[order]
+    return np.add.reduceat(wide, starts, axis=0).astype(values.dtype), indices[starts]
+
+
+def _divided(total: Any, size: int) -> Any:
+    if np.issubdtype(total.dtype, np.integer):
+        return (np.sign(total) * (np.abs(total) // size)).astype(total.dtype)
+    return (total / total.dtype.type(size)).astype(total.dtype)

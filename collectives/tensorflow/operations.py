@@ -1,0 +1,372 @@
+"""The collectives with the names, arguments and habits of Horovod's TensorFlow interface.
+
+Each works eagerly, in a ``tf.function`` and in a graph for sessions, and is differentiable, by the adjoints that
+`collectives.tensorflow.autograd` states. Arguments stand in Horovod's order; ``algorithm`` and ``transport`` are ours, and for
+`collectives.allreduce` mean the same.
+
+Tensors are TensorFlow's, variables, NumPy arrays or numbers; results are new tensors of their dtype. ``device_dense`` and
+``device_sparse`` are Horovod's and change nothing: a tensor is combined where it is, or in a graph on the host. A name is given within the
+name scopes of a graph unless ``ignore_name_scope``; unnamed operations are matched by their order, and in graphs for sessions by the
+names of their tensors, so that every rank must build the same graph.
+
+Eagerly, errors are those of `collectives.errors`. Where TensorFlow runs a graph it makes errors of its own of them
+(``tf.errors.OpError``), with the same text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from collectives import compression as compressors
+from collectives import dtypes, foreign
+from collectives.compression import BUILT_IN, Compression
+from collectives.errors import InvalidArgumentError, InvalidTypeError
+from collectives.membership import ProcessSet
+from collectives.reduction import Op
+from collectives.runtime import global_process_set, world_of
+from collectives.tensorflow import autograd, graph, sparse
+from collectives.tensorflow.autograph import unconverted
+from collectives.tensorflow.calls import Call
+
+Average = Op.AVERAGE
+
+# ---- all-reduce ----------------------------------------------------------------------------------------------------------
+
+
+@unconverted
+def allreduce(
+    tensor: Any,
+    average: bool | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = Compression.none,
+    op: Op | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+    ignore_name_scope: bool = False,
+    *,
+    algorithm: str | None = None,
+    transport: str | None = None,
+) -> Any:
+    """Combine the ranks' tensors element by element. Differentiable.
+
+    Args:
+        tensor: of equal shape and dtype on every rank, left unchanged; or ``tf.IndexedSlices``, of which ranks may have different rows.
+        average: the older way to say ``op``: True for Average, False for Sum.
+        compression: `Compression.fp16` or ``bf16``, or anything with ``compress`` and ``decompress``, which get and return tensors. Sparse
+            tensors travel as they are.
+        op: Average (the default), Sum, Min, Max, Product or Adasum; of sparse tensors Average or Sum.
+        prescale_factor: multiplies each rank's tensor first.
+        postscale_factor: multiplies the result.
+        name: of the operation.
+        process_set: the ranks that take part.
+
+    Returns:
+        A tensor of the same shape and dtype; ``tf.IndexedSlices`` whose indices ascend, each once.
+
+    Raises:
+        InvalidArgumentError (a ValueError): both ``average`` and ``op``; XLA is to compile the graph; and all that `collectives.allreduce`
+            raises.
+    """
+    how = device_dense, device_sparse, compression, op, prescale_factor, postscale_factor, process_set, ignore_name_scope, name
+    return grouped_allreduce([tensor], average, *how, algorithm=algorithm, transport=transport)[0]
+
+
+@unconverted
+def grouped_allreduce(
+    tensors: Sequence[Any],
+    average: bool | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = Compression.none,
+    op: Op | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+    ignore_name_scope: bool = False,
+    name: str | None = None,
+    *,
+    algorithm: str | None = None,
+    transport: str | None = None,
+) -> list[Any]:
+    """`allreduce` of several tensors that are carried out, and complete, together; in a graph by one callback.
+
+    Args:
+        tensors: equally many on every rank, in the same order; dtypes may be mixed, and dense with sparse ones (which make one more
+            callback).
+
+    Returns:
+        The results in order.
+    """
+    chosen = _operation(average, op, name, process_set)
+    given = _tensors(tensors, name, process_set)
+    factors = float(prescale_factor), float(postscale_factor)
+    call = Call("allreduce", name, process_set, chosen, *factors, None, algorithm, transport, ignore_name_scope=ignore_name_scope)
+    results: list[Any] = list(given)
+    dense = [i for i, tensor in enumerate(given) if not isinstance(tensor, tf.IndexedSlices)]
+    others = [i for i, tensor in enumerate(given) if isinstance(tensor, tf.IndexedSlices)]
+    if dense:
+        for i, result in zip(dense, _compressed(call, compression, [given[i] for i in dense]), strict=True):
+            results[i] = result
+    if others:
+        call = replace(call, name=(name and dense and f"{name}.sparse") or name)
+        for i, result in zip(others, sparse.allreduce(call, [given[i] for i in others]), strict=True):
+            results[i] = result
+    return results
+
+
+# ---- the other collectives -------------------------------------------------------------------------------------------------
+
+
+@unconverted
+def reducescatter(
+    tensor: Any,
+    device_dense: str = "",
+    compression: Any = Compression.none,
+    op: Op = Average,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+    ignore_name_scope: bool = False,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    *,
+    algorithm: str | None = None,
+    transport: str | None = None,
+) -> Any:
+    """Combine the ranks' tensors and give each rank its share of the rows. Differentiable.
+
+    Args:
+        tensor: of shape ``(rows, ...)``, equal on every rank. Rows that do not divide evenly go to the first ranks, one each.
+        op, name, ...: as for `allreduce`, without Adasum.
+
+    Returns:
+        A tensor of this rank's rows.
+    """
+    (given,) = _tensors([tensor], name, process_set)
+    how = float(prescale_factor), float(postscale_factor), None, algorithm, transport
+    return _compressed(Call("reducescatter", name, process_set, op, *how, ignore_name_scope=ignore_name_scope), compression, [given])[0]
+
+
+@unconverted
+def grouped_reducescatter(
+    tensors: Sequence[Any],
+    device_dense: str = "",
+    compression: Any = Compression.none,
+    op: Op = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    *,
+    name: str | None = None,
+    algorithm: str | None = None,
+    transport: str | None = None,
+) -> list[Any]:
+    """`reducescatter` of several tensors that complete together; the results in order."""
+    given = _tensors(tensors, name, process_set)
+    how = float(prescale_factor), float(postscale_factor), None, algorithm, transport
+    return _compressed(Call("reducescatter", name, process_set, op, *how), compression, given) if given else []
+
+
+@unconverted
+def allgather(
+    tensor: Any,
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+    *,
+    algorithm: str | None = None,
+    transport: str | None = None,
+) -> Any:
+    """Put the ranks' tensors one below the other, in rank order, on every rank. Differentiable.
+
+    Args:
+        tensor: of shape ``(rows, ...)``; ranks may differ in ``rows`` only, which may be 0.
+        name, process_set: as for `allreduce`.
+
+    Returns:
+        A tensor of shape ``(sum of all rows, ...)``; in a graph the rows are not known before it runs.
+    """
+    return grouped_allgather([tensor], name, ignore_name_scope, process_set, algorithm=algorithm, transport=transport)[0]
+
+
+@unconverted
+def grouped_allgather(
+    tensors: Sequence[Any],
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+    *,
+    algorithm: str | None = None,
+    transport: str | None = None,
+) -> list[Any]:
+    """`allgather` of several tensors that complete together; the results in order."""
+    given = _tensors(tensors, name, process_set)
+    how: dict[str, Any] = {"algorithm": algorithm, "transport": transport, "ignore_name_scope": ignore_name_scope}
+    return autograd.run(Call("allgather", name, process_set, **how), given) if given else []
+
+
+@unconverted
+def broadcast(
+    tensor: Any,
+    root_rank: int,
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+    *,
+    algorithm: str | None = None,
+    transport: str | None = None,
+) -> Any:
+    """Give every rank the root's tensor. Differentiable.
+
+    Args:
+        tensor: of equal shape and dtype on every rank; its elements matter on the root only. Left unchanged.
+        root_rank: the rank whose tensor it is, by its number among all ranks.
+        name, process_set: as for `allreduce`.
+
+    Returns:
+        A new tensor.
+    """
+    given = _tensors([tensor], name, process_set)
+    how: dict[str, Any] = {"algorithm": algorithm, "transport": transport, "ignore_name_scope": ignore_name_scope}
+    return autograd.run(Call("broadcast", name, process_set, root=root_rank, **how), given)[0]
+
+
+@unconverted
+def alltoall(
+    tensor: Any,
+    splits: Any = None,
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+    *,
+    algorithm: str | None = None,
+    transport: str | None = None,
+) -> Any:
+    """Send the first rows to rank 0, the next to rank 1, and so on; receive what each rank sent here, in rank order. Differentiable.
+
+    Args:
+        tensor: of shape ``(rows, ...)``; ranks may differ in ``rows``.
+        splits: integers, one per rank, that sum to ``rows``: how many rows go to each. None: equally many.
+        name, process_set: as for `allreduce`.
+
+    Returns:
+        A tensor of the rows received. With ``splits``: that, and the number of rows received from each rank, in the splits' dtype (int32
+        if they are no tensor or array).
+    """
+    (given,) = _tensors([tensor], name, process_set)
+    if splits is None:
+        counts = tf.zeros((0,), tf.int32)
+    else:
+        try:
+            counts = splits if hasattr(splits, "dtype") else np.asarray(splits, np.int32)
+            counts = tf.convert_to_tensor(counts)
+            if not counts.dtype.is_integer:
+                raise TypeError
+        except (TypeError, ValueError):
+            text = f"splits: expected integers, one per rank, got {splits!r}"
+            raise world_of(process_set).refused(InvalidTypeError(text), name) from None
+    how: dict[str, Any] = {"algorithm": algorithm, "transport": transport, "ignore_name_scope": ignore_name_scope}
+    result, received = autograd.run(Call("alltoall", name, process_set, **how), [given, counts])
+    return result if splits is None else (result, received)
+
+
+# ---- without tensors -----------------------------------------------------------------------------------------------------
+
+
+@unconverted
+def join(*, process_set: ProcessSet = global_process_set) -> Any:
+    """Say that this rank has run out of data, and help the others until all have: see `collectives.join`.
+
+    Returns:
+        The last rank to join; of several at once, the highest: an int32 scalar.
+    """
+    return _without_tensors("join", process_set)
+
+
+@unconverted
+def barrier(process_set: ProcessSet = global_process_set) -> Any:
+    """Return when every rank has called it; in a graph, an operation."""
+    result = _without_tensors("barrier", process_set)
+    return None if tf.executing_eagerly() else result.op
+
+
+def _without_tensors(collective: str, process_set: ProcessSet) -> Any:
+    call = Call(collective, None, process_set)
+    if tf.executing_eagerly():
+        return tf.constant(call()[0])
+    return graph.call(call.named, collective, [], [tf.int32], [()])[0]
+
+
+@unconverted
+def check_num_rank_power_of_2(num_rank: int) -> bool:
+    """Whether a number of ranks is a power of two. Adasum works with any number here."""
+    return num_rank > 0 and num_rank & (num_rank - 1) == 0
+
+
+@unconverted
+def gpu_available(ext_base_name: str = "tensorflow", verbose: bool = False) -> bool:
+    """Whether TensorFlow has a GPU; the arguments are of Horovod's interface."""
+    return bool(tf.config.list_physical_devices("GPU"))
+
+
+# ---- arguments and results -------------------------------------------------------------------------------------------------
+
+
+def _operation(average: Any, op: Op | None, name: str | None, process_set: ProcessSet) -> Op:
+    """The operation that ``op`` names, or ``average`` in the older way; neither: Average."""
+    if average is None:
+        return Average if op is None else op
+    if isinstance(average, Op):
+        error: Exception = InvalidTypeError(f"average: expected True, False or None, got {average!r}; pass op={average!r}")
+    elif op is not None:
+        error = InvalidArgumentError(f"average: op supersedes it; expected one of them, got average={average!r} and op={op!r}")
+    else:
+        return Average if average else Op.SUM
+    raise world_of(process_set).refused(error, name)
+
+
+def _tensors(given: Any, name: str | None, process_set: ProcessSet) -> list[Any]:
+    """Tensors, and ``tf.IndexedSlices`` as they are."""
+    try:
+        if not isinstance(given, (list, tuple)):
+            raise InvalidTypeError(f"tensors: expected a list or tuple of tensors, got {foreign.describe(given)}")
+        return [_slices(tensor) if isinstance(tensor, tf.IndexedSlices) else _tensor(tensor) for tensor in given]
+    except Exception as error:
+        raise world_of(process_set).refused(error, name) from None
+
+
+def _slices(given: Any) -> Any:
+    return tf.IndexedSlices(_tensor(given.values), tf.convert_to_tensor(given.indices), given.dense_shape)
+
+
+def _tensor(given: Any) -> Any:
+    try:
+        tensor = given if isinstance(given, tf.Tensor) else tf.convert_to_tensor(given)
+    except (TypeError, ValueError) as error:
+        text = f"tensor: expected a tensor, a variable, an array or a number, got {foreign.describe(given)}: {error}"
+        raise InvalidTypeError(text) from None
+    if tensor.dtype.name not in dtypes.NAMES:
+        raise InvalidTypeError(f"tensor: dtype {tensor.dtype.name} is not supported; expected one of {', '.join(dtypes.NAMES)}")
+    return tensor
+
+
+def _compressed(call: Call, compression: Any, tensors: list[Any]) -> list[Any]:
+    """What a call makes of the tensors in the form in which they travel; gradients see what the compressor does."""
+    if compression is None or compression is Compression.none:
+        return autograd.run(call, tensors)
+    if call.collective == "allreduce" and any(compression is known for known in BUILT_IN):
+        return autograd.run(replace(call, compression=compression), tensors)
+    try:
+        compressors.check(compression)
+        packed = [compression.compress(tensor) for tensor in tensors]
+    except Exception as error:
+        raise call.world.refused(error, call.name) from None
+    results = autograd.run(call, [tensor for tensor, _ in packed])
+    return [compression.decompress(result, context) for result, (_, context) in zip(results, packed, strict=True)]

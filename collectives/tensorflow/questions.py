@@ -1,0 +1,92 @@
+"""What a graph may ask about the ranks when it runs, and not when it is built."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from collectives import runtime
+from collectives.errors import InvalidArgumentError, NotInitializedError
+from collectives.membership import ProcessSet
+from collectives.tensorflow.autograph import unconverted
+
+_NOT_INITIALIZED, _UNKNOWN_SET = -1, -3
+"""Horovod's numbers."""
+
+
+@unconverted
+def size_op(process_set_id: int = 0, name: str | None = None) -> Any:
+    """The number of ranks when the graph runs, in a process set: an int32 scalar."""
+    return ask("members", process_set_id, name)
+
+
+@unconverted
+def rank_op(name: str | None = None) -> Any:
+    """This rank when the graph runs: an int32 scalar."""
+    return ask("rank", None, name)
+
+
+@unconverted
+def local_size_op(name: str | None = None) -> Any:
+    """The number of ranks on this host when the graph runs: an int32 scalar."""
+    return ask("local_size", None, name)
+
+
+@unconverted
+def local_rank_op(name: str | None = None) -> Any:
+    """This rank among those of its host when the graph runs: an int32 scalar."""
+    return ask("local_rank", None, name)
+
+
+@unconverted
+def process_set_included_op(process_set_id: int = 0, name: str | None = None) -> Any:
+    """Whether this rank is in a process set when the graph runs: an int32 scalar, 1 or 0.
+
+    -1: there is no world (`collectives.init` has not been called); -3: there is no process set of that number.
+    """
+    return ask("included", process_set_id, name)
+
+
+def ask(what: str, process_set: ProcessSet | int | None = None, name: str | None = None) -> Any:
+    """The answer as an int32 scalar; in a graph that is being built, of the time when it runs."""
+    answer = _question(what, process_set)
+    if tf.executing_eagerly():
+        return tf.constant(answer())
+    with tf.device("CPU:0"):
+        result = tf.numpy_function(answer, [], tf.int32, name=name or f"collectives_{what}")
+    result.set_shape(())
+    return result
+
+
+@functools.cache
+def _question(what: str, process_set: ProcessSet | int | None) -> Callable[[], Any]:
+    """The same callback for the same question, because TensorFlow keeps it for as long as the process lives."""
+    return lambda: np.int32(_ANSWERS[what](process_set))
+
+
+def _members(process_set: Any) -> int:
+    known = runtime.process_set_of(process_set)
+    return known.size()
+
+
+def _included(process_set: Any) -> int:
+    try:
+        return int(runtime.process_set_of(process_set).included())
+    except NotInitializedError:
+        return _NOT_INITIALIZED
+    except InvalidArgumentError:
+        return _UNKNOWN_SET
+
+
+_ANSWERS: dict[str, Callable[[Any], int]] = {
+    "rank": lambda process_set: runtime.rank(),
+    "size": lambda process_set: runtime.world_of(process_set).size,
+    "local_rank": lambda process_set: runtime.local_rank(),
+    "local_size": lambda process_set: runtime.local_size(),
+    "members": _members,
+    "included": _included,
+}

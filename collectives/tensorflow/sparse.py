@@ -1,0 +1,50 @@
+"""All-reduce of ``tf.IndexedSlices``: as two gatherings, or denser where the ranks' rows overlap; `merging` has the rule."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import tensorflow as tf
+
+from collectives.errors import InvalidArgumentError
+from collectives.reduction import Op
+from collectives.tensorflow import autograd, calls
+from collectives.tensorflow.calls import Call
+
+
+def allreduce(call: Call, slices: Sequence[Any]) -> list[Any]:
+    """Add up several sparse tensors over the ranks, in one call. Differentiable with respect to their values.
+
+    Args:
+        call: an all-reduce, Sum or Average; compression does not apply.
+        slices: ``tf.IndexedSlices``; ranks may differ in the number of rows, which may be 0.
+
+    Returns:
+        The same on every rank: indices ascending, each once. An average of integers truncates toward zero.
+
+    Raises:
+        InvalidArgumentError: another ``op``.
+    """
+    if call.op not in (Op.SUM, Op.AVERAGE):
+        text = f"op: expected Average or Sum of tf.IndexedSlices, got {call.op!r}; pass tf.convert_to_tensor(slices)"
+        raise call.world.refused(InvalidArgumentError(text), call.name) from None
+    merging = replace(call, collective="merge", prescale=1.0, postscale=1.0, compression=None, algorithm=None, transport=None)
+    indices = [each.indices for each in slices]
+    back = autograd.gradient_of(merging, [each.values for each in slices])
+
+    def merged(values: Sequence[Any]) -> list[Any]:
+        results = calls.run(merging, [tensor for pair in zip(values, indices, strict=True) for tensor in pair])
+        return results[::2] + results[1::2]
+
+    def adjoint(gradients: list[Any], inputs: list[Any], outputs: list[Any]) -> list[Any]:
+        chosen = [i for i, each in enumerate(slices) if autograd.has_gradient(each)]
+        totals = autograd.run(replace(back, collective="allreduce"), gradients)
+        return [tf.gather(total, tf.searchsorted(outputs[len(slices) + i], indices[i])) for i, total in zip(chosen, totals, strict=True)]
+
+    results = autograd.attach(merged, adjoint, [autograd.scaled(each.values, call.prescale) for each in slices])
+    return [
+        tf.IndexedSlices(autograd.scaled(values, call.postscale), union, each.dense_shape)
+        for values, union, each in zip(results[: len(slices)], results[len(slices) :], slices, strict=True)
+    ]

@@ -1,0 +1,275 @@
+"""Collectives under JAX's transformations: derivatives of any order, vmap, control flow, rematerialisation, nested compilation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from collectives import adasum
+from collectives.errors import InvalidArgumentError
+
+pytestmark = pytest.mark.timeout(120)
+
+ROWS = 5
+
+
+def of_rank(rank: int, rows: int = ROWS) -> Any:
+    """Different on every rank and in every place; extremes are shared here and there."""
+    numbers = np.sin(np.arange(rows * 2.0) * (1.7 + rank)) + 1.5
+    numbers[0] = 2.5
+    return jnp.asarray(numbers.reshape(rows, 2), jnp.float32)
+
+
+def weights(rank: int, shape: tuple[int, ...]) -> Any:
+    """What a rank makes of its result, so that the ranks' losses differ."""
+    return np.cos(np.arange(float(np.prod(shape))) + rank).reshape(shape).astype(np.float32)
+
+
+def adasum_of(xs: list[Any]) -> Any:
+    xs = list(xs)
+    for level in adasum.tree(len(xs)):
+        for left, right in level:
+            a, b = xs[left], xs[right]
+            dot = jnp.vdot(a, b)
+            xs[left] = (1 - dot / (2 * jnp.vdot(a, a))) * a + (1 - dot / (2 * jnp.vdot(b, b))) * b
+    return xs[0]
+
+
+def shares(size: int, x: Any) -> list[Any]:
+    return jnp.array_split(x, size)
+
+
+Model = Callable[[list[Any], int], Any]
+
+
+def collectives_and_models(hvd: Any) -> dict[str, tuple[Callable[[Any], Any], Model]]:
+    """Each collective, and what one process would make of every rank's tensor for one of them."""
+    size, last = hvd.size(), hvd.size() - 1
+
+    def stack(xs: list[Any]) -> Any:
+        return jnp.stack(xs)
+
+    return {
+        "sum": (lambda x: hvd.allreduce(x, op=hvd.Sum, prescale_factor=0.5, postscale_factor=3.0), lambda xs, r: stack(xs).sum(0) * 1.5),
+        "average": (hvd.allreduce, lambda xs, r: stack(xs).mean(0)),
+        "min": (lambda x: hvd.allreduce(x, op=hvd.Min), lambda xs, r: stack(xs).min(0)),
+        "max": (lambda x: hvd.allreduce(x, op=hvd.Max, prescale_factor=2.0), lambda xs, r: stack(xs).max(0) * 2),
+        "product": (lambda x: hvd.allreduce(x, op=hvd.Product), lambda xs, r: stack(xs).prod(0)),
+        "adasum": (lambda x: hvd.allreduce(x, op=hvd.Adasum), lambda xs, r: adasum_of(xs)),
+        "reducescatter": (lambda x: hvd.reducescatter(x, op=hvd.Sum), lambda xs, r: shares(size, stack(xs).sum(0))[r]),
+        "reducescatter average": (
+            lambda x: hvd.reducescatter(x, postscale_factor=2.0),
+            lambda xs, r: shares(size, stack(xs).mean(0) * 2)[r],
+        ),
+        "reducescatter max": (lambda x: hvd.reducescatter(x, op=hvd.Max), lambda xs, r: shares(size, stack(xs).max(0))[r]),
+        "allgather": (hvd.allgather, lambda xs, r: jnp.concatenate(xs)),
+        "broadcast": (lambda x: hvd.broadcast(x, last), lambda xs, r: xs[last]),
+        "alltoall": (
+            lambda x: hvd.alltoall(x, [ROWS] + [0] * last, rows=[ROWS * (hvd.rank() == 0)] * size)[0],
+            lambda xs, r: jnp.concatenate(xs) if r == 0 else xs[0][:0],
+        ),
+    }
+
+
+NAMES = (
+    "sum",
+    "average",
+    "min",
+    "max",
+    "product",
+    "adasum",
+    "reducescatter",
+    "reducescatter average",
+    "reducescatter max",
+    "allgather",
+    "broadcast",
+    "alltoall",
+)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_derivatives(hvd_jax: Any, name: str) -> None:
+    """Against one process that has every rank's tensor: the sum of the ranks' losses, differentiated by what is this rank's."""
+    hvd = hvd_jax
+    rank, size = hvd.rank(), hvd.size()
+    run, model = collectives_and_models(hvd)[name]
+
+    def loss(x: Any) -> Any:
+        y = run(jnp.sin(x))
+        return (weights(rank, y.shape) * y**2).sum()
+
+    def of_all(mine: Any) -> Any:
+        xs = [jnp.sin(mine if other == rank else of_rank(other)) for other in range(size)]
+        results = [model(xs, other) for other in range(size)]
+        return sum((weights(other, y.shape) * y**2).sum() for other, y in enumerate(results))
+
+    x = of_rank(rank)
+    expected = jax.jit(jax.grad(of_all))(x)
+    np.testing.assert_allclose(jax.jit(jax.grad(loss))(x), expected, rtol=2e-5, atol=1e-5)
+    if name in ("sum", "max"):  # eager, where each operation is compiled by itself
+        np.testing.assert_allclose(jax.grad(loss)(x), expected, rtol=2e-5, atol=1e-5)
+
+    def second_of_all(direction: list[Any]) -> Any:
+        """The second derivative by this rank's tensor and along every rank's direction."""
+
+        def gradient(*xs: Any) -> Any:
+            def total(mine: Any) -> Any:
+                everyone = [jnp.sin(mine if other == rank else xs[other]) for other in range(size)]
+                results = [model(everyone, other) for other in range(size)]
+                return sum((weights(other, y.shape) * y**2).sum() for other, y in enumerate(results))
+
+            return jax.grad(total)(xs[rank])
+
+        return jax.jvp(gradient, [of_rank(other) for other in range(size)], direction)[1]
+
+    directions = [weights(other, (ROWS, 2)) for other in range(size)]
+    found = jax.jit(lambda x: jax.jvp(jax.grad(loss), [x], [directions[rank]])[1])(x)
+    np.testing.assert_allclose(found, jax.jit(second_of_all)(directions), rtol=2e-4, atol=2e-4)
+
+
+def test_reverse_over_reverse(hvd_jax: Any) -> None:
+    hvd = hvd_jax
+    x = of_rank(hvd.rank())
+    total = sum(of_rank(rank) for rank in range(hvd.size()))
+    # sum over ranks of sum((sum of x)^3): the gradient is 3 n s^2; the sum over ranks of its sum has the gradient 6 n^2 s
+    gradient = jax.grad(lambda x: (hvd.allreduce(x, op=hvd.Sum) ** 3).sum())
+    second = jax.jit(jax.grad(lambda x: gradient(x).sum()))
+    np.testing.assert_allclose(jax.jit(gradient)(x), 3 * hvd.size() * total**2, rtol=1e-5)
+    np.testing.assert_allclose(second(x), 6 * hvd.size() ** 2 * total, rtol=1e-5)
+
+
+def test_gradients_of_uneven_rows_and_of_a_part_of_a_group(hvd_jax: Any) -> None:
+    hvd = hvd_jax
+    rank, size = hvd.rank(), hvd.size()
+    rows = [other + 1 for other in range(size)]
+    x = of_rank(rank, rank + 1)
+    for run in (jax.grad, lambda f: jax.jit(jax.grad(f))):
+        gradient = run(lambda x: (weights(rank, (sum(rows), 2)) * hvd.allgather(x, rows=rows)).sum())(x)
+        start = sum(rows[:rank])
+        expected = sum(weights(other, (sum(rows), 2)) for other in range(size))[start : start + rank + 1]
+        np.testing.assert_allclose(gradient, expected, rtol=1e-5, atol=1e-6)
+
+        def of_some(x: Any) -> Any:
+            a, _, c = hvd.allreduce([x, jnp.arange(3), jnp.ones(2)], op=hvd.Sum)
+            return (a**2).sum() + c.sum()
+
+        x0 = of_rank(rank)
+        np.testing.assert_allclose(run(of_some)(x0), 2 * size * sum(of_rank(other) for other in range(size)), rtol=1e-5)
+
+
+def test_complex_gradients(hvd_jax: Any) -> None:
+    hvd = hvd_jax
+    x = of_rank(hvd.rank()) + 1j * of_rank(hvd.rank() + 7)
+    total = sum(of_rank(rank) + 1j * of_rank(rank + 7) for rank in range(hvd.size()))
+    expected = hvd.size() * jax.grad(lambda s: jnp.abs(s).sum())(total)
+    np.testing.assert_allclose(jax.jit(jax.grad(lambda x: jnp.abs(hvd.allreduce(x, op=hvd.Sum)).sum()))(x), expected, rtol=1e-5)
+
+
+def test_vmap(hvd_jax: Any) -> None:
+    hvd = hvd_jax
+    rank, size = hvd.rank(), hvd.size()
+    batch = jnp.stack([of_rank(rank), of_rank(rank) * 2, of_rank(rank) * 3])
+    calls = collectives_and_models(hvd)
+    for name in ("sum", "max", "reducescatter", "allgather", "broadcast", "alltoall"):
+        run, model = calls[name]
+        expected = np.stack([model([of_rank(other) * scale for other in range(size)], rank) for scale in (1, 2, 3)])
+        np.testing.assert_allclose(jax.vmap(run)(batch), expected, rtol=1e-5)
+        last = jax.jit(jax.vmap(run, in_axes=-1, out_axes=-1))(jnp.moveaxis(batch, 0, -1))
+        np.testing.assert_allclose(jnp.moveaxis(last, -1, 0), expected, rtol=1e-5)
+    per_example = jax.jit(jax.vmap(jax.grad(lambda x: (hvd.allreduce(x, op=hvd.Sum) ** 2).sum())))(batch)
+    total = sum(of_rank(other) for other in range(size))
+    np.testing.assert_allclose(per_example, jnp.stack([2 * size * total * scale for scale in (1, 2, 3)]), rtol=1e-5)
+
+
+@pytest.mark.parametrize("ordered", (True, False))
+def test_control_flow(hvd_jax: Any, ordered: bool) -> None:
+    hvd = hvd_jax
+    rank, size = hvd.rank(), hvd.size()
+    x = jnp.arange(3.0) + rank
+    mean = jnp.arange(3.0) + (size - 1) / 2
+
+    def average(x: Any) -> Any:
+        return hvd.allreduce(x, name="of control flow", ordered=ordered)
+
+    def scanned(x: Any) -> Any:
+        return jax.lax.scan(lambda c, k: (average(c) * k, c.sum()), x, jnp.array([1.0, 2.0, 3.0]))[0]
+
+    np.testing.assert_allclose(jax.jit(scanned)(x), 6 * mean, rtol=1e-6)
+    np.testing.assert_allclose(jax.jit(jax.grad(lambda x: scanned(x).sum()))(x), jnp.full(3, 6.0), rtol=1e-6)
+    looped = jax.jit(lambda x: jax.lax.while_loop(lambda c: c[0] < 2, lambda c: (c[0] + 1, average(c[1]) + 1), (0, x)))
+    np.testing.assert_allclose(looped(x)[1], mean + 2, rtol=1e-6)
+    branch = jax.jit(lambda p, x: jax.lax.cond(p, average, lambda x: x, x))
+    np.testing.assert_allclose(branch(True, x), mean, rtol=1e-6)
+    np.testing.assert_allclose(branch(False, x), x)
+
+
+@pytest.mark.parametrize("ordered", (True, False))
+def test_rematerialisation_nesting_and_own_derivatives(hvd_jax: Any, ordered: bool) -> None:
+    hvd = hvd_jax
+    size = hvd.size()
+    x = of_rank(hvd.rank())
+    total = sum(jnp.sin(of_rank(rank)) for rank in range(size))
+    expected = size * jnp.cos(total) * jnp.cos(x)
+
+    def block(x: Any) -> Any:
+        return jnp.sin(jax.jit(lambda x: hvd.allreduce(x, op=hvd.Sum, name="of a block", ordered=ordered))(jnp.sin(x)))
+
+    for way in (block, jax.checkpoint(block), jax.jit(jax.checkpoint(block))):
+        np.testing.assert_allclose(jax.jit(jax.grad(lambda x, f=way: f(x).sum()))(x), expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(jax.grad(lambda x: jax.checkpoint(block)(x).sum())(x), expected, rtol=1e-4, atol=1e-5)
+
+    @jax.custom_vjp
+    def own(x: Any) -> Any:
+        return hvd.allreduce(x, op=hvd.Sum, name="own", ordered=ordered)
+
+    own.defvjp(lambda x: (own(x), x), lambda x, g: (hvd.allreduce(g * x, op=hvd.Sum, name="own back", ordered=ordered),))
+    np.testing.assert_allclose(jax.jit(jax.grad(lambda x: own(x).sum()))(x), sum(of_rank(rank) for rank in range(size)), rtol=1e-5)
+
+
+def test_a_constant_inside_of_a_program_is_not_reduced_while_tracing(hvd_jax: Any) -> None:
+    hvd = hvd_jax
+    outside = jnp.ones(3) * hvd.rank()
+    program = jax.jit(lambda: hvd.allreduce(outside, op=hvd.Sum))
+    assert "collective" in str(jax.make_jaxpr(program)())
+    for _ in range(2):
+        assert float(program()[0]) == sum(range(hvd.size()))
+
+
+def test_a_result_that_nobody_reads_is_still_reduced(hvd_jax: Any) -> None:
+    """Or a rank that needs it would wait for one that does not."""
+    hvd = hvd_jax
+
+    @jax.jit
+    def program(x: Any) -> Any:
+        summed = hvd.allreduce(x, op=hvd.Sum)
+        return summed if hvd.rank() == 0 else x
+
+    result = program(jnp.ones(3))
+    assert float(result[0]) == (hvd.size() if hvd.rank() == 0 else 1)
+
+
+def test_the_reference_itself() -> None:
+    """The one process that derivatives are compared with shares the gradient of equal extremes evenly."""
+    gradient = jax.grad(lambda x: jnp.stack([x, jnp.ones(1)]).max(0).sum())(jnp.ones(1))
+    assert float(gradient[0]) == 0.5
+
+
+def test_several_devices_are_refused(hvd_jax: Any) -> None:
+    from collectives.jax import drift
+
+    class Where:
+        num_devices = 2
+
+    class Module:
+        axis_context = Where()
+
+    class Context:
+        module_context = Module()
+
+    with pytest.raises(InvalidArgumentError, match="2 devices"):
+        drift._in_order(Context(), lambda token: ([], token), True)

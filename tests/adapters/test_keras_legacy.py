@@ -1,0 +1,207 @@
+"""Keras 2, which ``tf.keras`` is with TF_USE_LEGACY_KERAS=1: `collectives.tensorflow.keras` for its optimizers, old and new."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+if os.environ.get("TF_USE_LEGACY_KERAS") not in ("1", "True", "true"):
+    pytest.skip("TF_USE_LEGACY_KERAS=1 is not set", allow_module_level=True)
+
+import tensorflow as tf
+
+from collectives.errors import MismatchError
+
+keras = tf.keras
+BATCH = 12
+_draw = np.random.default_rng(7)
+X = _draw.normal(size=(4 * BATCH, 5)).astype("float32")
+Y = _draw.normal(size=(4 * BATCH, 3)).astype("float32")
+OPTIMIZERS = {
+    "new sgd": lambda: keras.optimizers.SGD(0.1, momentum=0.9, global_clipnorm=0.5),
+    "new adam": lambda: keras.optimizers.Adam(0.01),
+    "old sgd": lambda: keras.optimizers.legacy.SGD(0.1, momentum=0.9, clipnorm=0.5),
+    "old adam": lambda: keras.optimizers.legacy.Adam(0.01),
+}
+
+
+@pytest.fixture(scope="module")
+def hvd() -> Iterator[Any]:
+    import collectives.tensorflow.keras
+
+    collectives.tensorflow.keras.init()
+    yield collectives.tensorflow.keras
+    collectives.tensorflow.keras.shutdown()
+
+
+@pytest.fixture
+def folder(hvd: Any, tmp_path_factory: Any) -> Path:
+    return Path(hvd.broadcast_object(str(tmp_path_factory.mktemp("models")) if hvd.rank() == 0 else None))
+
+
+def network(seed: int = 0) -> Any:
+    keras.utils.set_random_seed(seed)
+    layers = [keras.layers.Dense(7, activation="tanh", input_shape=(5,)), keras.layers.Dense(3)]
+    return keras.Sequential(layers)
+
+
+def part(rows: Any, hvd: Any) -> Any:
+    mine = BATCH // hvd.size()
+    return np.concatenate([rows[at : at + BATCH][hvd.rank() * mine : (hvd.rank() + 1) * mine] for at in range(0, len(rows), BATCH)])
+
+
+def train(model: Any, optimizer: Any, x: Any, y: Any, batch: int = BATCH, epochs: int = 1, **keywords: Any) -> Any:
+    model.compile(optimizer=optimizer, loss="mse", experimental_run_tf_function=False)
+    return model.fit(x, y, batch_size=batch, epochs=epochs, shuffle=False, verbose=0, **keywords)
+
+
+def together(hvd: Any, model: Any, optimizer: Any, **keywords: Any) -> Any:
+    return train(model, optimizer, part(X, hvd), part(Y, hvd), BATCH // hvd.size(), **keywords)
+
+
+def values(optimizer: Any) -> list[Any]:
+    return [variable.numpy() for variable in optimizer.variables()]
+
+
+def close(model: Any, reference: Any) -> None:
+    for mine, expected in zip(model.get_weights(), reference.get_weights(), strict=True):
+        np.testing.assert_allclose(mine, expected, rtol=3e-5, atol=3e-6)
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_fit_is_fit_with_the_global_batch(hvd: Any, kind: str) -> None:
+    reference = network()
+    expected = train(reference, OPTIMIZERS[kind](), X, Y, epochs=2)
+    model, optimizer = network(seed=hvd.rank()), hvd.DistributedOptimizer(OPTIMIZERS[kind]())
+    assert isinstance(optimizer, type(OPTIMIZERS[kind]())) and optimizer.get_config() == OPTIMIZERS[kind]().get_config()
+    callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), hvd.callbacks.MetricAverageCallback()]
+    if kind.startswith("new"):
+        history = together(hvd, model, optimizer, epochs=2, callbacks=callbacks)
+        close(model, reference)
+        np.testing.assert_allclose(history.history["loss"], expected.history["loss"], rtol=1e-5)
+    else:  # these have no variables before their first step, after which they get the root's
+        together(hvd, model, optimizer, epochs=2, callbacks=callbacks)
+        close(model, reference)
+    hvd.check_consistency([*model.get_weights(), *values(optimizer)])
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_gradients_of_several_passes_add_up(hvd: Any, kind: str) -> None:
+    reference, model = network(), network()
+    make = OPTIMIZERS[kind]
+    if "adam" in kind:
+        make = {"new adam": keras.optimizers.Adagrad, "old adam": keras.optimizers.legacy.Adagrad}[kind]  # Adam counts iterations
+    train(reference, make(), X, Y, batch=2 * BATCH)
+    together(hvd, model, optimizer := hvd.DistributedOptimizer(make(), backward_passes_per_step=2, average_aggregated_gradients=True))
+    close(model, reference)
+    assert int(optimizer.iterations) == 4
+
+
+@pytest.mark.parametrize("older", (False, True))
+@pytest.mark.parametrize("inside", (False, True))
+def test_all_ranks_skip_a_step_in_which_one_overflows(hvd: Any, older: bool, inside: bool) -> None:
+    scaling = keras.mixed_precision.LossScaleOptimizer
+    sgd = (keras.optimizers.legacy if older else keras.optimizers).SGD(0.1)
+    if inside:
+        optimizer = hvd.DistributedOptimizer(scaling(sgd, initial_scale=64))
+    else:
+        optimizer = scaling(hvd.DistributedOptimizer(sgd), initial_scale=64)
+    model, rows = network(), BATCH // hvd.size()
+    before = model.get_weights()
+    x, y = part(X, hvd), part(Y, hvd).copy()
+    if hvd.rank() == hvd.size() - 1:
+        y[:rows] = np.inf
+    train(model, optimizer, x[:rows], y[:rows], rows)
+    for now, then in zip(model.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(now, then)
+    assert float(optimizer.loss_scale) == 32.0
+    model.fit(x[rows:], y[rows:], batch_size=rows, shuffle=False, verbose=0)
+    assert np.isfinite(model.get_weights()[0]).all() and not np.array_equal(model.get_weights()[0], before[0])
+    hvd.check_consistency(model.get_weights())
+
+
+@pytest.mark.parametrize(("kind", "format"), (("new adam", "keras"), ("new adam", "h5"), ("new adam", "tf"), ("old adam", "h5")))
+def test_saved_models_load_with_and_without_ranks(hvd: Any, folder: Path, kind: str, format: str) -> None:
+    model = network()
+    optimizer = hvd.DistributedOptimizer(OPTIMIZERS[kind]())
+    together(hvd, model, optimizer)
+    file = str(folder / (f"model.{format}" if format != "tf" else "model"))
+    if hvd.rank() == 0:
+        model.save(file, save_format=format)
+    hvd.barrier()
+    plain, loaded = keras.models.load_model(file), hvd.load_model(file, legacy_opts="old" in kind)
+    assert not hasattr(plain.optimizer, "process_set")
+    assert loaded.optimizer.process_set is hvd.global_process_set
+    plain.fit(X, Y, batch_size=BATCH, shuffle=False, verbose=0)
+    loaded.fit(part(X, hvd), part(Y, hvd), batch_size=BATCH // hvd.size(), shuffle=False, verbose=0)
+    close(loaded, plain)
+
+
+def test_warmup_with_momentum(hvd: Any) -> None:
+    for make in (keras.optimizers.SGD, keras.optimizers.legacy.SGD):
+        seen: list[float] = []
+        model, optimizer = network(), hvd.DistributedOptimizer(make(0.4, momentum=0.9))
+        note = functools.partial(lambda optimizer, seen, batch, logs: seen.append(float(optimizer.learning_rate)), optimizer, seen)
+        callbacks = [hvd.callbacks.LearningRateWarmupCallback(0.4, warmup_epochs=1), keras.callbacks.LambdaCallback(on_batch_end=note)]
+        history = together(hvd, model, optimizer, callbacks=callbacks)
+        size = hvd.size()
+        np.testing.assert_allclose(seen, [0.4 / size * ((batch + 1) / 4 * (size - 1) + 1) for batch in range(4)], rtol=1e-6)
+        assert history.history["lr"] == pytest.approx([0.4])
+
+
+def test_momentum_is_corrected(hvd: Any) -> None:
+    for make in (keras.optimizers.SGD, keras.optimizers.legacy.SGD):
+        model = keras.Sequential([keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros", input_shape=(1,))])
+        model.compile(optimizer=hvd.DistributedOptimizer(make(1.0, momentum=0.5)), loss=lambda y, output: output)
+        schedule = hvd.callbacks.LearningRateScheduleCallback(1.0, lambda epoch: 0.1**epoch)
+        model.fit(np.ones((2, 1), "float32"), np.ones((2, 1), "float32"), batch_size=1, epochs=2, verbose=0, callbacks=[schedule])
+        weight = velocity = 0.0
+        for old, rate in ((1.0, 1.0), (1.0, 1.0), (1.0, 0.1), (0.1, 0.1)):
+            velocity = 0.5 * rate / old * velocity - rate
+            weight += velocity
+        np.testing.assert_allclose(model.get_weights()[0], [[weight]], rtol=1e-5)
+
+
+def test_local_layers_train_alone(hvd: Any) -> None:
+    model, alone, rows = network(), network(), BATCH // hvd.size()
+    x, y = part(X, hvd)[:rows], part(Y, hvd)[:rows]
+    train(alone, keras.optimizers.SGD(0.1), x, y, rows)
+    train(model, hvd.PartialDistributedOptimizer(keras.optimizers.SGD(0.1), local_layers=model.layers[1]), x, y, rows)
+    for mine, expected, then in zip(model.get_weights()[2:], alone.get_weights()[2:], network().get_weights()[2:], strict=True):
+        np.testing.assert_allclose(mine - then, (expected - then) / hvd.size(), atol=1e-6)
+    hvd.check_consistency(model.get_weights()[:2])
+
+
+def test_the_best_model_is_kept(hvd: Any, tmp_path: Path) -> None:
+    best = hvd.callbacks.BestModelCheckpoint("loss", 0, False)
+    best.filepath = str(tmp_path / "best.keras")
+    together(hvd, network(), hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), callbacks=[best])
+    assert hvd.load_model(best.filepath).optimizer is not None
+
+
+def test_values(hvd: Any) -> None:
+    rank, size = hvd.rank(), hvd.size()
+    assert float(hvd.allreduce(float(rank))) == pytest.approx((size - 1) / 2)
+    np.testing.assert_allclose(hvd.allgather([[rank]]), [[each] for each in range(size)])
+    np.testing.assert_allclose(hvd.broadcast([rank], size - 1), [size - 1])
+    np.testing.assert_allclose(hvd.reducescatter([[1.0]] * size, op=hvd.Sum), [[size]])
+    with pytest.raises(RuntimeError, match="broadcast_variables"):
+        hvd.broadcast_global_variables(0)
+
+
+def test_what_it_refuses(hvd: Any) -> None:
+    with pytest.raises(TypeError, match="expected one of Keras 2"):
+        hvd.DistributedOptimizer("sgd")
+    with pytest.raises(ValueError, match="wrapped already"):
+        hvd.DistributedOptimizer(hvd.DistributedOptimizer(keras.optimizers.SGD()))
+    with pytest.raises(ValueError, match="backward_passes_per_step"):
+        hvd.DistributedOptimizer(keras.optimizers.SGD(), backward_passes_per_step=0)
+    if hvd.size() > 1:
+        with pytest.raises(MismatchError, match="metric 'mae'"):
+            hvd.callbacks.MetricAverageCallback().on_epoch_end(0, {"loss": 1.0} if hvd.rank() else {"loss": 1.0, "mae": 2.0})

@@ -1,0 +1,184 @@
+"""Keras: what a distributed optimizer is, apart from training: its class, its state, how it is saved and what it refuses."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+from collectives.errors import MismatchError
+from tests.adapters.keras_training import BATCH, X, Y, close, equal, network, part, together, train, values
+
+BACKEND = keras.backend.backend()
+
+
+@keras.saving.register_keras_serializable("own")
+class Halving(keras.optimizers.SGD):
+    """A user's optimizer."""
+
+    def __init__(self, learning_rate: Any = 0.01, factor: float = 0.5, **keywords: Any) -> None:
+        super().__init__(learning_rate, **keywords)
+        self.factor = factor
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        super().update_step(gradient * self.factor, variable, learning_rate)
+
+    def get_config(self) -> dict[str, Any]:
+        return {**super().get_config(), "factor": self.factor}
+
+
+@pytest.fixture
+def folder(hvd_keras: Any, tmp_path_factory: Any) -> Path:
+    return Path(hvd_keras.broadcast_object(str(tmp_path_factory.mktemp("models")) if hvd_keras.rank() == 0 else None))
+
+
+@pytest.mark.parametrize(
+    "make", (keras.optimizers.SGD, keras.optimizers.Adam, keras.optimizers.Lion, Halving), ids=lambda kind: kind.__name__
+)
+def test_it_is_of_the_class_of_the_optimizer(hvd_keras: Any, make: Any) -> None:
+    original = make(0.125)
+    optimizer = hvd_keras.DistributedOptimizer(original)
+    assert isinstance(optimizer, make) and optimizer.__class__ is type(original)
+    assert keras.saving.serialize_keras_object(optimizer) == keras.saving.serialize_keras_object(original)
+    assert keras.optimizers.get(optimizer) is optimizer
+    assert optimizer.learning_rate is original.learning_rate
+    again = type(optimizer).from_config(optimizer.get_config())
+    assert type(again) is type(optimizer) and float(again.learning_rate.numpy()) == 0.125
+    bare = keras.saving.deserialize_keras_object(keras.saving.serialize_keras_object(optimizer))
+    assert type(bare) is type(original) and float(bare.learning_rate.numpy()) == 0.125
+
+
+def test_it_keeps_what_the_optimizer_has_gathered(hvd_keras: Any) -> None:
+    hvd = hvd_keras
+    reference, model = network(), network()
+    train(reference, keras.optimizers.Adam(0.01), X, Y, epochs=2)
+    plain = keras.optimizers.Adam(0.01)
+    train(model, plain, X, Y)  # alone; each rank the same
+    together(hvd, model, hvd.DistributedOptimizer(plain))
+    close(model, reference)
+    equal(hvd, model, model.optimizer)
+
+
+@pytest.mark.parametrize("passes", (1, 2))
+def test_saved_models_load_with_and_without_ranks(hvd_keras: Any, folder: Path, passes: int) -> None:
+    hvd = hvd_keras
+    model = network()
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.01), backward_passes_per_step=passes)
+    together(hvd, model, optimizer)
+    file = folder / "model.keras"
+    if hvd.rank() == 0:
+        model.save(file)
+    hvd.barrier()
+    plain, wrapped = keras.saving.load_model(file), hvd.load_model(file, compression=hvd.Compression.none)
+    assert type(plain.optimizer) is type(keras.optimizers.Adam())
+    assert isinstance(wrapped.optimizer, keras.optimizers.Adam) and type(wrapped.optimizer) is not type(plain.optimizer)
+    saved = values(model, plain.optimizer)[: len(model.variables)] + values(plain.optimizer)
+    for mine, expected in zip(values(wrapped, wrapped.optimizer), saved, strict=True):
+        np.testing.assert_array_equal(mine, expected)
+    if passes == 1:
+        for mine, expected in zip(values(wrapped.optimizer), values(optimizer), strict=True):
+            np.testing.assert_array_equal(mine, expected)
+        rows = BATCH // hvd.size()
+        for each in (model, wrapped):
+            each.fit(part(X, hvd), part(Y, hvd), batch_size=rows, shuffle=False, verbose=0)
+        close(wrapped, model)
+        equal(hvd, wrapped, wrapped.optimizer)
+
+
+def test_own_optimizers_load(hvd_keras: Any, folder: Path) -> None:
+    hvd = hvd_keras
+    model = network()
+    together(hvd, model, hvd.DistributedOptimizer(Halving(0.1, factor=0.25)))
+    file = folder / "own.keras"
+    if hvd.rank() == 0:
+        model.save(file)
+    hvd.barrier()
+    loaded = hvd.load_model(file, custom_optimizers=[Halving])
+    assert isinstance(loaded.optimizer, Halving) and loaded.optimizer.factor == 0.25
+    assert hasattr(loaded.optimizer, "process_set")
+
+
+def test_one_rank_loads_and_the_others_follow(hvd_keras: Any, folder: Path) -> None:
+    """A checkpoint on rank 0 alone, with the optimizer's state; the others begin anew."""
+    hvd = hvd_keras
+    model = network()
+    together(hvd, model, hvd.DistributedOptimizer(keras.optimizers.Adam(0.01)))
+    file = folder / "checkpoint.keras"
+    if hvd.rank() == 0:
+        model.save(file)
+    hvd.barrier()
+    if hvd.rank() == 0:
+        resumed = hvd.load_model(file)
+    else:
+        resumed = network(seed=5)
+        resumed.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.Adam(0.01)), loss="mse")
+    rows = BATCH // hvd.size()
+    resumed.fit(
+        part(X, hvd), part(Y, hvd), batch_size=rows, shuffle=False, verbose=0, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
+    )
+    model.fit(part(X, hvd), part(Y, hvd), batch_size=rows, shuffle=False, verbose=0)
+    close(resumed, model)
+    equal(hvd, resumed, resumed.optimizer)
+
+
+def test_models_without_an_optimizer_load(hvd_keras: Any, folder: Path) -> None:
+    hvd = hvd_keras
+    file = folder / "bare.keras"
+    if hvd.rank() == 0:
+        network().save(file)
+    hvd.barrier()
+    assert getattr(hvd.load_model(file), "optimizer", None) is None
+
+
+def test_only_the_adapter_of_the_backend_is_imported(hvd_keras: Any) -> None:
+    hvd_keras.DistributedOptimizer(keras.optimizers.SGD())
+    adapters = {name.split(".")[1] for name in sys.modules if name.startswith("collectives.")} & {"tensorflow", "jax", "torch"}
+    assert adapters == {BACKEND}
+
+
+def test_what_it_refuses(hvd_keras: Any) -> None:
+    hvd = hvd_keras
+    sgd = keras.optimizers.SGD
+    with pytest.raises(TypeError, match=r"expected a keras\.optimizers\.Optimizer, got str"):
+        hvd.DistributedOptimizer("sgd")
+    with pytest.raises(ValueError, match="wrapped already"):
+        hvd.DistributedOptimizer(hvd.DistributedOptimizer(sgd()))
+    with pytest.raises(ValueError, match="wrapped already"):
+        hvd.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(hvd.DistributedOptimizer(sgd())))
+    with pytest.raises(ValueError, match="op != Average"):
+        hvd.DistributedOptimizer(sgd(), op=hvd.Sum, gradient_predivide_factor=2.0)
+    with pytest.raises(ValueError, match="backward_passes_per_step"):
+        hvd.DistributedOptimizer(sgd(), backward_passes_per_step=0)
+    with pytest.raises(ValueError, match="gradient_accumulation_steps"):
+        hvd.DistributedOptimizer(sgd(gradient_accumulation_steps=2), backward_passes_per_step=2)
+    with pytest.raises(ValueError, match="groups should be"):
+        hvd.DistributedOptimizer(sgd(), groups=-1)
+    with pytest.raises(TypeError, match="op: expected"):
+        hvd.DistributedOptimizer(sgd(), op="mean")
+    with pytest.raises(ValueError, match="no variables yet"):
+        hvd.PartialDistributedOptimizer(sgd(), local_layers=[keras.layers.Dense(2)])
+    with pytest.raises(ValueError, match=r"keras\.layers\.Layer type"):
+        hvd.PartialDistributedOptimizer(sgd(), local_layers=[3])
+    with pytest.warns(DeprecationWarning, match="num_groups"):
+        hvd.DistributedOptimizer(sgd(), num_groups=2)
+
+
+def test_ranks_with_other_models_get_an_error(hvd_keras: Any) -> None:
+    """From what runs eagerly the engine's own; from within a compiled step the framework's, with the engine's words in it."""
+    hvd = hvd_keras
+    if hvd.size() == 1:
+        pytest.skip("needs two ranks")
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(3 + hvd.rank())])
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), name="differing")
+    grads = [keras.ops.ones(variable.shape) for variable in model.trainable_variables]
+    with pytest.raises(MismatchError, match="rank"):
+        optimizer.apply(grads, model.trainable_variables)
+    with pytest.raises(Exception, match="the ranks disagree"):
+        together(hvd, model, optimizer, loss=lambda y, output: output)
+    after = hvd.allreduce(np.array([hvd.rank()], "float32"), op=hvd.Sum)  # the ranks go on
+    assert float(after[0]) == sum(range(hvd.size()))

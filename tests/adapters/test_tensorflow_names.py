@@ -1,0 +1,86 @@
+"""docs/horovod.md and the adapters agree: what it lists for TensorFlow and Keras is there, with these arguments in this order."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from collections.abc import Iterator
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+DOCS = Path(__file__).parents[2] / "docs" / "horovod.md"
+SECTIONS = {"collectives.tensorflow": "`horovod.tensorflow`\n", "collectives.tensorflow.keras": "`horovod.tensorflow.keras` and"}
+
+
+def rows(title: str) -> Iterator[tuple[str, list[str], str]]:
+    """Each name of a section's tables, the arguments that are listed for it, and what is said of it."""
+    section = DOCS.read_text().partition(f"\n## {title}")[2].partition("\n## ")[0]
+    for names, arguments, here in re.findall(r"^\| (`[^|]*) \| ([^|]*)\| (same|better|differs|not there) \|", section, re.MULTILINE):
+        for name in re.findall(r"`([\w.]+)`", names) if " (in " not in names else ():
+            yield name, re.findall(r"`([^`]+)`", arguments), here
+
+
+def parameters(function: Any) -> list[str]:
+    """As the tables have them, without those of our own, which are given by keyword."""
+    found = []
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind is parameter.KEYWORD_ONLY:
+            continue
+        found.append((str(parameter).partition(":")[0] if parameter.kind is parameter.VAR_KEYWORD else parameter.name, parameter.default))
+    return [name if default is inspect.Parameter.empty else f"{name}={default!r}" for name, default in found]
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("module", SECTIONS)
+def test_what_is_listed_is_there(module: str, hvd_tf: Any) -> None:
+    adapter = importlib.import_module(module)
+    wrong = {}
+    count = 0
+    for name, arguments, here in rows(SECTIONS[module]):
+        count += 1
+        if here == "not there":
+            assert not hasattr(adapter, name), name
+            continue
+        found = attrgetter(name)(adapter)
+        listed = [
+            f"{argument}={eval(default, vars(adapter))!r}" if default else argument
+            for argument, _, default in (each.partition("=") for each in arguments)
+        ]
+        if listed and here != "differs" and parameters(found)[: len(listed)] != listed:
+            wrong[name] = (listed, parameters(found))
+    assert not wrong and count > 30
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("name", ["tensorflow", "tensorflow.keras", "keras"])
+def test_horovods_modules_have_the_same(name: str, hvd_tf: Any) -> None:
+    importlib.import_module("collectives.horovod")
+    ours, theirs = importlib.import_module(f"collectives.{name}"), importlib.import_module(f"horovod.{name}")
+    assert [each for each in ours.__all__ if each != "callbacks" and getattr(theirs, each) is not getattr(ours, each)] == []
+    if name == "tensorflow":
+        others = ["mpi_ops", "functions", "sync_batch_norm", "compression"]
+    else:
+        others = ["callbacks"]
+        assert theirs.callbacks.MetricAverageCallback is ours.callbacks.MetricAverageCallback
+    modules = [importlib.import_module(f"horovod.{name}.{other}") for other in others]
+    wanted = {
+        "mpi_ops": "allreduce alltoall size_op rank_op process_set_included_op HorovodInternalError Average init global_process_set",
+        "functions": "broadcast_variables broadcast_object broadcast_object_fn allgather_object",
+        "sync_batch_norm": "SyncBatchNormalization",
+        "compression": "Compression Compressor NoneCompressor FP16Compressor",
+        "callbacks": "BroadcastGlobalVariablesCallback LearningRateScheduleCallback LearningRateWarmupCallback BestModelCheckpoint",
+    }
+    missing = [each for other, module in zip(others, modules, strict=True) for each in wanted[other].split() if not hasattr(module, each)]
+    assert not missing
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("name", ["tensorflow.elastic", "tensorflow.keras.elastic", "keras.elastic", "tensorflow.data"])
+def test_what_is_not_here_says_so(name: str, hvd_tf: Any) -> None:
+    importlib.import_module("collectives.horovod")
+    with pytest.raises(ModuleNotFoundError, match=rf"horovod\.{name} is not in collectives, .* there (are|is) no"):
+        importlib.import_module(f"horovod.{name}")

@@ -1,0 +1,13 @@
+"""The framework adapters on one rank, where a program must run as well. Each takes one core, so two run at a time."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.adapter_runs import run_adapter
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", ["torch", "tensorflow", "jax", "keras on tensorflow"])
+def test_adapter(name: str) -> None:
+    run_adapter(name, 1)

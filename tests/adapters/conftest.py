@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave these files to ``test_adapters.py``, which starts ranks for them: looking into them imports every framework."""
+    return None if config.getoption("--with-mpi") else True
 
 
 @pytest.fixture(scope="session")

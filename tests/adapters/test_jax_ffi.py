@@ -13,7 +13,7 @@ import pytest
 
 from collectives.jax import drift, ffi, primitive
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(120)]
 
 FLOAT32, TOKEN, FLOAT8 = 11, 17, 20
 

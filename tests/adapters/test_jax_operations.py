@@ -12,7 +12,7 @@ import pytest
 import collectives
 from collectives.errors import InvalidArgumentError, InvalidTypeError, MismatchError
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(120)]
 
 DTYPES = ("bool", "int8", "uint16", "int32", "float16", "bfloat16", "float32", "complex64")
 

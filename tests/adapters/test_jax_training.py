@@ -15,7 +15,7 @@ import pytest
 import collectives
 from collectives.errors import InvalidArgumentError, InvalidTypeError, MismatchError
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(120)]
 
 FEATURES, CLASSES, STEPS = 6, 3, 3
 

@@ -13,7 +13,7 @@ import pytest
 from collectives import adasum
 from collectives.errors import InvalidArgumentError
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(120)]
 
 ROWS = 5
 

@@ -12,6 +12,8 @@ import pytest
 from collectives.errors import MismatchError
 from tests.adapters.keras_training import BATCH, X, Y, equal, network, part, together, values
 
+pytestmark = pytest.mark.mpi
+
 
 class Spy(keras.callbacks.Callback):
     """What training is like, as other callbacks see it."""

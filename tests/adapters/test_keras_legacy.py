@@ -18,6 +18,8 @@ import tensorflow as tf
 
 from collectives.errors import MismatchError
 
+pytestmark = pytest.mark.mpi
+
 keras = tf.keras
 BATCH = 12
 _draw = np.random.default_rng(7)

@@ -13,6 +13,8 @@ import pytest
 from collectives.errors import MismatchError
 from tests.adapters.keras_training import BATCH, X, Y, close, equal, network, part, together, train, values
 
+pytestmark = pytest.mark.mpi
+
 BACKEND = keras.backend.backend()
 
 

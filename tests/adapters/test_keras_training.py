@@ -11,6 +11,8 @@ import pytest
 import collectives
 from tests.adapters.keras_training import BATCH, X, Y, close, equal, network, part, single, together, train, values
 
+pytestmark = pytest.mark.mpi
+
 BACKEND = keras.backend.backend()
 OPTIMIZERS = {
     "momentum": lambda: keras.optimizers.SGD(0.1, momentum=0.9, global_clipnorm=0.05),

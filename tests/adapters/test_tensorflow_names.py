@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.mpi
+
 DOCS = Path(__file__).parents[2] / "docs" / "horovod.md"
 SECTIONS = {"collectives.tensorflow": "`horovod.tensorflow`\n", "collectives.tensorflow.keras": "`horovod.tensorflow.keras` and"}
 

@@ -14,6 +14,7 @@ On the JAX and torch backends only the first two run.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -39,13 +40,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and print, on rank 0."""
     flags = cli.Parser(prog="benchmarks.keras_fit", description="What communication adds to a step of Keras's fit.")
     flags.add_argument("--model", choices=tuple(WIDTHS), default="medium", help="what is trained")
-    flags.add_argument("--peers", type=cli.names("peer", (STRATEGY,)), default=(STRATEGY,), metavar="LIST", help="strategy, or nothing")
+    flags.add_argument("--alone", action="store_true", help="without the strategy")
     flags.add_argument("--batch", type=cli.whole_number(1), default=32, metavar="N", help="samples of a rank's batch")
     flags.add_argument("--steps", type=cli.whole_number(1), default=20, metavar="N", help="steps of a fit")
     flags.add_argument("-n", "--iterations", type=cli.whole_number(1), default=10, metavar="N", help="timed rounds")
     flags.add_argument("-w", "--warmup", type=cli.whole_number(1), default=2, metavar="N", help="untimed rounds before them")
     flags.add_argument("-J", "--json", type=Path, default=None, metavar="FILE", help="write everything measured to FILE")
     given = flags.parse_args(arguments)
+    # On other backends there is no such peer, and TensorFlow may not be there.
+    given.peers = (STRATEGY,) if os.environ.get("KERAS_BACKEND", "tensorflow") == "tensorflow" and not given.alone else ()
     with session() as ranks:
         content = measure(given, ranks)
         if given.json and ranks.rank == 0:

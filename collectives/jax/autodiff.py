@@ -62,14 +62,14 @@ def _of_allreduce(call: Call, gradients: list[Any]) -> list[Any]:
 def _of_reducescatter(call: Call, gradients: list[Any]) -> list[Any]:
     factor = call.prescale * call.postscale / (call.size if call.op == Op.AVERAGE.value else 1)
     rows = tuple(tuple(partition.rows(total, call.size)) for total in call.rows_before)
-    gathering = replace(call, collective="allgather", op="", prescale=1.0, postscale=1.0, rows=rows, rows_before=())
+    gathering = replace(call, collective="allgather", op="", prescale=1.0, postscale=1.0, rows=rows, rows_before=(), algorithm=None)
     return bind(gathering, [gradient * jnp.asarray(factor, gradient.dtype) for gradient in gradients])
 
 
 def _of_allgather(call: Call, gradients: list[Any]) -> list[Any]:
     assert call.rows is not None
     totals = tuple(sum(rows) for rows in call.rows)
-    summing = replace(call, op=Op.SUM.value, rows=None)
+    summing = replace(call, op=Op.SUM.value, rows=None, algorithm=None)
     if all(tuple(partition.rows(total, call.size)) == rows for total, rows in zip(totals, call.rows, strict=True)):
         return bind(replace(summing, collective="reducescatter", rows_before=totals), gradients)
     sums = bind(replace(summing, collective="allreduce"), gradients)
@@ -78,7 +78,7 @@ def _of_allgather(call: Call, gradients: list[Any]) -> list[Any]:
 
 
 def _of_broadcast(call: Call, gradients: list[Any]) -> list[Any]:
-    totals = bind(replace(call, collective="allreduce", op=Op.SUM.value, root=0), gradients)
+    totals = bind(replace(call, collective="allreduce", op=Op.SUM.value, root=0, algorithm=None), gradients)
     # Zeros that still know of the all-reduce: a second derivative needs this rank as well.
     return [jnp.where(call.rank == call.root, total, jnp.zeros_like(total)) for total in totals]
 

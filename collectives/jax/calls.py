@@ -104,10 +104,11 @@ class Call:
         """
         world = world_of(self.process_set)
         if (world.size, world.rank) != (self.size, self.rank):
-            raise InvalidArgumentError(
-                f"rank {world.ranks[world.rank]}: {self.collective}: this program was compiled for rank {self.rank} of {self.size}, and"
-                f" runs on rank {world.rank} of {world.size}: call jax.clear_caches() after init()"
+            error = InvalidArgumentError(
+                f"{self.collective}: this program was compiled for rank {self.rank} of {self.size}, and runs on rank {world.rank} of"
+                f" {world.size}: call jax.clear_caches() after init()"
             )
+            raise world.refused(error, self.name)
         return world
 
     def run(self, operands: Sequence[Any], results: Sequence[Any] | None = None) -> list[Any]:

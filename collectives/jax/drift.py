@@ -95,6 +95,19 @@ def committed(array: Any) -> bool:
     return bool(array._committed if not hasattr(array, "committed") else array.committed)
 
 
+def forget_effects() -> None:
+    """After an ordered program has failed: later ones would wait for its token, and fail with its error, for ever.
+
+    Nothing public clears it.
+    """
+    try:
+        from jax._src.dispatch import runtime_tokens
+
+        runtime_tokens.clear()
+    except (ImportError, AttributeError):
+        return
+
+
 # ---- lowering --------------------------------------------------------------------------------------------------------------------------
 
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from collectives.jax import drift
 from collectives.jax.calls import Call
+from collectives.logs import logger
 
 _ALIGNED_FROM = 4096
 """Bytes below which a copy of a result costs nothing."""
@@ -42,8 +43,15 @@ def exchange(call: Call, operands: Sequence[Any]) -> tuple[list[Any], tuple[int,
 
 
 def settle() -> None:
-    """Return when compiled programs have made their ordered calls: they come first, since they were called before."""
-    jax.effects_barrier()
+    """Return when compiled programs have made their ordered calls: they come first, since they were called before.
+
+    Whoever reads the results of one that has failed gets its error there; it is nothing that later calls must suffer from.
+    """
+    try:
+        jax.effects_barrier()
+    except Exception as error:
+        logger.warning("an earlier program has failed: %s", error)
+        drift.forget_effects()
 
 
 def _readable(operand: Any) -> Any:

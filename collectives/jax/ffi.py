@@ -173,7 +173,9 @@ class _Program:
         if views is None:
             given, made = [_view(each) for each in operands[:-1]], [_view(each) for each in results[:-1]]
             # By their sizes as well: what has no elements may have any address.
-            in_place = [(each.nbytes, each.ctypes.data) for each in given] == [(each.nbytes, each.ctypes.data) for each in made]
+            in_place = [each.nbytes and (each.nbytes, each.ctypes.data) for each in given] == [
+                each.nbytes and (each.nbytes, each.ctypes.data) for each in made
+            ]
             views = made if in_place else given, made
             if len(self._views) >= _KEPT:
                 self._views = {}  # another one, since programs may run in several threads

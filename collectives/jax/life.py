@@ -6,9 +6,8 @@ import atexit
 from collections.abc import Sequence
 from typing import Any
 
-import jax
-
 from collectives import runtime
+from collectives.jax.eager import settle
 from collectives.membership import ProcessSet
 
 
@@ -22,11 +21,10 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet | Sequence[int]] | 
 
 def shutdown() -> None:
     """Leave the other ranks, when compiled programs have made their ordered calls: see `collectives.shutdown`."""
-    if runtime.is_initialized():
-        jax.effects_barrier()
+    _finish()
     runtime.shutdown()
 
 
 def _finish() -> None:
     if runtime.is_initialized():
-        jax.effects_barrier()
+        settle()

@@ -58,7 +58,7 @@ def distributed_gradients(
     process_set: ProcessSet = global_process_set,
     name: str | None = None,
     *,
-    ordered: bool = False,
+    ordered: bool = True,
     algorithm: str | None = None,
     transport: str | None = None,
 ) -> Any:
@@ -72,9 +72,9 @@ def distributed_gradients(
         gradient_predivide_factor: of Average: divides before the sum, and the rest of the number of ranks after it.
         process_set: the ranks that take part.
         name: of the operation; None: one that tells this transformation from others, which every rank makes in the same order.
-        ordered: False: the call is matched by that name alone, and a compiled step starts by JAX's quick path. Make a transformation for
-            each model; where one serves several, from functions that are compiled by themselves, say True: see
-            `collectives.jax.operations`.
+        ordered: False: the call is matched by that name alone, and a compiled step starts by JAX's quick path. Then make a transformation
+            for each model, and read a result of the last step before `shutdown`, `join` and the end of the program, which cannot wait
+            for what JAX keeps no account of: see `collectives.jax.operations`.
         algorithm, transport: as for `collectives.jax.allreduce`.
 
     Returns:
@@ -104,7 +104,7 @@ def DistributedOptimizer(
     process_set: ProcessSet = global_process_set,
     name: str | None = None,
     *,
-    ordered: bool = False,
+    ordered: bool = True,
     algorithm: str | None = None,
     transport: str | None = None,
 ) -> Any:
@@ -153,7 +153,7 @@ def _aggregating(init: Callable[[Any], Any], step: Callable[..., Any], passes: i
         return AggregationState(init(params), jax.tree_util.tree_map(jnp.zeros_like, params), jnp.zeros((), jnp.int32))
 
     def update(gradients: Any, state: AggregationState, params: Any = None, **extra: Any) -> tuple[Any, AggregationState]:
-        sums = jax.tree_util.tree_map(lambda total, each: total + each.astype(total.dtype), state.sums, gradients)
+        sums = jax.tree_util.tree_map(lambda total, each: total + jnp.asarray(each).astype(total.dtype), state.sums, gradients)
 
         def act() -> tuple[Any, AggregationState]:
             total = jax.tree_util.tree_map(lambda each: each / passes, sums) if average else sums

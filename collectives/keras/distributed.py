@@ -17,6 +17,7 @@ from typing import Any
 
 import keras
 
+from collectives.errors import InvalidArgumentError
 from collectives.keras.reduction import Reducer, Settings
 
 
@@ -30,6 +31,7 @@ class State:
         busy: they are combined already; what follows is Keras's.
         bare: its own variables do not show.
         sums, count: of several backward passes: for each variable, and how many there were.
+        summed: the variables of the first pass, by identity; those of all passes.
     """
 
     def __init__(self) -> None:
@@ -39,6 +41,7 @@ class State:
         self.busy = False
         self.bare = False
         self.sums: list[Any] = []
+        self.summed: list[int] | None = None
         self.count: Any = None
 
     @contextmanager
@@ -138,6 +141,11 @@ class Distributed:
         """Add to the sums; with the last pass combine and apply them."""
         optimizer: Any = self
         state = self.state
+        if state.summed not in (None, [id(variable) for variable in variables]):
+            raise InvalidArgumentError(
+                "backward_passes_per_step: expected the variables of the first backward pass, got others; make an optimizer for each list"
+            )
+        state.summed = [id(variable) for variable in variables]
         places = {id(variable): at for at, variable in enumerate(state.variables)}
         sums = [None if grad is None else state.sums[places[id(variable)]] for grad, variable in zip(grads, variables, strict=True)]
         for total, grad in zip(sums, grads, strict=True):

@@ -9,7 +9,7 @@ import numpy as np
 
 from collectives import api
 from collectives.compression import Compression
-from collectives.errors import InvalidArgumentError
+from collectives.errors import InvalidArgumentError, InvalidTypeError
 from collectives.keras_parts import variables as of_keras
 from collectives.membership import ProcessSet
 from collectives.reduction import Op
@@ -39,7 +39,9 @@ def allreduce(
     if average is not None and op is not None:
         error = InvalidArgumentError(f"average: op supersedes it; expected one of them, got average={average!r} and op={op!r}")
         raise world().refused(error, name)
-    op = op or (Op.SUM if average is False else Op.AVERAGE)
+    if isinstance(average, Op):
+        raise world().refused(InvalidTypeError(f"average: expected True, False or None, got {average!r}; pass op={average!r}"), name)
+    op = op or (Op.AVERAGE if average is None or average else Op.SUM)
     compression = None if compression is Compression.none else compression
     return _tensor(
         api.allreduce(
@@ -67,7 +69,7 @@ def broadcast_global_variables(root_rank: int) -> None:
     """Give every rank the root's global variables: of TensorFlow 1, which is why Keras 3 has none.
 
     Raises:
-        InvalidArgumentError: always, with what to use instead.
+        InvalidArgumentError: always, with what to use instead; on TensorFlow where there is no graph a RuntimeError, as Horovod's.
     """
     if keras.backend.backend() == "tensorflow":
         from collectives.tensorflow.functions import broadcast_global_variables as of_tensorflow

@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from collectives.errors import InvalidArgumentError
 from collectives.tensorflow.autograph import unconverted
+from collectives.tensorflow.gradients import key
 
 Reduce = Callable[[Sequence[Any], Sequence[Any]], list[Any]]
 """Combines the gradients of some variables over the ranks."""
@@ -52,6 +53,7 @@ class Aggregation:
         self._sparse_as_dense = sparse_as_dense
         self._counter: Any = None
         self._sums: dict[int, Any] = {}
+        self._variables: list[Any] | None = None
 
     @unconverted
     def add(self, grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
@@ -119,6 +121,12 @@ class Aggregation:
         return tf.convert_to_tensor(grad)
 
     def _prepare(self, grads: Sequence[Any], variables: Sequence[Any]) -> None:
+        keys = [key(variable) for variable in variables]
+        if self._variables not in (None, keys):
+            raise InvalidArgumentError(
+                "backward_passes_per_step: expected the variables of the first backward pass, got others; make an optimizer for each list"
+            )
+        self._variables = keys
         if self._counter is None:
             self._counter = local_variable(0, "aggregation_counter")
         for at, (grad, variable) in enumerate(zip(grads, variables, strict=True)):

@@ -37,7 +37,9 @@ from typing import Any
 import tensorflow as tf
 
 from collectives import adasum
+from collectives.membership import ProcessSet
 from collectives.reduction import Op
+from collectives.runtime import world_of
 from collectives.tensorflow import calls, graph, questions
 from collectives.tensorflow.calls import Call
 
@@ -47,6 +49,8 @@ _Adjoint = Callable[[list[Any], list[Any], list[Any]], Sequence[Any]]
 _SLOTS = 64
 """Names of the gradients of unnamed eager calls of one kind: the engine remembers what it has done under a name, so that new ones forever
 would be slow; and one rank is never as many calls ahead of another in backward, where each is waited for."""
+
+_OF_ROWS = ("allgather", "alltoall", "merge")
 
 _counts: weakref.WeakKeyDictionary[Any, Counter[str]] = weakref.WeakKeyDictionary()
 """How many unnamed calls of each kind a world, or a graph, has seen."""
@@ -60,7 +64,11 @@ def run(call: Call, tensors: Sequence[Any]) -> list[Any]:
     """
     back = gradient_of(call, tensors)
     adjoint = _ADJOINTS[call.collective]
-    return attach(lambda inputs: calls.run(call, inputs), lambda *about: adjoint(back, *about), tensors)
+    try:
+        return attach(lambda inputs: calls.run(call, inputs), lambda *about: adjoint(back, *about), tensors)
+    except Exception:
+        _take_back(call, back)
+        raise
 
 
 def attach(function: Callable[[Sequence[Any]], list[Any]], adjoint: _Adjoint, tensors: Sequence[Any]) -> list[Any]:
@@ -105,6 +113,8 @@ def _last_token() -> Any:
     if tf.executing_eagerly():
         return tf.zeros(()) if _eager.token is None else _eager.token
     graph = tf.compat.v1.get_default_graph()
+    if _in_control_flow(graph):
+        return tf.zeros(())
     name = _tokens_of_graphs.get(graph)
     return tf.zeros(()) if name is None else graph.get_tensor_by_name(name)
 
@@ -112,8 +122,14 @@ def _last_token() -> Any:
 def _keep_token(token: Any) -> None:
     if tf.executing_eagerly():
         _eager.token = token
-    else:
+    elif not _in_control_flow(token.graph):
         _tokens_of_graphs[token.graph] = token.name
+
+
+def _in_control_flow(graph: Any) -> bool:
+    """Whether this is the body of a branch or loop of TensorFlow 1's: part of the graph, but a token of it would not be there outside."""
+    context = getattr(graph, "_get_control_flow_context", None)  # not public
+    return context is not None and context() is not None
 
 
 def has_gradient(tensor: Any) -> bool:
@@ -138,7 +154,10 @@ def gradient_of(call: Call, tensors: Sequence[Any]) -> Call:
         return replace(call, name=f"{graph.scoped(call.name, call.ignore_name_scope)}.gradient", ignore_name_scope=True)
     kind = f"{call.collective}.{len(tensors)}"
     if tf.executing_eagerly():
-        kind += f".{tensors[0].dtype.name}{tensors[0].shape.as_list()}"
+        shape = tensors[0].shape.as_list()
+        # Ranks may differ in rows.
+        alike = shape[1:] if call.collective in _OF_ROWS else shape
+        kind += f".{tensors[0].dtype.name}{alike}"
         counts = _counts.setdefault(call.world, Counter())
         number = counts[kind] % _SLOTS
     else:
@@ -146,6 +165,17 @@ def gradient_of(call: Call, tensors: Sequence[Any]) -> Call:
         number = counts[kind]
     counts[kind] += 1
     return replace(call, name=f"{kind}.{number}.gradient", ignore_name_scope=True)
+
+
+def _take_back(call: Call, back: Call) -> None:
+    """Its number, of a call that has failed: a rank that refused it has not counted it at all."""
+    if call.name is None and tf.executing_eagerly() and back.name is not None:
+        _counts[call.world][back.name.rsplit(".", 2)[0]] -= 1
+
+
+def begin_anew(process_set: ProcessSet) -> None:
+    """Number unnamed calls from 0: after a rank has joined, while others went on."""
+    _counts.pop(world_of(process_set), None)
 
 
 # ---- adjoints ------------------------------------------------------------------------------------------------------------
@@ -276,5 +306,9 @@ def _widened(tensor: Any) -> Any:
 
 def scaled(tensor: Any, factor: float) -> Any:
     """A tensor times a number, in its own dtype."""
-    return tensor if factor == 1.0 else tensor * tf.cast(factor, tensor.dtype)
+    if factor == 1.0:
+        return tensor
+    if tensor.dtype.is_integer:
+        return tf.cast(tf.cast(tensor, tf.float64) * factor, tensor.dtype)
+    return tensor * tf.cast(factor, tensor.dtype)
 

@@ -60,8 +60,9 @@ def _broadcast(variables: list[Any], root_rank: int, name: str | None, process_s
         tensors = [_read(variable, number) for number, variable in enumerate(variables)]
     except (InvalidTypeError, InvalidArgumentError) as error:
         raise world_of(process_set).refused(error, label) from None
-    if not tensors:
+    if not tensors and not tf.executing_eagerly():
         return []
+    # Eagerly also without any: another rank may have some, and is told so.
     call = Call("broadcast", label, process_set, root=root_rank)
     results = fused.broadcast(call, tensors)
     if tf.executing_eagerly() and world_of(process_set).rank == root_in(process_set, root_rank):

@@ -208,6 +208,7 @@ class Way:
         named = {at for group in lists for at in group}
         return [group for group in [*lists, [at for at in dense if at not in named]] if group]
 
+
 def key(variable: Any) -> Any:
     """What a variable is known by: TensorFlow's are compared by value, and Keras has its own around them."""
     inner = getattr(variable, "value", None)

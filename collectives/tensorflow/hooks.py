@@ -22,8 +22,8 @@ class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):  # type: 
         device: where the operations are placed.
         process_set: the ranks that train together; on others the hook does nothing.
 
-    Raises (in ``begin``):
-        InvalidArgumentError: ``root_rank`` is none of the ranks.
+    Raises (when the session has been created):
+        tf.errors.OpError: ``root_rank`` is none of the ranks, or the ranks' variables differ; on every rank, with our message.
     """
 
     def __init__(self, root_rank: int, device: str = "", *, process_set: ProcessSet = global_process_set) -> None:

@@ -287,7 +287,10 @@ def join(*, process_set: ProcessSet = global_process_set) -> Any:
     Returns:
         The last rank to join; of several at once, the highest: an int32 scalar.
     """
-    return _without_tensors("join", process_set)
+    last = _without_tensors("join", process_set)
+    if tf.executing_eagerly():
+        autograd.begin_anew(process_set)
+    return last
 
 
 @unconverted

@@ -314,6 +314,18 @@ def test_a_mismatch_is_an_error_on_every_rank(hvd_jax: Any, ordered: bool) -> No
     assert float(jax.jit(lambda x: hvd.allreduce(x, op=hvd.Sum))(jnp.float32(1))) == hvd.size()
 
 
+def test_a_program_that_has_failed_in_flight_is_nothing_to_later_calls(hvd_jax: Any) -> None:
+    hvd = hvd_jax
+    if hvd.size() < 2:
+        pytest.skip("needs two ranks")
+    x = jnp.ones((600 + hvd.rank() % 2, 600))
+    failing = jax.jit(lambda x: hvd.allreduce(x @ x.T, name="fails in flight"))(x)
+    assert float(hvd.allreduce(jnp.float32(1), op=hvd.Sum)) == hvd.size()
+    with pytest.raises(drifted(), match="MismatchError"):
+        jax.block_until_ready(failing)
+    assert float(jax.jit(lambda x: hvd.allreduce(x, op=hvd.Sum))(jnp.float32(1))) == hvd.size()
+
+
 def drifted() -> Any:
     """What JAX raises when a compiled program fails."""
     return getattr(jax.errors, "JaxRuntimeError", RuntimeError)

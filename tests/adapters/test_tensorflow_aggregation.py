@@ -128,3 +128,12 @@ def test_sparse_gradients(hvd_tf: Any) -> None:
         optimizer.minimize(loss, var_list=[table])
     counts = np.bincount([rank % 3 for rank in range(hvd_tf.size())], minlength=3)
     np.testing.assert_allclose(table.numpy(), np.tile(-RATE * PASSES * counts / hvd_tf.size(), (2, 1)).T, rtol=1e-6)
+
+
+def test_several_lists_of_variables_are_refused(hvd_tf: Any) -> None:
+    hvd = hvd_tf
+    a, b = tf.Variable(1.0), tf.Variable(1.0)
+    optimizer = hvd.DistributedOptimizer(tf.compat.v1.train.GradientDescentOptimizer(1.0), backward_passes_per_step=2)
+    optimizer.compute_gradients(lambda: 10 * a, [a])
+    with pytest.raises(ValueError, match=r"backward_passes_per_step.*the variables of the first backward pass"):
+        optimizer.compute_gradients(lambda: b, [b])

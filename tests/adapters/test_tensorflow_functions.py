@@ -180,3 +180,19 @@ def test_sparse_rows_that_some_ranks_have_not(hvd_tf: Any) -> None:
     with pytest.raises(ValueError, match="expected Average or Sum of"):
         hvd.allreduce(mine, op=hvd.Max)
     assert hvd.allreduce(1.0, op=hvd.Sum).numpy() == hvd.size()
+
+
+def test_a_rank_without_variables(hvd_tf: Any) -> None:
+    hvd = hvd_tf
+    hvd.broadcast_variables([], root_rank=0)
+    if hvd.size() > 1:
+        variables = [tf.Variable([1.0])] if hvd.rank() == 0 else []
+        with pytest.raises(MismatchError, match="variable 0"):
+            hvd.broadcast_variables(variables, root_rank=0)
+
+
+def test_integer_slices_times_a_factor(hvd_tf: Any) -> None:
+    hvd = hvd_tf
+    slices = tf.IndexedSlices(tf.constant([[4], [6]]), tf.constant([0, 2]), tf.constant([3, 1]))
+    found = hvd.allreduce(slices, op=hvd.Sum, prescale_factor=0.5)
+    assert found.values.numpy().tolist() == [[2 * hvd.size()], [3 * hvd.size()]]

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from collectives.errors import MismatchError
+
 pytestmark = pytest.mark.mpi
 
 Function = Callable[..., Sequence[Any]]
@@ -118,6 +120,51 @@ def test_what_only_moves(hvd_tf: Any, way: str) -> None:
         ]
 
     check(hvd, function, number(hvd, rank + size, 1), number(hvd, 2, seed=1), number(hvd, size, 2, seed=2), way=way)
+
+
+def test_unnamed_rows_that_differ(hvd_tf: Any) -> None:
+    hvd = hvd_tf
+    rows = tf.Variable(tf.ones((hvd.rank() + 1, 2)))
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(hvd.allgather(rows) * (hvd.rank() + 1.0))
+    assert (tape.gradient(loss, rows).numpy() == sum(range(1, hvd.size() + 1))).all()
+
+
+def test_unnamed_gradients_after_a_mistake_and_a_join(hvd_tf: Any) -> None:
+    hvd = hvd_tf
+    if hvd.size() < 2:
+        pytest.skip("needs two ranks")
+    x = tf.Variable([1.0, 2.0])
+
+    def checked() -> None:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(hvd.allreduce(x, op=hvd.Sum))
+        assert tape.gradient(loss, x).numpy().tolist() == [hvd.size()] * 2
+
+    with tf.GradientTape(), pytest.raises((MismatchError, TypeError)):
+        hvd.allreduce("no number" if hvd.rank() == 0 else x, op=hvd.Sum)
+    checked()
+    if hvd.rank() == 0:
+        for _ in range(3):
+            hvd.allreduce(x, op=hvd.Sum)
+    hvd.join()
+    checked()
+
+
+def test_branches_of_tensorflow_1(hvd_tf: Any) -> None:
+    hvd = hvd_tf
+    tf.compat.v1.disable_control_flow_v2()
+    try:
+        with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+            chosen = tf.compat.v1.placeholder(tf.bool, ())
+            x = tf.constant([hvd.rank() + 1.0])
+            branch = tf.compat.v1.cond(chosen, lambda: hvd.allreduce(x, op=hvd.Sum, name="within"), lambda: tf.identity(x))
+            after = hvd.allreduce(x, op=hvd.Sum, name="after")
+            total = sum(range(1, hvd.size() + 1))
+            assert session.run([branch, after], {chosen: False}) == [[hvd.rank() + 1], [total]]
+            assert session.run([branch, after], {chosen: True}) == [[total], [total]]
+    finally:
+        tf.compat.v1.enable_control_flow_v2()
 
 
 def test_complex_numbers(hvd_tf: Any) -> None:

@@ -20,6 +20,7 @@ from collectives.reduction import Op
 from collectives.runtime import global_process_set
 from collectives.tensorflow.aggregation import Aggregation
 from collectives.tensorflow.gradients import Way, key, settle
+from collectives.tensorflow.tape import trainable_weights
 
 _OLDER = tf.keras.optimizers.legacy.Optimizer
 _SCALING = tf.keras.mixed_precision.LossScaleOptimizer
@@ -187,7 +188,7 @@ def PartialDistributedOptimizer(
     )
     inner = result.inner_optimizer if isinstance(result, _SCALING) else result
     for layer in layers:
-        for variable in layer.trainable_weights:
+        for variable in trainable_weights(layer):
             inner.register_local_var(variable)
     return result
 

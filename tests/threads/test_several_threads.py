@@ -11,7 +11,7 @@ import pytest
 
 from collectives import timeline
 from collectives.config import Config
-from collectives.errors import InvalidArgumentError, InvalidTypeError, MismatchError, NotInitializedError
+from collectives.errors import InvalidArgumentError, InvalidTypeError, MismatchError, NotInitializedError, RankFailedError
 from collectives.transport import threads
 from collectives.transport.group import Group
 from collectives.world import World
@@ -153,7 +153,7 @@ def test_shutting_down_ends_what_another_thread_waits_for() -> None:
             waits.set()
             try:
                 world.synchronize(handle)
-            except NotInitializedError as error:
+            except (NotInitializedError, RankFailedError) as error:
                 caught.append(error)
 
         if world.rank == 0:
@@ -165,6 +165,8 @@ def test_shutting_down_ends_what_another_thread_waits_for() -> None:
             assert time.monotonic() - begun < 10
             thread.join(10)
             assert caught and not thread.is_alive()
+            # Whether a round had been entered by then, so that the other rank was counting on this one, is a matter of time.
+            assert isinstance(caught[0], NotInitializedError) or "never everywhere; synchronize them first" in str(caught[0])
 
     threads.run(2, program, make_world=World)
 

@@ -93,7 +93,7 @@ class Hooks:
         if failure is None:
             return
         while time.monotonic() < end and (consequence or not self._alone()):
-            time.sleep(_PAUSE)
+            time.sleep(_PAUSE)  # the others leave on the board, which can only be looked at
         self._abort(failure.code)
 
     def _alone(self) -> bool:
@@ -273,7 +273,7 @@ def _wait_until_read(seconds: float = 0.5) -> None:
                 unread = int.from_bytes(fcntl.ioctl(stream, termios.FIONREAD, bytes(4)), sys.byteorder)
                 if not unread:
                     break
-                time.sleep(_PAUSE)
+                time.sleep(_PAUSE)  # a pipe does not tell its writer that it has been read
 
 
 @contextlib.contextmanager

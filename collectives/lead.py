@@ -144,7 +144,7 @@ class Lead:
             if not self.cycle or self._followers:
                 return
             before = len(self._inbox)
-            time.sleep(self.cycle)
+            time.sleep(self.cycle)  # the cycle itself: what comes meanwhile travels together
             waiting = list(self._inbox)
             if len(waiting) <= before or sum(handle.entry.nbytes for handle in waiting) >= min(self.threshold, LIST_BYTES):
                 return

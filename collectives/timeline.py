@@ -285,7 +285,7 @@ def _locked(file: int, patience: float) -> Iterator[bool]:
     """Hold the lock on a file, and say whether it is held: not if others keep it for so long, or if there are no locks here."""
     deadline = time.monotonic() + patience
     while not (held := _try_lock(file)) and time.monotonic() < deadline:
-        time.sleep(0.001)
+        time.sleep(0.001)  # a lock that is waited for in the system's own way cannot be given up in time
     try:
         yield held is not False
     finally:

@@ -150,7 +150,7 @@ def _sweep(process: subprocess.Popen[bytes], mine: set[int]) -> None:
         for pid in left - {process.pid}:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)
-        time.sleep(0.02)
+        time.sleep(0.02)  # processes that are nobody's children here cannot be waited for in another way
     if process.poll() is None:
         process.kill()
         process.wait()

@@ -95,6 +95,7 @@ class Board:
         self._mine = self._words[rank]
         self._timeout = timeout
         self._spins = spins
+        # Gives the core away, as sched_yield does where there is one: it may be the one that the peer needs.
         self._pause: Callable[[], object] = pause if pause is not None else getattr(os, "sched_yield", lambda: time.sleep(0))
         self._processes = processes
         self._mine[_PID] = os.getpid()

@@ -36,5 +36,5 @@ def agree(world: World, label: str, mine: Mapping[str, str]) -> None:
     said = "; ".join(f"{what} on rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}" for what, ranks in ranks_by_said.items())
     raise MismatchError(
         f"rank {world.ranks[world.rank]}: {label}: {subject} is not the same on every rank: {said}. Nothing was changed. Every rank must"
-        " build the same model and optimizer, and name the same root."
+        " pass the same, of the same shapes and dtypes, and name the same root."
     )

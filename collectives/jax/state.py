@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from collectives import api, arguments, foreign
-from collectives.errors import InvalidArgumentError, InvalidTypeError, MismatchError
+from collectives.agreement import agree
+from collectives.errors import InvalidArgumentError, InvalidTypeError
 from collectives.jax import eager
 from collectives.jax.operations import outside
 from collectives.membership import ProcessSet
@@ -56,7 +57,9 @@ def broadcast_parameters(params: Any, root_rank: int = 0, process_set: ProcessSe
         raise world.refused(error, _LABEL) from None
     layout = {name: f"{array.dtype} of shape {array.shape}" for name, array in plain.items()}
     kinds = {f"the kind of random keys in {name}": str(kind) for name, kind in keys.items()}
-    _agree(world, {"root_rank": f"rank {root_rank}", **layout, **kinds})
+    # The small ones travel together, in this order.
+    order = hashlib.blake2b(repr(list(layout)).encode(), digest_size=8).hexdigest()
+    agree(world, _LABEL, {"root_rank": f"rank {root_rank}", **layout, **kinds, "the order of the leaves (a digest)": order})
     moved = _moved(world, root, plain)
     given = eager.placed(list(moved.values()), list(arrays.values()))
     results = {
@@ -95,24 +98,6 @@ def _plain(name: str, leaf: Any) -> np.ndarray[Any, Any]:
     if not isinstance(leaf, (np.ndarray, np.generic, bool, int, float, complex)):
         raise InvalidTypeError(f"{name}: expected an array or a number, got {foreign.describe(leaf)}; leave it out of the tree")
     return np.asarray(jnp.asarray(leaf))
-
-
-def _agree(world: World, mine: Mapping[str, str]) -> None:
-    """Return if every rank says the same of the same subjects."""
-    if world.size == 1:
-        return
-    digest = hashlib.blake2b(repr(list(mine.items())).encode(), digest_size=16).digest()
-    digests = world.allgather(np.frombuffer(digest, np.uint8)[None], name=_LABEL)
-    if (digests == digests[0]).all():
-        return
-    everyone = world.allgather_object(dict(mine), name=_LABEL)
-    subjects = dict.fromkeys(subject for each in everyone for subject in each)
-    subject = next((each for each in subjects if len({said.get(each) for said in everyone}) > 1), "the order of the leaves")
-    found = [f"{said.get(subject, 'absent')} on rank {rank}" for rank, said in zip(world.ranks, everyone, strict=True)]
-    raise MismatchError(
-        f"rank {world.ranks[world.rank]}: {_LABEL}: {subject} is not the same on every rank: {'; '.join(found)}. Nothing was sent. Every"
-        " rank must build the same model, and name the same root."
-    )
 
 
 def _moved(world: World, root: int, arrays: Mapping[str, np.ndarray[Any, Any]]) -> dict[str, np.ndarray[Any, Any]]:

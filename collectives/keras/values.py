@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from collectives import api
+from collectives import api, foreign
 from collectives.compression import Compression
 from collectives.errors import InvalidArgumentError, InvalidTypeError
 from collectives.keras_parts import variables as of_keras
@@ -43,26 +43,23 @@ def allreduce(
         raise world().refused(InvalidTypeError(f"average: expected True, False or None, got {average!r}; pass op={average!r}"), name)
     op = op or (Op.AVERAGE if average is None or average else Op.SUM)
     compression = None if compression is Compression.none else compression
-    return _tensor(
-        api.allreduce(
-            _array(value), op=op, name=name, prescale_factor=prescale_factor, postscale_factor=postscale_factor, compression=compression
-        )
-    )
+    how = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor, "compression": compression}
+    return _tensor(api.allreduce(_array(value, name), op=op, name=name, **how))
 
 
 def allgather(value: Any, name: str | None = None) -> Any:
     """Put the ranks' values one below the other; see `collectives.allgather`."""
-    return _tensor(api.allgather(_array(value), name=name))
+    return _tensor(api.allgather(_array(value, name), name=name))
 
 
 def broadcast(value: Any, root_rank: int, name: str | None = None) -> Any:
     """Give every rank the root's value; see `collectives.broadcast`."""
-    return _tensor(api.broadcast(_array(value), root_rank, name=name))
+    return _tensor(api.broadcast(_array(value, name), root_rank, name=name))
 
 
 def reducescatter(value: Any, name: str | None = None, op: Op = Op.AVERAGE) -> Any:
     """Combine the ranks' values, and give each rank a part of the rows; see `collectives.reducescatter`."""
-    return _tensor(api.reducescatter(_array(value), op, name=name))
+    return _tensor(api.reducescatter(_array(value, name), op, name=name))
 
 
 def broadcast_global_variables(root_rank: int) -> None:
@@ -96,11 +93,15 @@ def broadcast_variables(variables: Any, root_rank: int, process_set: ProcessSet 
     of_keras.broadcast(list(variables), root_rank, process_set, "broadcast_variables")
 
 
-def _array(value: Any) -> Any:
+def _array(value: Any, name: str | None) -> Any:
     """A value as NumPy has it; Python's numbers in Keras's precision, as every tensor of Keras."""
     if isinstance(value, (np.ndarray, np.generic)):
         return value
-    return keras.ops.convert_to_numpy(keras.ops.convert_to_tensor(value))
+    try:
+        return keras.ops.convert_to_numpy(keras.ops.convert_to_tensor(value))
+    except (TypeError, ValueError) as error:
+        text = f"value: expected a number, an array or a tensor, got {foreign.describe(value)}: {error}"
+        raise world().refused(InvalidTypeError(text), name) from None
 
 
 def _tensor(array: Any) -> Any:

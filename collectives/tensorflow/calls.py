@@ -6,7 +6,6 @@ The world is looked up when it is carried out, so that a graph outlives `collect
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -76,7 +75,8 @@ class Call:
         return _RUN[self.collective](self, self.world, tensors)
 
 
-_known: weakref.WeakValueDictionary[Call, Call] = weakref.WeakValueDictionary()
+_known: dict[Call, Call] = {}
+"""For as long as the process lives, as TensorFlow keeps its callbacks; one for each name and way, however often a function is traced."""
 
 
 def run(call: Call, tensors: Sequence[Any]) -> list[Any]:

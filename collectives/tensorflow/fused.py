@@ -12,7 +12,6 @@ when the graph runs, has a result of its own. The engine reads the arguments and
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -259,7 +258,8 @@ class Broadcast(_Fused):
         return results
 
 
-_callbacks: weakref.WeakValueDictionary[_Fused, _Fused] = weakref.WeakValueDictionary()
+_callbacks: dict[_Fused, _Fused] = {}
+"""For as long as the process lives, as TensorFlow keeps its callbacks; one for each name, way and layout."""
 
 
 def _known(callback: _Fused) -> _Fused:

@@ -21,7 +21,7 @@ from collectives.compression import Compression, check
 from collectives.errors import InvalidArgumentError, InvalidTypeError
 from collectives.membership import ProcessSet
 from collectives.reduction import Op
-from collectives.runtime import global_process_set
+from collectives.runtime import global_process_set, world_of
 from collectives.tensorflow import operations
 from collectives.tensorflow.autograph import unconverted
 
@@ -153,10 +153,14 @@ class Way:
     def reduce(self, grads: Sequence[Any], variables: Sequence[Any], local: Collection[Any] = ()) -> list[Any]:
         """Combine; see `reduce_gradients`. ``local`` has the `key` of each local variable."""
         found = [_dense(grad) if self.sparse_as_dense and isinstance(grad, tf.IndexedSlices) else grad for grad in grads]
-        if len(found) != len(variables):
-            raise InvalidArgumentError(f"grads: expected as many as variables, {len(variables)}, got {len(found)}")
         if not self.process_set.included():
             return found
+        try:
+            kinds = [_kind(grad) for grad in found]
+            if len(found) != len(variables):
+                raise InvalidArgumentError(f"grads: expected as many as variables, {len(variables)}, got {len(found)}")
+        except (InvalidArgumentError, InvalidTypeError) as error:
+            raise world_of(self.process_set).refused(error, self.name) from None
         places: Sequence[int] = range(len(found))
         if local:
             places, kept = _parted(variables, local)
@@ -169,7 +173,7 @@ class Way:
         sparse = [at for at in places if isinstance(found[at], tf.IndexedSlices)]
         # Ranks that lack gradients of different variables would combine what does not belong together, if the shapes happen to agree. With
         # that in the name their operations do not meet, and the engine says so.
-        name = ".".join([self.name, *_unusual([_kind(found[at]) for at in places])])
+        name = ".".join([self.name, *_unusual([kinds[at] for at in places])])
         for number, members in enumerate(self._grouped(dense, variables)):
             results = operations.grouped_allreduce(
                 [found[at] for at in members],

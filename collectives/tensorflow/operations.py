@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from collectives import arguments, dtypes, foreign
 from collectives import compression as compressors
-from collectives import dtypes, foreign
 from collectives.compression import BUILT_IN, Compression
 from collectives.errors import InvalidArgumentError, InvalidTypeError
 from collectives.membership import ProcessSet
@@ -107,7 +107,7 @@ def grouped_allreduce(
     """
     chosen = _operation(average, op, name, process_set)
     given = _tensors(tensors, name, process_set)
-    factors = float(prescale_factor), float(postscale_factor)
+    factors = _factors(prescale_factor, postscale_factor, name, process_set)
     call = Call("allreduce", name, process_set, chosen, *factors, None, algorithm, transport, ignore_name_scope=ignore_name_scope)
     results: list[Any] = list(given)
     dense = [i for i, tensor in enumerate(given) if not isinstance(tensor, tf.IndexedSlices)]
@@ -150,7 +150,7 @@ def reducescatter(
         A tensor of this rank's rows.
     """
     (given,) = _tensors([tensor], name, process_set)
-    how = float(prescale_factor), float(postscale_factor), None, algorithm, transport
+    how = *_factors(prescale_factor, postscale_factor, name, process_set), None, algorithm, transport
     return _compressed(Call("reducescatter", name, process_set, op, *how, ignore_name_scope=ignore_name_scope), compression, [given])[0]
 
 
@@ -170,7 +170,7 @@ def grouped_reducescatter(
 ) -> list[Any]:
     """`reducescatter` of several tensors that complete together; the results in order."""
     given = _tensors(tensors, name, process_set)
-    how = float(prescale_factor), float(postscale_factor), None, algorithm, transport
+    how = *_factors(prescale_factor, postscale_factor, name, process_set), None, algorithm, transport
     return _compressed(Call("reducescatter", name, process_set, op, *how), compression, given) if given else []
 
 
@@ -333,6 +333,13 @@ def _operation(average: Any, op: Op | None, name: str | None, process_set: Proce
     else:
         return Average if average else Op.SUM
     raise world_of(process_set).refused(error, name)
+
+
+def _factors(prescale: Any, postscale: Any, name: str | None, process_set: ProcessSet) -> tuple[float, float]:
+    try:
+        return arguments.factor("prescale_factor", prescale), arguments.factor("postscale_factor", postscale)
+    except InvalidTypeError as error:
+        raise world_of(process_set).refused(error, name) from None
 
 
 def _tensors(given: Any, name: str | None, process_set: ProcessSet) -> list[Any]:

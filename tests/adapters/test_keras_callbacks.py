@@ -227,3 +227,13 @@ def test_variables(hvd_keras: Any) -> None:
 
 def _array(tensor: Any) -> Any:
     return keras.ops.convert_to_numpy(tensor)
+
+
+def test_what_is_no_value_is_refused_on_every_rank(hvd_keras: Any) -> None:
+    hvd = hvd_keras
+    wrong = hvd.rank() == 0
+    with pytest.raises(TypeError if wrong else MismatchError, match="expected a number, an array or a tensor"):
+        hvd.allreduce(object() if wrong else 1.0, name="value")
+    with pytest.raises(TypeError if wrong else MismatchError, match="expected True, False or None"):
+        hvd.allreduce(1.0, name="average", average=hvd.Sum if wrong else True)
+    assert float(hvd.allreduce(1.0, average=0)) == hvd.size()

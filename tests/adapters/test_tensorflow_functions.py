@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from collectives.errors import CollectivesError, MismatchError
+from collectives.errors import CollectivesError, InvalidTypeError, MismatchError
+from collectives.tensorflow import gradients
 
 pytestmark = pytest.mark.mpi
 
@@ -196,3 +197,22 @@ def test_integer_slices_times_a_factor(hvd_tf: Any) -> None:
     slices = tf.IndexedSlices(tf.constant([[4], [6]]), tf.constant([0, 2]), tf.constant([3, 1]))
     found = hvd.allreduce(slices, op=hvd.Sum, prescale_factor=0.5)
     assert found.values.numpy().tolist() == [[2 * hvd.size()], [3 * hvd.size()]]
+
+
+def test_what_one_rank_refuses_every_rank_hears_of(hvd_tf: Any) -> None:
+    hvd = hvd_tf
+    if hvd.size() < 2:
+        pytest.skip("needs two ranks")
+    x = tf.Variable([1.0, 2.0])
+    calls: list[tuple[Any, Any]] = [
+        (lambda: hvd.allreduce(x, prescale_factor="half", name="factor"), lambda: hvd.allreduce(x, name="factor")),
+        (lambda: hvd.reducescatter(x, postscale_factor=[1], name="share"), lambda: hvd.reducescatter(x, name="share")),
+        (
+            lambda: gradients.reduce_gradients(["no gradient"], [x], name="refused"),
+            lambda: gradients.reduce_gradients([tf.ones(2)], [x], name="refused"),
+        ),
+    ]
+    for wrong, right in calls:
+        with pytest.raises(InvalidTypeError if hvd.rank() == 0 else MismatchError, match="expected a"):
+            wrong() if hvd.rank() == 0 else right()
+    assert hvd.allreduce(1.0, op=hvd.Sum).numpy() == hvd.size()

@@ -22,7 +22,7 @@ def allreduce(
 ) -> Any:
     """Combine the ranks' values element by element; see `collectives.tensorflow.allreduce`."""
     return operations.allreduce(
-        tf.convert_to_tensor(value),
+        value,
         average=average,
         name=name,
         op=op,
@@ -34,17 +34,17 @@ def allreduce(
 
 def allgather(value: Any, name: str | None = None) -> Any:
     """Put the ranks' values one below the other; see `collectives.tensorflow.allgather`."""
-    return operations.allgather(tf.convert_to_tensor(value), name=name)
+    return operations.allgather(value, name=name)
 
 
 def broadcast(value: Any, root_rank: int, name: str | None = None) -> Any:
     """Give every rank the root's value; see `collectives.tensorflow.broadcast`."""
-    return operations.broadcast(tf.convert_to_tensor(value), root_rank, name=name)
+    return operations.broadcast(value, root_rank, name=name)
 
 
 def reducescatter(value: Any, name: str | None = None, op: Op = Op.AVERAGE) -> Any:
     """Combine the ranks' values, and give each rank a part of the rows; see `collectives.tensorflow.reducescatter`."""
-    return operations.reducescatter(tf.convert_to_tensor(value), name=name, op=op)
+    return operations.reducescatter(value, name=name, op=op)
 
 
 def broadcast_global_variables(root_rank: int) -> None:

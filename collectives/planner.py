@@ -169,6 +169,8 @@ class Planner:
         if forced is None and self._algorithm in algorithms(collective):
             forced = self._algorithm
         medium = self._medium(collective, nbytes, transport, forced)
+        if self.placement.size == 1:  # nothing moves, so that every algorithm and every transport serves
+            return Choice(forced or "direct", medium, 0, False)
         name = forced or self._choose_algorithm(collective, nbytes, medium, native and not ordered, ordered)
         if name == "one-shot" and collective == "allreduce" and not (medium is Medium.WINDOW and self.placement.one_host):
             raise TransportError(
@@ -198,6 +200,8 @@ class Planner:
         medium = next((m for m in Medium if m.value == forced), None)
         if medium is None:
             raise InvalidArgumentError(f"transport={forced!r}: expected one of auto, {', '.join(m.value for m in Medium)}")
+        if placement.size == 1:
+            return medium
         if medium is Medium.WINDOW and not placement.shares_memory:
             raise TransportError("transport='window': the ranks of a host cannot share memory here; use 'mpi' or 'auto'")
         if medium is Medium.DIRECT and not placement.reads_private:

@@ -337,6 +337,17 @@ def results_are_independent(world: World) -> None:
         np.testing.assert_array_equal(result, sum(k + rank for rank in range(world.size)))
 
 
+def a_set_of_one_rank_takes_every_transport(world: World) -> None:
+    child = world.add_process_set([0])
+    if child is not None:
+        own = sample(np.dtype(np.float32), 7, world.rank)
+        for transport in ("window", "direct-read", "mpi", "auto"):
+            np.testing.assert_array_equal(child.allreduce(own, transport=transport), own)
+            np.testing.assert_array_equal(child.allgather_async(own, transport=transport).wait(), own)
+            np.testing.assert_array_equal(child.broadcast(own, 0, transport=transport), own)
+    world.remove_process_set([0], child)
+
+
 def many_calls_in_a_row(world: World) -> None:
     """Slots, call numbers and tokens go round many times."""
     small, middle = np.zeros(3), np.zeros(40_000)
@@ -366,4 +377,5 @@ SCENARIOS: list[Callable[[World], None]] = [
     refusals,
     results_are_independent,
     many_calls_in_a_row,
+    a_set_of_one_rank_takes_every_transport,
 ]

@@ -87,7 +87,10 @@ class Context:
             raise TransportError(f"rank {self.rank}: the ranks are at different places of an operation that all agreed on")
 
     def release(self) -> None:
-        """Let go of the windows."""
+        """Let go of the windows, and of memory that tasks use."""
+        self.entries.release()
+        self.executor.release()
+        self._buffer = np.empty(0, np.uint8)
         del self.executor, self.entries, self.plans
 
     def run_plan(self, plan: Plan, staged: bool, warns: bool) -> None:

@@ -401,6 +401,7 @@ class Engine(Rounds):
         if self._join is not None:
             self._join.fail(error or refusal())
         self._ring()
+        self._work.set()  # the background thread ends
 
     def change(self, threshold: int, cycle_time: float) -> None:
         """Other settings from now on; every rank changes them between the same two rounds."""

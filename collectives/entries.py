@@ -129,6 +129,11 @@ class Entry:
             self._plans[rows] = make_plan()
         return self._plans[rows]
 
+    def release(self) -> None:
+        """Drop the plans, which refer to the windows."""
+        self._make_plan = self._plan = self._native = self.step = None
+        self._plans.clear()
+
     def _renew(self) -> None:
         self._epoch = self._planner.epoch
         self._plans.clear()
@@ -299,6 +304,12 @@ class Entries:
     def meeting(self) -> Entry:
         """The entry of a barrier."""
         return self._known.get(("barrier",)) or self._remember(("barrier",), self.plain("barrier"))
+
+    def release(self) -> None:
+        """Drop all entries, and the plans of those that handles still refer to."""
+        for entry in self._known.values():
+            entry.release()
+        self._known.clear()
 
     def choose_fused(self, entry: Entry, nbytes: int) -> Choice:
         """The choice for a bucket of all-reduces like this one, ``nbytes`` in all."""

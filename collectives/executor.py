@@ -16,7 +16,7 @@ After each group the rank writes its progress on the board.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -59,7 +59,9 @@ class Executor:
         self._group = group
         self._board = group.memory.board if group.memory is not None else None
         windows = group.memory.windows if group.memory is not None else ()
-        self._windows = windows or [np.empty(WINDOW_BYTES, np.uint8) if rank == group.rank else None for rank in range(group.size)]
+        self._windows: Sequence[Array | None] = windows or [
+            np.empty(WINDOW_BYTES, np.uint8) if rank == group.rank else None for rank in range(group.size)
+        ]
         self._free_at = [0] * SLOTS
         self._scratch = np.empty(0, np.uint8)
         self._scratch_views: dict[np.dtype[Any], list[Array]] = {}
@@ -87,6 +89,13 @@ class Executor:
         )
         rounds = [binder.round(r) for r in program.rounds]
         return Plan(program, rounds, segments, stride, staged, description, reads_outputs)
+
+    def release(self) -> None:
+        """Drop the windows and views of the board, so that they can be unmapped, and the scratch memory."""
+        self.state.addresses.clear()
+        self._windows = ()
+        self._scratch = np.empty(0, np.uint8)
+        self._scratch_views.clear()
 
     def _scratch_as(self, dtype: np.dtype[Any]) -> list[Array]:
         """The scratch memory as a list of one array of ``dtype``, which is replaced when the memory grows."""

@@ -173,6 +173,8 @@ class _Watcher:
         if sys.exit == self._exit:
             sys.exit = self._previous_exit
         atexit.unregister(self._at_exit)
+        # Every thread keeps the hook under which it was started for as long as it lives, which must not keep the world alive.
+        self._on_failure = self._call_at_exit = lambda failure: None
 
     def _active(self) -> bool:
         """Whether an error ends the process that is watched, and does not go back to a prompt."""

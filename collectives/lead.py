@@ -138,6 +138,12 @@ class Lead:
                     self._background = thread
         self._work.set()
 
+    def await_background(self, within: float) -> None:
+        """Return when the background thread has ended, as it does after a refusal, or after ``within`` seconds."""
+        thread = self._background
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(within)
+
     def gather(self) -> None:
         """Let operations gather for a cycle, and for some more while they keep coming and do not fill a list."""
         for _ in range(_MOST_CYCLES):

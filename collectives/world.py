@@ -270,6 +270,11 @@ class World(Operations):
             return
         for child in self._children:
             child.shutdown()
+        self._end()
+        engine.await_background(_LEAVE_WITHIN)
+
+    def _end(self) -> None:
+        engine = self._engine
         with engine.paused():
             if isinstance(engine.refusal, _ShutDown):
                 return

@@ -133,7 +133,7 @@ class ThreadMemory:
             ctypes.memmove(there, here, length)
 
     def close(self) -> None:
-        """Nothing to let go of: the arrays end with their last reference."""
+        self.windows = ()
 
 
 class ThreadMessages:

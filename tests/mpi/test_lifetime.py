@@ -1,0 +1,78 @@
+"""Worlds that come and go in one process leave nothing behind: no thread, no descriptor, no memory."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import psutil
+import pytest
+
+import collectives
+from collectives.reduction import Op
+from collectives.world import World
+
+pytestmark = pytest.mark.mpi
+RANKS = (2,)
+
+CYCLES = 20
+SETTLED = 5
+"""Cycles after which nothing may grow any more."""
+LEAST_LEAK = 16 << 20
+"""Bytes of the windows that a world of two ranks maps."""
+
+
+@contextmanager
+def _idle_thread() -> Iterator[threading.Thread]:
+    """A thread of the program; `threading` keeps the hooks in it that it found in `sys` when it was started."""
+    over = threading.Event()
+    thread = threading.Thread(target=over.wait)
+    thread.start()
+    try:
+        yield thread
+    finally:
+        over.set()
+        thread.join()
+
+
+def _live_and_leave() -> weakref.ref[World]:
+    collectives.init()
+    rank = collectives.rank()
+    handle = collectives.allreduce_async(np.full(1 << 18, rank + 1.0, np.float32), op=Op.SUM)
+    assert collectives.synchronize(handle)[0] == 3
+    both, alone = collectives.add_process_set([0, 1]), collectives.add_process_set([1])
+    handle = collectives.allreduce_async(np.full(9, rank + 2.0), op=Op.SUM, process_set=both)
+    assert collectives.synchronize(handle)[0] == 5
+    if alone.included():
+        assert collectives.synchronize(collectives.allgather_async(np.ones(2), process_set=alone)).sum() == 2
+    collectives.remove_process_set(both)
+    reference = weakref.ref(collectives.world())
+    collectives.shutdown()
+    return reference
+
+
+def test_twenty_worlds_leave_nothing_behind() -> None:
+    this, before = psutil.Process(), threading.active_count()
+    worlds, grown = [], {}
+    for cycle in range(1, CYCLES + 1):
+        worlds.append(_live_and_leave())
+        grown[cycle] = this.memory_info().rss, len(os.listdir("/proc/self/fd")), threading.active_count()
+    gc.collect()
+    print({cycle: grown[cycle] for cycle in (1, SETTLED, CYCLES)})
+    assert not [world for world in worlds if world() is not None]
+    assert grown[CYCLES][1:] == grown[SETTLED][1:] and grown[CYCLES][2] == before, grown
+    assert grown[CYCLES][0] - grown[SETTLED][0] < LEAST_LEAK, grown
+
+
+def test_a_thread_that_outlives_a_world_does_not_keep_it() -> None:
+    collectives.init()
+    with _idle_thread() as thread:
+        world = weakref.ref(collectives.world())
+        collectives.shutdown()
+        gc.collect()
+        assert thread.is_alive() and world() is None

@@ -1,0 +1,50 @@
+"""Worlds of threads that come and go leave nothing behind."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+
+import numpy as np
+
+from collectives.lead import THREAD_NAME
+from collectives.reduction import Op
+from collectives.transport import threads
+from collectives.world import World
+
+
+def test_twenty_worlds_leave_nothing_behind() -> None:
+    def program(world: World) -> weakref.ref[World]:
+        assert world.allreduce_async(np.full(3, world.rank + 1.0), op=Op.SUM).wait()[0] == 3
+        child = world.add_process_set([0, 1])
+        assert child is not None and child.allreduce_async(np.full(3, world.rank + 2.0), op=Op.SUM).wait()[0] == 5
+        world.shutdown()
+        return weakref.ref(world)
+
+    def background() -> list[str]:
+        return [thread.name for thread in threading.enumerate() if thread.name.startswith(THREAD_NAME)]
+
+    before = background()
+    worlds = [world for _ in range(20) for world in threads.run(2, program, make_world=World)]
+    assert background() == before
+    gc.collect()
+    assert not [world for world in worlds if world() is not None]
+
+
+def test_a_handle_that_outlives_its_world_keeps_its_result_and_no_window() -> None:
+    windows = []
+
+    def program(world: World) -> np.ndarray:
+        assert world._group.memory is not None
+        windows.extend(weakref.ref(window) for window in world._group.memory.windows if window is not None)
+        handle = world.allreduce_async(np.full(3, world.rank + 1.0), op=Op.SUM)
+        world.allreduce(np.ones(3), name="kept by the cache")
+        handle.wait()
+        world.shutdown()
+        return handle.wait()
+
+    for result in threads.run(2, program, make_world=World):
+        assert result[0] == 3
+    gc.collect()
+    assert not [window for window in windows if window() is not None]

@@ -5,7 +5,7 @@ the caller has dropped therefore goes back to a pool, and the next out-of-place 
 whose pages are there: it runs at the speed of an in-place call. The pool keeps a bounded number of bytes.
 
 A pooled result is a plain ``numpy.ndarray``. Its ultimate base is a small lease; NumPy keeps it alive for as long as any view
-of the result lives, and its death returns the block.
+of the result lives, and its end returns the block.
 """
 
 from __future__ import annotations
@@ -45,35 +45,37 @@ class _Block:
 
 
 class _Lease:
-    """The base of one result: holds a block, and hands it back when the last view of the result is gone."""
+    """The base of one result, and the owner of its memory."""
 
-    __slots__ = ("__array_interface__", "_block", "_pool")
+    __slots__ = ("__array_interface__", "__weakref__", "_block")
 
-    def __init__(self, block: _Block, nbytes: int, pool: weakref.ref[ResultPool]) -> None:
+    def __init__(self, block: _Block, nbytes: int) -> None:
         self._block = block
-        self._pool = pool
         self.__array_interface__ = {"data": (block.address, False), "shape": (nbytes,), "typestr": "|u1", "version": 3}
 
-    def __del__(self) -> None:
-        pool = self._pool()
-        if pool is not None:
-            pool._give_back(self._block)
+
+class _Return(weakref.ref[_Lease]):
+    """A reference to a lease, whose callback receives it together with the block when the lease has ended."""
+
+    __slots__ = ("block",)
+    block: _Block
 
 
 class ResultPool:
-    """Uninitialised result arrays, at most ``limit`` bytes of which are kept for reuse once they are dropped.
+    """Uninitialised result arrays. At most ``limit`` bytes are kept for reuse, counting those that are lent out and will come back.
 
     Safe to use from several threads, from a destructor that runs in the middle of ``empty``, and in a forked child: nobody
-    ever waits for the lock. Who cannot have it allocates afresh, or leaves a dropped block for the holder to put away.
+    ever waits for the lock. Who cannot have it allocates afresh.
+
+    A dropped result comes back without a line of Python: an interrupt that is handled within a destructor is lost.
     """
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self._free: list[_Block] = []  # oldest first
-        self._free_bytes = 0
-        self._returned: deque[_Block] = deque()
+        self._lent: dict[int, _Return] = {}  # by address, oldest first
+        self._returned: deque[_Return] = deque()
         self._lock = threading.Lock()
-        self._reference = weakref.ref(self)
 
     def empty(self, shape: int | tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
         """An uninitialised C-contiguous array of ``shape`` and ``dtype``, exactly of type ``numpy.ndarray``.
@@ -82,10 +84,21 @@ class ResultPool:
         """
         dtype = np.dtype(dtype)
         nbytes = math.prod(shape if isinstance(shape, tuple) else (shape,)) * dtype.itemsize
-        if nbytes < THRESHOLD or nbytes > self.limit:  # a block that could not be kept gains nothing
+        whole = -(-nbytes // _PAGE) * _PAGE
+        if nbytes < THRESHOLD or whole > self.limit:  # a block that could not be kept gains nothing
             return np.empty(shape, dtype)
-        block = self._take(nbytes) or _Block(-(-nbytes // _PAGE) * _PAGE)
-        return np.asarray(_Lease(block, nbytes, self._reference)).view(dtype).reshape(shape)
+        if not self._lock.acquire(blocking=False):
+            return _Block(nbytes).view(nbytes).view(dtype).reshape(shape)
+        try:
+            self._settle()
+            block = self._take(nbytes) or self._add(whole)
+            lease = _Lease(block, nbytes)
+            reference = _Return(lease, self._returned.append)
+            reference.block = block
+            self._lent[block.address] = reference
+        finally:
+            self._lock.release()
+        return np.asarray(lease).view(dtype).reshape(shape)
 
     def aligned(self, count: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
         """``empty`` in one dimension, aligned to 64 bytes whatever its size: for frameworks that take no other memory without a copy."""
@@ -98,50 +111,41 @@ class ResultPool:
     @property
     def free_bytes(self) -> int:
         """Bytes kept for reuse now, at most ``limit``."""
-        return self._free_bytes
+        self._settle_if_free()
+        return sum(block.nbytes for block in list(self._free))
 
     def clear(self) -> None:
         """Free what is kept. Results that are still in use stay valid, and come back to the pool later."""
-        self._settle()
-        with self._lock:
-            self._free, blocks = [], self._free
-            self._free_bytes = 0
-        del blocks
+        self._settle_if_free()
+        self._free = []
 
     def _take(self, nbytes: int) -> _Block | None:
         """The smallest kept block of at least ``nbytes`` and at most a quarter (and a page) more, the newest of equals."""
-        if not self._lock.acquire(blocking=False):
-            return None
-        try:
-            best = None
-            largest = nbytes + nbytes // 4 + _PAGE
-            for index, block in enumerate(self._free):
-                if nbytes <= block.nbytes <= largest:
-                    best, largest = index, block.nbytes
-            if best is None:
-                return None
-            self._free_bytes -= self._free[best].nbytes
-            return self._free.pop(best)
-        finally:
-            self._lock.release()
-            self._settle()
+        best = None
+        largest = nbytes + nbytes // 4 + _PAGE
+        for index, block in enumerate(self._free):
+            if nbytes <= block.nbytes <= largest:
+                best, largest = index, block.nbytes
+        return None if best is None else self._free.pop(best)
 
-    def _give_back(self, block: _Block) -> None:
-        """Runs in a destructor: anywhere, at any time, in any thread."""
-        self._returned.append(block)  # atomic
-        self._settle()
+    def _add(self, nbytes: int) -> _Block:
+        """A new block. The oldest are given up for it: the sizes of today are more likely asked for again."""
+        excess = nbytes - self.limit + sum(b.nbytes for b in self._free) + sum(lent.block.nbytes for lent in self._lent.values())
+        while excess > 0:
+            given_up = self._free.pop(0) if self._free else self._lent.pop(next(iter(self._lent))).block
+            excess -= given_up.nbytes
+        return _Block(nbytes)
 
     def _settle(self) -> None:
-        """Put returned blocks away. Whoever holds the lock settles again after it, so that none is forgotten."""
-        while self._returned and self._lock.acquire(blocking=False):
+        """Put what has come back away; with the lock."""
+        while self._returned:
+            block = self._returned.popleft().block
+            if self._lent.pop(block.address, None) is not None:  # else it was given up meanwhile
+                self._free.append(block)
+
+    def _settle_if_free(self) -> None:
+        if self._lock.acquire(blocking=False):
             try:
-                while self._returned:
-                    block = self._returned.popleft()
-                    if block.nbytes > self.limit:
-                        continue
-                    self._free.append(block)
-                    self._free_bytes += block.nbytes
-                    while self._free_bytes > self.limit:  # the oldest go: the sizes of today are more likely asked for again
-                        self._free_bytes -= self._free.pop(0).nbytes
+                self._settle()
             finally:
                 self._lock.release()

@@ -54,6 +54,9 @@ class Settings:
     cycle_time: float = 1.0
     """Milliseconds for which operations may gather."""
 
+    def __str__(self) -> str:
+        return ", ".join(f"{field.name}={getattr(self, field.name)}" for field in fields(self))
+
 
 def _powers(low: int, high: int) -> tuple[int, ...]:
     return tuple(1 << power for power in range(low.bit_length() - 1, high.bit_length()))
@@ -155,7 +158,8 @@ class Tuner:
         self.settings = space.admit(start)
         """Those in force."""
         self._warmup = warmup
-        self._samples = samples
+        self.samples = samples
+        """How many count."""
         self._confirm = max(1, round(_CONFIRM_SHARE * samples))
         self._noises = (*(level for level in _NOISES if level < noise), noise)
         self._tried: list[Settings] = []
@@ -168,7 +172,17 @@ class Tuner:
     @property
     def done(self) -> bool:
         """Whether all samples are taken, or there is nothing to choose."""
-        return not self.space.levels or len(self._tried) >= self._samples
+        return not self.space.levels or len(self._tried) >= self.samples
+
+    @property
+    def phase(self) -> str:
+        """What the next sample is: "warm-up sample", or "sample 3 of 20"."""
+        return "warm-up sample" if self._warmup else f"sample {self.taken + 1} of {self.samples}"
+
+    @property
+    def taken(self) -> int:
+        """Samples that count so far."""
+        return len(self._tried)
 
     @property
     def best(self) -> Settings:
@@ -191,7 +205,7 @@ class Tuner:
         self._scores.append(math.log(score))
         self._process = None
         self._record(phase, self.settings, score)
-        if len(self._tried) == self._samples:
+        if len(self._tried) == self.samples:
             self._conclude()
 
     def propose(self) -> Settings:
@@ -213,7 +227,7 @@ class Tuner:
 
     @property
     def _confirming(self) -> bool:
-        return len(self._tried) >= self._samples - self._confirm
+        return len(self._tried) >= self.samples - self._confirm
 
     def _different(self) -> list[Settings]:
         return list(dict.fromkeys(self._tried))
@@ -250,15 +264,16 @@ class Tuner:
 
     def _record(self, phase: str, settings: Settings, score: float) -> None:
         if self._log:
-            self._log.write(phase, settings, score, self._best_score())
+            self._log.write(phase, settings, score, self.best_score)
 
-    def _best_score(self) -> float:
+    @property
+    def best_score(self) -> float:
         """The score that the best settings are believed to have; 0 before the first sample."""
         return math.exp(float(self._predict([self.best])[0][0])) if self._tried else 0.0
 
     def _conclude(self) -> None:
         if self._log:
-            self._log.write("done", self.best, self._best_score(), self._best_score())
+            self._log.write("done", self.best, self.best_score, self.best_score)
 
 
 def _first_of_the_largest(values: Array) -> int:

@@ -1,8 +1,8 @@
 """Tuning while the program runs: the autotuner's proposals, tried by all ranks between the same two operations.
 
 Rank 0 measures, proposes and keeps the log; what it proposes is passed to the others in an exchange after every sample, so that all
-ranks always have the same settings. A sample is some steps of the training, which are told apart by a tensor that comes again; the
-score is bytes per second, over the time in which something was in flight.
+ranks always have the same settings. A sample is some steps of the training, which are told apart by the operations that come again
+(`collectives.steps`); the score is bytes per second, over the time in which something was in flight.
 """
 
 from __future__ import annotations
@@ -19,16 +19,12 @@ from collectives.config import Config
 from collectives.engine import Engine
 from collectives.handles import Handle
 from collectives.planner import Crossovers, Planner
+from collectives.steps import Steps
 
-_SAMPLES_FOR_ALL = 30
-"""With fewer samples than this, block sizes and crossovers stay as they are: too many settings for too few samples."""
 _SAMPLES_FOR_ALL = 30
 """With fewer samples than this, block sizes and crossovers stay as they are: too many settings for too few samples."""
 _BY_HAND = ("fusion_threshold", "segment", "algorithm", "cycle_time")
 """Settings that the environment may have set."""
-
-
-_MOST_BATCHES_A_STEP = 1000
 
 _log = logging.getLogger("collectives")
 
@@ -46,7 +42,7 @@ class Tuning:
         self._engine = engine
         self._planner = planner
         self._control = engine.context.control
-        self._steps = config.autotune_steps
+        self._steps, self._warmup = config.autotune_steps, config.autotune_warmup
         crossovers, default = planner.crossovers, Config()
         in_force = Settings(
             config.fusion_threshold,
@@ -76,10 +72,8 @@ class Tuning:
             )
         self.samples = 0
         """Samples taken so far."""
-        self._marker: str | None = None
-        """The tensor that begins a step."""
-        self._batches_since_marker = 0
-        self._measures = False
+        self._training = Steps()
+        self._steps_seen = 0
         self._steps_done = -1
         self._bytes = 0
         self._seconds = self._ended = 0.0
@@ -96,27 +90,18 @@ class Tuning:
     def _after(self, batch: Batch, handles: Sequence[Handle], submitted: float) -> None:
         """A batch has been carried out; by every rank, whatever its own clock says."""
         now = time.monotonic()
-        keys = [handle.key for handle in handles]
-        if self._marker in keys or self._marker is None or self._batches_since_marker == _MOST_BATCHES_A_STEP:
-            # The first tensor of a step has come again. What changes its name every time makes steps of single batches.
-            names = [key for key in keys if type(key) is str]
-            self._marker = self._marker if self._marker in keys else names[0] if names else None
-            self._batches_since_marker = 0
-            if self._measures:
-                self._end_step()
-            self._measures = True
+        if self._training.begins([_known(handle) for handle in handles]):
+            self._end_step()
             if self._engine.on_batch is None:
                 return
-        self._batches_since_marker += 1
         self._bytes += batch.nbytes
         # Not what it waited for the batches before it.
         self._seconds += now - max(submitted, self._ended)
         self._ended = now
 
     def _end_step(self) -> None:
+        self._steps_seen += 1
         self._steps_done += 1
-        if self._steps_done < 0:
-            return
         if self._steps_done == 0:
             self._bytes, self._seconds = 0, 0.0  # new settings make new plans, once: that is not what they are judged by
             return
@@ -124,7 +109,9 @@ class Tuning:
             return
         proposal: tuple[Settings, bool] | None = None
         if self._tuner is not None:
-            self._tuner.observe(self._bytes / max(self._seconds, 1e-9))
+            score, phase = self._bytes / max(self._seconds, 1e-9), self._tuner.phase
+            self._tuner.observe(score)
+            _log.info("autotune: %s: %.4g GB/s over %d steps with %s", phase, score / 1e9, self._steps, self.settings)
             proposal = (self._tuner.best if self._tuner.done else self._tuner.propose(), self._tuner.done)
         agreed = self._control.exchange(proposal)[0]
         assert agreed is not None
@@ -138,6 +125,27 @@ class Tuning:
         if done:
             self._engine.on_batch = None
             self._engine.hinder("tuning", False)
+            if self._tuner is not None:
+                _log.info("autotune: chosen after %d samples, at %.4g GB/s: %s", self._tuner.taken, self._tuner.best_score / 1e9, settings)
+
+    def close(self) -> None:
+        """The world ends: say what has not been sampled, and why; once, and on rank 0, which knows."""
+        tuner, self._tuner = self._tuner, None
+        if tuner is None or self.done:
+            return
+        if tuner.taken:
+            _log.info("autotune: ended after %d of %d samples; the best so far: %s", tuner.taken, tuner.samples, tuner.best)
+            return
+        if not self._training.repeats:
+            why = "no operation has come twice, so that no step of a training could be told"
+        elif self._steps_seen < (needed := 1 + self._steps * (self._warmup + 1)):
+            why = (
+                f"{self._steps_seen} steps were seen, and the first sample ends after {needed} "
+                f"(COLLECTIVES_AUTOTUNE_STEPS={self._steps} for each sample, COLLECTIVES_AUTOTUNE_WARMUP={self._warmup} samples discarded)"
+            )
+        else:
+            why = "the steps moved no bytes"
+        _log.warning("autotune: nothing was sampled: %s; settings stay as they were: %s", why, self.settings)
 
     def _apply(self, settings: Settings) -> None:
         self.settings = settings
@@ -158,6 +166,13 @@ class Tuning:
             ),
         )
         self._engine.change(settings.fusion_threshold, settings.cycle_time)
+
+
+def _known(handle: Handle) -> tuple[str | int, int]:
+    """What an operation is known by, and its bytes, which are alike on all ranks: not the rows that each contributes by itself."""
+    parts = handle.members or (handle,)
+    nbytes = sum(part.entry.nbytes for part in parts if part.entry.request.collective not in ("allgather", "alltoall"))
+    return handle.entry.name or handle.entry.signature, nbytes
 
 
 def _writable(path: str) -> str:

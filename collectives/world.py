@@ -282,6 +282,8 @@ class World(Operations):
             failed = engine.abandon() or engine.refusal is not None
             engine.refuse(_ShutDown(self.ranks[self.rank]))
             self.stop_timeline()
+            if self._tuning is not None:
+                self._tuning.close()
             if failed:
                 if may_speak:
                     self._control.leave()
@@ -328,6 +330,8 @@ class World(Operations):
         for child in self._children:
             child.leave()
         self.stop_timeline()
+        if self._tuning is not None:
+            self._tuning.close()
 
     def all_left(self) -> bool:
         """Whether every other rank has left or died; not yet those whose program still deals with a failure."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import numpy as np
@@ -88,3 +89,45 @@ def test_a_timeline_holds_what_all_ranks_did(tmp_path: Path) -> None:
         carried_out = [event for event in mine if event["ph"] == "X" and "tensors" in event.get("args", {})]
         assert sorted(name for event in carried_out for name in event["args"]["tensors"]) == sorted(negotiated)
         assert any(event["ph"] == "i" for event in mine), "no cycle is marked"
+
+
+def test_a_broadcast_of_the_parameters_comes_first(caplog: pytest.LogCaptureFixture) -> None:
+    """It comes once: the steps are told by what comes again. The log says what was sampled and chosen."""
+
+    def program(world: World) -> list[tuple[Settings, bool]]:
+        for k in range(5):
+            world.broadcast_(np.full(200 + 3000 * k, float(world.rank)), 0, name=f"parameter {k}")
+        return train(world, 30)
+
+    config = Config(autotune=True, autotune_warmup=1, autotune_samples=6, autotune_steps=1)
+    with caplog.at_level(logging.INFO, "collectives"):
+        histories = threads.run(2, program, make_world=lambda group: World(group, config))
+    assert histories[0] == histories[1] and histories[0][-1][1], "the search has not ended"
+    told = [record.getMessage() for record in caplog.records if record.getMessage().startswith("autotune: ")]
+    assert len(told) == 8, told
+    assert all("sample" in line and "algorithm=" in line and "GB/s" in line for line in told[:7])
+    assert told[0].startswith("autotune: warm-up sample") and told[1].startswith("autotune: sample 1 of 6")
+    assert "chosen" in told[-1] and f"algorithm={histories[0][-1][0].algorithm}" in told[-1]
+
+
+@pytest.mark.parametrize(
+    ("steps", "level", "said"),
+    [
+        (0, logging.WARNING, "nothing was sampled: no operation has come twice"),
+        (2, logging.WARNING, "nothing was sampled: 1 steps were seen, and the first sample ends after 5"),
+        (7, logging.INFO, "ended after 1 of 6 samples"),
+    ],
+)
+def test_what_was_not_sampled_is_said_at_the_end(steps: int, level: int, said: str, caplog: pytest.LogCaptureFixture) -> None:
+    def program(world: World) -> None:
+        world.broadcast_(np.zeros(3), 0, name="parameters")
+        for _ in range(steps):
+            world.allreduce(np.ones(1000), name="gradient")
+        world.shutdown()
+        world.shutdown()
+
+    config = Config(autotune=True, autotune_warmup=1, autotune_samples=6, autotune_steps=2)
+    with caplog.at_level(logging.INFO, "collectives"):
+        threads.run(2, program, make_world=lambda group: World(group, config))
+    found = [record for record in caplog.records if said in record.getMessage()]
+    assert [record.levelno for record in found] == [level], caplog.text

@@ -79,6 +79,7 @@ FLOORS = {
         "engine",
         "stall",
         "autotune",
+        "steps",
         "tuning",
         "cuda.turn",
         "cuda.entries",

@@ -203,6 +203,8 @@ class Door:
     def group(self, collective: str, name: str | None, members: Sequence[Handle]) -> Handle:
         """Operations that are carried out, and complete, together."""
         entry = self._entries.group(collective, name, [member.entry for member in members])
+        for place, member in enumerate(members):
+            member.place, member.key = place, name or ""
         return Handle(entry, EMPTY, EMPTY, together, None, members)
 
     def tensors(self, given: Any) -> list[Any]:

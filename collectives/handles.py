@@ -42,7 +42,8 @@ class Handle:
         deliver: makes the caller's result once the operation is done.
         members: the operations of a group.
         done: whether it is complete; then ``error`` or ``result`` is final.
-        key: its name, or its number among the unnamed; given by the engine.
+        key: its name, or its number among the unnamed; given by the engine. Of a member: its group's.
+        place: of a member: in its group; None: no member.
         rows: of allgather and all-to-all: what this rank contributes, to all or to each.
         gathered: of allgather and all-to-all, once done: how many rows came from each rank; of device tensors the result and these.
         ready, fence: of device tensors: the event behind the caller's work, and what is between the operation and what the caller does next
@@ -64,6 +65,7 @@ class Handle:
         "key",
         "members",
         "out",
+        "place",
         "ready",
         "result",
         "rows",
@@ -97,6 +99,7 @@ class Handle:
         self.fence: Any = None
         self.gathered: Any = None
         self.key: str | int = ""
+        self.place: int | None = None
         self.engine: Driver | None = None
         self.submitted = time.monotonic()
         self._callbacks: list[Callable[[Handle], object]] | None = None
@@ -105,9 +108,12 @@ class Handle:
 
     @property
     def name(self) -> str:
-        """As messages call it."""
-        request = self.entry.request
-        return request.name if request.name is not None else f"{request.collective} number {self.key}, unnamed"
+        """As messages call it; ``gradients[2]``: a member of a group."""
+        request, place = self.entry.request, "" if self.place is None else f"[{self.place}]"
+        if request.name is not None or (isinstance(self.key, str) and self.key):
+            return f"{self.key if request.name is None else request.name}{place}"
+        number = f" number {self.key}" if self.key != "" else ""
+        return f"{'grouped_' if place else ''}{request.collective}{number}{place}, unnamed"
 
     def wait(self, timeout: float | None = None) -> Any:
         """`collectives.synchronize`."""
@@ -204,4 +210,6 @@ class Handle:
 
     def __repr__(self) -> str:
         state = "pending" if not self.done else "failed" if self.error is not None else "done"
-        return f"<Handle {self.entry.request.collective} {self.name!r}: {state}>"
+        collective, name = self.entry.request.collective, self.name
+        tensors = f" of {len(self.members)} tensors" if self.members else ""
+        return f"<Handle {name if name.endswith(', unnamed') else f'{collective} {name!r}'}{tensors}: {state}>"

@@ -104,6 +104,8 @@ class Rounds(Lead):
                 handle.key = name
             else:
                 handle.key = self._unnamed
+                for member in handle.members:
+                    member.key = self._unnamed
                 self._unnamed += 1
             if handle.key in self._pending:
                 self._later.append(handle)
@@ -344,6 +346,8 @@ class Rounds(Lead):
         handle = self._make_neutral(request)
         handle.key = key
         if type(key) is int:
+            for member in handle.members:
+                member.key = key
             self._unnamed = max(self._unnamed, key + 1)
         return handle
 

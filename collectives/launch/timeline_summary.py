@@ -10,10 +10,14 @@ Pure: events in, numbers out. Times are microseconds, as in the trace. The engin
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+_NUMBER = re.compile(r" number \d+(?=(\[\d+\])?, unnamed$)")
+"""Of an unnamed operation: every call has another, and the calls belong together."""
 
 ENGINE, NEGOTIATE = "engine", "negotiate"
 KINDS = ("waiting", "pack", "unpack", "communicate")
@@ -176,7 +180,7 @@ def buckets(trace: Trace) -> list[Bucket]:
     for span in trace.spans:
         if span.kind == "communicate":
             tensors = span.args.get("tensors")
-            names = tuple(map(str, tensors)) if isinstance(tensors, list) else ()
+            names = tuple(_NUMBER.sub("", str(tensor)) for tensor in tensors) if isinstance(tensors, list) else ()
             nbytes = span.args.get("bytes")
             groups[span.name, names, nbytes if isinstance(nbytes, int) else 0].append(span)
     found = []
@@ -193,7 +197,7 @@ def negotiations(trace: Trace) -> list[Negotiation]:
     groups: dict[str, list[Span]] = defaultdict(list)
     for span in trace.async_spans:
         if span.track == NEGOTIATE:
-            groups[span.name].append(span)
+            groups[_NUMBER.sub("", span.name)].append(span)
     found = []
     for tensor, spans in groups.items():
         longest = max(spans, key=lambda span: span.end - span.begin)

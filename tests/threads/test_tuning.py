@@ -131,3 +131,39 @@ def test_what_was_not_sampled_is_said_at_the_end(steps: int, level: int, said: s
         threads.run(2, program, make_world=lambda group: World(group, config))
     found = [record for record in caplog.records if said in record.getMessage()]
     assert [record.levelno for record in found] == [level], caplog.text
+
+
+def test_groups_keep_their_names(tmp_path: Path) -> None:
+    """In the trace, and in what a handle says of itself."""
+    path = tmp_path / "trace.json"
+
+    def program(world: World) -> list[str]:
+        world.start_timeline(path)
+        handles = [
+            world.grouped_allreduce_async([np.ones(3), np.ones(4)], name="gradients"),
+            world.grouped_allgather_async([np.ones(3), np.ones(4)], name="rows"),
+            world.grouped_allreduce_async([np.ones(5), np.ones(6)]),
+            world.allreduce_async(np.ones(7)),
+        ]
+        for handle in handles:
+            world.synchronize(handle)
+        world.stop_timeline()
+        return [repr(shown) for handle in handles for shown in (handle, *handle.members[1:])]
+
+    # One thread a rank submits, so that the numbers of the unnamed are known: the first call that has no name is start_timeline.
+    shown = threads.run(2, program, make_world=World)[0]
+    assert shown == [
+        "<Handle grouped_allreduce 'gradients' of 2 tensors: done>",
+        "<Handle allreduce 'gradients[1]': done>",
+        "<Handle grouped_allgather 'rows' of 2 tensors: done>",
+        "<Handle allgather 'rows[1]': done>",
+        "<Handle grouped_allreduce number 1, unnamed of 2 tensors: done>",
+        "<Handle grouped_allreduce number 1[1], unnamed: done>",
+        "<Handle allreduce number 2, unnamed: done>",
+    ]
+    events = [event for event in timeline.read(path) if event["pid"] == 1 and event["ph"] == "X"]
+    carried_out = [name for event in events for name in event.get("args", {}).get("tensors", [])]
+    assert sorted(carried_out) == sorted(
+        ["gradients[0]", "gradients[1]", "rows[0]", "rows[1]", "allreduce number 2, unnamed"]
+        + [f"grouped_allreduce number 1[{place}], unnamed" for place in range(2)]
+    )

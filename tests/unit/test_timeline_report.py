@@ -268,3 +268,18 @@ def test_mistakes_are_named(tmp_path: Path, trace: Path, capsys: pytest.CaptureF
         timeline_report.write(tmp_path / "empty.json", tmp_path / "r.html")
     with pytest.raises(InvalidArgumentError, match="cannot be written: No such file"):
         timeline_report.write(trace, tmp_path / "nowhere" / "r.html")
+
+
+def test_calls_without_a_name_are_added_up() -> None:
+    """Each has a number of its own, which must not make a line for each of them."""
+    events: list[dict[str, Any]] = []
+    for number in range(3):
+        names = [f"grouped_allreduce number {number}[{place}], unnamed" for place in range(2)]
+        events.append({"ph": "X", "pid": 0, "ts": number, "dur": 1, "cat": "engine", "name": "x", "args": {"tensors": names, "bytes": 8}})
+        common = {"pid": 0, "id": number, "cat": "negotiate", "name": f"allreduce number {number}, unnamed"}
+        events += [{"ph": "b", "ts": number, **common}, {"ph": "e", "ts": number + 1, **common}]
+    found = parse(events)
+    (bucket,) = timeline_summary.buckets(found)
+    assert bucket.tensors == ("grouped_allreduce[0], unnamed", "grouped_allreduce[1], unnamed") and bucket.times == 3
+    (negotiation,) = timeline_summary.negotiations(found)
+    assert negotiation.tensor == "allreduce, unnamed" and negotiation.times == 3

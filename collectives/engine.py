@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from collectives.config import Config
 from collectives.context import Context, Statistics
 from collectives.entries import Entry
-from collectives.errors import CollectivesError, CollectiveTimeoutError, InvalidArgumentError, RankFailedError
+from collectives.errors import CollectivesError, CollectiveTimeoutError, InvalidArgumentError, RankFailedError, in_words
 from collectives.handles import Handle
 from collectives.lead import quick_switches
 from collectives.negotiation import Request
@@ -373,7 +373,7 @@ class Engine(Rounds):
             return
         keeping = (kept, list(self._pending.values()), self)
         _abandoned.append(keeping)
-        text = f"{type(error).__name__}: {error}"
+        text = in_words(self._rank, error)
         self.refuse(
             lambda: RankFailedError(f"rank {self._rank}: this world has failed in an earlier call and cannot be used: {text}"),
             error if isinstance(error, (RankFailedError, CollectiveTimeoutError)) else None,

@@ -10,6 +10,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 
+def of_rank(rank: int, text: object) -> str:
+    """``rank 2: text``, where the text may name that rank already because it is passed on or raised again."""
+    return f"rank {rank}: {bare(rank, text)}"
+
+
+def bare(rank: int, text: object) -> str:
+    """The text without ``rank 2: `` before it, for a message that names the rank elsewhere."""
+    return str(text).removeprefix(f"rank {rank}: ")
+
+
+def in_words(rank: int, error: BaseException) -> str:
+    """An error as other ranks hear of it, in a message that names the rank elsewhere: its type and its text."""
+    return f"{type(error).__name__}: {bare(rank, error)}"
+
+
 class CollectivesError(Exception):
     """Base of every error raised by collectives."""
 

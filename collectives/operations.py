@@ -19,7 +19,7 @@ from collectives.buffers import ResultPool
 from collectives.door import Door, store, wrap
 from collectives.engine import Engine
 from collectives.entries import Entries
-from collectives.errors import CollectivesError, InvalidArgumentError, InvalidTypeError, MismatchError, RankFailedError
+from collectives.errors import CollectivesError, InvalidArgumentError, InvalidTypeError, MismatchError, RankFailedError, in_words
 from collectives.handles import Handle
 from collectives.reduction import Op
 
@@ -463,7 +463,7 @@ class Operations:
         if self.size > 1 and not isinstance(error, (MismatchError, RankFailedError)):
             label = name if isinstance(name, str) else None
             with contextlib.suppress(InvalidArgumentError):  # an operation of that name is in flight, and goes on
-                self._engine.submit(self._door.meeting("invalid", name=label, detail=f"{type(error).__name__}: {error}"))
+                self._engine.submit(self._door.meeting("invalid", name=label, detail=in_words(self.ranks[self.rank], error)))
         if isinstance(error, CollectivesError) and not str(error).startswith("rank "):
             subject = f"tensor {name!r}: " if isinstance(name, str) else ""
             error.args = (f"rank {self.ranks[self.rank]}: {subject}{error}",)

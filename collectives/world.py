@@ -34,6 +34,8 @@ from collectives.errors import (
     InvalidTypeError,
     NotInitializedError,
     RankFailedError,
+    in_words,
+    of_rank,
 )
 from collectives.executor import Executor
 from collectives.handles import Handle
@@ -117,7 +119,7 @@ class World(Operations):
                 def failed(error: Exception) -> None:
                     world = this()
                     if world is not None:
-                        world.fail(f"work on the GPU was aborted: {type(error).__name__}: {error}")
+                        world.fail(f"work on the GPU was aborted: {in_words(world.ranks[world.rank], error)}")
 
                 self._devices = side.DeviceSide(self._context, self.config, self.local_rank, self._turn, failed)
             return self._devices
@@ -241,7 +243,7 @@ class World(Operations):
                     recorder = timeline.Timeline(path, self.rank, host=platform.node(), offset=offset, first=first)
                 except Exception as error:
                     problem = str(error)
-            problem = next((f"rank {self.ranks[peer]}: {said}" for peer, said in enumerate(exchange(problem)) if said), "")
+            problem = next((of_rank(self.ranks[peer], said) for peer, said in enumerate(exchange(problem)) if said), "")
         if problem:
             if recorder is not None:
                 recorder.close()

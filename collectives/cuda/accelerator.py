@@ -30,7 +30,7 @@ from collectives.cuda.planner import DeviceFacts, DevicePlanner
 from collectives.cuda.plans import DevicePlans
 from collectives.cuda.turn import Turn
 from collectives.entries import Entry
-from collectives.errors import CollectivesError, CollectiveTimeoutError, InvalidArgumentError, TransportError
+from collectives.errors import CollectivesError, CollectiveTimeoutError, InvalidArgumentError, TransportError, bare, of_rank
 from collectives.logs import logger
 from collectives.reduction import Op
 from collectives.transport import nccl
@@ -287,7 +287,7 @@ class Accelerator:
             try:
                 self.communicator()
             except ConnectError as error:
-                no_nccl = str(error)
+                no_nccl = bare(rank, error)
         facts = DeviceFacts(no_ipc, no_nccl, shares)
         self.planner = DevicePlanner(context.planner.placement, facts, self.config.device_transport)
         if group.messages is not None and len(group.hosts) > 1:
@@ -348,7 +348,7 @@ class Accelerator:
             problem = str(error)
         problem = next(filter(None, self.context.control.exchange(problem)), "")
         if problem:
-            raise ConnectError(f"rank {self.context.rank}: NCCL cannot connect these ranks: {problem}")
+            raise ConnectError(f"rank {self.context.rank}: NCCL cannot connect these ranks: {bare(self.context.rank, problem)}")
         return result
 
     def use_messages(self, transport: str) -> None:
@@ -390,7 +390,7 @@ class Accelerator:
 
 
 def _first(every: list[_Introduction], what: str) -> str:
-    return next((f"rank {rank}: {said}" for rank, one in enumerate(every) if (said := getattr(one, what))), "")
+    return next((of_rank(rank, said) for rank, one in enumerate(every) if (said := getattr(one, what))), "")
 
 
 _TURN = 0x7475726E

@@ -28,7 +28,7 @@ from collectives.cuda.packing import Packing
 from collectives.cuda.planner import DeviceChoice
 from collectives.cuda.tensors import DeviceArray
 from collectives.cuda.ways import Hosted, Native, Planned, Way, allreduce_by, bring, messages_of
-from collectives.errors import CollectivesError, InvalidArgumentError, TransportError
+from collectives.errors import CollectivesError, InvalidArgumentError, TransportError, bare
 from collectives.handles import Handle
 from collectives.reduction import Op
 from collectives.tasks import Rows
@@ -46,7 +46,7 @@ class _RefusedError(Exception):
     """
 
     def __init__(self, error: CollectivesError, handle: Handle, rank: int) -> None:
-        self.error = type(error)(f"rank {rank}: {handle.name}: {error}")
+        self.error = type(error)(f"rank {rank}: {handle.name}: {bare(rank, error)}")
 
 
 class DeviceTask:

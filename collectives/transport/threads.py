@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from collectives.errors import CollectiveTimeoutError, InvalidArgumentError, RankFailedError
+from collectives.errors import CollectiveTimeoutError, InvalidArgumentError, RankFailedError, in_words
 from collectives.transport.base import WINDOW_BYTES, Array, Blocks
 from collectives.transport.board import Board, board_bytes
 from collectives.transport.group import BoardControl, Group
@@ -207,7 +207,7 @@ def run(
             groups[rank].control.leave()
         except BaseException as error:  # handed to the caller below
             errors[rank] = error
-            groups[rank].control.fail(f"{type(error).__name__}: {error}")
+            groups[rank].control.fail(in_words(rank, error))
 
     threads = [threading.Thread(target=body, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(size)]
     for thread in threads:

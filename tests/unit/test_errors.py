@@ -41,3 +41,13 @@ def test_the_tree_is_complete() -> None:
 def test_argument_errors_are_no_runtime_errors() -> None:
     assert not issubclass(errors.InvalidArgumentError, RuntimeError)
     assert not issubclass(errors.InvalidTypeError, (RuntimeError, ValueError))
+
+
+def test_a_message_names_its_rank_once() -> None:
+    once = errors.of_rank(2, "tensor 'w': too late")
+    assert once == "rank 2: tensor 'w': too late" == errors.of_rank(2, once)
+    assert errors.of_rank(1, once) == "rank 1: rank 2: tensor 'w': too late"
+    assert errors.of_rank(2, "rank 20: tensor 'w'") == "rank 2: rank 20: tensor 'w'"
+    error = errors.TransportError(once)
+    assert errors.in_words(2, error) == "TransportError: tensor 'w': too late"
+    assert errors.in_words(1, error) == f"TransportError: {once}"

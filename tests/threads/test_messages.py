@@ -1,0 +1,75 @@
+"""What errors say on ranks as threads: a message that is passed on, or raised again, names its rank once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from collectives.config import Config
+from collectives.errors import CollectivesError, InvalidArgumentError
+from collectives.transport import threads
+from collectives.world import World
+
+
+def said(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except CollectivesError as error:
+        return str(error)
+    raise AssertionError("nothing was raised")
+
+
+def test_a_timeline_that_cannot_be_begun(tmp_path: Path) -> None:
+    path = tmp_path / "absent" / "trace.json"
+    for text in threads.run(3, lambda world: said(lambda: world.start_timeline(path)), make_world=World):
+        assert text.count("rank 0: ") == text.count("rank ") == 1, text
+
+
+def test_a_world_that_has_failed() -> None:
+    """Rank 1 comes too late, for a call that rank 0 has given up; then both call again."""
+
+    def program(world: World) -> list[str]:
+        call = lambda: world.allreduce(np.ones(3), name="late")  # noqa: E731
+        if world.rank == 0:
+            found = [said(call), said(call)]
+            gave_up.append(True)
+            return found
+        while not gave_up:
+            world._control.relax()
+        return [said(call), said(call)]
+
+    gave_up: list[bool] = []
+    first, second = threads.run(2, program, make_world=lambda group: World(group, Config(timeout=0.3)))
+    assert [text.count("rank 0: ") for text in first] == [1, 1], first
+    assert [text.count("rank 1: ") for text in second] == [1, 1], second
+
+
+def test_an_argument_that_is_refused_further_out_again() -> None:
+    """By an operation first, and then by what is made of it."""
+
+    def program(world: World) -> str:
+        if world.rank == 0:
+            return str(world.refused(InvalidArgumentError("rank 0: tensor 'x': root_rank: expected a rank, got 7"), "x"))
+        return said(lambda: world.allreduce(np.ones(3), name="x"))
+
+    refused = "InvalidArgumentError: tensor 'x': root_rank: expected a rank, got 7"
+    first, second = threads.run(2, program, make_world=World)
+    assert first == refused.replace("InvalidArgumentError", "rank 0")
+    assert f"\n  rank 0: refused its arguments: {refused}\n" in second, second
+
+
+def test_a_failure_that_is_passed_on() -> None:
+    """What rank 0 raised, as rank 1 hears of it."""
+
+    def program(world: World) -> None:
+        if world.rank == 0:
+            raise InvalidArgumentError("rank 0: tensor 'x': expected numbers")
+        heard.append(said(lambda: world.allreduce(np.ones(3), name="x")))
+
+    heard: list[str] = []
+    with pytest.raises(InvalidArgumentError):
+        threads.run(2, program, make_world=World)
+    assert heard == ["rank 1: rank 0 has failed:\nInvalidArgumentError: tensor 'x': expected numbers"]

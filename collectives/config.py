@@ -183,6 +183,8 @@ class Config:
     """How long a call waits for a rank that is alive but does not arrive."""
     local_size: int = _setting("COLLECTIVES_LOCAL_SIZE", 0, _count)
     """Pretend that each host holds this many consecutive ranks; 0: ask the system."""
+    allow_single: bool = _setting("COLLECTIVES_ALLOW_SINGLE", False, parse_bool, alike=False)
+    """Whether a process that a launcher started as one of several, and that finds no other, makes a world of its own."""
     result_pool: int = _setting("COLLECTIVES_RESULT_POOL", 256 << 20, _size, alike=False)
     """Bytes of dropped results kept for reuse by the next out-of-place call; 0 turns reuse off."""
     fusion_threshold: int = _setting("COLLECTIVES_FUSION_THRESHOLD", 128 << 20, _size, alias="HOROVOD_FUSION_THRESHOLD")

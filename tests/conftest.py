@@ -8,6 +8,7 @@ import os
 import pytest
 from hypothesis import settings
 
+from collectives import launched
 from tests import host_kernels
 
 # Hundreds of interpreters start, and may keep what they compile for the next ones, whatever the user's own do.
@@ -18,6 +19,10 @@ settings.register_profile("one-process", deadline=None)
 settings.register_profile("ranks", deadline=None, derandomize=True, database=None)
 _UNDER_MPI = any(name in os.environ for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK"))
 settings.load_profile("ranks" if _UNDER_MPI else "one-process")
+if not _UNDER_MPI:
+    # A job of Slurm's, say, in which the tests run: worlds of one rank are meant here.
+    for _variable in launched.VARIABLES:
+        os.environ.pop(_variable, None)
 
 
 @pytest.fixture(scope="module", autouse=True)

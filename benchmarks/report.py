@@ -13,12 +13,13 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import collectives
 from benchmarks.cli import Settings
 from benchmarks.collective import Collective
 from benchmarks.record import Record
 from benchmarks.room import read
 
-_PACKAGES = ("collectives", "numpy", "mpi4py", "numkong", "ml_dtypes", "torch", "tensorflow", "tensorflow-cpu", "keras", "jax")
+_PACKAGES = ("numpy", "mpi4py", "numkong", "ml_dtypes", "torch", "tensorflow", "tensorflow-cpu", "keras", "jax")
 
 
 def machine() -> dict[str, Any]:
@@ -37,7 +38,7 @@ def machine() -> dict[str, Any]:
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "python": platform.python_version(),
         "mpi": mpi_library(),
-        "packages": {name: found for name in _PACKAGES if (found := _version(name))},
+        "packages": {"collectives": collectives.__version__} | {name: found for name in _PACKAGES if (found := _version(name))},
     }
 
 

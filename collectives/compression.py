@@ -11,7 +11,6 @@ the caller's type, on the caller's device (a torch tensor for a torch tensor), a
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
 import sys
 from collections.abc import Callable
@@ -23,7 +22,7 @@ import numpy.typing as npt
 from collectives import dtypes, foreign
 from collectives.arrays import View, view
 from collectives.errors import InvalidTypeError
-from collectives.reduction import quiet
+from collectives.reduction import import_numkong, quiet
 
 _Array = npt.NDArray[Any]
 _Dtype = np.dtype[Any]
@@ -260,11 +259,8 @@ def _tensor(numkong: Any, array: _Array) -> Any:
 @functools.cache
 def _numkong(half: _Dtype) -> Any:
     """The module numkong, or None where it is missing or does not convert this half as NumPy and ml_dtypes do."""
-    try:
-        module: Any = importlib.import_module("numkong")
-    except ImportError:
-        return None
-    return module if _agrees(module, half) else None
+    module = import_numkong()
+    return module if module is not None and _agrees(module, half) else None
 
 
 def _agrees(numkong: Any, half: _Dtype) -> bool:

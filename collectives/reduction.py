@@ -2,7 +2,8 @@
 
 A kernel is the hot loop of every algorithm: for float32, float64, integers and complex numbers it is NumPy's ufunc.
 float16 and bfloat16 are widened to float32, combined, and rounded once; NumPy alone does that 50 to 100 times slower than it
-adds float32, so that numkong's vectorised loops take over where it is installed and passes a check against NumPy.
+adds float32, so that numkong's vectorised loops take over where it is installed (the extra ``halves``) and passes a check against
+NumPy.
 
 NumPy warns of overflow and NaN through Python, once per block. Who calls kernels on floating-point blocks does it under
 ``quiet()``, entered once per collective and not per block.
@@ -20,7 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from collectives import dtypes
+from collectives import dtypes, logs
 from collectives.errors import InvalidTypeError
 
 _Array = npt.NDArray[Any]
@@ -247,13 +248,20 @@ _NEGATIVE_ZEROS = np.full(_BLOCK, 0x8000, np.uint16)
 
 
 @functools.cache
+def import_numkong() -> Any:
+    """The module numkong, or None where it is not installed, which is said once."""
+    try:
+        return importlib.import_module("numkong")
+    except ImportError:
+        logs.warn_on_first_rank("float16 and bfloat16 are many times slower than float32 without numkong: pip install numkong")
+        return None
+
+
+@functools.cache
 def _numkong() -> Any:
     """The module numkong, or None where it is missing or differs from NumPy's widened sum on this processor."""
-    try:
-        module: Any = importlib.import_module("numkong")
-    except ImportError:
-        return None
-    return module if _agrees(module) else None
+    module = import_numkong()
+    return module if module is not None and _agrees(module) else None
 
 
 def _agrees(numkong: Any) -> bool:

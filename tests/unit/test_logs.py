@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import platform
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,10 +17,11 @@ from collectives.config import LOG_LEVELS
 
 @pytest.fixture(autouse=True)
 def _as_before() -> Iterator[None]:
-    level, handlers = logs.logger.level, list(logs.logger.handlers)
+    level, handlers, filters = logs.logger.level, list(logs.logger.handlers), list(logs.logger.filters)
     yield
+    logs.place(None)
     logs.logger.setLevel(level)
-    logs.logger.handlers[:] = handlers
+    logs.logger.handlers[:], logs.logger.filters[:] = handlers, filters
 
 
 def test_every_level_of_the_settings_has_its_own() -> None:
@@ -40,7 +43,7 @@ def test_the_root_logger_is_left_alone(level: str) -> None:
     logs.configure(level)
     logs.configure(level)
     assert (logging.root.level, logging.root.handlers) == before
-    assert len(logs.logger.handlers) == (1 if logs.LEVELS[level] < logging.WARNING else 0)
+    assert len(logs.logger.handlers) == len(logs.logger.filters) == 1
 
 
 def shown(setup: str) -> list[str]:
@@ -50,12 +53,31 @@ def shown(setup: str) -> list[str]:
 
 
 def test_warnings_are_shown_where_a_program_sets_nothing_up() -> None:
-    assert shown("logs.configure('warning')") == ["two"]
+    (line,) = shown("logs.configure('warning')")
+    assert re.search(rf" collectives WARNING \[process \d+ on {re.escape(platform.node())}\]: two$", line)
 
 
 def test_less_is_shown_where_it_is_asked_for() -> None:
-    lines = shown("logs.configure('debug')")
-    assert [line.partition(" collectives ")[2] for line in lines] == ["INFO: one", "WARNING: two"]
+    lines = shown("logs.configure('debug')\nlogs.place(3)")
+    where = f"[rank 3 on {platform.node()}]"
+    assert [line.partition(" collectives ")[2] for line in lines] == [f"INFO {where}: one", f"WARNING {where}: two"]
+
+
+def test_every_record_says_where_it_comes_from(caplog: pytest.LogCaptureFixture) -> None:
+    logs.configure("info")
+    logs.logger.info("before init")
+    logs.place(3)
+    logs.logger.info("after it")
+    assert [vars(record)["rank"] for record in caplog.records] == [None, 3]
+    assert {vars(record)["host"] for record in caplog.records} == {platform.node()}
+
+
+@pytest.mark.parametrize(("rank", "level"), [(None, "WARNING"), (0, "WARNING"), (1, "INFO")])
+def test_what_is_alike_everywhere_is_a_warning_on_one_rank(rank: int | None, level: str, caplog: pytest.LogCaptureFixture) -> None:
+    logs.configure("info")
+    logs.place(rank)
+    logs.warn_on_first_rank("%s is missing", "it")
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [(level, "it is missing")]
 
 
 @pytest.mark.parametrize("logger", ["", "collectives"])

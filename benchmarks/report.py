@@ -18,6 +18,7 @@ from benchmarks.cli import Settings
 from benchmarks.collective import Collective
 from benchmarks.record import Record
 from benchmarks.room import read
+from collectives.summary import mpi_version
 
 _PACKAGES = ("numpy", "mpi4py", "numkong", "ml_dtypes", "torch", "tensorflow", "tensorflow-cpu", "keras", "jax")
 
@@ -47,8 +48,7 @@ def mpi_library() -> str:
     mpi = sys.modules.get("mpi4py.MPI")
     if not mpi:
         return ""
-    first: str = mpi.Get_library_version().strip("\0 \n").splitlines()[0].split(",")[0]
-    return " ".join(first.replace("Version:", "").split())
+    return mpi_version(mpi.Get_library_version())
 
 
 def _version(package: str) -> str:

@@ -102,6 +102,7 @@ class Copied:
         assert first.kernel is not None
         if choice.algorithm == "native":
             self._native = context.entries.natively(first)
+            context.plans.tell("allreduce", self._pieces.total, first.dtype, choice, "fused native over mpi")
         else:
             self._plan = context.plans.allreduce((self._pieces.total,), first.dtype, choice, first.kernel, first.finish)
         self._buffer: Array = _EMPTY

@@ -7,6 +7,7 @@ wins where both are set.
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -18,6 +19,10 @@ ALGORITHMS = ("auto", "ring", "direct", "one-shot", "recursive-doubling", "hiera
 TRANSPORTS = ("auto", "window", "direct-read", "mpi")
 DEVICE_TRANSPORTS = ("cuda-ipc", "nccl", "host")
 LOG_LEVELS = ("trace", "debug", "info", "warning", "error", "fatal")
+
+_PREFIX = "COLLECTIVES_"
+_INTERNAL = ("COLLECTIVES_RUN_DIR", "COLLECTIVES_TEST_", "COLLECTIVES_CHECK_")
+"""How variables begin that the package's own programs and tests set for each other."""
 
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 
@@ -268,3 +273,15 @@ def given(environment: Mapping[str, str]) -> dict[str, Any]:
                 values[name] = value
                 break
     return values
+
+
+def unknown(environment: Mapping[str, str]) -> list[str]:
+    """Sentences about variables that look like settings and are none, with the setting that is spelt most alike."""
+    known = [attribute.metadata["variable"] for attribute in Config.__dataclass_fields__.values()]
+    strange = [name for name in environment if name.startswith(_PREFIX) and name not in known and not name.startswith(_INTERNAL)]
+    said = []
+    for name in sorted(strange):
+        # The prefix, which all share, would make any two names alike.
+        alike = difflib.get_close_matches(name.removeprefix(_PREFIX), [word.removeprefix(_PREFIX) for word in known], n=1)
+        said.append(f"{name} is no setting" + (f"; did you mean {_PREFIX}{alike[0]}?" if alike else " of collectives"))
+    return said

@@ -8,7 +8,7 @@ that every rank comes to the same one without asking. The crossovers were measur
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from collectives import direct, hierarchical, ring, tree
 from collectives.errors import InvalidArgumentError, TransportError
@@ -47,6 +47,8 @@ class Choice:
     """What one segment takes from each chunk."""
     overlap: bool
     """Whether the rounds of different segments overlap."""
+    why: str = field(default="", compare=False)
+    """What decided on the algorithm and on the medium."""
 
     @property
     def staged(self) -> bool:
@@ -168,10 +170,12 @@ class Planner:
             raise InvalidArgumentError(f"algorithm={forced!r}: {collective} has {', '.join(algorithms(collective))}")
         if forced is None and self._algorithm in algorithms(collective):
             forced = self._algorithm
-        medium = self._medium(collective, nbytes, transport, forced)
+        medium, why_medium = self._medium(collective, nbytes, transport, forced)
         if self.placement.size == 1:  # nothing moves, so that every algorithm and every transport serves
-            return Choice(forced or "direct", medium, 0, False)
-        name = forced or self._choose_algorithm(collective, nbytes, medium, native and not ordered, ordered)
+            return Choice(forced or "direct", medium, 0, False, "one rank")
+        name, why = forced or "", "algorithm as asked for"
+        if forced is None:
+            name, why = self._choose_algorithm(collective, nbytes, medium, native and not ordered, ordered)
         if name == "one-shot" and collective == "allreduce" and not (medium is Medium.WINDOW and self.placement.one_host):
             raise TransportError(
                 f"algorithm='one-shot' works in the windows of one host only, not with {medium.value} on {len(self.placement.hosts)} hosts"
@@ -180,28 +184,36 @@ class Planner:
             medium = Medium.WINDOW
         if name == "native" and not native:
             raise InvalidArgumentError("algorithm='native': MPI does not reduce this dtype and operation as we do, or there is no MPI here")
-        return Choice(name, medium, self._block(collective, nbytes, name, medium), self._overlaps(name, medium))
+        block = self._block(collective, nbytes, name, medium)
+        return Choice(name, medium, block, self._overlaps(name, medium), f"{why}; {why_medium}")
 
     def change(self, *, algorithm: str, segment: int, crossovers: Crossovers) -> None:
         """Choose differently from now on; every rank does so between the same two operations."""
         self._algorithm, self._segment, self.crossovers = algorithm, segment, crossovers
         self.epoch += 1
 
-    def _medium(self, collective: str, nbytes: int, transport: str | None, algorithm: str | None) -> Medium:
+    def _medium(self, collective: str, nbytes: int, transport: str | None, algorithm: str | None) -> tuple[Medium, str]:
+        """The medium, and why."""
         forced = transport if transport not in (None, "auto") else self._transport
         placement = self.placement
         if forced == "auto" or forced is None:
             if not placement.shares_memory:
-                return Medium.MESSAGE
+                return Medium.MESSAGE, "the ranks of a host cannot share memory"
             versioned = algorithm in ("one-shot", "recursive-doubling") and collective == "allreduce"
             limits = self.crossovers
             limit = limits.window if collective in ("allreduce", "reducescatter") else limits.window_moves
-            return Medium.WINDOW if nbytes <= limit or not placement.reads_private or versioned else Medium.DIRECT
+            if nbytes <= limit:
+                return Medium.WINDOW, f"window up to {limit} bytes"
+            if versioned:
+                return Medium.WINDOW, f"window, which {algorithm} needs"
+            if not placement.reads_private:
+                return Medium.WINDOW, "window, because this system lets no process read its peers' memory"
+            return Medium.DIRECT, f"direct reads above {limit} bytes"
         medium = next((m for m in Medium if m.value == forced), None)
         if medium is None:
             raise InvalidArgumentError(f"transport={forced!r}: expected one of auto, {', '.join(m.value for m in Medium)}")
         if placement.size == 1:
-            return medium
+            return medium, "one rank"
         if medium is Medium.WINDOW and not placement.shares_memory:
             raise TransportError("transport='window': the ranks of a host cannot share memory here; use 'mpi' or 'auto'")
         if medium is Medium.DIRECT and not placement.reads_private:
@@ -209,28 +221,35 @@ class Planner:
                 "transport='direct-read': this system does not let a process read its peers' memory (containers may refuse "
                 "process_vm_readv); use 'window' or 'auto'"
             )
-        return medium
+        return medium, "medium as asked for"
 
-    def _choose_algorithm(self, collective: str, nbytes: int, medium: Medium, native: bool, ordered: bool) -> str:
+    def _choose_algorithm(self, collective: str, nbytes: int, medium: Medium, native: bool, ordered: bool) -> tuple[str, str]:
+        """The algorithm, and why."""
         limits, placement = self.crossovers, self.placement
+        messages = medium is Medium.MESSAGE or not placement.one_host
         if collective == "allreduce":
-            if medium is Medium.MESSAGE or not placement.one_host:
+            if messages:
                 if native and nbytes <= limits.native:
-                    return "native"
+                    return "native", f"MPI's own up to {limits.native} bytes over messages"
                 if nbytes <= limits.doubling and not ordered:
-                    return "recursive-doubling"
-                if not placement.one_host and medium is not Medium.MESSAGE:
-                    return "hierarchical"
-                return "direct" if placement.size <= 4 else "ring"
-            small = limits.one_shot_pair if placement.size == 2 else limits.one_shot
-            return "one-shot" if medium is Medium.WINDOW and nbytes <= small and not ordered else "direct"
+                    return "recursive-doubling", f"fewest messages up to {limits.doubling} bytes"
+                if medium is not Medium.MESSAGE:
+                    return "hierarchical", "several hosts, whose ranks share memory"
+                return ("direct", "up to 4 ranks over messages") if placement.size <= 4 else ("ring", "more than 4 ranks over messages")
+            pair = placement.size == 2
+            small = limits.one_shot_pair if pair else limits.one_shot
+            if medium is Medium.WINDOW and nbytes <= small and not ordered:
+                return "one-shot", f"one round with {'2' if pair else 'more than 2'} ranks, up to {small} bytes"
+            return "direct", "ranks of one host"
         if collective == "broadcast":
-            if medium is Medium.MESSAGE or not placement.one_host:
-                return "recursive-doubling" if nbytes <= limits.doubling else "ring"
-            return "one-shot" if nbytes <= limits.flat_broadcast else "direct"
+            if messages:
+                small = limits.doubling
+                return ("recursive-doubling", f"messages, up to {small} bytes") if nbytes <= small else ("ring", f"above {small} bytes")
+            small = limits.flat_broadcast
+            return ("one-shot", f"everyone reads all, up to {small} bytes") if nbytes <= small else ("direct", f"above {small} bytes")
         if medium is Medium.MESSAGE and placement.size > 8 and collective in ("allgather", "reducescatter"):
-            return "ring"
-        return "direct"
+            return "ring", "more than 8 ranks over messages"
+        return "direct", "each block straight to whom it is for"
 
     def _block(self, collective: str, nbytes: int, algorithm: str, medium: Medium) -> int:
         """Bytes per chunk and segment: small enough for the caches, large enough for Python."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from collectives import layouts
+from collectives import dtypes, layouts, logs
 from collectives.binder import Plan
 from collectives.executor import Executor, stride_for
 from collectives.fusion import Lists, Pieces
@@ -68,6 +68,12 @@ class Plans:
         """Chunk i * N + j goes from rank i to rank j; inputs are ordered by receiver, outputs by sender."""
         return self._compile("alltoall", layouts.exchanged(sizes, self._size), dtype, choice)
 
+    def tell(self, collective: str, count: int, dtype: np.dtype[Any], choice: Choice, how: str) -> None:
+        """Log that ``count`` elements in all will travel so, and why; on one rank, because it is the same on all."""
+        if self._rank == 0 and logs.logger.isEnabledFor(logs.LEVELS["debug"]):
+            nbytes = count * dtype.itemsize
+            logs.logger.debug("%s of %d bytes of %s: %s (%s)", collective, nbytes, dtypes.name(dtype), how, choice.why)
+
     def _compile(
         self,
         collective: str,
@@ -101,6 +107,7 @@ class Plans:
         if pieces is not None:
             starts = layout.inputs(self._rank)
             pieces.unstaged = [(starts[chunk], layout.sizes[chunk]) for chunk in program.unstaged if layout.sizes[chunk]]
+        self.tell(collective, sum(layout.sizes), dtype, choice, description)
         return self._executor.bind(
             program, dtype, block, segments, stride, choice.staged, kernel, finish, description, reads_outputs, pieces, lists
         )

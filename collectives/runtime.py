@@ -12,8 +12,8 @@ import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from collectives import launched, logs
-from collectives.config import Config
+from collectives import launched, logs, summary
+from collectives.config import Config, unknown
 from collectives.cuda import devices
 from collectives.errors import (
     ForkedProcessError,
@@ -91,6 +91,8 @@ def init(
         world = World(_connect(comm, config), config)
         _default.world = world
         _default.was_shut_down = False
+        logs.place(world.rank)
+        _say(world)
         global_process_set.attach(0, world, world)
         if world.size > 1:
             os.environ[_TAKEN] = f"{os.getpid()} {_place()}"
@@ -122,6 +124,7 @@ def shutdown() -> None:
             _default.world.shutdown()
             _default.world = None
             _default.was_shut_down = True
+            logs.place(None)
 
 
 def is_initialized() -> bool:
@@ -332,7 +335,7 @@ def _connect(comm: MPI.Intracomm | Sequence[int] | None, config: Config) -> Grou
     if comm is None:
         comm = MPI.COMM_WORLD
         if comm.Get_size() == 1:
-            return _alone(sign, config, MPI.Get_library_version().split(",")[0].splitlines()[0])
+            return _alone(sign, config, summary.mpi_version(MPI.Get_library_version()))
     elif not isinstance(comm, MPI.Comm):
         comm = _subset(MPI, comm)
     elif not isinstance(comm, MPI.Intracomm):
@@ -352,6 +355,17 @@ def _alone(sign: launched.Sign | None, config: Config, library: str = "") -> Gro
             f"if this process is meant to be alone, set COLLECTIVES_ALLOW_SINGLE=1"
         )
     return threads.connect(1)[0]
+
+
+def _say(world: World) -> None:
+    """What the world is, and what in the environment was not understood; on one rank."""
+    if world.rank:
+        return
+    mpi = sys.modules.get("mpi4py.MPI") if world.size > 1 else None
+    library = summary.mpi_version(mpi.Get_library_version()) if mpi else ""
+    logs.logger.info("%s", summary.describe(world.planner.placement, world.config.transport, library))
+    for sentence in unknown(os.environ):
+        logs.logger.warning("%s", sentence)
 
 
 def _subset(mpi: Any, ranks: Any) -> MPI.Intracomm:

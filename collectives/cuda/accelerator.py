@@ -302,6 +302,8 @@ class Accelerator:
         if self.context.rank or self._turn.told:
             return
         self._turn.told = True
+        how = ", ".join(f"{name} ({why or 'yes'})" for name, why in (("CUDA IPC", facts.ipc), ("NCCL", facts.nccl)))
+        logger.info("GPU tensors: %d ranks on %d GPUs; %s", len(every), len({one.identity for one in every}), how)
         if facts.shares_gpus:
             gpus = len({one.identity for one in every})
             logger.warning("%d ranks share %d GPU%s: they take turns on it, by CUDA IPC", len(every), gpus, "s" * (gpus > 1))

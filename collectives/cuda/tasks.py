@@ -30,6 +30,7 @@ from collectives.cuda.tensors import DeviceArray
 from collectives.cuda.ways import Hosted, Native, Planned, Way, allreduce_by, bring, messages_of
 from collectives.errors import CollectivesError, InvalidArgumentError, TransportError, bare
 from collectives.handles import Handle
+from collectives.logs import logger
 from collectives.reduction import Op
 from collectives.tasks import Rows
 from collectives.transport import nccl
@@ -123,9 +124,14 @@ class DeviceTask:
     def _choose(self, handle: Handle, collective: str, nbytes: int, native: bool) -> DeviceChoice:
         request, accelerator = self.entry.request, self.accelerator
         try:
-            return accelerator.planner.choose(collective, nbytes, native=native, algorithm=request.algorithm, transport=request.transport)
+            algorithm, transport = request.algorithm, request.transport
+            choice = accelerator.planner.choose(collective, nbytes, native=native, algorithm=algorithm, transport=transport)
         except (InvalidArgumentError, TransportError) as error:
             raise _RefusedError(error, handle, accelerator.context.rank) from None
+        if nbytes and accelerator.context.rank == 0:
+            asked = " (as asked for)" if algorithm or transport else ""
+            logger.debug("%s of %d bytes on GPUs: %s over %s%s", collective, nbytes, choice.algorithm, choice.transport, asked)
+        return choice
 
 
 class DeviceOne(DeviceTask):

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given as drawn
 from hypothesis import strategies as st
 
-from collectives.config import ALGORITHMS, LOG_LEVELS, TRANSPORTS, Config, given, parse_bool, parse_bytes
+from collectives.config import ALGORITHMS, LOG_LEVELS, TRANSPORTS, Config, given, parse_bool, parse_bytes, unknown
 from collectives.errors import InvalidArgumentError
 
 
@@ -200,3 +200,21 @@ def test_what_is_given_is_told_from_the_defaults() -> None:
     assert given({"HOROVOD_CYCLE_TIME": "1", "COLLECTIVES_SEGMENT": "", "HOROVOD_TIMELINE": "DYNAMIC", "PATH": "/bin"}) == {
         "cycle_time": 1.0
     }
+
+
+@pytest.mark.parametrize(
+    ("variable", "said"),
+    [
+        ("COLLECTIVES_FUSION_TRESHOLD", "COLLECTIVES_FUSION_TRESHOLD is no setting; did you mean COLLECTIVES_FUSION_THRESHOLD?"),
+        ("COLLECTIVES_LOGLEVEL", "COLLECTIVES_LOGLEVEL is no setting; did you mean COLLECTIVES_LOG_LEVEL?"),
+        ("COLLECTIVES_QUX", "COLLECTIVES_QUX is no setting of collectives"),
+    ],
+)
+def test_a_misspelt_variable_is_told_with_what_was_meant(variable: str, said: str) -> None:
+    assert unknown({variable: "1"}) == [said]
+
+
+def test_other_variables_are_nobodys_mistake() -> None:
+    settings = {field.metadata["variable"]: "1" for field in dataclasses.fields(Config)}
+    others = dict.fromkeys(["COLLECTIVES_RUN_DIR", "COLLECTIVES_TEST_TOKEN", "HOROVOD_FUSION_TRESHOLD", "_COLLECTIVES_PLACE_TAKEN"], "1")
+    assert unknown(settings | others) == []

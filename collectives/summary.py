@@ -1,0 +1,33 @@
+"""A world in one line: its ranks, its hosts, the MPI that connects them, and how bytes travel."""
+
+from __future__ import annotations
+
+from collectives.planner import Placement
+
+
+def mpi_version(said: str) -> str:
+    """Name and version of an MPI, as ``"MPICH 5.0.2"``, from the text with which its library introduces itself."""
+    lines = said.strip("\0 \n").split(",")[0].splitlines()
+    return " ".join(lines[0].replace("Version:", "").split()) if lines else ""
+
+
+def describe(placement: Placement, transport: str, library: str) -> str:
+    """Say it.
+
+    Args:
+        placement: of the ranks.
+        transport: the setting.
+        library: name and version of the MPI; empty where there is none.
+    """
+    if placement.size == 1:
+        return "1 rank, without MPI"
+    counts = [len(host) for host in placement.hosts]
+    hosts = "1 host" if placement.one_host else f"{len(counts)} hosts ({' + '.join(map(str, counts))})"
+    within = []
+    if placement.shares_memory and transport in ("auto", "window"):
+        within.append("windows in shared memory")
+    if placement.reads_private and transport in ("auto", "direct-read"):
+        within.append("direct reads of the peers' memory")
+    ways = [f"within a host {' and '.join(within) or 'MPI messages'}"] if max(counts) > 1 else []
+    ways += [] if placement.one_host else ["between hosts MPI messages"]
+    return f"{placement.size} ranks on {hosts}, connected by {library or 'threads'}; transports: {', '.join(ways)}"

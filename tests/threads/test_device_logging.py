@@ -1,0 +1,32 @@
+"""What a world says of its GPUs: once when they are first used, and of each choice that is new; on one rank."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import pytest
+
+from collectives.config import Config
+from collectives.world import World
+from tests.emulated_ranks import emulated, on_threads
+from tests.gpu_makers import EmulatedMaker
+
+pytestmark = [pytest.mark.usefixtures("kernels"), pytest.mark.timeout(100)]
+
+
+def test_the_transports_are_said_once_and_each_choice_once(caplog: pytest.LogCaptureFixture) -> None:
+    def program(world: World, maker: EmulatedMaker) -> None:
+        tensor = maker.device(np.full(1000, float(world.rank), np.float32))
+        for _ in range(3):
+            np.testing.assert_array_equal(maker.host(world.allreduce(tensor, average=False)), 1.0)
+        world.allgather(tensor, transport="host")
+
+    with caplog.at_level(logging.DEBUG, "collectives"), emulated(1) as provider:
+        on_threads(2, program, provider, config=Config(host_until=0))
+    said = [record.getMessage() for record in caplog.records]
+    assert len([text for text in said if text.startswith("GPU tensors: 2 ranks on 1 GPUs; CUDA IPC (yes), NCCL (")]) == 1, said
+    assert [text for text in said if " on GPUs: " in text] == [
+        "allreduce of 4000 bytes on GPUs: direct over cuda-ipc",
+        "allgather of 8000 bytes on GPUs: auto over host (as asked for)",
+    ], said

@@ -93,6 +93,7 @@ from collectives.runtime import (
     stop_timeline,
     world,
 )
+from collectives.start import run
 
 __version__ = "0.1.0"
 
@@ -169,6 +170,7 @@ __all__ = [
     "reducescatter_async",
     "remove_process_set",
     "rocm_built",
+    "run",
     "shutdown",
     "size",
     "start_timeline",

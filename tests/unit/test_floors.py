@@ -95,6 +95,7 @@ FLOORS = {
         "operations",
         "world",
         "membership",
+        "start",
         "summary",
         "runtime",
         "api",

@@ -26,7 +26,7 @@ from collectives.cuda.device import Allocation, Array
 from collectives.errors import InvalidArgumentError, TransportError
 from tests.emulated_array import EmulatedArray
 from tests.emulated_memory import SPACE, Piece, Pool, as_allocation
-from tests.emulated_streams import Capture, Event, Graph, Health, Page, Stream, Work
+from tests.emulated_streams import GLOBAL, RELAXED, THREAD_LOCAL, Capture, Event, Graph, Health, Page, Stream, Work
 
 __all__ = ["EmulatedArray", "EmulatedDevice", "EmulatedProvider"]
 
@@ -34,6 +34,9 @@ _handles = count(0x7E0001)
 _streams: dict[int, Stream] = {}
 _events: dict[int, Event] = {}
 _current = threading.local()
+"""Of the calling thread: the device that is current, by its identity, and the mode in which captures keep it from calls."""
+_captures: list[Capture] = []
+"""Those under way in this process."""
 _MOST_THREADS = 1024
 _MOST_ROWS = 65535
 
@@ -89,13 +92,13 @@ class EmulatedDevice:
         self._default = self._new_stream(0)
         self._pool = Pool(self._allocate, self._submit_for_pool, self.violations.append)
 
-    def activate(self) -> str | None:
-        previous: str | None = getattr(_current, "identity", None)
-        _current.identity = self.identity
+    def activate(self) -> tuple[str | None, int]:
+        previous = getattr(_current, "identity", None), getattr(_current, "mode", GLOBAL)
+        _current.identity, _current.mode = self.identity, RELAXED
         return previous
 
-    def deactivate(self, previous: str | None) -> None:
-        _current.identity = previous
+    def deactivate(self, previous: tuple[str | None, int]) -> None:
+        _current.identity, _current.mode = previous
 
     # ---- memory -------------------------------------------------------------------------------------------------------------------
 
@@ -171,6 +174,7 @@ class EmulatedDevice:
 
     def drain(self, stream: int) -> None:
         self._check_current()
+        self._check_not_capturing("wait for a stream")
         self._stream(stream).drain()
 
     def create_event(self, *, shared: bool = False) -> int:
@@ -213,10 +217,12 @@ class EmulatedDevice:
 
     def import_memory(self, handle: bytes) -> int:
         self._check_sharing()
+        self._check_not_capturing("map memory")
         return SPACE.take_in(handle, self).base
 
     def forget_memory(self, address: int) -> None:
         self._check_current()
+        self._check_not_capturing("unmap memory")
         piece = SPACE.find(address)
         if piece is None or piece.freed or piece.base != address or piece.kind != "imported":
             raise TransportError(f"forget_memory: at {address:#x} there is nothing that import_memory() gave")
@@ -242,6 +248,7 @@ class EmulatedDevice:
         with self._lock:
             handle = self._functions.get((source, name))
             if handle is None:
+                self._check_not_capturing("load a kernel")
                 handle = self._functions[source, name] = next(_handles)
                 self._kernels[handle] = host_kernels.function(source, name)
             return handle
@@ -270,11 +277,7 @@ class EmulatedDevice:
     # ---- graphs -------------------------------------------------------------------------------------------------------------------
 
     def begin_capture(self, stream: int) -> None:
-        self._check_current()
-        found = self._stream(stream)
-        if found is self._default or found.capture is not None:
-            raise TransportError("this stream cannot be captured: it is the default stream, or being captured already")
-        _current.capture = Capture(found)
+        self.capture(stream, THREAD_LOCAL)
 
     def end_capture(self, stream: int) -> int:
         self._check_current()
@@ -282,10 +285,9 @@ class EmulatedDevice:
         capture = found.capture
         if capture is None or capture.origin is not found:
             raise TransportError("end_capture: no capture was begun on this stream")
-        begun_here: Capture | None = getattr(_current, "capture", None)
-        if begun_here is not capture:
+        if capture.thread != threading.get_ident():
             raise TransportError("end_capture: the capture was begun by another thread")
-        _current.capture = None
+        _captures.remove(capture)
         graph = capture.end()
         handle = next(_handles)
         self._graphs[handle] = graph
@@ -310,6 +312,14 @@ class EmulatedDevice:
             yield stream
         finally:
             self._local.stream = before
+
+    def capture(self, stream: int, mode: int = GLOBAL) -> None:
+        """Begin a capture as programs do: torch's is of the global mode."""
+        self._check_current()
+        found = self._stream(stream)
+        if found is self._default or found.capture is not None:
+            raise TransportError("this stream cannot be captured: it is the default stream, or being captured already")
+        _captures.append(Capture(found, mode))
 
     def enqueue(self, stream: int, function: Callable[[], object]) -> None:
         """Give a stream any work at all; an exception in it breaks the device."""
@@ -339,6 +349,10 @@ class EmulatedDevice:
             if problem.fatal:
                 raise TransportError(f"illegal memory access: {what} {problem.text}")
 
+    def forbid(self) -> None:
+        """Captures of other threads keep the calling thread from calls, as in CUDA they do where nobody has said otherwise."""
+        _current.mode = GLOBAL
+
     def finish(self, stream: int) -> None:
         """`drain`, for programs that know nothing of current devices."""
         self._stream(stream).drain()
@@ -357,6 +371,7 @@ class EmulatedDevice:
         with self._lock:
             self._health.fail("it was closed")
             streams, self._streams = self._streams, []
+        _captures[:] = [capture for capture in _captures if capture.origin not in streams]
         for stream in streams:
             _streams.pop(stream.handle, None)
             stream.stop()
@@ -377,9 +392,13 @@ class EmulatedDevice:
             self.violations.append(f"thread {threading.current_thread().name} uses device {self.index} without activate()")
 
     def _check_not_capturing(self, what: str) -> None:
-        """CUDA forbids a thread that captures whatever could wait for the device."""
-        if capture := getattr(_current, "capture", None):
-            capture.refuse(f"a thread that captures must not {what}")
+        """CUDA forbids whatever could wait for the device: to the thread that captures, unless its own mode is relaxed; and where the
+        capture is of the global mode to all other threads that are in it too. It spoils the capture."""
+        mode, thread = getattr(_current, "mode", GLOBAL), threading.get_ident()
+        for capture in list(_captures):
+            own = capture.thread == thread and RELAXED not in (mode, capture.mode)
+            if own or GLOBAL == mode == capture.mode:
+                capture.refuse(f"a thread must not {what} while this is captured")
 
     def _check_sharing(self) -> None:
         self._check_current()
@@ -399,6 +418,11 @@ class EmulatedDevice:
     def _stream(self, handle: int) -> Stream:
         if handle in (0, 1):  # 1: the same one, as __cuda_array_interface__ and DLPack call it
             return self._default
+        if handle == 2:  # another one in every thread
+            if not hasattr(self._local, "default"):
+                self._local.default = self._new_stream(0)
+            own: Stream = self._local.default
+            return own
         stream = _streams.get(handle)
         if stream is None or stream.owner != self.identity:
             raise TransportError(f"{handle:#x} is no stream of this device")

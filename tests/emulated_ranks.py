@@ -79,6 +79,7 @@ def on_threads(
 @contextlib.contextmanager
 def own_stream(device: EmulatedDevice) -> Iterator[None]:
     """The calling thread's program works on a stream of its own: what orders it with other ranks is only what the engine does."""
+    device.forbid()
     stream = device.create_stream()
     try:
         with device.use_stream(stream):

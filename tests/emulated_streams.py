@@ -265,11 +265,23 @@ class Event:
         return self._latest
 
 
-class Capture:
-    """Work noted down, and what each piece of it comes after."""
+GLOBAL, THREAD_LOCAL, RELAXED = range(3)
+"""CUDA's modes of capture: of a capture, which threads must not make calls that could wait for the device; and of a thread, whose
+captures keep it from them."""
 
-    def __init__(self, origin: Stream) -> None:
+
+class Capture:
+    """Work noted down, and what each piece of it comes after.
+
+    Args:
+        origin: the stream on which it was begun.
+        mode: as CUDA numbers them.
+    """
+
+    def __init__(self, origin: Stream, mode: int = THREAD_LOCAL) -> None:
         self.origin = origin
+        self.mode = mode
+        self.thread = threading.get_ident()
         self._nodes: list[tuple[Work, frozenset[int]]] = []
         self._streams: list[Stream] = []
         self._refused: str | None = None
@@ -291,8 +303,12 @@ class Capture:
 
     def refuse(self, reason: str) -> None:
         """As in CUDA, a mistake spoils the whole capture."""
-        self._refused = reason
+        self.spoil(reason)
         raise TransportError(f"capture: {reason}")
+
+    def spoil(self, reason: str) -> None:
+        """It can only be ended from now on, without a graph."""
+        self._refused = self._refused or reason
 
     def end(self) -> Graph:
         self._over = True

@@ -211,6 +211,7 @@ _LIBRARY = r"""
 #else
 typedef int CUresult, CUdevice;
 typedef int CUpointer_attribute;
+typedef int CUstreamCaptureMode;
 typedef unsigned long long CUdeviceptr;
 typedef struct { char bytes[16]; } CUuuid;
 #endif
@@ -224,6 +225,13 @@ CUresult cuDeviceGetName(char *name, int length, CUdevice device) { strncpy(name
 CUresult cuDeviceGetUuid_v2(CUuuid *uuid, CUdevice device) { memset(uuid->bytes, 0, 16); uuid->bytes[15] = device; return 0; }
 CUresult cuDevicePrimaryCtxGetState(CUdevice device, unsigned int *flags, int *active) {
     *flags = 0, *active = device - 40 == setting("FAKE_IN_USE");
+    return 0;
+}
+CUresult cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode *mode) {
+    static __thread CUstreamCaptureMode current;
+    CUstreamCaptureMode before = current;
+    if ((int)*mode > 2) return 1;
+    current = *mode, *mode = before;
     return 0;
 }
 /* Page-locked memory at 0x1000, and device memory of GPU 1 at 0x7f0000000000. */

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from collectives.cuda.device import Device, active
+from collectives.cuda.streams import free_of_capture
 from collectives.cuda.tensors import DeviceView
 
 
@@ -77,16 +78,18 @@ class Fence:
         view: of the caller's tensor, whose framework knows the caller's stream.
         finish: makes the caller's result, on a stream that comes after the operation.
         failure: why work on the device has been aborted, or None.
+        whose: rank and tensor, for messages.
     """
 
-    __slots__ = ("_failure", "_finish", "_lock", "_result", "completion", "view")
+    __slots__ = ("_failure", "_finish", "_lock", "_result", "_whose", "completion", "view")
 
-    def __init__(self, view: DeviceView, finish: Callable[[], Any], failure: Callable[[], Exception | None]) -> None:
+    def __init__(self, view: DeviceView, finish: Callable[[], Any], failure: Callable[[], Exception | None], whose: str = "tensor") -> None:
         self.view = view
         self.completion: Completion | None = None
         self._finish: Callable[[], Any] | None = finish
         self._failure = failure
         self._result: Any = None
+        self._whose = whose
         self._lock = threading.Lock()
 
     def pass_through(self, ordered: set[tuple[Completion, int]]) -> Any:
@@ -97,6 +100,7 @@ class Fence:
 
         Raises:
             RankFailedError, TransportError: the work was under way and has been aborted, because a peer is gone.
+            InvalidArgumentError: the stream is being captured into a graph; the result can be fetched later.
         """
         failure = self._failure()
         if failure is not None:
@@ -106,6 +110,7 @@ class Fence:
             with active(self.view.device):
                 stream = self.view.current_stream()
                 if (completion, stream) not in ordered:
+                    free_of_capture(self.view.device, stream, self._whose, "synchronize before the capture begins, or after it")
                     completion.before(stream)
                     ordered.add((completion, stream))
         with self._lock:
@@ -125,7 +130,10 @@ class Fence:
 
     def passed(self) -> bool:
         """Whether the GPU is done with the operation."""
-        return self.completion is None or self.completion.passed()
+        if self.completion is None:
+            return True
+        with active(self.view.device):
+            return self.completion.passed()
 
 
 class Keeper:

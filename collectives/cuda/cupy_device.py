@@ -126,7 +126,8 @@ class CupyDevice:
         # Kept for good: some versions of CuPy destroy the stream together with the object.
         self._streams: dict[int, Any] = {}
 
-    def activate(self) -> int:
+    def activate(self) -> tuple[int, int]:
+        mode = libcuda.capture_mode(libcuda.RELAXED)
         try:
             previous: int = runtime.getDevice()
             # Once in each thread even if it is the same: a thread that has never used CUDA says 0, but has no context yet.
@@ -134,16 +135,19 @@ class CupyDevice:
                 runtime.setDevice(self.index)
                 self._known_to.thread = True
         except RuntimeError as error:
+            libcuda.capture_mode(mode)
             raise self._refused("make it the current device", error) from error
-        return previous
+        return previous, mode
 
-    def deactivate(self, previous: int) -> None:
-        if previous == self.index:
+    def deactivate(self, previous: tuple[int, int]) -> None:
+        index, mode = previous
+        libcuda.capture_mode(mode)
+        if index == self.index:
             return
-        with _Attempt(self, f"make GPU {previous} the current device again"):
+        with _Attempt(self, f"make GPU {index} the current device again"):
             # A device that this process does not use was current by default only; to set it would take up memory on it.
-            if libcuda.in_use(previous):
-                runtime.setDevice(previous)
+            if libcuda.in_use(index):
+                runtime.setDevice(index)
 
     # ---- memory ----------------------------------------------------------------------------------------------------------------
 
@@ -212,8 +216,13 @@ class CupyDevice:
         return number
 
     def capturing(self, stream: int) -> bool:
-        with _Attempt(self, "look at a stream"):
+        try:
             return bool(runtime.streamIsCapturing(stream))
+        except RuntimeError as error:
+            # The legacy default stream, while a stream that waits for it is being captured: work given to it would be part of that.
+            if str(error).startswith("cudaErrorStreamCaptureImplicit"):
+                return True
+            raise self._refused("look at a stream", error) from error
 
     def drain(self, stream: int) -> None:
         try:

@@ -41,11 +41,14 @@ class Device(Protocol):
     shared_unit: int
 
     def activate(self) -> Any:
-        """Make it the calling thread's current device; what `deactivate` takes. A thread calls the methods below only while this is its
-        current device: see `active`."""
+        """Make it the calling thread's current device, and let no capture of a graph restrict the thread: the program may be capturing,
+        in this thread or another, and calls that might wait for the device would invalidate that. Returns what `deactivate` takes.
+
+        A thread calls the methods below only while this is its current device: see `active`. A thread of our own leaves it so for good.
+        """
 
     def deactivate(self, previous: Any) -> None:
-        """Make the device that was current before `activate` the calling thread's current one again."""
+        """Restore what was before `activate`: the calling thread's current device, and how captures restrict it."""
 
     # ---- memory ----------------------------------------------------------------------------------------------------------------
 

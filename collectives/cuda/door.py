@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from collectives import arguments, arrays, compression, dtypes, partition, reduction
-from collectives.cuda import tensors
+from collectives.cuda import streams, tensors
 from collectives.cuda.accelerator import Accelerator
 from collectives.cuda.completion import Completion, Fence
 from collectives.cuda.device import active
@@ -22,7 +22,6 @@ from collectives.cuda.kernels import Combination, Scaling
 from collectives.cuda.kernels_source import WAYS
 from collectives.cuda.packing import Packing
 from collectives.cuda.tensors import DeviceArray, DeviceView
-from collectives.errors import InvalidArgumentError
 from collectives.handles import Handle
 from collectives.negotiation import Request
 from collectives.reduction import Op
@@ -163,7 +162,8 @@ class DeviceDoor:
         accelerator = self._accelerator
         accelerator.use(view.device)
         handle = Handle(entry, view.array, out, _nothing, keep)
-        handle.fence = Fence(view, finish, lambda: accelerator.failure)
+        whose = f"rank {self._rank}: {entry.request.name or entry.request.collective}"
+        handle.fence = Fence(view, finish, lambda: accelerator.failure, whose)
         return handle
 
     def mark(self, handle: Handle) -> None:
@@ -181,11 +181,7 @@ class DeviceDoor:
                 stream = part.fence.view.stream
                 mark = marks.get(stream)
                 if mark is None:
-                    if accelerator.device.capturing(stream):
-                        raise InvalidArgumentError(
-                            "tensor: its stream is being captured into a CUDA graph, which cannot hold work that waits for other ranks; "
-                            "call collectives outside of the capture"
-                        )
+                    streams.free_of_capture(accelerator.device, stream, "tensor", streams.OUTSIDE)
                     mark = marks[stream] = accelerator.mark(stream)
                 part.ready = mark
 

@@ -254,7 +254,7 @@ class TensorFlow(Framework):
 def _by_dlpack(tensor: Any, export: Callable[..., Any], argument: str, provider: Provider, given: int | None) -> Found:
     """Through DLPack, for use on the stream that the caller named, or on the device's current one."""
     name = foreign.describe(tensor)
-    device, stream = _place(provider.device(tensor.__dlpack_device__()[1]), given)
+    device, stream = _place(provider.device(tensor.__dlpack_device__()[1]), given, argument)
     try:
         capsule = _capsule(export, stream or 1)  # 1 is the default stream there, and 0 is forbidden
     except (RuntimeError, TypeError, ValueError, BufferError) as error:
@@ -284,11 +284,11 @@ def _by_interface(tensor: Any, argument: str, provider: Provider, given: int | N
     dtype = np.dtype(interface["typestr"])
     if dtype.kind == "V":  # bfloat16 has no name of its own there
         dtype = np.dtype(getattr(tensor, "dtype", dtype))
-    device, stream = _place(provider.device_of(address) if address else provider.device(0), given)
+    device, stream = _place(provider.device_of(address) if address else provider.device(0), given, argument)
     made_on = interface.get("stream")
     if made_on is not None:
         made_on = streams.handle(made_on, argument=f"{argument} ({kind}): stream")
-        if given is None:
+        if given is None and made_on != streams.PER_THREAD:
             stream = made_on
         else:
             with active(device):
@@ -297,12 +297,12 @@ def _by_interface(tensor: Any, argument: str, provider: Provider, given: int | N
     return Found(address, tuple(interface["shape"]), strides and tuple(strides), dtype, device, not read_only, stream, tensor)
 
 
-def _place(device: Device, given: int | None) -> tuple[Device, int]:
-    """A device, and the stream on which its tensor is to be used."""
-    if given is not None:
-        return device, given
+def _place(device: Device, given: int | None, argument: str) -> tuple[Device, int]:
+    """A device, and the stream on which its tensor is to be used, which is about to be made to wait for the tensor's own."""
     with active(device):
-        return device, device.current_stream()
+        stream = device.current_stream() if given is None else given
+        streams.free_of_capture(device, stream, argument, streams.OUTSIDE)
+        return device, stream
 
 
 _KNOWN: dict[str | None, Framework] = {"torch": Torch(), "cupy": Cupy(), "jax": Jax(), "tensorflow": TensorFlow()}

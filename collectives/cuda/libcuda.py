@@ -16,6 +16,8 @@ BUFFER_ID = 7
 DEVICE_ORDINAL = 9
 DEVICE_MEMORY = 2
 """The `MEMORY_TYPE` of device memory."""
+RELAXED = 2
+"""The mode of a thread whose calls no capture of a graph forbids: see `capture_mode`."""
 
 
 @functools.cache
@@ -71,6 +73,18 @@ def in_use(index: int) -> bool:
     flags, active = ctypes.c_uint(), ctypes.c_int()
     _call("cuDevicePrimaryCtxGetState", _device(index), ctypes.byref(flags), ctypes.byref(active))
     return bool(active.value)
+
+
+def capture_mode(mode: int) -> int:
+    """Set how captures of graphs restrict the calling thread; the mode before.
+
+    While a program captures (torch does so in the global mode, 0), CUDA forbids calls that might wait for the device, such as asking for
+    an event, allocating, or loading a kernel: to the capturing thread, and to every other thread in the global mode, which is a thread's
+    first. A forbidden call fails, and invalidates the capture. `RELAXED` lifts this; what a capture cannot have in itself stays forbidden.
+    """
+    value = ctypes.c_int(mode)
+    _call("cuThreadExchangeStreamCaptureMode", ctypes.byref(value))
+    return value.value
 
 
 def _device(index: int) -> ctypes.c_int:

@@ -1,6 +1,7 @@
-"""Callers' streams: what they call one, and how one is made to wait for another.
+"""Callers' streams: what they call one, how one is made to wait for another, and which cannot be used.
 
-A stream is the driver's number. The legacy default stream has two, 0 and 1; here it is always 0.
+A stream is the driver's number. The legacy default stream has two, 0 and 1; here it is always 0. The per-thread default stream is another
+stream in every thread under one number: other threads, which carry operations out, cannot name the caller's.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from collectives.cuda.device import Device
 from collectives.errors import InvalidArgumentError, InvalidTypeError
 from collectives.foreign import describe
 
-LEGACY = 0
+LEGACY, PER_THREAD = 0, 2
+OUTSIDE = "call collectives outside of the capture"
 
 
 def handle(stream: Any, *, argument: str = "stream") -> int:
@@ -42,6 +44,33 @@ def handle(stream: Any, *, argument: str = "stream") -> int:
     if number < 0:
         raise InvalidArgumentError(f"{argument}: expected the number of a CUDA stream, 0 or more, got {number}")
     return LEGACY if number == 1 else number
+
+
+def usable(stream: int, argument: str = "stream") -> int:
+    """The stream itself.
+
+    Raises:
+        InvalidArgumentError: it is the per-thread default stream.
+    """
+    if stream == PER_THREAD:
+        raise InvalidArgumentError(
+            f"{argument}: expected a stream that is the same in every thread, got the per-thread default stream (number 2, with CuPy from "
+            f"CUPY_CUDA_PER_THREAD_DEFAULT_STREAM=1), for which other threads cannot wait; make another one current, such as "
+            f"cupy.cuda.Stream(non_blocking=True), or pass it as stream="
+        )
+    return stream
+
+
+def free_of_capture(device: Device, stream: int, whose: str, advice: str) -> None:
+    """Refuse a stream that is being captured, before a wait in it would invalidate the capture. The device must be active.
+
+    Raises:
+        InvalidArgumentError: it is being captured; the message is ``whose``, the reason and ``advice``.
+    """
+    if device.capturing(stream):
+        raise InvalidArgumentError(
+            f"{whose}: its stream is being captured into a CUDA graph, which cannot hold work that waits for other ranks; {advice}"
+        )
 
 
 def order(device: Device, first: int, then: int) -> None:

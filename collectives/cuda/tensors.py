@@ -84,8 +84,8 @@ class DeviceView:
 
     def current_stream(self) -> int:
         """The stream before whose later work a result must be ready: the one that the caller named when the view was made, else the
-        one that the calling thread's program works on now."""
-        return self.stream if self._given else self._framework.current_stream(self.device)
+        one that the calling thread's program works on now; raises as `streams.usable`."""
+        return self.stream if self._given else streams.usable(self._framework.current_stream(self.device))
 
     def store(self) -> None:
         """After an in-place operation: bring ``array`` into the caller's tensor, on `current_stream`, which must have been made to wait
@@ -171,12 +171,14 @@ def view(tensor: Any, *, argument: str = "tensor", writable: bool = False, strea
 
     Raises:
         InvalidTypeError: a type or dtype that cannot be used, or memory that is not an NVIDIA GPU's.
-        InvalidArgumentError: ``writable`` and the tensor is read-only or its elements overlap.
+        InvalidArgumentError: ``writable`` and the tensor is read-only or its elements overlap; or a stream that cannot be used.
         MissingDependencyError: GPUs cannot be used here; the message says what is missing.
     """
-    given = None if stream is None else streams.handle(stream)
+    given = None if stream is None else streams.usable(streams.handle(stream))
     framework = frameworks.of(tensor)
     found = framework.read(tensor, argument, _provider(tensor, argument), given)
+    if given is None:
+        streams.usable(found.stream, argument)
     dtype = found.dtype
     if dtype not in SUPPORTED:
         dtype = _resolve(tensor, dtype, argument)

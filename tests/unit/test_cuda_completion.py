@@ -33,6 +33,9 @@ class Recorder:
     def wait(self, stream: int, event: int) -> None:
         self.calls.append(("wait", stream, event))
 
+    def capturing(self, stream: int) -> bool:
+        return False
+
     def passed(self, event: int) -> bool:
         return False
 

@@ -18,7 +18,7 @@ import pytest
 
 import collectives.cuda
 from collectives.cuda import devices, diagnosis, libcuda
-from collectives.cuda.device import Allocation
+from collectives.cuda.device import Allocation, active
 from collectives.errors import InvalidArgumentError, MissingDependencyError, TransportError
 from tests.fake_cupy import CONSTANTS, SIGNATURES, CudaError, FakeCupy, build_library, signatures
 
@@ -170,25 +170,48 @@ def test_an_error_of_cuda_is_ours(do: Callable[[Any], object], name: str, argume
 
 def test_the_current_device_is_the_programs_own_again(device: Any, cupy: FakeCupy, driver: pytest.MonkeyPatch) -> None:
     cupy.results["getDevice"] = 1
-    assert device.activate() == 1
+    device.activate()
     # Also if it is current already: the thread may have no context.
     assert cupy.called("setDevice") == [(1,)]
     cupy.results["getDevice"] = 0
-    assert device.activate() == 0
-    device.deactivate(0)
+    previous = device.activate()
+    device.deactivate(previous)
     assert cupy.called("setDevice") == [(1,), (1,), (0,)]
-    device.deactivate(1)  # it is current: nothing to do
+    cupy.results["getDevice"] = 1
+    device.deactivate(device.activate())  # it is current: nothing to do
     assert len(cupy.called("setDevice")) == 3
     # Nobody has used GPU 0: to make it current would create a context on it.
     driver.setenv("FAKE_IN_USE", "1")
-    device.deactivate(0)
+    device.deactivate(previous)
     assert len(cupy.called("setDevice")) == 3
+    cupy.results["getDevice"] = 0
     cupy.failures["setDevice"] = CudaError("cudaErrorInvalidDevice: invalid device ordinal")
     with pytest.raises(TransportError, match="cannot make it the current device: cudaErrorInvalidDevice"):
         device.activate()
     driver.delenv("FAKE_IN_USE")
     with pytest.raises(TransportError, match="cannot make GPU 0 the current device again: cudaErrorInvalidDevice"):
-        device.deactivate(0)
+        device.deactivate(previous)
+
+
+def test_captures_of_the_program_do_not_restrict_the_thread_while_the_device_is_active(device: Any, cupy: FakeCupy) -> None:
+    """And do again afterwards, as the program had it, whatever fails."""
+    read = lambda: libcuda.capture_mode(libcuda.RELAXED)  # noqa: E731
+    libcuda.capture_mode(1)
+    with active(device):
+        assert read() == libcuda.RELAXED
+        with active(device):
+            pass
+        assert read() == libcuda.RELAXED
+    assert libcuda.capture_mode(0) == 1
+    cupy.failures["getDevice"] = CudaError("cudaErrorUnknown: unknown error")
+    with pytest.raises(TransportError):
+        device.activate()
+    assert libcuda.capture_mode(0) == 0
+
+
+def test_the_default_stream_counts_as_captured_while_a_stream_is_that_waits_for_it(device: Any, cupy: FakeCupy) -> None:
+    cupy.failures["streamIsCapturing"] = CudaError("cudaErrorStreamCaptureImplicit: operation would make the legacy stream depend on it")
+    assert device.capturing(0) is True
 
 
 @pytest.mark.parametrize(("nbytes", "taken"), [(0, 0), (1, 2 << 20), (2 << 20, 2 << 20), ((2 << 20) + 1, 4 << 20)])

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +25,7 @@ from tests import emulated_streams, host_kernels
 from tests.emulated_array import lent
 from tests.emulated_cuda import EmulatedArray, EmulatedDevice, EmulatedProvider
 from tests.emulated_memory import GARBAGE
+from tests.emulated_streams import GLOBAL, RELAXED, THREAD_LOCAL
 
 ROOT = Path(__file__).resolve().parents[2]
 BOUND = 20.0
@@ -800,6 +801,7 @@ def test_captures_that_cuda_refuses(device: EmulatedDevice, child: Child) -> Non
     ]
     for mistake in mistakes:
         stream = device.create_stream()
+        device.forbid()
         device.begin_capture(stream)
         with pytest.raises(TransportError, match="capture"):
             mistake(stream)
@@ -820,6 +822,51 @@ def test_captures_that_cuda_refuses(device: EmulatedDevice, child: Child) -> Non
         device.end_capture(stream)
     with pytest.raises(TransportError, match="while it lasts"):
         device.wait(other, before)
+
+
+@pytest.mark.parametrize(
+    ("mode", "forbidden", "own", "spoilt"),
+    [
+        (GLOBAL, True, False, True),
+        (GLOBAL, False, False, False),
+        (THREAD_LOCAL, True, False, False),
+        (RELAXED, True, False, False),
+        (GLOBAL, True, True, True),
+        (GLOBAL, False, True, False),
+        (THREAD_LOCAL, True, True, True),
+        (RELAXED, True, True, False),
+    ],
+)
+def test_whose_calls_spoil_a_capture(mode: int, forbidden: bool, own: bool, spoilt: bool, device: EmulatedDevice) -> None:
+    """Those of the capturing thread, and in the global mode those of all threads; but none of a thread that captures do not restrict."""
+    stream, event = device.create_stream(), device.create_event()
+
+    def ask() -> None:
+        device.activate()
+        if forbidden:
+            device.forbid()
+        with pytest.raises(TransportError, match="capture") if spoilt else nullcontext():
+            device.passed(event)
+
+    device.capture(stream, mode)
+    if own:
+        ask()
+    else:
+        thread = threading.Thread(target=ask)
+        thread.start()
+        thread.join(BOUND)
+    with pytest.raises(TransportError, match="spoilt") if spoilt else nullcontext():
+        device.end_capture(stream)
+
+
+def test_the_per_thread_default_stream_is_another_one_in_every_thread(device: EmulatedDevice) -> None:
+    gate = Gate(device, 2)
+    thread = threading.Thread(target=lambda: (device.activate(), device.drain(2)))
+    thread.start()
+    thread.join(BOUND)
+    assert not thread.is_alive() and device.failure is None
+    gate.open()
+    device.drain(2)
 
 
 # ---- arrays ----------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from collectives import negotiation
+from collectives import negotiation, stall
 from collectives.batch import Batch
 from collectives.config import Config
 from collectives.context import Context
@@ -33,7 +33,12 @@ _MOST_BATCHES = 512
 _MOST_CACHED = 1 << 16
 """Entries of the cache whose bits fit into what a round is entered with."""
 _STUCK_AFTER, _STUCK_AFTER_AMONG_THREADS = 20.0, 1.0
-"""Seconds without progress after which threads that have never called a collective no longer count as those that might."""
+"""Seconds without progress after which other threads no longer count as those that might call a collective: any, and those that wait
+for another thread or are other ranks."""
+_LOOK_AROUND_AFTER = 0.1
+"""Seconds without progress after which it is worth looking at what other threads do."""
+_COMPUTES = 0.1
+"""The share of a core that a thread uses which has called collectives and may do so when it has computed what it computes."""
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 50e-6, 2e-3
 
 
@@ -88,6 +93,10 @@ class Rounds(Lead):
         """Whether the ranks should compare again, because this one has nothing more to do but wait."""
         self._told_stuck = False
         self._stuck_since: float | None = None
+        self._patience: float | None = None
+        """Seconds without progress after which this rank counts as stuck, as its threads are now; None: they were not looked at yet."""
+        self._used_before: dict[threading.Thread, float] = {}
+        """Processor time that those who have called collectives had used by ``_stuck_since``."""
         self._told_of_joining = False
         self._join: Handle | None = None
         self._already_joined: set[int] = set()
@@ -301,22 +310,44 @@ class Rounds(Lead):
     # ---- ranks that wait for each other, or have run out of data -------------------------------------------------------------------
 
     def _is_stuck(self) -> bool:
-        """Whether every thread that could submit something waits for an operation."""
+        """Whether every thread that could submit something waits for an operation, or does nothing for a while."""
         alive = threading.enumerate()
         self._callers.difference_update([caller for caller in list(self._callers) if caller not in alive])
         waiting = sum(not handle.done for handle in self._awaited)  # one whose operation is done goes on in a moment
-        if self._inbox or not waiting or len(self._callers) > waiting:
+        if self._inbox or not waiting:
             self._stuck_since = None
             return False
-        if self._stuck_since is None:
-            self._stuck_since = time.monotonic()
-        if self._ranks_are_threads:
-            return time.monotonic() - self._stuck_since > _STUCK_AFTER_AMONG_THREADS
         # A thread that has never called anything might do so at any time; one of our own, or a timer, hardly.
-        others = any(
-            not (thread in self._callers or thread.name.startswith(THREAD_NAME) or isinstance(thread, threading.Timer)) for thread in alive
-        )
-        return not others or time.monotonic() - self._stuck_since > _STUCK_AFTER
+        strangers = {
+            thread
+            for thread in alive
+            if not (thread in self._callers or thread.name.startswith(THREAD_NAME) or isinstance(thread, threading.Timer))
+        }
+        if len(self._callers) <= waiting and not strangers:
+            return True
+        now = time.monotonic()
+        if self._stuck_since is None:
+            self._stuck_since, self._patience = now, None
+        if self._patience is None and now - self._stuck_since < _LOOK_AROUND_AFTER:
+            return False
+        parked = stall.parked(alive)
+        busy = len(self._callers - parked) > waiting
+        others = not self._ranks_are_threads and not strangers <= parked
+        patience = _STUCK_AFTER if busy or others else _STUCK_AFTER_AMONG_THREADS
+        if patience != self._patience:
+            self._stuck_since, self._patience = now, patience
+            self._used_before = {caller: stall.processor_seconds(caller) for caller in self._callers}
+        if now - self._stuck_since < patience:
+            return False
+        if busy and self._computes(now - self._stuck_since):
+            self._stuck_since = None
+            return False
+        return True
+
+    def _computes(self, seconds: float) -> bool:
+        """Whether a thread that has called collectives has computed for this time, other than the one that drives."""
+        others = self._callers - {threading.current_thread()}
+        return any(stall.processor_seconds(caller) - self._used_before.get(caller, 0.0) > _COMPUTES * seconds for caller in others)
 
     def _deadlock(self) -> None:
         """Every rank waits, and nothing can come of it."""

@@ -2,11 +2,16 @@
 
 A rank that never submits what the others wait for shows in no error: everybody is alive, and waits. After a while that is
 reported once for each operation, and, if so configured, ends the wait with an error.
+
+Whether a rank will submit anything more depends on what its other threads do: `parked` and `processor_seconds` say what can be seen.
 """
 
 from __future__ import annotations
 
 import logging
+import os
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 
@@ -17,6 +22,36 @@ _log = logging.getLogger("collectives")
 
 LOOK_EVERY = 0.25
 """Seconds between two looks at what waits."""
+
+_WAITS = ("wait", "join", "_wait_for_tstate_lock", "_shutdown")
+"""The functions of `threading` in which a thread waits for another."""
+
+
+def parked(threads: Iterable[threading.Thread]) -> set[threading.Thread]:
+    """Those of the threads that wait for another thread of this process without a bound: in a join, an event, a queue, a future."""
+    frames = sys._current_frames()
+    found = set()
+    for thread in threads:
+        frame = frames.get(thread.ident or 0)
+        if frame is None or frame.f_code.co_filename != threading.__file__ or frame.f_code.co_name not in _WAITS:
+            continue
+        bounded = False
+        while frame is not None and frame.f_code.co_filename == threading.__file__:
+            bounded = bounded or frame.f_locals.get("timeout") not in (None, -1)
+            frame = frame.f_back
+        if not bounded:
+            found.add(thread)
+    return found
+
+
+def processor_seconds(thread: threading.Thread) -> float:
+    """The processor time that a thread has used; 0 where the system does not tell."""
+    try:
+        with open(f"/proc/self/task/{thread.native_id}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError):
+        return 0.0
 
 
 class StallInspector:

@@ -9,17 +9,18 @@ from __future__ import annotations
 import contextlib
 import importlib
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from collectives import arrays, consistency
 from collectives.buffers import ResultPool
 from collectives.door import Door, store, wrap
 from collectives.engine import Engine
 from collectives.entries import Entries
-from collectives.errors import CollectivesError, InvalidArgumentError, InvalidTypeError, MismatchError, RankFailedError, in_words
+from collectives.errors import CollectivesError, InvalidTypeError, MismatchError, RankFailedError, in_words
 from collectives.handles import Handle
 from collectives.reduction import Op
 
@@ -375,14 +376,18 @@ class Operations:
 
     def broadcast_object(self, value: Any, root_rank: int = 0, *, name: str | None = None) -> Any:
         """See `collectives.broadcast_object`."""
-        data = b""
-        if self.rank == root_rank:
-            data = self._pickled(value, name and f"{name}.length")
-        length = self.broadcast(np.array([len(data)], np.int64), root_rank, name=name and f"{name}.length")
-        buffer = np.empty(int(length[0]), np.uint8)
-        buffer[: len(data)] = np.frombuffer(data, np.uint8)
-        self.broadcast_(buffer, root_rank, name=name)
+        data = self._pickled(value, name and f"{name}.length") if self.rank == root_rank else b""
+        buffer = self.broadcast_bytes(data, root_rank, name=name)
         return value if self.rank == root_rank else pickle.loads(buffer.data)
+
+    def broadcast_bytes(self, data: bytes, root_rank: int, *, name: str | None = None) -> npt.NDArray[np.uint8]:
+        """The root's ``data`` on every rank, whatever its length; two operations, the first called by ``name`` and "length"."""
+        length = self.broadcast(np.array([len(data)], np.int64), root_rank, name=name and f"{name}.length")
+        with self.ahead_of(name):
+            buffer = np.empty(int(length[0]), np.uint8)
+            buffer[: len(data)] = np.frombuffer(data, np.uint8)
+        self.broadcast_(buffer, root_rank, name=name)
+        return buffer
 
     def allgather_object(self, value: Any, *, name: str | None = None) -> list[Any]:
         """See `collectives.allgather_object`."""
@@ -460,14 +465,54 @@ class Operations:
         """A call whose arguments this rank refuses: the other ranks learn of it, and stay in step."""
         if self._engine.refusal is not None:
             return self._engine.refusal()
-        if self.size > 1 and not isinstance(error, (MismatchError, RankFailedError)):
-            label = name if isinstance(name, str) else None
-            with contextlib.suppress(InvalidArgumentError):  # an operation of that name is in flight, and goes on
-                self._engine.submit(self._door.meeting("invalid", name=label, detail=in_words(self.ranks[self.rank], error)))
+        self._tell(error, name)
         if isinstance(error, CollectivesError) and not str(error).startswith("rank "):
             subject = f"tensor {name!r}: " if isinstance(name, str) else ""
             error.args = (f"rank {self.ranks[self.rank]}: {subject}{error}",)
         return error
+
+    @contextlib.contextmanager
+    def ahead_of(self, name: str | None) -> Iterator[None]:
+        """Something of this rank's own, such as taking memory, after which every rank goes on with the operation ``name``.
+
+        If it fails, the other ranks are told in place of that operation, and stay in step.
+        """
+        try:
+            yield
+        except BaseException as error:
+            self._tell(error, name)
+            raise
+
+    @contextlib.contextmanager
+    def composed(self, names: Iterable[str]) -> Iterator[Callable[[str], str]]:
+        """Carry out operations of ``names``, on which the ranks have agreed, without waiting for one before the next is begun.
+
+        Where something fails meanwhile, or an operation does, the other ranks are told in place of all that have not been begun. They do
+        likewise, as soon as one of theirs fails, so that nothing is left over.
+
+        Yields:
+            A function to pass each name through when its operation is begun.
+        """
+        left = dict.fromkeys(names)
+
+        def begin(name: str) -> str:
+            del left[name]
+            return name
+
+        try:
+            yield begin
+        except BaseException as error:
+            for name in left:
+                self._tell(error, name, always=True)
+            raise
+
+    def _tell(self, error: BaseException, name: Any, always: bool = False) -> None:
+        """Submit the mark of a call that this rank cannot make, unless every rank knows, or is told ``always``."""
+        if self._engine.refusal is not None or self.size == 1 or (isinstance(error, (MismatchError, RankFailedError)) and not always):
+            return
+        mark = self._door.meeting("invalid", name=name if isinstance(name, str) else None, detail=in_words(self.ranks[self.rank], error))
+        with contextlib.suppress(CollectivesError):  # an operation of that name is in flight, and goes on; or the world has just failed
+            self._engine.submit(mark)
 
     def _pickled(self, value: Any, name: str | None) -> bytes:
         try:

@@ -34,6 +34,7 @@ from collectives.errors import (
     InvalidTypeError,
     NotInitializedError,
     RankFailedError,
+    TransportError,
     in_words,
     of_rank,
 )
@@ -135,6 +136,7 @@ class World(Operations):
         Raises:
             InvalidArgumentError: no ranks of this world, or one of them twice.
             MismatchError: the ranks name different ones.
+            TransportError: one of them has no memory for it, for instance; on every rank.
         """
         try:
             chosen = tuple(sorted(int(rank.__index__()) for rank in ranks))
@@ -148,7 +150,20 @@ class World(Operations):
         def split(handle: Handle) -> World | None:
             group = self._group.split(chosen)
             self._turn.needed = True
-            return None if group is None else World(group, self.config, turn=self._turn)
+            child, problem = None, ""
+            try:
+                child = None if group is None else World(group, self.config, turn=self._turn)
+            except Exception as error:
+                problem = f"{type(error).__name__}: {error}"
+            problem = self._first_of(problem)
+            if problem:
+                if child is not None:
+                    child.shutdown()
+                elif group is not None:
+                    group.control.leave()
+                    group.close()
+                raise TransportError(f"rank {self.ranks[self.rank]}: the process set {list(chosen)} cannot be made: {problem}")
+            return child
 
         def make() -> Handle:
             handle = self._door.meeting("add_process_set", ranks=chosen)
@@ -231,19 +246,26 @@ class World(Operations):
         if recorder is not None:
             recorder.close()
 
+    def _first_of(self, problem: str) -> str:
+        """All ranks are here, and have something to say or nothing: what the first of them says, and which it is."""
+        said = self._control.exchange(problem) if self.size > 1 else [problem]
+        return next((of_rank(self.ranks[peer], text) for peer, text in enumerate(said) if text), "")
+
     def _open_timeline(self, path: str, mark_cycles: bool) -> None:
         """All ranks are here: the first one begins the file, and the others add to it."""
-        self.stop_timeline()
-        exchange = self._control.exchange if self.size > 1 else lambda value: [value]
-        offset = timeline.align(exchange)
+        offset = timeline.align(self._control.exchange if self.size > 1 else lambda value: [value])
         recorder, problem = None, ""
+        try:
+            self.stop_timeline()
+        except Exception as error:
+            problem = str(error)
         for first in (True, False):
             if first == (self.rank == 0) and not problem:
                 try:
                     recorder = timeline.Timeline(path, self.rank, host=platform.node(), offset=offset, first=first)
                 except Exception as error:
                     problem = str(error)
-            problem = next((of_rank(self.ranks[peer], said) for peer, said in enumerate(exchange(problem)) if said), "")
+            problem = self._first_of(problem)
         if problem:
             if recorder is not None:
                 recorder.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import weakref
 from typing import Any
 
 import cupy
@@ -13,6 +12,7 @@ from cupy.cuda import stream as streams
 
 from collectives.cuda import compiler, libcuda
 from collectives.cuda.device import Allocation, Array
+from collectives.cuda.pinned import PinnedPool
 from collectives.errors import CollectivesError, TransportError
 
 # Looked up once: these are called for every round of every collective.
@@ -22,6 +22,7 @@ _record = runtime.eventRecord
 _wait = runtime.streamWaitEvent
 _query = runtime.eventQuery
 _ANY_KIND = runtime.memcpyDefault
+_PINNED = runtime.hostAllocPortable | runtime.hostAllocMapped
 
 _NOT_READY = 600
 _CAPABILITY = (75, 76)
@@ -72,15 +73,6 @@ _SHARING_ADVICE = (
 )
 
 
-class _Pinned:
-    """Page-locked memory that NumPy arrays refer to; freed with the last of them."""
-
-    def __init__(self, address: int, nbytes: int) -> None:
-        self.__array_interface__ = {"version": 3, "shape": (nbytes,), "typestr": "|u1", "data": (address, False)}
-        # Not at exit: others may still use it in their own last acts, and the system takes it back anyway.
-        weakref.finalize(self, runtime.freeHost, address).atexit = False
-
-
 class _Foreign:
     """A stream by its number, as CuPy takes streams of others."""
 
@@ -123,6 +115,7 @@ class CupyDevice:
         self._known_to = threading.local()
         self._modules: dict[str, int] = {}
         self._functions: dict[tuple[str, str], int] = {}
+        self._pinned = PinnedPool(lambda nbytes: runtime.hostAlloc(nbytes, _PINNED), runtime.freeHost)
         # Kept for good: some versions of CuPy destroy the stream together with the object.
         self._streams: dict[int, Any] = {}
 
@@ -162,8 +155,7 @@ class CupyDevice:
 
     def pinned(self, nbytes: int) -> Array:
         with _Attempt(self, f"page-lock {nbytes} bytes of host memory"):
-            address = runtime.hostAlloc(nbytes, runtime.hostAllocPortable | runtime.hostAllocMapped)
-        return np.asarray(_Pinned(address, nbytes))
+            return self._pinned.take(nbytes)
 
     def allocation(self, address: int) -> Allocation:
         try:

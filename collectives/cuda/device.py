@@ -59,7 +59,8 @@ class Device(Protocol):
         """Give back what `allocate` gave; the device must be done with it."""
 
     def pinned(self, nbytes: int) -> Array:
-        """Page-locked host memory as an array of uint8, which the device reaches at the same address; lives as long as the array."""
+        """Page-locked host memory as an array of uint8, which the device reaches at the same address; lives as long as the array, which is
+        dropped when the device is done with it."""
 
     def allocation(self, address: int) -> Allocation:
         """What an address belongs to.

@@ -239,20 +239,47 @@ def test_sharing_that_is_refused(do: Callable[[Any], object], error: str, device
         do(device)
 
 
-def test_pinned_memory_lives_as_long_as_a_view_of_it(device: Any, cupy: FakeCupy) -> None:
+def test_pinned_memory_lives_as_long_as_a_view_of_it_and_is_used_again(device: Any, cupy: FakeCupy) -> None:
     memory = device.pinned(1024)
     assert (memory.dtype, memory.shape, memory.flags.writeable) == (np.uint8, (1024,), True)
-    assert cupy.called("hostAlloc") == [(1024, 3)]
+    assert cupy.called("hostAlloc") == [(4096, 3)]
     address = memory.ctypes.data
     view = memory[512:].view(np.float32)
     view[:] = 7
     del memory
     gc.collect()
-    assert cupy.called("freeHost") == []
-    assert view.sum() == 7 * 128
+    other = device.pinned(1000)
+    assert other.ctypes.data != address and view.sum() == 7 * 128
     del view
     gc.collect()
-    assert cupy.called("freeHost") == [(address,)]
+    for nbytes in (1024, 1, 4096):
+        assert device.pinned(nbytes).ctypes.data == address
+    assert cupy.called("hostAlloc") == [(4096, 3)] * 2
+    device.pinned(5000)
+    device.pinned((1 << 20) + 1)
+    assert cupy.called("hostAlloc")[2:] == [(8192, 3), (2 << 20, 3)] and cupy.called("freeHost") == []
+
+
+def test_idle_pinned_memory_is_bounded_and_given_back_before_there_is_none(
+    device: Any, cupy: FakeCupy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    addresses = [device.pinned(nbytes).ctypes.data for nbytes in (4096, 8192)]
+    monkeypatch.setattr("collectives.cuda.pinned._MOST_IDLE", 8192)
+    kept = device.pinned(16384)
+    assert sorted(cupy.called("freeHost")) == sorted((address,) for address in addresses)
+    del kept
+    allocate = cupy.results["hostAlloc"]
+
+    def limited(nbytes: int, flags: int) -> int:
+        if not cupy.called("freeHost")[2:]:
+            raise CudaError("cudaErrorMemoryAllocation: out of memory")
+        return int(allocate(nbytes, flags))
+
+    cupy.results["hostAlloc"] = limited
+    assert device.pinned(4096).nbytes == 4096
+    cupy.failures["hostAlloc"] = CudaError("cudaErrorMemoryAllocation: out of memory")
+    with pytest.raises(TransportError, match=r"cannot page-lock 65536 bytes of host memory: .*out of memory"):
+        device.pinned(65536)
 
 
 def test_what_an_address_belongs_to(device: Any) -> None:

@@ -44,6 +44,7 @@ FLOORS = {
         "cuda.kernels_source",
         "cuda.kernels",
         "cuda.packing",
+        "cuda.pinned",
     ),
     2: ("transport",),
     3: ("adasum", "ring", "direct", "tree", "hierarchical"),

@@ -55,6 +55,7 @@ class EmulatedDevice:
 
     Attributes:
         launches: how many kernels were launched or captured so far; what graphs repeat is not counted.
+        graphs: that were made and not destroyed.
         violations: what a program must not do and a GPU need not notice: touching freed memory, writing beyond an end, calling from a
             thread in which the device is not current. Touching memory that does not exist also breaks the device.
     """
@@ -88,7 +89,7 @@ class EmulatedDevice:
         self._events: set[int] = set()
         self._functions: dict[tuple[str, str], int] = {}
         self._kernels: dict[int, Any] = {}
-        self._graphs: dict[int, Graph] = {}
+        self.graphs: dict[int, Graph] = {}
         self._default = self._new_stream(0)
         self._pool = Pool(self._allocate, self._submit_for_pool, self.violations.append)
 
@@ -290,16 +291,16 @@ class EmulatedDevice:
         _captures.remove(capture)
         graph = capture.end()
         handle = next(_handles)
-        self._graphs[handle] = graph
+        self.graphs[handle] = graph
         return handle
 
     def launch_graph(self, graph: int, stream: int) -> None:
         self._check_current()
-        found, on = self._graphs[graph], self._stream(stream)
+        found, on = self.graphs[graph], self._stream(stream)
         on.submit(lambda: found.run(on.random, on.health))
 
     def destroy_graph(self, graph: int) -> None:
-        del self._graphs[graph]
+        del self.graphs[graph]
 
     # ---- what tests need beside a device's own methods --------------------------------------------------------------------------------
 

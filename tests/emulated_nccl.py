@@ -4,7 +4,7 @@ An operation is given to a stream and carried out there later; a group is one op
 together. The operations of a communicator follow one another in the order in which they were issued, whatever their streams. A send
 blocks its stream until it is received. What NCCL leaves undefined (counts that do not match, collectives in different orders) makes
 every rank's communicator fail here, and so does a wait that takes too long; `check` tells. An abort ends the own operations only: the
-peers go on waiting, as they do in NCCL.
+peers go on waiting, as they do in NCCL. To close and to abort waits until no graph refers to the communicator.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import threading
+import time
 from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -24,6 +25,8 @@ from collectives import dtypes
 from collectives.errors import CollectiveTimeoutError, InvalidTypeError, TransportError
 from collectives.reduction import Op
 from collectives.transport import nccl
+
+_STALL = 3.0
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Dtype = np.dtype[Any]
@@ -103,7 +106,7 @@ class EmulatedNccl:
     def make_id(self) -> bytes:
         return next(self._ids).to_bytes(128, "little")
 
-    def connect(self, rank: int, size: int, unique_id: bytes, timeout: float, device: Streams) -> EmulatedCommunicator:
+    def connect(self, rank: int, size: int, unique_id: bytes, timeout: float, device: Streams, *, sharers: int = 1) -> EmulatedCommunicator:
         if not 0 <= rank < size <= self.size or len(unique_id) != 128:
             raise TransportError(f"rank {rank} of {size}, with an id of {len(unique_id)} bytes: expected at most {self.size} ranks")
         with self._lock:
@@ -113,9 +116,10 @@ class EmulatedNccl:
 
 
 class _Groups(threading.local):
-    """A thread's open group. It spans all communicators that the thread uses, as in NCCL."""
+    """A thread's open group. It spans all communicators that the thread uses, as in NCCL; if a call in it fails, all of it does."""
 
     depth = 0
+    failed = False
 
     def __init__(self) -> None:
         self.issued: list[tuple[EmulatedCommunicator, Operation, int]] = []
@@ -257,6 +261,9 @@ class EmulatedCommunicator:
         if groups.depth:
             return
         issued, groups.issued = groups.issued, []
+        failed, groups.failed = groups.failed, False
+        if failed:
+            raise TransportError(f"rank {self.rank}: ncclInvalidUsage (5): a call in this group had failed: nothing of it is carried out")
         by_communicator: dict[EmulatedCommunicator, list[tuple[Operation, int]]] = {}
         for communicator, operation, stream in issued:
             by_communicator.setdefault(communicator, []).append((operation, stream))
@@ -278,6 +285,7 @@ class EmulatedCommunicator:
                 self._ended = "aborted"
                 self._clique.withdraw(self.rank)
                 self._clique.changed.notify_all()
+        self._outlive_graphs()
 
     def close(self) -> None:
         with self._clique.changed:
@@ -287,6 +295,20 @@ class EmulatedCommunicator:
                 )
                 self._ended = "closed"
                 self._clique.withdraw(self.rank)
+        self._outlive_graphs()
+
+    def _outlive_graphs(self) -> None:
+        """Wait until the graphs that refer to this communicator are destroyed."""
+        graphs: dict[int, Any] = getattr(self._device, "graphs", {})
+        deadline = time.monotonic() + _STALL
+        while any(self in graph.users for graph in list(graphs.values())):
+            if time.monotonic() > deadline:
+                violations: list[str] = getattr(self._device, "violations", [])
+                violations.append(
+                    f"rank {self.rank}'s communicator ends while a CUDA graph refers to it: NCCL waits for that without a bound"
+                )
+                return
+            time.sleep(1e-3)
 
     def _usable(self, call: str) -> None:
         if self._ended is not None:
@@ -300,6 +322,7 @@ class EmulatedCommunicator:
         self._usable(operation.kind)
         dtypes.name(operation.dtype)
         if operation.count < 0 or (operation.kind in ("send", "receive", "broadcast") and not 0 <= operation.peer < self.size):
+            self._groups.failed = self._groups.depth > 0
             raise TransportError(f"rank {self.rank}: ncclInvalidArgument (4): {operation} among {self.size} ranks")
         if self._groups.depth:
             self._groups.issued.append((self, operation, stream))
@@ -308,7 +331,10 @@ class EmulatedCommunicator:
 
     def _enqueue(self, operations: list[Operation], stream: int) -> None:
         # What goes into a graph is carried out whenever that is launched: only the stream says after what.
-        ticket = None if _captured(self._device, stream) else self._issued
+        capture = _capture_of(self._device, stream)
+        if capture is not None:
+            capture.users.add(self)
+        ticket = None if capture is not None else self._issued
         self._issued += ticket is not None
         self._device.enqueue(stream, partial(self._carry_out, operations, ticket))
 
@@ -337,10 +363,10 @@ class EmulatedCommunicator:
             clique.changed.notify_all()
 
 
-def _captured(device: Any, stream: int) -> bool:
-    """Whether what a stream of an `EmulatedDevice` is given goes into a graph; other devices have none."""
+def _capture_of(device: Any, stream: int) -> Any:
+    """The capture that notes what a stream of an `EmulatedDevice` is given; other devices have none."""
     find = getattr(device, "_stream", None)
-    return find is not None and find(stream).capture is not None
+    return find(stream).capture if find is not None else None
 
 
 def _array(address: int, count: int, dtype: Dtype) -> Array:

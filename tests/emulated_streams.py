@@ -282,6 +282,8 @@ class Capture:
         self.origin = origin
         self.mode = mode
         self.thread = threading.get_ident()
+        self.users: set[object] = set()
+        """What its graph will refer to."""
         self._nodes: list[tuple[Work, frozenset[int]]] = []
         self._streams: list[Stream] = []
         self._refused: str | None = None
@@ -319,13 +321,14 @@ class Capture:
             raise TransportError(f"the capture was spoilt: {self._refused}")
         if set(range(len(self._nodes))) - followed - self.origin.last:
             raise TransportError("the capture has work of another stream, for which the stream that began it never waits")
-        return Graph(self._nodes)
+        return Graph(self._nodes, self.users)
 
 
 class Graph:
     """Captured work, to be carried out again in any order that respects what was ordered; never twice at once."""
 
-    def __init__(self, nodes: list[tuple[Work, frozenset[int]]]) -> None:
+    def __init__(self, nodes: list[tuple[Work, frozenset[int]]], users: set[object]) -> None:
+        self.users = users
         self._nodes = nodes
         self._lock = threading.Lock()
 

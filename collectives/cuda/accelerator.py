@@ -9,7 +9,9 @@ from __future__ import annotations
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -41,6 +43,12 @@ from collectives.transport.watch import Watch
 _SPINS = 200
 _NAP = 20e-6
 _LOOK_EVERY = 0.1
+_CONNECT_WITHIN = 120.0
+"""Seconds for NCCL to connect ranks that are all there: one that cannot is found out before users give up, and done without."""
+
+
+_unsettled: list[Any] = []
+"""Page-locked memory of worlds whose GPU work has not been seen to end, with what uses it: nobody else may have it until then."""
 
 
 class ConnectError(TransportError):
@@ -88,6 +96,9 @@ class Accelerator:
         self._pinned: dict[str, Array] = {}
         self._packings: set[Packing] = set()
         self._retired: list[Packing] = []
+        self._staging: list[Any] = [self._pinned, self._packings, self._retired]
+        self._sharers = 1
+        """The most ranks that use one GPU."""
         self._last: Completion | None = None
         self._issuing = False
 
@@ -130,7 +141,9 @@ class Accelerator:
             self.carrier = Carrier(context.rank, context.size, context.control, device, self.executor, self.memory)
             self.plans = DevicePlans(context.planner.placement, self.kernels)
             self.planner = DevicePlanner(context.planner.placement, DeviceFacts("not connected yet", "not connected yet"))
-            self._watch = Watch(device, self._communicators, lambda: context.control.check(deep=True), self._on_failure)
+            check, abandon = partial(context.control.check, deep=True), self.executor.abandon_graphs
+            self._watch = Watch(device, self._communicators, check, self._on_failure, abandon)
+            _unsettled.append(self._staging)
             self._device = device
 
     def active(self) -> active:
@@ -267,7 +280,8 @@ class Accelerator:
             except CollectivesError as error:
                 no_ipc = str(error)
             no_ipc = next(filter(None, exchange(no_ipc)), "")
-        shares = any(devices.shared([every[peer].identity for peer in host]) for host in group.hosts)
+        self._sharers = max(max(Counter(every[peer].identity for peer in host).values()) for host in group.hosts)
+        shares = self._sharers > 1
         no_nccl = _first(every, "no_nccl")
         if not no_nccl and shares and not all(one.shares for one in every):
             no_nccl = (
@@ -292,6 +306,7 @@ class Accelerator:
         self.planner = DevicePlanner(context.planner.placement, facts, self.config.device_transport)
         if group.messages is not None and len(group.hosts) > 1:
             self._staged = StagedMessages(device, group.messages, self.wait)
+            self._staging.append(self._staged)
         # Ranks that share a GPU take turns; what a graph holds back from the scheduler could make one wait for another for ever.
         self.executor.graphs = self.config.cuda_graphs and not shares
         self._say(facts, every)
@@ -323,14 +338,15 @@ class Accelerator:
             return self._communicator
         if self._refusal is not None:
             raise self._refusal
-        library, rank, size, timeout = nccl.library(), self.context.rank, self.context.size, self.config.timeout
+        library, rank, size, timeout = nccl.library(), self.context.rank, self.context.size, min(_CONNECT_WITHIN, self.config.timeout)
+        connect = partial(library.connect, sharers=self._sharers)
         made: list[Communicator] = []
         # Allocated before any rank's kernel can wait for this rank: see `carrier.Memory`.
         scratch = self.memory.get("greetings", 2 * size)
         self.wait()
         try:
             unique = self.context.control.exchange(self._together(lambda: library.make_id() if rank == 0 else b""))[0]
-            self._together(lambda: made.append(library.connect(rank, size, unique, timeout, self.device)))
+            self._together(lambda: made.append(connect(rank, size, unique, timeout, self.device)))
             self._together(lambda: nccl.warm_up(made[0], self.device, scratch, self.executor.main, timeout))
         except ConnectError as error:
             self._refusal = error
@@ -369,6 +385,8 @@ class Accelerator:
         with self.active():
             self.keeper.release()  # from here on every completion knows that it has passed, and asks no event again
             self._watch.close()
+            _unsettled[:] = [staging for staging in _unsettled if staging is not self._staging]
+            self.executor.release_graphs()
             if self._communicator is not None:
                 self._communicator.close()
             if self.executor.memory is not None:

@@ -13,6 +13,7 @@ Where nothing but messages is used, the reductions of one segment run on a secon
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -26,6 +27,7 @@ from collectives.transport.board import Board
 from collectives.transport.cuda_ipc import IpcMemory
 
 _MOST_SEEN = 256
+_ABANDON_WITHIN = 5.0
 
 
 class DeviceMessages(Protocol):
@@ -73,6 +75,9 @@ class DeviceExecutor:
         self._runs = 0
         self._arrived: list[int] = []
         self._reduced: list[int] = []
+        self._replaying = threading.Lock()
+        """Held while graphs are made, launched and destroyed: `abandon_graphs` comes from another thread."""
+        self._abandoned = False
         self._seen: dict[tuple[int, bytes], _Seen] = {}
         self._outdated: list[int] = []
         """Graphs that nobody launches any more."""
@@ -104,7 +109,8 @@ class DeviceExecutor:
         if plan.partners:
             self._run_over_memory(plan, table, dtype)
         elif standings:
-            self._replay(plan, table, dtype, standings)
+            with self._replaying:
+                self._replay(plan, table, dtype, standings)
         else:
             self._run_over_messages(plan, table, dtype)
 
@@ -182,6 +188,8 @@ class DeviceExecutor:
 
         NCCL wants all ranks to capture an operation, and to replay the graphs of one and the same capture, or none to do so.
         """
+        if self._abandoned:
+            raise TransportError(f"rank {self._rank}: the work of this world has been aborted")
         key = (id(plan), plan.placed)
         seen = self._seen.get(key)
         if seen is None:
@@ -211,16 +219,33 @@ class DeviceExecutor:
 
     def _forget_graphs(self) -> None:
         self._device.drain(self.main)
+        self._destroy_graphs()
+
+    def _destroy_graphs(self) -> None:
         for graph in (*self._outdated, *(seen.graph for seen in self._seen.values())):
             if graph:
                 self._device.destroy_graph(graph)
         self._outdated.clear()
         self._seen.clear()
 
+    def release_graphs(self) -> None:
+        """Destroy all graphs, for which NCCL waits when the communicator is closed; the device is done with them."""
+        with self._replaying:
+            self._forget_graphs()
+
+    def abandon_graphs(self) -> None:
+        """Destroy all graphs although they may be at work, and make no more: the communicator is being aborted, which waits for that."""
+        self._abandoned = True
+        if self._replaying.acquire(timeout=_ABANDON_WITHIN):  # a call that hangs in there is ended by the abort
+            try:
+                self._destroy_graphs()
+            finally:
+                self._replaying.release()
+
     def close(self) -> None:
         """Give back streams, events and graphs; waits until the device is done with them."""
         device = self._device
-        self._forget_graphs()
+        self.release_graphs()
         device.drain(self._side)
         for event in (*self._arrived, *self._reduced):
             device.destroy_event(event)

@@ -14,7 +14,7 @@ from collectives.cuda.completion import Completion, Events
 from collectives.cuda.device import Array, Device
 from collectives.cuda.launches import Letter
 from collectives.transport.base import MessageTransport
-from collectives.transport.nccl import Communicator
+from collectives.transport.nccl import Communicator, Group
 
 _PIECE = 4 << 20
 """Bytes of a piece: some hundred microseconds of a fast network or of the bus."""
@@ -30,14 +30,13 @@ class NcclMessages:
     def exchange(self, receives: Sequence[Letter], sends: Sequence[Letter], table: Array, dtype: np.dtype[np.generic], stream: int) -> None:
         """See `executor.DeviceMessages`."""
         communicator, addresses = self._communicator, table.tolist()
-        communicator.begin_group()
-        for letter in receives:
-            entry, offset = letter.where
-            communicator.receive(addresses[entry] + offset, letter.count, dtype, letter.peer, stream)
-        for letter in sends:
-            entry, offset = letter.where
-            communicator.send(addresses[entry] + offset, letter.count, dtype, letter.peer, stream)
-        communicator.end_group()
+        with Group(communicator):
+            for letter in receives:
+                entry, offset = letter.where
+                communicator.receive(addresses[entry] + offset, letter.count, dtype, letter.peer, stream)
+            for letter in sends:
+                entry, offset = letter.where
+                communicator.send(addresses[entry] + offset, letter.count, dtype, letter.peer, stream)
 
 
 class StagedMessages:

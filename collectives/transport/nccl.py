@@ -36,6 +36,10 @@ SHARE_VARIABLE = "NCCL_MULTI_RANK_GPU_ENABLE"
 """NCCL's own setting; with 1, several ranks may use one GPU."""
 
 _SHARES_SINCE = (2, 30, 0)
+_BLOCKS_VARIABLE = "NCCL_MAX_CTAS"
+_BLOCKS_VARIABLES = (_BLOCKS_VARIABLE, "NCCL_MIN_CTAS", "NCCL_MAX_NCHANNELS", "NCCL_MIN_NCHANNELS")
+"""NCCL's own settings of how many thread blocks a kernel of its has; who has set one of them has decided."""
+_MOST_BLOCKS = 8
 _ABORT_SECONDS = 10.0
 _CLOSE_SECONDS = 10.0
 _GRACE_SECONDS = 1.0
@@ -79,7 +83,7 @@ class Communicator(Protocol):
         """Operations until `end_group` are one operation of the stream: none of them waits for another."""
 
     def end_group(self) -> None:
-        """To be called by the thread that began the group, also when an operation in between has raised."""
+        """To be called by the thread that began the group, also when an operation in between has raised: see `Group`."""
 
     def check(self) -> None:
         """Raise what has gone wrong since, outside of any call; also after `abort` and `close`."""
@@ -88,7 +92,29 @@ class Communicator(Protocol):
         """End everything that this rank has under way, in bounded time, and let go of it all; never raises, and twice is once."""
 
     def close(self) -> None:
-        """Let go, in bounded time, when all work is done: the ranks of a host wait for each other. After a failure `abort`."""
+        """Let go, in bounded time, when all work is done: the ranks of a host wait for each other. After a failure `abort`.
+
+        Both wait until no CUDA graph refers to the communicator: destroy those first; with `abort`, meanwhile.
+        """
+
+
+class Group:
+    """``with Group(communicator)``: a group that is ended whatever happens; the first error is the one that is raised."""
+
+    __slots__ = ("_communicator",)
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+
+    def __enter__(self) -> None:
+        self._communicator.begin_group()
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        try:
+            self._communicator.end_group()
+        except TransportError:
+            if error is None:
+                raise
 
 
 class Library(Protocol):
@@ -105,8 +131,8 @@ class Library(Protocol):
     def make_id(self) -> bytes:
         """128 bytes that name a new communicator; one rank makes them, and every rank of it connects with them."""
 
-    def connect(self, rank: int, size: int, unique_id: bytes, timeout: float, device: Device) -> Communicator:
-        """Meet the other ranks; called by all of them, each with its device.
+    def connect(self, rank: int, size: int, unique_id: bytes, timeout: float, device: Device, *, sharers: int = 1) -> Communicator:
+        """Meet the other ranks; called by all of them, each with its device, which ``sharers`` of them use.
 
         Raises:
             CollectiveTimeoutError: one did not come within ``timeout`` seconds.
@@ -278,13 +304,15 @@ class CupyCommunicator:
     Args:
         module: ``cupy.cuda.nccl``.
         communicator: its communicator, connected.
+        device: of this rank.
     """
 
-    def __init__(self, module: Any, communicator: Any, rank: int, size: int) -> None:
+    def __init__(self, module: Any, communicator: Any, rank: int, size: int, device: Device) -> None:
         self.rank = rank
         self.size = size
         self._module = module
         self._communicator = communicator
+        self._device = device
         self._calls = threading.RLock()
         self._end = threading.Lock()
 
@@ -344,7 +372,7 @@ class CupyCommunicator:
         try:
             # Where it fails there is nothing left that could be done.
             with contextlib.suppress(_TimeIsUpError, *_BINDING_ERRORS):
-                _within(_ABORT_SECONDS, "abort", communicator.abort)
+                _within(_ABORT_SECONDS, "abort", self._on_device(communicator.abort))
         finally:
             if idle:
                 self._calls.release()
@@ -354,7 +382,16 @@ class CupyCommunicator:
         if communicator is not None:
             # Where a rank of this host does not close, NCCL's thread stays behind.
             with contextlib.suppress(_TimeIsUpError):
-                _within(_CLOSE_SECONDS, "close", communicator.destroy)
+                _within(_CLOSE_SECONDS, "close", self._on_device(communicator.destroy))
+
+    def _on_device(self, work: Callable[[], object]) -> Callable[[], None]:
+        """In a thread of its own: no capture of the program's may restrict what NCCL frees."""
+
+        def run() -> None:
+            self._device.activate()
+            work()
+
+        return run
 
     def _issue(self, call: str, *arguments: int) -> None:
         with self._calls:
@@ -419,10 +456,13 @@ class CupyNccl:
         except _BINDING_ERRORS as error:
             raise failure("get_unique_id", 0, error) from error
 
-    def connect(self, rank: int, size: int, unique_id: bytes, timeout: float, device: Device) -> Communicator:
+    def connect(self, rank: int, size: int, unique_id: bytes, timeout: float, device: Device, *, sharers: int = 1) -> Communicator:
         module = self._usable()
         # NCCL would else connect the ranks at the first call of each of its algorithms, without a bound, in the middle of a collective.
         os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
+        if sharers > 1 and not any(name in os.environ for name in _BLOCKS_VARIABLES):
+            # The ranks' kernels wait for each other, so all of their blocks must fit the GPU at once, beside those of other kernels.
+            os.environ[_BLOCKS_VARIABLE] = str(max(1, min(_MOST_BLOCKS, device.multiprocessors // (2 * sharers))))
 
         # The thread is also good for two things of NCCL's: binding the caller to the processors next to the GPU while it connects, and
         # the open group that it leaves in the thread when destroying a communicator that did not come about.
@@ -437,10 +477,10 @@ class CupyNccl:
             communicator = _within(timeout, "connect", meet, late=lambda communicator: communicator.abort())
         except _TimeIsUpError:
             raise CollectiveTimeoutError(
-                f"rank {rank}: the {size} ranks did not all come to connect with NCCL within {timeout:g} s: is one of them still busy or "
-                f"gone? A larger COLLECTIVES_TIMEOUT waits longer; NCCL_DEBUG=INFO shows who is there"
+                f"rank {rank}: the {size} ranks did not all connect with NCCL within {timeout:g} s: does a firewall, or the wrong network "
+                f"(NCCL_SOCKET_IFNAME), keep them apart? NCCL_DEBUG=INFO shows who is there"
             ) from None
-        return CupyCommunicator(module, communicator, rank, size)
+        return CupyCommunicator(module, communicator, rank, size, device)
 
     @property
     def _module(self) -> Any:
@@ -492,14 +532,11 @@ def warm_up(communicator: Communicator, device: Device, scratch: int, stream: in
 
     def talk() -> None:
         device.activate()
-        communicator.begin_group()
-        try:
+        with Group(communicator):
             for distance in range(1, size):
                 to, origin = (rank + distance) % size, (rank - distance) % size
                 communicator.send(scratch + to, 1, _BYTE, to, stream)
                 communicator.receive(scratch + size + origin, 1, _BYTE, origin, stream)
-        finally:
-            communicator.end_group()
         device.drain(stream)
 
     if size == 1:
@@ -509,7 +546,7 @@ def warm_up(communicator: Communicator, device: Device, scratch: int, stream: in
     except _TimeIsUpError:
         communicator.abort()
         raise CollectiveTimeoutError(
-            f"rank {rank}: NCCL could not connect with all of the {size - 1} other ranks within {timeout:g} s: is one of them gone? "
-            f"NCCL_DEBUG=INFO shows who is there, a larger COLLECTIVES_TIMEOUT waits longer"
+            f"rank {rank}: NCCL could not connect with all of the {size - 1} other ranks within {timeout:g} s: does a firewall, or the "
+            f"wrong network (NCCL_SOCKET_IFNAME), keep them apart? NCCL_DEBUG=INFO shows who is there"
         ) from None
     communicator.check()

@@ -7,6 +7,7 @@ work cannot end, it aborts the communicators, which ends the kernels, and tells.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -34,6 +35,7 @@ class Watch:
         check_peers: raises if a peer has died or failed.
         on_failure: called once, in the watch's thread, with what was raised, when everything has been aborted. It must not wait for
             who may be in `close`.
+        on_abort: called once communicators are being aborted: gives back what they wait for then.
         interval: seconds between two looks.
     """
 
@@ -43,6 +45,7 @@ class Watch:
         communicators: Sequence[Communicator],
         check_peers: Callable[[], None],
         on_failure: Callable[[Exception], None],
+        on_abort: Callable[[], None] = lambda: None,
         *,
         interval: float = 0.1,
     ) -> None:
@@ -51,6 +54,7 @@ class Watch:
         self._communicators = communicators
         self._check_peers = check_peers
         self._on_failure = on_failure
+        self._on_abort = on_abort
         self._interval = interval
         self._suspicious = False
         self._flight = _Flight(device)
@@ -105,6 +109,8 @@ class Watch:
         aborts = [threading.Thread(target=communicator.abort, daemon=True) for communicator in list(self._communicators)]
         for abort in aborts:
             abort.start()
+        with contextlib.suppress(Exception):  # a broken device destroys nothing: the aborts have bounds of their own
+            self._on_abort()
         for abort in aborts:
             abort.join(_ABORT_SECONDS)
         if not self._flight.closed:

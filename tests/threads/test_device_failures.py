@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from collectives.config import Config
-from collectives.cuda import devices
+from collectives.cuda import accelerator, devices
 from collectives.cuda.device import active
-from collectives.errors import InvalidArgumentError, MismatchError, RankFailedError, TransportError
+from collectives.errors import CollectiveTimeoutError, InvalidArgumentError, MismatchError, RankFailedError, TransportError
 from collectives.transport import threads
 from collectives.world import World
 from tests.emulated_cuda import EmulatedProvider
@@ -46,7 +46,8 @@ class Silent:
 
 @pytest.mark.parametrize("notices", ["NCCL", "host"])
 def test_work_that_a_peer_never_issues_is_aborted(notices: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Either the communicator says that it failed, or the peer that has failed says so; the kernel that waits could not tell."""
+    """Either the communicator says that it failed, or the peer that has failed says so; the kernel that waits could not tell. Graphs that
+    refer to the communicator do not hold that up."""
     silent, checked = Silent(monkeypatch, rank=1), threading.Event()
     seconds: list[float] = []
 
@@ -56,6 +57,10 @@ def test_work_that_a_peer_never_issues_is_aborted(notices: str, monkeypatch: pyt
         device.activate()
         with own_stream(device):
             assert (maker.host(world.allreduce(ones(maker), transport="nccl", algorithm="native")) == 1).all()
+            replayed = ones(maker)
+            for _ in range(3):
+                world.allreduce_(replayed, transport="nccl", algorithm="ring")
+            assert (maker.host(replayed) == 1).all() and device.graphs
             world.barrier()
             silent.armed.set()
             pending = world.allreduce_async(ones(maker), transport="nccl", algorithm="native", name="pending")
@@ -73,6 +78,7 @@ def test_work_that_a_peer_never_issues_is_aborted(notices: str, monkeypatch: pyt
                 assert time.monotonic() - began < BOUND, "nobody noticed"
                 time.sleep(0.01)
             seconds.append(time.monotonic() - began)
+            assert not device.graphs and not device.violations, device.violations
             told = "the model exploded" if notices == "host" else "NCCL's communicator has failed"
             for call in (lambda: world.allreduce(ones(maker)), lambda: world.synchronize(pending)):
                 with pytest.raises((RankFailedError, TransportError), match=told) as caught:
@@ -82,7 +88,7 @@ def test_work_that_a_peer_never_issues_is_aborted(notices: str, monkeypatch: pyt
 
     library = EmulatedNccl(2, timeout=1.0 if notices == "NCCL" else 30.0)
     with emulated(2, library=library) as provider:
-        config = Config(timeout=30, host_until=0)
+        config = Config(timeout=30, host_until=0, cuda_graphs=True)
         with pytest.raises(ValueError, match="exploded") if notices == "host" else contextlib.nullcontext():
             threads.run(2, program, timeout=20, make_world=lambda group: World(activated(provider, group), config))
     assert seconds and seconds[0] < BOUND
@@ -193,3 +199,41 @@ def on_its_device(world: World, provider: EmulatedProvider, program: Callable[[W
     device = provider.device(world.rank)
     with active(device), own_stream(device):
         program(world, EmulatedMaker(device))
+
+
+def test_nccl_that_hangs_while_it_connects_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a time of its own, since all ranks are there, and not after that for ranks that are busy."""
+    waited: list[float] = []
+
+    class Stuck(EmulatedNccl):
+        def connect(self, rank: int, size: int, unique_id: bytes, timeout: float, *arguments: Any, **options: Any) -> Any:
+            waited.append(timeout)
+            if rank == 1:
+                time.sleep(min(timeout, BOUND))  # the hang itself
+                raise CollectiveTimeoutError(f"rank 1: the {size} ranks did not all connect with NCCL within {timeout:g} s")
+            return super().connect(rank, size, unique_id, timeout, *arguments, **options)
+
+    def program(world: World, maker: EmulatedMaker) -> None:
+        np.testing.assert_array_equal(maker.host(world.allreduce(ones(maker))), 1)
+        with pytest.raises(TransportError, match=r"within 0\.2 s"):
+            world.allreduce(ones(maker), transport="nccl")
+
+    assert accelerator._CONNECT_WITHIN == 120
+    monkeypatch.setattr(accelerator, "_CONNECT_WITHIN", 0.2)
+    with emulated(2, library=Stuck(2)) as provider:
+        on_threads(2, program, provider, config=Config(timeout=1800, host_until=0))
+    assert waited == [0.2, 0.2]
+
+
+@pytest.mark.parametrize(("count", "sharers"), [(1, 4), (2, 2), (4, 1)])
+def test_nccl_hears_how_many_ranks_share_a_gpu(count: int, sharers: int) -> None:
+    heard: list[int] = []
+
+    class Listening(EmulatedNccl):
+        def connect(self, *arguments: Any, sharers: int = 1) -> Any:
+            heard.append(sharers)
+            return super().connect(*arguments)
+
+    with emulated(count, library=Listening(4)) as provider:
+        on_threads(4, lambda world, maker: world.allreduce(ones(maker), transport="nccl"), provider, config=Config(host_until=0))
+    assert heard == [sharers] * 4

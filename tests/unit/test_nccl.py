@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import queue
 import threading
 import weakref
@@ -14,6 +15,8 @@ import numpy as np
 import pytest
 
 from collectives import dtypes
+from collectives.cuda.launches import Letter
+from collectives.cuda.messages import NcclMessages
 from collectives.errors import CollectiveTimeoutError, InvalidTypeError, MissingDependencyError, RankFailedError, TransportError
 from collectives.reduction import Op
 from collectives.transport import nccl
@@ -102,7 +105,7 @@ def test_cupy_raises_what_is_expected_of_it() -> None:
     assert library.version() >= (2, 20, 0)
     first, second = library.make_id(), library.make_id()
     assert len(first) == len(second) == 128 and first != second
-    unconnected = nccl.CupyCommunicator(cupy_nccl, cupy_nccl.NcclCommunicator.__new__(cupy_nccl.NcclCommunicator), 0, 2)
+    unconnected = nccl.CupyCommunicator(cupy_nccl, cupy_nccl.NcclCommunicator.__new__(cupy_nccl.NcclCommunicator), 0, 2, FakeDevice())
     for call in (lambda: unconnected.all_reduce(0, 0, 1, dtype("int32"), Op.SUM, 0), lambda: unconnected.send(0, 1, dtype("int16"), 1, 0)):
         with pytest.raises(TransportError, match="ncclInvalidArgument"):
             call()
@@ -178,7 +181,7 @@ class FakeModule:
 
 def adapter(rank: int = 1, size: int = 4) -> tuple[nccl.CupyCommunicator, FakeCommunicator, FakeModule]:
     module, fake = FakeModule(), FakeCommunicator()
-    return nccl.CupyCommunicator(module, fake, rank, size), fake, module
+    return nccl.CupyCommunicator(module, fake, rank, size, FakeDevice()), fake, module
 
 
 def test_operations_arrive_with_counts_in_words() -> None:
@@ -255,6 +258,19 @@ def test_after_the_end_everything_is_refused_and_the_end_comes_once(end: str) ->
     assert fake.calls == []
 
 
+@pytest.mark.parametrize("group_status", [0, 3])
+def test_a_group_is_ended_when_a_call_in_it_raises(group_status: int) -> None:
+    """And what that call raises is told, not what NCCL says of the group."""
+    communicator, fake, module = adapter()
+    messages = NcclMessages(communicator)
+    fake.status, module.group_status = 1, group_status
+    letters = [Letter(2, (0, 0), 4)]
+    with pytest.raises(TransportError, match="send failed: ncclUnhandledCudaError"):
+        messages.exchange([], letters, np.array([64], np.int64), dtype("int32"), 7)
+    assert module.groups == ["start", "end"]
+    assert not communicator._calls._is_owned()  # type: ignore[attr-defined]
+
+
 def test_an_abort_waits_for_a_group_and_ends_a_call_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nccl, "_GRACE_SECONDS", 0.05)
     communicator, fake, _ = adapter()
@@ -291,7 +307,7 @@ def test_an_abort_and_a_close_that_hang_are_left_behind(monkeypatch: pytest.Monk
 
     for end in ("abort", "close"):
         stuck = SimpleNamespace(abort=hang, destroy=hang)
-        getattr(nccl.CupyCommunicator(FakeModule(), stuck, 0, 2), end)()
+        getattr(nccl.CupyCommunicator(FakeModule(), stuck, 0, 2, FakeDevice()), end)()
         assert begun.acquire(timeout=SECONDS)
     never.set()
 
@@ -303,6 +319,7 @@ class FakeDevice:
     """Notes down which threads have activated it."""
 
     def __init__(self) -> None:
+        self.multiprocessors = 132
         self.active: set[int] = set()
         self.done: set[int] = set()
 
@@ -341,11 +358,58 @@ def test_connecting_is_bounded_and_what_comes_too_late_is_aborted() -> None:
         assert proceed.wait(SECONDS)
         return SimpleNamespace(abort=aborted.set)
 
-    with pytest.raises(CollectiveTimeoutError, match="rank 0: the 2 ranks did not all come"):
+    with pytest.raises(CollectiveTimeoutError, match="rank 0: the 2 ranks did not all connect"):
         nccl.CupyNccl(FakeModule(meet)).connect(0, 2, bytes(128), 0.02, FakeDevice())
     assert not aborted.is_set()
     proceed.set()
     assert aborted.wait(SECONDS)
+
+
+@pytest.mark.parametrize(
+    ("sharers", "multiprocessors", "given", "expected"),
+    [
+        (1, 132, {}, None),
+        (2, 132, {}, "8"),
+        (4, 132, {}, "8"),
+        (16, 132, {}, "4"),
+        (4, 16, {}, "2"),
+        (4, 4, {}, "1"),
+        (4, 132, {"NCCL_MAX_CTAS": "16"}, "16"),
+        (4, 132, {"NCCL_MIN_CTAS": "16"}, None),
+        (4, 132, {"NCCL_MIN_NCHANNELS": "16"}, None),
+    ],
+)
+def test_ranks_that_share_a_gpu_leave_room_for_each_other(
+    sharers: int, multiprocessors: int, given: dict[str, str], expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the communicator is made, when NCCL reads it; unless the user has decided."""
+    seen: list[str | None] = []
+
+    def meet(size: int, unique_id: bytes, rank: int) -> FakeCommunicator:
+        seen.append(os.environ.get("NCCL_MAX_CTAS"))
+        return FakeCommunicator()
+
+    with monkeypatch.context() as patched:
+        for name in ("NCCL_MAX_CTAS", "NCCL_MIN_CTAS", "NCCL_MAX_NCHANNELS", "NCCL_MIN_NCHANNELS"):
+            patched.setenv(name, "")  # so that it is restored, whatever is set meanwhile
+            patched.delenv(name)
+        for name, value in given.items():
+            patched.setenv(name, value)
+        device = FakeDevice()
+        device.multiprocessors = multiprocessors
+        nccl.CupyNccl(FakeModule(meet)).connect(0, 4, bytes(128), SECONDS, device, sharers=sharers)
+    assert seen == [expected]
+
+
+@pytest.mark.parametrize("end", ["abort", "close"])
+def test_the_end_comes_in_a_thread_on_which_the_device_is_active(end: str) -> None:
+    """No capture of the program's restricts what NCCL frees there."""
+    communicator, fake, _ = adapter()
+    threads: list[int] = []
+    fake.abort = fake.destroy = lambda: threads.append(threading.get_ident())  # type: ignore[method-assign]
+    getattr(communicator, end)()
+    device: Any = communicator._device
+    assert threads and set(threads) <= device.active
 
 
 def test_gpus_are_shared_only_where_nccl_can_and_may(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -769,6 +833,26 @@ def test_emulated_groups_exchange() -> None:
 
     each(2, exchange)
     assert taken[0].tolist() == [2, 2] and taken[1].tolist() == [1, 1]
+
+
+def test_emulated_groups_in_which_a_call_failed_do_nothing() -> None:
+    group = ranks(2)
+    data, kind = np.zeros(4, np.float32), np.dtype(np.float32)
+
+    def work(rank: int) -> None:
+        communicator, stream = group[rank].communicator, group[rank].stream
+        communicator.begin_group()
+        communicator.send(at(data), 1, kind, 1 - rank, stream)
+        with pytest.raises(TransportError, match="ncclInvalidArgument"):
+            communicator.send(at(data), 1, kind, 7, stream)
+        with pytest.raises(TransportError, match="ncclInvalidUsage"):
+            communicator.end_group()
+        group[rank].drain()
+        communicator.all_reduce(at(data), at(data), 4, kind, Op.SUM, stream)  # the next group is a new one
+        group[rank].drain()
+        communicator.check()
+
+    each(2, work)
 
 
 def test_emulated_groups_span_the_communicators_of_a_thread() -> None:

@@ -50,6 +50,7 @@ class EmulatedDevice:
         delays: a seed, with which streams dawdle before each piece of work; None: they do not.
         capacity: bytes of memory; None: no limit.
         patience: seconds after which a stream that waits for an event makes the device count as broken.
+        refuse_peers: kernels cannot reach other GPUs' memory, as where there is no link that they could.
         refuse_sharing: exporting and importing are refused, as in some containers.
         reuse_addresses: new allocations lie where freed ones of that size were, as with the real driver. A use after free is then silent.
 
@@ -68,6 +69,7 @@ class EmulatedDevice:
         delays: int | None = None,
         capacity: int | None = None,
         patience: float = 20.0,
+        refuse_peers: bool = False,
         refuse_sharing: bool = False,
         reuse_addresses: bool = False,
     ) -> None:
@@ -78,7 +80,9 @@ class EmulatedDevice:
         self.shared_unit = 4096
         self.violations: list[str] = []
         self.launches = 0
+        self.refuse_peers = refuse_peers
         self.refuse_sharing = refuse_sharing
+        self._peers: set[int] = set()
         self._delays, self._capacity, self._reuse = delays, capacity, reuse_addresses
         self._health = Health(patience)
         self._lock = threading.RLock()
@@ -240,6 +244,12 @@ class EmulatedDevice:
         self._check_sharing()
         return self._add_event(Event(self.identity, theirs=Page.open(handle)))
 
+    def reach(self, peer: int) -> None:
+        self._check_current()
+        if self.refuse_peers:
+            raise TransportError(f"kernels of device {self.index} cannot reach the memory of device {peer}")
+        self._peers.add(peer)
+
     # ---- kernels ------------------------------------------------------------------------------------------------------------------
 
     def function(self, source: str, name: str) -> int:
@@ -268,6 +278,7 @@ class EmulatedDevice:
             for value in values:
                 # What looks like an address may be one, alone or in a table; where it points says whether it is.
                 for word in memoryview(value).cast("B").cast("Q") if len(value) % 8 == 0 else ():
+                    self._check_reach(kernel.name, word)
                     if (problem := SPACE.illegal(word, 1)) and not problem.fatal:
                         self.violations.append(f"kernel {kernel.name} was given an address: {problem.text}")
             kernel(grid, threads, ctypes.addressof(kept))
@@ -400,6 +411,15 @@ class EmulatedDevice:
             own = capture.thread == thread and RELAXED not in (mode, capture.mode)
             if own or GLOBAL == mode == capture.mode:
                 capture.refuse(f"a thread must not {what} while this is captured")
+
+    def _check_reach(self, kernel: str, address: int) -> None:
+        """Kernels reach the memory of another GPU of this process only once that was enabled; copies need no leave."""
+        piece = SPACE.find(address)
+        owner = piece.owner if piece is not None and piece.kind == "device" and not piece.freed else None
+        if isinstance(owner, EmulatedDevice) and owner.identity != self.identity and owner.index not in self._peers:
+            raise TransportError(
+                f"illegal memory access: kernel {kernel} of device {self.index} at {address:#x} of device {owner.index}: no peer access"
+            )
 
     def _check_sharing(self) -> None:
         self._check_current()

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 SIGNATURES = {
     "runtime": """
         check_status(int status)
+        deviceCanAccessPeer(int device, int peerDevice) -> int
+        deviceEnablePeerAccess(int peerDevice)
         deviceGetAttribute(int attrib, int device) -> int
         eventCreateWithFlags(unsigned int flags) -> intptr_t
         eventDestroy(intptr_t event)
@@ -131,6 +133,7 @@ class FakeCupy:
         self._host: list[Any] = []
         self.results: dict[str, Any] = {
             "check_status": self._check_status,
+            "deviceCanAccessPeer": 1,
             "deviceGetAttribute": lambda attribute, device: {16: 132, 75: 9, 76: 0}[attribute],
             "eventQuery": 0,
             "getDevice": 0,

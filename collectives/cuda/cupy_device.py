@@ -288,6 +288,19 @@ class CupyDevice:
             event: int = runtime.ipcOpenEventHandle(handle)
         return event
 
+    def reach(self, peer: int) -> None:
+        with _Attempt(self, f"reach the memory of GPU {peer}", sharing=True):
+            if not runtime.deviceCanAccessPeer(self.index, peer):
+                raise TransportError(
+                    f"GPU {self.index} ({self.name}): its kernels cannot reach the memory of GPU {peer}: nvidia-smi topo -p2p r shows "
+                    f"which GPUs can"
+                )
+            try:
+                runtime.deviceEnablePeerAccess(peer)
+            except RuntimeError as error:
+                if not str(error).startswith("cudaErrorPeerAccessAlreadyEnabled"):  # by another world, or by the program
+                    raise
+
     # ---- kernels -----------------------------------------------------------------------------------------------------------------
 
     def function(self, source: str, name: str) -> int:

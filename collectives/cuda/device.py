@@ -133,6 +133,15 @@ class Device(Protocol):
     def import_event(self, handle: bytes) -> int:
         """The other process's event, to wait for; raises as `export_memory`."""
 
+    def reach(self, peer: int) -> None:
+        """Let this device's kernels reach the memory of another GPU that this process uses, ``peer`` by its number.
+
+        Imported memory needs no such leave, nor does `copy`.
+
+        Raises:
+            TransportError: there is no link between the two by which kernels could.
+        """
+
     # ---- kernels -----------------------------------------------------------------------------------------------------------------
 
     def function(self, source: str, name: str) -> int:

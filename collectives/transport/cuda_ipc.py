@@ -20,7 +20,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from collectives.cuda.device import Allocation, Device
+from collectives.cuda.kernels import Kernels
+from collectives.cuda.kernels_source import WAYS
 from collectives.errors import TransportError
 
 WORDS = 12
@@ -87,6 +91,8 @@ class Card(NamedTuple):
 
     process: int
     """Of which process it is: a number that no other process has, whatever containers they are in."""
+    device: int
+    """The number by which that process knows its GPU."""
     events: tuple[int, ...]
     """Its events, as its own process knows them."""
     handles: tuple[bytes, ...]
@@ -118,11 +124,13 @@ class IpcMemory:
         """By the owner's process and the allocation's number there."""
         self._processes: dict[int, int] = {}
         self._neighbours: set[int] = set()
-        self._all_near = False
+        self._all_near = self._one_gpu = False
         self.events: dict[int, Sequence[int]] = {rank: [device.create_event(shared=True) for _ in range(events)]}
         """Every rank's events, by rank."""
         self._imported: list[int] = []
         self._probe = device.allocate(_PROBE_BYTES, shared=True)
+        # A kernel, since copies reach more than kernels do. Made here: to load it may make the driver wait for the whole device.
+        self._look = Kernels(device).combination(None, np.dtype(np.int64), [(1, 1, 1)])
 
     def card(self, stream: int) -> Card:
         """What the peers need; the memory that they will look at is written on ``stream``, and done."""
@@ -131,7 +139,7 @@ class IpcMemory:
         number[:] = bytearray(struct.pack("q", self._rank))
         device.copy(self._probe, int(number.ctypes.data), 8, stream)
         device.drain(stream)
-        return Card(_PROCESS, own, tuple(device.export_event(event) for event in own), self.describe(self._probe))
+        return Card(_PROCESS, device.index, own, tuple(device.export_event(event) for event in own), self.describe(self._probe))
 
     def connect(self, cards: dict[int, Card], stream: int) -> None:
         """Reach the peers, and look whether what is found there is theirs.
@@ -140,7 +148,7 @@ class IpcMemory:
             TransportError: it is not, or they cannot be reached.
         """
         device = self._device
-        seen = device.pinned(8)
+        seen, sees = device.pinned(8), self._look
         for peer, card in cards.items():
             if peer == self._rank:
                 continue
@@ -148,16 +156,19 @@ class IpcMemory:
             if card.process == _PROCESS:
                 self._neighbours.add(peer)
                 self.events[peer] = card.events
+                if card.device != device.index:
+                    device.reach(card.device)
             else:
                 self.events[peer] = events = [device.import_event(handle) for handle in card.handles]
                 self._imported += events
-            device.copy(int(seen.ctypes.data), self.locate(peer, card.probe), 8, stream)
+            sees.pointers[0, 0], sees.pointers[0, WAYS] = self.locate(peer, card.probe), seen.ctypes.data
+            sees.launch(stream)
             device.drain(stream)
             found = struct.unpack("q", seen.tobytes())[0]
             if found != peer:
                 raise TransportError(f"rank {self._rank}: expected number {peer} in the device memory of rank {peer}, found {found}")
-
         self._all_near = len(self._neighbours) == len(cards) - 1
+        self._one_gpu = self._all_near and {card.device for card in cards.values()} == {device.index}
 
     def describe(self, address: int) -> tuple[int, ...]:
         """An address of this rank's device memory in `WORDS` words.
@@ -165,7 +176,7 @@ class IpcMemory:
         Raises:
             TransportError: the memory cannot be shared.
         """
-        if self._all_near:
+        if self._one_gpu:
             return (address, *_NAMELESS)
         allocation = self._device.allocation(address)
         name = self._exported.get(allocation.serial)
@@ -179,8 +190,9 @@ class IpcMemory:
         """An allocation's name, or why it has none; remembered in either case."""
         name: tuple[int, ...] | str
         try:
-            # The driver would share a small allocation's neighbours as well, and may refuse to map two of one block.
-            if allocation.nbytes < self._device.shared_unit:
+            # The driver would share a small allocation's neighbours as well, and may refuse to map two of one block. Between the GPUs of
+            # one process nothing is mapped, but what has no name is such memory as kernels of other GPUs are not let into.
+            if allocation.nbytes < self._device.shared_unit and not self._all_near:
                 name = f"an allocation of {allocation.nbytes} bytes is not shared: it is part of a block with others"
             else:
                 name = struct.unpack("8q", self._device.export_memory(allocation.base))

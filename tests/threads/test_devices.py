@@ -20,6 +20,7 @@ from collectives.world import World
 from tests import gpu_scenarios as scenarios
 from tests.emulated_cuda import EmulatedDevice
 from tests.emulated_gate import Gate
+from tests.emulated_memory import SPACE
 from tests.emulated_nccl import EmulatedNccl
 from tests.emulated_ranks import PATIENCE, emulated, on_threads
 from tests.gpu_makers import EmulatedMaker
@@ -269,3 +270,41 @@ def test_nccl_that_cannot_connect_is_done_without(caplog: pytest.LogCaptureFixtu
             on_threads(2, program, provider, config=Config(timeout=PATIENCE, host_until=0))
         said = [record.getMessage() for record in caplog.records if "cannot connect" in record.getMessage()]
         assert len(said) == (devices == 2), said
+
+
+@pytest.mark.parametrize("nccl", [True, False], ids=["NCCL", "no NCCL"])
+def test_gpus_whose_kernels_cannot_reach_each_other(nccl: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Copies between them work, so only a kernel finds out; the ranks go another way, and the user is told why."""
+
+    def program(world: World, maker: EmulatedMaker) -> None:
+        for count in (3, 100_003):
+            tensor = maker.device(np.full(count, float(world.rank), np.float32))
+            np.testing.assert_array_equal(maker.host(world.allreduce(tensor, average=False)), 1.0)
+        with pytest.raises(TransportError, match=r"kernels of device . cannot reach the memory of device"):
+            world.allreduce(tensor, transport="cuda-ipc")
+
+    library = None if nccl else EmulatedNccl(1, missing="NCCL is not here")
+    with emulated(2, library=library, refuse_peers=True) as provider:
+        on_threads(2, program, provider, config=Config(timeout=PATIENCE, host_until=0))
+    (told,) = [text for record in caplog.records if "CUDA IPC cannot be used" in (text := record.getMessage())]
+    assert "cannot reach the memory" in told and ("through NCCL" if nccl else "through host memory") in told
+
+
+def test_memory_that_is_no_plain_allocation_is_copied_between_gpus_of_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Peer access holds for what cudaMalloc gave; memory that was mapped piecemeal has its own rules."""
+    exported = EmulatedDevice.export_memory
+    refused = threading.Event()
+
+    def export(device: EmulatedDevice, base: int) -> bytes:
+        if SPACE.allocation(base).blocks is not None:
+            refused.set()
+            raise TransportError("memory that is mapped piecemeal has no name")
+        return exported(device, base)
+
+    def program(world: World, maker: EmulatedMaker) -> None:
+        scenarios.odd_addresses_and_layouts(world, maker, {"transport": "cuda-ipc"})
+
+    monkeypatch.setattr(EmulatedDevice, "export_memory", export)
+    with emulated(2) as provider:
+        on_threads(2, program, provider, config=Config(timeout=PATIENCE, host_until=0))
+    assert refused.is_set()

@@ -239,6 +239,19 @@ def test_sharing_that_is_refused(do: Callable[[Any], object], error: str, device
         do(device)
 
 
+def test_kernels_are_let_into_another_gpus_memory(device: Any, cupy: FakeCupy) -> None:
+    device.reach(0)
+    assert (cupy.called("deviceCanAccessPeer"), cupy.called("deviceEnablePeerAccess")) == ([(1, 0)], [(0,)])
+    cupy.failures["deviceEnablePeerAccess"] = CudaError("cudaErrorPeerAccessAlreadyEnabled: peer access is already enabled")
+    device.reach(0)
+    cupy.failures["deviceEnablePeerAccess"] = CudaError("cudaErrorInvalidDevice: invalid device ordinal")
+    with pytest.raises(TransportError, match=r"GPU 1 .*: cannot reach the memory of GPU 0: cudaErrorInvalidDevice"):
+        device.reach(0)
+    cupy.results["deviceCanAccessPeer"] = 0
+    with pytest.raises(TransportError, match=r"GPU 1 .*: its kernels cannot reach the memory of GPU 0: nvidia-smi topo"):
+        device.reach(0)
+
+
 def test_pinned_memory_lives_as_long_as_a_view_of_it_and_is_used_again(device: Any, cupy: FakeCupy) -> None:
     memory = device.pinned(1024)
     assert (memory.dtype, memory.shape, memory.flags.writeable) == (np.uint8, (1024,), True)

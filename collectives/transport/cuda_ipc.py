@@ -12,6 +12,8 @@ work itself. No kernel ever spins.
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import secrets
 import struct
 import threading
@@ -32,7 +34,13 @@ WORDS = 12
 
 _NAMELESS = (0,) * (WORDS - 1)
 _PROCESS = secrets.randbits(63)
-_MOST_MAPPINGS = 64
+_MOST_MAPPINGS = 4096
+_BATCH = 1024
+"""Mappings that are given back together where there are too many: the device is waited for once."""
+_FILLED = 16 << 30
+_OLD = 20_000
+"""From so many mapped bytes on, what was not looked up within so many lookups is given back: its owner may have freed it, and the memory
+stays allocated while it is mapped."""
 _MOST_NAMES = 4096
 _PROBE_BYTES = 4096
 
@@ -60,30 +68,56 @@ class Mappings:
         self._lock = threading.Lock()
         self._known: dict[tuple[int, int], _Mapping] = {}
         """By process and the allocation's number there."""
+        self._places: dict[int, list[tuple[int, int]]] = {}
+        """Of each process: where its allocations begin, ascending, and their numbers. They do not overlap."""
 
     def take(self, device: Device, process: int, serial: int, base: int, nbytes: int, handle: bytes) -> int:
         """Where the allocation begins here; `give` it back as often as it was taken."""
         with self._lock:
             known = self._known.get((process, serial))
             if known is None:
-                for key, old in list(self._known.items()):
-                    if key[0] == process and old.base < base + nbytes and base < old.end:
-                        del self._known[key]
-                        device.forget_memory(old.address)
+                for old in self._overlapping(process, base, nbytes):
+                    self._forget(device, process, old)
                 known = self._known[process, serial] = _Mapping(device.import_memory(handle), base, nbytes)
+                bisect.insort(self._places.setdefault(process, []), (base, serial))
             known.users += 1
             return known.address
 
-    def give(self, device: Device, process: int, serial: int) -> None:
-        """Give a mapping back, if there still is one."""
+    def give(self, device: Device, process: int, serial: int) -> int:
+        """Give a mapping back, if there still is one; the bytes that are mapped no more, because nobody else uses it."""
         with self._lock:
             known = self._known.get((process, serial))
             if known is None:
-                return
+                return 0
             known.users -= 1
-            if not known.users:
-                del self._known[process, serial]
-                device.forget_memory(known.address)
+            if known.users:
+                return 0
+            self._forget(device, process, serial)
+            return known.end - known.base
+
+    def _overlapping(self, process: int, base: int, nbytes: int) -> list[int]:
+        """The numbers of a process's allocations that overlap these bytes of it."""
+        places = self._places.get(process, [])
+        at = bisect.bisect_left(places, (base,))
+        if at and self._known[process, places[at - 1][1]].end > base:
+            at -= 1
+        return [serial for _, serial in itertools.takewhile(lambda place: place[0] < base + nbytes, itertools.islice(places, at, None))]
+
+    def _forget(self, device: Device, process: int, serial: int) -> None:
+        known = self._known.pop((process, serial))
+        self._places[process].remove((known.base, serial))
+        device.forget_memory(known.address)
+
+
+class _Use:
+    """A mapping as one world uses it."""
+
+    __slots__ = ("address", "nbytes", "used")
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.address, self.nbytes = address, nbytes
+        self.used = 0
+        """The number of its latest lookup."""
 
 
 class Card(NamedTuple):
@@ -120,8 +154,9 @@ class IpcMemory:
         self._mappings = _mappings_of(device)
         self._quiesce = quiesce
         self._exported: dict[int, tuple[int, ...] | str] = {}
-        self._mapped: OrderedDict[tuple[int, int], int] = OrderedDict()
-        """By the owner's process and the allocation's number there."""
+        self._mapped: OrderedDict[tuple[int, int], _Use] = OrderedDict()
+        """By the owner's process and the allocation's number there; the latest used is the last."""
+        self._mapped_bytes = self._lookups = 0
         self._processes: dict[int, int] = {}
         self._neighbours: set[int] = set()
         self._all_near = self._one_gpu = False
@@ -211,20 +246,46 @@ class IpcMemory:
         key = (self._processes[peer], serial)
         known = self._mapped.get(key)
         if known is None:
-            if len(self._mapped) >= _MOST_MAPPINGS:
-                self._quiesce()
-                self._mappings.give(self._device, *self._mapped.popitem(last=False)[0])
+            self._make_room(nbytes)
             handle = struct.pack("8q", *words[4:WORDS])
-            known = self._mapped[key] = self._mappings.take(self._device, *key, address - offset, nbytes, handle)
+            known = self._mapped[key] = _Use(self._mappings.take(self._device, *key, address - offset, nbytes, handle), nbytes)
+            self._mapped_bytes += nbytes
         else:
             self._mapped.move_to_end(key)
-        return known + offset
+        self._lookups += 1
+        known.used = self._lookups
+        return known.address + offset
+
+    def _make_room(self, nbytes: int) -> None:
+        """Give back what is to be given back before so many more bytes are mapped."""
+        most = _BATCH if len(self._mapped) >= _MOST_MAPPINGS else 0
+        if not most and self._mapped_bytes + nbytes <= _FILLED:
+            return
+        longest_unused = []
+        for key, known in self._mapped.items():
+            if len(longest_unused) >= most and self._lookups - known.used <= _OLD:
+                break
+            longest_unused.append(key)
+        if longest_unused:
+            self._quiesce()
+            self._give(longest_unused)
+
+    def _give(self, keys: Sequence[tuple[int, int]]) -> int:
+        """Give mappings back, which the device is done with; the bytes that are mapped no more."""
+        for key in keys:
+            self._mapped_bytes -= self._mapped.pop(key).nbytes
+        return sum(self._mappings.give(self._device, *key) for key in keys)
+
+    def release(self) -> int:
+        """Give back the peers' memory, to be mapped again where it is looked up again; the bytes that are mapped no more."""
+        if not self._mapped:
+            return 0
+        self._quiesce()
+        return self._give(list(self._mapped))
 
     def forget(self) -> None:
         """Give back the peers' memory and events; the device must be done with them."""
-        for key in self._mapped:
-            self._mappings.give(self._device, *key)
-        self._mapped.clear()
+        self._give(list(self._mapped))
         for event in self._imported:
             self._device.destroy_event(event)
         self._imported.clear()

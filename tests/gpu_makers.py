@@ -14,6 +14,9 @@ from tests.scenarios import DTYPES
 if TYPE_CHECKING:
     from tests.emulated_cuda import EmulatedDevice
 
+_POOL_BYTES, _POOL_STEP = 256 << 20, 512
+"""Of the allocation that CuPy's pool is warmed with, and of its smallest block."""
+
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
@@ -62,6 +65,23 @@ class CupyMaker:
 
     def is_mine(self, tensor: Any) -> bool:
         return isinstance(tensor, self.cupy.ndarray)
+
+    def warm(self, rank: int) -> str:
+        """Have CuPy's pool carve what this stream asks for next out of one allocation, from an offset of this rank's own.
+
+        The engine maps an allocation of 2 MiB or more where it is, and copies smaller ones; and a small tensor from an empty pool has an
+        allocation of its own. So without this, hardly a tensor would be mapped, and each at offset 0.
+
+        Returns:
+            Where the next arrays are, for the log.
+        """
+        whole = self.cupy.empty(_POOL_BYTES, np.uint8)
+        begin = whole.data.ptr
+        del whole
+        self._filler = self.cupy.empty(_POOL_STEP * (2 * rank + 1), np.uint8)
+        offset = self.cupy.empty(1, np.uint8).data.ptr - begin
+        assert 0 < offset < _POOL_BYTES, f"CuPy's pool did not carve: expected an offset in {_POOL_BYTES} bytes, found {offset}"
+        return f"arrays begin at offset {offset} of an allocation of {_POOL_BYTES >> 20} MiB"
 
 
 class TorchMaker:

@@ -1,88 +1,90 @@
 """``python -m benchmarks.gpu``: every GPU check, within a budget; a table at the end, and everything as JSON.
 
+``--device cpu`` rehearses it where there is no GPU: the same parts in the same order, those that can on emulated GPUs or on the CPU; what
+cannot run is named, with the reason.
+
 Exit status: 0 if all is well; 1 if something failed, missed its bar, took too long, or was not reached; 2 without a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import difflib
 import os
-import subprocess
 import sys
-from collections.abc import Sequence
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu import parts as all_parts
+from benchmarks.gpu import report
 from benchmarks.gpu.runner import Outcome, Part, run_all
-
-_CPU = "cpu-"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the chosen parts and report."""
     flags = argparse.ArgumentParser(prog="benchmarks.gpu", description="Every check that needs a GPU.", allow_abbrev=False)
     folder = os.environ.get("OUT") or "gpu-output"
-    flags.add_argument("--output", type=Path, default=Path(folder), metavar="DIR", help=f"for logs and gpu-check.json (default: {folder})")
+    flags.add_argument("--output", type=Path, default=Path(folder), metavar="DIR", help=f"for what it leaves behind (default: {folder})")
     flags.add_argument("--budget", type=float, default=330.0, metavar="SECONDS", help="for everything together (default: 330)")
-    flags.add_argument("--only", default="", metavar="LIST", help="parts whose names begin with one of these words, comma-separated")
-    flags.add_argument("--cpu", action="store_true", help="also all-reduce on the CPU at 4, 8 and 16 ranks")
+    flags.add_argument("--only", default="", metavar="LIST", help="parts and groups of parts by their names, comma-separated")
+    flags.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: rehearse without a GPU")
     flags.add_argument("--list", action="store_true", help="name the parts and end")
     given = flags.parse_args(arguments)
-    words = tuple(word for word in given.only.split(",") if word)
-    chosen = [part for part in all_parts.parts(given.cpu) if not words or part.name.startswith(words)]
-    if not chosen:
-        flags.error(f"argument --only: no part begins with {given.only!r}; --list names them")
+    begun = time.monotonic()
+    chosen = _choose(flags, [word.strip() for word in given.only.split(",") if word.strip()])
+    if given.device == "cpu":
+        chosen = [part.rehearsed() for part in chosen]
     if given.list:
-        print("\n".join(f"{part.name:<16}{part.timeout:>4.0f} s  {' '.join(part.command)}" for part in chosen))
+        print("\n".join(f"{part.name:<16}{part.timeout:>4.0f} s  {part.why_not() or ' '.join(part.command)}" for part in chosen))
+        print("\n".join(f"{name:<16}        = {', '.join(names)}" for name, names in all_parts.GROUPS.items()))
         return 0
-    found = _versions()
-    if found["problem"] and not all(part.name.startswith(_CPU) for part in chosen):
-        print(f"benchmarks.gpu: error: {found['problem']}", file=sys.stderr)
-        return 2
-    return check(chosen, given.budget, given.output, found)
+    with tempfile.TemporaryDirectory(prefix="gpu-check-") as logs:
+        first = run_all([all_parts.VERSIONS], given.budget, Path(logs), lambda outcome: None)[0]
+        found = first.result or {"problem": f"{first.name}: {first.status}: {first.detail}"}
+        if found.get("problem") and given.device == "cuda" and any(part.gpu for part in chosen):
+            print(f"benchmarks.gpu: error: {found['problem']}", file=sys.stderr)
+            return 2
+        rest = [part for part in chosen if part is not all_parts.VERSIONS]
+        return check(rest, given.budget - (time.monotonic() - begun), given.output, Path(logs), found, [first])
 
 
-def check(chosen: Sequence[Part], budget: float, output: Path, found: dict[str, Any]) -> int:
-    """Run the parts; ``gpu-check.json`` is written after each, so that nothing is lost when this is ended early."""
-    output.mkdir(parents=True, exist_ok=True)
-    outcomes: list[Outcome] = []
+def check(chosen: Sequence[Part], budget: float, output: Path, logs: Path, found: Mapping[str, Any], before: Sequence[Outcome] = ()) -> int:
+    """Run the parts and report.
+
+    Args:
+        budget: seconds.
+        output, logs: where the report goes, and where the parts' own files lie meanwhile.
+        found: what it runs on.
+        before: what has run already.
+    """
+    outcomes = list(before)
+    found = {name: value for name, value in found.items() if name != "figures"}
 
     def told(outcome: Outcome) -> None:
         outcomes.append(outcome)
         print(f"# {outcome.name:<16}{outcome.status:<10}{outcome.seconds:>6.1f} s  {outcome.detail[:150]}", flush=True)
-        content = {**found, "parts": [each.as_dict() for each in outcomes]}
-        (output / "gpu-check.json").write_text(json.dumps(content, indent=1) + "\n")
+        report.write(output, logs, found, outcomes)
 
-    print("# " + ", ".join(f"{name} {value}" for name, value in found.items() if value), flush=True)
-    run_all(chosen, budget, output, told)
-    print(table(outcomes))
+    print(report.heading(found), flush=True)
+    report.write(output, logs, found, outcomes)
+    run_all(chosen, budget, logs, told)
+    print(report.table(outcomes))
     return 0 if all(outcome.good for outcome in outcomes) else 1
 
 
-def table(outcomes: Sequence[Outcome]) -> str:
-    """Every part, then every figure beside its bar."""
-    lines = ["", f"{'part':<18}{'result':<12}{'s':>6}  detail"]
-    lines += [f"{each.name:<18}{each.status:<12}{each.seconds:>6.1f}  {each.detail[:110]}" for each in outcomes]
-    lines += ["", f"{'part':<18}{'figure':<72}{'value':>12} {'unit':<10}{'bar':<10}met"]
-    for each in outcomes:
-        for figure in each.result.get("figures", ()):
-            met = {True: "yes", False: "NO", None: "-"}[figure["met"]]
-            lines.append(f"{each.name:<18}{figure['what']:<72}{figure['value']:>12.2f} {figure['unit']:<10}{figure['bar'] or '-':<10}{met}")
-    return "\n".join(lines)
-
-
-def _versions() -> dict[str, Any]:
-    """What this runs on, asked in another process."""
-    command = all_parts.python("benchmarks.gpu.versions")
+def _choose(flags: argparse.ArgumentParser, words: Sequence[str]) -> list[Part]:
+    """The parts that are named, in the check's order; all of them if none is."""
+    every = all_parts.parts()
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
-        said = getattr(error, "stderr", None)
-        return {"problem": f"{' '.join(command)}: {error} {said or ''}".strip()}
-    return found
+        names = all_parts.named(words)
+    except KeyError as error:
+        word, known = error.args[0], [*(part.name for part in every), *all_parts.GROUPS]
+        near = difflib.get_close_matches(word, known, 1)
+        flags.error(f"argument --only: no part is called {word!r}{f'; did you mean {near[0]!r}?' if near else ''} --list names all")
+    return [part for part in every if not words or part.name in names]
 
 
 if __name__ == "__main__":

@@ -18,18 +18,23 @@ RESULT = "COLLECTIVES_CHECK_RESULT"
 
 @dataclass(frozen=True)
 class Figure:
-    """One measured number, and what is asked of it: ``least`` or ``most``; neither: it is there for the record."""
+    """One measured number, and what is asked of it: ``least`` or ``most``; neither: it is there for the record.
+
+    Attributes:
+        record: why the bar cannot be reached on this machine, where it cannot: the number is then kept, and not judged.
+    """
 
     what: str
     value: float
     unit: str
     least: float | None = None
     most: float | None = None
+    record: str = ""
 
     @property
     def met(self) -> bool | None:
-        """Whether the bar is reached; None without a bar."""
-        if self.least is None and self.most is None:
+        """Whether the bar is reached; None without a bar, or where it cannot be reached."""
+        if self.record or (self.least is None and self.most is None):
             return None
         return (self.least is None or self.value >= self.least) and (self.most is None or self.value <= self.most)
 

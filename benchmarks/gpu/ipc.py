@@ -2,6 +2,8 @@
 
 The limit: every rank's tensor is read once and written once, and all of it in one memory: ranks * 2 * bytes / the bandwidth of a copy
 within the device, which one rank measures while the others are quiet. Processes on one GPU take turns: what a turn costs is told too.
+
+``--device cpu`` measures all-reduces of ranks on the cores of the CPU in the same way, beside MPI's with ``--peers mpi``.
 """
 
 from __future__ import annotations
@@ -19,31 +21,36 @@ from benchmarks.allreduce import ALLREDUCE
 from benchmarks.cli import Settings, size
 from benchmarks.collective import IN_PLACE
 from benchmarks.contest import Contest
-from benchmarks.device import Cuda
+from benchmarks.device import Cuda, Host, memory, why_not
 from benchmarks.gpu.figures import Figure, attempt, publish, skip
+from benchmarks.peers import connect_all
 from benchmarks.ranks import Ranks
 from benchmarks.record import OURS
 from benchmarks.session import session
-from collectives.cuda.diagnosis import why_not
 
 _BAR_FROM = 1 << 30
 """Bytes from which the bar of 60 % holds."""
 _TURNS = 200
+SHARED = "ranks take turns on one GPU"
+"""Why bars that ranks reach on GPUs of their own are not judged."""
 
 
 def main() -> None:
     flags = argparse.ArgumentParser(prog="benchmarks.gpu.ipc")
     flags.add_argument("--sizes", default="64M,256M,1G")
-    flags.add_argument("--transport", default="cuda-ipc")
+    flags.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    flags.add_argument("--transport", default=None)
+    flags.add_argument("--peers", default="")
     flags.add_argument("--algorithm", default=None)
     flags.add_argument("--iterations", type=int, default=9)
     given = flags.parse_args()
     sizes = tuple(size(word) for word in given.sizes.split(","))
     with session() as ranks:
-        problem = ranks.agree(why_not())
+        problem = ranks.agree(why_not(given.device))
         if problem:
             skip(problem, ranks.rank)
-        memory = Cuda(collectives.local_rank())
+        place = memory(given.device, collectives.local_rank())
+        peers = connect_all(tuple(filter(None, given.peers.split(","))), ranks, place)
         settings = Settings(
             sizes=sizes,
             iterations=given.iterations,
@@ -54,37 +61,53 @@ def main() -> None:
             check=True,
             peers=(),
             algorithms=(given.algorithm,) if given.algorithm else (),
-            transports=(given.transport,),
+            transports=(given.transport,) if given.transport else (),
             json=None,
             plot=None,
-            device="cuda",
+            device=given.device,
         )
-        contest = Contest(ALLREDUCE, settings, ranks, {}, max(sizes), memory)
+        contest = Contest(ALLREDUCE, settings, ranks, peers, max(sizes), place)
         # Only what is asked for, in ours's place: the planner's own choice may be the very transport whose hang must cost no other figures.
         forced = "/".join(filter(None, (given.algorithm, given.transport)))
-        contest.contestants = {OURS: contest.contestants[forced]}
+        contest.contestants = {OURS: contest.contestants[forced or OURS], **{name: contest.contestants[name] for name in peers}}
         attempt(contest.contestants[OURS](contest.case(np.dtype(np.float32), "sum", 1), IN_PLACE), ranks.rank)
-        rate = copy_rate(memory, ranks)
-        figures = [Figure("copy within the device, one rank alone, 512 MiB", rate / 1e9, "GB/s")]
-        records = []
-        wrong = 0
-        for nbytes in sizes:
-            case = contest.case(np.dtype(np.float32), "sum", nbytes // 4)
-            record = contest.row(case, IN_PLACE, _nothing)[0]
-            assert record.time is not None, record.unavailable
-            limit = ranks.size * 2 * nbytes / rate * 1e6
-            name = f"{forced}, {ranks.size} ranks, {nbytes >> 20} MiB"
-            bar = 60.0 if nbytes >= _BAR_FROM and given.transport == "cuda-ipc" else None
-            figures.append(Figure(f"{name}: time", record.time.median, "us"))
-            figures.append(Figure(f"{name}: busbw", record.busbw, "GB/s"))
-            figures.append(Figure(f"{name}: of the limit, {limit:.0f} us", 100 * limit / record.time.median, "%", least=bar))
-            records.append({**record.as_dict(), "limit": limit})
-            wrong += record.wrong or 0
-        figures += turns(memory, ranks)
+        figures, records, wrong = measure(contest, forced or "the planner's choice", ranks, place)
         if ranks.rank == 0:
             publish(figures, records=records)
+        for peer in peers.values():
+            peer.close()
         if wrong:
             raise SystemExit(f"{wrong} wrong values")
+
+
+def measure(contest: Contest, forced: str, ranks: Ranks, place: Cuda | Host) -> tuple[list[Figure], list[dict[str, Any]], int]:
+    """The figures, the records of every row, and how many values were wrong."""
+    cuda = place if isinstance(place, Cuda) else None
+    rate = copy_rate(cuda, ranks) if cuda else 0.0
+    figures = [Figure("copy within the device, one rank alone, 512 MiB", rate / 1e9, "GB/s")] if cuda else []
+    found: list[dict[str, Any]] = []
+    wrong = 0
+    for nbytes in contest.settings.sizes:
+        ours, *others = contest.row(contest.case(np.dtype(np.float32), "sum", nbytes // 4), IN_PLACE, _nothing)
+        assert ours.time is not None, ours.unavailable
+        limit = ranks.size * 2 * nbytes / rate * 1e6 if cuda else None
+        size_in_words = f"{nbytes >> 20} MiB" if nbytes >= 1 << 20 else f"{nbytes >> 10} KiB"
+        name = f"{forced}, {ranks.size} ranks, {size_in_words}"
+        figures.append(Figure(f"{name}: time", ours.time.median, "us"))
+        figures.append(Figure(f"{name}: busbw", ours.busbw, "GB/s"))
+        if cuda and limit:
+            bar = 60.0 if nbytes >= _BAR_FROM and "cuda-ipc" in forced else None
+            shared = SHARED if bar and cuda.gpus < ranks.local_size else ""
+            share = 100 * limit / ours.time.median
+            figures.append(Figure(f"{name}: of the limit, {limit:.0f} us", share, "%", least=bar, record=shared))
+        for other in others:
+            if other.time is not None:
+                figures.append(Figure(f"{other.contestant}, {ranks.size} ranks, {size_in_words}: busbw", other.busbw, "GB/s"))
+        found += [{**record.as_dict(), "limit": limit} for record in (ours, *others)]
+        wrong += sum(record.wrong or 0 for record in (ours, *others))
+    if cuda:
+        figures += turns(cuda, ranks)
+    return figures, found, wrong
 
 
 def copy_rate(memory: Cuda, ranks: Ranks) -> float:

@@ -1,6 +1,7 @@
 """A 4-byte all-reduce on the device: ``collectivesrun -np 2 python -m benchmarks.gpu.latency --transport auto,cuda-ipc,host``.
 
 Timed from the call to the end of the wait for its stream. The transports take turns call by call; ``auto`` is the planner's choice.
+``--device cpu`` does the same with memory of the host.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from typing import Any
 import numpy as np
 
 import collectives
-from benchmarks.device import Cuda
+from benchmarks.device import Cuda, Host, memory, why_not
 from benchmarks.gpu.figures import Figure, publish, skip
+from benchmarks.gpu.ipc import SHARED
 from benchmarks.ranks import Ranks
 from benchmarks.session import session
-from collectives.cuda.diagnosis import why_not
 from collectives.errors import TransportError
 
 _WARMUP, _ROUNDS = 50, 1000
@@ -25,14 +26,15 @@ _WARMUP, _ROUNDS = 50, 1000
 
 def main() -> None:
     flags = argparse.ArgumentParser(prog="benchmarks.gpu.latency")
+    flags.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     flags.add_argument("--transport", default="auto,cuda-ipc,host")
     given = flags.parse_args()
     with session() as ranks:
-        problem = ranks.agree(why_not())
+        problem = ranks.agree(why_not(given.device))
         if problem:
             skip(problem, ranks.rank)
-        memory = Cuda(collectives.local_rank())
-        tensor = memory.zeros(1, np.float32)
+        place = memory(given.device, collectives.local_rank())
+        tensor = place.zeros(1, np.float32)
         calls: dict[str, Callable[[], Any]] = {}
         reasons: dict[str, str] = {}
         for name in given.transport.split(","):
@@ -44,21 +46,31 @@ def main() -> None:
                 reasons[name] = str(error)
         if not calls:
             skip("; ".join(reasons.values()), ranks.rank)
-        issued, whole = measure(ranks, list(calls.values()), memory)
+        issued, whole = measure(ranks, list(calls.values()), place)
+        shared = SHARED if isinstance(place, Cuda) and place.gpus < ranks.local_size else ""
+        bar = (None, 60, shared) if isinstance(place, Cuda) else ()
         figures = []
         for name, until_issued, until_done in zip(calls, issued, whole, strict=True):
             what = f"4 bytes, {ranks.size} ranks, {name}"
             figures += [
-                Figure(f"{what}: median", float(np.median(until_done)), "us", most=60 if name == "auto" else None),
+                Figure(f"{what}: median", float(np.median(until_done)), "us", *(bar if name == "auto" else ())),
                 Figure(f"{what}: 95th percentile", float(np.percentile(until_done, 95)), "us"),
                 Figure(f"{what}: until the call returns, median", float(np.median(until_issued)), "us"),
             ]
-        side = collectives.world()._devices
-        assert side is not None
-        choice = side.accelerator.planner.choose("allreduce", tensor.nbytes, native=True)
+        algorithm, transport = _choice(tensor.nbytes)
         if ranks.rank == 0:
-            publish(figures, unavailable=reasons, choice=[choice.algorithm, choice.transport])
-            print(f"the planner's choice for 4 bytes: {choice.algorithm} over {choice.transport}")
+            publish(figures, unavailable=reasons, choice=[algorithm, transport])
+            print(f"the planner's choice for {tensor.nbytes} bytes: {algorithm} over {transport}")
+
+
+def _choice(nbytes: int) -> tuple[str, str]:
+    """The algorithm and the transport that the planner has chosen."""
+    world = collectives.world()
+    if world._devices is None:
+        found = world.planner.choose("allreduce", nbytes)
+        return found.algorithm, str(found.medium.value)
+    choice = world._devices.accelerator.planner.choose("allreduce", nbytes, native=True)
+    return choice.algorithm, choice.transport
 
 
 def _call(tensor: Any, transport: str) -> Callable[[], Any]:
@@ -66,21 +78,25 @@ def _call(tensor: Any, transport: str) -> Callable[[], Any]:
     return lambda: collectives.allreduce_(tensor, average=False, **forced)
 
 
-def measure(ranks: Ranks, calls: list[Callable[[], Any]], memory: Cuda) -> np.ndarray:
+def measure(ranks: Ranks, calls: list[Callable[[], Any]], place: Cuda | Host) -> np.ndarray:
     """Microseconds, shape (2, calls, rounds): until the call returns, and until its stream has done the work; the slowest rank."""
-    stream = memory.cupy.cuda.get_current_stream()
+    finish = place.cupy.cuda.get_current_stream().synchronize if isinstance(place, Cuda) else _nothing
     seconds = np.zeros((2, len(calls), _ROUNDS))
     for turn in range(-_WARMUP, _ROUNDS):
-        for place in range(len(calls)):
-            index = (place + turn) % len(calls)
+        for shift in range(len(calls)):
+            index = (shift + turn) % len(calls)
             ranks.barrier()
             start = perf_counter()
             calls[index]()
             issued = perf_counter()
-            stream.synchronize()
+            finish()
             if turn >= 0:
                 seconds[:, index, turn] = issued - start, perf_counter() - start
     return ranks.maximum(seconds) * 1e6
+
+
+def _nothing() -> None:
+    """A call on the host's memory is done when it returns."""
 
 
 if __name__ == "__main__":

@@ -2,8 +2,9 @@
 
 A part is a command in a session of its own. An MPI launcher puts its ranks into further process groups, so that ending the command's
 group would not reach them: every descendant is known by a token in its environment, and looked for in /proc. When a part's time is up,
-or this process is interrupted or ended, its group is asked to end (an MPI launcher then tidies up), and whatever remains is killed. Should
-this process itself be killed, the system ends the command in its place.
+its Python processes are aborted first, because then each writes where all its threads were. Then, or when this process is interrupted or
+ended, its group is asked to end (an MPI launcher then tidies up), and whatever remains is killed. Should this process itself be killed, the
+system ends the command in its place.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import ctypes
 import json
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -21,7 +23,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -36,7 +38,13 @@ _TO_TIDY_UP = 3.0
 _TO_DIE = 10.0
 _LEAST = 5.0
 """Seconds of the budget below which no further part is begun."""
+_TO_DUMP = 2.0
+"""Seconds in which processes that hang write where they are."""
+_LAUNCHER = ("collectives.launch ", "launch/rank.py ")
 _PR_SET_PDEATHSIG = 1
+
+_ENVIRONMENT = {"COLLECTIVES_TIMEOUT": "20", "PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"}
+"""Of every part, unless this process's own says otherwise: a rank that waits in vain says so before its part's time is up."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +57,10 @@ class Part:
         timeout: seconds.
         environment: further variables.
         needs: a program that must be on the PATH.
+        cores: that this process must be able to use.
+        gpu: whether it needs a GPU.
+        rehearsal: the command in place of ``command`` where there is no GPU; empty: there is nothing that it could do then.
+        lacks: why it cannot run, where that is known beforehand.
     """
 
     name: str
@@ -56,6 +68,27 @@ class Part:
     timeout: float
     environment: Mapping[str, str] = field(default_factory=dict)
     needs: str = ""
+    cores: int = 0
+    gpu: bool = True
+    rehearsal: Sequence[str] = ()
+    lacks: str = ""
+
+    def why_not(self) -> str:
+        """What it lacks here; empty if it can run."""
+        if self.lacks:
+            return self.lacks
+        if self.needs and shutil.which(self.needs) is None:
+            return f"{self.needs} is not on the PATH"
+        cores = len(os.sched_getaffinity(0))
+        return f"needs {self.cores} cores, and {cores} can be used" if cores < self.cores else ""
+
+    def rehearsed(self) -> Part:
+        """The part as it is run without a GPU."""
+        if not self.gpu:
+            return self
+        if not self.rehearsal:
+            return replace(self, lacks=self.lacks or "needs a GPU")
+        return replace(self, command=self.rehearsal, needs="")
 
 
 @dataclass(frozen=True)
@@ -91,8 +124,8 @@ def run_all(parts: Sequence[Part], budget: float, folder: Path, told: Callable[[
     with signals_as_exceptions():
         for part in parts:
             left = deadline - time.monotonic()
-            if part.needs and shutil.which(part.needs) is None:
-                outcome = Outcome(part.name, SKIPPED, detail=f"{part.needs} is not on the PATH")
+            if lacking := part.why_not():
+                outcome = Outcome(part.name, SKIPPED, detail=lacking)
             elif left < _LEAST:
                 outcome = Outcome(part.name, NOT_RUN, detail=f"the budget of {budget:g} s is spent")
             else:
@@ -107,11 +140,12 @@ def run_part(part: Part, limit: float, folder: Path) -> Outcome:
     log, result = folder / f"{part.name}.log", folder / f"{part.name}.json"
     result.unlink(missing_ok=True)
     token = uuid.uuid4().hex
-    environment = {**os.environ, **part.environment, _TOKEN: token, RESULT: str(result)}
+    environment = {**_ENVIRONMENT, **os.environ, **part.environment, _TOKEN: token, RESULT: str(result)}
     start = time.monotonic()
     process: subprocess.Popen[bytes] | None = None
     code: int | None = None
     left: list[str] = []
+    said = ""
     try:
         with log.open("wb") as sink:
             process = subprocess.Popen(
@@ -125,13 +159,14 @@ def run_part(part: Part, limit: float, folder: Path) -> Outcome:
             )
         code = process.wait(limit)
     except subprocess.TimeoutExpired:
-        pass
+        said = log.read_text(errors="replace").strip()
+        _dump_stacks(process, token)
     except OSError as error:
         return Outcome(part.name, FAILED, time.monotonic() - start, str(error))
     finally:
         left = _end(process, token)
     seconds = time.monotonic() - start
-    output = log.read_text(errors="replace").strip()
+    output = said if code is None else log.read_text(errors="replace").strip()
     content = _read(result)
     status, detail = _judge(code, limit, output, content)
     if left and code is not None:
@@ -181,6 +216,21 @@ def _end(process: subprocess.Popen[bytes] | None, token: str) -> list[str]:
     return left
 
 
+def _dump_stacks(process: subprocess.Popen[bytes] | None, token: str) -> None:
+    """Abort what hangs, so that ``faulthandler`` writes all stacks; not the launcher's own processes, which pass them on and tidy up."""
+    for pid in _carriers(token):
+        if _is_python(pid) and not any(word in _command(pid, 1 << 12) for word in _LAUNCHER):
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGABRT)
+    _wait_until_gone(process, token, _TO_DUMP)
+
+
+def _is_python(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(os.readlink(f"/proc/{pid}/exe")).name.startswith("python")
+    return False
+
+
 def _wait_until_gone(process: subprocess.Popen[bytes] | None, token: str, patience: float) -> list[int]:
     """The processes that carry the token once all have gone, or the time is up."""
     end = time.monotonic() + patience
@@ -204,14 +254,15 @@ def _carriers(token: str) -> list[int]:
     return found
 
 
-def _command(pid: int) -> str:
+def _command(pid: int, most: int = 120) -> str:
     with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()[:120]
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()[:most]
     return ""
 
 
 def _end_with_parent() -> None:
-    """In the child: be sent SIGTERM when this process dies, however it dies."""
+    """In the child: be sent SIGTERM when this process dies, however it dies; and leave no image of the memory behind, which takes long."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 

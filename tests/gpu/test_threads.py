@@ -29,6 +29,7 @@ def on_own_stream(world: World, scenarios: list[Scenario], forced: dict[str, Any
     cupy = importlib.import_module("cupy")
     maker = CupyMaker()
     with cupy.cuda.Device(0), cupy.cuda.Stream(non_blocking=True):
+        print(maker.warm(world.rank))
         try:
             world.allreduce(maker.device(np.ones(1, np.float32)), **forced)
         except TransportError as error:

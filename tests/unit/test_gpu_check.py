@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,9 +16,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.gpu import __main__ as command
-from benchmarks.gpu import runner
+from benchmarks.gpu import report, runner
 from benchmarks.gpu.figures import Figure
-from benchmarks.gpu.parts import parts
+from benchmarks.gpu.parts import GROUPS, named, parts
 from benchmarks.gpu.runner import FAILED, NOT_RUN, PASSED, SKIPPED, TIMED_OUT, Outcome, Part, run_all, run_part
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -77,6 +78,7 @@ def pids_in(file: Path) -> list[int]:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "_TO_TIDY_UP", 0.3)
+    monkeypatch.setattr(runner, "_TO_DUMP", 1.0)
 
 
 @pytest.mark.usefixtures("quick")
@@ -186,30 +188,116 @@ def _start_hanging_run(folder: Path, text: str = HANG) -> subprocess.Popen[bytes
     return subprocess.Popen([sys.executable, "-c", run, str(folder), text], cwd=ROOT)
 
 
+@pytest.mark.usefixtures("quick")
+def test_what_hangs_says_where(tmp_path: Path) -> None:
+    """Every process of a part whose time is up writes its stacks; its last words are those before."""
+    child = "import threading\ndef waits_for_ever(): threading.Event().wait()\nprint('about to wait', flush=True); waits_for_ever()"
+    text = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    outcome = run_part(program("hanging", text), 3, tmp_path)
+    assert outcome.status == TIMED_OUT and "about to wait" in outcome.detail, outcome
+    assert "in waits_for_ever" in (tmp_path / "hanging.log").read_text()
+
+
+def test_a_rank_that_waits_in_vain_ends_before_its_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = "import os; print(os.environ['COLLECTIVES_TIMEOUT'])"
+    monkeypatch.delenv("COLLECTIVES_TIMEOUT", raising=False)
+    assert run_part(program("part", shown), 20, tmp_path).detail == "20"
+    assert all(part.timeout > 20 for part in parts())
+    monkeypatch.setenv("COLLECTIVES_TIMEOUT", "7")
+    assert run_part(program("part", shown), 20, tmp_path).detail == "7"
+
+
 def test_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = {"date": "today", "problem": None, "cupy": "14.2.0"}
-    status = command.check([program("good", "print('fine')"), program("published", PUBLISH)], 60, tmp_path / "new", found)
+    output, logs = tmp_path / "new", tmp_path / "logs"
+    logs.mkdir()
+    status = command.check([program("good", "print('fine')"), program("published", PUBLISH)], 60, output, logs, found)
     assert status == 1, "a bar was missed"
-    content = json.loads((tmp_path / "new" / "gpu-check.json").read_text())
+    content = json.loads((output / "gpu-check.json").read_text())
     assert content["cupy"] == "14.2.0" and content["date"] == "today"
     assert [(part["name"], part["status"]) for part in content["parts"]] == [("good", PASSED), ("published", PASSED)]
     assert content["parts"][1]["result"]["figures"][0] == {**Figure("speed", 90.0, "%", least=85).as_dict()}
     lines = capsys.readouterr().out.splitlines()
     assert any(line.split()[:3] == ["published", "time", "70.00"] and line.endswith("NO") for line in lines), lines
-    assert command.check([program("good", "print('fine')")], 60, tmp_path, found) == 0
-    assert command.check([program("bad", "raise SystemExit(1)")], 60, tmp_path, found) == 1
+    assert command.check([program("good", "print('fine')")], 60, output, logs, found) == 0
+    assert command.check([program("bad", "raise SystemExit(1)")], 60, output, logs, found) == 1
+
+
+def test_few_files_come_back(tmp_path: Path) -> None:
+    """However many parts there are: the tables, the figures, and one archive of what the parts have said."""
+    output, logs = tmp_path / "output", tmp_path / "logs"
+    logs.mkdir()
+    command.check([program(f"part-{number}", f"print({number})") for number in range(10)], 60, output, logs, {})
+    assert sorted(file.name for file in output.iterdir()) == ["gpu-check.json", "gpu-check.txt", "logs.tar.gz"]
+    assert "part-9" in (output / "gpu-check.txt").read_text()
+    with tarfile.open(output / "logs.tar.gz") as archive:
+        assert sorted(archive.getnames()) == [f"part-{number}.log" for number in range(10)]
+        log = archive.extractfile("part-7.log")
+        assert log is not None and log.read() == b"7\n"
+
+
+def test_a_bar_that_cannot_be_reached_here_is_a_record() -> None:
+    missed = Figure("latency", 2000.0, "us", most=60)
+    record = Figure("latency", 2000.0, "us", most=60, record="ranks take turns on one GPU")
+    assert (missed.met, record.met) == (False, None) and record.bar == missed.bar == "<= 60"
+    outcomes = [Outcome("part", PASSED, result={"figures": [figure.as_dict()]}) for figure in (missed, record)]
+    assert [outcome.good for outcome in outcomes] == [False, True]
+    assert "not judged: ranks take turns on one GPU" in report.table(outcomes)
 
 
 def test_every_part_is_there_and_bounded() -> None:
-    found = parts(cpu=True)
-    assert len({part.name for part in found}) == len(found)
-    assert [part.name for part in parts(cpu=False)] == [part.name for part in found if not part.name.startswith("cpu-")]
+    found = parts()
+    names = [part.name for part in found]
+    assert len(set(names)) == len(names) and not set(names) & set(GROUPS)
+    assert all(set(members) < set(names) for members in GROUPS.values())
     for part in found:
         assert 0 < part.timeout <= 90
-        words = list(part.command)
-        modules = [words[place + 1] for place, word in enumerate(words) if word == "-m"]
-        assert modules and all(importlib.util.find_spec(module) for module in modules), part
-        assert all((ROOT / word).exists() for word in words if word.endswith(".py")), part
+        for command_line in filter(None, (part.command, part.rehearsal)):
+            words = list(command_line)
+            modules = [words[place + 1] for place, word in enumerate(words) if word == "-m"]
+            assert modules and all(importlib.util.find_spec(module) for module in modules), part
+            assert all((ROOT / word).exists() for word in words if word.endswith(".py")), part
+
+
+def test_figures_and_cuda_ipc_come_first() -> None:
+    """What may hang or takes long must not spend the budget before there is a figure."""
+    names = [part.name for part in parts()]
+    risky = [name for name in names if "nccl" in name or name == "tests-threads" or name.startswith("memory")]
+    assert names[:5] == ["versions", "kernels", "ipc-2", "latency", "tests-ipc-2"]
+    assert max(map(names.index, ("ipc-4", "tests-ipc-4", "tests-kernels", "tests-one", "torch-streams"))) < min(map(names.index, risky))
+    assert [name.startswith("cpu-rings") for name in names] == [False] * (len(names) - 3) + [True] * 3
+
+
+def test_only_names_parts_exactly(capsys: pytest.CaptureFixture[str]) -> None:
+    assert named(["ipc-2", "nccl", "latency"]) == {"ipc-2", "nccl", "latency"}
+    assert named(["tests-ipc", "torch", "memory"]) == {name for group in ("tests-ipc", "torch", "memory") for name in GROUPS[group]}
+    assert named(["versions", "tests-kernels", "kernels", "ipc-2", "latency", "tests-ipc", "tests-one", "torch", "tests-nccl-2", "nccl"])
+    assert named(["memory", "tests-threads", "tests-auto", "tests-host", "tests-nccl-4", "ipc-4"])
+    with pytest.raises(SystemExit):
+        command.main(["--only", "ipc-2,ipc"])
+    assert "no part is called 'ipc'; did you mean 'ipc-" in capsys.readouterr().err
+    assert command.main(["--only", "nccl,ipc-2", "--list"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[:2]] == ["ipc-2", "nccl"], "the check's order"
+
+
+def test_the_rehearsal_names_what_it_leaves_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every part runs without a GPU, or says why not; parts that need none are the same."""
+    rehearsed = [part.rehearsed() for part in parts()]
+    assert all(part.lacks == "needs a GPU" or "cpu" in part.command or not part.gpu for part in rehearsed)
+    assert {part.name for part in rehearsed if not part.lacks} >= {"ipc-2", "latency", "tests-ipc-2", "torch-training", "cpu-rings-16"}
+    given = ["--device", "cpu", "--only", "tests-kernels,nccl", "--output", str(tmp_path)]
+    assert command.main(given) == 0
+    lines = [line.split(maxsplit=3) for line in capsys.readouterr().out.splitlines() if line.startswith(("tests-kernels", "nccl "))]
+    assert [(line[0], line[1], line[3]) for line in lines] == [
+        ("tests-kernels", "skipped", "needs a GPU"),
+        ("nccl", "skipped", "needs a GPU"),
+    ]
+
+
+def test_a_part_that_lacks_cores_says_so(tmp_path: Path) -> None:
+    wide = Part("wide", ["true"], 5, cores=100_000)
+    (outcome,) = run_all([wide], 60, tmp_path, lambda outcome: None)
+    assert outcome.status == SKIPPED and outcome.detail.startswith("needs 100000 cores, and ")
 
 
 @pytest.mark.skipif(os.path.exists("/dev/nvidiactl"), reason="there is a GPU")

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar, overload
+
+import numpy as np
+import numpy.typing as npt
 
 from collectives.handles import Handle
 from collectives.membership import ProcessSet
 from collectives.reduction import Op
 from collectives.runtime import root_in, world, world_of
 
+Tensor = TypeVar("Tensor")
+
 Average, Sum, Min, Max, Product, Adasum = Op.AVERAGE, Op.SUM, Op.MIN, Op.MAX, Op.PRODUCT, Op.ADASUM
 
 
 def allreduce(
-    tensor: Any,
+    tensor: Tensor,
     average: bool = True,
     *,
     op: Op | None = None,
@@ -26,7 +31,7 @@ def allreduce(
     algorithm: str | None = None,
     transport: str | None = None,
     stream: Any = None,
-) -> Any:
+) -> Tensor:
     """Combine the ranks' tensors element by element.
 
     Every rank gets the same result, bit for bit; apart from NaN's payload, and zeros' signs in Min and Max.
@@ -75,7 +80,7 @@ def allreduce(
 
 
 def allreduce_(
-    tensor: Any,
+    tensor: Tensor,
     average: bool = True,
     *,
     op: Op | None = None,
@@ -87,7 +92,7 @@ def allreduce_(
     algorithm: str | None = None,
     transport: str | None = None,
     stream: Any = None,
-) -> Any:
+) -> Tensor:
     """`allreduce` in place: the result replaces the tensor's elements, in any memory layout that can be written.
 
     Returns:
@@ -111,7 +116,7 @@ def allreduce_(
 
 
 def allreduce_async(
-    tensor: Any,
+    tensor: Tensor,
     average: bool = True,
     *,
     op: Op | None = None,
@@ -123,7 +128,7 @@ def allreduce_async(
     algorithm: str | None = None,
     transport: str | None = None,
     stream: Any = None,
-) -> Handle:
+) -> Handle[Tensor]:
     """Begin an `allreduce` and return at once.
 
     Returns:
@@ -148,7 +153,7 @@ def allreduce_async(
 
 
 def allreduce_async_(
-    tensor: Any,
+    tensor: Tensor,
     average: bool = True,
     *,
     op: Op | None = None,
@@ -160,7 +165,7 @@ def allreduce_async_(
     algorithm: str | None = None,
     transport: str | None = None,
     stream: Any = None,
-) -> Handle:
+) -> Handle[Tensor]:
     """Begin an `allreduce_` and return at once; the tensor must be left alone until it is done. Raises as `allreduce_async`."""
     return world_of(process_set).allreduce_async_(
         tensor,
@@ -177,7 +182,7 @@ def allreduce_async_(
 
 
 def grouped_allreduce(
-    tensors: Sequence[Any],
+    tensors: Sequence[Tensor],
     average: bool = True,
     *,
     op: Op | None = None,
@@ -189,7 +194,7 @@ def grouped_allreduce(
     algorithm: str | None = None,
     transport: str | None = None,
     stream: Any = None,
-) -> list[Any]:
+) -> list[Tensor]:
     """`allreduce` of several tensors that are carried out, and complete, together.
 
     Args:
@@ -217,7 +222,7 @@ def grouped_allreduce(
 
 
 def grouped_allreduce_(
-    tensors: Sequence[Any],
+    tensors: Sequence[Tensor],
     average: bool = True,
     *,
     op: Op | None = None,
@@ -229,7 +234,7 @@ def grouped_allreduce_(
     algorithm: str | None = None,
     transport: str | None = None,
     stream: Any = None,
-) -> list[Any]:
+) -> list[Tensor]:
     """`grouped_allreduce` in place; returns the very tensors."""
     return world_of(process_set).grouped_allreduce_(
         tensors,
@@ -246,7 +251,7 @@ def grouped_allreduce_(
 
 
 def grouped_allreduce_async(
-    tensors: Sequence[Any],
+    tensors: Sequence[Tensor],
     average: bool = True,
     *,
     op: Op | None = None,
@@ -258,7 +263,7 @@ def grouped_allreduce_async(
     algorithm: str | None = None,
     transport: str | None = None,
     stream: Any = None,
-) -> Handle:
+) -> Handle[list[Tensor]]:
     """Begin a `grouped_allreduce`; one handle for all tensors."""
     return world_of(process_set).grouped_allreduce_async(
         tensors,
@@ -275,7 +280,7 @@ def grouped_allreduce_async(
 
 
 def grouped_allreduce_async_(
-    tensors: Sequence[Any],
+    tensors: Sequence[Tensor],
     average: bool = True,
     *,
     op: Op | None = None,
@@ -287,7 +292,7 @@ def grouped_allreduce_async_(
     algorithm: str | None = None,
     transport: str | None = None,
     stream: Any = None,
-) -> Handle:
+) -> Handle[list[Tensor]]:
     """Begin a `grouped_allreduce_`; one handle for all tensors."""
     return world_of(process_set).grouped_allreduce_async_(
         tensors,
@@ -304,7 +309,7 @@ def grouped_allreduce_async_(
 
 
 def reducescatter(
-    tensor: Any,
+    tensor: Tensor,
     op: Op | None = Op.AVERAGE,
     *,
     name: str | None = None,
@@ -314,7 +319,7 @@ def reducescatter(
     algorithm: str | None = None,
     transport: str | None = None,
     stream: Any = None,
-) -> Any:
+) -> Tensor:
     """Combine the ranks' tensors and give each rank its share of the rows.
 
     Args:
@@ -341,7 +346,7 @@ def reducescatter(
 
 
 def reducescatter_async(
-    tensor: Any,
+    tensor: Tensor,
     op: Op | None = Op.AVERAGE,
     *,
     name: str | None = None,
@@ -351,7 +356,7 @@ def reducescatter_async(
     algorithm: str | None = None,
     transport: str | None = None,
     stream: Any = None,
-) -> Handle:
+) -> Handle[Tensor]:
     """Begin a `reducescatter` and return its handle at once."""
     return world_of(process_set).reducescatter_async(
         tensor,
@@ -366,7 +371,7 @@ def reducescatter_async(
 
 
 def grouped_reducescatter(
-    tensors: Sequence[Any],
+    tensors: Sequence[Tensor],
     op: Op | None = Op.AVERAGE,
     *,
     name: str | None = None,
@@ -376,7 +381,7 @@ def grouped_reducescatter(
     algorithm: str | None = None,
     transport: str | None = None,
     stream: Any = None,
-) -> list[Any]:
+) -> list[Tensor]:
     """`reducescatter` of several tensors that complete together; the results in order."""
     return world_of(process_set).grouped_reducescatter(
         tensors,
@@ -391,7 +396,7 @@ def grouped_reducescatter(
 
 
 def grouped_reducescatter_async(
-    tensors: Sequence[Any],
+    tensors: Sequence[Tensor],
     op: Op | None = Op.AVERAGE,
     *,
     name: str | None = None,
@@ -401,7 +406,7 @@ def grouped_reducescatter_async(
     algorithm: str | None = None,
     transport: str | None = None,
     stream: Any = None,
-) -> Handle:
+) -> Handle[list[Tensor]]:
     """Begin a `grouped_reducescatter`; one handle for all tensors."""
     return world_of(process_set).grouped_reducescatter_async(
         tensors,
@@ -416,14 +421,14 @@ def grouped_reducescatter_async(
 
 
 def allgather(
-    tensor: Any,
+    tensor: Tensor,
     *,
     name: str | None = None,
     process_set: ProcessSet | None = None,
     algorithm: str | None = None,
     transport: str | None = None,
     stream: Any = None,
-) -> Any:
+) -> Tensor:
     """Put the ranks' tensors one below the other, in rank order, on every rank.
 
     Args:
@@ -440,46 +445,46 @@ def allgather(
 
 
 def allgather_async(
-    tensor: Any,
+    tensor: Tensor,
     *,
     name: str | None = None,
     process_set: ProcessSet | None = None,
     algorithm: str | None = None,
     transport: str | None = None,
     stream: Any = None,
-) -> Handle:
+) -> Handle[Tensor]:
     """Begin an `allgather` and return its handle at once."""
     return world_of(process_set).allgather_async(tensor, name=name, algorithm=algorithm, transport=transport, stream=stream)
 
 
 def grouped_allgather(
-    tensors: Sequence[Any],
+    tensors: Sequence[Tensor],
     *,
     name: str | None = None,
     process_set: ProcessSet | None = None,
     algorithm: str | None = None,
     transport: str | None = None,
     stream: Any = None,
-) -> list[Any]:
+) -> list[Tensor]:
     """`allgather` of several tensors that complete together; the results in order."""
     return world_of(process_set).grouped_allgather(tensors, name=name, algorithm=algorithm, transport=transport, stream=stream)
 
 
 def grouped_allgather_async(
-    tensors: Sequence[Any],
+    tensors: Sequence[Tensor],
     *,
     name: str | None = None,
     process_set: ProcessSet | None = None,
     algorithm: str | None = None,
     transport: str | None = None,
     stream: Any = None,
-) -> Handle:
+) -> Handle[list[Tensor]]:
     """Begin a `grouped_allgather`; one handle for all tensors."""
     return world_of(process_set).grouped_allgather_async(tensors, name=name, algorithm=algorithm, transport=transport, stream=stream)
 
 
 def broadcast(
-    tensor: Any,
+    tensor: Tensor,
     root_rank: int,
     *,
     name: str | None = None,
@@ -487,7 +492,7 @@ def broadcast(
     algorithm: str | None = None,
     transport: str | None = None,
     stream: Any = None,
-) -> Any:
+) -> Tensor:
     """Give every rank the root's tensor.
 
     Args:
@@ -508,7 +513,7 @@ def broadcast(
 
 
 def broadcast_(
-    tensor: Any,
+    tensor: Tensor,
     root_rank: int,
     *,
     name: str | None = None,
@@ -516,7 +521,7 @@ def broadcast_(
     algorithm: str | None = None,
     transport: str | None = None,
     stream: Any = None,
-) -> Any:
+) -> Tensor:
     """`broadcast` in place: the root's elements replace those of the other ranks' tensors.
 
     Returns:
@@ -531,7 +536,7 @@ def broadcast_(
 
 
 def broadcast_async(
-    tensor: Any,
+    tensor: Tensor,
     root_rank: int,
     *,
     name: str | None = None,
@@ -539,7 +544,7 @@ def broadcast_async(
     algorithm: str | None = None,
     transport: str | None = None,
     stream: Any = None,
-) -> Handle:
+) -> Handle[Tensor]:
     """Begin a `broadcast` and return its handle at once."""
     return world_of(process_set).broadcast_async(
         tensor, root_in(process_set, root_rank, name), name=name, algorithm=algorithm, transport=transport, stream=stream
@@ -547,7 +552,7 @@ def broadcast_async(
 
 
 def broadcast_async_(
-    tensor: Any,
+    tensor: Tensor,
     root_rank: int,
     *,
     name: str | None = None,
@@ -555,15 +560,41 @@ def broadcast_async_(
     algorithm: str | None = None,
     transport: str | None = None,
     stream: Any = None,
-) -> Handle:
+) -> Handle[Tensor]:
     """Begin a `broadcast_` and return its handle at once."""
     return world_of(process_set).broadcast_async_(
         tensor, root_in(process_set, root_rank, name), name=name, algorithm=algorithm, transport=transport, stream=stream
     )
 
 
+@overload
 def alltoall(
-    tensor: Any,
+    tensor: Tensor,
+    splits: None = None,
+    *,
+    name: str | None = None,
+    process_set: ProcessSet | None = None,
+    algorithm: str | None = None,
+    transport: str | None = None,
+    stream: Any = None,
+) -> Tensor: ...
+
+
+@overload
+def alltoall(
+    tensor: Tensor,
+    splits: Sequence[int] | npt.NDArray[Any],
+    *,
+    name: str | None = None,
+    process_set: ProcessSet | None = None,
+    algorithm: str | None = None,
+    transport: str | None = None,
+    stream: Any = None,
+) -> tuple[Tensor, npt.NDArray[np.int64]]: ...
+
+
+def alltoall(
+    tensor: Tensor,
     splits: Any = None,
     *,
     name: str | None = None,
@@ -571,7 +602,7 @@ def alltoall(
     algorithm: str | None = None,
     transport: str | None = None,
     stream: Any = None,
-) -> Any:
+) -> Tensor | tuple[Tensor, npt.NDArray[np.int64]]:
     """Send the first rows to rank 0, the next to rank 1, and so on; receive what each rank sent here, in rank order.
 
     Args:
@@ -598,7 +629,7 @@ def alltoall_async(
     algorithm: str | None = None,
     transport: str | None = None,
     stream: Any = None,
-) -> Handle:
+) -> Handle[Any]:
     """Begin an `alltoall` and return its handle at once."""
     return world_of(process_set).alltoall_async(tensor, splits, name=name, algorithm=algorithm, transport=transport, stream=stream)
 
@@ -612,12 +643,12 @@ def barrier(*, process_set: ProcessSet | None = None) -> None:
     world_of(process_set).barrier()
 
 
-def broadcast_object(value: Any, root_rank: int = 0, *, name: str | None = None, process_set: ProcessSet | None = None) -> Any:
+def broadcast_object(value: Tensor, root_rank: int = 0, *, name: str | None = None, process_set: ProcessSet | None = None) -> Tensor:
     """Give every rank the root's (picklable) object; what other ranks pass is ignored. Returns it, on the root the same object."""
     return world_of(process_set).broadcast_object(value, root_in(process_set, root_rank, name), name=name)
 
 
-def allgather_object(value: Any, *, name: str | None = None, process_set: ProcessSet | None = None) -> list[Any]:
+def allgather_object(value: Tensor, *, name: str | None = None, process_set: ProcessSet | None = None) -> list[Tensor]:
     """Give every rank every rank's (picklable) object, as a list in rank order."""
     return world_of(process_set).allgather_object(value, name=name)
 
@@ -627,7 +658,7 @@ def poll(handle: Handle) -> bool:
     return world().poll(handle)
 
 
-def synchronize(handle: Handle, timeout: float | None = None) -> Any:
+def synchronize(handle: Handle[Tensor], timeout: float | None = None) -> Tensor:
     """Wait until an operation is complete, and return its result; as often as wanted.
 
     Args:

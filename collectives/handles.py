@@ -12,11 +12,20 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import CodeType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Generic, Protocol
 
 from collectives.entries import Entry
 from collectives.errors import CollectivesError
 from collectives.logs import logger
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar
+
+    Result = TypeVar("Result", covariant=True, default=Any)
+else:
+    from typing import TypeVar
+
+    Result = TypeVar("Result", covariant=True)
 
 _PACKAGE = str(Path(__file__).parent)
 _adding = threading.Lock()
@@ -32,7 +41,7 @@ class Driver(Protocol):
         """Return when the handle is done."""
 
 
-class Handle:
+class Handle(Generic[Result]):
     """One operation, or a group of operations that complete together.
 
     Attributes:
@@ -115,7 +124,7 @@ class Handle:
         number = f" number {self.key}" if self.key != "" else ""
         return f"{'grouped_' if place else ''}{request.collective}{number}{place}, unnamed"
 
-    def wait(self, timeout: float | None = None) -> Any:
+    def wait(self, timeout: float | None = None) -> Result:
         """`collectives.synchronize`."""
         if not self.done:
             assert self.engine is not None
@@ -124,13 +133,14 @@ class Handle:
             raise self.error
         return self.fetch()
 
-    def fetch(self) -> Any:
+    def fetch(self) -> Result:
         """The result of what is done, ordered before what the calling thread does next on its device."""
         if self.fence is not None:
             return self.fence.pass_through(set())
         if self.members and any(member.fence is not None for member in self.members):
             ordered: set[Any] = set()
-            return [member.result if member.fence is None else member.fence.pass_through(ordered) for member in self.members]
+            results: Any = [member.result if member.fence is None else member.fence.pass_through(ordered) for member in self.members]
+            return results
         return self.result
 
     def poll(self) -> bool:

@@ -31,8 +31,8 @@ class _Place(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         record.rank = self.rank
-        record.host = platform.node()
-        record.place = f"{f'process {os.getpid()}' if self.rank is None else f'rank {self.rank}'} on {record.host}"
+        record.host = host = platform.node()
+        record.place = f"{f'process {os.getpid()}' if self.rank is None else f'rank {self.rank}'} on {host}"
         return True
 
 

@@ -10,7 +10,7 @@ import contextlib
 import importlib
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,8 @@ from collectives.reduction import Op
 
 if TYPE_CHECKING:
     from collectives.cuda.side import DeviceSide
+
+Tensor = TypeVar("Tensor")
 
 
 class Operations:
@@ -48,7 +50,7 @@ class Operations:
 
     def allreduce(
         self,
-        tensor: Any,
+        tensor: Tensor,
         average: bool = True,
         *,
         op: Op | None = None,
@@ -60,7 +62,7 @@ class Operations:
         transport: str | None = None,
         stream: Any = None,
         out: Any = None,
-    ) -> Any:
+    ) -> Tensor:
         """See `collectives.allreduce`; ``out`` is an adapter's memory for the result, as `Door.allreduce` says."""
         if compression is not None or op is Op.ADASUM or arrays.on_device(tensor, stream):
             return self._wait(
@@ -70,7 +72,7 @@ class Operations:
                 ),
             )
         try:
-            view = arrays.view(tensor)
+            view: arrays.View = arrays.view(tensor)  # type: ignore[assignment]  # what is on a device was sent elsewhere above
             entry = self._entries.reducing("allreduce", view, average, op, name, prescale_factor, postscale_factor, algorithm, transport)
             if out is None:
                 out = self._pool.empty(view.shape, view.dtype)
@@ -87,7 +89,7 @@ class Operations:
 
     def allreduce_(
         self,
-        tensor: Any,
+        tensor: Tensor,
         average: bool = True,
         *,
         op: Op | None = None,
@@ -98,7 +100,7 @@ class Operations:
         algorithm: str | None = None,
         transport: str | None = None,
         stream: Any = None,
-    ) -> Any:
+    ) -> Tensor:
         """See `collectives.allreduce_`."""
         if compression is not None or op is Op.ADASUM or arrays.on_device(tensor, stream):
             return self._wait(
@@ -108,7 +110,7 @@ class Operations:
                 ),
             )
         try:
-            view = arrays.view(tensor, writable=True)
+            view: arrays.View = arrays.view(tensor, writable=True)  # type: ignore[assignment]  # as above
             entry = self._entries.reducing("allreduce", view, average, op, name, prescale_factor, postscale_factor, algorithm, transport)
         except Exception as error:
             raise self.refused(error, name) from None
@@ -126,7 +128,7 @@ class Operations:
 
     def allreduce_async(
         self,
-        tensor: Any,
+        tensor: Tensor,
         average: bool = True,
         *,
         op: Op | None = None,
@@ -137,7 +139,7 @@ class Operations:
         algorithm: str | None = None,
         transport: str | None = None,
         stream: Any = None,
-    ) -> Handle:
+    ) -> Handle[Tensor]:
         """See `collectives.allreduce_async`."""
         try:
             handle = self._marked(
@@ -151,7 +153,7 @@ class Operations:
 
     def allreduce_async_(
         self,
-        tensor: Any,
+        tensor: Tensor,
         average: bool = True,
         *,
         op: Op | None = None,
@@ -162,7 +164,7 @@ class Operations:
         algorithm: str | None = None,
         transport: str | None = None,
         stream: Any = None,
-    ) -> Handle:
+    ) -> Handle[Tensor]:
         """See `collectives.allreduce_async_`."""
         try:
             handle = self._marked(
@@ -174,19 +176,19 @@ class Operations:
             raise self.refused(error, name) from None
         return self._submit(handle)
 
-    def grouped_allreduce(self, tensors: Sequence[Any], average: bool = True, **keywords: Any) -> list[Any]:
+    def grouped_allreduce(self, tensors: Sequence[Tensor], average: bool = True, **keywords: Any) -> list[Tensor]:
         """See `collectives.grouped_allreduce`; ``out`` and ``parts`` are sequences of what `Door.allreduce` says, for adapters."""
-        return self._group_of_allreduces(tensors, average, False, **keywords).wait()  # type: ignore[no-any-return]
+        return self._group_of_allreduces(tensors, average, False, **keywords).wait()
 
-    def grouped_allreduce_(self, tensors: Sequence[Any], average: bool = True, **keywords: Any) -> list[Any]:
+    def grouped_allreduce_(self, tensors: Sequence[Tensor], average: bool = True, **keywords: Any) -> list[Tensor]:
         """See `collectives.grouped_allreduce_`."""
-        return self._group_of_allreduces(tensors, average, True, **keywords).wait()  # type: ignore[no-any-return]
+        return self._group_of_allreduces(tensors, average, True, **keywords).wait()
 
-    def grouped_allreduce_async(self, tensors: Sequence[Any], average: bool = True, **keywords: Any) -> Handle:
+    def grouped_allreduce_async(self, tensors: Sequence[Tensor], average: bool = True, **keywords: Any) -> Handle[list[Tensor]]:
         """See `collectives.grouped_allreduce_async`."""
         return self._group_of_allreduces(tensors, average, False, **keywords)
 
-    def grouped_allreduce_async_(self, tensors: Sequence[Any], average: bool = True, **keywords: Any) -> Handle:
+    def grouped_allreduce_async_(self, tensors: Sequence[Tensor], average: bool = True, **keywords: Any) -> Handle[list[Tensor]]:
         """See `collectives.grouped_allreduce_async_`."""
         return self._group_of_allreduces(tensors, average, True, **keywords)
 
@@ -221,23 +223,25 @@ class Operations:
 
     # ---- the other collectives -------------------------------------------------------------------------------------------------
 
-    def reducescatter(self, tensor: Any, op: Op | None = Op.AVERAGE, *, name: str | None = None, **keywords: Any) -> Any:
+    def reducescatter(self, tensor: Tensor, op: Op | None = Op.AVERAGE, *, name: str | None = None, **keywords: Any) -> Tensor:
         """See `collectives.reducescatter`."""
         return self._wait(name, lambda: self._reducescatter(tensor, op, name, **keywords))
 
-    def reducescatter_async(self, tensor: Any, op: Op | None = Op.AVERAGE, *, name: str | None = None, **keywords: Any) -> Handle:
+    def reducescatter_async(
+        self, tensor: Tensor, op: Op | None = Op.AVERAGE, *, name: str | None = None, **keywords: Any
+    ) -> Handle[Tensor]:
         """See `collectives.reducescatter_async`."""
         return self._begin(name, lambda: self._reducescatter(tensor, op, name, **keywords))
 
     def grouped_reducescatter(
-        self, tensors: Sequence[Any], op: Op | None = Op.AVERAGE, *, name: str | None = None, **keywords: Any
-    ) -> list[Any]:
+        self, tensors: Sequence[Tensor], op: Op | None = Op.AVERAGE, *, name: str | None = None, **keywords: Any
+    ) -> list[Tensor]:
         """See `collectives.grouped_reducescatter`."""
-        return self.grouped_reducescatter_async(tensors, op, name=name, **keywords).wait()  # type: ignore[no-any-return]
+        return self.grouped_reducescatter_async(tensors, op, name=name, **keywords).wait()
 
     def grouped_reducescatter_async(
-        self, tensors: Sequence[Any], op: Op | None = Op.AVERAGE, *, name: str | None = None, **keywords: Any
-    ) -> Handle:
+        self, tensors: Sequence[Tensor], op: Op | None = Op.AVERAGE, *, name: str | None = None, **keywords: Any
+    ) -> Handle[list[Tensor]]:
         """See `collectives.grouped_reducescatter_async`."""
 
         def make() -> Handle:
@@ -261,81 +265,81 @@ class Operations:
 
     def broadcast(
         self,
-        tensor: Any,
+        tensor: Tensor,
         root_rank: int,
         *,
         name: str | None = None,
         algorithm: str | None = None,
         transport: str | None = None,
         stream: Any = None,
-    ) -> Any:
+    ) -> Tensor:
         """See `collectives.broadcast`."""
         return self._wait(name, lambda: self._door.broadcast(tensor, root_rank, name, algorithm, transport, stream, False))
 
     def broadcast_(
         self,
-        tensor: Any,
+        tensor: Tensor,
         root_rank: int,
         *,
         name: str | None = None,
         algorithm: str | None = None,
         transport: str | None = None,
         stream: Any = None,
-    ) -> Any:
+    ) -> Tensor:
         """See `collectives.broadcast_`."""
         return self._wait(name, lambda: self._door.broadcast(tensor, root_rank, name, algorithm, transport, stream, True))
 
     def broadcast_async(
         self,
-        tensor: Any,
+        tensor: Tensor,
         root_rank: int,
         *,
         name: str | None = None,
         algorithm: str | None = None,
         transport: str | None = None,
         stream: Any = None,
-    ) -> Handle:
+    ) -> Handle[Tensor]:
         """See `collectives.broadcast_async`."""
         return self._begin(name, lambda: self._door.broadcast(tensor, root_rank, name, algorithm, transport, stream, False))
 
     def broadcast_async_(
         self,
-        tensor: Any,
+        tensor: Tensor,
         root_rank: int,
         *,
         name: str | None = None,
         algorithm: str | None = None,
         transport: str | None = None,
         stream: Any = None,
-    ) -> Handle:
+    ) -> Handle[Tensor]:
         """See `collectives.broadcast_async_`."""
         return self._begin(name, lambda: self._door.broadcast(tensor, root_rank, name, algorithm, transport, stream, True))
 
     def allgather(
-        self, tensor: Any, *, name: str | None = None, algorithm: str | None = None, transport: str | None = None, stream: Any = None
-    ) -> Any:
+        self, tensor: Tensor, *, name: str | None = None, algorithm: str | None = None, transport: str | None = None, stream: Any = None
+    ) -> Tensor:
         """See `collectives.allgather`."""
         return self._wait(name, lambda: self._door.allgather(tensor, name, algorithm, transport, stream))
 
     def allgather_async(
-        self, tensor: Any, *, name: str | None = None, algorithm: str | None = None, transport: str | None = None, stream: Any = None
-    ) -> Handle:
+        self, tensor: Tensor, *, name: str | None = None, algorithm: str | None = None, transport: str | None = None, stream: Any = None
+    ) -> Handle[Tensor]:
         """See `collectives.allgather_async`."""
         return self._begin(name, lambda: self._door.allgather(tensor, name, algorithm, transport, stream))
 
-    def grouped_allgather(self, tensors: Sequence[Any], *, name: str | None = None, **keywords: Any) -> list[Any]:
+    def grouped_allgather(self, tensors: Sequence[Tensor], *, name: str | None = None, **keywords: Any) -> list[Tensor]:
         """See `collectives.grouped_allgather`."""
-        return self.grouped_allgather_async(tensors, name=name, **keywords).wait()  # type: ignore[no-any-return]
+        return self.grouped_allgather_async(tensors, name=name, **keywords).wait()
 
     def grouped_allgather_async(
         self,
-        tensors: Sequence[Any],
+        tensors: Sequence[Tensor],
         *,
         name: str | None = None,
         algorithm: str | None = None,
         transport: str | None = None,
         stream: Any = None,
-    ) -> Handle:
+    ) -> Handle[list[Tensor]]:
         """See `collectives.grouped_allgather_async`."""
 
         def make() -> Handle:
@@ -346,14 +350,14 @@ class Operations:
 
     def alltoall(
         self,
-        tensor: Any,
+        tensor: Tensor,
         splits: Any = None,
         *,
         name: str | None = None,
         algorithm: str | None = None,
         transport: str | None = None,
         stream: Any = None,
-    ) -> Any:
+    ) -> Tensor | tuple[Tensor, npt.NDArray[np.int64]]:
         """See `collectives.alltoall`."""
         return self._wait(name, lambda: self._door.alltoall(tensor, splits, name, algorithm, transport, stream))
 
@@ -366,7 +370,7 @@ class Operations:
         algorithm: str | None = None,
         transport: str | None = None,
         stream: Any = None,
-    ) -> Handle:
+    ) -> Handle[Any]:
         """See `collectives.alltoall_async`."""
         return self._begin(name, lambda: self._door.alltoall(tensor, splits, name, algorithm, transport, stream))
 
@@ -374,7 +378,7 @@ class Operations:
         """See `collectives.barrier`."""
         self._wait(None, lambda: self._door.meeting("barrier"))
 
-    def broadcast_object(self, value: Any, root_rank: int = 0, *, name: str | None = None) -> Any:
+    def broadcast_object(self, value: Tensor, root_rank: int = 0, *, name: str | None = None) -> Tensor:
         """See `collectives.broadcast_object`."""
         data = self._pickled(value, name and f"{name}.length") if self.rank == root_rank else b""
         buffer = self.broadcast_bytes(data, root_rank, name=name)
@@ -389,7 +393,7 @@ class Operations:
         self.broadcast_(buffer, root_rank, name=name)
         return buffer
 
-    def allgather_object(self, value: Any, *, name: str | None = None) -> list[Any]:
+    def allgather_object(self, value: Tensor, *, name: str | None = None) -> list[Tensor]:
         """See `collectives.allgather_object`."""
         data = np.frombuffer(self._pickled(value, name and f"{name}.length"), np.uint8)
         lengths = self.allgather(np.array([len(data)], np.int64), name=name and f"{name}.length")
@@ -417,7 +421,7 @@ class Operations:
         """See `collectives.poll`."""
         return _a_handle(handle).poll()
 
-    def synchronize(self, handle: Handle, timeout: float | None = None) -> Any:
+    def synchronize(self, handle: Handle[Tensor], timeout: float | None = None) -> Tensor:
         """See `collectives.synchronize`."""
         return _a_handle(handle).wait(timeout)
 

@@ -20,7 +20,7 @@ host memory; eager calls do not.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import jax.numpy as jnp
 import numpy as np
@@ -37,9 +37,12 @@ from collectives.world import World
 
 Average = Op.AVERAGE
 
+Tree = TypeVar("Tree")
+"""An array, or a pytree of arrays; a leaf that is none of JAX's comes back as one."""
+
 
 def allreduce(
-    tensor: Any,
+    tensor: Tree,
     average: bool | None = None,
     name: str | None = None,
     compression: Any = Compression.none,
@@ -51,7 +54,7 @@ def allreduce(
     algorithm: str | None = None,
     transport: str | None = None,
     ordered: bool = True,
-) -> Any:
+) -> Tree:
     """Combine the ranks' tensors element by element. Differentiable.
 
     Its gradient, for a loss that is the sum of the ranks' losses: of Sum and Average the all-reduce of the outputs' gradients with the same
@@ -91,7 +94,7 @@ def allreduce(
 
 
 def grouped_allreduce(
-    tensors: Sequence[Any],
+    tensors: Sequence[Tree],
     average: bool | None = None,
     name: str | None = None,
     compression: Any = Compression.none,
@@ -103,7 +106,7 @@ def grouped_allreduce(
     algorithm: str | None = None,
     transport: str | None = None,
     ordered: bool = True,
-) -> list[Any]:
+) -> list[Tree]:
     """`allreduce` of several tensors, or pytrees, in one fused call; the results in order."""
     how = average, name, compression, op, prescale_factor, postscale_factor, process_set
     tensors = _several(tensors, process_set, name)
@@ -112,7 +115,7 @@ def grouped_allreduce(
 
 
 def reducescatter(
-    tensor: Any,
+    tensor: Tree,
     name: str | None = None,
     compression: Any = Compression.none,
     op: Op | None = Average,
@@ -123,7 +126,7 @@ def reducescatter(
     algorithm: str | None = None,
     transport: str | None = None,
     ordered: bool = True,
-) -> Any:
+) -> Tree:
     """Combine the ranks' tensors and give each rank its share of the rows. Differentiable.
 
     Its gradient, for a loss that is the sum of the ranks' losses: of Sum the allgather of the outputs' gradients, of Average that divided
@@ -154,7 +157,7 @@ def reducescatter(
 
 
 def grouped_reducescatter(
-    tensors: Sequence[Any],
+    tensors: Sequence[Tree],
     name: str | None = None,
     compression: Any = Compression.none,
     op: Op | None = Average,
@@ -165,7 +168,7 @@ def grouped_reducescatter(
     algorithm: str | None = None,
     transport: str | None = None,
     ordered: bool = True,
-) -> list[Any]:
+) -> list[Tree]:
     """`reducescatter` of several tensors in one fused call; the results in order."""
     how = name, compression, op, process_set, prescale_factor, postscale_factor
     tensors = _several(tensors, process_set, name)
@@ -174,7 +177,7 @@ def grouped_reducescatter(
 
 
 def allgather(
-    tensor: Any,
+    tensor: Tree,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
     *,
@@ -182,7 +185,7 @@ def allgather(
     algorithm: str | None = None,
     transport: str | None = None,
     ordered: bool = True,
-) -> Any:
+) -> Tree:
     """Put the ranks' tensors one below the other, in rank order, on every rank. Differentiable.
 
     Its gradient, for a loss that is the sum of the ranks' losses: this rank's rows of the sum of the outputs' gradients.
@@ -218,7 +221,7 @@ def allgather(
 
 
 def grouped_allgather(
-    tensors: Sequence[Any],
+    tensors: Sequence[Tree],
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
     *,
@@ -226,7 +229,7 @@ def grouped_allgather(
     algorithm: str | None = None,
     transport: str | None = None,
     ordered: bool = True,
-) -> list[Any]:
+) -> list[Tree]:
     """`allgather` of several tensors in one fused call; the results in order."""
     tensors = _several(tensors, process_set, name)
     found: list[Any] = allgather(tensors, name, process_set, rows=rows, algorithm=algorithm, transport=transport, ordered=ordered)
@@ -234,7 +237,7 @@ def grouped_allgather(
 
 
 def broadcast(
-    tensor: Any,
+    tensor: Tree,
     root_rank: int,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
@@ -242,7 +245,7 @@ def broadcast(
     algorithm: str | None = None,
     transport: str | None = None,
     ordered: bool = True,
-) -> Any:
+) -> Tree:
     """Give every rank the root's tensor. Differentiable.
 
     Its gradient, for a loss that is the sum of the ranks' losses: on the root the sum of the outputs' gradients, elsewhere zeros.
@@ -266,8 +269,36 @@ def broadcast(
     return rebuild(_run(call, found))
 
 
+@overload
 def alltoall(
-    tensor: Any,
+    tensor: Tree,
+    splits: None = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+    *,
+    rows: Sequence[int] | None = None,
+    algorithm: str | None = None,
+    transport: str | None = None,
+    ordered: bool = True,
+) -> Tree: ...
+
+
+@overload
+def alltoall(
+    tensor: Tree,
+    splits: Sequence[int] | np.ndarray[Any, Any] | jnp.ndarray,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+    *,
+    rows: Sequence[int] | None = None,
+    algorithm: str | None = None,
+    transport: str | None = None,
+    ordered: bool = True,
+) -> tuple[Tree, jnp.ndarray]: ...
+
+
+def alltoall(
+    tensor: Tree,
     splits: Any = None,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
@@ -276,7 +307,7 @@ def alltoall(
     algorithm: str | None = None,
     transport: str | None = None,
     ordered: bool = True,
-) -> Any:
+) -> Tree | tuple[Tree, jnp.ndarray]:
     """Send the first rows to rank 0, the next to rank 1, and so on; receive what each rank sent here, in rank order. Differentiable.
 
     Its gradient, for a loss that is the sum of the ranks' losses: the outputs' gradients, sent back to where the rows came from.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,8 @@ from collectives.jax.operations import allreduce
 from collectives.membership import ProcessSet
 from collectives.reduction import Op
 from collectives.runtime import global_process_set
+
+Optimizer = TypeVar("Optimizer")
 
 _numbers = itertools.count()
 
@@ -61,7 +63,7 @@ def distributed_gradients(
     ordered: bool = True,
     algorithm: str | None = None,
     transport: str | None = None,
-) -> Any:
+) -> GradientTransformation:
     """A gradient transformation that combines the ranks' gradients, all in one fused call.
 
     ``optax.chain(hvd.distributed_gradients(), optax.clip_by_global_norm(1.0), optax.adam(1e-3))`` clips what all ranks found together.
@@ -95,7 +97,7 @@ def distributed_gradients(
 
 
 def DistributedOptimizer(
-    optimizer: Any,
+    optimizer: Optimizer,
     op: Op = Op.AVERAGE,
     compression: Any = Compression.none,
     backward_passes_per_step: int = 1,
@@ -107,7 +109,7 @@ def DistributedOptimizer(
     ordered: bool = True,
     algorithm: str | None = None,
     transport: str | None = None,
-) -> Any:
+) -> Optimizer:
     """An Optax optimizer that steps by the gradients of all ranks.
 
     With Adasum each rank's optimizer acts on its own gradients, and what it makes of them is combined.
@@ -126,6 +128,7 @@ def DistributedOptimizer(
         InvalidTypeError: ``optimizer`` is none.
         InvalidArgumentError: fewer than one pass; or a factor without Average.
     """
+    given: Any = optimizer
     if not callable(getattr(optimizer, "init", None)) or not callable(getattr(optimizer, "update", None)):
         raise InvalidTypeError(f"optimizer: expected an Optax optimizer, with init and update, got {optimizer!r}")
     if not isinstance(backward_passes_per_step, int) or backward_passes_per_step < 1:
@@ -136,14 +139,14 @@ def DistributedOptimizer(
 
     def step(gradients: Any, state: Any, params: Any, extra: dict[str, Any]) -> tuple[Any, Any]:
         if op is Op.ADASUM:
-            updates, state = optimizer.update(gradients, state, params, **extra)
+            updates, state = given.update(gradients, state, params, **extra)
             return combined.update(updates, None)[0], state
-        found: tuple[Any, Any] = optimizer.update(combined.update(gradients, None)[0], state, params, **extra)
+        found: tuple[Any, Any] = given.update(combined.update(gradients, None)[0], state, params, **extra)
         return found
 
     if backward_passes_per_step == 1:
-        return _transformation(optimizer.init, lambda gradients, state, params=None, **extra: step(gradients, state, params, extra))
-    return _aggregating(optimizer.init, step, backward_passes_per_step, average_aggregated_gradients)
+        return _transformation(given.init, lambda gradients, state, params=None, **extra: step(gradients, state, params, extra))
+    return _aggregating(given.init, step, backward_passes_per_step, average_aggregated_gradients)
 
 
 def _aggregating(init: Callable[[Any], Any], step: Callable[..., Any], passes: int, average: bool) -> Any:

@@ -18,7 +18,7 @@ from collectives import api, arguments, foreign
 from collectives.agreement import agree
 from collectives.errors import InvalidArgumentError, InvalidTypeError
 from collectives.jax import eager
-from collectives.jax.operations import outside
+from collectives.jax.operations import Tree, outside
 from collectives.membership import ProcessSet
 from collectives.runtime import global_process_set, root_in, world_of
 from collectives.world import World
@@ -27,7 +27,7 @@ _ALONE_FROM = 256 << 10
 _LABEL = "broadcast_parameters"
 
 
-def broadcast_parameters(params: Any, root_rank: int = 0, process_set: ProcessSet = global_process_set) -> Any:
+def broadcast_parameters(params: Tree, root_rank: int = 0, process_set: ProcessSet = global_process_set) -> Tree:
     """Give every rank the root's parameters: a model's, an optimizer's state, or any other pytree.
 
     Args:
@@ -69,14 +69,14 @@ def broadcast_parameters(params: Any, root_rank: int = 0, process_set: ProcessSe
     return structure.unflatten([results[name] for name in arrays])
 
 
-def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set) -> Any:
+def broadcast_object(obj: Tree, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set) -> Tree:
     """Give every rank the root's object: anything that pickle takes, arrays included. On the root the very one that was passed."""
     outside("broadcast_object")
     eager.settle()
     return api.broadcast_object(obj, root_rank, name=name, process_set=process_set)
 
 
-def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
+def allgather_object(obj: Tree, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Tree]:
     """Give every rank every rank's object, in rank order."""
     outside("allgather_object")
     eager.settle()

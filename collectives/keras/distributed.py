@@ -78,7 +78,7 @@ class Distributed:
         everything = super().variables  # type: ignore[misc]
         state = self.state
         if not state.bare or state.count is None:
-            return everything  # type: ignore[no-any-return]
+            return everything
         own = {id(variable) for variable in [*state.sums, state.count]}
         return [variable for variable in everything if id(variable) not in own]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import keras
 
@@ -19,9 +19,11 @@ from collectives.membership import ProcessSet
 from collectives.reduction import Op
 from collectives.runtime import global_process_set, world_of
 
+Optimizer = TypeVar("Optimizer", bound=keras.optimizers.Optimizer)
+
 
 def DistributedOptimizer(
-    optimizer: Any,
+    optimizer: Optimizer,
     name: str | None = None,
     device_dense: str = "",
     device_sparse: str = "",
@@ -35,7 +37,7 @@ def DistributedOptimizer(
     groups: int | Sequence[Sequence[Any]] | None = None,
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
-) -> Any:
+) -> Optimizer:
     """Wrap an optimizer, so that it applies the gradients of all ranks: in ``fit`` and in loops of one's own.
 
     Gradients are combined in one call per step, before they are clipped, scaled back, accumulated or looked at in any other way, so that
@@ -100,7 +102,7 @@ def DistributedOptimizer(
 
 
 def PartialDistributedOptimizer(
-    optimizer: Any,
+    optimizer: Optimizer,
     name: str | None = None,
     device_dense: str = "",
     device_sparse: str = "",
@@ -112,7 +114,7 @@ def PartialDistributedOptimizer(
     process_set: ProcessSet = global_process_set,
     local_layers: Any = None,
     scale_local_gradients: bool = True,
-) -> Any:
+) -> Optimizer:
     """`DistributedOptimizer` for a model some of whose layers are this rank's own.
 
     Args:

@@ -180,7 +180,7 @@ class _OfTorch(_OfArrays):
 
     def _combine(self, grads: list[Any], variables: list[Any], name: str) -> Sequence[Any]:
         own = all(grad is getattr(variable.value, "grad", None) for grad, variable in zip(grads, variables, strict=True))
-        return self._allreduce(grads, own, name)  # type: ignore[no-any-return]
+        return self._allreduce(grads, own, name)
 
     def _run(self, grads: list[Any], in_place: bool, name: str) -> Sequence[Any]:
         how = self._settings

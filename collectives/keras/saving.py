@@ -18,7 +18,7 @@ def load_model(
     custom_objects: Mapping[str, Any] | None = None,
     compression: Any = Compression.none,
     legacy_opts: bool = False,
-) -> Any:
+) -> keras.Model:
     """Load a model with its optimizer's state, and make the optimizer a `DistributedOptimizer`.
 
     ``keras.saving.load_model`` loads the same file with the optimizer as it was before it was distributed.

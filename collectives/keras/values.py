@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import keras
 import numpy as np
@@ -15,16 +15,19 @@ from collectives.membership import ProcessSet
 from collectives.reduction import Op
 from collectives.runtime import global_process_set, world
 
+Value = TypeVar("Value")
+"""A tensor of the backend; what is none, such as a number, comes back as one."""
+
 
 def allreduce(
-    value: Any,
+    value: Value,
     name: str | None = None,
     average: bool | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     op: Op | None = None,
     compression: Any = Compression.none,
-) -> Any:
+) -> Value:
     """Combine the ranks' values element by element.
 
     Args:
@@ -47,17 +50,17 @@ def allreduce(
     return _tensor(api.allreduce(_array(value, name), op=op, name=name, **how))
 
 
-def allgather(value: Any, name: str | None = None) -> Any:
+def allgather(value: Value, name: str | None = None) -> Value:
     """Put the ranks' values one below the other; see `collectives.allgather`."""
     return _tensor(api.allgather(_array(value, name), name=name))
 
 
-def broadcast(value: Any, root_rank: int, name: str | None = None) -> Any:
+def broadcast(value: Value, root_rank: int, name: str | None = None) -> Value:
     """Give every rank the root's value; see `collectives.broadcast`."""
     return _tensor(api.broadcast(_array(value, name), root_rank, name=name))
 
 
-def reducescatter(value: Any, name: str | None = None, op: Op = Op.AVERAGE) -> Any:
+def reducescatter(value: Value, name: str | None = None, op: Op = Op.AVERAGE) -> Value:
     """Combine the ranks' values, and give each rank a part of the rows; see `collectives.reducescatter`."""
     return _tensor(api.reducescatter(_array(value, name), op, name=name))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import tensorflow as tf
 
@@ -15,13 +15,15 @@ from collectives.tensorflow import fused
 from collectives.tensorflow.autograph import unconverted
 from collectives.tensorflow.calls import Call
 
+Object = TypeVar("Object")
+
 # ---- variables -----------------------------------------------------------------------------------------------------------
 
 
 @unconverted
 def broadcast_variables(
     variables: Iterable[Any], root_rank: int, process_set: ProcessSet = global_process_set, inplace: bool = False
-) -> Any:
+) -> tf.Operation | None:
     """Give every rank the root's variables, by one call for all of them; the ranks first compare what they have.
 
     Args:
@@ -85,7 +87,7 @@ def _value(variable: Any) -> Any:
 
 
 @unconverted
-def broadcast_global_variables(root_rank: int) -> Any:
+def broadcast_global_variables(root_rank: int) -> tf.Operation:
     """Give every rank the root's global variables of a graph for sessions, when the session runs the operation that this returns.
 
     Raises:
@@ -104,8 +106,8 @@ def broadcast_global_variables(root_rank: int) -> Any:
 
 @unconverted
 def broadcast_object(
-    obj: Any, root_rank: int = 0, session: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Any:
+    obj: Object, root_rank: int = 0, session: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Object:
     """Give every rank the root's object, now, also while a graph is being built.
 
     Args:
@@ -127,14 +129,14 @@ def broadcast_object(
 @unconverted
 def broadcast_object_fn(
     root_rank: int = 0, session: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Callable[[Any], Any]:
+) -> Callable[[Object], Object]:
     """`broadcast_object` as a function of the object alone."""
     return lambda obj: broadcast_object(obj, root_rank, session, name, process_set)
 
 
 @unconverted
 def allgather_object(
-    obj: Any, session: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> list[Any]:
+    obj: Object, session: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[Object]:
     """Give every rank every rank's object, as a list in rank order; arguments and errors as for `broadcast_object`."""
     return api.allgather_object(obj, name=name, process_set=process_set)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import numpy as np
 import tensorflow as tf
@@ -33,6 +33,8 @@ from collectives.tensorflow import autograd, graph, sparse
 from collectives.tensorflow.autograph import unconverted
 from collectives.tensorflow.calls import Call
 
+Tensor = TypeVar("Tensor")
+
 Average = Op.AVERAGE
 
 # ---- all-reduce ----------------------------------------------------------------------------------------------------------
@@ -40,7 +42,7 @@ Average = Op.AVERAGE
 
 @unconverted
 def allreduce(
-    tensor: Any,
+    tensor: Tensor,
     average: bool | None = None,
     device_dense: str = "",
     device_sparse: str = "",
@@ -54,7 +56,7 @@ def allreduce(
     *,
     algorithm: str | None = None,
     transport: str | None = None,
-) -> Any:
+) -> Tensor:
     """Combine the ranks' tensors element by element. Differentiable.
 
     Args:
@@ -81,7 +83,7 @@ def allreduce(
 
 @unconverted
 def grouped_allreduce(
-    tensors: Sequence[Any],
+    tensors: Sequence[Tensor],
     average: bool | None = None,
     device_dense: str = "",
     device_sparse: str = "",
@@ -95,7 +97,7 @@ def grouped_allreduce(
     *,
     algorithm: str | None = None,
     transport: str | None = None,
-) -> list[Any]:
+) -> list[Tensor]:
     """`allreduce` of several tensors that are carried out, and complete, together; in a graph by one callback.
 
     Args:
@@ -127,7 +129,7 @@ def grouped_allreduce(
 
 @unconverted
 def reducescatter(
-    tensor: Any,
+    tensor: Tensor,
     device_dense: str = "",
     compression: Any = Compression.none,
     op: Op = Average,
@@ -139,7 +141,7 @@ def reducescatter(
     *,
     algorithm: str | None = None,
     transport: str | None = None,
-) -> Any:
+) -> Tensor:
     """Combine the ranks' tensors and give each rank its share of the rows. Differentiable.
 
     Args:
@@ -156,7 +158,7 @@ def reducescatter(
 
 @unconverted
 def grouped_reducescatter(
-    tensors: Sequence[Any],
+    tensors: Sequence[Tensor],
     device_dense: str = "",
     compression: Any = Compression.none,
     op: Op = Average,
@@ -167,7 +169,7 @@ def grouped_reducescatter(
     name: str | None = None,
     algorithm: str | None = None,
     transport: str | None = None,
-) -> list[Any]:
+) -> list[Tensor]:
     """`reducescatter` of several tensors that complete together; the results in order."""
     given = _tensors(tensors, name, process_set)
     how = *_factors(prescale_factor, postscale_factor, name, process_set), None, algorithm, transport
@@ -176,14 +178,14 @@ def grouped_reducescatter(
 
 @unconverted
 def allgather(
-    tensor: Any,
+    tensor: Tensor,
     name: str | None = None,
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
     *,
     algorithm: str | None = None,
     transport: str | None = None,
-) -> Any:
+) -> Tensor:
     """Put the ranks' tensors one below the other, in rank order, on every rank. Differentiable.
 
     Args:
@@ -198,14 +200,14 @@ def allgather(
 
 @unconverted
 def grouped_allgather(
-    tensors: Sequence[Any],
+    tensors: Sequence[Tensor],
     name: str | None = None,
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
     *,
     algorithm: str | None = None,
     transport: str | None = None,
-) -> list[Any]:
+) -> list[Tensor]:
     """`allgather` of several tensors that complete together; the results in order."""
     given = _tensors(tensors, name, process_set)
     how: dict[str, Any] = {"algorithm": algorithm, "transport": transport, "ignore_name_scope": ignore_name_scope}
@@ -214,7 +216,7 @@ def grouped_allgather(
 
 @unconverted
 def broadcast(
-    tensor: Any,
+    tensor: Tensor,
     root_rank: int,
     name: str | None = None,
     ignore_name_scope: bool = False,
@@ -222,7 +224,7 @@ def broadcast(
     *,
     algorithm: str | None = None,
     transport: str | None = None,
-) -> Any:
+) -> Tensor:
     """Give every rank the root's tensor. Differentiable.
 
     Args:
@@ -238,9 +240,35 @@ def broadcast(
     return autograd.run(Call("broadcast", name, process_set, root=root_rank, **how), given)[0]
 
 
+@overload
+def alltoall(
+    tensor: Tensor,
+    splits: None = None,
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+    *,
+    algorithm: str | None = None,
+    transport: str | None = None,
+) -> Tensor: ...
+
+
+@overload
+def alltoall(
+    tensor: Tensor,
+    splits: Sequence[int] | tf.Tensor,
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+    *,
+    algorithm: str | None = None,
+    transport: str | None = None,
+) -> tuple[Tensor, tf.Tensor]: ...
+
+
 @unconverted
 def alltoall(
-    tensor: Any,
+    tensor: Tensor,
     splits: Any = None,
     name: str | None = None,
     ignore_name_scope: bool = False,
@@ -248,7 +276,7 @@ def alltoall(
     *,
     algorithm: str | None = None,
     transport: str | None = None,
-) -> Any:
+) -> Tensor | tuple[Tensor, tf.Tensor]:
     """Send the first rows to rank 0, the next to rank 1, and so on; receive what each rank sent here, in rank order. Differentiable.
 
     Args:
@@ -281,7 +309,7 @@ def alltoall(
 
 
 @unconverted
-def join(*, process_set: ProcessSet = global_process_set) -> Any:
+def join(*, process_set: ProcessSet = global_process_set) -> tf.Tensor:
     """Say that this rank has run out of data, and help the others until all have: see `collectives.join`.
 
     Returns:
@@ -294,7 +322,7 @@ def join(*, process_set: ProcessSet = global_process_set) -> Any:
 
 
 @unconverted
-def barrier(process_set: ProcessSet = global_process_set) -> Any:
+def barrier(process_set: ProcessSet = global_process_set) -> tf.Operation | None:
     """Return when every rank has called it; in a graph, an operation."""
     result = _without_tensors("barrier", process_set)
     return None if tf.executing_eagerly() else result.op

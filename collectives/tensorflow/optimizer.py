@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import tensorflow as tf
 
@@ -17,10 +17,12 @@ from collectives.tensorflow.aggregation import Aggregation, local_variable
 from collectives.tensorflow.autograph import unconverted
 from collectives.tensorflow.gradients import Way, key, settle
 
+Optimizer = TypeVar("Optimizer")
+
 
 @unconverted
 def DistributedOptimizer(
-    optimizer: Any,
+    optimizer: Optimizer,
     name: str | None = None,
     use_locking: bool = False,
     device_dense: str = "",
@@ -35,7 +37,7 @@ def DistributedOptimizer(
     groups: int | Sequence[Sequence[Any]] | None = None,
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
-) -> Any:
+) -> Optimizer:
     """Wrap an optimizer, so that it applies the gradients of all ranks.
 
     A ``tf.compat.v1.train.Optimizer`` combines them in ``compute_gradients``, in one call, in a graph or eagerly; what changes gradients,

@@ -19,31 +19,31 @@ _NOT_INITIALIZED, _UNKNOWN_SET = -1, -3
 
 
 @unconverted
-def size_op(process_set_id: int = 0, name: str | None = None) -> Any:
+def size_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
     """The number of ranks when the graph runs, in a process set: an int32 scalar."""
     return ask("members", process_set_id, name)
 
 
 @unconverted
-def rank_op(name: str | None = None) -> Any:
+def rank_op(name: str | None = None) -> tf.Tensor:
     """This rank when the graph runs: an int32 scalar."""
     return ask("rank", None, name)
 
 
 @unconverted
-def local_size_op(name: str | None = None) -> Any:
+def local_size_op(name: str | None = None) -> tf.Tensor:
     """The number of ranks on this host when the graph runs: an int32 scalar."""
     return ask("local_size", None, name)
 
 
 @unconverted
-def local_rank_op(name: str | None = None) -> Any:
+def local_rank_op(name: str | None = None) -> tf.Tensor:
     """This rank among those of its host when the graph runs: an int32 scalar."""
     return ask("local_rank", None, name)
 
 
 @unconverted
-def process_set_included_op(process_set_id: int = 0, name: str | None = None) -> Any:
+def process_set_included_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
     """Whether this rank is in a process set when the graph runs: an int32 scalar, 1 or 0.
 
     -1: there is no world (`collectives.init` has not been called); -3: there is no process set of that number.
@@ -51,7 +51,7 @@ def process_set_included_op(process_set_id: int = 0, name: str | None = None) ->
     return ask("included", process_set_id, name)
 
 
-def ask(what: str, process_set: ProcessSet | int | None = None, name: str | None = None) -> Any:
+def ask(what: str, process_set: ProcessSet | int | None = None, name: str | None = None) -> tf.Tensor:
     """The answer as an int32 scalar; in a graph that is being built, of the time when it runs."""
     answer = _question(what, process_set)
     if tf.executing_eagerly():

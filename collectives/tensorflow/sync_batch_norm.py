@@ -77,7 +77,7 @@ class SyncBatchNormalization(tf.keras.layers.BatchNormalization):  # type: ignor
         self.supports_jit = False  # XLA knows no callback
 
     @unconverted
-    def call(self, inputs: Any, training: Any = None, mask: Any = None) -> Any:
+    def call(self, inputs: Any, training: Any = None, mask: Any = None) -> tf.Tensor:
         """Normalise; as ``BatchNormalization.call``."""
         if not _flag(training) or not self.trainable:
             return super().call(inputs, training=False, mask=mask)

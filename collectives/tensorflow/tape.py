@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import tensorflow as tf
 
@@ -16,10 +16,12 @@ from collectives.runtime import global_process_set
 from collectives.tensorflow.autograph import unconverted
 from collectives.tensorflow.gradients import Way, key, settle
 
+Tape = TypeVar("Tape", bound=tf.GradientTape)
+
 
 @unconverted
 def DistributedGradientTape(
-    gradtape: Any,
+    gradtape: Tape,
     device_dense: str = "",
     device_sparse: str = "",
     compression: Any = Compression.none,
@@ -30,7 +32,7 @@ def DistributedGradientTape(
     groups: int | Sequence[Sequence[Any]] | None = None,
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
-) -> Any:
+) -> Tape:
     """Wrap a ``tf.GradientTape``, so that ``gradient()`` gives the gradients of all ranks, combined in one call.
 
     The tape may have recorded already, be recording, or be used in a ``with`` statement afterwards; it and the result are one tape::
@@ -80,7 +82,7 @@ def DistributedGradientTape(
 
 @unconverted
 def PartialDistributedGradientTape(
-    gradtape: Any,
+    gradtape: Tape,
     device_dense: str = "",
     device_sparse: str = "",
     compression: Any = Compression.none,
@@ -92,7 +94,7 @@ def PartialDistributedGradientTape(
     process_set: ProcessSet = global_process_set,
     local_layers: Any = None,
     scale_local_gradients: bool = True,
-) -> Any:
+) -> Tape:
     """`DistributedGradientTape` for a model some of whose layers are this rank's own: their gradients are not combined.
 
     Args:

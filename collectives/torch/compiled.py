@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -41,6 +41,9 @@ from collectives.reduction import Op
 from collectives.runtime import world_of
 from collectives.torch import operators
 from collectives.torch.operators import LINEAR
+
+Arguments = ParamSpec("Arguments")
+Returned = TypeVar("Returned")
 
 _WIRES: dict[Any, str | None] = {None: None, NoneCompressor: None, FP16Compressor: "float16", BF16Compressor: "bfloat16"}
 
@@ -131,14 +134,14 @@ def stored(tensor: Any, result: Any) -> Any:
         return tensor.copy_(result)
 
 
-def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
+def untraced(function: Callable[Arguments, Returned]) -> Callable[Arguments, Returned]:
     """A function that a compiler calls and does not look into: what begins or awaits an operation is no part of a graph.
 
     The graph ends before it, and another begins after it; with ``fullgraph=True`` that is an error.
     """
 
     @functools.wraps(function)
-    def call(*arguments: Any, **keywords: Any) -> Any:
+    def call(*arguments: Arguments.args, **keywords: Arguments.kwargs) -> Returned:
         if torch.compiler.is_compiling():
             return torch.compiler.disable(function)(*arguments, **keywords)  # a graph ends here: call the blocking form instead
         return function(*arguments, **keywords)

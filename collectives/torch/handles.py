@@ -5,14 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Generic
 
 from collectives.errors import InvalidTypeError
-from collectives.handles import Handle
+from collectives.handles import Handle, Result
 from collectives.torch.compiled import untraced
 
 
-class Derived:
+class Derived(Generic[Result]):
     """Operations in flight, and what is made of their results once they are complete.
 
     `synchronize` and `poll` take it as any handle. It can also be called, as the handles of Horovod's ``sparse_allreduce_async`` are.
@@ -32,7 +32,7 @@ class Derived:
         """Whether `wait` returns at once."""
         return all(handle.poll() for handle in self._handles)
 
-    def wait(self, timeout: float | None = None) -> Any:
+    def wait(self, timeout: float | None = None) -> Result:
         """The result, when the operations are complete; as often as wanted.
 
         Raises:
@@ -60,7 +60,7 @@ def poll(handle: Handle | Derived) -> bool:
 
 
 @untraced
-def synchronize(handle: Handle | Derived, timeout: float | None = None) -> Any:
+def synchronize(handle: Handle[Result] | Derived[Result], timeout: float | None = None) -> Result:
     """Wait until an operation is complete, and return its result; as often as wanted (Horovod: None from the second time on).
 
     Args:
@@ -74,7 +74,7 @@ def synchronize(handle: Handle | Derived, timeout: float | None = None) -> Any:
     return _a_handle(handle).wait(timeout)
 
 
-def _a_handle(handle: Any) -> Handle | Derived:
+def _a_handle(handle: Handle[Result] | Derived[Result]) -> Handle[Result] | Derived[Result]:
     if not isinstance(handle, (Handle, Derived)):
         raise InvalidTypeError(f"handle: expected what an asynchronous operation returned, got {type(handle).__name__}")
     return handle

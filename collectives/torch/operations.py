@@ -9,7 +9,7 @@ What is no torch tensor is treated as in `collectives`. The blocking forms that 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import numpy as np
 import torch
@@ -30,13 +30,15 @@ from collectives.torch.compiled import untraced
 from collectives.torch.handles import Derived
 from collectives.world import World
 
+Tensor = TypeVar("Tensor")
+
 Average = Op.AVERAGE
 
 # ---- all-reduce ----------------------------------------------------------------------------------------------------------
 
 
 def allreduce(
-    tensor: Any,
+    tensor: Tensor,
     average: bool | None = None,
     name: str | None = None,
     compression: Any = Compression.none,
@@ -48,7 +50,7 @@ def allreduce(
     algorithm: str | None = None,
     transport: str | None = None,
     stream: Any = None,
-) -> Any:
+) -> Tensor:
     """Combine the ranks' tensors element by element. Differentiable.
 
     Its gradient, for a loss that is the sum of the ranks' losses: of Sum and Average the all-reduce of the outputs' gradients with the
@@ -94,7 +96,7 @@ def allreduce(
 
 @untraced
 def allreduce_async(
-    tensor: Any,
+    tensor: Tensor,
     average: bool | None = None,
     name: str | None = None,
     op: Op | None = None,
@@ -105,7 +107,7 @@ def allreduce_async(
     algorithm: str | None = None,
     transport: str | None = None,
     stream: Any = None,
-) -> Handle:
+) -> Handle[Tensor]:
     """Begin an `allreduce` and return a handle at once, for `synchronize` and `poll`. Not differentiable.
 
     The tensor must not change until the operation is done.
@@ -124,7 +126,7 @@ def allreduce_async(
 
 
 def allreduce_(
-    tensor: Any,
+    tensor: Tensor,
     average: bool | None = None,
     name: str | None = None,
     op: Op | None = None,
@@ -135,7 +137,7 @@ def allreduce_(
     algorithm: str | None = None,
     transport: str | None = None,
     stream: Any = None,
-) -> Any:
+) -> Tensor:
     """`allreduce` in place: the result replaces the tensor's elements, also a leaf's that requires grad. Not differentiable.
 
     Autograd notices where it had saved the tensor for a backward pass.
@@ -162,7 +164,7 @@ def allreduce_(
 
 @untraced
 def allreduce_async_(
-    tensor: Any,
+    tensor: Tensor,
     average: bool | None = None,
     name: str | None = None,
     op: Op | None = None,
@@ -173,7 +175,7 @@ def allreduce_async_(
     algorithm: str | None = None,
     transport: str | None = None,
     stream: Any = None,
-) -> Handle:
+) -> Handle[Tensor]:
     """Begin an `allreduce_` and return a handle at once. The tensor must be left alone until the operation is done."""
     world = world_of(process_set)
     handle = world.allreduce_async_(
@@ -191,7 +193,7 @@ def allreduce_async_(
 
 
 def grouped_allreduce(
-    tensors: Sequence[Any],
+    tensors: Sequence[Tensor],
     average: bool | None = None,
     name: str | None = None,
     compression: Any = Compression.none,
@@ -203,7 +205,7 @@ def grouped_allreduce(
     algorithm: str | None = None,
     transport: str | None = None,
     stream: Any = None,
-) -> list[Any]:
+) -> list[Tensor]:
     """`allreduce` of several tensors that are carried out, and complete, together. Differentiable, as `allreduce` of each.
 
     Args:
@@ -225,7 +227,7 @@ def grouped_allreduce(
 
 @untraced
 def grouped_allreduce_async(
-    tensors: Sequence[Any],
+    tensors: Sequence[Tensor],
     average: bool | None = None,
     name: str | None = None,
     op: Op | None = None,
@@ -236,7 +238,7 @@ def grouped_allreduce_async(
     algorithm: str | None = None,
     transport: str | None = None,
     stream: Any = None,
-) -> Handle:
+) -> Handle[list[Tensor]]:
     """Begin a `grouped_allreduce`; one handle for all tensors. Not differentiable."""
     world = world_of(process_set)
     op = _operation(world, average, op, name)
@@ -245,7 +247,7 @@ def grouped_allreduce_async(
 
 
 def grouped_allreduce_(
-    tensors: Sequence[Any],
+    tensors: Sequence[Tensor],
     average: bool | None = None,
     name: str | None = None,
     op: Op | None = None,
@@ -256,7 +258,7 @@ def grouped_allreduce_(
     algorithm: str | None = None,
     transport: str | None = None,
     stream: Any = None,
-) -> list[Any]:
+) -> list[Tensor]:
     """`grouped_allreduce` in place, as `allreduce_`; returns the very tensors."""
     if is_compiling():
         results = grouped_allreduce(tensors, average, name, Compression.none, op, prescale_factor, postscale_factor, process_set)
@@ -269,7 +271,7 @@ def grouped_allreduce_(
 
 @untraced
 def grouped_allreduce_async_(
-    tensors: Sequence[Any],
+    tensors: Sequence[Tensor],
     average: bool | None = None,
     name: str | None = None,
     op: Op | None = None,
@@ -280,7 +282,7 @@ def grouped_allreduce_async_(
     algorithm: str | None = None,
     transport: str | None = None,
     stream: Any = None,
-) -> Handle:
+) -> Handle[list[Tensor]]:
     """Begin a `grouped_allreduce_`; one handle for all tensors."""
     world = world_of(process_set)
     op = _operation(world, average, op, name)
@@ -295,14 +297,14 @@ def grouped_allreduce_async_(
 
 
 def allgather(
-    tensor: Any,
+    tensor: Tensor,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
     *,
     algorithm: str | None = None,
     transport: str | None = None,
     stream: Any = None,
-) -> Any:
+) -> Tensor:
     """Put the ranks' tensors one below the other, in rank order, on every rank. Differentiable.
 
     Its gradient, for a loss that is the sum of the ranks' losses: this rank's rows of the sum of the outputs' gradients.
@@ -328,27 +330,27 @@ def allgather(
 
 @untraced
 def allgather_async(
-    tensor: Any,
+    tensor: Tensor,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
     *,
     algorithm: str | None = None,
     transport: str | None = None,
     stream: Any = None,
-) -> Handle:
+) -> Handle[Tensor]:
     """Begin an `allgather` and return a handle at once. Not differentiable."""
     return world_of(process_set).allgather_async(tensor, name=name, algorithm=algorithm, transport=transport, stream=stream)
 
 
 def grouped_allgather(
-    tensors: Sequence[Any],
+    tensors: Sequence[Tensor],
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
     *,
     algorithm: str | None = None,
     transport: str | None = None,
     stream: Any = None,
-) -> list[Any]:
+) -> list[Tensor]:
     """`allgather` of several tensors that complete together; the results in order. Differentiable, as `allgather` of each."""
     if is_compiling():
         return [allgather(tensor, name and f"{name}.{i}", process_set) for i, tensor in enumerate(tensors)]
@@ -361,14 +363,14 @@ def grouped_allgather(
 
 @untraced
 def grouped_allgather_async(
-    tensors: Sequence[Any],
+    tensors: Sequence[Tensor],
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
     *,
     algorithm: str | None = None,
     transport: str | None = None,
     stream: Any = None,
-) -> Handle:
+) -> Handle[list[Tensor]]:
     """Begin a `grouped_allgather`; one handle for all tensors. Not differentiable."""
     return world_of(process_set).grouped_allgather_async(tensors, name=name, algorithm=algorithm, transport=transport, stream=stream)
 
@@ -377,7 +379,7 @@ def grouped_allgather_async(
 
 
 def broadcast(
-    tensor: Any,
+    tensor: Tensor,
     root_rank: int,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
@@ -385,7 +387,7 @@ def broadcast(
     algorithm: str | None = None,
     transport: str | None = None,
     stream: Any = None,
-) -> Any:
+) -> Tensor:
     """Give every rank the root's tensor. Differentiable.
 
     Its gradient, for a loss that is the sum of the ranks' losses: on the root the sum of the outputs' gradients, zeros elsewhere.
@@ -412,7 +414,7 @@ def broadcast(
 
 
 def broadcast_(
-    tensor: Any,
+    tensor: Tensor,
     root_rank: int,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
@@ -420,7 +422,7 @@ def broadcast_(
     algorithm: str | None = None,
     transport: str | None = None,
     stream: Any = None,
-) -> Any:
+) -> Tensor:
     """`broadcast` in place, also of a leaf that requires grad; returns the very tensor. Not differentiable."""
     if is_compiling():
         return compiled.stored(tensor, broadcast(tensor, root_rank, name, process_set))
@@ -431,7 +433,7 @@ def broadcast_(
 
 @untraced
 def broadcast_async(
-    tensor: Any,
+    tensor: Tensor,
     root_rank: int,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
@@ -439,7 +441,7 @@ def broadcast_async(
     algorithm: str | None = None,
     transport: str | None = None,
     stream: Any = None,
-) -> Handle:
+) -> Handle[Tensor]:
     """Begin a `broadcast` and return a handle at once. Not differentiable."""
     world, root = world_of(process_set), root_in(process_set, root_rank, name)
     return world.broadcast_async(tensor, root, name=name, algorithm=algorithm, transport=transport, stream=stream)
@@ -447,7 +449,7 @@ def broadcast_async(
 
 @untraced
 def broadcast_async_(
-    tensor: Any,
+    tensor: Tensor,
     root_rank: int,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
@@ -455,7 +457,7 @@ def broadcast_async_(
     algorithm: str | None = None,
     transport: str | None = None,
     stream: Any = None,
-) -> Handle:
+) -> Handle[Tensor]:
     """Begin a `broadcast_` and return a handle at once. The tensor must be left alone until the operation is done."""
     world, root = world_of(process_set), root_in(process_set, root_rank, name)
     handle = world.broadcast_async_(tensor, root, name=name, algorithm=algorithm, transport=transport, stream=stream)
@@ -466,8 +468,34 @@ def broadcast_async_(
 # ---- all-to-all ----------------------------------------------------------------------------------------------------------
 
 
+@overload
 def alltoall(
-    tensor: Any,
+    tensor: Tensor,
+    splits: None = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+    *,
+    algorithm: str | None = None,
+    transport: str | None = None,
+    stream: Any = None,
+) -> Tensor: ...
+
+
+@overload
+def alltoall(
+    tensor: Tensor,
+    splits: Sequence[int] | torch.Tensor,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+    *,
+    algorithm: str | None = None,
+    transport: str | None = None,
+    stream: Any = None,
+) -> tuple[Tensor, torch.Tensor]: ...
+
+
+def alltoall(
+    tensor: Tensor,
     splits: Any = None,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
@@ -475,7 +503,7 @@ def alltoall(
     algorithm: str | None = None,
     transport: str | None = None,
     stream: Any = None,
-) -> Any:
+) -> Tensor | tuple[Tensor, torch.Tensor]:
     """Send the first rows to rank 0, the next to rank 1, and so on; receive what each rank sent here, in rank order. Differentiable.
 
     Its gradient, for a loss that is the sum of the ranks' losses: the outputs' gradients, sent back to where the rows came from.
@@ -503,7 +531,7 @@ def alltoall(
         call = Call(world, name, False, {"algorithm": algorithm, "transport": transport, "stream": stream})
         result, received = autograd.alltoall(call, tensor, counts)
         return result if splits is None else (result, _received(received, splits))
-    found = world.alltoall(tensor, counts, name=name, algorithm=algorithm, transport=transport, stream=stream)
+    found: Any = world.alltoall(tensor, counts, name=name, algorithm=algorithm, transport=transport, stream=stream)
     return found[0] if splits is None else (found[0], _received(found[1], splits))
 
 
@@ -532,7 +560,7 @@ def alltoall_async(
 
 
 def reducescatter(
-    tensor: Any,
+    tensor: Tensor,
     name: str | None = None,
     compression: Any = Compression.none,
     op: Op | None = Average,
@@ -543,7 +571,7 @@ def reducescatter(
     algorithm: str | None = None,
     transport: str | None = None,
     stream: Any = None,
-) -> Any:
+) -> Tensor:
     """Combine the ranks' tensors and give each rank its share of the rows. Differentiable.
 
     Its gradient, for a loss that is the sum of the ranks' losses: of Sum the allgather of the outputs' gradients, of Average that divided
@@ -573,7 +601,7 @@ def reducescatter(
 
 @untraced
 def reducescatter_async(
-    tensor: Any,
+    tensor: Tensor,
     name: str | None = None,
     op: Op | None = Average,
     process_set: ProcessSet = global_process_set,
@@ -583,14 +611,14 @@ def reducescatter_async(
     algorithm: str | None = None,
     transport: str | None = None,
     stream: Any = None,
-) -> Handle:
+) -> Handle[Tensor]:
     """Begin a `reducescatter` and return a handle at once. Not differentiable."""
     options = _options(op, prescale_factor, postscale_factor, algorithm, transport, stream)
     return world_of(process_set).reducescatter_async(tensor, name=name, **options)
 
 
 def grouped_reducescatter(
-    tensors: Sequence[Any],
+    tensors: Sequence[Tensor],
     name: str | None = None,
     compression: Any = Compression.none,
     op: Op | None = Average,
@@ -601,7 +629,7 @@ def grouped_reducescatter(
     algorithm: str | None = None,
     transport: str | None = None,
     stream: Any = None,
-) -> list[Any]:
+) -> list[Tensor]:
     """`reducescatter` of several tensors that complete together; the results in order. Differentiable, as `reducescatter` of each."""
     if is_compiling():
         how = compression, op, process_set, prescale_factor, postscale_factor
@@ -614,7 +642,7 @@ def grouped_reducescatter(
 
 @untraced
 def grouped_reducescatter_async(
-    tensors: Sequence[Any],
+    tensors: Sequence[Tensor],
     name: str | None = None,
     op: Op | None = Average,
     process_set: ProcessSet = global_process_set,
@@ -624,7 +652,7 @@ def grouped_reducescatter_async(
     algorithm: str | None = None,
     transport: str | None = None,
     stream: Any = None,
-) -> Handle:
+) -> Handle[list[Tensor]]:
     """Begin a `grouped_reducescatter`; one handle for all tensors. Not differentiable."""
     options = _options(op, prescale_factor, postscale_factor, algorithm, transport, stream)
     return world_of(process_set).grouped_reducescatter_async(tensors, name=name, **options)

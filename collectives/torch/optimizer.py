@@ -8,7 +8,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
@@ -22,12 +22,14 @@ from collectives.torch.compiled import untraced
 from collectives.torch.gradients import Reducer
 from collectives.world import World
 
+Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
+
 _made: weakref.WeakKeyDictionary[World, Counter[tuple[str, ...]]] = weakref.WeakKeyDictionary()
 """How many optimizers were made for parameters of these names: a GAN's two may both have theirs in flight."""
 
 
 def DistributedOptimizer(
-    optimizer: Any,
+    optimizer: Optimizer,
     named_parameters: Iterable[tuple[str, Any]] | None = None,
     compression: Any = Compression.none,
     backward_passes_per_step: int = 1,
@@ -39,7 +41,7 @@ def DistributedOptimizer(
     process_set: ProcessSet = global_process_set,
     *,
     gradient_as_bucket_view: bool = False,
-) -> Any:
+) -> Optimizer:
     """Wrap an optimizer, so that it applies the gradients of all ranks.
 
     A gradient leaves for the other ranks as soon as the backward pass has finished it; ``step()`` waits for all of them. What

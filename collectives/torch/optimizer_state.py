@@ -56,7 +56,8 @@ def broadcast_optimizer_state(optimizer: Any, root_rank: int, model: Any = None,
         world.broadcast_object(data, root, name=label)
         move(world, label, root, tensors)
     else:
-        state, tensors = _put_together(world.broadcast_object(None, root, name=label), optimizer)
+        data = world.broadcast_object(b"", root, name=label)
+        state, tensors = _put_together(data, optimizer)
         move(world, label, root, tensors)
         state.store(optimizer)
 

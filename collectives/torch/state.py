@@ -9,7 +9,7 @@ that they take one by one).
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -19,6 +19,8 @@ from collectives.errors import InvalidArgumentError, InvalidTypeError
 from collectives.membership import ProcessSet
 from collectives.runtime import global_process_set
 from collectives.world import World
+
+Object = TypeVar("Object")
 
 Tensors = dict[str, Any]
 """By name."""
@@ -57,7 +59,7 @@ def broadcast_parameters(params: Any, root_rank: int, process_set: ProcessSet = 
     move(world, label, root, tensors)
 
 
-def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set) -> Any:
+def broadcast_object(obj: Object, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set) -> Object:
     """Give every rank the root's object.
 
     Args:
@@ -75,7 +77,7 @@ def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None, proc
     return api.broadcast_object(obj, root_rank, name=name, process_set=process_set)
 
 
-def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
+def allgather_object(obj: Object, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Object]:
     """Give every rank every rank's object, as a list in rank order; arguments and errors as for `broadcast_object`."""
     return api.allgather_object(obj, name=name, process_set=process_set)
 

@@ -55,7 +55,7 @@ class SyncBatchNorm(_BatchNorm):  # type: ignore[misc]
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
         self.process_set = None if process_set is global_process_set else process_set
 
-    def forward(self, input: Any) -> Any:
+    def forward(self, input: Any) -> torch.Tensor:
         """Normalise; see the class."""
         if not self.training:
             return super().forward(input)
@@ -106,7 +106,7 @@ class SyncBatchNorm(_BatchNorm):  # type: ignore[misc]
             raise InvalidArgumentError(f"input: expected at least 2 dimensions (batch, channels, ...), got shape {tuple(input.shape)}")
 
     @classmethod
-    def convert_sync_batchnorm(cls, module: Any, process_set: ProcessSet | None = None) -> Any:
+    def convert_sync_batchnorm(cls, module: Any, process_set: ProcessSet | None = None) -> torch.nn.Module:
         """Replace every batch normalisation in a module, of whatever dimension, by this one.
 
         Parameters and buffers are those of the replaced layers: convert before or after making the optimizer.

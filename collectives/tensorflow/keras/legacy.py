@@ -8,7 +8,7 @@ looks for overflow.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import tensorflow as tf
 
@@ -21,6 +21,8 @@ from collectives.runtime import global_process_set
 from collectives.tensorflow.aggregation import Aggregation
 from collectives.tensorflow.gradients import Way, key, settle
 from collectives.tensorflow.tape import trainable_weights
+
+Optimizer = TypeVar("Optimizer")
 
 _OLDER = tf.keras.optimizers.legacy.Optimizer
 _SCALING = tf.keras.mixed_precision.LossScaleOptimizer
@@ -81,7 +83,7 @@ class Distributed:
 
 
 def DistributedOptimizer(
-    optimizer: Any,
+    optimizer: Optimizer,
     name: str | None = None,
     device_dense: str = "",
     device_sparse: str = "",
@@ -95,7 +97,7 @@ def DistributedOptimizer(
     groups: int | Sequence[Sequence[Any]] | None = None,
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
-) -> Any:
+) -> Optimizer:
     """Wrap an optimizer of Keras 2, so that it applies the gradients of all ranks.
 
     Args:
@@ -154,7 +156,7 @@ def DistributedOptimizer(
 
 
 def PartialDistributedOptimizer(
-    optimizer: Any,
+    optimizer: Optimizer,
     name: str | None = None,
     device_dense: str = "",
     device_sparse: str = "",
@@ -166,7 +168,7 @@ def PartialDistributedOptimizer(
     process_set: ProcessSet = global_process_set,
     local_layers: Any = None,
     scale_local_gradients: bool = True,
-) -> Any:
+) -> Optimizer:
     """`DistributedOptimizer` for a model some of whose layers are this rank's own; see `collectives.keras.PartialDistributedOptimizer`."""
     layers = [local_layers] if isinstance(local_layers, tf.keras.layers.Layer) else list(local_layers or ())
     for layer in layers:
@@ -186,7 +188,7 @@ def PartialDistributedOptimizer(
         process_set=process_set,
         scale_local_gradients=scale_local_gradients,
     )
-    inner = result.inner_optimizer if isinstance(result, _SCALING) else result
+    inner: Any = result.inner_optimizer if isinstance(result, _SCALING) else result
     for layer in layers:
         for variable in trainable_weights(layer):
             inner.register_local_var(variable)
@@ -199,7 +201,7 @@ def load_model(
     custom_objects: Mapping[str, Any] | None = None,
     compression: Any = Compression.none,
     legacy_opts: bool = False,
-) -> Any:
+) -> tf.keras.Model:
     """Load a model with its optimizer's state, and make the optimizer a `DistributedOptimizer`; see `collectives.keras.load_model`.
 
     Args:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import tensorflow as tf
 
@@ -10,16 +10,19 @@ from collectives.compression import Compression
 from collectives.reduction import Op
 from collectives.tensorflow import functions, operations
 
+Value = TypeVar("Value")
+"""A tensor; what is none, such as a number, comes back as one."""
+
 
 def allreduce(
-    value: Any,
+    value: Value,
     name: str | None = None,
     average: bool | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     op: Op | None = None,
     compression: Any = Compression.none,
-) -> Any:
+) -> Value:
     """Combine the ranks' values element by element; see `collectives.tensorflow.allreduce`."""
     return operations.allreduce(
         value,
@@ -32,17 +35,17 @@ def allreduce(
     )
 
 
-def allgather(value: Any, name: str | None = None) -> Any:
+def allgather(value: Value, name: str | None = None) -> Value:
     """Put the ranks' values one below the other; see `collectives.tensorflow.allgather`."""
     return operations.allgather(value, name=name)
 
 
-def broadcast(value: Any, root_rank: int, name: str | None = None) -> Any:
+def broadcast(value: Value, root_rank: int, name: str | None = None) -> Value:
     """Give every rank the root's value; see `collectives.tensorflow.broadcast`."""
     return operations.broadcast(value, root_rank, name=name)
 
 
-def reducescatter(value: Any, name: str | None = None, op: Op = Op.AVERAGE) -> Any:
+def reducescatter(value: Value, name: str | None = None, op: Op = Op.AVERAGE) -> Value:
     """Combine the ranks' values, and give each rank a part of the rows; see `collectives.tensorflow.reducescatter`."""
     return operations.reducescatter(value, name=name, op=op)
 

@@ -1,0 +1,86 @@
+"""What type checkers know of results. Read by mypy, with everything else; never imported.
+
+The frameworks' own types are not looked at (see ``pyproject.toml``), so classes of this file stand for tensors and optimizers.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+    from typing_extensions import assert_type
+
+    import collectives
+    import collectives.jax
+    import collectives.keras
+    import collectives.tensorflow
+    import collectives.torch
+    from collectives.handles import Handle
+
+    class Tensor: ...
+
+    class Optimizer: ...
+
+    Float = npt.NDArray[np.float32]
+
+    def the_core(array: Float, tensor: Tensor) -> None:
+        assert_type(collectives.allreduce(array), Float)
+        assert_type(collectives.allreduce(tensor, op=collectives.Max), Tensor)
+        assert_type(collectives.allreduce(1.5), float)
+        assert_type(collectives.allreduce_(array), Float)
+        assert_type(collectives.broadcast(array, 0), Float)
+        assert_type(collectives.broadcast_(array, 0), Float)
+        assert_type(collectives.allgather(array), Float)
+        assert_type(collectives.reducescatter(array), Float)
+        assert_type(collectives.alltoall(array), Float)
+        assert_type(collectives.alltoall(array, [1, 2]), tuple[Float, npt.NDArray[np.int64]])
+        assert_type(collectives.grouped_allreduce([array, array]), list[Float])
+        assert_type(collectives.broadcast_object("text"), str)
+        assert_type(collectives.allgather_object("text"), list[str])
+
+    def handles(array: Float, any_handle: Handle) -> None:
+        assert_type(collectives.synchronize(collectives.allreduce_async(array)), Float)
+        assert_type(collectives.grouped_allreduce_async([array]).wait(), list[Float])
+        assert_type(collectives.synchronize(any_handle), Any)
+
+    def ranks_of_a_program(tensor: Tensor) -> None:
+        def function(number: int) -> str:
+            return str(number)
+
+        assert_type(collectives.run(function, [3], np=2), list[str])
+        assert_type(collectives.world().allreduce(tensor), Tensor)
+
+    def torch(tensor: Tensor, optimizer: Optimizer) -> None:
+        hvd = collectives.torch
+        assert_type(hvd.allreduce(tensor), Tensor)
+        assert_type(hvd.allreduce_(tensor), Tensor)
+        assert_type(hvd.synchronize(hvd.allreduce_async(tensor)), Tensor)
+        assert_type(hvd.grouped_allreduce([tensor]), list[Tensor])
+        assert_type(hvd.alltoall(tensor), Tensor)
+        assert_type(hvd.broadcast_object("text"), str)
+        assert_type(hvd.DistributedOptimizer(optimizer), Optimizer)
+
+    def tensorflow(tensor: Tensor, optimizer: Optimizer) -> None:
+        hvd = collectives.tensorflow
+        assert_type(hvd.allreduce(tensor), Tensor)
+        assert_type(hvd.grouped_allreduce([tensor]), list[Tensor])
+        assert_type(hvd.alltoall(tensor), Tensor)
+        assert_type(hvd.broadcast_object("text"), str)
+        assert_type(hvd.DistributedOptimizer(optimizer), Optimizer)
+        assert_type(hvd.DistributedGradientTape(tensor), Tensor)
+
+    def keras(tensor: Tensor, optimizer: Optimizer) -> None:
+        hvd = collectives.keras
+        assert_type(hvd.allreduce(tensor), Tensor)
+        assert_type(hvd.DistributedOptimizer(optimizer), Optimizer)
+        assert_type(hvd.PartialDistributedOptimizer(optimizer), Optimizer)
+
+    def jax(tree: dict[str, Tensor], optimizer: Optimizer) -> None:
+        hvd = collectives.jax
+        assert_type(hvd.allreduce(tree), dict[str, Tensor])
+        assert_type(hvd.grouped_allreduce([tree]), list[dict[str, Tensor]])
+        assert_type(hvd.alltoall(tree), dict[str, Tensor])
+        assert_type(hvd.broadcast_parameters(tree), dict[str, Tensor])
+        assert_type(hvd.DistributedOptimizer(optimizer), Optimizer)

@@ -25,6 +25,7 @@ from collectives.cuda import dlpack, tensors
 from collectives.cuda.tensors import DeviceView
 from collectives.dtypes import SUPPORTED, resolve
 from collectives.errors import InvalidArgumentError, InvalidTypeError
+from collectives.foreign import Extent
 
 _Array = npt.NDArray[Any]
 _Wrap = Callable[[_Array], Any]
@@ -69,6 +70,18 @@ class View:
         """After an in-place operation: bring ``array`` into the caller's tensor. Nothing to do where it is the same memory."""
         if self._target is not None:
             np.copyto(self._target, self.array.reshape(self._target.shape))
+
+    def extent(self, writes: bool) -> Extent:
+        """The caller's memory, which an operation reads or writes: ``array``, or what ``store`` writes to."""
+        if not self.copied:
+            at = _address(self.array)
+            return at, at + self.nbytes, writes, None
+        target = self.array if self._target is None else self._target
+        return foreign.strided_extent(target.__array_interface__["data"][0], target.shape, target.strides, target.itemsize, writes)
+
+    def detach(self) -> None:
+        """Work on a copy from here on, which ``store`` brings back."""
+        self._target, self.array, self.copied = self.array, self.array.copy(), True
 
     def wrap(self, array: _Array) -> Any:
         """A result as the caller's type.
@@ -131,6 +144,14 @@ def view(tensor: Any, *, argument: str = "tensor", writable: bool = False, strea
         if not writable and flags.c_contiguous and flags.aligned:
             return View(array if array.ndim == 1 else array.reshape(-1), array.shape, dtype, False, None, wrap)
     return _look(tensor, array, argument, writable, wrap)
+
+
+def _address(array: Any) -> int:
+    """Where an array with elements begins."""
+    try:
+        return ctypes.addressof(ctypes.c_char.from_buffer(array))  # takes half as long as the array interface does
+    except (TypeError, ValueError):  # read-only, or of a dtype that the buffer protocol does not know
+        return int(array.__array_interface__["data"][0])
 
 
 def on_device(tensor: Any, stream: Any = None) -> bool:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+from collectives.arrays import view
 from collectives.config import Config
 from collectives.context import Context, Statistics
 from collectives.entries import Entry
@@ -20,6 +21,7 @@ from collectives.errors import CollectivesError, CollectiveTimeoutError, Invalid
 from collectives.handles import Handle
 from collectives.lead import quick_switches
 from collectives.negotiation import Request
+from collectives.overlaps import InFlight
 from collectives.rounds import MASK, NUMBER, Rounds
 from collectives.stall import LOOK_EVERY, StallInspector
 from collectives.tasks import One
@@ -36,7 +38,11 @@ _abandoned: list[Any] = []
 
 
 class Engine(Rounds):
-    """The engine of one world; arguments as for `Rounds`. Methods may be called from any thread."""
+    """The engine of one world. Methods may be called from any thread.
+
+    Args:
+        in_flight: the memory of this rank's operations in flight; all others as for `Rounds`.
+    """
 
     def __init__(
         self,
@@ -45,11 +51,14 @@ class Engine(Rounds):
         names: Sequence[int],
         make_neutral: Callable[[Request], Handle],
         ranks_are_threads: bool,
+        in_flight: InFlight,
     ) -> None:
         super().__init__(context, config, names, make_neutral, ranks_are_threads)
         self._timeout = config.timeout
         self._stall = StallInspector(self._rank, config.stall_warning, config.stall_shutdown)
         self._solos = self._solo_bytes = 0
+        self.in_flight = in_flight
+        self._using_memory = in_flight.operations
         self._obstacles: set[str] = set()
         """Why a blocking call cannot be carried out without a handle at present."""
 
@@ -59,7 +68,8 @@ class Engine(Rounds):
         """Take an operation on; returns at once.
 
         Raises:
-            InvalidArgumentError: an operation of this name is in flight already; it goes on.
+            InvalidArgumentError: an operation of this name is in flight already, or one that writes memory that this one uses, or uses
+                memory that this one writes; it goes on.
         """
         self._enqueue(handle)
         if not self._work.is_set():
@@ -78,19 +88,19 @@ class Engine(Rounds):
         """Carry out an operation and return when it is done.
 
         Args:
-            deliver, keep: of its handle, which is made only if it needs one.
+            deliver, keep: of its handle, which is made only if it needs one; ``keep`` begins with the view of the tensor.
             handle: or the handle itself.
 
         Returns:
             The handle, complete, or None if the operation was carried out without one.
         """
         if not entry.simple or not self._lead.acquire(False):
-            return self._run_with_handle(handle or Handle(entry, source, out, deliver or _no_result, keep))
+            return self._run_with_handle(handle or _handle(entry, source, out, deliver, keep))
         # Looked at with the lead: until then another thread may have left something behind that goes first.
-        busy = self._pending or self._inbox or self._followers or self._obstacles or self._chosen
+        busy = self._pending or self._inbox or self._followers or self._obstacles or self._chosen or self._using_memory
         if busy or self._leading or self._open is not None:
             self._lead.release()
-            return self._run_with_handle(handle or Handle(entry, source, out, deliver or _no_result, keep))
+            return self._run_with_handle(handle or _handle(entry, source, out, deliver, keep))
         self._leading = True
         try:
             if threading.current_thread() is not self._last_caller:
@@ -119,8 +129,9 @@ class Engine(Rounds):
                         self._settle_solo(entry)
                 else:
                     # Somebody is missing, or has proposed something else: from here on it is an operation like any other.
-                    handle = handle or Handle(entry, source, out, deliver or _no_result, keep)
+                    handle = handle or _handle(entry, source, out, deliver, keep)
                     handle.locate()
+                    self.in_flight.claim(handle)  # for other threads to see; nothing was in flight before
                     handle.engine = self
                     if name is not None:
                         self._names_in_flight[name] = handle
@@ -179,6 +190,9 @@ class Engine(Rounds):
                 self._names_in_flight[name] = handle  # the mark of a refused call goes first; this one comes after it
         if threading.current_thread() is not self._last_caller:
             self._note_caller()
+        overlap = self.in_flight.claim(handle)
+        if overlap is not None:
+            self._refuse_overlap(handle, overlap)
         self._inbox.append(handle)
         if self.refusal is not None:  # meanwhile, and whoever refused may have looked into the inbox before
             handle.fail(self.refusal())  # type: ignore[unreachable]
@@ -190,6 +204,17 @@ class Engine(Rounds):
             f"rank {self._rank}: tensor {name!r}: an operation of this name is in flight already{what}; synchronize it first, or give "
             f"this one another name"
         )
+
+    def _refuse_overlap(self, handle: Handle, why: str) -> NoReturn:
+        """Which tensors share memory is known to this rank alone: the others learn of it by a mark in place of the operation."""
+        name = handle.entry.request.name
+        if name is not None:
+            del self._names_in_flight[name]
+        error = InvalidArgumentError(f"rank {self._rank}: {why}")
+        self.submit(
+            Handle(self.context.entries.plain("invalid", name, detail=f"InvalidArgumentError: {why}"), _NO_ARRAY, _NO_ARRAY, _no_result)
+        )
+        raise error
 
     def hinder(self, reason: str, yes: bool = True) -> None:
         """From now on (or no longer) every operation needs a handle, because somebody wants to know of it."""
@@ -426,6 +451,12 @@ class Engine(Rounds):
         self._make_locks()
         self.refusal = refusal
         self.hinder("refusal")
+
+
+def _handle(entry: Entry, source: Array, out: Array, deliver: Callable[[Handle], Any] | None, keep: Any) -> Handle:
+    """The handle of a blocking call that needs one after all."""
+    uses = () if keep is None else ((keep[0], True),) if out is source else ((keep[0], False), (view(out), True))
+    return Handle(entry, source, out, deliver or _no_result, keep, uses=uses)
 
 
 def _no_result(handle: Handle) -> None:

@@ -9,7 +9,10 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Sequence
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from collectives.errors import InvalidArgumentError, InvalidTypeError
 
@@ -20,6 +23,22 @@ _FRAMEWORKS = (
     ("tensorflow", ("Tensor", "Variable")),
 )
 """Modules and their tensor types."""
+
+
+class Strided(NamedTuple):
+    """A layout that may have gaps; strides in bytes."""
+
+    address: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    itemsize: int
+
+
+Extent = tuple[int, int, bool, Strided | None]
+"""What an operation uses of a tensor's memory: lowest address, the one behind the highest, whether it is written, and the layout where
+that may have gaps."""
+_EFFORT: Any = 100_000
+"""Steps for which NumPy may look for a byte that two tensors have in common."""
 
 
 def describe(tensor: Any) -> str:
@@ -49,6 +68,31 @@ def overlapping(tensor: Any, argument: str, shape: Sequence[int], strides: Seque
         f"{argument}: an in-place operation needs elements that do not share memory, got a {describe(tensor)} of shape {tuple(shape)} and"
         f" strides {tuple(strides)} (a broadcast or sliding view); copy it first"
     )
+
+
+def strided_extent(address: int, shape: Sequence[int], strides: Sequence[int], itemsize: int, writes: bool) -> Extent:
+    """The extent of a tensor that has elements; strides in bytes."""
+    reaches = [stride * (length - 1) for stride, length in zip(strides, shape, strict=True)]
+    start, end = address + sum(min(0, reach) for reach in reaches), address + sum(max(0, reach) for reach in reaches) + itemsize
+    return start, end, writes, Strided(address, tuple(shape), tuple(strides), itemsize)
+
+
+def share_a_byte(one: Extent, other: Extent) -> bool:
+    """Whether two tensors whose addresses overlap have a byte in common; if that is too hard to tell, they count as if they had."""
+    if one[3] is None and other[3] is None:
+        return True
+    try:
+        return bool(np.shares_memory(_laid_out(one), _laid_out(other), max_work=_EFFORT))
+    except np.exceptions.TooHardError:
+        return True
+
+
+def _laid_out(extent: Extent) -> Any:
+    """An array that lies there, which is never read: the memory may be a GPU's, or free by now."""
+    start, end, _, strided = extent
+    address, shape, strides, itemsize = strided or (start, (end - start,), None, 1)
+    interface = {"version": 3, "data": (address, False), "shape": shape, "strides": strides, "typestr": f"|V{itemsize}"}
+    return np.asarray(SimpleNamespace(__array_interface__=interface))
 
 
 @functools.lru_cache(maxsize=256)

@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol
 
 from collectives.entries import Entry
 from collectives.errors import CollectivesError
+from collectives.foreign import Extent
 from collectives.logs import logger
+from collectives.overlaps import InFlight
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVar
@@ -37,6 +39,8 @@ class Driver(Protocol):
     refusal: Callable[[], CollectivesError] | None
     """Makes the error of every further call, once there can be none."""
 
+    in_flight: InFlight
+
     def wait(self, handle: Handle, timeout: float | None = None) -> None:
         """Return when the handle is done."""
 
@@ -53,6 +57,10 @@ class Handle(Generic[Result]):
         done: whether it is complete; then ``error`` or ``result`` is final.
         key: its name, or its number among the unnamed; given by the engine. Of a member: its group's.
         place: of a member: in its group; None: no member.
+        uses: views of the program's memory that the operation reads, or writes, while it is in flight; pairs of a view and whether it is
+            written.
+        extents: of a group, the memory that its members use, where it is known already.
+        claim: its number among those in flight that use memory of the program's; 0: it is none (`collectives.overlaps`).
         rows: of allgather and all-to-all: what this rank contributes, to all or to each.
         gathered: of allgather and all-to-all, once done: how many rows came from each rank; of device tensors the result and these.
         ready, fence: of device tensors: the event behind the caller's work, and what is between the operation and what the caller does next
@@ -63,11 +71,13 @@ class Handle(Generic[Result]):
         "_callbacks",
         "_code",
         "_line",
+        "claim",
         "deliver",
         "done",
         "engine",
         "entry",
         "error",
+        "extents",
         "fence",
         "gathered",
         "keep",
@@ -81,6 +91,7 @@ class Handle(Generic[Result]):
         "source",
         "submitted",
         "told",
+        "uses",
     )
 
     def __init__(
@@ -92,6 +103,7 @@ class Handle(Generic[Result]):
         keep: Any = None,
         members: Sequence[Handle] = (),
         rows: Sequence[int] = (),
+        uses: Sequence[tuple[Any, bool]] = (),
     ) -> None:
         self.entry = entry
         self.source: Any = source
@@ -100,6 +112,9 @@ class Handle(Generic[Result]):
         self.keep = keep
         self.members = members
         self.rows = rows
+        self.uses = uses
+        self.extents: Sequence[Extent] = ()
+        self.claim = 0
         self.done = False
         self.told = False
         self.result: Any = None
@@ -204,19 +219,23 @@ class Handle(Generic[Result]):
         except BaseException as error:
             self.fail(error)
             raise
-        self.keep = None
-        self.done = True
-        if self._callbacks:
-            self._call_back()
+        self._end()
 
     def fail(self, error: BaseException) -> None:
         """The operation is not going to be carried out."""
         if not self.done:
             self.error = error
-            self.keep = None
-            self.done = True
-            if self._callbacks:
-                self._call_back()
+            self._end()
+
+    def _end(self) -> None:
+        """The operation is in flight no longer, and uses no memory of the program's: whoever sees that it is done may submit another."""
+        self.keep, self.uses = None, ()
+        if self.claim:
+            assert self.engine is not None
+            self.engine.in_flight.operations.pop(self.claim, None)
+        self.done = True
+        if self._callbacks:
+            self._call_back()
 
     def __repr__(self) -> str:
         state = "pending" if not self.done else "failed" if self.error is not None else "done"

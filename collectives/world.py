@@ -41,6 +41,7 @@ from collectives.errors import (
 from collectives.executor import Executor
 from collectives.handles import Handle
 from collectives.operations import Operations
+from collectives.overlaps import InFlight
 from collectives.planner import Placement, Planner
 from collectives.plans import Plans
 from collectives.transport.group import Group
@@ -68,7 +69,7 @@ class World(Operations):
         ranks: the ranks' numbers in the outermost world; messages call them by these.
     """
 
-    def __init__(self, group: Group, config: Config | None = None, *, turn: Turn | None = None) -> None:
+    def __init__(self, group: Group, config: Config | None = None, *, turn: Turn | None = None, in_flight: InFlight | None = None) -> None:
         config = config or Config()
         self.config = config
         self.rank = group.rank
@@ -100,8 +101,15 @@ class World(Operations):
         self._devices: DeviceSide | None = None
         self._opening = threading.Lock()
         self._door = Door(self.rank, self.size, self._entries, self._pool, self._use_devices)
+        self._in_flight = InFlight() if in_flight is None else in_flight
+        """Of this rank: its process sets share it, since they may be given the same memory."""
         self._engine = Engine(
-            self._context, config, group.ranks, self._door.neutral, group.memory is not None and group.memory.name == "threads"
+            self._context,
+            config,
+            group.ranks,
+            self._door.neutral,
+            group.memory is not None and group.memory.name == "threads",
+            self._in_flight,
         )
         self._tuning = Tuning(self._engine, self.planner, config) if config.autotune and self.size > 1 else None
         self._children: list[World] = []
@@ -152,7 +160,7 @@ class World(Operations):
             self._turn.needed = True
             child, problem = None, ""
             try:
-                child = None if group is None else World(group, self.config, turn=self._turn)
+                child = None if group is None else World(group, self.config, turn=self._turn, in_flight=self._in_flight)
             except Exception as error:
                 problem = f"{type(error).__name__}: {error}"
             problem = self._first_of(problem)

@@ -256,27 +256,35 @@ def mistakes_in_flight(world: World) -> None:
     if world.size == 1:
         return
     odd = world.rank == world.size - 1
-    data = np.full(100, float(world.rank))
-    group = [data, data[:7].copy()]
+    given: list[np.ndarray[Any, Any]] = []
+
+    def data(count: int = 100) -> np.ndarray[Any, Any]:
+        given.append(np.full(count, float(world.rank)))  # operations in flight may not share what they write
+        return given[-1]
+
     table: dict[str, tuple[Callable[[str | None], Any], str, str]] = {
-        "shape": (lambda name: world.allreduce_async_(data[:50] if odd else data, name=name), "100", "50"),
-        "dtype": (lambda name: world.allreduce_async_(data.astype(np.float32) if odd else data, name=name), "float64", "float32"),
-        "op": (lambda name: world.allreduce_async_(data, op=Op.MAX if odd else Op.SUM, name=name), "'sum'", "'max'"),
-        "root": (lambda name: world.broadcast_async_(data, 1 if odd else 0, name=name), "root=0", "root=1"),
-        "prescale": (lambda name: world.allreduce_async_(data, prescale_factor=4.0 if odd else 1.0, name=name), "allreduce", "4.0"),
-        "postscale": (lambda name: world.allreduce_async_(data, postscale_factor=4.0 if odd else 1.0, name=name), "allreduce", "4.0"),
+        "shape": (lambda name: world.allreduce_async_(data(50 if odd else 100), name=name), "100", "50"),
+        "dtype": (lambda name: world.allreduce_async_(data().astype(np.float32) if odd else data(), name=name), "float64", "float32"),
+        "op": (lambda name: world.allreduce_async_(data(), op=Op.MAX if odd else Op.SUM, name=name), "'sum'", "'max'"),
+        "root": (lambda name: world.broadcast_async_(data(), 1 if odd else 0, name=name), "root=0", "root=1"),
+        "prescale": (lambda name: world.allreduce_async_(data(), prescale_factor=4.0 if odd else 1.0, name=name), "allreduce", "4.0"),
+        "postscale": (lambda name: world.allreduce_async_(data(), postscale_factor=4.0 if odd else 1.0, name=name), "allreduce", "4.0"),
         "collective": (
-            lambda name: world.allgather_async(data, name=name) if odd else world.allreduce_async_(data, name=name),
+            lambda name: world.allgather_async(data(), name=name) if odd else world.allreduce_async_(data(), name=name),
             "allreduce",
             "allgather",
         ),
-        "members": (lambda name: world.grouped_allreduce_async_(group[:1] if odd else group, name=name), "2 tensors", "1 tensor"),
+        "members": (
+            lambda name: world.grouped_allreduce_async_([data()] if odd else [data(), data(7)], name=name),
+            "2 tensors",
+            "1 tensor",
+        ),
         "member shape": (
-            lambda name: world.grouped_allreduce_async_([data, data[:6]] if odd else group, name=name),
+            lambda name: world.grouped_allreduce_async_([data(), data(6 if odd else 7)], name=name),
             "float64[7]",
             "float64[6]",
         ),
-        "row shape": (lambda name: world.allgather_async(data.reshape(50, 2) if odd else data, name=name), "allgather", "(2,)"),
+        "row shape": (lambda name: world.allgather_async(data().reshape(50, 2) if odd else data(), name=name), "allgather", "(2,)"),
     }
     for named in (True, False):
         good = [world.allreduce_async(mine(world, 20 + k), op=Op.SUM, name=f"good {k}") for k in range(4)]
@@ -289,7 +297,8 @@ def mistakes_in_flight(world: World) -> None:
             assert "rank 0" in message and f"{world.size - 1}" in message, message
             assert all(said in message for said in table[what][1:]), message
             assert not named or f"bad {what}" in message, message
-        np.testing.assert_array_equal(data, float(world.rank))
+        for array in given:
+            np.testing.assert_array_equal(array, float(world.rank))
         for handle in good:
             np.testing.assert_array_equal(world.synchronize(handle), total(world))
         works(world)
@@ -324,6 +333,33 @@ def refused_on_one_rank(world: World) -> None:
                 world.synchronize(handle)
         np.testing.assert_array_equal(world.synchronize(before), total(world))
         np.testing.assert_array_equal(data, float(world.rank + 1))
+        works(world)
+
+
+def the_same_memory_twice(world: World) -> None:
+    """In a group every member reads what was submitted; broadcasts from one root share memory; all else in flight is refused on every rank.
+    Small and large, so that windows, direct reads and messages all take part."""
+    for count in (6, 300_000):
+        values = np.arange(1.0, count + 1)
+        b = values * (world.rank + 1)
+        world.grouped_allreduce_([b, b, b[1:3], mine(world)], op=Op.SUM)
+        np.testing.assert_array_equal(b, total(world) * values)
+        b = values * (world.rank + 1)
+        handles = [world.broadcast_async_(part, world.size - 1, name=f"tied {k}") for k, part in enumerate((b, b, b[1:3], b[::2]))]
+        for handle in handles:
+            handle.wait()
+        np.testing.assert_array_equal(b, world.size * values)
+        if world.size == 1:
+            continue
+        b = values * (world.rank + 1)
+        if world.rank > 0:
+            world.barrier()  # until then rank 0 is alone with the first one, which cannot be complete
+        first = world.allreduce_async_(b, op=Op.SUM, name="first")
+        with pytest.raises(InvalidArgumentError if world.rank == 0 else MismatchError, match=r"(?s)second.*an operation in flight.*first"):
+            world.allreduce_async_(b[2:] if world.rank == 0 else b[2:].copy(), name="second").wait()
+        if world.rank == 0:
+            world.barrier()
+        np.testing.assert_array_equal(first.wait(), total(world) * values)
         works(world)
 
 
@@ -589,6 +625,7 @@ SCENARIOS: list[Callable[[World], None]] = [
     more_names_than_the_cache_has_entries,
     mistakes_in_flight,
     refused_on_one_rank,
+    the_same_memory_twice,
     ranks_that_wait_for_each_other,
     disjoint_process_sets,
     overlapping_process_sets,

@@ -200,6 +200,35 @@ def asynchronous(world: World, maker: Maker, forced: Forced) -> None:
     check(maker, world.synchronize(gathered), np.concatenate([sample(FLOAT, r + 1, r) for r in range(world.size)]), FLOAT, 1)
 
 
+def shared_memory(world: World, maker: Maker, forced: Forced) -> None:
+    """Members of a group read what was submitted, broadcasts from one root share memory, all else in flight at once is refused."""
+    parts = parts_of(world, FLOAT, 10_007)
+    total = expected(Op.SUM, parts)
+    tensor, other = maker.device(parts[world.rank]), maker.device(parts[world.rank])
+    pair = [tensor, tensor if world.rank == 0 else other]  # only rank 0 has it twice
+    for result in world.grouped_allreduce_([*pair, tensor[5:99]], average=False, **forced)[:2]:
+        check(maker, result, total, FLOAT, world.size)
+    tensor = maker.device(parts[world.rank])
+    for handle in [world.broadcast_async_(part, world.size - 1, name=f"tied {k}", **forced) for k, part in enumerate((tensor, tensor[3:]))]:
+        handle.wait()
+    np.testing.assert_array_equal(maker.host(tensor), parts[-1])
+    if world.size == 1:
+        return
+    if world.rank > 0:
+        world.barrier()  # until then rank 0 is alone with the first one, which cannot be complete
+    first = world.allreduce_async_(other, average=False, name="first", **forced)
+    second = other[7:] if world.rank == 0 else maker.device(parts[world.rank][7:])
+    try:
+        world.allreduce_async_(second, name="second", **forced).wait()
+    except (InvalidArgumentError, MismatchError) as error:
+        assert isinstance(error, InvalidArgumentError) is (world.rank == 0) and "'first'" in str(error), str(error)
+    else:
+        raise AssertionError("the same memory was in flight twice")
+    if world.rank == 0:
+        world.barrier()
+    world.synchronize(first)
+
+
 def compressed(world: World, maker: Maker, forced: Forced) -> None:
     """float32 and float64 travel as halves, and come back as they were, as exact as a half is."""
     for compression, precision in ((Compression.fp16, 1e-3), (Compression.bf16, 8e-3)):
@@ -307,6 +336,7 @@ SCENARIOS: list[Scenario] = [
     compressed,
     adasum,
     process_sets,
+    shared_memory,
     results_are_independent,
     many_calls_in_a_row,
     mistakes,

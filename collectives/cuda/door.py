@@ -142,7 +142,7 @@ class DeviceDoor:
                 view.store()
             return tensor
 
-        return self._handle(entry, view, view.array, finish, (view, tensor))
+        return self._handle(entry, view, view.array, finish, (view, tensor), writes=stores)
 
     def _out_of_place(self, entry: DeviceEntry, view: DeviceView, shape: tuple[int, ...]) -> Handle:
         with active(view.device):
@@ -158,10 +158,12 @@ class DeviceDoor:
         handle.rows = rows
         return handle
 
-    def _handle(self, entry: DeviceEntry, view: DeviceView, out: DeviceArray, finish: Callable[[], Any], keep: Any) -> Handle:
+    def _handle(
+        self, entry: DeviceEntry, view: DeviceView, out: DeviceArray, finish: Callable[[], Any], keep: Any, writes: bool = False
+    ) -> Handle:
         accelerator = self._accelerator
         accelerator.use(view.device)
-        handle = Handle(entry, view.array, out, _nothing, keep)
+        handle = Handle(entry, view.array, out, _nothing, keep, uses=((view, writes),))
         whose = f"rank {self._rank}: {entry.request.name or entry.request.collective}"
         handle.fence = Fence(view, finish, lambda: accelerator.failure, whose)
         return handle

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -78,8 +79,12 @@ class Framework:
         return copy, copy.data.ptr
 
     def store(self, found: Found, copy: Any, stream: int) -> None:
-        """Bring such a copy back into the tensor."""
+        """Bring a copy in C order back into the tensor."""
         with active(found.device):
+            if found.strides is None or foreign.is_contiguous(found.shape, found.strides, found.dtype.itemsize):
+                at = copy.__cuda_array_interface__["data"][0]
+                found.device.copy(found.address, at, math.prod(found.shape) * found.dtype.itemsize, stream)
+                return
             strided = _strided(found)
             with _on_own_stream(found.device, stream):
                 strided[...] = copy

@@ -18,6 +18,7 @@ from collectives.cuda import devices, dlpack, frameworks, streams
 from collectives.cuda.device import Array, Device, Provider, active
 from collectives.dtypes import SUPPORTED, resolve
 from collectives.errors import InvalidTypeError, MissingDependencyError
+from collectives.foreign import Extent
 
 
 class DeviceArray:
@@ -92,6 +93,20 @@ class DeviceView:
         for the operation. Nothing to do where it is the same memory."""
         if self.copied and self.writable:
             self._framework.store(self._found, self._copy, self.current_stream())
+
+    def extent(self, writes: bool) -> Extent:
+        """As `collectives.arrays.View.extent`."""
+        found = self._found
+        if not self.copied or found.strides is None:
+            return found.address, found.address + self.nbytes, writes, None
+        return foreign.strided_extent(found.address, self.shape, found.strides, self.dtype.itemsize, writes)
+
+    def detach(self) -> None:
+        """Work on a copy from here on, made on ``stream``, which ``store`` brings back."""
+        with active(self.device):
+            self._copy, array = self.empty(self.shape)
+            self.device.copy(array.address, self.array.address, self.nbytes, self.stream)
+        self.array, self.copied = array, True
 
     def fill(self, values: DeviceView) -> None:
         """Copy the elements of another view, of the same dtype and number, into ``array``, on `current_stream`."""

@@ -71,6 +71,7 @@ FLOORS = {
         "entries",
         "exits",
         "handles",
+        "overlaps",
         "context",
         "tasks",
         "buckets",

@@ -456,7 +456,7 @@ class Operations:
             self._check_state()
             return self._door.alone(handle).wait()
         if self._engine.run(handle.entry, handle.source, handle.out, handle=handle) is None:
-            handle.finish()
+            self._engine._guarded(handle.finish)  # which may be a meeting of all ranks
         return handle.wait()
 
     # ---- refusals ---------------------------------------------------------------------------------------------------------------

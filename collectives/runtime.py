@@ -6,6 +6,7 @@ Nothing but this module knows a default world; everything below takes its state 
 from __future__ import annotations
 
 import atexit
+import functools
 import os
 import sys
 import threading
@@ -16,6 +17,7 @@ from collectives import launched, logs, summary
 from collectives.config import Config, unknown
 from collectives.cuda import devices
 from collectives.errors import (
+    CollectivesError,
     ForkedProcessError,
     InvalidArgumentError,
     InvalidTypeError,
@@ -23,7 +25,7 @@ from collectives.errors import (
     NotInitializedError,
     TransportError,
 )
-from collectives.exits import Hooks, install
+from collectives.exits import RUN_DIRECTORY, Hooks, install
 from collectives.membership import ProcessSet
 from collectives.transport import threads
 from collectives.transport.group import Group
@@ -37,6 +39,8 @@ global_process_set = ProcessSet()
 
 _PLACE_VARIABLES = ("PMIX_NAMESPACE", "PMIX_RANK", "PMI_RANK", "PMI_FD", "PMI_PORT", "SLURM_STEP_ID", "SLURM_PROCID")
 """What tells one rank from another, and one launch from the next."""
+_RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
+"""This rank's number, as the launcher knows it."""
 _TAKEN = "_COLLECTIVES_PLACE_TAKEN"
 """The variable that hands down to child processes whose place among the ranks it is that they inherit."""
 
@@ -51,6 +55,9 @@ class _Default:
         self.sets: dict[int, ProcessSet] = {0: global_process_set}
         self.next_set = 1
         self.was_shut_down = False
+        self.interrupted = False
+        """Whether `init` was left by an exception that is none of its own, so that the other ranks may wait for this one in it."""
+        self.started_mpi = False
 
 
 _default = _Default()
@@ -88,26 +95,36 @@ def init(
         config = Config.from_environment()
         logs.configure(config.log_level)
         _check_place()
-        world = World(_connect(comm, config), config)
-        _default.world = world
-        _default.was_shut_down = False
+        world = _join(comm, config)
         logs.place(world.rank)
         _say(world)
-        global_process_set.attach(0, world, world)
-        if world.size > 1:
-            os.environ[_TAKEN] = f"{os.getpid()} {_place()}"
-            _default.hooks = install(
-                world.rank,
-                _abort,
-                world.fail,
-                os.environ.get("COLLECTIVES_RUN_DIR"),
-                all_left=world.all_left,
-                leave=world.leave,
-            )
     if config.timeline:
         world.start_timeline(config.timeline, config.timeline_mark_cycles)
     for members in process_sets or ():
         add_process_set(members)
+
+
+def _join(comm: MPI.Intracomm | Sequence[int] | None, config: Config) -> World:
+    """Make the default world; an exception leaves everything ready for another attempt, and no rank waiting for this one."""
+    group = None
+    try:
+        group = _connect(comm, config)
+        world = World(group, config)
+        global_process_set.attach(0, world, world)
+        if world.size > 1:
+            os.environ[_TAKEN] = f"{os.getpid()} {_place()}"
+        elif _default.hooks is not None:
+            _default.hooks.remove()
+            _default.hooks = None
+        _default.was_shut_down = False
+        _default.world = world
+    except BaseException as error:
+        _default.interrupted = not isinstance(error, CollectivesError)
+        if group is not None:
+            group.control.fail(f"{type(error).__name__}: {error}")
+        raise
+    _default.interrupted = False
+    return world
 
 
 def shutdown() -> None:
@@ -317,6 +334,7 @@ def _connect(comm: MPI.Intracomm | Sequence[int] | None, config: Config) -> Grou
     asks = launched.mpi_may_join(os.environ)
     if comm is None and not asks and "mpi4py.MPI" not in sys.modules:
         return _alone(sign, config)
+    _watch_exit()
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
@@ -331,13 +349,14 @@ def _connect(comm: MPI.Intracomm | Sequence[int] | None, config: Config) -> Grou
     if not MPI.Is_initialized():
         # The program has told mpi4py to leave it to Horovod (mpi4py.rc.initialize = False); then mpi4py does not finalise it either.
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
-        atexit.register(lambda: None if MPI.Is_finalized() else MPI.Finalize())
+        _default.started_mpi = True
     if comm is None:
         comm = MPI.COMM_WORLD
         if comm.Get_size() == 1:
             return _alone(sign, config, summary.mpi_version(MPI.Get_library_version()))
     elif not isinstance(comm, MPI.Comm):
         comm = _subset(MPI, comm)
+        return mpi.connect(comm, config) if len(comm) > 1 else threads.connect(1)[0]
     elif not isinstance(comm, MPI.Intracomm):
         raise InvalidTypeError(f"comm: expected an intracommunicator, got {comm!r}")
     if comm.Get_size() == 1:
@@ -368,7 +387,7 @@ def _say(world: World) -> None:
         logs.logger.warning("%s", sentence)
 
 
-def _subset(mpi: Any, ranks: Any) -> MPI.Intracomm:
+def _subset(mpi: Any, ranks: Any) -> list[int]:
     everybody = mpi.COMM_WORLD
     try:
         chosen = [rank.__index__() for rank in ranks]
@@ -378,12 +397,57 @@ def _subset(mpi: Any, ranks: Any) -> MPI.Intracomm:
         raise InvalidArgumentError(f"comm: expected different ranks from 0 to {everybody.Get_size() - 1}, got {chosen}")
     if everybody.Get_rank() not in chosen:
         raise InvalidArgumentError(f"comm: this is rank {everybody.Get_rank()}, which is not among {chosen}; only those call init")
-    subset: MPI.Intracomm = everybody.Create_group(everybody.Get_group().Incl(chosen))
-    return subset
+    return chosen
+
+
+def _watch_exit() -> None:
+    """See how this process ends, from before it joins the others: they may wait for it already, and MPI's finalisation for them."""
+    if _default.hooks is None:
+        _finalize_at_exit()  # exit handlers run in reverse order
+        rank = next((os.environ[name] for name in _RANK_VARIABLES if os.environ.get(name, "").isdigit()), "0")
+        run_dir = os.environ.get(RUN_DIRECTORY)
+        _default.hooks = install(int(rank), _abort, _publish, run_dir, all_left=_all_left, leave=_leave)
+
+
+@functools.cache
+def _finalize_at_exit() -> None:
+    def finalize() -> None:
+        if not _default.started_mpi:
+            return
+        from mpi4py import MPI
+
+        if not MPI.Is_finalized():
+            MPI.Finalize()
+
+    atexit.register(finalize)
+
+
+def _publish(text: str) -> None:
+    _default.interrupted = False  # this end becomes known, and ends the job with its own exit code
+    if _default.world is not None:
+        _default.world.fail(text)
+
+
+def _all_left() -> bool:
+    return _default.world is None or _default.world.all_left()
+
+
+def _leave() -> None:
+    if _default.world is not None:
+        _default.world.leave()
+    elif _default.interrupted:
+        print("collectives: init() was interrupted, and this rank ends without having joined the others: ending the job", file=sys.stderr)
+        _abort(1)
 
 
 def _abort(code: int) -> None:
-    """End the job of every rank, without waiting for any."""
-    from mpi4py import MPI
+    """End the job of every rank, without waiting for any, if MPI runs; where it does not, this process just ends."""
+    try:
+        import mpi4py
 
-    MPI.COMM_WORLD.Abort(code)
+        mpi4py.rc.initialize = False  # the first import may have been interrupted, and this one must not start MPI
+        from mpi4py import MPI
+    except (ImportError, RuntimeError):
+        return
+    if MPI.Is_initialized() and not MPI.Is_finalized():
+        MPI.COMM_WORLD.Abort(code)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import pytest
 
@@ -153,6 +154,102 @@ os._exit(0)
     )
     result = run_ranks(size, program, timeout=90, expect=None)
     assert all(f"told {0 if rank == 1 else 12}" in result.ranks[rank] for rank in range(size)), str(result)
+
+
+@pytest.mark.parametrize("env", [{}, {"COLLECTIVES_LOCAL_SIZE": "1"}], ids=["memory", "hosts"])
+def test_an_exchange_that_is_left_in_the_middle_leaves_nobody_in_it(env: dict[str, str], tmp_path: Path) -> None:
+    """Rank 1 is interrupted while it gives its value, and lives on, far from MPI."""
+    program = (
+        PREAMBLE
+        + """
+from pathlib import Path
+
+class Value:
+    def __reduce__(self):
+        Path(sys.argv[1], str(rank)).touch()
+        while rank == 1:
+            if Path(sys.argv[1], "0").exists() and Path(sys.argv[1], "2").exists():
+                raise KeyboardInterrupt
+        return int, (rank,)
+
+started = time.monotonic()
+try:
+    hvd.world()._control.exchange(Value())
+except KeyboardInterrupt:
+    time.sleep(8)
+except hvd.RankFailedError as error:
+    assert "rank 1" in str(error) and "KeyboardInterrupt" in str(error), error
+    assert time.monotonic() - started < 5
+    print("told", flush=True)
+os._exit(0)
+"""
+    )
+    result = run_ranks(3, program, env=env, timeout=40, expect=None, args=[str(tmp_path)])
+    assert all("told" in result.ranks[rank] for rank in (0, 2)), str(result)
+
+
+@pytest.mark.parametrize(
+    ("mpi", "ending", "code"), [("openmpi", "sys.exit(3)", 3), ("mpich", "raise KeyboardInterrupt", 130)], ids=["exits", "interrupted"]
+)
+def test_a_rank_that_ends_in_init_ends_the_job(mpi: str, ending: str, code: int) -> None:
+    """While the others are yet to come: it must neither wait for them in MPI's finalisation, nor they for it."""
+    program = f"""
+import signal, sys, time
+from mpi4py import MPI
+import collectives as hvd
+
+def on_alarm(number, frame):
+    {ending}
+
+if MPI.COMM_WORLD.Get_rank() == 1:
+    signal.signal(signal.SIGALRM, on_alarm)
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+elif MPI.COMM_WORLD.Get_rank() == 0:
+    time.sleep(30)
+hvd.init()
+"""
+    assert run_ranks(3, program, mpi=mpi, timeout=28, expect=code).seconds < BOUND
+
+
+@pytest.mark.parametrize(("env", "mpi"), [({}, "openmpi"), ({"COLLECTIVES_LOCAL_SIZE": "1"}, "mpich")], ids=["memory", "hosts"])
+def test_init_may_be_interrupted_and_tried_again(env: dict[str, str], mpi: str) -> None:
+    """Rank 1 is interrupted at many moments of init(), while its peers wait for it in the middle of theirs."""
+    program = """
+import signal, sys
+import numpy as np
+import collectives as hvd
+from mpi4py import MPI
+
+class Interrupt(KeyboardInterrupt):
+    pass
+
+def on_alarm(number, frame):
+    raise Interrupt
+
+signal.signal(signal.SIGALRM, on_alarm)
+rank, interrupted = MPI.COMM_WORLD.Get_rank(), 0
+for attempt in range(16):
+    while True:
+        try:
+            if rank == 1:
+                signal.setitimer(signal.ITIMER_REAL, 0.0005 + 0.0015 * attempt)
+            hvd.init()
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            assert hvd.allreduce(np.ones(3), op=hvd.Sum)[0] == 3
+            hvd.barrier()
+            hvd.shutdown()
+            break
+        except Interrupt:
+            interrupted += 1
+            attempt += 8
+        except hvd.RankFailedError as error:
+            assert "Interrupt" in str(error) or "RankFailedError" in str(error) or "shut down" in str(error), error
+        hvd.shutdown()
+print("joined, interrupted", interrupted)
+"""
+    result = run_ranks(3, program, env=env, mpi=mpi, timeout=60)
+    assert all("joined" in text for text in result.ranks), str(result)
+    assert "interrupted 0" not in result.ranks[1], str(result)
 
 
 @pytest.mark.parametrize("mpi", IMPLEMENTATIONS)

@@ -63,7 +63,8 @@ class MemoryTransport(Protocol):
         """Copy ``nbytes`` from the peer's private memory at ``address`` to this rank's at ``into``.
 
         Raises:
-            TransportError: the system refused, or the peer's memory is gone.
+            RankFailedError: the peer has failed, left or died.
+            TransportError: the system refused, although the peer is alive.
         """
 
     def store(self, peer: int, address: int, source: int, nbytes: int) -> None:

@@ -35,6 +35,7 @@ CALL_MASK = 0xFFFF
 _YIELDS = 200
 _NAP, _LONGEST_NAP = 20e-6, 1e-3
 _LOOK_AT_PROCESSES = 0.1
+_DEATH_SHOWS_WITHIN = 1.0
 
 _lock = threading.Lock()
 
@@ -233,6 +234,21 @@ class Board:
                     f"rank {self.names[self.rank]}: waits for rank {self.names[peer]}, which has shut down or ended; "
                     f"every rank must make the same calls before it leaves"
                 )
+
+    def explain(self, peer: int, gone: bool) -> None:
+        """Raise RankFailedError if what went wrong with ``peer``'s memory comes from its end; return if it lives on.
+
+        Args:
+            gone: whether the process is known to have ended, although the process table may list it until its parent has looked.
+        """
+        end = time.monotonic() + _DEATH_SHOWS_WITHIN
+        while True:
+            self.check(peer)
+            if gone:
+                raise RankFailedError(f"rank {self.names[self.rank]}: rank {self.names[peer]} has failed (it died without a word)")
+            if time.monotonic() > end:
+                return
+            time.sleep(_LONGEST_NAP)  # for another process to end or to speak
 
     def _died(self, peer: int) -> bool:
         return self._processes and not _process_lives(self._words[peer][_PID])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from collectives.errors import TransportError
@@ -46,6 +46,8 @@ class DirectRead:
         for call in (self._readv, self._writev):
             call.restype = ctypes.c_ssize_t
             call.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_ulong)
+        self.explain: Callable[[int, bool], None] = lambda peer, gone: None
+        """Called with a peer whose memory cannot be reached, and whether its process has none any more; raises if the peer has failed."""
         self._pids = list(pids)
         self._mine = _Block()
         self._theirs = _Block()
@@ -53,7 +55,7 @@ class DirectRead:
         self._theirs_at = ctypes.addressof(self._theirs)
 
     def fetch(self, peer: int, address: int, into: int, nbytes: int) -> None:
-        """Copy ``nbytes`` from the peer's ``address`` to this process's address ``into``; raises TransportError."""
+        """Copy ``nbytes`` from the peer's ``address`` to this process's address ``into``; raises TransportError, or what `explain` does."""
         mine, theirs = self._mine, self._theirs
         mine.address, mine.nbytes, theirs.address, theirs.nbytes = into, nbytes, address, nbytes
         done = self._readv(self._pids[peer], self._mine_at, 1, self._theirs_at, 1, 0)
@@ -95,6 +97,7 @@ class DirectRead:
                 if done < 0 and code == errno.EINTR:
                     done = 0
                 else:
+                    self.explain(peer, done < 0 and code == errno.ESRCH)
                     reason = os.strerror(code) if done < 0 else "nothing was transferred"
                     raise TransportError(
                         f"cannot {verb} {theirs.nbytes} bytes of rank {peer}'s memory (process {self._pids[peer]}): {reason}; "

@@ -9,50 +9,51 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from collectives import dtypes
 from collectives.config import Config
-from collectives.errors import CollectiveTimeoutError, InvalidTypeError, MismatchError, RankFailedError, TransportError
+from collectives.errors import InvalidTypeError, MismatchError, RankFailedError, TransportError
 from collectives.reduction import Op
 from collectives.transport import shared_memory
 from collectives.transport.base import Array
 from collectives.transport.board import CALL_MASK, FAILED, LEFT, Board
+from collectives.transport.channel import BLOCK_TAG, FAILURE_TAG, HERE_TAG, LEAVE_TAG, Channel
 from collectives.transport.group import BoardControl, Group
+from collectives.transport.patience import Patience, barrier_then, forget
+from collectives.transport.shared_memory import SharedMemory
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-_FAILURE_TAG, _LEAVE_TAG, _BLOCK_TAG, _HERE_TAG = 1, 2, 3, 4
 _SAY_HERE_AFTER = 0.4
 """Seconds after which a rank that waits in a call says so to the others, who then know who is missing."""
-_GOODBYE_WITHIN = 1.0
-_SPINS, _YIELDS = 200, 200
-_NAP, _LONGEST_NAP = 20e-6, 1e-3
 _RECORD = 3
 _AFTER_EVERY_CALL = 1 << 62
 
 
-def connect(comm: MPI.Intracomm, config: Config, ranks: Sequence[int] | None = None) -> Group:
-    """Make the group of a communicator; collective over it.
+def connect(comm: MPI.Intracomm | Sequence[int], config: Config) -> Group:
+    """Make the group of a communicator, or of some ranks of COMM_WORLD; collective over it.
+
+    A rank that raises, whatever it is, leaves no other rank waiting: those that have come that far raise RankFailedError. It may call
+    again, and so may they.
 
     Args:
-        comm: is duplicated.
+        comm: is duplicated; or the ranks.
         config: the settings.
-        ranks: what messages call its ranks; by their numbers in ``comm`` by default.
 
     Raises:
         TransportError: MPI may not be called from several threads.
         CollectiveTimeoutError: not every rank came within ``config.timeout``.
         MismatchError: the ranks have different settings.
+        RankFailedError: a rank failed meanwhile.
     """
     from mpi4py import MPI
 
-    if not hasattr(comm, "Get_rank") or comm.Is_inter():
-        raise InvalidTypeError(f"comm={comm!r}: expected an mpi4py intracommunicator")
     level = MPI.Query_thread()
     if level < MPI.THREAD_MULTIPLE:
         names = {MPI.THREAD_SINGLE: "SINGLE", MPI.THREAD_FUNNELED: "FUNNELED", MPI.THREAD_SERIALIZED: "SERIALIZED"}
@@ -60,59 +61,96 @@ def connect(comm: MPI.Intracomm, config: Config, ranks: Sequence[int] | None = N
             f"MPI was started with MPI_THREAD_{names.get(level, level)}, but the engine and the program call it from several threads: "
             f"MPI_THREAD_MULTIPLE is needed; leave mpi4py.rc.thread_level as it is, or ask for it in Init_thread"
         )
-    patience = _Patience(comm.Get_rank(), config.timeout)
-    # Whoever does not come shows here, where the wait is bounded; the collective calls after it then all meet their match.
-    patience.wait(comm.Ibarrier(), "every rank to call init()")
-    own = comm.Dup()
-    _compare_settings(own.Get_rank(), own.allgather(config))
-    rank, size = own.Get_rank(), own.Get_size()
+    everybody = MPI.COMM_WORLD
+    patience = Patience(everybody.Get_rank(), config.timeout)
+    # Calls that have no form to post and test run apart from this thread: an exception here does not leave the others in them.
+    if isinstance(comm, Sequence):
+        ranks, key = list(comm), ("some", *comm)
+        own = patience.call(lambda: everybody.Create_group(everybody.Get_group().Incl(ranks)), f"the ranks {ranks} to call init()", key)
+    elif not hasattr(comm, "Get_rank") or comm.Is_inter():
+        raise InvalidTypeError(f"comm={comm!r}: expected an mpi4py intracommunicator")
+    else:
+        key = ("all", comm.handle)
+        own = patience.call(lambda: barrier_then(comm.Ibarrier, comm.Dup), "every rank to call init()", key)
+    return _make_group(own, config, range(own.Get_size()), lambda: None, key)
+
+
+def _make_group(
+    own: MPI.Intracomm, config: Config, numbers: Sequence[int], check: Callable[[], None], key: Hashable = None
+) -> Group:
+    """Make the group of a communicator that belongs to it.
+
+    Args:
+        numbers: what messages call its ranks.
+        check: raises if a rank has failed that has not come so far.
+        key: of the call that made the communicator.
+    """
+    memory: SharedMemory | None = None
+    channel = Channel(own, config.timeout, numbers)
+    try:
+        forget(key)  # from here on the others hear of an exception; before, the next attempt goes on with this communicator
+        channel.patience.check = lambda: (check(), channel.look_for_failures())[1]
+        _compare_settings(numbers[channel.rank], channel.exchange(config))
+        hosts = _hosts(channel, config.local_size)
+        local = next(host for host in hosts if channel.rank in host)
+        if channel.size > 1 and config.transport != "mpi":
+            memory = shared_memory.connect(channel.rank, channel.size, local, channel.exchange, timeout=config.timeout)
+        return _assemble(channel, hosts, memory, config, tuple(numbers))
+    except BaseException as error:
+        text = f"{type(error).__name__}: {error}"
+        if memory is not None:  # where those look that have finished
+            memory.board.mark(FAILED, text)
+        channel.tell(FAILURE_TAG, text)
+        raise
+
+
+def _assemble(
+    channel: Channel, hosts: tuple[tuple[int, ...], ...], memory: SharedMemory | None, config: Config, numbers: tuple[int, ...]
+) -> Group:
+    """Put together what every rank has by now; nothing here waits."""
+    from mpi4py import MPI
+
+    own, patience, rank = channel.comm, channel.patience, channel.rank
+    control: BoardControl | MpiControl
 
     def exchange(value: Any) -> list[Any]:
-        patience.wait(own.Ibarrier(), "every rank to say what it has")
-        gathered: list[Any] = own.allgather(value)
-        return gathered
+        try:
+            return channel.exchange(value)
+        except BaseException as error:
+            # Whatever it was, the others must not wait for the rest of the exchange.
+            control.fail(f"{type(error).__name__}: {error}")
+            raise
 
-    hosts = _hosts(own, config.local_size)
-    local = next(host for host in hosts if rank in host)
-    memory = None
-    if size > 1 and config.transport != "mpi":
-        memory = shared_memory.connect(rank, size, local, exchange, timeout=config.timeout)
-    messages = MpiMessages(own, patience) if size > 1 else None
-
-    control: BoardControl | MpiControl
+    if memory is not None:
+        memory.board.names = numbers
     if memory is not None and len(hosts) == 1:
         control = BoardControl(memory.board, exchange)
         patience.check = memory.board.check
     else:
-        control = MpiControl(own, patience, exchange, memory.board if memory is not None else None)
-        control.names = tuple(range(size) if ranks is None else ranks)
-        patience.check = lambda: control.check(deep=True)
+        control = MpiControl(channel, exchange, memory.board if memory is not None else None)
+        patience.check = partial(control.check, deep=True)
         if memory is not None:
-            memory.board.also_check = control.look_for_notices
+            memory.board.also_check = channel.look_for_failures
 
     def close() -> None:
         quiet = control.close()
         if memory is not None:
             memory.close()
         if quiet:
-            own.Free()
-
-    numbers = tuple(range(size) if ranks is None else ranks)
-    if memory is not None:
-        memory.board.names = numbers
+            channel.close()
 
     def split(members: Sequence[int]) -> Group | None:
         chosen = sorted(members)
-        patience.wait(own.Ibarrier(), "every rank to divide the group")
-        part: Any = own.Split(0 if rank in chosen else MPI.UNDEFINED, rank)
-        if rank not in chosen:
-            return None
+        color = 0 if rank in chosen else MPI.UNDEFINED
         try:
-            return connect(part, config, [numbers[member] for member in chosen])
-        finally:
-            part.Free()
+            part = patience.call(lambda: barrier_then(own.Ibarrier, lambda: own.Split(color, rank)), "every rank to divide the group")
+            return _make_group(part, config, [numbers[member] for member in chosen], patience.check) if rank in chosen else None
+        except BaseException as error:
+            control.fail(f"{type(error).__name__}: {error}")
+            raise
 
-    return Group(rank, size, hosts, control, memory, messages, split, numbers, close)
+    messages = MpiMessages(own, patience) if channel.size > 1 else None
+    return Group(rank, channel.size, hosts, control, memory, messages, split, numbers, close)
 
 
 class MpiMessages:
@@ -120,16 +158,16 @@ class MpiMessages:
 
     name = "mpi"
 
-    def __init__(self, comm: MPI.Intracomm, patience: _Patience) -> None:
+    def __init__(self, comm: MPI.Intracomm, patience: Patience) -> None:
         self._comm = comm
         self._patience = patience
         self._requests: list[MPI.Request] = []
 
     def post_receive(self, peer: int, into: Array) -> None:
-        self._requests.append(self._comm.Irecv(into.view(np.uint8), peer, _BLOCK_TAG))
+        self._requests.append(self._comm.Irecv(into.view(np.uint8), peer, BLOCK_TAG))
 
     def post_send(self, peer: int, block: Array) -> None:
-        self._requests.append(self._comm.Isend(block.view(np.uint8), peer, _BLOCK_TAG))
+        self._requests.append(self._comm.Isend(block.view(np.uint8), peer, BLOCK_TAG))
 
     def drain(self) -> None:
         if self._requests:
@@ -176,18 +214,19 @@ class MpiControl:
     them on the board.
     """
 
-    def __init__(self, comm: MPI.Intracomm, patience: _Patience, exchange: Callable[[Any], list[Any]], board: Board | None) -> None:
-        self.rank = comm.Get_rank()
-        self.size = comm.Get_size()
-        self.names: Sequence[int] = range(self.size)
-        """What messages call the ranks."""
-        self._comm = comm
-        self._patience = patience
+    def __init__(self, channel: Channel, exchange: Callable[[Any], list[Any]], board: Board | None) -> None:
+        self.rank = channel.rank
+        self.size = channel.size
+        self._channel = channel
+        self._names = channel.names
+        self._comm = channel.comm
+        self._patience = channel.patience
         self._exchange = exchange
         self._board = board
         self._call = 0
         self._record = np.zeros(_RECORD, np.int64)
         self._records = np.zeros((self.size, _RECORD), np.int64)
+        channel.kept += [self._record, self._records]
         self._words: Array = self._records[:, 1:]
         self._request: MPI.Request | None = None
         self._entry = 0
@@ -195,11 +234,7 @@ class MpiControl:
         self._entered: Sequence[int] | memoryview = ()
         self._entered_at = 0.0
         self._said_here = 0
-        self._notices: list[Any] = []
-        self._left: dict[int, int] = {}
-        self._failed: dict[int, str] = {}
         self._has_failed = False
-        self._here: dict[int, int] = {}
 
     def enter(self, signature: int, words: Sequence[int] | memoryview = ()) -> None:
         self._call += 1
@@ -244,7 +279,7 @@ class MpiControl:
     def missing(self) -> list[int]:
         if self._said_here != self._call:
             return []
-        return [peer for peer in range(self.size) if peer != self.rank and self._here.get(peer, 0) < self._call]
+        return [peer for peer in range(self.size) if peer != self.rank and self._channel.here.get(peer, 0) < self._call]
 
     def relax(self) -> None:
         os.sched_yield()
@@ -260,122 +295,45 @@ class MpiControl:
         self._has_failed = True
         if self._board is not None:
             self._board.mark(FAILED, text)
-        self._tell(_FAILURE_TAG, text)
+        self._channel.tell(FAILURE_TAG, text)
 
     def leave(self) -> None:
         if self._board is not None:
             self._board.mark(LEFT)
         # Messages of two tags may overtake each other: nobody shall take a rank that has failed for one that left early.
-        self._tell(_LEAVE_TAG, str(_AFTER_EVERY_CALL if self._has_failed else self._call))
+        self._channel.tell(LEAVE_TAG, str(_AFTER_EVERY_CALL if self._has_failed else self._call))
 
     def acknowledged(self) -> bool:
-        self._read_notices()
-        board, known = self._board, self._failed.keys() | self._left.keys()
+        channel, board = self._channel, self._board
+        channel.read_notices()
         on_board = {peer for peer in board.peers if board.state_of(peer) in (LEFT, FAILED)} if board is not None else set()
-        return len(known | on_board) == self.size - 1
+        return len(channel.failed.keys() | channel.left.keys() | on_board) == self.size - 1
 
     def all_left(self) -> bool:
-        self._read_notices()
-        board = self._board
+        channel, board = self._channel, self._board
+        channel.read_notices()
         on_board = {peer for peer in board.peers if board.is_gone(peer)} if board is not None else set()
-        return len(self._left.keys() | on_board) == self.size - 1
+        return len(channel.left.keys() | on_board) == self.size - 1
 
     def check(self, *, deep: bool = False, upcoming: bool = False) -> None:
         """Raise RankFailedError if a rank has failed, or if one has left without entering the call that this rank is in."""
         if self._board is not None:
             self._board.check(processes=deep)
-        self.look_for_notices()
-        for peer, calls in self._left.items():
+        channel = self._channel
+        channel.look_for_failures()
+        for peer, calls in channel.left.items():
             if calls < self._call + upcoming:
                 raise RankFailedError(
-                    f"rank {self.names[self.rank]}: rank {self.names[peer]} has shut down or ended while this rank waits for it; "
+                    f"rank {self._names[self.rank]}: rank {self._names[peer]} has shut down or ended while this rank waits for it; "
                     f"every rank must make the same calls before it leaves"
                 )
         waits = self._request is not None and self._said_here != self._call
         if deep and waits and time.monotonic() - self._entered_at > _SAY_HERE_AFTER:
             self._said_here = self._call
-            self._tell(_HERE_TAG, str(self._call))
-
-    def look_for_notices(self) -> None:
-        """Read what other ranks said about themselves; raise RankFailedError at a failure."""
-        self._read_notices()
-        for peer, text in self._failed.items():
-            raise RankFailedError(f"rank {self.names[self.rank]}: rank {self.names[peer]} has failed:\n{text}")
-
-    def _read_notices(self) -> None:
-        from mpi4py import MPI
-
-        status = MPI.Status()
-        for tag in (_FAILURE_TAG, _HERE_TAG, _LEAVE_TAG):
-            while self._comm.Iprobe(MPI.ANY_SOURCE, tag, status):
-                peer = status.Get_source()
-                text = self._comm.recv(source=peer, tag=tag)
-                if tag == _FAILURE_TAG:
-                    self._failed[peer] = text
-                else:
-                    (self._left if tag == _LEAVE_TAG else self._here)[peer] = int(text)
-        if self._notices:
-            self._notices = [request for request in self._notices if not request.Test()]
+            channel.tell(HERE_TAG, str(self._call))
 
     def close(self) -> bool:
-        """Wait a moment for what the others have to say; whether all have said goodbye, so that nothing is on its way any more.
-
-        What nobody has read would be read on a later communicator, if MPI gave that the number of this one.
-        """
-        end = time.monotonic() + _GOODBYE_WITHIN
-        while not self._all_said_goodbye():
-            if time.monotonic() > end:
-                return False
-            time.sleep(1e-3)
-        return True
-
-    def _all_said_goodbye(self) -> bool:
-        self._read_notices()
-        return len(self._left.keys() | self._failed.keys()) == self.size - 1 and not self._notices
-
-    def _tell(self, tag: int, text: str) -> None:
-        self._notices += [self._comm.isend(text[-2000:], peer, tag) for peer in range(self.size) if peer != self.rank]
-
-
-class _Patience:
-    """Waits for MPI requests: looks often at first, then yields, then naps longer and longer, within a bound."""
-
-    def __init__(self, rank: int, timeout: float) -> None:
-        self._rank = rank
-        self._timeout = timeout
-        self.check: Callable[[], None] = lambda: None
-
-    def wait(self, request: MPI.Request, what: str) -> None:
-        """Return when the request is complete; raise what `check` raises, or CollectiveTimeoutError naming ``what``."""
-        if not request.Test():
-            self._wait(request.Test, what)
-
-    def wait_all(self, requests: Sequence[MPI.Request], what: str) -> None:
-        """`wait` for all of several requests."""
-        from mpi4py import MPI
-
-        if not MPI.Request.Testall(requests):
-            self._wait(lambda: bool(MPI.Request.Testall(requests)), what)
-
-    def _wait(self, done: Callable[[], bool], what: str) -> None:
-        for _ in range(_SPINS):
-            if done():
-                return
-        for _ in range(_YIELDS):
-            os.sched_yield()
-            if done():
-                return
-        begun = time.monotonic()
-        nap = _NAP
-        while not done():
-            self.check()
-            if time.monotonic() - begun > self._timeout:
-                raise CollectiveTimeoutError(
-                    f"rank {self._rank}: waited {self._timeout:g} s for {what}; see what the other ranks are doing, "
-                    f"or raise COLLECTIVES_TIMEOUT"
-                )
-            time.sleep(nap)
-            nap = min(nap * 1.2, _LONGEST_NAP)
+        return self._channel.quiet()
 
 
 def _compare_settings(rank: int, configs: Sequence[Config]) -> None:
@@ -390,14 +348,19 @@ def _compare_settings(rank: int, configs: Sequence[Config]) -> None:
             )
 
 
-def _hosts(comm: MPI.Intracomm, local_size: int) -> tuple[tuple[int, ...], ...]:
+def _hosts(channel: Channel, local_size: int) -> tuple[tuple[int, ...], ...]:
+    """The ranks of each host, as MPI knows them, or by the given number of ranks on each."""
     from mpi4py import MPI
 
-    rank, size = comm.Get_rank(), comm.Get_size()
+    rank, size, own = channel.rank, channel.size, channel.comm
     if local_size:
         return tuple(tuple(range(first, min(first + local_size, size))) for first in range(0, size, local_size))
-    shared = comm.Split_type(MPI.COMM_TYPE_SHARED, rank)
-    first = shared.bcast(rank)
-    shared.Free()
-    firsts = comm.allgather(first)
+
+    def first_here() -> int:
+        shared = own.Split_type(MPI.COMM_TYPE_SHARED, rank)
+        first: int = shared.bcast(rank)
+        shared.Free()
+        return first
+
+    firsts = channel.exchange(channel.patience.call(lambda: barrier_then(own.Ibarrier, first_here), "every rank to name its host"))
     return tuple(tuple(r for r in range(size) if firsts[r] == f) for f in sorted(set(firsts)))

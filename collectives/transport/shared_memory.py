@@ -90,6 +90,8 @@ def connect(rank: int, size: int, local: Sequence[int], exchange: Exchange, *, t
     spins = _SPINS if len(local) <= (os.cpu_count() or 1) else 20
     board = Board(pages, rank, timeout=timeout, spins=spins)
     reader = _probe_direct_reads(rank, local, exchange)
+    if reader is not None:
+        reader.explain = board.explain
     return SharedMemory(board, windows, reader, [mapping for mapping in mappings if mapping is not None])
 
 

@@ -65,12 +65,16 @@ class Channel:
 
     def exchange(self, value: Any) -> list[Any]:
         """Give every rank every rank's (small, picklable) value, in rank order; waits as `Patience.wait`."""
-        mine = np.frombuffer(pickle.dumps(value), np.uint8)
-        self._length[0] = mine.size
+        from mpi4py import MPI
+
+        mine = pickle.dumps(value)
+        self._length[0] = len(mine)
         self.patience.wait(self.comm.Iallgather(self._length, self._lengths), "every rank to say what it has")
-        everybody = np.empty(int(self._lengths.sum()), np.uint8)
+        everybody = bytearray(int(self._lengths.sum()))
         self._exchanged = (mine, everybody)
-        self.patience.wait(self.comm.Iallgatherv(mine, (everybody, self._lengths.copy())), "every rank to say what it has")
+        self.patience.wait(
+            self.comm.Iallgatherv((mine, MPI.BYTE), (everybody, self._lengths.copy(), MPI.BYTE)), "every rank to say what it has"
+        )
         ends = np.cumsum(self._lengths).tolist()
         data = memoryview(everybody)
         return [pickle.loads(data[end - length : end]) for end, length in zip(ends, self._lengths.tolist(), strict=True)]

@@ -87,18 +87,24 @@ def _make_group(
     """
     memory: SharedMemory | None = None
     channel = Channel(own, config.timeout, numbers)
+
+    def check_all() -> None:
+        check()
+        channel.look_for_failures()
+
     try:
         forget(key)  # from here on the others hear of an exception; before, the next attempt goes on with this communicator
-        channel.patience.check = lambda: (check(), channel.look_for_failures())[1]
+        channel.patience.check = check_all
         _compare_settings(numbers[channel.rank], channel.exchange(config))
         hosts = _hosts(channel, config.local_size)
         local = next(host for host in hosts if channel.rank in host)
         if channel.size > 1 and config.transport != "mpi":
             memory = shared_memory.connect(channel.rank, channel.size, local, channel.exchange, timeout=config.timeout)
+        channel.exchange(None)  # whoever fails before this is heard of on the channel; after it, on the board
         return _assemble(channel, hosts, memory, config, tuple(numbers))
     except BaseException as error:
         text = f"{type(error).__name__}: {error}"
-        if memory is not None:  # where those look that have finished
+        if memory is not None:
             memory.board.mark(FAILED, text)
         channel.tell(FAILURE_TAG, text)
         raise

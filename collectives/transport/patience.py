@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _SPINS, _YIELDS = 200, 200
 _NAP, _LONGEST_NAP = 20e-6, 1e-3
+_LAZY_NAP = 0.1
 _FAILURE_SHOWS_WITHIN = 1.0
 """Seconds that the death of a peer may take to show after MPI has reported an error because of it."""
 _THREAD_NAME = "collectives rank: MPI call"
@@ -131,10 +132,10 @@ def forget(key: Hashable) -> None:
 def barrier_then(barrier: Callable[[], MPI.Request], function: Callable[[], Any]) -> Any:
     """Run ``function`` once every rank has come to the barrier; naps until then, where a blocking call of MPI would use up a core."""
     request = barrier()
-    nap = _NAP
+    begun = time.monotonic()
     while not request.Test():
-        time.sleep(nap)  # for a rank that has not come yet; nobody rings
-        nap = min(nap * 1.2, _LONGEST_NAP)
+        # A rank that has not come yet; nobody rings. One that never comes costs ever less.
+        time.sleep(min(max(_NAP, (time.monotonic() - begun) / 50), _LAZY_NAP))
     return function()
 
 

@@ -463,3 +463,71 @@ def test_two_models_with_the_same_names(hvd: Any) -> None:
     play(*model, ours, [share(hvd, batch) for batch in batches()])
     play(*reference, [momentum(part) for part in reference], batches())
     assert_trained_alike(hvd, model, reference, initial)
+
+
+class Tied(nn.Module):
+    """One weight in two places, under two names in its state."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.encoder = nn.Linear(INPUTS, width, bias=False, dtype=torch.float64)
+        self.decoder = nn.Linear(INPUTS, width, bias=False, dtype=torch.float64)
+        self.decoder.weight = self.encoder.weight
+        self.last = nn.Linear(INPUTS, OUTPUTS, dtype=torch.float64)
+
+    def forward(self, inputs: Any) -> Any:
+        return self.last((torch.tanh(self.encoder(inputs)) @ self.decoder.weight) / 10)
+
+
+@pytest.mark.parametrize("width", (8, 8000), ids=("small", "large"))
+def test_tied_parameters(hvd: Any, width: int) -> None:
+    """They are broadcast under both names, through `broadcast_parameters` and one by one, and trained once."""
+    initial = Tied(width)
+    model, reference = copy.deepcopy(initial), copy.deepcopy(initial)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += hvd.rank()
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    for handle in [hvd.broadcast_async_(tensor, 0, name=name) for name, tensor in model.state_dict().items()]:
+        hvd.synchronize(handle)
+    assert model.decoder.weight is model.encoder.weight
+    optimizer = hvd.DistributedOptimizer(momentum(model), named_parameters=model.named_parameters())
+    train(model, optimizer, [share(hvd, batch) for batch in batches()])
+    train(reference, momentum(reference), batches())
+    assert_trained_alike(hvd, model, reference, initial)
+
+
+class Twins(nn.Module):
+    """Two parameters whose gradients are made to be one tensor."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.first = nn.Linear(INPUTS, width, bias=False, dtype=torch.float64)
+        self.second = nn.Linear(INPUTS, width, bias=False, dtype=torch.float64)
+        self.last = nn.Linear(width, OUTPUTS, dtype=torch.float64)
+
+    def forward(self, inputs: Any) -> Any:
+        return self.last(torch.tanh(self.first(inputs)) * self.second(inputs)) / 10
+
+
+@pytest.mark.parametrize("width", (8, 500, 30_000), ids=("tiny", "packed", "grouped"))
+def test_parameters_that_share_a_gradient(hvd: Any, width: int) -> None:
+    initial = Twins(width)
+    model, reference = copy.deepcopy(initial), copy.deepcopy(initial)
+    # A sum, because averaging what is averaged already would change nothing.
+    plain = torch.optim.SGD(model.parameters(), lr=0.1 / hvd.size(), momentum=0.9)
+    optimizer = hvd.DistributedOptimizer(plain, named_parameters=model.named_parameters(), op=hvd.Sum)
+
+    def steps(trained: Model, optimizer: Any, data: list[Any]) -> None:
+        trained.first.weight.grad = trained.second.weight.grad = torch.zeros_like(trained.first.weight)
+        for batch in data:
+            optimizer.zero_grad(set_to_none=False)
+            loss_of(trained, *batch).backward()
+            assert trained.first.weight.grad is trained.second.weight.grad
+            optimizer.step()
+
+    steps(model, optimizer, [share(hvd, batch) for batch in batches()])
+    steps(reference, momentum(reference), batches())
+    assert_trained_alike(hvd, model, reference, initial)

@@ -1,4 +1,9 @@
-"""The functions that users call: the operations of the default world, or of a process set's."""
+"""The functions that users call: the operations of the default world, or of a process set's.
+
+Memory that an operation in flight writes may not be read or written by another one, whichever names, process sets or views they have; it
+is refused with an InvalidArgumentError that names both, and the other ranks get a MismatchError. Memory that is only read may be shared.
+So may what broadcasts from the same root write. An operation is in flight from its submission until it is complete.
+"""
 
 from __future__ import annotations
 
@@ -132,11 +137,11 @@ def allreduce_async(
     """Begin an `allreduce` and return at once.
 
     Returns:
-        A handle for `synchronize` and `poll`. The tensor must not change until the operation is done.
+        A handle for `synchronize` and `poll`. The tensor must not change until the operation is done; others may read it meanwhile.
 
     Raises:
-        InvalidArgumentError: an operation of this name is in flight; and what `allreduce` raises for its arguments. What ranks
-            can only find out together is raised by `synchronize`.
+        InvalidArgumentError: an operation of this name is in flight, or one that writes memory of this tensor's; and what `allreduce`
+            raises for its arguments. What ranks can only find out together is raised by `synchronize`.
     """
     return world_of(process_set).allreduce_async(
         tensor,
@@ -166,7 +171,12 @@ def allreduce_async_(
     transport: str | None = None,
     stream: Any = None,
 ) -> Handle[Tensor]:
-    """Begin an `allreduce_` and return at once; the tensor must be left alone until it is done. Raises as `allreduce_async`."""
+    """Begin an `allreduce_` and return at once; the tensor must be left alone until it is done.
+
+    Raises:
+        InvalidArgumentError: as `allreduce_async`; or an operation in flight reads or writes memory of this tensor's: synchronize that one
+            first, or pass one of the two a copy.
+    """
     return world_of(process_set).allreduce_async_(
         tensor,
         average,
@@ -235,7 +245,11 @@ def grouped_allreduce_(
     transport: str | None = None,
     stream: Any = None,
 ) -> list[Tensor]:
-    """`grouped_allreduce` in place; returns the very tensors."""
+    """`grouped_allreduce` in place; returns the very tensors.
+
+    Tensors of the group may share memory, as tied gradients do: each is reduced as it was when it was passed, and where they overlap the
+    last one's result stands.
+    """
     return world_of(process_set).grouped_allreduce_(
         tensors,
         average,
@@ -561,7 +575,11 @@ def broadcast_async_(
     transport: str | None = None,
     stream: Any = None,
 ) -> Handle[Tensor]:
-    """Begin a `broadcast_` and return its handle at once."""
+    """Begin a `broadcast_` and return its handle at once.
+
+    Several broadcasts from the same root may write the same memory, as for the state of a model with tied weights; all else as for
+    `allreduce_async_`.
+    """
     return world_of(process_set).broadcast_async_(
         tensor, root_in(process_set, root_rank, name), name=name, algorithm=algorithm, transport=transport, stream=stream
     )

@@ -131,8 +131,8 @@ class Engine(Rounds):
                     # Somebody is missing, or has proposed something else: from here on it is an operation like any other.
                     handle = handle or _handle(entry, source, out, deliver, keep)
                     handle.locate()
-                    self.in_flight.claim(handle)  # for other threads to see; nothing was in flight before
                     handle.engine = self
+                    self.in_flight.claim(handle)  # for other threads to see; nothing was in flight before
                     if name is not None:
                         self._names_in_flight[name] = handle
                     self._inbox.appendleft(handle)
@@ -209,7 +209,7 @@ class Engine(Rounds):
         """Which tensors share memory is known to this rank alone: the others learn of it by a mark in place of the operation."""
         name = handle.entry.request.name
         if name is not None:
-            del self._names_in_flight[name]
+            self._names_in_flight.pop(name, None)
         error = InvalidArgumentError(f"rank {self._rank}: {why}")
         self.submit(
             Handle(self.context.entries.plain("invalid", name, detail=f"InvalidArgumentError: {why}"), _NO_ARRAY, _NO_ARRAY, _no_result)

@@ -102,14 +102,17 @@ def _plain(name: str, leaf: Any) -> np.ndarray[Any, Any]:
 
 def _moved(world: World, root: int, arrays: Mapping[str, np.ndarray[Any, Any]]) -> dict[str, np.ndarray[Any, Any]]:
     """The root's arrays. They travel as bytes, whatever they are made of."""
-    flat = {name: np.ascontiguousarray(array).reshape(-1).view(np.uint8) for name, array in arrays.items()}
-    handles = {
-        name: world.broadcast_async(array, root, name=f"{_LABEL}.{name}") for name, array in flat.items() if array.nbytes >= _ALONE_FROM
-    }
-    small = [name for name in flat if name not in handles]
+    large = [name for name, array in arrays.items() if array.nbytes >= _ALONE_FROM]
+    small = [name for name in arrays if name not in large]
+    pack = f"{_LABEL}.packed"
     results = {}
+    with world.composed([*(f"{_LABEL}.{name}" for name in large), *([pack] if small else [])]) as begin:
+        flat = {name: np.ascontiguousarray(array).reshape(-1).view(np.uint8) for name, array in arrays.items()}
+        handles = {name: world.broadcast_async(flat[name], root, name=begin(f"{_LABEL}.{name}")) for name in large}
+        if small:
+            packed = np.concatenate([flat[name] for name in small])
+            together = world.broadcast(packed, root, name=begin(pack))
     if small:
-        together = world.broadcast(np.concatenate([flat[name] for name in small]), root, name=f"{_LABEL}.packed")
         ends = np.cumsum([flat[name].nbytes for name in small])
         # Copies, since an element may not begin in the middle of another's bytes.
         results = {name: part.copy() for name, part in zip(small, np.split(together, ends[:-1]), strict=True)}

@@ -48,7 +48,10 @@ class Broadcasting(Part):
     def on_train_begin(self, logs: Logs = None) -> None:
         if self.broadcast_done or not self._members.included():
             return
-        everyone = world_of(self._members).allgather_object(self._ready(), name="BroadcastGlobalVariablesCallback.ready")
+        world, name = world_of(self._members), "BroadcastGlobalVariablesCallback.ready"
+        with world.ahead_of(f"{name}.length"):
+            ready = self._ready()
+        everyone = world.allgather_object(ready, name=name)
         if all(model for model, _ in everyone):
             self._broadcast("model", variables.of_model(self.model))
             if all(optimizer for _, optimizer in everyone):

@@ -49,16 +49,14 @@ def broadcast(variables: Sequence[Any], root_rank: int, process_set: ProcessSet,
     number = root_in(process_set, root_rank, label)
     try:
         root = arguments.root(number, world.size)
+        described = {f"variable {at}": _described(variable) for at, variable in enumerate(variables)}
+        values = [np.array(variable.numpy()) for variable in variables]
     except Exception as error:
         raise world.refused(error, label) from None
-    described = {f"variable {at}": _described(variable) for at, variable in enumerate(variables)}
     agree(world, label, {"root_rank": f"rank {root_rank}", **described})
-    values = [np.array(variable.numpy()) for variable in variables]
-    handles = [
-        world.broadcast_async_(value.reshape(-1).view(np.uint8), root, name=f"{label}.{at}")
-        for at, value in enumerate(values)
-        if value.size
-    ]
+    travelling = {f"{label}.{at}": value.reshape(-1).view(np.uint8) for at, value in enumerate(values) if value.size}
+    with world.composed(travelling) as begin:
+        handles = [world.broadcast_async_(value, root, name=begin(name)) for name, value in travelling.items()]
     for handle in handles:
         handle.wait()
     if world.rank != root:

@@ -160,16 +160,19 @@ def _own_rows(call: Call, world: World, tensors: Sequence[Any]) -> list[Any]:
     *tensors, rows = tensors
     mine = np.asarray(rows).astype(np.int64)
     table = world.allgather(mine.reshape(1, -1), name=call.name and f"{call.name}.rows").T
-    results = []
+    parts: list[Any] = []
+    even = [counts.tolist() == partition.rows(int(counts.sum()), world.size) for counts in table]
     for number, (tensor, counts) in enumerate(zip(tensors, table, strict=True)):
         name = call.name and f"{call.name}.{number}"
-        if counts.tolist() == partition.rows(int(counts.sum()), world.size):
-            results.append(world.reducescatter(tensor, Op.SUM, name=name))
-            continue
-        parts, _ = world.alltoall(tensor, counts, name=name)
-        shape = (world.size, int(mine[number]), *parts.shape[1:])
-        results.append(_sum(parts.reshape(shape)) if isinstance(parts, np.ndarray) else _sum_tensor(tf.reshape(parts, shape)))
-    return results
+        parts.append(world.reducescatter(tensor, Op.SUM, name=name) if even[number] else world.alltoall(tensor, counts, name=name)[0])
+    # Once all operations are over: whatever fails here fails on this rank alone.
+    return [part if is_sum else _sum_of_rows(part, (world.size, int(count))) for part, is_sum, count in zip(parts, even, mine, strict=True)]
+
+
+def _sum_of_rows(parts: Any, shape: tuple[int, int]) -> Any:
+    """The sum over the ranks, whose rows lie one behind the other."""
+    apart = (*shape, *parts.shape[1:])
+    return _sum(parts.reshape(apart)) if isinstance(parts, np.ndarray) else _sum_tensor(tf.reshape(parts, apart))
 
 
 def _sum(parts: Any) -> Any:

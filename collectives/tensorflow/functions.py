@@ -60,7 +60,7 @@ def _broadcast(variables: list[Any], root_rank: int, name: str | None, process_s
     label = name or "broadcast_variables"
     try:
         tensors = [_read(variable, number) for number, variable in enumerate(variables)]
-    except (InvalidTypeError, InvalidArgumentError) as error:
+    except Exception as error:
         raise world_of(process_set).refused(error, label) from None
     if not tensors and not tf.executing_eagerly():
         return []

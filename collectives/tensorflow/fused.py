@@ -247,12 +247,14 @@ class Broadcast(_Fused):
             for number, shape in zip(part.numbers, part.shapes or (array.shape,), strict=True):
                 layout[f"variable {number}"] = f"{array.dtype} of shape {shape}"
         agreement.agree(world, label, layout)
-        results, places = self._memory(arrays)
+        names = [f"{label}.{number}" for number in range(len(arrays))]
         handles = []
-        for number, (array, place) in enumerate(zip(arrays, places, strict=True)):
-            if world.rank == root:
-                np.copyto(place, array.reshape(-1))
-            handles.append(world.broadcast_async_(place, root, name=f"{label}.{number}"))
+        with world.composed(names) as begin:
+            results, places = self._memory(arrays)
+            for name, array, place in zip(names, arrays, places, strict=True):
+                if world.rank == root:
+                    np.copyto(place, array.reshape(-1))
+                handles.append(world.broadcast_async_(place, root, name=begin(name)))
         for handle in handles:
             handle.wait()
         return results

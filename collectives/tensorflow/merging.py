@@ -30,28 +30,33 @@ def allreduce(world: World, arrays: Sequence[Any], average: bool, name: str | No
     Returns:
         Values and indices, alike on all ranks: indices ascending, each once.
     """
-    mine = [_combined(values, indices) for values, indices in zip(arrays[::2], arrays[1::2], strict=True)]
-    gathered = world.grouped_allgather([indices for _, indices in mine], name=name and f"{name}.indices")
-    unions = [np.unique(indices) for indices in gathered]
-    overlaps = [len(indices) > 2 * len(union) for indices, union in zip(gathered, unions, strict=True)]
+    gathering, further = name and f"{name}.indices", name and f"{name}.rows"
+    with world.ahead_of(gathering):
+        mine = [_combined(values, indices) for values, indices in zip(arrays[::2], arrays[1::2], strict=True)]
+    gathered = world.grouped_allgather([indices for _, indices in mine], name=gathering)
+    # The next operation has the same name whatever it is, so that a rank can say that it will not come before it knows.
+    with world.ahead_of(further):
+        unions = [np.unique(indices) for indices in gathered]
+        overlaps = [len(indices) > 2 * len(union) for indices, union in zip(gathered, unions, strict=True)]
+        apart, shared = ([i for i, overlap in enumerate(overlaps) if overlap is wanted] for wanted in (False, True))
+        spread = [_spread(*mine[i], unions[i]) for i in shared]
     sums: list[Any] = [None] * len(mine)
-    some = [i for i, overlap in enumerate(overlaps) if not overlap]
-    if some:
-        rows = world.grouped_allgather([mine[i][0] for i in some], name=name and f"{name}.values")
-        for i, values in zip(some, rows, strict=True):
-            total = _combined(values, gathered[i])[0]
-            sums[i] = _divided(total, world.size) if average else total
-    some = [i for i, overlap in enumerate(overlaps) if overlap]
-    if some:
-        spread = []
-        for i in some:
-            values, indices = mine[i]
-            spread.append(np.zeros((len(unions[i]), *values.shape[1:]), values.dtype))
-            spread[-1][np.searchsorted(unions[i], indices)] = values
-        op = Op.AVERAGE if average else Op.SUM
-        for i, total in zip(some, world.grouped_allreduce_(spread, op=op, name=name and f"{name}.sums"), strict=True):
+    rows = world.grouped_allgather([mine[i][0] for i in apart], name=further) if apart else []
+    if shared:
+        op, reducing = Op.AVERAGE if average else Op.SUM, name and f"{name}.sums" if apart else further
+        for i, total in zip(shared, world.grouped_allreduce_(spread, op=op, name=reducing), strict=True):
             sums[i] = total
+    for i, values in zip(apart, rows, strict=True):
+        total = _combined(values, gathered[i])[0]
+        sums[i] = _divided(total, world.size) if average else total
     return [array for pair in zip(sums, unions, strict=True) for array in pair]
+
+
+def _spread(values: Any, indices: Any, union: Any) -> Any:
+    """The values in rows for all indices of the union, with zeros in those that are not among ``indices``."""
+    rows = np.zeros((len(union), *values.shape[1:]), values.dtype)
+    rows[np.searchsorted(union, indices)] = values
+    return rows
 
 
 def _combined(values: Any, indices: Any) -> tuple[Any, Any]:

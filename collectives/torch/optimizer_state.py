@@ -53,12 +53,16 @@ def broadcast_optimizer_state(optimizer: Any, root_rank: int, model: Any = None,
             data, tensors = _take_apart(optimizer)
         except Exception as error:
             raise world.refused(InvalidTypeError(f"{label}: the state cannot be sent: {error}"), f"{label}.length") from error
-        world.broadcast_object(data, root, name=label)
-        move(world, label, root, tensors)
+        world.broadcast_bytes(data, root, name=label)
     else:
-        data = world.broadcast_object(b"", root, name=label)
-        state, tensors = _put_together(data, optimizer)
-        move(world, label, root, tensors)
+        received = world.broadcast_bytes(b"", root, name=label)
+    with world.ahead_of(label):
+        if world.rank != root:
+            state, tensors = _put_together(received.tobytes(), optimizer)
+        places = {name: describe(name, tensor) for name, tensor in tensors.items()}
+    agree(world, label, places)  # every rank has its tensors, and knows by what names they travel
+    move(world, label, root, tensors)
+    if world.rank != root:
         state.store(optimizer)
 
 

@@ -45,17 +45,17 @@ def sparse_allreduce_async(tensor: Any, name: str | None, op: Op, process_set: P
             raise InvalidTypeError(f"tensor: expected a sparse COO tensor, got {got}; allreduce_async takes dense ones")
         if op not in (Op.SUM, Op.AVERAGE):
             raise InvalidArgumentError(f"op: expected Average or Sum of a sparse tensor, got {op!r}; use Sum, or tensor.to_dense()")
-    except (InvalidTypeError, InvalidArgumentError) as error:
+        shape = tensor.shape
+        mine = tensor.detach().coalesce()
+        # One row for each nonzero, because what is gathered is put one below the other.
+        indices, values = mine.indices().t(), mine.values()
+        if max(shape, default=0) <= _MOST_INT32:
+            indices = indices.to(torch.int32)
+        exact = values.is_floating_point() or values.is_complex()
+        if op is Op.AVERAGE and exact:
+            values = values / world.size
+    except Exception as error:
         raise world.refused(error, name) from None
-    shape = tensor.shape
-    mine = tensor.detach().coalesce()
-    # One row for each nonzero, because what is gathered is put one below the other.
-    indices, values = mine.indices().t(), mine.values()
-    if max(shape, default=0) <= _MOST_INT32:
-        indices = indices.to(torch.int32)
-    exact = values.is_floating_point() or values.is_complex()
-    if op is Op.AVERAGE and exact:
-        values = values / world.size
 
     def build(gathered: list[Any]) -> Any:
         result = torch.sparse_coo_tensor(gathered[0].t().to(torch.int64), gathered[1], shape, check_invariants=False)

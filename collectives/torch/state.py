@@ -140,12 +140,14 @@ def move(world: World, label: str, root: int, tensors: Tensors) -> None:
         return
     receives = world.rank != root
     alone = {name: tensor for name, tensor in tensors.items() if tensor.nbytes >= _ALONE_FROM}
-    handles = [world.broadcast_async_(_as_numbers(tensor), root, name=f"{label}.{name}") for name, tensor in alone.items()]
+    parts = list(_parts([tensor for tensor in tensors.values() if tensor.nbytes < _ALONE_FROM]))
+    packs = [f"{label}.packed[{number}]" for number in range(len(parts))]
     # Tensors made in inference mode can be written in inference mode only, and all others there as well.
-    with torch.inference_mode():
-        for number, part in enumerate(_parts([tensor for tensor in tensors.values() if tensor.nbytes < _ALONE_FROM])):
+    with world.composed([*(f"{label}.{name}" for name in alone), *packs]) as begin, torch.inference_mode():
+        handles = [world.broadcast_async_(_as_numbers(tensor), root, name=begin(f"{label}.{name}")) for name, tensor in alone.items()]
+        for name, part in zip(packs, parts, strict=True):
             packed = torch.cat([_bytes_of(tensor) for tensor in part])
-            world.broadcast_(packed, root, name=f"{label}.packed[{number}]")
+            world.broadcast_(packed, root, name=begin(name))
             if receives:
                 for tensor, piece in zip(part, packed.split([tensor.nbytes for tensor in part]), strict=True):
                     tensor.copy_(piece.view(tensor.dtype).view(tensor.shape))

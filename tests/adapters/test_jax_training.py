@@ -162,6 +162,23 @@ def test_the_same_start(hvd_jax: Any) -> None:
     assert hvd.allgather_object(rank) == list(range(hvd.size()))
 
 
+def test_what_one_rank_has_no_memory_for_is_told_to_all(hvd_jax: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    hvd = hvd_jax
+    if hvd.size() < 2:
+        pytest.skip("needs two ranks")
+
+    def none_left(*arguments: Any, **keywords: Any) -> Any:
+        raise MemoryError("none left")
+
+    mine = {"large": jnp.arange(100_000.0) + hvd.rank(), "small": jnp.arange(3) + hvd.rank()}
+    with monkeypatch.context() as patch:
+        if hvd.rank() == 1:
+            patch.setattr(np, "concatenate", none_left)
+        with pytest.raises(MemoryError if hvd.rank() == 1 else MismatchError, match="none left"):
+            hvd.broadcast_parameters(mine)
+    assert hvd.broadcast_parameters(mine)["small"].tolist() == [0, 1, 2]
+
+
 def test_another_model_on_one_rank(hvd_jax: Any) -> None:
     hvd = hvd_jax
     if hvd.size() < 2:

@@ -89,6 +89,22 @@ def test_local_variables_are_left_alone(hvd_keras: Any) -> None:
         hvd.callbacks.BroadcastGlobalVariablesCallback(0, local_variables=["kernel"])
 
 
+def test_an_optimizer_that_one_rank_cannot_build_is_told_to_all(hvd_keras: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    hvd = hvd_keras
+    if hvd.size() == 1:
+        pytest.skip("needs two ranks")
+    model, callback = network(), hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+
+    def none_left() -> Any:
+        raise MemoryError("none left")
+
+    if hvd.rank() == 1:
+        monkeypatch.setattr(callback, "_ready", none_left)  # builds the optimizer where Keras has not
+    with pytest.raises(MemoryError if hvd.rank() == 1 else MismatchError, match="none left"):
+        together(hvd, model, keras.optimizers.SGD(0.0), callbacks=[callback])
+    assert hvd.allreduce(np.float32(1), op=hvd.Sum) == hvd.size()
+
+
 def test_other_models_on_other_ranks_are_an_error(hvd_keras: Any) -> None:
     hvd = hvd_keras
     if hvd.size() == 1:

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import collectives
 from collectives.errors import CollectivesError, InvalidTypeError, MismatchError
-from collectives.tensorflow import gradients
+from collectives.tensorflow import fused, gradients, merging
 
 pytestmark = pytest.mark.mpi
 
@@ -180,6 +181,32 @@ def test_sparse_rows_that_some_ranks_have_not(hvd_tf: Any) -> None:
     assert found.indices.numpy().tolist() == [4] and found.values.numpy().tolist() == [[2.0] * 3]
     with pytest.raises(ValueError, match="expected Average or Sum of"):
         hvd.allreduce(mine, op=hvd.Max)
+    assert hvd.allreduce(1.0, op=hvd.Sum).numpy() == hvd.size()
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_what_one_rank_has_no_memory_for_is_told_to_all(hvd_tf: Any, overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    hvd = hvd_tf
+    if hvd.size() == 1:
+        pytest.skip("one rank has nobody to tell")
+
+    def none_left(*arguments: Any, **keywords: Any) -> Any:
+        raise MemoryError("none left")
+
+    variables = [tf.Variable(tf.fill([3], hvd.rank() + 1.0)), tf.Variable([hvd.rank()])]
+    rows = np.arange(4) if overlap else np.arange(4) + 10 * hvd.rank()
+    values = np.ones((4, 2), np.float32)
+    for owner, name, call in (
+        (fused.Broadcast, "_memory", lambda: hvd.broadcast_variables(variables, root_rank=0)),
+        (np, "unique", lambda: merging.allreduce(collectives.world(), [values, rows], False, "rows")),
+    ):
+        with monkeypatch.context() as patch:
+            if hvd.rank() == 1:
+                patch.setattr(owner, name, none_left)
+            with pytest.raises(MemoryError if hvd.rank() == 1 else MismatchError, match="none left"):
+                call()
+        call()
+    assert variables[0].numpy().tolist() == [1.0] * 3 and variables[1].numpy().tolist() == [0]
     assert hvd.allreduce(1.0, op=hvd.Sum).numpy() == hvd.size()
 
 

@@ -11,6 +11,7 @@ import torch
 
 import collectives
 from collectives.errors import InvalidArgumentError, InvalidTypeError, MismatchError
+from collectives.torch import optimizer_state
 from collectives.torch.optimizer import DistributedOptimizer
 
 pytestmark = pytest.mark.mpi
@@ -229,6 +230,33 @@ def test_a_mistake_on_one_rank_is_an_error_on_all(hvd: Any) -> None:
         pytest.skip("one rank has nobody to tell")
     params = 3 if hvd.rank() == 1 else [torch.ones(3)]
     on_all(hvd, lambda: hvd.broadcast_parameters(params, 0), "expected", (InvalidArgumentError if hvd.rank() == 1 else MismatchError,))
+
+
+def test_what_one_rank_has_no_memory_for_is_told_to_all(hvd: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the operations that a call is made of; and the next call is in step."""
+    if hvd.size() == 1:
+        pytest.skip("one rank has nobody to tell")
+    odd = hvd.rank() == hvd.size() - 1
+    model = Net(hvd.rank())
+    optimizer = torch.optim.SGD(model.parameters(), lr=hvd.rank() + 1.0, momentum=0.5)
+
+    def none_left(*arguments: Any, **keywords: Any) -> Any:
+        raise MemoryError("none left")
+
+    calls: list[tuple[Any, str, Callable[[], Any]]] = [
+        (torch, "cat", lambda: hvd.broadcast_parameters(model.state_dict(), 0)),
+        (optimizer_state, "_put_together", lambda: hvd.broadcast_optimizer_state(optimizer, 0)),
+        (torch.Tensor, "coalesce", lambda: hvd.sparse_allreduce_async(torch.eye(2).to_sparse(), "sparse", hvd.Sum).wait()),
+    ]
+    for owner, name, call in calls:
+        with monkeypatch.context() as patch:
+            if odd:
+                patch.setattr(owner, name, none_left)
+            on_all(hvd, call, "none left", (MemoryError if odd else MismatchError,))
+        call()
+    for name, parameter in Net(0).named_parameters():
+        assert torch.equal(parameter, model.get_parameter(name))
+    assert optimizer.param_groups[0]["lr"] == 1.0
 
 
 def test_parameters_within_a_process_set(hvd: Any, pair: Any) -> None:

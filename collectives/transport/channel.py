@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 FAILURE_TAG, LEAVE_TAG, BLOCK_TAG, HERE_TAG = 1, 2, 3, 4
 _NOTICES = (FAILURE_TAG, HERE_TAG, LEAVE_TAG)
+_LEAVE_BYTES = 32
 _NOTICE_BYTES = 2000
 """Few enough for every MPI to send at once, whether or not the receiver is inside MPI."""
 _SAY_GOODBYE_WITHIN = 1.0
@@ -56,6 +57,7 @@ class Channel:
         self.here: dict[int, int] = {}
         self.kept: list[Any] = []
         """Further memory that requests on this communicator write to."""
+        self._has_left = False
         self._sent: list[MPI.Request] = []
         self._arriving: list[tuple[MPI.Request, int, int, bytearray]] = []
         self._length = np.zeros(1, np.int64)
@@ -86,12 +88,28 @@ class Channel:
             if peer != self.rank:
                 self._sent.append(self.comm.Isend(data, peer, tag))
 
+    def leave(self, calls: int) -> None:
+        """Tell every other rank that this one has left after so many calls, and expect the same of them.
+
+        They may leave long after this rank has ceased to look. A receive that is posted takes their notices even while MPI is being
+        finalised, which would otherwise find messages that nobody has asked for.
+        """
+        if self._has_left:
+            return
+        self.tell(LEAVE_TAG, str(calls))
+        self.read_notices()
+        self._has_left = True
+        known = self.left.keys() | {peer for _, peer, tag, _ in self._arriving if tag == LEAVE_TAG}
+        for peer in set(range(self.size)) - known - {self.rank}:
+            text = bytearray(_LEAVE_BYTES)
+            self._arriving.append((self.comm.Irecv(text, peer, LEAVE_TAG), peer, LEAVE_TAG, text))
+
     def read_notices(self) -> None:
         """Note what the other ranks have said about themselves."""
         from mpi4py import MPI
 
         status = MPI.Status()
-        for tag in _NOTICES:
+        for tag in _NOTICES[: -1 if self._has_left else None]:
             while (message := self.comm.Improbe(MPI.ANY_SOURCE, tag, status)) is not None:
                 text = bytearray(status.Get_count(MPI.BYTE))
                 self._arriving.append((message.Irecv(text), status.Get_source(), tag, text))
@@ -103,7 +121,7 @@ class Channel:
     def _arrived(self, request: MPI.Request, peer: int, tag: int, data: bytearray) -> bool:
         if not request.Test():
             return False
-        text = data.decode("utf-8", "replace")
+        text = data.rstrip(b"\0").decode("utf-8", "replace")
         if tag == FAILURE_TAG:
             self.failed[peer] = text
         else:

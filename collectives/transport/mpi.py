@@ -22,7 +22,7 @@ from collectives.reduction import Op
 from collectives.transport import shared_memory
 from collectives.transport.base import Array
 from collectives.transport.board import CALL_MASK, FAILED, LEFT, Board
-from collectives.transport.channel import BLOCK_TAG, FAILURE_TAG, HERE_TAG, LEAVE_TAG, Channel
+from collectives.transport.channel import BLOCK_TAG, FAILURE_TAG, HERE_TAG, Channel
 from collectives.transport.group import BoardControl, Group
 from collectives.transport.patience import Patience, barrier_then, forget
 from collectives.transport.shared_memory import SharedMemory
@@ -307,7 +307,7 @@ class MpiControl:
         if self._board is not None:
             self._board.mark(LEFT)
         # Messages of two tags may overtake each other: nobody shall take a rank that has failed for one that left early.
-        self._channel.tell(LEAVE_TAG, str(_AFTER_EVERY_CALL if self._has_failed else self._call))
+        self._channel.leave(_AFTER_EVERY_CALL if self._has_failed else self._call)
 
     def acknowledged(self) -> bool:
         channel, board = self._channel, self._board

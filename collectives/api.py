@@ -715,3 +715,22 @@ def check_consistency(tensors: Any, *, process_set: ProcessSet | None = None) ->
         MismatchError: names the first tensor that differs, in what, and on which ranks.
     """
     world_of(process_set).check_consistency(tensors)
+
+
+def empty_cache(*, process_set: ProcessSet | None = None) -> int:
+    """Release GPU memory that is held but not in use; every rank calls it.
+
+    A rank maps the memory of its peers' tensors where it lies, and keeps the mapping. Until it is given back, memory that a peer has
+    freed stays allocated there. What is used again is mapped again. Before the engine itself is refused memory, it does the same.
+
+    Call it after large tensors were dropped, and before ``torch.cuda.empty_cache()`` or ``free_all_blocks()`` is expected to help. Each
+    process set has mappings of its own.
+
+    Returns:
+        The bytes of device memory that this rank no longer holds: its peers' that it had mapped, and buffers of its own that it has
+        outgrown. 0 where no GPU tensor was used.
+
+    Raises:
+        MismatchError, RankFailedError, CollectiveTimeoutError: as `allreduce`.
+    """
+    return world_of(process_set).empty_cache()

@@ -13,7 +13,9 @@ from collectives import fusion
 from collectives.buckets import Copied, Listed, Packed
 from collectives.context import Context
 from collectives.entries import Entry
+from collectives.errors import OutOfMemoryError
 from collectives.handles import Handle
+from collectives.negotiation import Request
 from collectives.planner import Choice
 from collectives.program import Medium
 from collectives.reduction import Op
@@ -21,6 +23,9 @@ from collectives.tasks import Combine, One, Rows
 
 if TYPE_CHECKING:
     from collectives.timeline import Timeline
+
+STARVING = Request("starving").signature()
+"""Said in place of a task by a rank that was refused memory."""
 
 Task = One | Rows | Combine | Packed | Listed | Copied
 
@@ -123,7 +128,7 @@ class Batch:
                 self._run_timed(timeline, position, task, mine)
                 continue
             if position:
-                context.meet(task.token, task.prepare_handles(mine))
+                self._meet(task, mine)
             task.run_handles(mine)
         statistics = context.statistics
         statistics.tensors += len(handles)
@@ -132,15 +137,35 @@ class Batch:
         statistics.bytes_packed += self._packed
         statistics.bytes_unpacked += self._packed
 
+    def _meet(self, task: Task, handles: Sequence[Handle], prepared: Callable[[], object] = lambda: None) -> None:
+        """Prepare a task after the first, and meet for it; ``prepared`` is called in between.
+
+        A rank that is refused memory says so in place of the task: then all release what they have mapped, and meet again.
+        """
+        context = self._context
+        token = task.token
+        try:
+            words = task.prepare_handles(handles)
+        except OutOfMemoryError:
+            token, words = STARVING, ()
+        prepared()
+        if not context.control.agree(token, words) or token == STARVING:
+            context.make_room()
+            context.meet(task.token, task.prepare_handles(handles))
+
     def _run_timed(self, timeline: Timeline, position: int, task: Task, handles: Sequence[Handle]) -> None:
         """The same, with a record of where the time goes."""
         begun = time.monotonic()
         if position:
-            words = task.prepare_handles(handles)
-            packed = time.monotonic()
-            if task.packs:
-                timeline.span("engine", "pack", begun, packed)
-            self._context.meet(task.token, words)
+            packed = begun
+
+            def note() -> None:
+                nonlocal packed
+                packed = time.monotonic()
+                if task.packs:
+                    timeline.span("engine", "pack", begun, packed)
+
+            self._meet(task, handles, note)
             begun = time.monotonic()
             timeline.span("engine", "wait", packed, begun)
         self._context.executor.trace = lambda name, at, until: timeline.span("rounds", name, at, until)

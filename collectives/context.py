@@ -66,6 +66,8 @@ class Context:
         self.timeline: Timeline | None = None
         self.device_tasks: Callable[[Sequence[Entry]], Sequence[tuple[Any, Sequence[int]]]] = _no_devices
         """Makes the tasks of entries of device tensors that may be fused: each with the places of its entries among these."""
+        self.release_devices: Callable[[], object] = _nothing
+        """Gives back the device memory of peers."""
         self.joined = False
         """Whether this rank contributes neutral elements, which no factor may touch."""
         self.quietly = _quiet_runner()
@@ -86,6 +88,11 @@ class Context:
         if not self.control.agree(token, words):
             raise TransportError(f"rank {self.rank}: the ranks are at different places of an operation that all agreed on")
 
+    def make_room(self) -> None:
+        """Have every rank give back the device memory of its peers; all ranks call it, and have done so when it returns."""
+        self.release_devices()
+        self.control.exchange(None)
+
     def release(self) -> None:
         """Let go of the windows, and of memory that tasks use."""
         self.entries.release()
@@ -104,6 +111,10 @@ class Context:
     def scale(self, scaling: reduction.Scaling, source: Array, out: Array) -> None:
         with reduction.quiet():
             scaling(source, out)
+
+
+def _nothing() -> None:
+    """Of a world that has no device."""
 
 
 def _no_devices(entries: Sequence[Entry]) -> Sequence[tuple[Any, Sequence[int]]]:

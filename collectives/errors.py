@@ -69,6 +69,10 @@ class TransportError(OperationError):
     """Bytes could not be moved, or a transport that was asked for by name cannot serve here."""
 
 
+class OutOfMemoryError(TransportError):
+    """A GPU's memory is used up."""
+
+
 class ForkedProcessError(CollectivesError, RuntimeError):
     """A collective was called in a child made by ``fork``: only the process that called ``init()`` may communicate."""
 

@@ -121,16 +121,18 @@ class Frame:
         news: whether it has submitted something that it has not told yet and that is not in the cache.
         joined: whether it has run out of data.
         stuck: whether all its threads wait, so that it will submit nothing more by itself.
+        starving: whether it was refused memory, which the others may hold.
     """
 
     bits: int
     news: bool
     joined: bool
     stuck: bool
+    starving: bool = False
 
     def to_words(self, capacity: int) -> memoryview:
         """As 64-bit words: the flags, then the bits."""
-        flags = self.news | self.joined << 1 | self.stuck << 2
+        flags = self.news | self.joined << 1 | self.stuck << 2 | self.starving << 3
         data = flags.to_bytes(8, "little") + self.bits.to_bytes(8 * -(-capacity // 64), "little")
         return memoryview(data).cast("q")
 
@@ -141,7 +143,7 @@ class Frame:
             words.tobytes() if isinstance(words, memoryview) else b"".join((w & 0xFFFF_FFFF_FFFF_FFFF).to_bytes(8, "little") for w in words)
         )
         flags = int.from_bytes(data[:8], "little")
-        return cls(int.from_bytes(data[8:], "little"), bool(flags & 1), bool(flags & 2), bool(flags & 4))
+        return cls(int.from_bytes(data[8:], "little"), bool(flags & 1), bool(flags & 2), bool(flags & 4), bool(flags & 8))
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,10 +14,10 @@ import time
 from collections.abc import Callable, Sequence
 
 from collectives import negotiation, stall
-from collectives.batch import Batch
+from collectives.batch import STARVING, Batch
 from collectives.config import Config
 from collectives.context import Context
-from collectives.errors import MismatchError
+from collectives.errors import MismatchError, OutOfMemoryError
 from collectives.handles import Handle
 from collectives.lead import LIST_BYTES, THREAD_NAME, Lead
 from collectives.negotiation import Frame, Key, Ledger, Request
@@ -27,7 +27,7 @@ _CHAIN, NUMBER = 0x5851_F42D_4C95_7F2D, 0x2545_F491_4F6C_DD1D
 """Odd multipliers that make one number of a list: its order counts, and so does the number of its first unnamed operation."""
 _JOINED = Request("joined").signature()
 _COMPARE = Request("compare").signature()
-EVERYBODYS = ("add_process_set", "remove_process_set", "start_timeline", "tune")
+EVERYBODYS = ("add_process_set", "remove_process_set", "start_timeline", "tune", "empty_cache")
 """Operations that a rank which has joined cannot stand in for."""
 _MOST_BATCHES = 512
 _MOST_CACHED = 1 << 16
@@ -91,6 +91,8 @@ class Rounds(Lead):
         self._proposed_at = 0.0
         self._restless = False
         """Whether the ranks should compare again, because this one has nothing more to do but wait."""
+        self._starving = self._starved = False
+        """Whether the ranks are to release what they have mapped, because this one was refused memory; and whether they have."""
         self._told_stuck = False
         self._stuck_since: float | None = None
         self._patience: float | None = None
@@ -151,7 +153,17 @@ class Rounds(Lead):
         batch = self._batch(handles)
         first = next((handle.key for handle in handles if type(handle.key) is int), 0)
         assert isinstance(first, int)
-        words = batch.prepare(_flat(handles))
+        try:
+            words = batch.prepare(_flat(handles))
+            self._starved = False
+        except OutOfMemoryError:
+            if self._starved:
+                raise
+            # To be believed only when no rank has memory mapped that this one has freed: the ranks compare, and propose the same again.
+            self._starved = self._starving = True
+            self._open = (handles, None)
+            self._control.enter(STARVING)
+            return True
         self._proposed_at = time.monotonic()
         # Before it can be seen by the peers: whatever happens from here on, it is known what was entered.
         self._open = (handles, batch)
@@ -191,6 +203,9 @@ class Rounds(Lead):
         statistics = self.context.statistics
         statistics.rounds += 1
         statistics.unanimous += 1
+        if self._starving:
+            self._disagree()
+            return
         if batch is None:
             self._open = None
             self._everybody_joined()
@@ -251,10 +266,13 @@ class Rounds(Lead):
                 untold.append(handle)
         joined = self._join is not None and not self._pending
         self._told_stuck = stuck = self._is_stuck()
-        mine = Frame(bits, bool(untold), joined, stuck)
+        mine = Frame(bits, bool(untold), joined, stuck, self._starving)
         control, size, rank = self._control, self.context.size, self.context.rank
         control.agree(_COMPARE, mine.to_words(self._ledger.capacity))
         frames = [mine if peer == rank else Frame.from_words(control.words_of(peer)) for peer in range(size)]
+        self._starving = False
+        if any(frame.starving for frame in frames):
+            self.context.make_room()
         news: Sequence[Sequence[tuple[Key, Request]]] = ()
         if any(frame.news for frame in frames):
             statistics.exchanged += 1

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from collectives.cuda.device import Allocation, Array
-from collectives.errors import InvalidArgumentError, TransportError
+from collectives.errors import InvalidArgumentError, OutOfMemoryError, TransportError
 from tests.emulated_array import EmulatedArray
 from tests.emulated_memory import SPACE, Piece, Pool, as_allocation
 from tests.emulated_streams import GLOBAL, RELAXED, THREAD_LOCAL, Capture, Event, Graph, Health, Page, Stream, Work
@@ -464,11 +464,11 @@ class EmulatedDevice:
     def _allocate(self, nbytes: int) -> Piece:
         self._health.check()
         self._check_not_capturing("allocate memory")
-        if self._capacity is not None and self._used + nbytes > self._capacity:
+        if self._capacity is not None and self._used + SPACE.still_mapped(self) + nbytes > self._capacity:
             self._trim()
         with self._lock:
-            if self._capacity is not None and self._used + nbytes > self._capacity:
-                raise TransportError(f"out of device memory: {nbytes} bytes asked for, {self._capacity - self._used} are free")
+            if self._capacity is not None and self._used + SPACE.still_mapped(self) + nbytes > self._capacity:
+                raise OutOfMemoryError(f"out of device memory: {nbytes} bytes asked for, {self._capacity - self._used} are free")
             self._used += nbytes
         return SPACE.allocate(nbytes, self, again=self._reuse)
 

@@ -1,7 +1,8 @@
 """The memory of the emulated GPUs: real host memory that other processes can map, with the rules of a GPU's.
 
 Nothing is zero by itself: what is new, what was given back, and what lies between allocations holds the byte ``GARBAGE``. Memory that was
-freed stays mapped, as garbage, so that a use after free shows in the data and is told by name instead of ending the process.
+freed stays mapped, as garbage, so that a use after free shows in the data and is told by name instead of ending the process. What other
+processes have mapped stays allocated until they have unmapped it.
 
 Arrays come from a pool, as CuPy's do: several share an allocation, one that is dropped goes back at once, to the stream it was made for,
 and is handed out again there. Its garbage is written *in that stream's order*: who still reads it on another stream, reads garbage.
@@ -9,7 +10,9 @@ and is handed out again there. Its garbage is written *in that stream's order*: 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import fcntl
 import mmap
 import os
 import struct
@@ -84,6 +87,7 @@ class Piece:
     owner: object
     fd: int = -1
     freed: bool = False
+    exported: bool = False
     references: int = 1
     key: tuple[int, int] = (0, 0)
     """Of imported memory: the process and the serial number there."""
@@ -103,6 +107,8 @@ class Space:
         self._freed_mappings = 0
         self._dropped: deque[Piece] = deque()  # pinned memory whose array has gone; filled by finalizers, which may take no lock
         self._garbage = -1
+        self._lingering: list[tuple[int, Piece]] = []
+        """What was freed here and may be mapped elsewhere, with its files."""
 
     # ---- making and freeing -------------------------------------------------------------------------------------------------------
 
@@ -140,6 +146,11 @@ class Space:
             piece.freed = True
             if piece.kind == "device":
                 ctypes.memset(piece.base, GARBAGE, piece.mapped)  # for the processes that have it mapped
+                if piece.exported:
+                    self._lingering.append((os.dup(piece.fd), piece))  # another number: nobody may open it any more
+                    self.still_mapped(piece.owner)
+                os.close(piece.fd)
+            elif piece.kind == "imported":
                 os.close(piece.fd)
             self._imported.pop(piece.key, None)
             step = 1 << 20
@@ -153,6 +164,16 @@ class Space:
                 _libc.munmap(oldest.base, oldest.mapped)
         return f"something wrote beyond the end of the {piece.nbytes} bytes at {piece.base:#x}" if spilled else None
 
+    def still_mapped(self, owner: object) -> int:
+        """Bytes that an owner has freed, and that other processes have mapped."""
+        with self._lock:
+            for entry in list(self._lingering):
+                with contextlib.suppress(BlockingIOError):  # a process that has it mapped holds a lock on it
+                    fcntl.flock(entry[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    os.close(entry[0])
+                    self._lingering.remove(entry)
+            return sum(piece.nbytes for _, piece in self._lingering if piece.owner is owner)
+
     def free_all(self, owner: object) -> list[str]:
         with self._lock:
             self._settle()
@@ -165,6 +186,7 @@ class Space:
         piece = self.find(base)
         if piece is None or piece.freed or piece.kind != "device" or piece.base != base:
             raise TransportError(f"cannot share the memory at {base:#x}: it is not where an allocation of this process begins")
+        piece.exported = True
         return _MEMORY.pack(_MAGIC, os.getpid(), piece.fd, piece.nbytes, piece.serial).ljust(HANDLE, b"\0")
 
     def take_in(self, handle: bytes, owner: object) -> Piece:
@@ -180,10 +202,12 @@ class Space:
             mapped = _round(nbytes + _MARGIN, _PAGE)
             fd = open_shared(pid, theirs, _name(pid, serial))
             try:
+                fcntl.flock(fd, fcntl.LOCK_SH)
                 base = _map(mapped, mmap.MAP_SHARED, fd, None)
-            finally:
+            except BaseException:
                 os.close(fd)
-            piece = self._add(Piece(base, nbytes, mapped, next(self._serials), "imported", owner, key=(pid, serial)))
+                raise
+            piece = self._add(Piece(base, nbytes, mapped, next(self._serials), "imported", owner, fd, key=(pid, serial)))
             self._imported[piece.key] = piece
             return piece
 

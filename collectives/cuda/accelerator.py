@@ -378,6 +378,24 @@ class Accelerator:
         """Why work that was under way has been aborted."""
         return self._watch.failure
 
+    def release(self) -> int:
+        """Give back the tensors of operations that are done, and the peers' memory; the bytes of the latter that are mapped no more."""
+        if self._device is None:
+            return 0
+        with self.active():
+            self.wait()
+            self.keeper.release()
+            return 0 if self.executor.memory is None else self.executor.memory.release()
+
+    def trim(self) -> int:
+        """Give back what was outgrown or retired, when all peers have given it back; the bytes of the former."""
+        if self._device is None:
+            return 0
+        with self.active():
+            self.wait()
+            self.tidy()
+            return self.memory.trim()
+
     def close(self) -> None:
         """Stop using the device and the peers' memory; the device is done."""
         if self._device is None:

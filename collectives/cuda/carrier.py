@@ -35,26 +35,34 @@ class Memory:
         self._device = device
         self._idle = idle
         self._pieces: dict[str, tuple[int, int]] = {}
-        self._outgrown: list[int] = []
+        self._outgrown: list[tuple[int, int]] = []
 
     def get(self, name: str, nbytes: int) -> int:
         """The address of at least ``nbytes`` bytes; what they held is lost when they grow."""
         address, size = self._pieces.get(name, (0, 0))
         if size < nbytes:
-            if address:
-                self._outgrown.append(address)
-            size = max(1 << 16, 1 << (nbytes - 1).bit_length() if nbytes <= 1 << 30 else -(-nbytes // (1 << 26)) << 26)
+            larger = max(1 << 16, 1 << (nbytes - 1).bit_length() if nbytes <= 1 << 30 else -(-nbytes // (1 << 26)) << 26)
             self._idle()
-            address = self._device.allocate(size, shared=True)
-            self._pieces[name] = (address, size)
+            found = self._device.allocate(larger, shared=True)
+            if address:
+                self._outgrown.append((address, size))
+            self._pieces[name] = (address, size) = (found, larger)
         return address
+
+    def trim(self) -> int:
+        """Free what was outgrown, which neither the device nor a peer uses any more; the bytes."""
+        freed = 0
+        while self._outgrown:
+            address, size = self._outgrown.pop()
+            self._device.free(address)
+            freed += size
+        return freed
 
     def close(self) -> None:
         """Give everything back; nobody may use it any more."""
-        for address in (*self._outgrown, *(address for address, _ in self._pieces.values())):
-            self._device.free(address)
-        self._outgrown.clear()
+        self._outgrown += self._pieces.values()
         self._pieces.clear()
+        self.trim()
 
 
 @dataclass(slots=True)

@@ -13,7 +13,7 @@ from cupy.cuda import stream as streams
 from collectives.cuda import compiler, libcuda
 from collectives.cuda.device import Allocation, Array
 from collectives.cuda.pinned import PinnedPool
-from collectives.errors import CollectivesError, TransportError
+from collectives.errors import CollectivesError, OutOfMemoryError, TransportError
 
 # Looked up once: these are called for every round of every collective.
 _launch = driver.launchKernel
@@ -34,7 +34,8 @@ _SHARED_UNIT = 2 << 20
 
 _OUT_OF_MEMORY = (
     "; the memory is taken by this process, its framework's pool (which can give back what it does not use: "
-    "torch.cuda.empty_cache(), cupy.get_default_memory_pool().free_all_blocks()), or other processes (nvidia-smi lists them)"
+    "torch.cuda.empty_cache(), cupy.get_default_memory_pool().free_all_blocks()), other ranks that have mapped what was freed "
+    "(collectives.empty_cache(), on every rank), or other processes (nvidia-smi lists them)"
 )
 _BROKEN = (
     "; work given to this GPU has failed, perhaps earlier, and perhaps the program's own: this process must be started anew; "
@@ -354,4 +355,5 @@ class CupyDevice:
         advice = _OUT_OF_MEMORY if isinstance(error, MemoryError) else _ADVICE.get(name, "")
         if sharing and name in _SHARING:
             advice = _SHARING_ADVICE
-        return TransportError(f"GPU {self.index} ({self.name}): cannot {attempt}: {error}{advice}")
+        kind = OutOfMemoryError if advice is _OUT_OF_MEMORY else TransportError
+        return kind(f"GPU {self.index} ({self.name}): cannot {attempt}: {error}{advice}")

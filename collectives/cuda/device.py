@@ -53,7 +53,11 @@ class Device(Protocol):
     # ---- memory ----------------------------------------------------------------------------------------------------------------
 
     def allocate(self, nbytes: int, *, shared: bool = False) -> int:
-        """Memory outside of any pool: aligned to 256 bytes, contents undefined; ``shared``: that can be exported."""
+        """Memory outside of any pool: aligned to 256 bytes, contents undefined; ``shared``: that can be exported.
+
+        Raises:
+            OutOfMemoryError: there is none. What was freed, but is mapped by other processes still, is not free.
+        """
 
     def free(self, address: int) -> None:
         """Give back what `allocate` gave; the device must be done with it."""

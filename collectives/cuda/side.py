@@ -33,10 +33,19 @@ class DeviceSide(DeviceDoor):
         self.accelerator = Accelerator(context, config, local_rank, turn, on_failure)
         super().__init__(context.rank, context.size, DeviceEntries(context.size, context.planner, context.entries), self.accelerator)
         context.device_tasks = self._tasks
+        context.release_devices = self.release
 
     def settle(self, within: float) -> bool:
         """Give the GPU so many seconds to be done with all that was issued; whether it is."""
         return self.accelerator.settle(within)
+
+    def release(self) -> int:
+        """Give back the peers' memory, which is mapped again where it is used again; the bytes that are mapped no more."""
+        return self.accelerator.release()
+
+    def trim(self) -> int:
+        """Give back what this rank has outgrown, when no peer has it mapped; the bytes."""
+        return self.accelerator.trim()
 
     def close(self) -> None:
         """Stop using the peers' memory; the GPU is done."""

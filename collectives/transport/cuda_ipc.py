@@ -261,7 +261,7 @@ class IpcMemory:
         most = _BATCH if len(self._mapped) >= _MOST_MAPPINGS else 0
         if not most and self._mapped_bytes + nbytes <= _FILLED:
             return
-        longest_unused = []
+        longest_unused: list[tuple[int, int]] = []
         for key, known in self._mapped.items():
             if len(longest_unused) >= most and self._lookups - known.used <= _OLD:
                 break

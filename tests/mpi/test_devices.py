@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from collectives.config import Config
-from collectives.cuda import devices
+from collectives.cuda import devices, side
 from collectives.errors import TransportError
 from collectives.reduction import Op
 from collectives.transport import mpi
@@ -128,3 +128,52 @@ def test_peers_that_are_done_keep_what_others_still_read(device: EmulatedDevice)
             junk = [maker.device(np.full(20_011 + step, np.nan, FLOAT)) for _ in range(1 + world.rank)]
             np.testing.assert_allclose(maker.host(result), expected(Op.SUM, parts), rtol=1e-5, atol=1e-5)
             del junk, result
+
+
+def mapped_and_freed(world: World, device: EmulatedDevice, maker: EmulatedMaker) -> None:
+    """8 MB of each rank's are mapped by its peers, and freed."""
+    tensor = maker.device(np.ones(1_000_000))
+    world.allreduce_(tensor, transport="cuda-ipc")
+    np.testing.assert_array_equal(maker.host(tensor), 1)
+    del tensor
+    world.broadcast_(maker.device(np.ones(3)), 0, transport="cuda-ipc")  # the engine keeps the latest operation's tensors
+    device._trim()
+    assert SPACE.still_mapped(device) >= 8_000_000
+
+
+def test_memory_is_released_that_is_mapped_but_not_in_use(device: EmulatedDevice) -> None:
+    """Of the peers, and what the engine has outgrown itself; whatever is needed again is mapped again."""
+    with connected(device) as world:
+        maker = EmulatedMaker(device)
+        assert world.empty_cache() == 0
+        mapped_and_freed(world, device, maker)
+        for count in (10_000, 100_000):  # the bucket is outgrown
+            world.grouped_allreduce([maker.device(np.ones(count, np.float32)) for _ in range(2)], transport="cuda-ipc")
+        imports, allocations = device.held()["imports"], device.held()["allocations"]
+        released = world.empty_cache()
+        assert released > 8_000_000 * (world.size - 1) and SPACE.still_mapped(device) == 0
+        assert device.held()["imports"] == 0 < imports and device.held()["allocations"] == allocations - 1
+        assert world.empty_cache() == 0
+        parts = [sample(FLOAT, 20_011, rank, 0) for rank in range(world.size)]
+        result = world.allreduce(maker.device(parts[world.rank]), average=False, transport="cuda-ipc")
+        np.testing.assert_allclose(maker.host(result), expected(Op.SUM, parts), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("starving", ["one rank", "all ranks"])
+@pytest.mark.parametrize("first", [True, False], ids=["first task", "later task"])
+def test_memory_is_released_before_there_is_said_to_be_none(
+    first: bool, starving: str, device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Freed memory is not free while peers have it mapped; once they have not, what is asked for a second time is there or is not."""
+    monkeypatch.setattr(side, "_ALONE_FROM", 1 << 20)
+    with connected(device) as world:
+        maker = EmulatedMaker(device)
+        counts = (200_000, 180_000) if first else (400_000, 200_000, 180_000)
+        tensors = [maker.device(np.full(count, float(world.rank), np.float32)) for count in counts]
+        mapped_and_freed(world, device, maker)
+        if starving == "all ranks" or world.rank == world.size - 1:
+            device._capacity = device._used + (3 << 20)
+        for tensor in world.grouped_allreduce_(tensors, average=False, transport="cuda-ipc"):
+            np.testing.assert_array_equal(maker.host(tensor), sum(range(world.size)))
+        assert SPACE.still_mapped(device) == 0
+        device._capacity = None

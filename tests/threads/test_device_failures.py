@@ -171,6 +171,7 @@ def test_memory_that_runs_out_on_one_rank_ends_the_world_on_all(what: str) -> No
     def program(world: World, maker: EmulatedMaker) -> None:
         np.testing.assert_array_equal(maker.host(world.allreduce(ones(maker), average=False)), 2)
         tensors = [maker.device(np.ones(count, np.float32)) for count in (400_000, 300_000)]
+        afterwards = ones(maker)
         if world.rank == 1:
             device = provider.device(1)
             device._capacity = device._used + {"bucket": 0, "scaled": 1_000_000}[what]  # enough for a result, but for nothing else
@@ -182,7 +183,7 @@ def test_memory_that_runs_out_on_one_rank_ends_the_world_on_all(what: str) -> No
         except (TransportError, RankFailedError) as error:
             raised.append(error)
         with pytest.raises(RankFailedError):
-            world.allreduce(ones(maker))
+            world.allreduce_(afterwards)
 
     provider = EmulatedProvider(2, patience=PATIENCE)
     before = devices.use(provider)

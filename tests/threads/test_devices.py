@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from collectives.config import Config
-from collectives.errors import TransportError
+from collectives.errors import MismatchError, TransportError
 from collectives.reduction import Op
 from collectives.world import World
 from tests import gpu_scenarios as scenarios
@@ -308,3 +308,34 @@ def test_memory_that_is_no_plain_allocation_is_copied_between_gpus_of_one_proces
     with emulated(2) as provider:
         on_threads(2, program, provider, config=Config(timeout=PATIENCE, host_until=0))
     assert refused.is_set()
+
+
+def test_unused_memory_is_released_by_all_ranks_together() -> None:
+    """Also where some rank has never seen a GPU tensor, in a process set, and alone; and refused while a rank has run out of data."""
+
+    def program(world: World, maker: EmulatedMaker) -> None:
+        device = provider.device(0)
+        assert world.empty_cache() == 0
+        child = world.add_process_set([0, 1])
+        if child is not None:
+            for count in (10_000, 100_000):
+                tensors = [maker.device(np.full(count, float(world.rank), np.float32)) for _ in range(2)]
+                child.grouped_allreduce_(tensors, average=False, transport="cuda-ipc")
+            allocations = device.held()["allocations"]
+            child.barrier()
+            assert child.empty_cache() == 128 << 10
+            child.barrier()
+            assert device.held()["allocations"] == allocations - 2  # of the device that the ranks share
+            child.barrier()
+            for result in child.grouped_allreduce_(tensors, average=False, transport="cuda-ipc"):
+                np.testing.assert_array_equal(maker.host(result), 2.0)
+        world.remove_process_set([0, 1], child)
+        if world.rank:
+            with pytest.raises(MismatchError, match=r"empty_cache.* needs every rank, but rank 0 has joined"):
+                world.empty_cache()
+        world.join()
+
+    with emulated(1) as provider:
+        on_threads(3, program, provider, config=Config(timeout=PATIENCE, host_until=0))
+    with emulated(1) as provider:
+        assert on_threads(1, lambda world, maker: (world.allreduce(maker.device(np.ones(3))), world.empty_cache())[1], provider) == [0]

@@ -19,7 +19,7 @@ import pytest
 import collectives.cuda
 from collectives.cuda import devices, diagnosis, libcuda
 from collectives.cuda.device import Allocation, active
-from collectives.errors import InvalidArgumentError, MissingDependencyError, TransportError
+from collectives.errors import InvalidArgumentError, MissingDependencyError, OutOfMemoryError, TransportError
 from tests.fake_cupy import CONSTANTS, SIGNATURES, CudaError, FakeCupy, build_library, signatures
 
 SOURCE = 'extern "C" __global__ void scale(float* x, float y, float z) { x[threadIdx.x] = x[threadIdx.x] * y + z; }'
@@ -223,10 +223,10 @@ def test_what_is_shared_fills_whole_blocks(nbytes: int, taken: int, device: Any,
 
 def test_memory_that_is_full(device: Any, cupy: FakeCupy) -> None:
     cupy.failures["malloc"] = CudaError("cudaErrorMemoryAllocation: out of memory")
-    with pytest.raises(TransportError, match=r"cannot allocate 4096 bytes: .*out of memory.*torch.cuda.empty_cache"):
+    with pytest.raises(OutOfMemoryError, match=r"cannot allocate 4096 bytes: .*out of memory.*torch.*collectives.empty_cache"):
         device.allocate(4096)
     cupy.failures["empty"] = MemoryError("Out of memory allocating 16 bytes")
-    with pytest.raises(TransportError, match=r"cannot make an array of \(4,\) float32: Out of memory.*nvidia-smi"):
+    with pytest.raises(OutOfMemoryError, match=r"cannot make an array of \(4,\) float32: Out of memory.*nvidia-smi"):
         device.empty((4,), np.dtype(np.float32), 0)
 
 

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from collectives.cuda.device import Array, Device, Provider, active
-from collectives.errors import InvalidArgumentError, TransportError
+from collectives.errors import InvalidArgumentError, OutOfMemoryError, TransportError
 from tests import emulated_streams, host_kernels
 from tests.emulated_array import lent
 from tests.emulated_cuda import EmulatedArray, EmulatedDevice, EmulatedProvider
@@ -625,6 +625,17 @@ def test_what_cannot_be_shared_is_refused(device: EmulatedDevice, child: Child) 
     for refused in refusals:
         with pytest.raises(TransportError, match="does not let processes share"):
             refused()
+
+
+def test_what_was_freed_stays_allocated_while_another_process_has_it_mapped(child: Child) -> None:
+    with opened(capacity=1 << 20) as device:
+        memory = device.allocate(600 << 10)
+        theirs = child.keep(f"device.import_memory(bytes.fromhex('{device.export_memory(memory).hex()}'))")
+        device.free(memory)
+        with pytest.raises(OutOfMemoryError):
+            device.allocate(600 << 10)
+        child(f"device.forget_memory({theirs})")
+        device.free(device.allocate(600 << 10))
 
 
 def test_another_process_waits_for_a_shared_event(slow: EmulatedDevice, child: Child) -> None:

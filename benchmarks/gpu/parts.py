@@ -32,7 +32,7 @@ _CPU = ("--device", "cpu")
 GROUPS: Mapping[str, Sequence[str]] = {
     "tests-ipc": ("tests-ipc-2", "tests-ipc-4"),
     "tests-nccl": ("tests-nccl-2", "tests-nccl-4"),
-    "torch": ("torch-streams", "torch-training"),
+    "torch": ("torch-streams", "torch-training", "torch-captures"),
     "memory": ("memory-kernels", "memory-ipc-2", "memory-races"),
     "cpu-rings": ("cpu-rings-4", "cpu-rings-8", "cpu-rings-16"),
 }
@@ -82,6 +82,7 @@ def parts() -> list[Part]:
         Part("tests-one", python(_SCENARIOS, "--makers", "cupy,torch"), 45, rehearsal=python(_SCENARIOS, *_CPU)),
         Part("torch-streams", ranks(2, "benchmarks.gpu.streams"), 60),
         Part("torch-training", ranks(2, "benchmarks.gpu.training"), 60, rehearsal=ranks(2, "benchmarks.gpu.training", *_CPU)),
+        Part("torch-captures", ranks(2, "benchmarks.gpu.captures"), 45),
         Part("tests-auto", ranks(2, _SCENARIOS), 45, rehearsal=ranks(2, _SCENARIOS, *_CPU)),
         Part("tests-host", ranks(2, _SCENARIOS, "--transport", "host"), 45, rehearsal=ranks(2, _SCENARIOS, *_CPU, "--transport", "host")),
         Part("tests-threads", python(*_PYTEST, "tests/gpu/test_threads.py"), 60, _SEVERAL_RANKS),

@@ -51,7 +51,5 @@ def run(
     ranks = next((number for number in (np, num_proc) if number is not None), 1)
     # The launcher stands on the floor above and takes long to import, which programs that a launcher has started do without.
     launch = importlib.import_module("collectives.launch")
-    returned: list[Returned] = launch.run(
-        function, args, kwargs, np=ranks, options=options, executable=executable, timeout=timeout
-    )
+    returned: list[Returned] = launch.run(function, args, kwargs, np=ranks, options=options, executable=executable, timeout=timeout)
     return returned

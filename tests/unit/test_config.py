@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given as drawn
 from hypothesis import strategies as st
 
+import collectives
 from collectives.config import ALGORITHMS, LOG_LEVELS, TRANSPORTS, Config, given, parse_bool, parse_bytes, unknown
 from collectives.errors import InvalidArgumentError
 
@@ -212,6 +215,14 @@ def test_what_is_given_is_told_from_the_defaults() -> None:
 )
 def test_a_misspelt_variable_is_told_with_what_was_meant(variable: str, said: str) -> None:
     assert unknown({variable: "1"}) == [said]
+
+
+def test_every_variable_that_is_used_here_is_known() -> None:
+    """What one of our programs sets for another must not be taken for a user's mistake."""
+    root = Path(collectives.__file__).parents[1]
+    sources = [path.read_text() for folder in ("collectives", "benchmarks") for path in (root / folder).rglob("*.py")]
+    used = {name for text in sources for name in re.findall(r"[\"'](COLLECTIVES_[A-Z_]+)[\"']", text)}
+    assert len(used) > 20 and unknown(dict.fromkeys(used, "1")) == []
 
 
 def test_other_variables_are_nobodys_mistake() -> None:

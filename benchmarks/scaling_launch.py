@@ -53,7 +53,7 @@ class Outcome:
 
 def launcher(ranks: int, options: Sequence[str], command: Sequence[str]) -> list[str]:
     """The command line that starts so many ranks."""
-    return [sys.executable, "-m", "collectives.launch", "-np", str(ranks), *options, *command]
+    return [sys.executable, "-m", "collectives.launch", "--no-tag", "-np", str(ranks), *options, *command]
 
 
 def check_options(options: Sequence[str], ranks: int) -> None:

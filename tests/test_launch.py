@@ -1,27 +1,35 @@
 """Real jobs, with Open MPI and MPICH: however a rank fails, all end, its traceback comes last, and its exit code is returned.
 
-The ranks use mpi4py and ``collectives.exits`` only. The harness bounds every job and finds what is left behind.
+The ranks use mpi4py and ``collectives.exits`` only, but those on several hosts. The harness bounds every job and finds what is left behind.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import re
 import signal
 import socket
+import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.mpirun import IMPLEMENTATIONS, Result, python_for, run_command, run_ranks
+from tests.mpirun import IMPLEMENTATIONS, ROOT, Result, python_for, run_command, run_ranks
 
 pytestmark = pytest.mark.parametrize("mpi", IMPLEMENTATIONS)
 
 CONNECTED = """
 import os, signal, sys
+from pathlib import Path
 from mpi4py import MPI
 from collectives import exits
 world = MPI.COMM_WORLD
-exits.install(world.rank, world.Abort, lambda text: None, os.environ.get("COLLECTIVES_RUN_DIR"))
+shared = {line.split()[5] for line in open("/proc/self/maps") if "/dev/shm/" in line and "deleted" not in line}
+Path(__file__).with_name(f"shared-{world.rank}").write_text("\\n".join(shared))
+exits.install(world.rank, world.Abort, lambda text: None, os.environ.get("COLLECTIVES_RECORDS"))
 world.Barrier()
 if world.rank != 1:
     world.recv(source=1)  # never sent
@@ -61,8 +69,11 @@ def test_a_failure_ends_the_job_and_is_shown_last(mpi: str, failure: str, code: 
 
     assert result.output.rstrip().endswith(last.format(host=socket.gethostname())), str(result)
     assert "collectivesrun: rank 1 on" in result.output
+    assert not re.search("MPI_ABORT|MPI_Abort|has exited|BAD TERMINATION|YOUR APPLICATION|Primary job|-----", result.output), str(result)
     if "deep" in failure:
-        assert "in deep" in result.output.rpartition("collectivesrun: rank 1")[2]
+        assert "in deep" in result.output.rpartition("collectivesrun: rank 1")[2] and result.output.count("Traceback") == 1
+    made = [Path(line) for rank in range(3) for line in (tmp_path / f"shared-{rank}").read_text().split()]
+    assert made and not any(path.exists() for path in made)
 
 
 def test_a_failure_before_mpi_is_started_ends_the_job(mpi: str, tmp_path: Path) -> None:
@@ -111,7 +122,9 @@ def test_ranks_that_do_not_listen_are_killed(mpi: str, stubborn: str, tmp_path: 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent was killed")
 def test_killing_collectivesrun_itself_leaves_nothing_behind(mpi: str, tmp_path: Path) -> None:
-    collectivesrun(mpi, tmp_path, _waiting(tmp_path), expect=-9, timeout=30, interrupt=(tmp_path / "ready", signal.SIGKILL))
+    interrupt = (tmp_path / "ready", signal.SIGKILL)
+    collectivesrun(mpi, tmp_path, _waiting(tmp_path), expect=-9, timeout=30, interrupt=interrupt, env={"TMPDIR": str(tmp_path)})
+    assert not list(tmp_path.glob("collectives*"))
 
 
 @pytest.mark.parametrize("end", ["pass", "sys.exit(4)", "raise ValueError('in the child')"])
@@ -132,6 +145,74 @@ else:
     code = {"pass": 0, "sys.exit(4)": 4}.get(end, 1)
     result = run_ranks(2, program, mpi=mpi, timeout=30)
     assert all(f"code {code} sum 2" in output for output in result.ranks), str(result)
+
+
+HOSTILE = [":", "", "a b", "x\ny", "'\"$(touch pwned);", "-np", "7", "--", "--mca", "btl", "-x", "=", "%3A", "é", "--verbose", ":", "pwned"]
+
+
+def test_any_argument_is_passed_on_and_no_line_is_mixed_with_another(mpi: str, tmp_path: Path) -> None:
+    program = """
+import json, random, sys
+from pathlib import Path
+from mpi4py import MPI
+rank = MPI.COMM_WORLD.rank
+Path(__file__).with_name(f"arguments-{rank}").write_text(json.dumps(sys.argv[1:]))
+for _ in range(3000):
+    print("ab"[rank] * random.randint(1, 500), file=random.choice([sys.stdout, sys.stderr]))
+"""
+    (tmp_path / "program.py").write_text(program)
+    python = str(python_for(mpi))
+    result = run_command([python, "-m", "collectives", "-np", "2", python, str(tmp_path / "program.py"), *HOSTILE], timeout=30)
+    assert [json.loads((tmp_path / f"arguments-{rank}").read_text()) for rank in range(2)] == [HOSTILE] * 2
+    lines = result.output.splitlines()
+    assert len(lines) == 6000 and all(re.fullmatch(r"\[0\] a+|\[1\] b+", line) for line in lines)
+
+
+def test_a_progress_bar_shows_in_a_terminal(mpi: str, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text("""
+import os, sys
+from mpi4py import MPI
+from benchmarks.progress import watched
+for step in range(20):
+    MPI.COMM_WORLD.Barrier()
+    if MPI.COMM_WORLD.rank == 0 and watched():
+        print(f"\\r\\x1b[2K{'━' * step}", end="", flush=True)
+print("done", os.get_terminal_size().columns)
+""")
+    python = str(python_for(mpi))
+    terminal = "import os, pty, sys; sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))"
+    command = [python, "-m", "collectives", "-np", "2", python, str(tmp_path / "program.py")]
+    shown = run_command([python, "-c", terminal, *command], timeout=30).output
+    assert shown.count("\x1b[2K") >= 20 and "\x1b[2K\x1b[36m[0]\x1b[0m ━━━" in shown, shown
+    assert "━done 76" in shown and "\x1b[33m[1]\x1b[0m done 76" in shown, shown
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[Callable[..., list[str]]]:
+    """Two hosts that share nothing below ``/tmp``; gives a function that makes a command for the first of them."""
+    cluster = os.environ.get("COLLECTIVES_TEST_CLUSTER", str(ROOT.parent / "shared" / "cluster" / "cluster"))
+    if not os.access(cluster, os.X_OK):
+        pytest.skip("needs a program that makes hosts; COLLECTIVES_TEST_CLUSTER names it")
+    environment = {**os.environ, "CLUSTER_STATE": f"/run/collectives-test-{os.getpid()}"}
+    up = subprocess.run([cluster, "up", "2"], env=environment, capture_output=True, text=True, timeout=60, check=False, cwd=ROOT)
+    try:
+        if up.returncode:
+            pytest.skip(f"cannot make hosts: {(up.stderr.strip() or up.stdout.strip())[-200:]}")
+        prefix = ["env", f"CLUSTER_STATE={environment['CLUSTER_STATE']}", cluster, "on", "host1"]
+        yield lambda *command: [*prefix, *command]
+    finally:
+        subprocess.run([cluster, "down"], env=environment, capture_output=True, timeout=60, check=False)
+
+
+def test_the_rank_that_failed_first_is_named_from_another_host(mpi: str, hosts: Callable[..., list[str]]) -> None:
+    program = "import collectives as c\nc.init()\nc.barrier()\nif c.rank() == 3: raise ValueError('no good')\nc.barrier()"
+    python = python_for(mpi)
+    # The hosts' shells know nothing of this environment: mpirun's own programs are found by the PATH that is passed on.
+    environment = {"PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}"}
+    command = hosts(str(python), "-m", "collectives", "-H", "host1:2,host2:2", str(python), "-c", program)
+    shown = run_command(command, timeout=60, expect=1, env=environment).output
+    assert "collectivesrun: rank 3 on host2 failed with exit code 1:" in shown and shown.rstrip().endswith("ValueError: no good"), shown
+    assert shown.count("Traceback") == 1 and "failed ranks 0, 1, 2 (" in shown, shown
 
 
 def _waiting(folder: Path) -> str:

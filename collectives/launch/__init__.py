@@ -7,8 +7,10 @@
     options   which option sets which setting      config_file    the same from a YAML file
     mpi       which MPI's mpirun there is          command   options -> the command of that MPI (pure)
     job       starts it, watches it, ends it       rank      stands before each rank and sees how it ends
-    records   what failed first                    report    --check-build, --show-plan
+    output    tells the ranks' output apart        screen    shows it, line by line, tagged
+    records   what failed first                    leftovers shared memory that dead ranks leave
     api       run(function) from within a program  call      what a rank of it does
+    report    --check-build, --show-plan
 
 ``mpirun -np 4 python train.py`` and ``srun --mpi=pmix -n 4 python train.py`` start the same ranks without it.
 """

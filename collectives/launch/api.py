@@ -26,7 +26,7 @@ from typing import Any
 from collectives.errors import CollectiveTimeoutError, InvalidArgumentError, MissingDependencyError, RankFailedError
 from collectives.launch import cli, job, records
 
-CALL, RESULT = "call", "result-{}"
+CALL, RESULT, FAILURE = "call", "result-{}", "failure-{}"
 """Names of files in the folder that this process and the ranks share."""
 _AFTER_TERMINATE = 30.0
 
@@ -70,7 +70,8 @@ def run(
         cli.understand(arguments)
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(_search_path())}
         code = _wait([sys.executable, "-m", "collectives.launch", *arguments], environment, timeout)
-        first = records.culprit(records.read(folder))
+        failures = [records.parse(path.read_bytes()) for path in folder.glob(FAILURE.format("*"))]
+        first = records.culprit(failure for failure in failures if failure is not None)
         if first is not None:
             raise RankFailedError(f"run: rank {first.rank} on {first.host} failed:\n{first.text}")
         if code:

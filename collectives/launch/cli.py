@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import os
 import shlex
 import shutil
 import signal
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,12 +18,12 @@ from typing import NoReturn
 from collectives import __version__
 from collectives.config import Config
 from collectives.errors import CollectivesError, InvalidArgumentError
-from collectives.exits import RUN_DIRECTORY
 from collectives.launch import config_file, job, options, report
 from collectives.launch import rank as before_rank
 from collectives.launch.command import Request, build
 from collectives.launch.hosts import Host, parse_hosts, read_hostfile
-from collectives.launch.mpi import find
+from collectives.launch.mpi import Vendor, find
+from collectives.launch.output import Output
 
 _HOROVOD = Path(__file__).parents[1] / "horovod" / "site"
 """The folder from which a rank imports ``horovod``; see `collectives.horovod`."""
@@ -37,6 +37,8 @@ examples:
 
 An option goes before the environment (COLLECTIVES_..., HOROVOD_...), which goes before the file of --config-file. All options of
 horovodrun are accepted but those of elastic jobs; where one means nothing here, it is said.
+
+Each line of the ranks' output is tagged with its rank; --no-tag leaves the lines as they are.
 
 exit code: 0, or that of the rank that failed first, whose traceback is shown last; 2 for a mistake in the options.
 """
@@ -67,7 +69,9 @@ def _parser(program: str = "collectivesrun") -> argparse.ArgumentParser:
     as_horovod.help = "run a program written for Horovod: import horovod gives it collectives, unless Horovod is installed"
     parser.add_argument("--config-file", metavar="FILE", help="read settings from a YAML file in Horovod's form")
     parser.add_argument("--output-filename", metavar="DIR", help="write each rank's output into DIR/rank.N/stdout and stderr as well")
-    parser.add_argument("--verbose", action="store_true", help="print the command that is built")
+    parser.add_argument("--no-tag", dest="tag", action="store_false", help="leave out the [rank] before each line of output")
+    verbose = parser.add_argument("--verbose", action="store_true")
+    verbose.help = "print the command that is built, what the MPI launcher says, and every rank's traceback"
     parser.add_argument("--show-plan", action="store_true", help="print what would be chosen for N ranks, and exit")
     parser.add_argument("-cb", "--check-build", action="store_true", help="print what is installed, and exit")
     parser.add_argument("-v", "--version", action="version", version=f"collectives {__version__}")
@@ -100,7 +104,9 @@ def split(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[li
     while position < len(arguments) and arguments[position].startswith("-") and arguments[position] != "--":
         name, equals, _ = arguments[position].partition("=")
         if name not in known:
-            raise InvalidArgumentError(f"unknown option {name!r}; see collectivesrun --help")
+            near = difflib.get_close_matches(name, known, 1)
+            meant = f"did you mean {near[0]!r}? See" if near else "see"
+            raise InvalidArgumentError(f"unknown option {name!r}; {meant} collectivesrun --help")
         takes_value = known[name].nargs is None
         if takes_value and not equals:
             if position + 1 == len(arguments):
@@ -155,6 +161,7 @@ class _Job:
     environment: Mapping[str, str]
     mpi_args: list[str]
     output: str
+    tag: bool
     verbose: bool
     as_horovod: bool
 
@@ -183,7 +190,7 @@ def _run(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> int:
     if asked.as_horovod:
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_HOROVOD), environment.get("PYTHONPATH")]))
     output, verbose = _folder(asked.output_filename), asked.verbose or file.verbose
-    wanted = _Job(ranks, hosts, program, environment, asked.mpi_args, output, verbose, asked.as_horovod)
+    wanted = _Job(ranks, hosts, program, environment, asked.mpi_args, output, asked.tag, verbose, asked.as_horovod)
     return _start_with_report(wanted, config.timeline) if config.timeline.lower().endswith(".html") else _start(wanted)
 
 
@@ -242,27 +249,31 @@ def _start(wanted: _Job, *, stay: bool = False) -> int:
             print(f"collectivesrun: no MPI, one rank: {shlex.join(program)}", file=sys.stderr, flush=True)
         if not stay and not wanted.output and not wanted.as_horovod:
             os.execvpe(program[0], program, wanted.environment)
-    with tempfile.TemporaryDirectory(prefix="collectives-") as name:
-        run_dir = Path(name)
-        machinefile = run_dir / "hosts"
-        machinefile.write_text("".join(f"{host}\n" for host in wanted.hosts), encoding="utf-8")
-        environment = {**wanted.environment, RUN_DIRECTORY: name}
+    shown = Output(ranks, tag=wanted.tag, verbose=wanted.verbose)
+    words = [wanted.output, str(len(str(ranks - 1))), "1" if wanted.as_horovod else "", shown.terminal, *program]
+    request = Request(
+        ranks=ranks,
         # -I and -S: the small process before each rank needs nothing but the standard library, and starts the quicker.
-        before = [sys.executable, "-I", "-S", before_rank.__file__, name, wanted.output, str(len(str(ranks - 1)))]
-        before.append("1" if wanted.as_horovod else "")
-        request = Request(
-            ranks=ranks,
-            program=[*before, *program],
-            hosts=wanted.hosts,
-            machinefile=str(machinefile),
-            mpi_args=wanted.mpi_args,
-            root=os.geteuid() == 0,
-            cores=cores(),
-        )
-        command = build(launcher, request, environment) if launcher else list(request.program)
-        if wanted.verbose and launcher:
-            print(f"collectivesrun: {launcher}\ncollectivesrun: {shlex.join(command)}", file=sys.stderr, flush=True)
-        return job.run(command, environment, run_dir)
+        program=[sys.executable, "-I", "-S", before_rank.__file__, *before_rank.pack(words)],
+        hosts=wanted.hosts,
+        machinefile=_machinefile(wanted.hosts) if launcher and launcher.vendor is Vendor.INTEL_MPI else "",
+        mpi_args=wanted.mpi_args,
+        root=os.geteuid() == 0,
+        cores=cores(),
+    )
+    command = build(launcher, request, wanted.environment) if launcher else list(request.program)
+    if wanted.verbose and launcher:
+        print(f"collectivesrun: {launcher}\ncollectivesrun: {shlex.join(command)}", file=sys.stderr, flush=True)
+    return job.run(command, wanted.environment, shown)
+
+
+def _machinefile(hosts: Sequence[Host]) -> str:
+    """The path of a file with one ``host:ranks`` a line, in the memory of this process: it leaves nothing behind."""
+    if not hosts:
+        return ""
+    file = os.memfd_create("hosts")
+    os.write(file, "".join(f"{host}\n" for host in hosts).encode())
+    return f"/proc/{os.getpid()}/fd/{file}"
 
 
 def cores() -> int:

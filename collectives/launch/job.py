@@ -1,4 +1,4 @@
-"""One job from start to end: starts the MPI launcher, watches it and the ranks' records, and leaves no process behind.
+"""One job from start to end: starts the MPI launcher, passes its output on, watches for failures, and leaves nothing behind.
 
 An MPI launcher cannot be relied on to end: Open MPI's was seen to hang, deaf to SIGTERM, after a rank had died during start-up.
 So once a rank has failed, or a signal has come, the launcher has a bounded time; then everything below this process is killed.
@@ -18,10 +18,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
-from collectives.launch import records
+from collectives.launch import leftovers
+from collectives.launch.output import Output
+from collectives.launch.records import culprit
 
-_LOOK = 0.25
-"""Seconds between two looks at the run directory; the end of the launcher and signals are noticed at once."""
+_Notices = Callable[[float, Sequence[int], Sequence[int]], tuple[list[int], list[int], list[int]]]
+_LOOK = 0.1
+"""Seconds between two looks at what has been held; output, the end of the launcher and signals are noticed at once."""
 _AFTER_FAILURE = 6.0
 _AFTER_SIGNAL = 5.0
 _AFTER_TERMINATE = 1.5
@@ -30,62 +33,96 @@ _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _SET_CHILD_SUBREAPER, _SET_PARENT_DEATH_SIGNAL = 36, 1
 
 
-def run(command: Sequence[str], environment: Mapping[str, str], run_dir: Path) -> int:
+def run(command: Sequence[str], environment: Mapping[str, str], output: Output) -> int:
     """Run the launcher's command to its end.
 
     Args:
         command: the MPI launcher's.
         environment: of the launcher.
-        run_dir: where the ranks leave records of their failures.
+        output: shows what the ranks write, and collects the records of their failures.
 
     Returns:
         0; or the exit code of the rank that failed first, whose traceback has then been printed last; or 128 + N after signal N.
     """
     mine = set(_descendants())
+    began = time.time()
     with _noticing() as notices, _adopting_orphans():
-        process = subprocess.Popen(list(command), env=dict(environment), start_new_session=True, preexec_fn=die_with_parent())
-        try:
-            ended_by, when = _watch(process, notices, run_dir)
-        finally:
-            _sweep(process, mine)
-    found = records.read(run_dir)
-    if ended_by:
-        found = [record for record in found if record.time < when]
-    first = records.culprit(found)
+        process = subprocess.Popen(
+            list(command),
+            env=dict(environment),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            preexec_fn=die_with_parent(),
+        )
+        assert process.stdout is not None and process.stderr is not None
+        with process.stdout, process.stderr:
+            output.attach(process.stdout.fileno(), process.stderr.fileno())
+            try:
+                ended_by, when = _watch(process, notices, output)
+            finally:
+                _sweep(process, mine)
+                leftovers.sweep(began)
+            _drain(output, notices)
+        found = [record for record in output.records.found() if not ended_by or record.time < when]
+        first = culprit(found)
+        output.end(first)
+        while output.waiting()[1] and not _turn(output, notices, _LOOK)[0]:
+            pass
     if first is not None:
-        print(f"\n{first}", file=sys.stderr, flush=True)
         return first.code
     if ended_by:
         return 128 + ended_by
     return process.returncode if process.returncode >= 0 else 128 - process.returncode
 
 
-def _watch(process: subprocess.Popen[bytes], notices: Callable[[float], list[int]], run_dir: Path) -> tuple[int, float]:
+def _watch(process: subprocess.Popen[bytes], notices: _Notices, output: Output) -> tuple[int, float]:
     """Return when the launcher has ended, or was made to; with the first signal that came and the time of it."""
     ended_by, when = 0, 0.0
     deadline, terminated = float("inf"), False
     while process.poll() is None:
-        for number in notices(_LOOK):
+        numbers = _turn(output, notices, _LOOK)[0]
+        if output.broken and not ended_by:
+            numbers = [signal.SIGPIPE]
+        for number in numbers:
             if ended_by == number == signal.SIGINT:
                 deadline, terminated = 0.0, True  # Ctrl-C for the second time: at once
             if not ended_by:
                 ended_by, when = number, time.time()
+                output.interrupted = True
                 deadline = min(deadline, time.monotonic() + _AFTER_SIGNAL)
-            process.send_signal(number)
-        if deadline == float("inf") and any(run_dir.glob("*.json")):
+            process.send_signal(signal.SIGTERM if number == signal.SIGPIPE else number)
+        if deadline == float("inf") and output.records:
             deadline = time.monotonic() + _AFTER_FAILURE
         if time.monotonic() > deadline:
             if terminated:
                 break
-            print("collectivesrun: the MPI launcher goes on although the job has ended; ending it", file=sys.stderr)
+            output.say("the MPI launcher goes on although the job has ended; ending it")
             process.terminate()
             deadline, terminated = time.monotonic() + _AFTER_TERMINATE, True
     return ended_by, when
 
 
+def _drain(output: Output, notices: _Notices) -> None:
+    """Read what is left in the pipes, and show it; a signal ends this."""
+    while True:
+        sources, sinks = output.waiting()
+        numbers, moved = _turn(output, notices, 0.0 if sources else _LOOK)
+        if numbers or not (moved or (sinks and not sources)):
+            return
+
+
+def _turn(output: Output, notices: _Notices, seconds: float) -> tuple[list[int], bool]:
+    """Wait for signals and output, at most so long; return the signals, and whether there was output to read."""
+    numbers, readable, writable = notices(seconds, *output.waiting())
+    output.turn(readable, writable)
+    return numbers, bool(readable)
+
+
 @contextlib.contextmanager
-def _noticing() -> Iterator[Callable[[float], list[int]]]:
-    """Give a function that waits for signals and ended children, at most so many seconds, and returns the signals."""
+def _noticing() -> Iterator[_Notices]:
+    """Give a function that waits, at most so many seconds, for signals, ended children and these file descriptors to read from and to
+    write to; it returns the signals, and what is ready."""
     came: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:
@@ -95,12 +132,14 @@ def _noticing() -> Iterator[Callable[[float], list[int]]]:
     for end in (wake, waker):
         os.set_blocking(end, False)
 
-    def wait(seconds: float) -> list[int]:
-        if select.select([wake], [], [], seconds)[0]:
+    def wait(seconds: float, sources: Sequence[int], sinks: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
+        readable, writable, _ = select.select([wake, *sources], sinks, [], seconds)
+        if wake in readable:
             os.read(wake, 4096)
+            readable.remove(wake)
         taken = came[:]
         del came[: len(taken)]
-        return taken
+        return taken, readable, writable
 
     before = {number: signal.signal(number, note) for number in _FORWARDED}
     before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda number, frame: None)

@@ -1,23 +1,32 @@
-"""The small process that stands between the MPI launcher and one rank, and sees how the rank ends.
+"""The small process that stands between the MPI launcher and one rank: passes its output on in frames, and sees how it ends.
 
 Started by ``collectivesrun`` once per rank as a plain script, without site-packages, so that it costs some ten milliseconds
 and little memory: it imports nothing but what it needs, and nothing of collectives.
 
     mpirun -> rank.py -> python train.py
 
-It passes the rank's stderr on and keeps the last of it in ``stderr-N`` in the run directory, passes signals on, and ends the
-rank if the launcher dies. With ``--output-filename DIR`` it writes the rank's stdout and stderr into ``DIR/rank.N`` as well. A
-rank that ends with a failure, whatever kind it is (an exception before ``init()``, ``os._exit``, ``kill -9``), leaves a record
-``end-N.json`` in the run directory; the exit code is handed on to the launcher, 128 + N for signal N.
+Its arguments are packed (``pack``), so that no launcher on the way can take one of them for its own. Everything the rank says
+leaves as frames, each a line of its own on stderr: launchers forward whole lines, from every host, and never mix two. A frame is
+DLE, the rank, one letter, the bytes with DLE and line feed escaped, and a line feed:
+
+    o, e    the rank's stdout and stderr
+    r       the record that ``collectives.exits`` leaves when the rank fails, a line of JSON
+    x       how the rank ended, if it was with a failure (an exception before ``init()``, ``os._exit``, ``kill -9``), as JSON
+
+The rank's stdout and stderr are pseudo-terminals where the launcher's own are terminals: progress bars and colours show. Signals
+are passed on, and the rank ends if the launcher dies. With ``--output-filename DIR`` its stdout and stderr are written into
+``DIR/rank.N`` as well. The exit code is handed on to the launcher, 128 + N for signal N.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import select
 import signal
 import sys
+import termios
 import time
 
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
@@ -29,34 +38,69 @@ HOROVOD_VARIABLES = {
 }
 """What ``horovodrun`` tells a rank that programs read, and where Open MPI or MPICH tells the same."""
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-KEPT = 64 << 10
-"""How many bytes of stderr are kept, at least."""
+RECORDS = "COLLECTIVES_RECORDS"
+"""As in ``collectives.exits``: names where the rank writes its record."""
+MARK = b"\x10"
+_FRAME = 4096
+"""Most bytes of a frame: a pipe takes that many at once or none (PIPE_BUF), so a launcher never reads half a frame."""
+_READ = 64 << 10
 _LOOK = 1.0
 """Seconds between two looks at whether the launcher is still alive."""
+_UNTIL_READ = 0.5
+_SAFE = frozenset(b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789./_-=,+")
 
 
-def main(run_dir: str, output: str, width: int, as_horovod: bool, command: list[str]) -> int:
+def pack(words: list[str]) -> list[str]:
+    """Write words so that they pass through any launcher: in ASCII, percent-encoded, none empty, none like an option."""
+    return ["=" + "".join(chr(byte) if byte in _SAFE else f"%{byte:02X}" for byte in os.fsencode(word)) for word in words]
+
+
+def unpack(words: list[str]) -> list[str]:
+    """The words of ``pack``."""
+    found = []
+    for word in words:
+        first, *rest = word[1:].split("%")
+        found.append(os.fsdecode(first.encode() + b"".join(bytes.fromhex(part[:2]) + part[2:].encode() for part in rest)))
+    return found
+
+
+def frames(rank: str, kind: bytes, data: bytes) -> list[bytes]:
+    """The frames that carry the data."""
+    head = MARK + rank.encode() + kind
+    room = _FRAME - len(head) - 1
+    made = []
+    while data:
+        piece = data[:room]
+        while len(escaped := piece.replace(MARK, MARK + b"p").replace(b"\n", MARK + b"n")) > room:
+            piece = piece[: len(piece) * room // len(escaped)]
+        made.append(head + escaped + b"\n")
+        data = data[len(piece) :]
+    return made
+
+
+def main(output: str, width: int, as_horovod: bool, terminal: str, command: list[str]) -> int:
     """Run the command as this rank and return its exit code.
 
     Args:
-        run_dir: where the launcher looks for records.
         output: where the output is written as well; empty: nowhere.
         width: the digits of a rank in the names there.
         as_horovod: whether the rank's environment tells its place in Horovod's words.
+        terminal: ``"LINES COLUMNS 1 2"``: the size of the launcher's terminal, and which of its streams are on it; empty: none is.
         command: the rank's.
     """
     launcher = os.getppid()
     rank = next((os.environ[name] for name in RANK_VARIABLES if name in os.environ), "0")
     if as_horovod:
         os.environ.update(_places())
-    kept = _Tail(os.path.join(run_dir, f"stderr-{rank}"))
-    keepers: dict[int, list[_Tail | _Copy]] = {2: [kept]}
-    if output:
-        folder = os.path.join(output, f"rank.{rank.zfill(width)}")
-        keepers = {1: [_Copy(folder, "stdout")], 2: [kept, _Copy(folder, "stderr")]}
-    child, streams = _start(command, list(keepers))
+    folder = os.path.join(output, f"rank.{rank.zfill(width)}")
+    copies = {b"o": _Copy(rank, folder, "stdout"), b"e": _Copy(rank, folder, "stderr")} if output else {}
+    records = _Records(rank)
+    os.environ[RECORDS] = records.path
+    child, sources = _start(command, terminal.split())
+    if records.source >= 0:
+        sources[records.source] = b"r"
     for number in PASSED_ON:
-        signal.signal(number, lambda number, frame: _send(child, number))
+        signal.signal(number, lambda number, frame: _send_signal(child, number))
     wake, waker = os.pipe()
     for end in (wake, waker):
         os.set_blocking(end, False)
@@ -65,26 +109,30 @@ def main(run_dir: str, output: str, width: int, as_horovod: bool, command: list[
 
     status: int | None = None
     while status is None:
-        ready, _, _ = select.select([*streams, wake], [], [], _LOOK)
+        ready, _, _ = select.select([*sources, wake], [], [], _LOOK)
         if wake in ready:
             os.read(wake, 4096)
-        for source in [source for source in streams if source in ready]:
-            if not _pass_on(source, streams[source], keepers[streams[source]]):
-                del streams[source]
+        if records.source in ready:
+            # The rank waits until its record is read, and means everything that it has written before it.
+            _drain(rank, {source: kind for source, kind in sources.items() if source != records.source}, copies)
+            _wait_until_read()
+        for source in [source for source in sources if source in ready]:
+            if not _pass_on(rank, source, sources[source], copies):
+                del sources[source]
         pid, found = os.waitpid(child, os.WNOHANG)
         if pid:
             status = found
         elif os.getppid() != launcher:
-            _send(child, signal.SIGKILL)
+            _send_signal(child, signal.SIGKILL)
     # What the rank wrote last is in the pipe; a process that it left behind may hold the pipe open, so never wait for its end.
-    for source, target in streams.items():
-        while select.select([source], [], [], 0)[0] and _pass_on(source, target, keepers[target]):
-            pass
-
+    _drain(rank, sources, copies)
     code = os.waitstatus_to_exitcode(status)
     code = 128 - code if code < 0 else code
+    _write(rank, b"r", records.left())
     if code:
-        _record(run_dir, rank, code)
+        entry = {"rank": int(rank), "code": code, "text": "", "time": time.time(), "host": os.uname().nodename}
+        _write(rank, b"x", json.dumps(entry).encode() + b"\n")
+        _wait_until_read()
     return code
 
 
@@ -94,25 +142,58 @@ def _places() -> dict[str, str]:
     return {name: text for name, text in found.items() if text}
 
 
-def _start(command: list[str], piped: list[int]) -> tuple[int, dict[int, int]]:
-    """Start the rank in a process group of its own; return its pid, and by pipe which of its outputs comes out there."""
-    pipes = {target: os.pipe() for target in piped}
+class _Records:
+    """Where the rank writes its record: a pipe of this process, which any process below it can open by its path and which leaves
+    nothing behind (Linux); a file elsewhere."""
+
+    def __init__(self, rank: str) -> None:
+        self.source = -1
+        self.path = os.path.join(os.environ.get("TMPDIR", "/tmp"), f"collectives-{os.getpid()}-{rank}")
+        if sys.platform == "linux":
+            self.source, self._sink = os.pipe()
+            os.set_blocking(self.source, False)
+            self.path = f"/proc/{os.getpid()}/fd/{self._sink}"
+
+    def left(self) -> bytes:
+        """What is in the file; takes it away."""
+        if self.source >= 0 or not os.path.exists(self.path):
+            return b""
+        with open(self.path, "rb") as file:
+            data = file.read()
+        os.unlink(self.path)
+        return data
+
+
+def _start(command: list[str], terminal: list[str]) -> tuple[int, dict[int, bytes]]:
+    """Start the rank in a process group of its own; return its pid, and by file descriptor which of its outputs comes out there."""
+    pairs = {target: _terminal(terminal) if str(target) in terminal[2:] else os.pipe() for target in (1, 2)}
     parent = os.getpid()
     child = os.fork()
     if child == 0:
         try:
             os.setpgid(0, 0)
-            for target, (_, theirs) in pipes.items():
+            for target, (_, theirs) in pairs.items():
                 os.dup2(theirs, target)
             _die_with(parent)
             os.execvp(command[0], command)
         except OSError as error:
             os.write(2, f"collectivesrun: cannot run {command[0]!r}: {error.strerror}\n".encode())
         os._exit(127)
-    for source, theirs in pipes.values():
+    for source, theirs in pairs.values():
         os.close(theirs)
         os.set_blocking(source, False)
-    return child, {source: target for target, (source, _) in pipes.items()}
+    return child, {pairs[1][0]: b"o", pairs[2][0]: b"e"}
+
+
+def _terminal(size: list[str]) -> tuple[int, int]:
+    """A pseudo-terminal that passes bytes on as they are: the end to read from, and the rank's."""
+    ours, theirs = os.openpty()
+    settings = termios.tcgetattr(theirs)
+    settings[1] &= ~termios.OPOST
+    termios.tcsetattr(theirs, termios.TCSANOW, settings)
+    sides = b"".join(int(side).to_bytes(2, sys.byteorder) for side in size[:2])
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, sides + bytes(4))
+    return ours, theirs
 
 
 def _die_with(parent: int) -> None:
@@ -127,46 +208,17 @@ def _die_with(parent: int) -> None:
         os._exit(128 + signal.SIGKILL)
 
 
-class _Tail:
-    """The last that a rank wrote to stderr, in a file: it is there even if the launcher kills this process at once.
-
-    Where the run directory is not shared with this host, nothing is kept.
-    """
-
-    def __init__(self, path: str) -> None:
-        self._recent = b""
-        self._length = 0
-        try:
-            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        except OSError:
-            self._file = -1
-
-    def add(self, data: bytes) -> None:
-        if self._file < 0:
-            return
-        self._recent = (self._recent + data)[-KEPT:]
-        self._length += len(data)
-        try:
-            if self._length > 8 * KEPT:
-                os.ftruncate(self._file, 0)
-                self._length, data = len(self._recent), self._recent
-            os.write(self._file, data)
-        except OSError:
-            os.close(self._file)
-            self._file = -1
-
-
 class _Copy:
     """All that a rank wrote to one of its outputs, in a file. Where the file cannot be written, the rank goes on without."""
 
-    def __init__(self, folder: str, name: str) -> None:
+    def __init__(self, rank: str, folder: str, name: str) -> None:
         path = os.path.join(folder, name)
         try:
             os.makedirs(folder, exist_ok=True)
             self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
         except OSError as error:
             self._file = -1
-            os.write(2, f"collectivesrun: cannot write {path!r}: {error.strerror}\n".encode())
+            _write(rank, b"e", f"collectivesrun: cannot write {path!r}: {error.strerror}\n".encode())
 
     def add(self, data: bytes) -> None:
         try:
@@ -177,44 +229,55 @@ class _Copy:
             self._file = -1
 
 
-def _pass_on(source: int, target: int, keepers: list[_Tail | _Copy]) -> bool:
-    """Pass on what is there, and keep it; False once nothing more can come."""
+def _pass_on(rank: str, source: int, kind: bytes, copies: dict[bytes, _Copy]) -> bool:
+    """Pass on what is there; False once nothing more can come."""
     try:
-        data = os.read(source, KEPT)
+        data = os.read(source, _READ)
     except BlockingIOError:
         return True
-    if not data:
-        return False
-    for keeper in keepers:
-        keeper.add(data)
-    while data:
-        try:
-            data = data[os.write(target, data) :]
-        except BlockingIOError:
-            select.select([], [target], [], _LOOK)
-        except OSError:
-            break  # nobody reads any more; the rank shall not notice
-    return True
+    except OSError:
+        return False  # a terminal whose other end is closed
+    if kind in copies:
+        copies[kind].add(data)
+    _write(rank, kind, data)
+    return bool(data)
 
 
-def _send(child: int, number: int) -> None:
+def _drain(rank: str, sources: dict[int, bytes], copies: dict[bytes, _Copy]) -> None:
+    """Pass on what is there of all sources."""
+    for source, kind in sources.items():
+        while select.select([source], [], [], 0)[0] and _pass_on(rank, source, kind, copies):
+            pass
+
+
+def _write(rank: str, kind: bytes, data: bytes) -> None:
+    for frame in frames(rank, kind, data):
+        while frame:
+            try:
+                frame = frame[os.write(2, frame) :]
+            except BlockingIOError:
+                select.select([], [2], [], _LOOK)
+            except OSError:
+                return  # nobody reads any more; the rank shall not notice
+
+
+def _wait_until_read() -> None:
+    """Wait, for a bounded time, until the launcher has read what was written last: MPICH's drops it when a rank has failed."""
+    end = time.monotonic() + _UNTIL_READ
+    try:
+        while any(fcntl.ioctl(2, termios.FIONREAD, bytes(4))) and time.monotonic() < end:
+            time.sleep(0.002)  # a pipe does not tell its writer that it has been read
+    except OSError:
+        return
+
+
+def _send_signal(child: int, number: int) -> None:
     try:
         os.kill(child, number)
     except ProcessLookupError:
         return
 
 
-def _record(run_dir: str, rank: str, code: int) -> None:
-    """Leave the record; where the run directory is not shared with this host, the exit code has to do."""
-    entry = {"rank": int(rank), "code": code, "text": "", "time": time.time(), "host": os.uname().nodename}
-    path = os.path.join(run_dir, f"end-{rank}.json")
-    try:
-        with open(path + ".part", "w", encoding="utf-8") as file:
-            json.dump(entry, file)
-        os.replace(path + ".part", path)
-    except OSError:
-        return
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], sys.argv[2], int(sys.argv[3]), bool(sys.argv[4]), sys.argv[5:]))
+    _output, _width, _horovod, _size, *_command = unpack(sys.argv[1:])
+    sys.exit(main(_output, int(_width), bool(_horovod), _size, _command))

@@ -1,7 +1,7 @@
-"""What failed first: reads the records that ranks leave in the run directory, and tells the cause from its consequences.
+"""What failed first: collects the records that ranks leave, and tells the cause from its consequences.
 
-Two kinds of record: ``rank-N.json`` from inside the rank (``collectives.exits``: exact time, whole traceback), and
-``end-N.json`` from outside (``collectives.launch.rank``: any way to end), with the last of the rank's stderr in ``stderr-N``.
+Two kinds of record: one from inside the rank (``collectives.exits``: exact time, whole traceback), and one from outside
+(``collectives.launch.rank``: any way to end), whose reason is the last that the rank wrote to stderr.
 """
 
 from __future__ import annotations
@@ -10,15 +10,20 @@ import contextlib
 import json
 import re
 import signal
+import socket
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 _TRACEBACK = "Traceback (most recent call last):"
-_ABORT_NOTICE = re.compile(r"^Abort\(\d+\) on node .*application called MPI_Abort.*", re.MULTILINE | re.DOTALL)
+ABORT_NOTICE = re.compile(rb"^Abort\(\d+\) on node .*application called MPI_Abort.*\n?", re.MULTILINE)
 """What MPICH writes, as the rank, when the rank ends the job after its failure."""
 _ENDED_BY_OTHERS = 128 + signal.SIGTERM
 _SHOWN_LINES = 20
+_KEPT = 32 << 10
+"""How many bytes of each rank's stderr are kept."""
+_TRUSTED = 1.0
+"""Seconds by which a host's clock may differ from this one's; with one that differs by more, what counts is when a record came."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,25 +46,51 @@ class Record:
         return f"collectivesrun: rank {self.rank} on {self.host} {how}" + (f":\n{shown}" if shown else "")
 
 
-def read(run_dir: Path) -> list[Record]:
-    """Read all records, one per rank; what the rank itself wrote comes before what was seen from outside."""
-    found: dict[int, Record] = {}
-    for kind in ("end", "rank"):
-        for path in run_dir.glob(f"{kind}-*.json"):
-            with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-                record = Record(**json.loads(path.read_text(encoding="utf-8")))
-                if _TRACEBACK not in record.text:
-                    # The reason, if there is one, stands on stderr.
-                    record = replace(record, text=_stderr(run_dir, record.rank) or record.text)
-                found[record.rank] = record
-    return list(found.values())
+class Records:
+    """The records of a job, as they come in, and the last of each rank's stderr."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[int, bool], Record] = {}
+        self._rests: dict[tuple[int, bool], bytes] = {}
+        self._heard: dict[int, bytes] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._found)
+
+    def hear(self, rank: int, data: bytes) -> None:
+        """Keep the last that a rank wrote to stderr."""
+        self._heard[rank] = (self._heard.get(rank, b"") + data)[-_KEPT:]
+
+    def add(self, rank: int, data: bytes, *, inside: bool) -> Record | None:
+        """Take part of the records of a rank, a line of JSON each. The first of each kind counts; returns it when it is there."""
+        *lines, self._rests[rank, inside] = (self._rests.get((rank, inside), b"") + data).split(b"\n")
+        for line in lines:
+            record = parse(line)
+            if record is not None and (rank, inside) not in self._found:
+                self._found[rank, inside] = record
+                return record
+        return None
+
+    def found(self) -> list[Record]:
+        """One record per rank; what the rank itself wrote comes before what was seen from outside."""
+        best = {rank: record for (rank, inside), record in sorted(self._found.items(), key=lambda item: item[0][1])}
+        # The reason, if there is one, stands on stderr.
+        said = {rank: record.text if _TRACEBACK in record.text else self._said(rank) for rank, record in best.items()}
+        return [replace(record, text=said[rank] or record.text) for rank, record in best.items()]
+
+    def _said(self, rank: int) -> str:
+        return ABORT_NOTICE.sub(b"", self._heard.get(rank, b"")).decode(errors="replace").strip()
 
 
-def _stderr(run_dir: Path, rank: int) -> str:
-    with contextlib.suppress(OSError):
-        text = (run_dir / f"stderr-{rank}").read_text(encoding="utf-8", errors="replace")
-        return _ABORT_NOTICE.sub("", text).strip()
-    return ""
+def parse(line: bytes) -> Record | None:
+    """Read a record that has just come; None if it is none."""
+    with contextlib.suppress(ValueError, TypeError):
+        record = Record(**json.loads(line))
+        now = time.time()
+        if record.host == socket.gethostname() or abs(record.time - now) < _TRUSTED:
+            return record
+        return replace(record, time=now)
+    return None
 
 
 def culprit(records: Iterable[Record]) -> Record | None:

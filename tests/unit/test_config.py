@@ -227,5 +227,5 @@ def test_every_variable_that_is_used_here_is_known() -> None:
 
 def test_other_variables_are_nobodys_mistake() -> None:
     settings = {field.metadata["variable"]: "1" for field in dataclasses.fields(Config)}
-    others = dict.fromkeys(["COLLECTIVES_RUN_DIR", "COLLECTIVES_TEST_TOKEN", "HOROVOD_FUSION_TRESHOLD", "_COLLECTIVES_PLACE_TAKEN"], "1")
+    others = dict.fromkeys(["COLLECTIVES_RECORDS", "COLLECTIVES_TEST_TOKEN", "HOROVOD_FUSION_TRESHOLD", "_COLLECTIVES_PLACE_TAKEN"], "1")
     assert unknown(settings | others) == []

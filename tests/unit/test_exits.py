@@ -19,7 +19,7 @@ def abort(code):
     os._exit(code)
 alone = lambda: True
 before = sys.excepthook, sys.exit
-hooks = exits.install(7, abort, lambda text: print("PUBLISH", repr(text)), os.environ.get("COLLECTIVES_RUN_DIR"),
+hooks = exits.install(7, abort, lambda text: print("PUBLISH", repr(text)), os.environ.get("COLLECTIVES_RECORDS"),
                       all_left=lambda: alone(), leave=lambda: print("LEAVE"), grace=0.2)
 """
 
@@ -38,11 +38,11 @@ def ended(program: str, code: int, **environment: str) -> subprocess.CompletedPr
 
 
 def test_an_uncaught_exception_is_printed_published_recorded_and_ends_the_job(tmp_path: Path) -> None:
-    shown = ended("def deep():\n    raise ValueError('no good')\ndeep()", 1, COLLECTIVES_RUN_DIR=str(tmp_path))
+    shown = ended("def deep():\n    raise ValueError('no good')\ndeep()", 1, COLLECTIVES_RECORDS=str(tmp_path / "records"))
     assert shown.stderr.rstrip().endswith("ValueError: no good")
     published, left, aborted = shown.stdout.splitlines()
     assert published.startswith("PUBLISH") and "in deep" in published and left == "LEAVE" and aborted == "ABORT 1"
-    entry = json.loads((tmp_path / "rank-7.json").read_text())
+    entry = json.loads((tmp_path / "records").read_text())
     assert entry["code"] == 1 and entry["text"].endswith("ValueError: no good\n") and not entry["consequence"]
 
 
@@ -95,8 +95,8 @@ def test_the_wait_for_the_others_is_bounded_and_over_at_once_when_they_have_left
 
 @pytest.mark.parametrize("error", ["RankFailedError", "CollectiveTimeoutError"])
 def test_a_consequence_is_marked_as_one(error: str, tmp_path: Path) -> None:
-    ended(f"from collectives.errors import {error}\nraise {error}('rank 1 failed')", 1, COLLECTIVES_RUN_DIR=str(tmp_path))
-    assert json.loads((tmp_path / "rank-7.json").read_text())["consequence"] is True
+    ended(f"from collectives.errors import {error}\nraise {error}('rank 1 failed')", 1, COLLECTIVES_RECORDS=str(tmp_path / "records"))
+    assert json.loads((tmp_path / "records").read_text())["consequence"] is True
 
 
 def test_an_error_while_telling_the_others_is_shown_and_does_not_stop_the_end() -> None:

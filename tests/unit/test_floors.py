@@ -106,7 +106,7 @@ FLOORS = {
         "__init__",
     ),
     7: ("torch", "tensorflow", "keras_parts", "keras", "jax"),
-    8: ("launch", "horovod"),
+    8: ("launch", "horovod", "__main__"),
 }
 FLOOR = {name: floor for floor, names in FLOORS.items() for name in names}
 SPREAD = ("cuda",)

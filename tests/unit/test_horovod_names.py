@@ -234,13 +234,13 @@ def test_horovod_run_refuses_what_makes_no_sense(arguments: dict[str, Any], mess
 
 def test_as_horovod_reaches_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[tuple[list[str], str]] = []
-    monkeypatch.setattr(job, "run", lambda command, environment, run_dir: started.append((command, environment["PYTHONPATH"])) or 0)
+    monkeypatch.setattr(job, "run", lambda command, environment, output: started.append((command, environment["PYTHONPATH"])) or 0)
     monkeypatch.setattr(cli, "find", lambda: Launcher("mpirun", Vendor.MPICH, "5.0"))
     monkeypatch.setenv("PYTHONPATH", "/theirs")
     monkeypatch.setattr(sys, "argv", ["horovodrun", "-np", "2", sys.executable])
     assert cli.main(["--as-horovod", "-np", "2", sys.executable]) == cli.horovodrun() == cli.main(["-np", "2", sys.executable]) == 0
     assert [path for _, path in started] == [f"{FOLDER}{os.pathsep}/theirs"] * 2 + ["/theirs"]
-    assert [command[-2] for command, _ in started] == ["1", "1", ""]
+    assert [command[-3] for command, _ in started] == ["=1", "=1", "="]
 
 
 def test_what_is_built_is_said_as_horovodrun_says_it(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,8 @@ from collectives.config import Config
 from collectives.errors import InvalidArgumentError
 from collectives.launch import cli, job, mpi
 from collectives.launch.mpi import Launcher, Vendor
+from collectives.launch.output import Output
+from collectives.launch.rank import pack, unpack
 
 
 @pytest.fixture(autouse=True)
@@ -34,11 +37,9 @@ def started(monkeypatch: pytest.MonkeyPatch, environments: list[dict[str, str]])
     """Have nothing started; return the commands that would have been."""
     commands: list[list[str]] = []
 
-    def run(command: list[str], environment: dict[str, str], run_dir: Path) -> int:
-        assert run_dir.is_dir() and environment["COLLECTIVES_RUN_DIR"] == str(run_dir)
+    def run(command: list[str], environment: dict[str, str], output: Output) -> int:
         commands.append(list(command))
-        ours = {name: text for name, text in environment.items() if name.startswith(("COLLECTIVES_", "HOROVOD_"))}
-        environments.append({name: text for name, text in ours.items() if name != "COLLECTIVES_RUN_DIR"})
+        environments.append({name: text for name, text in environment.items() if name.startswith(("COLLECTIVES_", "HOROVOD_"))})
         return 0
 
     monkeypatch.setattr(job, "run", run)
@@ -72,9 +73,17 @@ def test_a_host_file(spelling: str, started: list[list[str]], tmp_path: Path) ->
 
 
 def test_the_users_command_is_untouched(started: list[list[str]]) -> None:
-    program = [sys.executable, "train.py", "-np", "7", "--verbose", "--", "--bogus", "-H", "", "a b", "--mpi-args", "-x"]
+    hostile = [":", "", "a b", "x\ny", "'\"$(touch pwned)", "é%41\udcff", "--mca", "=", "-x", "--mpi-args"]
+    program = [sys.executable, "train.py", "-np", "7", "--verbose", "--", "--bogus", "-H", *hostile]
     assert cli.main(["-np", "2", *program]) == 0
-    assert started[0][-len(program) :] == program
+    words = started[0][-len(program) :]
+    assert unpack(words) == program
+    assert all(re.fullmatch("=[A-Za-z0-9./_=,+%-]*", word) for word in words)
+
+
+def test_any_bytes_of_an_argument_come_back() -> None:
+    words = ["".join(map(chr, range(1, 256))), os.fsdecode(bytes(range(1, 256))), "%", ""]
+    assert unpack(pack(words)) == words
     assert split("-np", "2", "--", "-odd-name", "--") == (["-np=2"], ["-odd-name", "--"])
 
 
@@ -99,6 +108,9 @@ def test_choices_reach_the_ranks(started: list[list[str]]) -> None:
         (["--bogus", "-np", "2", "python"], "unknown option '--bogus'"),
         (["--verb", "-np", "2", "python"], "unknown option '--verb'"),
         (["-np4", "python"], "unknown option '-np4'"),
+        (["--cycle-tme-ms", "3", "python"], "unknown option '--cycle-tme-ms'; did you mean '--cycle-time-ms'? See collectivesrun --help"),
+        (["--hostfil=f", "python"], "unknown option '--hostfil'; did you mean '--hostfile'?"),
+        (["--xyz", "python"], "unknown option '--xyz'; see collectivesrun --help"),
         (["-np"], "-np: expected a value after it"),
         (["-np", "two", "python"], "-np/-n/--num-proc: expected a number of ranks, 1 or more, got 'two'"),
         (["-np", "0", "python"], "got '0'"),
@@ -157,7 +169,7 @@ def test_without_mpi_one_rank_is_waited_for_where_its_output_is_kept(
 ) -> None:
     monkeypatch.setattr(cli, "find", lambda: None)
     assert cli.main(["-np", "1", "--output-filename", str(tmp_path / "out"), sys.executable, "-c", "pass"]) == 0
-    assert started[0][:3] == [sys.executable, "-I", "-S"] and started[0][-3:] == [sys.executable, "-c", "pass"]
+    assert started[0][:3] == [sys.executable, "-I", "-S"] and unpack(started[0][-3:]) == [sys.executable, "-c", "pass"]
 
 
 def test_a_flag_beats_the_environment_which_beats_the_file(
@@ -190,7 +202,7 @@ def test_what_has_no_effect_is_said_once(started: list[list[str]], capsys: pytes
 
 def test_the_folder_for_output_reaches_the_process_before_each_rank(started: list[list[str]], tmp_path: Path) -> None:
     assert cli.main(["-np", "11", "--output-filename", str(tmp_path / "a" / "b"), sys.executable]) == 0
-    assert started[0][-4:] == [str(tmp_path / "a" / "b"), "2", "", sys.executable] and (tmp_path / "a" / "b").is_dir()
+    assert unpack(started[0][-5:]) == [str(tmp_path / "a" / "b"), "2", "", "", sys.executable] and (tmp_path / "a" / "b").is_dir()
 
 
 class Reports:
@@ -211,7 +223,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Have nothing started; a job that would have been writes these texts as its trace."""
     traces: list[str] = []
 
-    def run(command: list[str], environment: dict[str, str], run_dir: Path) -> int:
+    def run(command: list[str], environment: dict[str, str], output: Output) -> int:
         if traces:
             Path(environment["COLLECTIVES_TIMELINE"]).write_text(traces.pop())
         return 3
@@ -277,11 +289,11 @@ def test_the_mpirun_beside_this_python_comes_first(monkeypatch: pytest.MonkeyPat
 
 
 def test_version_help_and_plan() -> None:
-    def shown(*arguments: str) -> str:
-        command = [sys.executable, "-m", "collectives.launch", *arguments]
+    def shown(*arguments: str, module: str = "collectives") -> str:
+        command = [sys.executable, "-m", module, *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
 
-    assert shown("--version").startswith("collectives ")
+    assert shown("--version") == shown("--version", module="collectives.launch") and shown("--version").startswith("collectives ")
     assert "collectivesrun -np N [options] PROGRAM" in shown("--help")
     plan = shown("-np", "4", "--show-plan")
     assert "4 ranks on 1 host" in plan and "allreduce" in plan

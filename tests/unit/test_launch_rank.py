@@ -4,97 +4,127 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from collectives import exits
 from collectives.launch import rank
 
-
-def start(run_dir: Path, program: str, output: str = "", width: int = 1, as_horovod: str = "") -> subprocess.Popen[str]:
-    command = [sys.executable, "-I", "-S", rank.__file__, str(run_dir), output, str(width), as_horovod, sys.executable, "-c", program]
-    environment = {"PATH": os.environ["PATH"], "PMI_RANK": "3", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1"}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+PLACE = {"PATH": os.environ["PATH"], "PMI_RANK": "3", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1"}
 
 
-def test_a_good_rank_leaves_no_record(tmp_path: Path) -> None:
-    process = start(tmp_path, "import sys; print('out'); print('err', file=sys.stderr)")
-    assert process.communicate(timeout=60) == ("out\n", "err\n")
-    assert process.returncode == 0 and not list(tmp_path.glob("*.json"))
+def start(program: str, output: str = "", width: int = 1, as_horovod: str = "", terminal: str = "") -> subprocess.Popen[bytes]:
+    words = [output, str(width), as_horovod, terminal, sys.executable, "-c", program]
+    command = [sys.executable, "-I", "-S", rank.__file__, *rank.pack(words)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=PLACE)
+
+
+def said(process: subprocess.Popen[bytes]) -> dict[str, str]:
+    """What has been said by the end: the rank's streams and records by their letter."""
+    out, err = process.communicate(timeout=60)
+    assert out == b""
+    found = dict.fromkeys("oerx", "")
+    for line in err.splitlines():
+        frame = re.fullmatch(rb"\x103([oerx])(.*)", line)
+        assert frame is not None, line
+        found[frame[1].decode()] += frame[2].replace(b"\x10n", b"\n").replace(b"\x10p", b"\x10").decode()
+    return found
+
+
+def ended(program: str, **options: Any) -> tuple[int, dict[str, str]]:
+    process = start(program, **options)
+    found = said(process)
+    return process.returncode, found
+
+
+def test_a_good_rank_leaves_no_record() -> None:
+    code, found = ended("import sys; print('out'); print('err', file=sys.stderr)")
+    assert code == 0 and found == {"o": "out\n", "e": "err\n", "r": "", "x": ""}
 
 
 @pytest.mark.parametrize(
     ("end", "code"),
     [("raise ValueError('x')", 1), ("sys.exit(3)", 3), ("os._exit(5)", 5), ("os.kill(os.getpid(), 9)", 137), ("os.abort()", 134)],
 )
-def test_a_failing_rank_leaves_one(end: str, code: int, tmp_path: Path) -> None:
-    process = start(tmp_path, f"import os, sys\nprint('last words', file=sys.stderr, flush=True)\n{end}")
-    errors = process.communicate(timeout=60)[1]
-    assert process.returncode == code
-    entry = json.loads((tmp_path / "end-3.json").read_text())
-    assert (entry["rank"], entry["code"]) == (3, code)
-    assert (tmp_path / "stderr-3").read_text() == errors and errors.startswith("last words\n")
+def test_a_failing_rank_leaves_one(end: str, code: int) -> None:
+    returned, found = ended(f"import os, sys\nprint('last words', file=sys.stderr, flush=True)\n{end}")
+    entry = json.loads(found["x"])
+    assert (entry["rank"], entry["code"], returned) == (3, code, code)
+    assert found["e"].startswith("last words\n")
 
 
-def test_all_of_stderr_is_passed_on_and_the_last_of_it_kept(tmp_path: Path) -> None:
-    process = start(tmp_path, "import sys\nfor n in range(200_000): print(n, 'x' * 20, file=sys.stderr)\nsys.exit(1)")
-    errors = process.communicate(timeout=60)[1]
-    assert errors.count("\n") == 200_000
-    kept = (tmp_path / "stderr-3").read_bytes().decode()
-    assert rank.KEPT <= len(kept) <= 10 * rank.KEPT and errors.endswith(kept)
+def test_what_exits_records_is_passed_on_even_from_a_process_below(tmp_path: Path) -> None:
+    assert rank.RECORDS == exits.RECORDS
+    record = f"""
+import os, sys
+sys.path.insert(0, {os.path.dirname(os.path.dirname(exits.__file__))!r})
+from collectives import exits
+exits.record(os.environ[exits.RECORDS], 3, exits.Failure(4, "é" * 20_000 + "the reason", True))
+exits.record(os.environ[exits.RECORDS], 3, exits.Failure(5, "later"))
+"""
+    code, found = ended(f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {record!r}], check=True)\nsys.exit(4)")
+    first, second = map(json.loads, found["r"].splitlines())
+    assert code == 4 and first["text"].endswith("éthe reason") and len(first["text"]) == 10_000
+    assert (first["rank"], first["code"], first["consequence"], second["code"]) == (3, 4, True, 5)
+    exits.record(str(tmp_path / "gone" / "away"), 3, exits.Failure(5, "nowhere to write"))
 
 
-def test_a_process_that_holds_stderr_open_is_not_waited_for(tmp_path: Path) -> None:
-    heir = "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(120)'])"
-    program = f"import subprocess, sys\nprint({heir}.pid)\nsys.exit(4)"
-    process = start(tmp_path, program)
-    assert process.stdout is not None
-    pid = int(process.stdout.readline())
-    assert process.wait(timeout=30) == 4
-    os.kill(pid, 9)
-    process.communicate(timeout=30)
+def test_all_output_is_passed_on() -> None:
+    code, found = ended("import sys\nfor n in range(100_000): print(n, 'x' * 20, file=sys.stderr)\nprint('é' * 50_000)\nsys.exit(1)")
+    assert code == 1 and found["e"].count("\n") == 100_000 and found["o"] == "é" * 50_000 + "\n"
 
 
-def test_signals_reach_the_rank(tmp_path: Path) -> None:
+def test_a_process_that_holds_stderr_open_is_not_waited_for() -> None:
+    heir = "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(120)'], stderr=sys.stderr)"
+    process = start(f"import subprocess, sys\nprint({heir}.pid)\nsys.exit(4)")
+    found = said(process)
+    assert process.returncode == 4
+    os.kill(int(found["o"]), 9)
+
+
+def test_signals_reach_the_rank() -> None:
     program = "import signal, sys\nsignal.signal(signal.SIGUSR1, lambda *a: sys.exit(6))\nprint('ready', flush=True)\nsignal.pause()"
-    process = start(tmp_path, program)
-    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    process = start(program)
+    assert process.stderr is not None and process.stderr.readline() == b"\x103oready\x10n\n"
     process.send_signal(rank.signal.SIGUSR1)
-    process.communicate(timeout=60)
+    said(process)
     assert process.returncode == 6
 
 
-def test_a_run_directory_that_is_not_there_costs_nothing_but_the_record(tmp_path: Path) -> None:
-    process = start(tmp_path / "on another host", "import sys; print('shown', file=sys.stderr); sys.exit(3)")
-    assert process.communicate(timeout=60)[1] == "shown\n" and process.returncode == 3
-
-
-def test_a_program_that_cannot_run_is_named(tmp_path: Path) -> None:
-    command = [sys.executable, rank.__file__, str(tmp_path), "", "1", "", "/no/such/program"]
+def test_a_program_that_cannot_run_is_named() -> None:
+    command = [sys.executable, rank.__file__, *rank.pack(["", "1", "", "", "/no/such/program"])]
     shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert shown.returncode == 127 and "cannot run '/no/such/program': No such file" in shown.stderr
 
 
 @pytest.mark.parametrize(("as_horovod", "told"), [("1", {"RANK": "3", "SIZE": "8", "LOCAL_RANK": "1"}), ("", {})])
-def test_a_rank_is_told_its_place_in_horovods_words(as_horovod: str, told: dict[str, str], tmp_path: Path) -> None:
+def test_a_rank_is_told_its_place_in_horovods_words(as_horovod: str, told: dict[str, str]) -> None:
     program = "import json, os; print(json.dumps({name[8:]: text for name, text in os.environ.items() if name.startswith('HOROVOD_')}))"
-    assert json.loads(start(tmp_path, program, as_horovod=as_horovod).communicate(timeout=60)[0]) == told
+    assert json.loads(ended(program, as_horovod=as_horovod)[1]["o"]) == told
+
+
+@pytest.mark.parametrize(("terminal", "out", "err"), [("", False, False), ("30 70 2", False, True), ("30 70 1 2", True, True)])
+def test_a_rank_has_a_terminal_where_the_launcher_has(terminal: str, out: bool, err: bool) -> None:
+    program = "import os, sys; print(sys.stdout.isatty(), sys.stderr.isatty(), sys.stderr.isatty() and tuple(os.get_terminal_size(2)))"
+    code, found = ended(program, terminal=terminal)
+    assert code == 0 and found["o"] == f"{out} {err} {(70, 30) if err else False}\n"
 
 
 def test_output_is_written_to_files_as_well(tmp_path: Path) -> None:
     program = "import sys\nfor n in range(20_000): print(n, 'x' * 20)\nprint('err', file=sys.stderr)\nsys.exit(2)"
-    process = start(tmp_path, program, str(tmp_path / "out"), width=3)
-    output, errors = process.communicate(timeout=60)
-    assert process.returncode == 2 and output.count("\n") == 20_000 and errors == "err\n"
-    assert (tmp_path / "out" / "rank.003" / "stdout").read_text() == output
-    assert (tmp_path / "out" / "rank.003" / "stderr").read_text() == errors == (tmp_path / "stderr-3").read_text()
+    code, found = ended(program, output=str(tmp_path / "out"), width=3)
+    assert code == 2 and found["o"].count("\n") == 20_000 and found["e"] == "err\n"
+    assert (tmp_path / "out" / "rank.003" / "stdout").read_text() == found["o"]
+    assert (tmp_path / "out" / "rank.003" / "stderr").read_text() == found["e"]
 
 
 def test_files_that_cannot_be_written_are_said_and_change_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    process = start(tmp_path, "print('out')", str(tmp_path / "file"))
-    output, errors = process.communicate(timeout=60)
-    assert process.returncode == 0 and output == "out\n"
-    assert [line.partition(": ")[2].partition(" '")[0] for line in errors.splitlines()] == ["cannot write"] * 2
+    code, found = ended("print('out')", output=str(tmp_path / "file"))
+    assert code == 0 and found["o"] == "out\n"
+    assert [line.partition(": ")[2].partition(" '")[0] for line in found["e"].splitlines()] == ["cannot write"] * 2

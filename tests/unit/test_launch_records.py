@@ -3,68 +3,108 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
+import socket
+import time
 from typing import Any
 
-from collectives import exits
+import pytest
+
 from collectives.launch import records
-from collectives.launch.records import Record
+from collectives.launch.records import Record, Records
+
+NOW = 1_000_000.0
 
 
-def write(run_dir: Path, kind: str, rank: int, code: int, time: float, text: str = "", **more: Any) -> None:
-    entry = {"rank": rank, "code": code, "text": text, "time": time, "host": "h", **more}
-    (run_dir / f"{kind}-{rank}.json").write_text(json.dumps(entry))
+@pytest.fixture(autouse=True)
+def _now(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "time", lambda: NOW)
 
 
-def first(run_dir: Path) -> Record:
-    found = records.culprit(records.read(run_dir))
+@pytest.fixture
+def job() -> Records:
+    return Records()
+
+
+def add(job: Records, kind: str, rank: int, code: int, at: float, text: str = "", host: str = "", **more: Any) -> None:
+    entry = {"rank": rank, "code": code, "text": text, "time": NOW + at, "host": host or socket.gethostname(), **more}
+    job.add(rank, json.dumps(entry).encode() + b"\n", inside=kind == "rank")
+
+
+def first(job: Records) -> Record:
+    found = records.culprit(job.found())
     assert found is not None
     return found
 
 
-def test_nothing_failed(tmp_path: Path) -> None:
-    assert records.culprit(records.read(tmp_path)) is None
+def test_nothing_failed(job: Records) -> None:
+    assert records.culprit(job.found()) is None and not job
 
 
-def test_the_earliest_failure_is_the_cause(tmp_path: Path) -> None:
-    write(tmp_path, "end", 0, 5, 2.0)
-    write(tmp_path, "end", 1, 7, 1.0)
-    assert (first(tmp_path).rank, first(tmp_path).code) == (1, 7)
+def test_the_earliest_failure_is_the_cause(job: Records) -> None:
+    add(job, "end", 0, 5, 2.0)
+    add(job, "end", 1, 7, 1.0)
+    assert (first(job).rank, first(job).code) == (1, 7) and job
 
 
-def test_a_rank_that_failed_because_of_another_is_not(tmp_path: Path) -> None:
-    write(tmp_path, "rank", 0, 1, 1.0, consequence=True)
-    write(tmp_path, "end", 0, 1, 1.5)
-    write(tmp_path, "end", 1, 137, 2.0)
-    assert first(tmp_path).rank == 1
+def test_a_rank_that_failed_because_of_another_is_not(job: Records) -> None:
+    add(job, "rank", 0, 1, 1.0, consequence=True)
+    add(job, "end", 0, 1, 1.5)
+    add(job, "end", 1, 137, 2.0)
+    assert first(job).rank == 1
 
 
-def test_a_rank_that_was_terminated_is_not(tmp_path: Path) -> None:
-    write(tmp_path, "end", 0, 143, 1.0)
-    write(tmp_path, "end", 1, 7, 1.1)
-    assert first(tmp_path).rank == 1
+def test_a_rank_that_was_terminated_is_not(job: Records) -> None:
+    add(job, "end", 0, 143, 1.0)
+    add(job, "end", 1, 7, 1.1)
+    assert first(job).rank == 1
 
 
-def test_what_the_rank_wrote_itself_counts_more(tmp_path: Path) -> None:
-    write(tmp_path, "end", 0, 137, 2.0, "killed at the end")
-    write(tmp_path, "rank", 0, 1, 1.0, "Traceback (most recent call last):\n  ...\nValueError: x\n", consequence=False)
-    assert first(tmp_path).code == 1
-    assert str(first(tmp_path)).endswith("ValueError: x")
+def test_what_the_rank_wrote_itself_counts_more(job: Records) -> None:
+    add(job, "rank", 0, 1, 1.0, "Traceback (most recent call last):\n  ...\nValueError: x\n", consequence=False)
+    add(job, "end", 0, 137, 2.0, "killed at the end")
+    assert first(job).code == 1
+    assert str(first(job)).endswith("ValueError: x")
 
 
-def test_the_reason_for_sys_exit_stands_on_stderr(tmp_path: Path) -> None:
-    write(tmp_path, "rank", 0, 2, 1.0, "sys.exit(2)\n", consequence=False)
-    assert str(first(tmp_path)) == "collectivesrun: rank 0 on h failed with exit code 2:\nsys.exit(2)"
-    notice = "Abort(2) on node 1 (rank 1 in comm 0): application called MPI_Abort(MPI_COMM_WORLD, 2)\n"
-    (tmp_path / "stderr-0").write_text(f"usage: train.py\ntrain.py: error: no data\n{notice}")
-    assert str(first(tmp_path)).endswith("train.py: error: no data")
+def test_the_first_record_of_a_rank_counts(job: Records) -> None:
+    add(job, "rank", 4, 3, 1.0)
+    add(job, "rank", 4, 5, 0.5)
+    assert first(job).code == 3
 
 
-def test_damaged_records_are_passed_over(tmp_path: Path) -> None:
-    (tmp_path / "end-0.json").write_text("{")
-    (tmp_path / "end-1.json").write_text("[]")
-    write(tmp_path, "end", 2, 9, 3.0)
-    assert first(tmp_path).rank == 2
+def test_records_that_come_in_pieces_are_put_together(job: Records) -> None:
+    data = json.dumps({"rank": 2, "code": 9, "text": "", "time": NOW, "host": "h"}).encode() + b"\n"
+    assert job.add(2, data[:10], inside=True) is None
+    assert job.add(2, data[10:], inside=True) == first(job)
+
+
+@pytest.mark.parametrize(("skew", "rank"), [(0.4, 0), (500.0, 1)])
+def test_a_clock_that_is_wrong_is_not_believed(job: Records, skew: float, rank: int) -> None:
+    add(job, "end", 0, 5, 0.1)
+    add(job, "end", 1, 5, skew, host="elsewhere")
+    assert first(job).rank == rank
+
+
+def test_the_reason_for_sys_exit_stands_on_stderr(job: Records) -> None:
+    add(job, "rank", 0, 2, 1.0, "sys.exit(2)\n", consequence=False)
+    assert str(first(job)) == f"collectivesrun: rank 0 on {socket.gethostname()} failed with exit code 2:\nsys.exit(2)"
+    notice = b"Abort(2) on node 1 (rank 1 in comm 0): application called MPI_Abort(MPI_COMM_WORLD, 2)\n"
+    job.hear(0, b"usage: train.py\ntrain.py: error: no ")
+    job.hear(0, b"data\n" + notice)
+    assert str(first(job)).endswith("usage: train.py\ntrain.py: error: no data")
+
+
+def test_the_last_of_stderr_is_kept(job: Records) -> None:
+    for _ in range(100):
+        job.hear(0, b"x" * 9_999 + b"\n")
+    job.hear(0, b"last\n")
+    assert len(job._heard[0]) == records._KEPT and job._heard[0].endswith(b"x\nlast\n")
+
+
+def test_damaged_records_are_passed_over(job: Records) -> None:
+    job.add(0, b"{\n[]\n", inside=True)
+    add(job, "end", 2, 9, 3.0)
+    assert first(job).rank == 2
 
 
 def test_signals_are_named() -> None:
@@ -80,12 +120,3 @@ def test_only_the_last_traceback_is_shown_with_its_causes() -> None:
     shown = str(Record(0, 1, text, 0.0, "h"))
     assert "KeyError: 'a'" in shown and shown.endswith("ValueError: b")
     assert "noise" not in shown and "OSError" not in shown
-
-
-def test_what_exits_writes_is_what_is_read(tmp_path: Path) -> None:
-    exits.record(str(tmp_path), 4, exits.Failure(3, "the reason", consequence=True))
-    found = first(tmp_path)
-    assert (found.rank, found.code, found.text, found.consequence) == (4, 3, "the reason", True)
-    exits.record(str(tmp_path), 4, exits.Failure(5, "a later one"))
-    assert first(tmp_path).code == 3
-    exits.record(str(tmp_path / "gone"), 4, exits.Failure(5, "nowhere to write"))

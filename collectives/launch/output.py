@@ -1,0 +1,219 @@
+"""What comes out of the MPI launcher: the frames of the ranks, told apart from the launcher's own words.
+
+    mpirun's stdout, stderr -> frames -> a rank's stdout, stderr    shown, tagged with the rank
+                                      -> a rank's records           collected: which rank failed first
+                            -> anything else                        the launcher's own words
+
+A launcher prints banners when ranks fail, which say less than the records. So its words are held for a moment, and left out if a
+rank is known to have failed by then. In the same way the traceback by which a rank ends is taken out of its output: the first
+rank's is shown last, and what the others raise because of it is left out. ``verbose`` shows everything as it comes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import time
+from collections.abc import Sequence
+
+from collectives.launch.rank import MARK
+from collectives.launch.records import ABORT_NOTICE, Record, Records
+from collectives.launch.screen import Screen, Stream, Tags, Terminal, size
+
+_FRAME = re.compile(rb"(.*?)" + MARK + rb"(\d+)([oerx])(.*)", re.DOTALL)
+_TRACEBACK = re.compile(rb"^Traceback \(most recent call last\):", re.MULTILINE)
+_CONTROL = re.compile(rb"\x1b\[[0-9;]*m")
+_HOLD = 1.0
+"""Seconds that a traceback, or the launcher's words, are held: after that they do not belong to the end of the job."""
+_MOST_PENDING = 1 << 20
+_READ = 64 << 10
+
+
+class Output:
+    """Reads the launcher's output and shows what is to be shown.
+
+    Args:
+        ranks: how many there are.
+        tag: whether lines are tagged with their rank.
+        verbose: whether the launcher's words and all tracebacks are shown.
+        targets: where the ranks' stdout and stderr go.
+    """
+
+    def __init__(self, ranks: int, *, tag: bool = True, verbose: bool = False, targets: Sequence[int] = (1, 2)) -> None:
+        self.records = Records()
+        self.interrupted = False
+        """Whether the job is being ended from here: then the launcher's words are of no interest."""
+        self._tags, self._verbose = Tags(ranks, tag), verbose
+        out, err = (_screen(fd) for fd in targets)
+        self._terminals = [str(number) for number, screen in ((1, out), (2, err)) if isinstance(screen, Terminal)]
+        self._screens = {b"o": out, b"e": out if _same(*targets) else err}
+        self._sources: dict[int, bytes] = {}
+        """By file descriptor of the launcher's output, the beginning of a line."""
+        self._held: dict[int, tuple[float, list[tuple[bytes, bytes]]]] = {}
+        """What ranks have written since a traceback began that may be their last, and since when."""
+        self._withheld: dict[int, bytes] = {}
+        """The tracebacks by which ranks ended."""
+        self._words: list[bytes] = []
+        self._words_since = 0.0
+
+    @property
+    def terminal(self) -> str:
+        """The ``terminal`` of ``collectives.launch.rank``; the tag's columns are not the rank's."""
+        if not self._terminals:
+            return ""
+        lines, columns = size(next(screen.fd for screen in self._screens.values() if isinstance(screen, Terminal)))
+        return " ".join([str(lines), str(max(20, columns - self._tags.columns)), *self._terminals])
+
+    @property
+    def broken(self) -> bool:
+        """Whether nobody reads what is shown."""
+        return any(screen.broken for screen in self._screens.values())
+
+    def attach(self, *sources: int) -> None:
+        """Read from these from now on."""
+        for source in sources:
+            os.set_blocking(source, False)
+            self._sources[source] = b""
+
+    def waiting(self) -> tuple[list[int], list[int]]:
+        """The file descriptors to be waited for, to read from and to write to."""
+        pending = {screen.fd: screen for screen in self._screens.values() if screen.pending}
+        full = any(len(screen.pending) > _MOST_PENDING for screen in pending.values())
+        return [] if full else list(self._sources), list(pending)
+
+    def turn(self, readable: Sequence[int], writable: Sequence[int]) -> None:
+        """Read and write where it is possible, and show what has been held for long enough."""
+        for source in readable:
+            self._read(source)
+        now = time.monotonic()
+        for rank in [rank for rank, (since, _) in self._held.items() if now - since > _HOLD]:
+            self._release(rank)
+        if self._words and not self.records and not self.interrupted and now - self._words_since > _HOLD:
+            self._say()
+        for screen in {id(screen): screen for screen in self._screens.values()}.values():
+            screen.settle()
+            if screen.fd in writable:
+                screen.write()
+
+    def end(self, first: Record | None) -> None:
+        """Show what is left, now that the job has ended; ``first`` is the rank that failed first."""
+        if first is None and not self.interrupted:
+            self._say()
+        others = {record.rank: record for record in self.records.found() if record.consequence}
+        for rank in list(self._held):
+            self._release(rank)
+        for rank, text in self._withheld.items():
+            if rank not in others and (first is None or rank != first.rank):
+                self._feed(rank, b"e", text)
+        for screen in self._screens.values():
+            screen.settle(all_of_it=True)
+        hidden = sorted(rank for rank in self._withheld if rank in others and (first is None or rank != first.rank))
+        if first is not None:
+            also = f"collectivesrun: because of what follows, so failed {_ranks(hidden)} (--verbose shows how)\n" if hidden else ""
+            self._screens[b"e"].pending += f"\n{also}{first}\n".encode(errors="surrogateescape")
+
+    def say(self, text: str) -> None:
+        """Show a line of the launcher's."""
+        self._screens[b"e"].feed(None, b"", f"collectivesrun: {text}\n".encode())
+
+    def _read(self, source: int) -> None:
+        try:
+            data = os.read(source, _READ)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            del self._sources[source]
+            return
+        *lines, self._sources[source] = (self._sources[source] + data).split(b"\n")
+        gathered: list[tuple[int, bytes, list[bytes]]] = []
+        for line in lines:
+            frame = _FRAME.fullmatch(line)
+            if frame is None:
+                self._launchers(line)
+                continue
+            if words := frame[1].strip(b"\0"):
+                self._launchers(words)  # Open MPI's last word has no line feed
+            rank, kind = int(frame[2]), frame[3]
+            text = frame[4].replace(MARK + b"n", b"\n").replace(MARK + b"p", MARK)
+            if gathered and gathered[-1][:2] == (rank, kind):
+                gathered[-1][2].append(text)
+            else:
+                gathered.append((rank, kind, [text]))
+        for rank, kind, parts in gathered:
+            self._take(rank, kind, b"".join(parts))
+
+    def _launchers(self, line: bytes) -> None:
+        """A line of the launcher's own."""
+        if not self._words:
+            self._words_since = time.monotonic()
+        self._words.append(line)
+        if self._verbose:
+            self._say()
+
+    def _say(self) -> None:
+        for line in self._words:
+            self._screens[b"e"].feed(None, b"", line + b"\n")
+        self._words.clear()
+
+    def _take(self, rank: int, kind: bytes, data: bytes) -> None:
+        if kind in b"rx":
+            record = self.records.add(rank, data, inside=kind == b"r")
+            if record is not None and rank in self._held and rank not in self._withheld:
+                self._withhold(rank, record.text)
+            return
+        if kind == b"e":
+            self.records.hear(rank, data)
+            if b"application called MPI_Abort" in data and not self._verbose:
+                data = ABORT_NOTICE.sub(b"", data)
+        if self._verbose:
+            self._feed(rank, kind, data)
+        elif rank in self._held:
+            self._held[rank][1].append((kind, data))
+        elif kind == b"e" and (begin := _TRACEBACK.search(data)):
+            self._feed(rank, kind, data[: begin.start()])
+            self._held[rank] = time.monotonic(), [(kind, data[begin.start() :])]
+        else:
+            self._feed(rank, kind, data)
+
+    def _withhold(self, rank: int, text: str) -> None:
+        """Take the traceback by which the rank ends out of what is held of it; from outside of the rank, all of it is that."""
+        held = self._held.pop(rank)[1]
+        errors = b"".join(data for kind, data in held if kind == b"e")
+        wanted = text.encode(errors="surrogateescape").strip() if text else errors
+        before, found, after = _CONTROL.sub(b"", errors).partition(wanted)
+        if found:
+            self._withheld[rank] = found if found.endswith(b"\n") else found + b"\n"
+            held = [(kind, data) for kind, data in held if kind != b"e"] + [(b"e", before + after.lstrip(b"\n"))]
+        for kind, data in held:
+            self._feed(rank, kind, data)
+
+    def _release(self, rank: int) -> None:
+        for kind, data in self._held.pop(rank)[1]:
+            self._feed(rank, kind, data)
+
+    def _feed(self, rank: int, kind: bytes, data: bytes) -> None:
+        if data:
+            screen = self._screens[kind]
+            screen.feed((rank, kind), self._tags.of(rank, screen.colour), data)
+
+
+def _screen(fd: int) -> Screen:
+    with contextlib.suppress(OSError):
+        if os.isatty(fd):
+            return Terminal(fd)
+    return Stream(fd)
+
+
+def _same(one: int, other: int) -> bool:
+    """Whether both lead to the same place."""
+    with contextlib.suppress(OSError):
+        return os.path.sameopenfile(one, other)
+    return False
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    listed = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {listed}"

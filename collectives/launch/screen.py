@@ -1,0 +1,188 @@
+"""Where the ranks' output is shown: whole lines, each tagged with its rank, on a terminal or into a pipe or file.
+
+Lines of two ranks never mix. What a rank has written of a line so far (a prompt, a progress bar) is shown too:
+
+    terminal       at once. When another rank writes, the open line is erased and drawn again below. A tag stands at the beginning of
+                   a line and, where a line is drawn anew after a carriage return, there too.
+    pipe or file   once nothing more has come for a moment. When another rank writes, the line is broken.
+
+Nothing here blocks: the bytes wait in ``pending`` until the job's loop finds that they can be written.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Hashable
+
+_CONTROL = rb"\x1b\[[0-9;?]*[ -/]*[@-~]"
+_MOVE = rb"\x1b\[[0-9;?]*[ -/]*[@-ln-~]"
+_REDRAWN = re.compile(rb"(\r(?:" + _MOVE + rb")*)(?=[^\r\n\x1b]|\x1b\[[0-9;]*m)")
+"""The beginning of a line that is drawn anew, up to its first character or colour."""
+_AT_START = re.compile(rb"\r(?:" + _MOVE + rb")*\Z")
+_INVISIBLE = re.compile(_CONTROL + rb"|[\r\x00-\x1f]")
+_IDLE = 0.1
+"""Seconds after which a line without an end is shown where it is no terminal."""
+_LONGEST = 64 << 10
+_COLOURS = (b"36", b"33", b"32", b"35", b"34", b"31")
+_PIECE = 4096
+"""Most bytes of one write: a pipe that is ready takes them without blocking."""
+
+
+class Tags:
+    """What stands before each line of a rank."""
+
+    def __init__(self, ranks: int, wanted: bool) -> None:
+        self._width = len(str(ranks - 1)) if wanted and ranks > 1 else 0
+
+    @property
+    def columns(self) -> int:
+        """The columns that a tag takes."""
+        return self._width and self._width + 3
+
+    def of(self, rank: int, colour: bool) -> bytes:
+        """``[3] ``, in the rank's colour if there are any; empty without tags."""
+        if not self._width:
+            return b""
+        tag = b"[%*d]" % (self._width, rank)
+        return b"\x1b[%bm%b\x1b[0m " % (_COLOURS[rank % len(_COLOURS)], tag) if colour else tag + b" "
+
+
+class Screen:
+    """One destination: a file descriptor to which several streams are written."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self.colour = os.isatty(fd) and "NO_COLOR" not in os.environ
+        self.pending = bytearray()
+        self.broken = False
+        """Whether nobody reads any more."""
+
+    def feed(self, key: Hashable, tag: bytes, data: bytes) -> None:
+        """Show what has come of the stream ``key``, each line after its tag."""
+        raise NotImplementedError
+
+    def settle(self, *, all_of_it: bool = False) -> None:
+        """Show lines without an end that have waited long enough, or all of them."""
+
+    def write(self) -> None:
+        """Write a piece of what is pending; to be called when the file descriptor is ready."""
+        try:
+            del self.pending[: os.write(self.fd, self.pending[:_PIECE])]
+        except BlockingIOError:
+            return
+        except OSError:
+            self.broken = True
+            self.pending.clear()
+
+    def _show(self, data: bytes) -> None:
+        if not self.broken:
+            self.pending += data
+
+
+def size(fd: int) -> tuple[int, int]:
+    """The lines and columns of a terminal."""
+    columns, lines = os.get_terminal_size(fd)
+    return lines or 24, columns or 80
+
+
+class Terminal(Screen):
+    """A terminal: its last line may be open, and belongs to the stream that wrote last of those whose line is."""
+
+    def __init__(self, fd: int) -> None:
+        super().__init__(fd)
+        self._rows: dict[Hashable, bytes] = {}
+        """The open line of each stream as it is drawn; the last one is on the screen."""
+
+    def feed(self, key: Hashable, tag: bytes, data: bytes) -> None:
+        drawn = next(reversed(self._rows), None)
+        row = self._rows.pop(key, b"")
+        if drawn is not None and drawn != key:
+            self._show(self._erased(self._rows[drawn]))
+        if drawn != key:
+            self._show(row)
+        text = _tagged(tag, data, row)
+        self._show(text)
+        row = (row + text).rpartition(b"\n")[2]
+        if row:
+            self._rows[key] = _last_drawing(row)[-_LONGEST:]
+        elif self._rows:
+            self._show(next(reversed(self._rows.values())))
+
+    def settle(self, *, all_of_it: bool = False) -> None:
+        if all_of_it and self._rows:
+            row = self._rows.popitem()[1]
+            if _INVISIBLE.sub(b"", row):
+                self._show(b"\n")
+            self._rows.clear()
+
+    def _erased(self, row: bytes) -> bytes:
+        width = len(_INVISIBLE.sub(b"", row).decode(errors="replace"))
+        return b"\r\x1b[2K" if width < size(self.fd)[1] else b"\n"
+
+
+class Stream(Screen):
+    """A pipe or a file."""
+
+    def __init__(self, fd: int) -> None:
+        super().__init__(fd)
+        self._held: dict[Hashable, tuple[bytes, bytes, float]] = {}
+        """Of each stream the beginning of a line that is not shown yet, with its tag and when it came."""
+        self._open: Hashable = None
+        """The stream whose line is shown without its end."""
+
+    def feed(self, key: Hashable, tag: bytes, data: bytes) -> None:
+        held, _, since = self._held.pop(key, (b"", tag, time.monotonic()))
+        whole, end, rest = (held + data).rpartition(b"\n")
+        if end:
+            self._begin(key, tag)
+            self._show((whole + end).replace(b"\n", b"\n" + tag)[: -len(tag) or None])
+            self._open = None
+        if rest and self._open == key:
+            self._show(rest)
+        elif rest:
+            self._held[key] = rest, tag, time.monotonic() if end else since
+            if len(rest) > _LONGEST:
+                self._reveal(key)
+
+    def settle(self, *, all_of_it: bool = False) -> None:
+        now = time.monotonic()
+        for key in [key for key, (_, _, since) in self._held.items() if all_of_it or now - since > _IDLE]:
+            self._reveal(key)
+        if all_of_it and self._open is not None:
+            self._show(b"\n")
+            self._open = None
+
+    def _reveal(self, key: Hashable) -> None:
+        text, tag, _ = self._held.pop(key)
+        self._begin(key, tag)
+        self._show(text)
+        self._open = key
+
+    def _begin(self, key: Hashable, tag: bytes) -> None:
+        """Stand where text of this stream goes: behind its open line, or at the beginning of a new one."""
+        if self._open != key:
+            self._show((b"" if self._open is None else b"\n") + tag)
+
+
+def _last_drawing(row: bytes) -> bytes:
+    """Of a line that was drawn several times, after carriage returns, the last that can be seen."""
+    cut = len(row)
+    while (cut := row.rfind(b"\r", 0, cut)) >= 0:
+        if _INVISIBLE.sub(b"", row[cut:]):
+            return row[cut:]
+    return row
+
+
+def _tagged(tag: bytes, data: bytes, row: bytes) -> bytes:
+    """The data with a tag at the beginning of each line, and after each carriage return; ``row`` is what the line has so far."""
+    if not tag:
+        return data
+    start = _AT_START.search(row)
+    carried = start.group() if start else b""
+    text = carried + data
+    if b"\r" in text:
+        text = _REDRAWN.sub(rb"\1" + tag.replace(b"\\", rb"\\"), text)
+    text = text[len(carried) :].replace(b"\n", b"\n" + tag)
+    return (b"" if row else tag) + (text[: -len(tag)] if data.endswith(b"\n") else text)

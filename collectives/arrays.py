@@ -29,6 +29,8 @@ from collectives.foreign import Extent
 
 _Array = npt.NDArray[Any]
 _Wrap = Callable[[_Array], Any]
+_addressof = ctypes.addressof
+_byte_of: Any = ctypes.c_char.from_buffer
 _Read = tuple[_Array, _Wrap | None]
 """A tensor's memory, and what turns a result of the same dtype into the tensor's type (None: a result stays an array)."""
 
@@ -74,7 +76,10 @@ class View:
     def extent(self, writes: bool) -> Extent:
         """The caller's memory, which an operation reads or writes: ``array``, or what ``store`` writes to."""
         if not self.copied:
-            at = _address(self.array)
+            try:
+                at = _addressof(_byte_of(self.array))  # takes a quarter of the time that the array interface does
+            except (TypeError, ValueError):  # read-only, or of a dtype that the buffer protocol does not know
+                at = self.array.__array_interface__["data"][0]
             return at, at + self.nbytes, writes, None
         target = self.array if self._target is None else self._target
         return foreign.strided_extent(target.__array_interface__["data"][0], target.shape, target.strides, target.itemsize, writes)
@@ -144,14 +149,6 @@ def view(tensor: Any, *, argument: str = "tensor", writable: bool = False, strea
         if not writable and flags.c_contiguous and flags.aligned:
             return View(array if array.ndim == 1 else array.reshape(-1), array.shape, dtype, False, None, wrap)
     return _look(tensor, array, argument, writable, wrap)
-
-
-def _address(array: Any) -> int:
-    """Where an array with elements begins."""
-    try:
-        return ctypes.addressof(ctypes.c_char.from_buffer(array))  # takes half as long as the array interface does
-    except (TypeError, ValueError):  # read-only, or of a dtype that the buffer protocol does not know
-        return int(array.__array_interface__["data"][0])
 
 
 def on_device(tensor: Any, stream: Any = None) -> bool:

@@ -78,11 +78,11 @@ class Door:
         entry = self._entries.reducing("allreduce", view, average, op, name, prescale, postscale, algorithm, transport, parts)
         source = view.array
         if in_place:
-            return Handle(entry, source, source, store, (view, tensor), uses=((view, True),))
-        uses = [(view, False)] if out is None else [(view, False), (arrays.view(out), True)]
+            return Handle(entry, source, source, store, (view, tensor), writes=view)
+        written = None if out is None else arrays.view(out)
         if out is None:
             out = self._pool.empty(view.shape, view.dtype)
-        return Handle(entry, source, out.reshape(-1), wrap, (view, out), uses=uses)
+        return Handle(entry, source, out.reshape(-1), wrap, (view, out), reads=view, writes=written)
 
     def _compressed(
         self,
@@ -104,10 +104,10 @@ class Door:
         compression.cast(view.array, packed)
         small = arrays.view(packed.reshape(view.shape))
         entry = self._entries.reducing("allreduce", small, average, op, name, prescale, postscale, *how, parts)
-        uses = [(view, True)] if in_place else [] if out is None else [(arrays.view(out), True)]
+        written = view if in_place else None if out is None else arrays.view(out)
         if out is None:
             out = view.array.reshape(view.shape) if in_place else self._pool.empty(view.shape, view.dtype)
-        return Handle(entry, packed, packed, restore, (view, out, tensor if in_place else None), uses=uses)
+        return Handle(entry, packed, packed, restore, (view, out, tensor if in_place else None), writes=written)
 
     def _compressed_by(
         self,
@@ -124,7 +124,7 @@ class Door:
         compression.check(compressor)
         compressed, context = compressor.compress(tensor)
         inner = self.allreduce(compressed, average, op, name, prescale, postscale, None, *how, stream, False)
-        uses = [*inner.uses, (view, True)] if in_place else inner.uses
+        written = view if in_place else None
 
         def decompress(result: Any) -> Any:
             result = compressor.decompress(result, context)
@@ -144,9 +144,10 @@ class Door:
 
         if inner.fence is not None:
             inner.fence.then(decompress)
-            inner.uses = uses
+            inner.writes = written
             return inner
-        return Handle(inner.entry, inner.source, inner.out, lambda handle: decompress(inner.deliver(handle)), inner.keep, uses=uses)
+        deliver = lambda handle: decompress(inner.deliver(handle))  # noqa: E731
+        return Handle(inner.entry, inner.source, inner.out, deliver, inner.keep, reads=inner.reads, writes=written)
 
     def reducescatter(
         self,
@@ -165,7 +166,7 @@ class Door:
         arguments.with_rows(view, "reducescatter")
         entry = self._entries.reducing("reducescatter", view, True, op, name, prescale, postscale, algorithm, transport)
         out = self._pool.empty(self._share(view.shape), view.dtype)
-        return Handle(entry, view.array, out.reshape(-1), wrap, (view, out), uses=((view, False),))
+        return Handle(entry, view.array, out.reshape(-1), wrap, (view, out), reads=view)
 
     def broadcast(
         self, tensor: Any, root: int, name: str | None, algorithm: str | None, transport: str | None, stream: Any, in_place: bool
@@ -175,10 +176,11 @@ class Door:
             return self._devices().broadcast(view, tensor, root, name, algorithm, transport, in_place)
         entry = self._entries.broadcasting(view, root, name, algorithm, transport)
         if in_place:
-            receives = self._rank != root
-            return Handle(entry, view.array, view.array, store if receives else keep, (view, tensor), uses=((view, receives),))
+            if self._rank == root:
+                return Handle(entry, view.array, view.array, keep, (view, tensor), reads=view)
+            return Handle(entry, view.array, view.array, store, (view, tensor), writes=view)
         out = self._pool.empty(view.shape, view.dtype)
-        return Handle(entry, view.array, out.reshape(-1), wrap, (view, out), uses=((view, False),))
+        return Handle(entry, view.array, out.reshape(-1), wrap, (view, out), reads=view)
 
     def allgather(self, tensor: Any, name: str | None, algorithm: str | None, transport: str | None, stream: Any) -> Handle:
         view = arrays.view(tensor, stream=stream)
@@ -186,7 +188,7 @@ class Door:
             return self._devices().allgather(view, name, algorithm, transport)
         arguments.with_rows(view, "allgather")
         entry = self._entries.gathering("allgather", view, name, algorithm, transport)
-        return Handle(entry, view.array, EMPTY, gathered, view, rows=(view.shape[0],), uses=((view, False),))
+        return Handle(entry, view.array, EMPTY, gathered, view, rows=(view.shape[0],), reads=view)
 
     def alltoall(self, tensor: Any, splits: Any, name: str | None, algorithm: str | None, transport: str | None, stream: Any) -> Handle:
         view = arrays.view(tensor, stream=stream)
@@ -196,14 +198,14 @@ class Door:
         rows = arguments.splits(splits, view.shape[0], self._size)
         entry = self._entries.gathering("alltoall", view, name, algorithm, transport)
         if splits is None:
-            return Handle(entry, view.array, EMPTY, gathered, view, rows=rows, uses=((view, False),))
+            return Handle(entry, view.array, EMPTY, gathered, view, rows=rows, reads=view)
 
         def with_splits(handle: Handle) -> Any:
             counts = np.array(handle.keep[2], np.int64)
             alike = hasattr(splits, "dtype") and splits.dtype == counts.dtype
             return gathered(handle), arrays.view(splits).wrap(counts) if alike else counts
 
-        return Handle(entry, view.array, EMPTY, with_splits, view, rows=rows, uses=((view, False),))
+        return Handle(entry, view.array, EMPTY, with_splits, view, rows=rows, reads=view)
 
     def group(self, collective: str, name: str | None, members: Sequence[Handle]) -> Handle:
         """Operations that are carried out, and complete, together. Each reads what its tensor holds now, also where they share memory."""

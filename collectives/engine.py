@@ -455,8 +455,11 @@ class Engine(Rounds):
 
 def _handle(entry: Entry, source: Array, out: Array, deliver: Callable[[Handle], Any] | None, keep: Any) -> Handle:
     """The handle of a blocking call that needs one after all."""
-    uses = () if keep is None else ((keep[0], True),) if out is source else ((keep[0], False), (view(out), True))
-    return Handle(entry, source, out, deliver or _no_result, keep, uses=uses)
+    if keep is None:
+        return Handle(entry, source, out, deliver or _no_result)
+    if out is source:
+        return Handle(entry, source, out, deliver or _no_result, keep, writes=keep[0])
+    return Handle(entry, source, out, deliver or _no_result, keep, reads=keep[0], writes=view(out))
 
 
 def _no_result(handle: Handle) -> None:

@@ -57,9 +57,8 @@ class Handle(Generic[Result]):
         done: whether it is complete; then ``error`` or ``result`` is final.
         key: its name, or its number among the unnamed; given by the engine. Of a member: its group's.
         place: of a member: in its group; None: no member.
-        uses: views of the program's memory that the operation reads, or writes, while it is in flight; pairs of a view and whether it is
-            written.
-        extents: of a group, the memory that its members use, where it is known already.
+        reads, writes: views of the program's memory that the operation reads, or writes, while it is in flight.
+        extents: of a group, the memory that its members use, sorted.
         claim: its number among those in flight that use memory of the program's; 0: it is none (`collectives.overlaps`).
         rows: of allgather and all-to-all: what this rank contributes, to all or to each.
         gathered: of allgather and all-to-all, once done: how many rows came from each rank; of device tensors the result and these.
@@ -85,13 +84,14 @@ class Handle(Generic[Result]):
         "members",
         "out",
         "place",
+        "reads",
         "ready",
         "result",
         "rows",
         "source",
         "submitted",
         "told",
-        "uses",
+        "writes",
     )
 
     def __init__(
@@ -103,7 +103,8 @@ class Handle(Generic[Result]):
         keep: Any = None,
         members: Sequence[Handle] = (),
         rows: Sequence[int] = (),
-        uses: Sequence[tuple[Any, bool]] = (),
+        reads: Any = None,
+        writes: Any = None,
     ) -> None:
         self.entry = entry
         self.source: Any = source
@@ -112,7 +113,7 @@ class Handle(Generic[Result]):
         self.keep = keep
         self.members = members
         self.rows = rows
-        self.uses = uses
+        self.reads, self.writes = reads, writes
         self.extents: Sequence[Extent] = ()
         self.claim = 0
         self.done = False
@@ -229,7 +230,7 @@ class Handle(Generic[Result]):
 
     def _end(self) -> None:
         """The operation is in flight no longer, and uses no memory of the program's: whoever sees that it is done may submit another."""
-        self.keep, self.uses = None, ()
+        self.keep = self.reads = self.writes = None
         if self.claim:
             assert self.engine is not None
             self.engine.in_flight.operations.pop(self.claim, None)

@@ -18,7 +18,8 @@ import itertools
 import threading
 from bisect import bisect_left
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from operator import itemgetter
+from typing import TYPE_CHECKING
 
 from collectives.foreign import Extent, Strided, share_a_byte
 
@@ -69,7 +70,7 @@ class InFlight:
                 self._drop_complete()
             operations[number] = handle
             try:
-                if len(extents) > 1 and self._insert_apart(extents, number):
+                if self._insert_apart(extents, number):
                     return None
                 for extent in extents:
                     other = self._insert((*extent, number))
@@ -105,15 +106,18 @@ class InFlight:
         return None
 
     def _insert_apart(self, extents: Sequence[Extent], number: int) -> bool:
-        """Add a group's spans at once if they all lie between two others and apart from each other; whether they do."""
+        """Add an operation's spans at once if they all lie between two others and apart from each other; whether they do."""
         apart = self._apart
         at = bisect_left(apart, (extents[-1][1],))
         if (at and apart[at - 1][1] > extents[0][0]) or self._entangled:
             return False
-        if any(one[1] > other[0] for one, other in itertools.pairwise(extents)):
-            return False
-        apart[at:at] = [(*extent, number) for extent in extents]
-        return True
+        if len(extents) == 1:
+            apart.insert(at, (*extents[0], number))
+            return True
+        if _lie_apart(extents):
+            apart[at:at] = [(*extent, number) for extent in extents]
+            return True
+        return False
 
     def _conflict(self, one: Span, other: Span) -> bool:
         """Whether two spans whose addresses overlap may not be in flight together."""
@@ -135,11 +139,10 @@ class InFlight:
 def separate(group: Handle) -> None:
     """Let every member of a group read what was submitted: of those that write memory which another one uses, all but the first one
     work on copies, which are brought back when the group completes."""
-    found = [(*extent, at) for at, member in enumerate(group.members) for extent in _extents(member)]
-    if not any(extent[2] for extent in found):
+    group.extents = sorted([extent for member in group.members for extent in _extents(member)], key=_start)
+    if _lie_apart(group.extents) or not any(extent[2] for extent in group.extents):
         return
-    found.sort(key=_start)
-    group.extents = [extent[:4] for extent in found]
+    found = sorted([(*extent, at) for at, member in enumerate(group.members) for extent in _extents(member)], key=_start)
     end, before = 0, -1
     cluster: set[int] = set()
     """Members whose extents overlap one another, or one in between."""
@@ -156,21 +159,33 @@ def separate(group: Handle) -> None:
 def _detach_all_but_first(group: Handle, members: set[int]) -> None:
     for at in sorted(members)[1:]:
         member = group.members[at]
-        for view, writes in member.uses:
-            if writes and not view.copied and member.out is view.array:
-                view.detach()
-                member.source = member.out = view.array
+        view = member.writes
+        if view is not None and not view.copied and member.out is view.array:
+            view.detach()
+            member.source = member.out = view.array
 
 
 def _extents(handle: Handle) -> Sequence[Extent]:
     """The program's memory that an operation uses while it is in flight, sorted. Copies and results are the operation's own."""
-    if handle.members:
-        return handle.extents or sorted([extent for member in handle.members for extent in _extents(member)], key=_start)
-    return [view.extent(writes) for view, writes in handle.uses if view.nbytes and (writes or not view.copied)]
+    read, written = handle.reads, handle.writes
+    if written is None or not written.nbytes:
+        return handle.extents if read is None or read.copied or not read.nbytes else (read.extent(False),)
+    if read is None or read.copied or not read.nbytes:
+        return (written.extent(True),)
+    return sorted((read.extent(False), written.extent(True)), key=_start)
 
 
-def _start(extent: Sequence[Any]) -> Any:
-    return extent[0]
+_start = itemgetter(0)
+
+
+def _lie_apart(extents: Sequence[Extent]) -> bool:
+    """Whether no two of several extents, which are sorted, overlap."""
+    end = 0
+    for extent in extents:
+        if extent[0] < end:
+            return False
+        end = extent[1]
+    return True
 
 
 def _refusal(handle: Handle, mine: Extent, other: Span, first: Handle | None) -> str:

@@ -163,7 +163,7 @@ class DeviceDoor:
     ) -> Handle:
         accelerator = self._accelerator
         accelerator.use(view.device)
-        handle = Handle(entry, view.array, out, _nothing, keep, uses=((view, writes),))
+        handle = Handle(entry, view.array, out, _nothing, keep, reads=None if writes else view, writes=view if writes else None)
         whose = f"rank {self._rank}: {entry.request.name or entry.request.collective}"
         handle.fence = Fence(view, finish, lambda: accelerator.failure, whose)
         return handle

@@ -190,12 +190,13 @@ def _start_hanging_run(folder: Path, text: str = HANG) -> subprocess.Popen[bytes
 
 @pytest.mark.usefixtures("quick")
 def test_what_hangs_says_where(tmp_path: Path) -> None:
-    """Every process of a part whose time is up writes its stacks; its last words are those before."""
+    """The ranks of a part whose time is up write their stacks, which the launcher's processes pass on; its last words are those before."""
     child = "import threading\ndef waits_for_ever(): threading.Event().wait()\nprint('about to wait', flush=True); waits_for_ever()"
     text = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
-    outcome = run_part(program("hanging", text), 3, tmp_path)
+    outcome = run_part(program("hanging", text, "collectives/launch/rank.py", "1"), 3, tmp_path)
     assert outcome.status == TIMED_OUT and "about to wait" in outcome.detail, outcome
-    assert "in waits_for_ever" in (tmp_path / "hanging.log").read_text()
+    log = (tmp_path / "hanging.log").read_text()
+    assert "in waits_for_ever" in log and log.count("Fatal Python error") == 1, log
 
 
 def test_a_rank_that_waits_in_vain_ends_before_its_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

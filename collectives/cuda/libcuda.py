@@ -16,6 +16,7 @@ BUFFER_ID = 7
 DEVICE_ORDINAL = 9
 DEVICE_MEMORY = 2
 """The `MEMORY_TYPE` of device memory."""
+_one_int = ctypes.c_int * 1
 RELAXED = 2
 """The mode of a thread whose calls no capture of a graph forbids: see `capture_mode`."""
 
@@ -82,9 +83,10 @@ def capture_mode(mode: int) -> int:
     an event, allocating, or loading a kernel: to the capturing thread, and to every other thread in the global mode, which is a thread's
     first. A forbidden call fails, and invalidates the capture. `RELAXED` lifts this; what a capture cannot have in itself stays forbidden.
     """
-    value = ctypes.c_int(mode)
-    _call("cuThreadExchangeStreamCaptureMode", ctypes.byref(value))
-    return value.value
+    value = _one_int(mode)
+    if status := load().cuThreadExchangeStreamCaptureMode(value):  # called twice for every operation, and so without `_call`
+        raise TransportError(f"cuThreadExchangeStreamCaptureMode: error {status}")
+    return value[0]
 
 
 def _device(index: int) -> ctypes.c_int:

@@ -116,8 +116,9 @@ class DeviceView:
             self.device.copy(self.array.address, values.array.address, self.nbytes, self.current_stream())
 
     def on_host(self) -> Array:
-        """The elements as a 1-D NumPy array, when the work that made them is done."""
+        """The elements as a 1-D NumPy array, when the work that made them is done; raises as `streams.free_of_capture`."""
         with active(self.device):
+            streams.free_of_capture(self.device, self.stream, "tensor", streams.OUTSIDE)
             found = self.device.pinned(max(1, self.nbytes))[: self.nbytes]
             self.device.copy(found.ctypes.data, self.array.address, self.nbytes, self.stream)
             self.device.drain(self.stream)

@@ -164,7 +164,10 @@ def test_a_stream_that_is_being_captured_is_refused_before_it_is_made_to_wait(de
     making, captured = device.create_stream(), device.create_stream()
     array = EmulatedArray.of(device, np.zeros(3), making)
     tensor = Interfaced(array) if wrapped else array
+    before = view(tensor, stream=captured)
     device.capture(captured)
+    with pytest.raises(InvalidArgumentError, match=r"tensor: .*captured into a CUDA graph.*outside of the capture"):
+        before.on_host()
     with pytest.raises(InvalidArgumentError, match=r"tensor: .*captured into a CUDA graph.*outside of the capture"):
         view(tensor, stream=captured)
     device.destroy_graph(device.end_capture(captured))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -280,7 +279,7 @@ class Accelerator:
             except CollectivesError as error:
                 no_ipc = str(error)
             no_ipc = next(filter(None, exchange(no_ipc)), "")
-        self._sharers = max(max(Counter(every[peer].identity for peer in host).values()) for host in group.hosts)
+        self._sharers = max(devices.sharers([every[peer].identity for peer in host]) for host in group.hosts)
         shares = self._sharers > 1
         no_nccl = _first(every, "no_nccl")
         if not no_nccl and shares and not all(one.shares for one in every):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from collectives.cuda import diagnosis, libcuda
@@ -96,12 +97,12 @@ def choose(local_rank: int, override: int | None = None) -> int:
     return override
 
 
-def shared(identities: Sequence[str]) -> bool:
-    """Whether ranks outnumber GPUs, so that several share one.
+def sharers(identities: Sequence[str]) -> int:
+    """The most ranks that use one and the same GPU.
 
     The number of GPUs that a process sees does not tell: where each rank is shown one of its own, all of them see one.
 
     Args:
         identities: `device.Device.identity` of the GPU of each rank of one host.
     """
-    return len(set(identities)) < len(identities)
+    return max(Counter(identities).values(), default=0)

@@ -532,9 +532,7 @@ def test_which_gpu_a_rank_uses(nothing_in_use: None) -> None:
 
 
 def test_whether_ranks_share_a_gpu() -> None:
-    assert devices.shared(["a", "b", "a"])
-    assert not devices.shared(["a", "b"])
-    assert not devices.shared([])
+    assert [devices.sharers(identities) for identities in (["a", "b", "a"], ["a", "b"], [])] == [2, 1, 0]
 
 
 def test_the_drivers_library(driver: pytest.MonkeyPatch) -> None:

@@ -66,7 +66,8 @@ _default = _Default()
 def init(comm: MPI.Intracomm | Sequence[int] | None = None, process_sets: Sequence[ProcessSet | Sequence[int]] | str | None = None) -> None:
     """Join the other ranks; every rank calls it before any other function. Reads the environment (see `Config`).
 
-    Calling it again does nothing until `shutdown`; after that it joins anew. Without a launcher there is one rank, and MPI is
+    Calling it again does nothing until `shutdown`; after that it joins anew. After an exception, an interrupt included, it may be called
+    again, on every rank that raised; a rank that ends instead ends the job. Without a launcher there is one rank, and MPI is
     neither needed nor started.
 
     Args:
@@ -81,6 +82,7 @@ def init(comm: MPI.Intracomm | Sequence[int] | None = None, process_sets: Sequen
             MPI's, or of another MPI than the one that mpi4py loads. ``COLLECTIVES_ALLOW_SINGLE=1`` makes a world of one rank then.
         InvalidArgumentError: a setting in the environment cannot be understood, or ``comm`` names no such ranks.
         CollectiveTimeoutError: not every rank came in time.
+        RankFailedError: a rank raised in the middle of its `init`.
         ForkedProcessError: this process was started by a rank, and is none itself.
     """
     if isinstance(process_sets, str):

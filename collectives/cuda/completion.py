@@ -7,6 +7,7 @@ caller's stream is put behind it there, when the caller asks for the result; wha
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -21,25 +22,25 @@ class Events:
 
     def __init__(self, device: Device) -> None:
         self.device = device
-        self._idle: deque[int] = deque()
-        self._all: list[int] = []
+        self._idle: deque[_Return] = deque()
+        self._lent: dict[int, _Return] = {}
+        """By event; all that there are."""
 
-    def take(self) -> int:
+    def lend(self, completion: Completion) -> int:
+        """An event for as long as the completion exists. Whoever was made to wait for it waits for what it stood for then."""
         try:
-            return self._idle.pop()
+            event = self._idle.pop().event
         except IndexError:
             event = self.device.create_event()
-            self._all.append(event)
-            return event
-
-    def give(self, event: int) -> None:
-        """Whoever was made to wait for it waits for what it stood for then."""
-        self._idle.append(event)
+        # Comes back without a line of Python: an interrupt that is handled within a destructor is lost.
+        reference = self._lent[event] = _Return(completion, self._idle.append)
+        reference.event = event
+        return event
 
     def close(self) -> None:
-        for event in self._all:
+        for event in self._lent:
             self.device.destroy_event(event)
-        self._all.clear()
+        self._lent.clear()
         self._idle.clear()
 
 
@@ -49,12 +50,12 @@ class Completion:
     Streams are not remembered: when one is destroyed, the next may have its number.
     """
 
-    __slots__ = ("_passed", "event", "events")
+    __slots__ = ("__weakref__", "_passed", "event", "events")
 
     def __init__(self, events: Events, stream: int) -> None:
         self.events = events
         self._passed = False
-        self.event = events.take()
+        self.event = events.lend(self)
         events.device.record(self.event, stream)
 
     def passed(self) -> bool:
@@ -67,8 +68,12 @@ class Completion:
         if not self._passed:
             self.events.device.wait(stream, self.event)
 
-    def __del__(self) -> None:
-        self.events.give(self.event)
+
+class _Return(weakref.ref[Completion]):
+    """A reference to a completion, whose callback receives it together with the event when nobody can ask any more."""
+
+    __slots__ = ("event",)
+    event: int
 
 
 class Fence:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -68,6 +69,23 @@ def test_an_event_goes_back_when_nobody_can_ask_any_more() -> None:
     number = first.event
     del first
     assert Completion(events, 1).event == number and device.made == 1
+
+
+def test_an_interrupt_is_not_lost_in_what_gives_an_event_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    ignored: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", ignored.append)
+    device: Any = Recorder()
+    events = Events(device)
+    first = Completion(events, 1)
+
+    def interrupt(*event: Any) -> Any:
+        raise KeyboardInterrupt
+
+    sys.settrace(interrupt)  # raises where a function of Python begins, as a signal does that came before
+    del first
+    sys.settrace(None)
+    assert not ignored
+    assert Completion(events, 1).event == 1 and device.made == 1
 
 
 def test_work_that_was_aborted_gives_no_result() -> None:

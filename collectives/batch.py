@@ -15,7 +15,7 @@ from collectives.context import Context
 from collectives.entries import Entry
 from collectives.errors import OutOfMemoryError
 from collectives.handles import Handle
-from collectives.negotiation import Request
+from collectives.negotiation import STARVING
 from collectives.planner import Choice
 from collectives.program import Medium
 from collectives.reduction import Op
@@ -23,9 +23,6 @@ from collectives.tasks import Combine, One, Rows
 
 if TYPE_CHECKING:
     from collectives.timeline import Timeline
-
-STARVING = Request("starving").signature()
-"""Said in place of a task by a rank that was refused memory."""
 
 Task = One | Rows | Combine | Packed | Listed | Copied
 

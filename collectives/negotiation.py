@@ -68,6 +68,10 @@ class Request:
         return f"{self.collective}({', '.join(said)})"
 
 
+STARVING = Request("starving").signature()
+"""Said in place of a list, or of a task in it, by a rank that was refused memory."""
+
+
 def mismatch(rank: int, requests: Sequence[Request | None], names: Sequence[int] | None = None) -> MismatchError:
     """The error for ranks that asked for different things: what differs, and what each rank asked for.
 

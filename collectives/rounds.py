@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from collectives import negotiation, stall
-from collectives.batch import STARVING, Batch
+from collectives.batch import Batch
 from collectives.config import Config
 from collectives.context import Context
 from collectives.errors import MismatchError, OutOfMemoryError
@@ -162,7 +162,7 @@ class Rounds(Lead):
             # To be believed only when no rank has memory mapped that this one has freed: the ranks compare, and propose the same again.
             self._starved = self._starving = True
             self._open = (handles, None)
-            self._control.enter(STARVING)
+            self._control.enter(negotiation.STARVING)
             return True
         self._proposed_at = time.monotonic()
         # Before it can be seen by the peers: whatever happens from here on, it is known what was entered.

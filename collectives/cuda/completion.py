@@ -83,18 +83,20 @@ class Fence:
         view: of the caller's tensor, whose framework knows the caller's stream.
         finish: makes the caller's result, on a stream that comes after the operation.
         failure: why work on the device has been aborted, or None.
+
+    Attributes:
         whose: rank and tensor, for messages.
     """
 
-    __slots__ = ("_failure", "_finish", "_lock", "_result", "_whose", "completion", "view")
+    __slots__ = ("_failure", "_finish", "_lock", "_result", "completion", "view", "whose")
 
-    def __init__(self, view: DeviceView, finish: Callable[[], Any], failure: Callable[[], Exception | None], whose: str = "tensor") -> None:
+    def __init__(self, view: DeviceView, finish: Callable[[], Any], failure: Callable[[], Exception | None]) -> None:
         self.view = view
         self.completion: Completion | None = None
         self._finish: Callable[[], Any] | None = finish
         self._failure = failure
         self._result: Any = None
-        self._whose = whose
+        self.whose = "tensor"
         self._lock = threading.Lock()
 
     def pass_through(self, ordered: set[tuple[Completion, int]]) -> Any:
@@ -115,7 +117,7 @@ class Fence:
             with active(self.view.device):
                 stream = self.view.current_stream()
                 if (completion, stream) not in ordered:
-                    free_of_capture(self.view.device, stream, self._whose, "synchronize before the capture begins, or after it")
+                    free_of_capture(self.view.device, stream, self.whose, "synchronize before the capture begins, or after it")
                     completion.before(stream)
                     ordered.add((completion, stream))
         with self._lock:

@@ -164,8 +164,8 @@ class DeviceDoor:
         accelerator = self._accelerator
         accelerator.use(view.device)
         handle = Handle(entry, view.array, out, _nothing, keep, reads=None if writes else view, writes=view if writes else None)
-        whose = f"rank {self._rank}: {entry.request.name or entry.request.collective}"
-        handle.fence = Fence(view, finish, lambda: accelerator.failure, whose)
+        handle.fence = Fence(view, finish, lambda: accelerator.failure)
+        handle.fence.whose = f"rank {self._rank}: {entry.request.name or entry.request.collective}"
         return handle
 
     def mark(self, handle: Handle) -> None:

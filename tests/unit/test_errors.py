@@ -15,6 +15,7 @@ TREE = {
     "RankFailedError": (errors.OperationError,),
     "CollectiveTimeoutError": (errors.OperationError, TimeoutError),
     "TransportError": (errors.OperationError,),
+    "OutOfMemoryError": (RuntimeError,),
     "ForkedProcessError": (RuntimeError,),
     "MissingDependencyError": (ImportError,),
 }

@@ -13,7 +13,7 @@ from collectives import reduction
 from collectives.binder import Plan
 from collectives.buffers import ResultPool
 from collectives.entries import Entries, Entry
-from collectives.errors import TransportError
+from collectives.errors import CollectivesError, TransportError
 from collectives.executor import Executor
 from collectives.planner import Planner
 from collectives.plans import Plans
@@ -66,8 +66,8 @@ class Context:
         self.timeline: Timeline | None = None
         self.device_tasks: Callable[[Sequence[Entry]], Sequence[tuple[Any, Sequence[int]]]] = _no_devices
         """Makes the tasks of entries of device tensors that may be fused: each with the places of its entries among these."""
-        self.release_devices: Callable[[], object] = _nothing
-        """Gives back the device memory of peers."""
+        self.release_devices: Callable[[], int] = _nothing
+        """Gives back the device memory of peers; the bytes."""
         self.joined = False
         """Whether this rank contributes neutral elements, which no factor may touch."""
         self.quietly = _quiet_runner()
@@ -88,10 +88,22 @@ class Context:
         if not self.control.agree(token, words):
             raise TransportError(f"rank {self.rank}: the ranks are at different places of an operation that all agreed on")
 
-    def make_room(self) -> None:
-        """Have every rank give back the device memory of its peers; all ranks call it, and have done so when it returns."""
-        self.release_devices()
-        self.control.exchange(None)
+    def make_room(self) -> int:
+        """Have every rank give back the device memory of its peers; all ranks call it, and have done so when it returns. The bytes that this
+        rank has mapped no more.
+
+        Raises:
+            TransportError: on every rank, if one cannot.
+        """
+        released, problem = 0, ""
+        try:
+            released = self.release_devices()
+        except CollectivesError as error:
+            problem = str(error)
+        problem = next(filter(None, self.control.exchange(problem)), "") if self.size > 1 else problem
+        if problem:
+            raise TransportError(f"rank {self.rank}: device memory cannot be released: {problem}")
+        return released
 
     def release(self) -> None:
         """Let go of the windows, and of memory that tasks use."""
@@ -113,8 +125,9 @@ class Context:
             scaling(source, out)
 
 
-def _nothing() -> None:
+def _nothing() -> int:
     """Of a world that has no device."""
+    return 0
 
 
 def _no_devices(entries: Sequence[Entry]) -> Sequence[tuple[Any, Sequence[int]]]:

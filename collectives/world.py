@@ -202,26 +202,17 @@ class World(Operations):
     def empty_cache(self) -> int:
         """See `collectives.empty_cache`."""
 
+        def release(_: Handle) -> int:
+            released = self._context.make_room()  # first what is the peers', then what is this rank's own
+            return released + (self._devices.trim() if self._devices is not None else 0)
+
         def make() -> Handle:
             handle = self._door.meeting("empty_cache")
-            handle.deliver = lambda _: self._release()
+            handle.deliver = release
             return handle
 
         released: int = self._wait(None, make)
         return released
-
-    def _release(self) -> int:
-        """All ranks are here: they give back what is the peers', and then what is theirs."""
-        exchange = self._control.exchange if self.size > 1 else lambda value: [value]
-        side, released, problem = self._devices, 0, ""
-        try:
-            released = side.release() if side is not None else 0
-        except CollectivesError as error:
-            problem = str(error)
-        problem = next(filter(None, exchange(problem)), "")
-        if problem:
-            raise TransportError(f"rank {self.ranks[self.rank]}: memory cannot be released: {problem}")
-        return released + (side.trim() if side is not None else 0)
 
     # ---- tuning -----------------------------------------------------------------------------------------------------------------
 

@@ -89,8 +89,10 @@ class Context:
             raise TransportError(f"rank {self.rank}: the ranks are at different places of an operation that all agreed on")
 
     def make_room(self) -> int:
-        """Have every rank give back the device memory of its peers; all ranks call it, and have done so when it returns. The bytes that this
-        rank has mapped no more.
+        """Have every rank give back the device memory of its peers; all ranks call it, and all have done so when it returns.
+
+        Returns:
+            The bytes that this rank no longer maps.
 
         Raises:
             TransportError: on every rank, if one cannot.

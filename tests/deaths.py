@@ -1,6 +1,6 @@
 """Kill a rank in every way, at every place, and look at what becomes of the job.
 
-    python -m tests.deaths                          # 176 injections: every way at every place, twice, over both MPIs and launchers
+    python -m tests.deaths                          # 208 injections: every way at every place, twice, over both MPIs and launchers
     python -m tests.deaths --count 40 --seed 7      # fewer, others
     python -m tests.deaths --part 2/5               # the second fifth of them
     python -m tests.deaths --where synchronize --how SIGKILL --mpi mpich
@@ -13,6 +13,7 @@ the victim named), and leaves no process and no file behind. Exit code 1 if anyt
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import os
 import random
@@ -22,7 +23,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,6 +51,7 @@ WHERES = {
     "all-reduce, window": 0.3,
     "all-reduce, direct-read": 0.3,
     "all-reduce, mpi": 0.3,
+    "all-reduce, hosts": 0.3,
     "asynchronous": 0.3,
     "synchronize": 0.3,
     "join": 0.3,
@@ -83,6 +85,8 @@ def arm():
             signal.signal(number, die)
         (folder / "armed.part").write_text(str(os.getpid()))
         (folder / "armed.part").rename(folder / "armed")
+
+transports = {f"all-reduce, {transport}": transport for transport in ("window", "direct-read", "mpi")}
 
 def forever():
     while True:
@@ -119,7 +123,7 @@ step = 0
 while True:
     step += 1
     if where.startswith("all-reduce"):
-        hvd.allreduce_(large if step % 2 else small, op=hvd.Average, transport=where.partition(", ")[2])
+        hvd.allreduce_(large if step % 2 else small, op=hvd.Average, transport=transports.get(where))
     elif where == "asynchronous":
         for k in range(5):
             hvd.allreduce_async(small if k else large, name=f"{step} {k}").add_done_callback(lambda handle: None)
@@ -184,13 +188,14 @@ def inject(injection: Injection) -> Outcome:
         start = [str(prefix / "bin" / "mpirun"), "-n"] if injection.launcher == "mpirun" else [python, "-m", "collectives.launch", "-np"]
         command = [*start, str(injection.ranks), python, str(folder / "program.py")]
         command += [name, injection.where, str(int(number)), how, str(injection.victim)]
+        env = {"TMPDIR": str(folder / "tmp"), "COLLECTIVES_LOCAL_SIZE": "1" if "hosts" in injection.where else "0"}
         before = set(os.listdir("/dev/shm"))
         over = threading.Event()
         killer = threading.Thread(target=_kill, args=(folder, number, injection.delay, bool(how), over))
         killer.start()
         problems, code, text = [], None, ""
         try:
-            result = run_command(command, timeout=BOUND + 10, env={"TMPDIR": str(folder / "tmp")}, expect=None)
+            result = run_command(command, timeout=BOUND + 10, env=env, expect=None)
             code, text = result.returncode, result.output
         except AssertionError as error:
             text = str(error)
@@ -202,7 +207,7 @@ def inject(injection: Injection) -> Outcome:
         seconds = ended - float(died.read_text()) if died.exists() else float("nan")
         new = set(os.listdir("/dev/shm")) - before
         # MPICH leaves its own memory behind when a job dies; collectivesrun sweeps it up, mpirun does not.
-        left = [*os.listdir(folder / "tmp"), *filter(_LEFT[injection.launcher].match, new)]
+        left = [*os.listdir(folder / "tmp"), *_unused(filter(_LEFT[injection.launcher].match, new))]
     if left:
         problems.append(f"files left: {' '.join(left)}")
     if seconds != seconds:
@@ -212,6 +217,16 @@ def inject(injection: Injection) -> Outcome:
     if code is not None:
         problems += _judge_code(injection, code, expected, text)
     return Outcome(injection, code, seconds, tuple(problems), text)
+
+
+def _unused(names: Iterable[str]) -> list[str]:
+    """Those files of /dev/shm that no process has mapped: others may run jobs at the same time."""
+    found = [*names]
+    mapped = ""
+    for maps in Path("/proc").glob("[0-9]*/maps") if found else ():
+        with contextlib.suppress(OSError):
+            mapped += maps.read_text()
+    return [name for name in found if f"/dev/shm/{name}" not in mapped and Path("/dev/shm", name).exists()]
 
 
 def _judge_code(injection: Injection, code: int, expected: int, text: str) -> list[str]:

@@ -2,8 +2,8 @@
 
 No thread of the program blocks inside MPI: requests are posted and tested, with a pause that grows, so that a wait can see a
 failed rank, keep its bound, and leave the core to others; the calls that make communicators have no such form and run in a
-thread of their own (`collectives.transport.patience`). Freeing a communicator talks to nobody. The communicator is a duplicate of the caller's: the program's own MPI
-traffic is never touched, and MPI itself is finalised by whoever initialised it.
+thread of their own (`collectives.transport.patience`). Freeing a communicator talks to nobody. The communicator is a duplicate
+of the caller's: the program's own MPI traffic is never touched, and MPI itself is finalised by whoever initialised it.
 """
 
 from __future__ import annotations

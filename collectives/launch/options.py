@@ -222,7 +222,7 @@ IGNORED = (
         _BY_LOGGING,
         keys=("logging.hide_timestamp", "logging.with_timestamp"),
     ),
-    Ignored(("-prefix-timestamp", "--prefix-output-with-timestamp"), "output is passed on as it is"),
+    Ignored(("-prefix-timestamp", "--prefix-output-with-timestamp"), "lines are tagged with their rank; --no-tag leaves them as they are"),
 )
 
 

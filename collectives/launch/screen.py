@@ -4,7 +4,8 @@ Lines of two ranks never mix. What a rank has written of a line so far (a prompt
 
     terminal       at once. When another rank writes, the open line is erased and drawn again below. A tag stands at the beginning of
                    a line and, where a line is drawn anew after a carriage return, there too.
-    pipe or file   once nothing more has come for a moment. When another rank writes, the line is broken.
+    pipe           once nothing more has come for a second. When another rank writes then, the line is broken.
+    file           when the line or the job ends.
 
 Nothing here blocks: the bytes wait in ``pending`` until the job's loop finds that they can be written.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 import time
 from collections.abc import Hashable
 
@@ -22,8 +24,8 @@ _REDRAWN = re.compile(rb"(\r(?:" + _MOVE + rb")*)(?=[^\r\n\x1b]|\x1b\[[0-9;]*m)"
 """The beginning of a line that is drawn anew, up to its first character or colour."""
 _AT_START = re.compile(rb"\r(?:" + _MOVE + rb")*\Z")
 _INVISIBLE = re.compile(_CONTROL + rb"|[\r\x00-\x1f]")
-_IDLE = 0.1
-"""Seconds after which a line without an end is shown where it is no terminal."""
+_IDLE = 1.0
+"""Seconds after which a line without an end is shown in a pipe. A rank's buffer is full in the middle of a line: that is none yet."""
 _LONGEST = 64 << 10
 _COLOURS = (b"36", b"33", b"32", b"35", b"34", b"31")
 _PIECE = 4096
@@ -129,6 +131,7 @@ class Stream(Screen):
         super().__init__(fd)
         self._held: dict[Hashable, tuple[bytes, bytes, float]] = {}
         """Of each stream the beginning of a line that is not shown yet, with its tag and when it came."""
+        self._patient = stat.S_ISREG(os.fstat(fd).st_mode)
         self._open: Hashable = None
         """The stream whose line is shown without its end."""
 
@@ -148,7 +151,7 @@ class Stream(Screen):
 
     def settle(self, *, all_of_it: bool = False) -> None:
         now = time.monotonic()
-        for key in [key for key, (_, _, since) in self._held.items() if all_of_it or now - since > _IDLE]:
+        for key in [key for key, (_, _, since) in self._held.items() if all_of_it or (now - since > _IDLE and not self._patient)]:
             self._reveal(key)
         if all_of_it and self._open is not None:
             self._show(b"\n")

@@ -7,6 +7,7 @@ import pty
 import re
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -70,11 +71,20 @@ def test_a_prompt_is_shown_after_a_moment_and_broken_by_another_rank(stream: Str
     assert feed(stream, (0, b"Name? ")) == b""
     stream.settle()
     assert not stream.pending
-    now = time.monotonic() + 1
+    now = time.monotonic() + 2
     monkeypatch.setattr(time, "monotonic", lambda: now)
     stream.settle()
     assert feed(stream) == b"[0] Name? "
     assert feed(stream, (1, b"x\n"), (0, b"more"), (0, b"\n")) == b"\n[1] x\n[0] more\n"
+
+
+def test_a_file_never_has_half_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = Stream(os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT))
+    now = time.monotonic() + 9
+    assert feed(shown, (0, b"half ")) == b""
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    shown.settle()
+    assert feed(shown, (1, b"x\n"), (0, b"a line\n")) == b"[1] x\n[0] half a line\n"
 
 
 def test_a_shown_beginning_goes_on_where_nobody_came_between(stream: Stream) -> None:

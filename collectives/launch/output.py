@@ -23,6 +23,7 @@ from collectives.launch.screen import Screen, Stream, Tags, Terminal, size
 
 _FRAME = re.compile(rb"(.*?)" + MARK + rb"(\d+)([oerx])(.*)", re.DOTALL)
 _TRACEBACK = re.compile(rb"^Traceback \(most recent call last\):", re.MULTILINE)
+_CONSEQUENCE = re.compile(rb"^collectives\.errors\.(RankFailedError|CollectiveTimeoutError)\b", re.MULTILINE)
 _CONTROL = re.compile(rb"\x1b\[[0-9;]*m")
 _HOLD = 1.0
 """Seconds that a traceback, or the launcher's words, are held: after that they do not belong to the end of the job."""
@@ -100,9 +101,14 @@ class Output:
         """Show what is left, now that the job has ended; ``first`` is the rank that failed first."""
         if first is None and not self.interrupted:
             self._say()
-        others = {record.rank: record for record in self.records.found() if record.consequence}
         for rank in list(self._held):
-            self._release(rank)
+            # A rank that was killed before its record had come says by its traceback that it is a consequence.
+            if first is not None and any(_CONSEQUENCE.search(data) for kind, data in self._held[rank][1] if kind == b"e"):
+                self._withhold(rank, "")
+            else:
+                self._release(rank)
+        others = {record.rank for record in self.records.found() if record.consequence}
+        others |= {rank for rank, text in self._withheld.items() if _CONSEQUENCE.search(text)}
         for rank, text in self._withheld.items():
             if rank not in others and (first is None or rank != first.rank):
                 self._feed(rank, b"e", text)

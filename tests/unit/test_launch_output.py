@@ -124,6 +124,16 @@ def test_a_traceback_from_before_the_hooks_is_the_reason(job: Job) -> None:
     assert job.end()[1] == "\ncollectivesrun: rank 2 on h failed with exit code 1:\n" + TRACE.format("early")
 
 
+@pytest.mark.parametrize("record", ["none", "x"])
+def test_a_consequence_whose_own_record_never_came_is_left_out_too(record: str, job: Job) -> None:
+    job.fail(1, "r", TRACE.format("no good"))
+    job.say(0, "e", TRACE.format("x").replace("ValueError", "collectives.errors.RankFailedError"))
+    if record == "x":
+        job.fail(0, "x", at=1.0)
+    err = job.end()[1]
+    assert "so failed rank 0 (" in err and err.count("Traceback") == 1 and err.endswith("ValueError: no good\n")
+
+
 def test_a_second_cause_is_shown_too(job: Job) -> None:
     for rank in (0, 2):
         job.say(rank, "e", TRACE.format(f"own error {rank}"))

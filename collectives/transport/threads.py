@@ -69,7 +69,7 @@ def connect(
                 messages,
                 _splitter(rank, ranks, layout, meeting, reads_private, timeout),
                 ranks,
-                _nothing,
+                memory.close,
             )
         )
         if ranks != tuple(range(size)):
@@ -99,10 +99,6 @@ def _splitter(
         return groups[number[rank]] if rank in number else None
 
     return split
-
-
-def _nothing() -> None:
-    """A group of threads leaves nothing behind."""
 
 
 class ThreadMemory:

@@ -8,6 +8,7 @@ import weakref
 
 import numpy as np
 
+from collectives.handles import Handle
 from collectives.lead import THREAD_NAME
 from collectives.reduction import Op
 from collectives.transport import threads
@@ -35,16 +36,16 @@ def test_twenty_worlds_leave_nothing_behind() -> None:
 def test_a_handle_that_outlives_its_world_keeps_its_result_and_no_window() -> None:
     windows = []
 
-    def program(world: World) -> np.ndarray:
+    def program(world: World) -> Handle:
         assert world._group.memory is not None
         windows.extend(weakref.ref(window) for window in world._group.memory.windows if window is not None)
         handle = world.allreduce_async(np.full(3, world.rank + 1.0), op=Op.SUM)
         world.allreduce(np.ones(3), name="kept by the cache")
         handle.wait()
         world.shutdown()
-        return handle.wait()
+        return handle
 
-    for result in threads.run(2, program, make_world=World):
-        assert result[0] == 3
+    handles = threads.run(2, program, make_world=World)
     gc.collect()
+    assert [handle.wait()[0] for handle in handles] == [3, 3]
     assert not [window for window in windows if window() is not None]

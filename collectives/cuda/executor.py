@@ -201,6 +201,7 @@ class DeviceExecutor:
         elif min(standings):
             if seen.graph:
                 self._outdated.append(seen.graph)
+                seen.graph = 0  # a capture that fails must not leave it in two places
             seen.graph = self._capture(plan, table, dtype)
             self._device.launch_graph(seen.graph, self.main)
             plan.captures += 1
@@ -213,20 +214,20 @@ class DeviceExecutor:
         device.begin_capture(self.main)
         try:
             self._run_over_messages(plan, table, dtype)
-        finally:
-            graph = device.end_capture(self.main)
-        return graph
+        except BaseException:
+            device.destroy_graph(device.end_capture(self.main))
+            raise
+        return device.end_capture(self.main)
 
     def _forget_graphs(self) -> None:
         self._device.drain(self.main)
         self._destroy_graphs()
 
     def _destroy_graphs(self) -> None:
-        for graph in (*self._outdated, *(seen.graph for seen in self._seen.values())):
-            if graph:
-                self._device.destroy_graph(graph)
-        self._outdated.clear()
+        self._outdated += [seen.graph for seen in self._seen.values() if seen.graph]
         self._seen.clear()
+        while self._outdated:
+            self._device.destroy_graph(self._outdated.pop())
 
     def release_graphs(self) -> None:
         """Destroy all graphs, for which NCCL waits when the communicator is closed; the device is done with them."""

@@ -297,6 +297,7 @@ def _by_interface(tensor: Any, argument: str, provider: Provider, given: int | N
             stream = made_on
         else:
             with active(device):
+                streams.free_of_capture(device, made_on, argument, streams.OUTSIDE)
                 streams.order(device, made_on, stream)
     strides = interface.get("strides")
     return Found(address, tuple(interface["shape"]), strides and tuple(strides), dtype, device, not read_only, stream, tensor)

@@ -170,6 +170,10 @@ def test_a_stream_that_is_being_captured_is_refused_before_it_is_made_to_wait(de
         before.on_host()
     with pytest.raises(InvalidArgumentError, match=r"tensor: .*captured into a CUDA graph.*outside of the capture"):
         view(tensor, stream=captured)
+    if wrapped:  # it says on which stream it was made: to wait for that one would take the caller's into the capture
+        made_there = Interfaced(EmulatedArray.of(device, np.zeros(3), captured))
+        with pytest.raises(InvalidArgumentError, match=r"captured into a CUDA graph.*outside of the capture"):
+            view(made_there, stream=making)
     device.destroy_graph(device.end_capture(captured))
 
 

@@ -38,7 +38,7 @@ for another thread or are other ranks."""
 _LOOK_AROUND_AFTER = 0.1
 """Seconds without progress after which it is worth looking at what other threads do."""
 _COMPUTES = 0.1
-"""The share of a core that a thread uses which has called collectives and may do so when it has computed what it computes."""
+"""The share of a core above which a thread computes: it may call collectives, or another one that waits for it may, when it is done."""
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 50e-6, 2e-3
 
 
@@ -98,7 +98,7 @@ class Rounds(Lead):
         self._patience: float | None = None
         """Seconds without progress after which this rank counts as stuck, as its threads are now; None: they were not looked at yet."""
         self._used_before: dict[threading.Thread, float] = {}
-        """Processor time that those who have called collectives had used by ``_stuck_since``."""
+        """Processor time that other threads had used by ``_stuck_since``."""
         self._told_of_joining = False
         self._join: Handle | None = None
         self._already_joined: set[int] = set()
@@ -354,17 +354,19 @@ class Rounds(Lead):
         patience = _STUCK_AFTER if busy or others else _STUCK_AFTER_AMONG_THREADS
         if patience != self._patience:
             self._stuck_since, self._patience = now, patience
-            self._used_before = {caller: stall.processor_seconds(caller) for caller in self._callers}
+            self._used_before = {thread: stall.processor_seconds(thread) for thread in self._callers | strangers}
         if now - self._stuck_since < patience:
             return False
-        if busy and self._computes(now - self._stuck_since):
+        # One that has called collectives may wait for a thread that has not, and call again when that one has computed its result.
+        watched = self._callers if self._ranks_are_threads else self._callers | strangers
+        if len(self._callers) > waiting and patience == _STUCK_AFTER and self._computes(watched, now - self._stuck_since):
             self._stuck_since = None
             return False
         return True
 
-    def _computes(self, seconds: float) -> bool:
-        """Whether a thread that has called collectives has computed for this time, other than the one that drives."""
-        others = self._callers - {threading.current_thread()}
+    def _computes(self, threads: set[threading.Thread], seconds: float) -> bool:
+        """Whether one of these threads has computed for this time, other than the one that drives."""
+        others = threads - {threading.current_thread()}
         return any(stall.processor_seconds(caller) - self._used_before.get(caller, 0.0) > _COMPUTES * seconds for caller in others)
 
     def _deadlock(self) -> None:

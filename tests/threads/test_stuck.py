@@ -85,6 +85,31 @@ def test_a_thread_that_computes_may_call_when_it_is_done(monkeypatch: pytest.Mon
     threads.run(2, program, make_world=World)
 
 
+def test_a_thread_may_wait_for_one_that_computes_and_call_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rounds, "_STUCK_AFTER", 0.5)
+
+    def compute() -> None:
+        used = time.thread_time()
+        while time.thread_time() - used < 1.0:
+            np.ones(1000).sum()
+
+    def program(world: World) -> None:
+        world._engine._ranks_are_threads = False  # as where each rank is a process
+        world.allreduce(np.ones(2))
+        told: list[BaseException] = []
+        worker = threading.Thread(target=until_told, args=(world, told))
+        worker.start()
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(compute).result()
+        for rank in range(world.size):
+            if rank != world.rank:
+                world.allreduce(np.ones(2), name=f"of rank {rank}")
+        worker.join()
+        assert not told
+
+    threads.run(2, program, make_world=World)
+
+
 def test_only_waits_without_a_bound_count_as_parked() -> None:
     over, begun = threading.Event(), threading.Barrier(5)
 

@@ -18,6 +18,7 @@ from collectives.config import Config, unknown
 from collectives.cuda import devices
 from collectives.errors import (
     CollectivesError,
+    CollectiveTimeoutError,
     ForkedProcessError,
     InvalidArgumentError,
     InvalidTypeError,
@@ -51,7 +52,8 @@ class _Default:
     def __init__(self) -> None:
         self.world: World | None = None
         self.hooks: Hooks | None = None
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()  # a signal handler may shut down while its thread is in `init`
+        self.joining = False
         self.sets: dict[int, ProcessSet] = {0: global_process_set}
         self.next_set = 1
         self.was_shut_down = False
@@ -92,10 +94,18 @@ def init(comm: MPI.Intracomm | Sequence[int] | None = None, process_sets: Sequen
     with _default.lock:
         if _default.world is not None:
             return
+        if _default.joining:
+            raise InvalidArgumentError("init() was called within init(), from a signal handler; let it set a flag, and call init() later")
+        _check_place()
+        if "mpi4py.MPI" in sys.modules or launched.mpi_may_join(os.environ):
+            _watch_exit()  # a setting that only this rank has wrong must not leave the others waiting for it
         config = Config.from_environment()
         logs.configure(config.log_level)
-        _check_place()
-        world = _join(comm, config)
+        _default.joining = True
+        try:
+            world = _join(comm, config)
+        finally:
+            _default.joining = False
         logs.place(world.rank)
         _say(world)
     if config.timeline:
@@ -119,7 +129,7 @@ def _join(comm: MPI.Intracomm | Sequence[int] | None, config: Config) -> World:
         _default.was_shut_down = False
         _default.world = world
     except BaseException as error:
-        _default.interrupted = not isinstance(error, CollectivesError)
+        _default.interrupted = not isinstance(error, CollectivesError) or isinstance(error, CollectiveTimeoutError)
         if group is not None:
             group.control.fail(f"{type(error).__name__}: {error}")
         raise
@@ -130,10 +140,11 @@ def _join(comm: MPI.Intracomm | Sequence[int] | None, config: Config) -> World:
 def shutdown() -> None:
     """Leave the other ranks. Does nothing before `init`. Does not finalise MPI, which the program may use on."""
     with _default.lock:
-        if _default.hooks is not None:
-            _default.hooks.remove()
-            _default.hooks = None
+        # Without a world the hooks stay: `init` may have been interrupted, and the others wait in it for this rank.
         if _default.world is not None:
+            if _default.hooks is not None:
+                _default.hooks.remove()
+                _default.hooks = None
             for known in _default.sets.values():
                 known.detach()
             _default.sets = {0: global_process_set}

@@ -211,7 +211,9 @@ os._exit(0)
 
 
 @pytest.mark.parametrize(
-    ("mpi", "ending", "code"), [("openmpi", "sys.exit(3)", 3), ("mpich", "raise KeyboardInterrupt", 130)], ids=["exits", "interrupted"]
+    ("mpi", "ending", "code"),
+    [("openmpi", "hvd.shutdown(); sys.exit(3)", 3), ("mpich", "raise KeyboardInterrupt", 130)],
+    ids=["exits", "interrupted"],
 )
 def test_a_rank_that_ends_in_init_ends_the_job(mpi: str, ending: str, code: int) -> None:
     """While the others are yet to come: it must neither wait for them in MPI's finalisation, nor they for it."""
@@ -228,7 +230,10 @@ if MPI.COMM_WORLD.Get_rank() == 1:
     signal.setitimer(signal.ITIMER_REAL, 0.3)
 elif MPI.COMM_WORLD.Get_rank() == 0:
     time.sleep(30)
-hvd.init()
+try:
+    hvd.init()
+finally:
+    hvd.shutdown()  # must not make it forget that the others wait
 """
     assert run_ranks(3, program, mpi=mpi, timeout=28, expect=code).seconds < BOUND
 

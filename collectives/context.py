@@ -13,7 +13,7 @@ from collectives import reduction
 from collectives.binder import Plan
 from collectives.buffers import ResultPool
 from collectives.entries import Entries, Entry
-from collectives.errors import CollectivesError, TransportError
+from collectives.errors import TransportError
 from collectives.executor import Executor
 from collectives.planner import Planner
 from collectives.plans import Plans
@@ -100,8 +100,8 @@ class Context:
         released, problem = 0, ""
         try:
             released = self.release_devices()
-        except CollectivesError as error:
-            problem = str(error)
+        except Exception as error:  # whatever it is, the others are in the exchange
+            problem = f"{type(error).__name__}: {error}"
         problem = next(filter(None, self.control.exchange(problem)), "") if self.size > 1 else problem
         if problem:
             raise TransportError(f"rank {self.rank}: device memory cannot be released: {problem}")

@@ -132,7 +132,8 @@ class Engine(Rounds):
                     handle = handle or _handle(entry, source, out, deliver, keep)
                     handle.locate()
                     handle.engine = self
-                    self.in_flight.claim(handle)  # for other threads to see; nothing was in flight before
+                    # For other threads to see. The round is entered: it is too late to refuse what one of them may have claimed meanwhile.
+                    self.in_flight.claim(handle)
                     if name is not None:
                         self._names_in_flight[name] = handle
                     self._inbox.appendleft(handle)
@@ -182,20 +183,32 @@ class Engine(Rounds):
             raise self.refusal()
         name = handle.entry.request.name
         handle.engine = self
-        if name is not None:
-            first = self._names_in_flight.setdefault(name, handle)
-            if first is not handle:
-                if first is None or first.entry.request.collective != "invalid":
-                    self._refuse_duplicate(name)
-                self._names_in_flight[name] = handle  # the mark of a refused call goes first; this one comes after it
-        if threading.current_thread() is not self._last_caller:
-            self._note_caller()
-        overlap = self.in_flight.claim(handle)
-        if overlap is not None:
-            self._refuse_overlap(handle, overlap)
-        self._inbox.append(handle)
+        try:
+            if name is not None:
+                first = self._names_in_flight.setdefault(name, handle)
+                if first is not handle:
+                    if first is None or first.entry.request.collective != "invalid":
+                        self._refuse_duplicate(name)
+                    self._names_in_flight[name] = handle  # the mark of a refused call goes first; this one comes after it
+            if threading.current_thread() is not self._last_caller:
+                self._note_caller()
+            overlap = self.in_flight.claim(handle)
+            if overlap is not None:
+                self._refuse_overlap(handle, overlap)
+            self._inbox.append(handle)
+        except BaseException:
+            self._withdraw(handle)
+            raise
         if self.refusal is not None:  # meanwhile, and whoever refused may have looked into the inbox before
             handle.fail(self.refusal())  # type: ignore[unreachable]
+
+    def _withdraw(self, handle: Handle) -> None:
+        """An interrupt may have come before the operation was submitted, or just after: then it goes on."""
+        if handle in self._inbox or handle in self._later or self._pending.get(handle.key) is handle:
+            return
+        self.in_flight.operations.pop(handle.claim, None)
+        if self._names_in_flight.get(handle.entry.request.name or "") is handle:
+            del self._names_in_flight[handle.entry.request.name or ""]
 
     def _refuse_duplicate(self, name: str) -> NoReturn:
         first = self._names_in_flight.get(name)
@@ -394,10 +407,14 @@ class Engine(Rounds):
 
     def _break(self, error: BaseException, kept: Any) -> None:
         """After a failure in mid-call: keep what peers may touch, tell them, and refuse all further calls."""
-        if self.refusal is not None:
+        refused = self.refusal
+        if refused is not None and not (self._pending or self._inbox):
             return
         keeping = (kept, list(self._pending.values()), self)
         _abandoned.append(keeping)
+        if refused is not None:
+            self.refuse(refused)  # fails what is in flight: whoever told this world to refuse did not lead
+            return
         text = in_words(self._rank, error)
         self.refuse(
             lambda: RankFailedError(f"rank {self._rank}: this world has failed in an earlier call and cannot be used: {text}"),

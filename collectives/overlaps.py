@@ -131,8 +131,8 @@ class InFlight:
 
     def _drop_complete(self) -> None:
         operations = self.operations
-        self._apart = [span for span in self._apart if span[4] in operations]
-        self._entangled = [span for span in self._entangled if span[4] in operations]
+        self._apart[:] = [span for span in self._apart if span[4] in operations]
+        self._entangled[:] = [span for span in self._entangled if span[4] in operations]
         self._room = 2 * (len(self._apart) + len(self._entangled)) + _ROOM
 
 

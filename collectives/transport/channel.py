@@ -62,7 +62,8 @@ class Channel:
         self._arriving: list[tuple[MPI.Request, int, int, bytearray]] = []
         self._length = np.zeros(1, np.int64)
         self._lengths = np.zeros(self.size, np.int64)
-        self._exchanged: Any = None
+        self.collective: Any = None
+        """The request of the last collective that may have been left in the middle, and its memory."""
         _open.add(self)
 
     def exchange(self, value: Any) -> list[Any]:
@@ -73,10 +74,9 @@ class Channel:
         self._length[0] = len(mine)
         self.patience.wait(self.comm.Iallgather(self._length, self._lengths), "every rank to say what it has")
         everybody = bytearray(int(self._lengths.sum()))
-        self._exchanged = (mine, everybody)
-        self.patience.wait(
-            self.comm.Iallgatherv((mine, MPI.BYTE), (everybody, self._lengths.copy(), MPI.BYTE)), "every rank to say what it has"
-        )
+        request = self.comm.Iallgatherv((mine, MPI.BYTE), (everybody, self._lengths.copy(), MPI.BYTE))
+        self.collective = (request, mine, everybody)
+        self.patience.wait(request, "every rank to say what it has")
         ends = np.cumsum(self._lengths).tolist()
         data = memoryview(everybody)
         return [pickle.loads(data[end - length : end]) for end, length in zip(ends, self._lengths.tolist(), strict=True)]

@@ -270,7 +270,9 @@ class MpiControl:
         if len(words) > _RECORD - 1:
             mine = np.array(words, np.int64)
             everybody = np.empty((self.size, len(mine)), np.int64)
-            self._patience.wait(self._comm.Iallgather(mine, everybody), "every rank's sizes")
+            request = self._comm.Iallgather(mine, everybody)
+            self._channel.collective = (request, mine, everybody)
+            self._patience.wait(request, "every rank's sizes")
             self._words = everybody
         return True
 

@@ -12,6 +12,7 @@ import pytest
 from collectives.compression import Compression
 from collectives.config import Config
 from collectives.errors import CollectivesError, InvalidArgumentError, InvalidTypeError, MismatchError
+from collectives.handles import Handle
 from collectives.reduction import Op
 from collectives.transport import threads
 from collectives.world import World
@@ -247,5 +248,23 @@ def test_threads_of_a_rank_that_share_memory_are_told() -> None:
                 world.allreduce_async_(mine(world), average=False, name="second").wait()
             world.allreduce_(b, average=False, name="blocking")
         works(world)
+
+    threads.run(2, program, make_world=World)
+
+
+def test_an_interrupt_while_memory_is_claimed_leaves_no_claim() -> None:
+    def program(world: World) -> None:
+        tensor, in_flight = mine(world), world._engine.in_flight
+
+        def interrupted(handle: Handle) -> None:
+            type(in_flight).claim(in_flight, handle)
+            raise KeyboardInterrupt
+
+        in_flight.claim = interrupted  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            world.allreduce_async_(tensor, op=Op.SUM, name="tensor")
+        del in_flight.claim  # type: ignore[method-assign]
+        assert not in_flight.operations
+        np.testing.assert_array_equal(world.allreduce_async_(tensor, op=Op.SUM, name="tensor").wait(), total(world))
 
     threads.run(2, program, make_world=World)

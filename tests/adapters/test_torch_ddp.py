@@ -37,6 +37,7 @@ def gloo(hvd: Any) -> Iterator[None]:
     yield
     hvd.barrier()
     distributed.destroy_process_group()
+    hvd.barrier()  # torch looks for the file again when it ends, and waits for it if it is gone
     if hvd.rank() == 0:
         shutil.rmtree(folder)
 

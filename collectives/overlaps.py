@@ -60,18 +60,27 @@ class InFlight:
         extents = _extents(handle)
         if not extents:
             return None
-        operations = self.operations
+        operations, apart = self.operations, self._apart
         handle.claim = number = next(self._numbers)
         with self._lock:
             if not operations:
-                self._apart.clear()
+                apart.clear()
                 self._entangled.clear()
-            elif len(self._apart) + len(self._entangled) > self._room:
+            elif len(apart) > self._room:
                 self._drop_complete()
             operations[number] = handle
             try:
-                if self._insert_apart(extents, number):
-                    return None
+                if not self._entangled:
+                    # One that lies between two others, as nearly all do.
+                    start, end = extents[0][0], extents[-1][1]
+                    at = bisect_left(apart, (end,))
+                    if not at or apart[at - 1][1] <= start:
+                        if len(extents) == 1:
+                            apart.insert(at, (*extents[0], number))
+                            return None
+                        if _lie_apart(extents):
+                            apart[at:at] = [(*extent, number) for extent in extents]
+                            return None
                 for extent in extents:
                     other = self._insert((*extent, number))
                     if other is not None:
@@ -101,23 +110,11 @@ class InFlight:
                 return other
         if overlaps:
             self._entangled.append(span)
+            if len(self._entangled) > self._room:
+                self._drop_complete()
         else:
             apart.insert(at, span)
         return None
-
-    def _insert_apart(self, extents: Sequence[Extent], number: int) -> bool:
-        """Add an operation's spans at once if they all lie between two others and apart from each other; whether they do."""
-        apart = self._apart
-        at = bisect_left(apart, (extents[-1][1],))
-        if (at and apart[at - 1][1] > extents[0][0]) or self._entangled:
-            return False
-        if len(extents) == 1:
-            apart.insert(at, (*extents[0], number))
-            return True
-        if _lie_apart(extents):
-            apart[at:at] = [(*extent, number) for extent in extents]
-            return True
-        return False
 
     def _conflict(self, one: Span, other: Span) -> bool:
         """Whether two spans whose addresses overlap may not be in flight together."""

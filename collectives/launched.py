@@ -80,7 +80,6 @@ _TORCH: _Family = {
         _Row("WORLD_SIZE", _size),
         _Row("RANK", _rank),
         _Row("LOCAL_WORLD_SIZE", _size),
-        _Row("LOCAL_RANK", _rank),
     )
 }
 _JAX: _Family = {

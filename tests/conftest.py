@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 
 import pytest
 from hypothesis import settings
@@ -23,6 +24,9 @@ if not _UNDER_MPI:
     # A job of Slurm's, say, in which the tests run: worlds of one rank are meant here.
     for _variable in launched.VARIABLES:
         os.environ.pop(_variable, None)
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        # In the background of a script; jobs that the tests interrupt would inherit it.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="module", autouse=True)

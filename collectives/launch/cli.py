@@ -138,6 +138,7 @@ def horovodrun() -> int:
 
 def main(arguments: Sequence[str] | None = None, program: str = "collectivesrun") -> int:
     """Run ``collectivesrun``; returns its exit code. ``program`` is what it is called in its help."""
+    _open_closed_streams()
     try:
         code = _run(_parser(program), sys.argv[1:] if arguments is None else arguments)
         sys.stdout.flush()
@@ -149,6 +150,17 @@ def main(arguments: Sequence[str] | None = None, program: str = "collectivesrun"
         # "collectivesrun --show-plan | head": nobody reads on. Python would complain again when it flushes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
+
+
+def _open_closed_streams() -> None:
+    """Have stdin, stdout and stderr lead nowhere where they are closed (``>&-``); other files would take their numbers."""
+    for fd in range(3):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number that is free
+    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +188,8 @@ def _run(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> int:
     ranks, hosts = _ranks_and_hosts(asked)
     file = config_file.read(asked.config_file) if asked.config_file else config_file.ConfigFile()
     environment = options.merge(os.environ, options.chosen(asked), file.chosen)
+    if ranks == 1:
+        environment.setdefault("COLLECTIVES_ALLOW_SINGLE", "1")  # whatever a launcher around this one says
     config = Config.from_environment(environment)
     for message in dict.fromkeys([*asked.ignored, *file.ignored]):
         print(f"collectivesrun: {message}", file=sys.stderr)

@@ -141,7 +141,8 @@ def _noticing() -> Iterator[_Notices]:
         del came[: len(taken)]
         return taken, readable, writable
 
-    before = {number: signal.signal(number, note) for number in _FORWARDED}
+    # What this process was started to ignore, it ignores: SIGHUP under nohup, SIGINT in the background of a script.
+    before = {number: signal.signal(number, note) for number in _FORWARDED if signal.getsignal(number) != signal.SIG_IGN}
     before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda number, frame: None)
     previous = signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
     try:

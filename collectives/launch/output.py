@@ -24,6 +24,8 @@ from collectives.launch.screen import Screen, Stream, Tags, Terminal, size
 _FRAME = re.compile(rb"(.*?)" + MARK + rb"(\d+)([oerx])(.*)", re.DOTALL)
 _TRACEBACK = re.compile(rb"^Traceback \(most recent call last\):", re.MULTILINE)
 _CONSEQUENCE = re.compile(rb"^collectives\.errors\.(RankFailedError|CollectiveTimeoutError)\b", re.MULTILINE)
+_PREFIX = re.compile(rb"(?:\w+ \w+ +\d+ [\d:]+ \d+)?(?:\[[^]]*\])+(?:<std\w+>)?:? ?")
+"""What launchers put before each line where they are asked to: ``[1,0]<stderr>: `` (Open MPI), ``[0] `` (MPICH), the time before it."""
 _CONTROL = re.compile(rb"\x1b\[[0-9;]*m")
 _HOLD = 1.0
 """Seconds that a traceback, or the launcher's words, are held: after that they do not belong to the end of the job."""
@@ -98,7 +100,9 @@ class Output:
                 screen.write()
 
     def end(self, first: Record | None) -> None:
-        """Show what is left, now that the job has ended; ``first`` is the rank that failed first."""
+        """Show what is left, now that the job has ended; ``first`` is the rank that failed first. Nothing is read after this."""
+        for source in list(self._sources):
+            self._end_of(source)
         if first is None and not self.interrupted:
             self._say()
         for rank in list(self._held):
@@ -117,7 +121,7 @@ class Output:
         hidden = sorted(rank for rank in self._withheld if rank in others and (first is None or rank != first.rank))
         if first is not None:
             also = f"collectivesrun: because of what follows, so failed {_ranks(hidden)} (--verbose shows how)\n" if hidden else ""
-            self._screens[b"e"].pending += f"\n{also}{first}\n".encode(errors="surrogateescape")
+            self._screens[b"e"].feed(None, b"", f"\n{also}{first}\n".encode(errors="backslashreplace"))
 
     def say(self, text: str) -> None:
         """Show a line of the launcher's."""
@@ -131,16 +135,25 @@ class Output:
         except OSError:
             data = b""
         if not data:
-            del self._sources[source]
+            self._end_of(source)
             return
         *lines, self._sources[source] = (self._sources[source] + data).split(b"\n")
+        self._take_lines(lines)
+
+    def _end_of(self, source: int) -> None:
+        """The source has ended; its last line may lack the line feed."""
+        rest = self._sources.pop(source)
+        self._take_lines([rest] if rest else [])
+
+    def _take_lines(self, lines: Sequence[bytes]) -> None:
         gathered: list[tuple[int, bytes, list[bytes]]] = []
         for line in lines:
             frame = _FRAME.fullmatch(line)
             if frame is None:
                 self._launchers(line)
                 continue
-            if words := frame[1].strip(b"\0"):
+            words = frame[1].strip(b"\0")
+            if words and not _PREFIX.fullmatch(words):
                 self._launchers(words)  # Open MPI's last word has no line feed
             rank, kind = int(frame[2]), frame[3]
             text = frame[4].replace(MARK + b"n", b"\n").replace(MARK + b"p", MARK)
@@ -188,7 +201,7 @@ class Output:
         """Take the traceback by which the rank ends out of what is held of it; from outside of the rank, all of it is that."""
         held = self._held.pop(rank)[1]
         errors = b"".join(data for kind, data in held if kind == b"e")
-        wanted = text.encode(errors="surrogateescape").strip() if text else errors
+        wanted = text.encode(errors="backslashreplace").strip() if text else errors  # as Python writes it to stderr
         before, found, after = _CONTROL.sub(b"", errors).partition(wanted)
         if found:
             self._withheld[rank] = found if found.endswith(b"\n") else found + b"\n"

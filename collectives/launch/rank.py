@@ -44,6 +44,8 @@ MARK = b"\x10"
 _FRAME = 4096
 """Most bytes of a frame: a pipe takes that many at once or none (PIPE_BUF), so a launcher never reads half a frame."""
 _READ = 64 << 10
+_MOST_DRAINED = 1 << 20
+"""Bytes that are read at once of an output to which some process may write without end; a pipe holds no more."""
 _LOOK = 1.0
 """Seconds between two looks at whether the launcher is still alive."""
 _UNTIL_READ = 0.5
@@ -100,7 +102,8 @@ def main(output: str, width: int, as_horovod: bool, terminal: str, command: list
     if records.source >= 0:
         sources[records.source] = b"r"
     for number in PASSED_ON:
-        signal.signal(number, lambda number, frame: _send_signal(child, number))
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, lambda number, frame: _send_signal(child, number))
     wake, waker = os.pipe()
     for end in (wake, waker):
         os.set_blocking(end, False)
@@ -117,7 +120,7 @@ def main(output: str, width: int, as_horovod: bool, terminal: str, command: list
             _drain(rank, {source: kind for source, kind in sources.items() if source != records.source}, copies)
             _wait_until_read()
         for source in [source for source in sources if source in ready]:
-            if not _pass_on(rank, source, sources[source], copies):
+            if _pass_on(rank, source, sources[source], copies) is None:
                 del sources[source]
         pid, found = os.waitpid(child, os.WNOHANG)
         if pid:
@@ -174,6 +177,8 @@ def _start(command: list[str], terminal: list[str]) -> tuple[int, dict[int, byte
             os.setpgid(0, 0)
             for target, (_, theirs) in pairs.items():
                 os.dup2(theirs, target)
+            for number in (signal.SIGPIPE, signal.SIGXFSZ):
+                signal.signal(number, signal.SIG_DFL)  # this Python ignores them, which the program would inherit
             _die_with(parent)
             os.execvp(command[0], command)
         except OSError as error:
@@ -229,25 +234,26 @@ class _Copy:
             self._file = -1
 
 
-def _pass_on(rank: str, source: int, kind: bytes, copies: dict[bytes, _Copy]) -> bool:
-    """Pass on what is there; False once nothing more can come."""
+def _pass_on(rank: str, source: int, kind: bytes, copies: dict[bytes, _Copy]) -> int | None:
+    """Pass on what is there; return how many bytes, or None once nothing more can come."""
     try:
         data = os.read(source, _READ)
     except BlockingIOError:
-        return True
+        return 0
     except OSError:
-        return False  # a terminal whose other end is closed
+        return None  # a terminal whose other end is closed
     if kind in copies:
         copies[kind].add(data)
     _write(rank, kind, data)
-    return bool(data)
+    return len(data) or None
 
 
 def _drain(rank: str, sources: dict[int, bytes], copies: dict[bytes, _Copy]) -> None:
-    """Pass on what is there of all sources."""
+    """Pass on what is there of all sources; what is written meanwhile need not be."""
     for source, kind in sources.items():
-        while select.select([source], [], [], 0)[0] and _pass_on(rank, source, kind, copies):
-            pass
+        left = _MOST_DRAINED
+        while left > 0 and select.select([source], [], [], 0)[0] and (count := _pass_on(rank, source, kind, copies)) is not None:
+            left -= count
 
 
 def _write(rank: str, kind: bytes, data: bytes) -> None:

@@ -7,6 +7,8 @@ Lines of two ranks never mix. What a rank has written of a line so far (a prompt
     pipe           once nothing more has come for a second. When another rank writes then, the line is broken.
     file           when the line or the job ends.
 
+Of a line longer than 16 MiB, the beginning is shown at once in a pipe or file. Without tags, nothing is added at the end of the job.
+
 Nothing here blocks: the bytes wait in ``pending`` until the job's loop finds that they can be written.
 """
 
@@ -26,7 +28,10 @@ _AT_START = re.compile(rb"\r(?:" + _MOVE + rb")*\Z")
 _INVISIBLE = re.compile(_CONTROL + rb"|[\r\x00-\x1f]")
 _IDLE = 1.0
 """Seconds after which a line without an end is shown in a pipe. A rank's buffer is full in the middle of a line: that is none yet."""
-_LONGEST = 64 << 10
+_LONGEST = 16 << 20
+"""Most bytes of a line that are held back for its end."""
+_MOST_DRAWN = 64 << 10
+"""Most bytes of an open line that are drawn again on a terminal."""
 _COLOURS = (b"36", b"33", b"32", b"35", b"34", b"31")
 _PIECE = 4096
 """Most bytes of one write: a pipe that is ready takes them without blocking."""
@@ -78,7 +83,7 @@ class Screen:
             self.broken = True
             self.pending.clear()
 
-    def _show(self, data: bytes) -> None:
+    def _show(self, data: bytes | bytearray) -> None:
         if not self.broken:
             self.pending += data
 
@@ -108,7 +113,7 @@ class Terminal(Screen):
         self._show(text)
         row = (row + text).rpartition(b"\n")[2]
         if row:
-            self._rows[key] = _last_drawing(row)[-_LONGEST:]
+            self._rows[key] = _last_drawing(row)[-_MOST_DRAWN:]
         elif self._rows:
             self._show(next(reversed(self._rows.values())))
 
@@ -129,31 +134,34 @@ class Stream(Screen):
 
     def __init__(self, fd: int) -> None:
         super().__init__(fd)
-        self._held: dict[Hashable, tuple[bytes, bytes, float]] = {}
+        self._held: dict[Hashable, tuple[bytearray, bytes, float]] = {}
         """Of each stream the beginning of a line that is not shown yet, with its tag and when it came."""
         self._patient = stat.S_ISREG(os.fstat(fd).st_mode)
         self._open: Hashable = None
         """The stream whose line is shown without its end."""
+        self._open_tag = b""
 
     def feed(self, key: Hashable, tag: bytes, data: bytes) -> None:
-        held, _, since = self._held.pop(key, (b"", tag, time.monotonic()))
-        whole, end, rest = (held + data).rpartition(b"\n")
+        held, _, since = self._held.pop(key, (bytearray(), tag, time.monotonic()))
+        whole, end, rest = data.rpartition(b"\n")
         if end:
             self._begin(key, tag)
-            self._show((whole + end).replace(b"\n", b"\n" + tag)[: -len(tag) or None])
+            self._show(bytes(held) + (whole + end).replace(b"\n", b"\n" + tag)[: -len(tag) or None])
             self._open = None
+            held, since = bytearray(), time.monotonic()
         if rest and self._open == key:
             self._show(rest)
-        elif rest:
-            self._held[key] = rest, tag, time.monotonic() if end else since
-            if len(rest) > _LONGEST:
+        elif held or rest:
+            held += rest
+            self._held[key] = held, tag, since
+            if len(held) > _LONGEST:
                 self._reveal(key)
 
     def settle(self, *, all_of_it: bool = False) -> None:
         now = time.monotonic()
         for key in [key for key, (_, _, since) in self._held.items() if all_of_it or (now - since > _IDLE and not self._patient)]:
             self._reveal(key)
-        if all_of_it and self._open is not None:
+        if all_of_it and self._open is not None and self._open_tag:
             self._show(b"\n")
             self._open = None
 
@@ -161,7 +169,7 @@ class Stream(Screen):
         text, tag, _ = self._held.pop(key)
         self._begin(key, tag)
         self._show(text)
-        self._open = key
+        self._open, self._open_tag = key, tag
 
     def _begin(self, key: Hashable, tag: bytes) -> None:
         """Stand where text of this stream goes: behind its open line, or at the beginning of a new one."""

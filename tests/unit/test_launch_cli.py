@@ -161,7 +161,8 @@ def test_without_mpi_one_rank_becomes_the_program(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(os, "execvpe", lambda *arguments: became.append(arguments) or sys.exit(0))
     with pytest.raises(SystemExit):
         cli.main(["-np", "1", "--cycle-time-ms", "2", sys.executable, "-c", "pass"])
-    assert became == [(sys.executable, [sys.executable, "-c", "pass"], {**os.environ, "COLLECTIVES_CYCLE_TIME": "2"})]
+    environment = {**os.environ, "COLLECTIVES_CYCLE_TIME": "2", "COLLECTIVES_ALLOW_SINGLE": "1"}
+    assert became == [(sys.executable, [sys.executable, "-c", "pass"], environment)]
 
 
 def test_without_mpi_one_rank_is_waited_for_where_its_output_is_kept(
@@ -170,6 +171,28 @@ def test_without_mpi_one_rank_is_waited_for_where_its_output_is_kept(
     monkeypatch.setattr(cli, "find", lambda: None)
     assert cli.main(["-np", "1", "--output-filename", str(tmp_path / "out"), sys.executable, "-c", "pass"]) == 0
     assert started[0][:3] == [sys.executable, "-I", "-S"] and unpack(started[0][-3:]) == [sys.executable, "-c", "pass"]
+
+
+def test_a_single_rank_that_is_asked_for_is_meant(
+    started: list[list[str]], environments: list[dict[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for ranks in ("1", "2"):
+        assert cli.main(["-np", ranks, sys.executable]) == 0
+    monkeypatch.setenv("COLLECTIVES_ALLOW_SINGLE", "0")
+    assert cli.main(["-np", "1", sys.executable]) == 0
+    assert [Config.from_environment(environment).allow_single for environment in environments] == [True, False, False]
+
+
+def test_closed_streams_are_no_obstacle(tmp_path: Path) -> None:
+    program = "import sys; sys.exit(6 if sys.stdin.read() == '' else 7)"
+    launch = f"""
+import sys
+from collectives.launch import cli
+cli.find = lambda: None
+sys.exit(cli.main(["-np", "1", "--output-filename", {str(tmp_path)!r}, sys.executable, "-c", {program!r}]))
+"""
+    command = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-c", launch]
+    assert subprocess.run(command, timeout=60, check=False).returncode == 6
 
 
 def test_a_flag_beats_the_environment_which_beats_the_file(

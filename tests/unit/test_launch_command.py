@@ -10,7 +10,7 @@ from collectives.launch.mpi import Launcher, Vendor, recognise
 
 PROGRAM = ["python", "train.py", "--mpi-args", "x y", "--", "-np", "3"]
 HOSTS = (Host("h1", 2), Host("h2", 2))
-ENVIRONMENT = {"PATH": "/bin", "HOME": "/home/me", "COLLECTIVES_RUN_DIR": "/tmp/run", "COLLECTIVES_ALGORITHM": "ring", "NCCL_DEBUG": "INFO"}
+ENVIRONMENT = {"PATH": "/bin", "HOME": "/home/me", "COLLECTIVES_TIMEOUT": "60", "COLLECTIVES_ALGORITHM": "ring", "NCCL_DEBUG": "INFO"}
 
 
 def command(vendor: Vendor, **options: object) -> list[str]:
@@ -19,7 +19,7 @@ def command(vendor: Vendor, **options: object) -> list[str]:
 
 
 def test_open_mpi_on_this_host() -> None:
-    expected = ["/opt/mpirun", "-n", "4", "--bind-to", "none", "-x", "COLLECTIVES_ALGORITHM", "-x", "COLLECTIVES_RUN_DIR", *PROGRAM]
+    expected = ["/opt/mpirun", "-n", "4", "--bind-to", "none", "-x", "COLLECTIVES_ALGORITHM", "-x", "COLLECTIVES_TIMEOUT", *PROGRAM]
     assert command(Vendor.OPEN_MPI) == expected
 
 
@@ -34,7 +34,7 @@ def test_open_mpi_on_several_hosts_forwards_what_ranks_need_there() -> None:
     built = command(Vendor.OPEN_MPI, hosts=HOSTS)
     assert built[3:5] == ["--host", "h1:2,h2:2"]
     forwarded = [built[position + 1] for position, word in enumerate(built[: -len(PROGRAM)]) if word == "-x"]
-    assert forwarded == ["COLLECTIVES_ALGORITHM", "COLLECTIVES_RUN_DIR", "NCCL_DEBUG", "PATH"]
+    assert forwarded == ["COLLECTIVES_ALGORITHM", "COLLECTIVES_TIMEOUT", "NCCL_DEBUG", "PATH"]
     assert "--oversubscribe" not in built
 
 
@@ -47,7 +47,7 @@ def test_horovods_settings_reach_the_ranks_too(vendor: Vendor, hosts: tuple[Host
 
 
 def test_mpich() -> None:
-    settings = ["-genv", "COLLECTIVES_ALGORITHM", "ring", "-genv", "COLLECTIVES_RUN_DIR", "/tmp/run"]
+    settings = ["-genv", "COLLECTIVES_ALGORITHM", "ring", "-genv", "COLLECTIVES_TIMEOUT", "60"]
     assert command(Vendor.MPICH, root=True) == ["/opt/mpirun", "-n", "4", *settings, *PROGRAM]
     assert command(Vendor.MPICH, hosts=HOSTS) == ["/opt/mpirun", "-n", "4", "-hosts", "h1:2,h2:2", *settings, *PROGRAM]
 

@@ -46,6 +46,12 @@ class Job:
         entry = {"rank": rank, "code": 1, "text": text, "time": time.time() + at, "host": "h", **more}
         self.say(rank, kind, json.dumps(entry) + "\n")
 
+    def hang_up(self) -> None:
+        """The launcher's end of the pipe is closed."""
+        os.close(self._sink)
+        self.turn()
+        self._sink = os.open(os.devnull, os.O_WRONLY)
+
     def end(self) -> tuple[str, str]:
         self.output.end(culprit(self.output.records.found()))
         while sinks := self.output.waiting()[1]:
@@ -157,6 +163,40 @@ def test_the_launchers_words_are_shown_if_no_rank_failed(job: Job, monkeypatch: 
 def test_a_frame_right_behind_the_launchers_words_is_found(job: Job) -> None:
     job.raw(b"a banner\n\0" + frames("1", b"o", b"out\n")[0] + b"words" + frames("1", b"o", b"more\n")[0])
     assert job.end() == ("[1] out\n[1] more\n", "a banner\nwords\n")
+
+
+@pytest.mark.parametrize("hung_up", [False, True])
+def test_last_words_without_a_line_feed_are_shown(hung_up: bool, job: Job) -> None:
+    job.raw(frames("1", b"o", b"out\n")[0] + b"ssh: no route to host")
+    if hung_up:
+        job.hang_up()
+    assert job.end() == ("[1] out\n", "ssh: no route to host\n")
+    assert not job.output.waiting()[0]
+
+
+@pytest.mark.parametrize(
+    "prefix",
+    [
+        b"[1,0]<stderr>: ",
+        b"[1,1]<stderr>:",
+        b"[Sun Nov 22 15:44:32 2026][1,0]<stderr>: ",
+        b"Sun Nov  1 15:44:32 2026[1,0]<stderr>:",
+        b"[prterun-host-77@1,0][host:78]<stderr>: ",
+        b"[1] ",
+    ],
+)
+def test_the_launchers_own_tags_are_left_out(prefix: bytes, job: Job) -> None:
+    job.raw(prefix + frames("1", b"o", b"out\n")[0] + prefix + b"words\n")
+    assert job.end() == ("[1] out\n", f"{prefix.decode()}words\n")
+
+
+@pytest.mark.parametrize("odd", ["\ud83d", "\udcff"], ids=["half a character", "a byte"])
+def test_a_traceback_that_is_no_text_is_shown_as_python_shows_it(odd: str, job: Job) -> None:
+    text = TRACE.format(f"no {odd}")
+    job.say(1, "e", text.encode(errors="backslashreplace"))
+    job.fail(1, "r", text)
+    err = job.end()[1]
+    assert err.endswith(f"ValueError: no \\u{ord(odd):x}\n") and err.count("Traceback") == 1
 
 
 def test_a_reader_that_does_not_read_holds_up_the_ranks_and_nothing_else(job: Job) -> None:

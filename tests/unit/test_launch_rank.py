@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +21,13 @@ PLACE = {"PATH": os.environ["PATH"], "PMI_RANK": "3", "PMI_SIZE": "8", "MPI_LOCA
 
 
 def start(program: str, output: str = "", width: int = 1, as_horovod: str = "", terminal: str = "") -> subprocess.Popen[bytes]:
-    words = [output, str(width), as_horovod, terminal, sys.executable, "-c", program]
-    command = [sys.executable, "-I", "-S", rank.__file__, *rank.pack(words)]
+    command = before(sys.executable, "-c", program, options=[output, str(width), as_horovod, terminal])
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=PLACE)
+
+
+def before(*program: str, options: Sequence[str] = ("", "1", "", "")) -> list[str]:
+    """The command of the process before the program."""
+    return [sys.executable, "-I", "-S", rank.__file__, *rank.pack([*options, *program])]
 
 
 def said(process: subprocess.Popen[bytes]) -> dict[str, str]:
@@ -87,11 +93,52 @@ def test_a_process_that_holds_stderr_open_is_not_waited_for() -> None:
     os.kill(int(found["o"]), 9)
 
 
+def test_a_process_that_never_stops_writing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    passed_on = 0
+
+    def count(rank: str, kind: bytes, data: bytes) -> None:
+        nonlocal passed_on
+        passed_on += len(data)
+        assert passed_on <= 2 << 20
+
+    monkeypatch.setattr(rank, "_write", count)
+    with open("/dev/zero", "rb") as endless:
+        rank._drain("3", {endless.fileno(): b"e"}, {})
+    assert passed_on == 1 << 20
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux shows what a process ignores")
+def test_a_rank_ignores_what_it_would_by_itself() -> None:
+    command = before("grep", "SigIgn", "/proc/self/status")
+    for ignored in ("", "trap '' HUP INT; "):
+        shell = ["sh", "-c", f'{ignored}exec "$@"', "sh"]
+        alone, shown = (
+            subprocess.run([*shell, *program], capture_output=True, env=PLACE, timeout=60, check=True)
+            for program in (["grep", "SigIgn", "/proc/self/status"], command)
+        )
+        assert alone.stdout.strip() in shown.stderr, (alone, shown)
+
+
+def test_signals_that_are_ignored_stay_so() -> None:
+    program = """
+import os, signal
+signal.signal(signal.SIGHUP, lambda *_: os.write(1, b"heard"))
+signal.signal(signal.SIGUSR1, lambda *_: os._exit(os.write(1, b"end")))
+os.kill(os.getppid(), signal.SIGHUP)
+os.kill(os.getppid(), signal.SIGUSR1)
+while True:
+    signal.pause()
+"""
+    command = ["sh", "-c", "trap '' HUP; exec \"$@\"", "sh", *before(sys.executable, "-c", program)]
+    shown = subprocess.run(command, capture_output=True, env=PLACE, timeout=60, check=False)
+    assert shown.returncode == 3 and shown.stderr.startswith(b"\x103oend\n"), shown
+
+
 def test_signals_reach_the_rank() -> None:
     program = "import signal, sys\nsignal.signal(signal.SIGUSR1, lambda *a: sys.exit(6))\nprint('ready', flush=True)\nsignal.pause()"
     process = start(program)
     assert process.stderr is not None and process.stderr.readline() == b"\x103oready\x10n\n"
-    process.send_signal(rank.signal.SIGUSR1)
+    process.send_signal(signal.SIGUSR1)
     said(process)
     assert process.returncode == 6
 

@@ -101,7 +101,9 @@ def test_a_line_without_an_end_is_ended_at_the_end(stream: Stream) -> None:
 
 
 def test_a_line_of_any_length_is_passed_on(stream: Stream) -> None:
-    assert feed(stream, (0, b"x" * 200_000), (0, b"y\n")) == b"[0] " + b"x" * 200_000 + b"y\n"
+    assert feed(stream, (0, b"x" * 200_000), (1, b"z\n"), (0, b"y\n")) == b"[1] z\n[0] " + b"x" * 200_000 + b"y\n"
+    longest = b"x" * (16 << 20)
+    assert feed(stream, (0, longest), (1, b"z\n"), (0, b"x"), (1, b"z\n")) == b"[1] z\n[0] " + longest + b"x\n[1] z\n"
 
 
 def test_without_tags_lines_are_as_they_are(stream: Stream) -> None:
@@ -109,7 +111,9 @@ def test_without_tags_lines_are_as_they_are(stream: Stream) -> None:
     stream.feed(3, tag, b"a\nb")
     stream.feed(0, tag, b"c\n")
     stream.settle(all_of_it=True)
-    assert feed(stream) == b"a\nc\nb\n"
+    assert feed(stream) == b"a\nc\nb"
+    stream.feed(None, b"", b"words\n")
+    assert feed(stream) == b"\nwords\n"
 
 
 def test_tags_are_as_wide_as_the_largest() -> None:

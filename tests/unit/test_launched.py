@@ -61,6 +61,8 @@ def test_several(environment: dict[str, str], variable: str, processes: int) -> 
         {"TF_CONFIG": "[]"},
         {"TF_CONFIG": "{"},
         {"HOROVOD_SIZE": "1"},
+        # Programs choose their GPU by it.
+        {"LOCAL_RANK": "1"},
         # A shell on one task of an allocation of four; one rank started by mpirun within an allocation of four.
         {"SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "4"},
         {"OMPI_COMM_WORLD_SIZE": "1", "SLURM_NTASKS": "4"},

@@ -141,18 +141,22 @@ def shutdown() -> None:
     """Leave the other ranks. Does nothing before `init`. Does not finalise MPI, which the program may use on."""
     with _default.lock:
         # Without a world the hooks stay: `init` may have been interrupted, and the others wait in it for this rank.
-        if _default.world is not None:
-            if _default.hooks is not None:
-                _default.hooks.remove()
-                _default.hooks = None
+        world = _default.world
+        if world is not None:
             for known in _default.sets.values():
                 known.detach()
             _default.sets = {0: global_process_set}
             _default.next_set = 1
-            _default.world.shutdown()
-            _default.world = None
-            _default.was_shut_down = True
-            logs.place(None)
+            try:
+                world.shutdown()
+            finally:
+                _default.world = None
+                _default.was_shut_down = True
+                logs.place(None)
+            # Last: the others may have left by now, and wait for this rank in their next `init`, if an exception ends it on the way here.
+            if _default.hooks is not None:
+                _default.hooks.remove()
+                _default.hooks = None
 
 
 def is_initialized() -> bool:

@@ -119,7 +119,8 @@ def _map_all(
     """Map every local rank's file, made with ``make``; None, on every rank, if any rank could not."""
     secret = secrets.token_bytes(_TOKEN_BYTES)
     handle, path, own = -1, "", None
-    with suppress(OSError, AttributeError, ValueError):
+    # What the system may raise, and nothing more: a signal handler may raise anything, anywhere.
+    with suppress(OSError, AttributeError):
         handle, path = make(nbytes)
         own = _map(handle, nbytes, populate=True)
         own[nbytes - _TOKEN_BYTES :] = secret
@@ -152,8 +153,10 @@ def _map_peer(mappings: list[mmap.mmap | None], peer: int, offer: tuple[str, byt
     except OSError:
         return False
     try:
+        if os.fstat(handle).st_size < nbytes:  # another process's file, by the same path
+            return False
         mapping = _map(handle, nbytes, populate=ranks <= _PREFAULT_UP_TO)
-    except (OSError, ValueError):
+    except OSError:
         return False
     finally:
         os.close(handle)

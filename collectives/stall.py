@@ -86,9 +86,8 @@ class StallInspector:
         ]
         if late:
             _log.warning(
-                "rank %d: one or more tensors wait for ranks that have not submitted them for more than %g s; either those ranks do other "
+                "one or more tensors wait for ranks that have not submitted them for more than %g s; either those ranks do other "
                 "work meanwhile, or they never submit them, and then the program hangs:\n%s",
-                self._rank,
                 self._warning,
                 "\n".join(self._describe(handle, now, missing(handle)) for handle in late),
             )

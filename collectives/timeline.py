@@ -186,7 +186,7 @@ class Timeline:
                     return
                 _write_all(self._file, "".join(self._lines).encode())
         except OSError as error:
-            _log.warning("rank %d: the timeline %r ends here, it cannot be written: %s", self._rank, self._path, error.strerror)
+            _log.warning("the timeline %r ends here, it cannot be written: %s", self._path, error.strerror)
             os.close(self._file)
             self._file = None
         self._lines.clear()

@@ -325,7 +325,8 @@ class Accelerator:
             detour = "through NCCL" if not facts.nccl else "through host memory, which is slower"
             logger.warning("CUDA IPC cannot be used (%s): GPU tensors go %s", facts.ipc, detour)
         if self._refusal is not None:
-            logger.warning("%s; GPU tensors go %s", self._refusal, "through host memory" if facts.ipc else "by CUDA IPC")
+            detour = "through host memory" if facts.ipc else "by CUDA IPC"
+            logger.warning("%s; GPU tensors go %s", bare(self.context.rank, self._refusal), detour)
 
     def communicator(self) -> Communicator:
         """NCCL's communicator of these ranks; connected at the first call, which all ranks make in the same operation.

@@ -9,6 +9,7 @@ A failure in the middle of a call ends the world.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import platform
@@ -116,7 +117,7 @@ class World(Operations):
         self._turn = turn or Turn()
         self._recorder: timeline.Timeline | None = None
         """The timeline that this world has begun, and closes; its process sets write to it too."""
-        _worlds.add(self)
+        _remember(self)
 
     def _use_devices(self) -> DeviceSide:
         """The side of this world that is for tensors on GPUs, which is made when the first one comes."""
@@ -402,12 +403,20 @@ class _ShutDown:
         return NotInitializedError(f"rank {self._rank}: this world was shut down; call collectives.init() again")
 
 
-_worlds: weakref.WeakSet[World] = weakref.WeakSet()
+_worlds: list[weakref.ref[World]] = []
+"""References without callbacks: an interrupt that is handled in one, when a world ends, would be lost."""
+
+
+def _remember(world: World) -> None:
+    for ended in [known for known in _worlds if known() is None]:
+        with contextlib.suppress(ValueError):  # another thread has taken it out
+            _worlds.remove(ended)
+    _worlds.append(weakref.ref(world))
 
 
 def _after_fork_in_child() -> None:
     """A forked child shares its parent's memory and MPI: it must not speak for the parent."""
-    for world in _worlds:
+    for world in filter(None, [known() for known in _worlds]):
         rank, pid = world.rank, os.getppid()
         world._context.timeline = None
         world._engine.after_fork(

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 import weakref
+from typing import Any
 
 import numpy as np
+import pytest
 
 from collectives.handles import Handle
 from collectives.lead import THREAD_NAME
@@ -31,6 +34,25 @@ def test_twenty_worlds_leave_nothing_behind() -> None:
     assert background() == before
     gc.collect()
     assert not [world for world in worlds if world() is not None]
+
+
+def test_an_interrupt_is_not_lost_when_a_world_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python ignores what is raised in the callback of a weak reference, and handles a signal at its first line."""
+    ignored: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", ignored.append)
+    world = World(threads.connect(1)[0])
+    world.shutdown()
+    end = weakref.ref(world)
+
+    def interrupt(*event: Any) -> Any:
+        raise KeyboardInterrupt
+
+    before = sys.gettrace()
+    sys.settrace(interrupt)
+    del world
+    gc.collect()
+    sys.settrace(before)
+    assert end() is None and not ignored
 
 
 def test_a_handle_that_outlives_its_world_keeps_its_result_and_no_window() -> None:

@@ -27,8 +27,9 @@ class AdasumSteps:
 
     param_groups: list[dict[str, Any]]
 
-    def begin(self, compression: Any, process_set: ProcessSet) -> None:
+    def begin(self, compression: Any, process_set: ProcessSet, named: list[tuple[str, Any]]) -> None:
         """Set up."""
+        self._parameter_names = {param: name for name, param in named}
         self._compression = compression
         self._process_set = process_set
         self._starts: dict[int, Any] = {}

@@ -5,11 +5,10 @@
     Viewed     gradients that live in one tensor for good: autograd adds to it, the engine combines it, and nothing is copied
     Sparse     one sparse gradient, gathered
 
-A bucket leaves when the hooks of its parameters have told that all gradients are there, while the backward pass goes on. A hook costs
-2 to 3 microseconds, which is more than a *tiny* gradient costs in all: those share a bucket that is *late*, has no hooks, and leaves when
-somebody waits.
+A bucket leaves when the hooks of its parameters have told that all gradients are there, while the backward pass goes on.
 
-A gradient that is on its way belongs to the engine. Whoever changes it meanwhile is told so, by torch's version counter, when it is back.
+A gradient in flight belongs to the engine. Reading it through its parameter waits for it (`guard`). A change through a tensor kept from
+an earlier step is refused when it is back: torch's version counter shows it.
 """
 
 from __future__ import annotations
@@ -25,10 +24,9 @@ from collectives.errors import InvalidArgumentError
 from collectives.membership import ProcessSet
 from collectives.reduction import Op
 from collectives.runtime import world_of
+from collectives.torch.guard import grad_of
 from collectives.torch.sparse import sparse_allreduce_async
 
-TINY = 4 << 10
-"""Bytes up to which a gradient is late: the hook would take longer than the gradient."""
 SMALL = 64 << 10
 """Bytes up to which a gradient is packed. Above, what packing copies takes longer than what it saves in Python."""
 PACKED = 1 << 20
@@ -68,13 +66,14 @@ class Slot:
     """A parameter's place in a bucket.
 
     Attributes:
-        left: backward passes until its gradient may leave, of ``passes``; counted only where it has a hook.
+        left: backward passes until its gradient may leave, of ``passes``.
         blank: the gradient stands there as zeros because it lives in a bucket: until a backward pass adds to it, there is none.
-        sparse_dim: of a sparse gradient; 0 of a dense one, as far as is known.
+        sparse_dim: of a sparse gradient, as the ranks have agreed; 0 of a dense one, or where none has been seen yet.
         was_sparse: the gradient became dense in order to travel, and had so many sparse dimensions.
+        kind: what the ranks have of it in this step: 0 for none, else its sparse dimensions, or 255 for dense.
     """
 
-    __slots__ = ("blank", "bucket", "left", "name", "param", "passes", "sparse_dim", "was_sparse")
+    __slots__ = ("blank", "bucket", "kind", "left", "name", "param", "passes", "sparse_dim", "was_sparse")
 
     def __init__(self, name: str, param: Any, passes: int) -> None:
         self.name = name
@@ -83,10 +82,16 @@ class Slot:
         self.bucket: Bucket
         self.blank = False
         self.sparse_dim = self.was_sparse = 0
+        self.kind = 255
 
     @property
     def nbytes(self) -> int:
         return int(self.param.numel() * self.param.element_size())
+
+    @property
+    def empty(self) -> bool:
+        """Whether this rank has no gradient."""
+        return self.param.grad is None or (self.blank and self.left == self.passes)
 
 
 class Bucket:
@@ -98,13 +103,10 @@ class Bucket:
         way: how they are combined.
 
     Attributes:
-        late: it leaves only when somebody waits.
         pending: how many gradients are missing until it may leave.
         missing: what has none on this rank, so that zeros travel in its place.
         handle: of the operation in flight, or None.
     """
-
-    late = False
 
     def __init__(self, slots: Sequence[Slot], name: str, way: Way) -> None:
         self.slots = list(slots)
@@ -122,7 +124,7 @@ class Bucket:
 
     def submit(self) -> None:
         """The gradients leave."""
-        gradients = [param.grad for param in self._params]
+        gradients = [grad_of(param) for param in self._params]
         self.missing = [slot for slot, grad in zip(self.slots, gradients, strict=True) if grad is None]
         for at, grad in enumerate(gradients):
             if grad is None:
@@ -131,8 +133,7 @@ class Bucket:
                 gradients[at] = grad.detach()  # of backward(create_graph=True)
         self._gradients = gradients
         self.handle = self.begin(gradients)
-        if not self.late:
-            self._versions = [grad._version for grad in gradients]
+        self._versions = [grad._version for grad in gradients]
 
     def finish(self) -> None:
         """Wait until they are back. Does nothing if none are on their way.
@@ -171,8 +172,8 @@ class Bucket:
 def _refusal(slot: Slot, what: str) -> InvalidArgumentError:
     return InvalidArgumentError(
         f"gradient of {slot.name!r}: expected it to be left alone from backward() to optimizer.synchronize(), but it was {what} in "
-        f"between; call optimizer.synchronize() before gradient clipping, scaler.unscale_() and the like, and then step() within "
-        f"optimizer.skip_synchronize()"
+        f"between, through a tensor kept from before; read it as parameter.grad, which waits for it, or call "
+        f"optimizer.synchronize() first"
     )
 
 
@@ -203,37 +204,6 @@ class Packed(Bucket):
             torch._foreach_copy_(gradients, self.views)
 
 
-class Late(Packed):
-    """Tiny gradients, which leave only when somebody waits.
-
-    What clips or scales gradients before they have left does so to all of them, and is noticed by the first one, which has a hook.
-    """
-
-    late = True
-
-    def __init__(self, slots: Sequence[Slot], name: str, way: Way) -> None:
-        super().__init__(slots, name, way)
-        self._noted: tuple[Any, int] | None = None
-        self._refusal: InvalidArgumentError | None = None
-
-    def note(self) -> None:
-        """A backward pass has finished the first gradient."""
-        grad = self._params[0].grad
-        self._noted = (grad, grad._version)
-
-    def submit(self) -> None:
-        noted, self._noted = self._noted, None
-        grad = self._params[0].grad
-        if noted is None or (grad is noted[0] and grad._version == noted[1]):
-            self._refusal = None
-        else:
-            self._refusal = _refusal(self.slots[0], "dropped" if grad is None else "changed")
-        super().submit()
-
-    def _look_for_changes(self) -> InvalidArgumentError | None:
-        return self._refusal
-
-
 class Viewed(Packed):
     """Gradients of one dtype and device that live in one tensor."""
 
@@ -253,7 +223,7 @@ class Viewed(Packed):
         for at in strangers:
             gradients[at] = self.views[at]
             if self.slots[at] not in self.missing:
-                self.slots[at].param.grad = self.views[at]
+                self._params[at].grad = self.views[at]
             self.slots[at].blank = False
         self.missing += [slot for slot in self.slots if slot.blank and slot.left == slot.passes]
         for slot in self.slots:
@@ -276,12 +246,14 @@ class Sparse(Bucket):
 
     def submit(self) -> None:
         slot = self.slots[0]
-        grad = slot.param.grad
+        grad = grad_of(slot.param)
         self.missing = [slot] if grad is None else []
         if grad is None:
             indices = torch.empty((slot.sparse_dim, 0), dtype=torch.int64, device=slot.param.device)
             values = torch.empty((0, *slot.param.shape[slot.sparse_dim :]), dtype=slot.param.dtype, device=slot.param.device)
-            grad = torch.sparse_coo_tensor(indices, values, slot.param.shape)
+            grad = torch.sparse_coo_tensor(indices, values, slot.param.shape, check_invariants=False)
+        elif not grad.is_sparse:
+            grad = grad.to_sparse(slot.sparse_dim)
         self.handle = sparse_allreduce_async(grad, name=self._keywords["name"], op=self.way.op, process_set=self.way.process_set)
 
     def finish(self) -> None:
@@ -307,7 +279,7 @@ def arrange(slots: Sequence[Slot], groups: Sequence[Sequence[Slot]], way: Way, a
         kind = _kind(slot, way, as_views)
         which = kind if kind is Grouped else (kind, slot.param.dtype, slot.param.device)
         members = filling.setdefault(which, [])
-        if members and sum(member.nbytes for member in members) + slot.nbytes > (PACKED if kind in (Packed, Late) else LARGE):
+        if members and sum(member.nbytes for member in members) + slot.nbytes > (PACKED if kind is Packed else LARGE):
             buckets.append(_bucket(kind, members, way))
             members = filling[which] = []
         members.append(slot)
@@ -317,8 +289,6 @@ def arrange(slots: Sequence[Slot], groups: Sequence[Sequence[Slot]], way: Way, a
 def _kind(slot: Slot, way: Way, as_views: bool) -> type[Bucket]:
     if not way.packs:
         return Grouped
-    if slot.nbytes <= TINY:
-        return Late
     if as_views:
         return Viewed
     return Packed if slot.nbytes <= SMALL else Grouped

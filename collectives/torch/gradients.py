@@ -6,9 +6,13 @@
 What a bucket holds is settled beforehand and alike on all ranks, from the last parameter to the first, which is about the order of the
 backward pass (as in S. Li et al., "PyTorch Distributed", VLDB 2020). In which order buckets fill up may differ: they are matched by name.
 
-A parameter without a gradient on one rank may have one on another. Such a rank contributes zeros, and says so in the *tally*, one number
-that is summed over the ranks in every step. Only where the tally is not zero do the ranks compare which parameters nobody has used: those
-keep ``grad = None``, as on a single process, and the optimizer leaves them alone.
+A parameter without a gradient on one rank may have one on another, and only there is it known whether it is sparse. Each rank says how
+many gradients have not left in its backward pass, being missing or sparse for the first time, in the *tally*, which is summed in every
+step. Only where there are any do the ranks compare what each of them has. What nobody has used then keeps ``grad = None`` and does not
+travel, zeros travel where somebody has a gradient, and one that is sparse somewhere and dense nowhere is sparse on every rank.
+
+The tally also shows whether all ranks are in the same step: a rank that has combined its gradients more often than the others (because it
+alone has read them between two backward passes) would otherwise combine them with those of another step.
 """
 
 from __future__ import annotations
@@ -19,12 +23,18 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
+from collectives.errors import MismatchError
 from collectives.reduction import Op
 from collectives.runtime import world_of
-from collectives.torch.buckets import Bucket, Late, Slot, Sparse, Viewed, Way, arrange
+from collectives.torch.buckets import Bucket, Slot, Sparse, Viewed, Way, arrange
 from collectives.torch.compiled import untraced
+from collectives.torch.guard import Guard, grad_of
 from collectives.world import World
+
+_DENSE = 255
+"""What a rank says of a dense gradient where the ranks compare; of a sparse one its sparse dimensions, of none 0."""
 
 
 class Reducer:
@@ -40,6 +50,8 @@ class Reducer:
 
     Attributes:
         begun: a backward pass has begun since the last `synchronize`.
+        combined: the gradients are those of all ranks, and have neither been applied nor reset.
+        steps: how often they have been applied; counted by the optimizer.
     """
 
     def __init__(
@@ -51,7 +63,8 @@ class Reducer:
         as_views: bool = False,
         sparse_as_dense: bool = False,
     ) -> None:
-        self.begun = False
+        self.begun = self.combined = False
+        self.steps = 0
         self._way = way
         self._passes = passes
         self._as_views = as_views
@@ -60,9 +73,11 @@ class Reducer:
         self._slots: list[Slot] = []
         self._frozen: list[tuple[str, Any]] = []
         self._buckets: list[Bucket] = []
-        self._tally = np.zeros(1, np.int64)
+        self._tally = np.zeros(4, np.int64)
+        self._results: list[weakref.ref[Any]] = []
+        self._guard = Guard(self.synchronize)
         self._hooks: list[Any] = []
-        weakref.finalize(self, _remove, self._hooks)
+        weakref.finalize(self, _remove, self._hooks, self._guard)
         self.add(named, groups)
 
     def add(self, named: Sequence[tuple[str, Any]], groups: Sequence[Sequence[Any]] = ()) -> None:
@@ -74,8 +89,8 @@ class Reducer:
         self._slots += slots
         self._buckets += arrange(slots, [group for group in wanted if group], self._way, self._as_views)
         for slot in slots:
-            if not slot.bucket.late or slot is slot.bucket.slots[0]:  # one of a late bucket's notices that a backward pass has gone by
-                self._hooks.append(slot.param.register_post_accumulate_grad_hook(_hook(weakref.ref(self), slot)))
+            self._hooks.append(slot.param.register_post_accumulate_grad_hook(_hook(weakref.ref(self), slot)))
+            self._guard.add(slot.param)
 
     @property
     def _world(self) -> World:
@@ -95,44 +110,51 @@ class Reducer:
         Raises:
             AssertionError: it has left already.
         """
+        if self.combined:
+            self._begin_again()
         self.begun = True
         slot.left -= 1
         if slot.left:
             if slot.left < 0:
                 raise AssertionError(
                     f"gradient of {slot.name!r}: expected at most {self._passes} backward passes (backward_passes_per_step) before "
-                    f"optimizer.step() or synchronize(), got one more; raise backward_passes_per_step to accumulate gradients locally"
+                    f"optimizer.step() or synchronize(), got one more; raise backward_passes_per_step to accumulate gradients "
+                    f"locally. One pass counts several times for a layer that several reentrant checkpoints share: pass "
+                    f"use_reentrant=False to them"
                 )
             return
-        if slot.param.grad.is_sparse is not (slot.sparse_dim > 0):
-            self._change_layout(slot)
+        self._guard.arm()
+        if grad_of(slot.param).is_sparse and not slot.sparse_dim:
+            if not self._sparse_as_dense:
+                return  # it stays until the ranks have agreed on that
+            self._densify(slot)
         bucket = slot.bucket
-        if isinstance(bucket, Late):
-            bucket.note()
-            return
         with self._lock:
             bucket.pending -= 1
             complete = not bucket.pending
         if complete:
             bucket.submit()
 
-    def _change_layout(self, slot: Slot) -> None:
-        """A gradient has turned out to be sparse, or dense."""
-        grad = slot.param.grad
-        if grad.is_sparse and self._sparse_as_dense:
-            slot.was_sparse = grad.sparse_dim()
-            slot.param.grad = grad.to_dense()
-            return
-        slot.sparse_dim = grad.sparse_dim() if grad.is_sparse else 0
-        old = slot.bucket
-        at = self._buckets.index(old)
-        rest = [other for other in old.slots if other is not slot]
-        new: list[Bucket] = [Sparse([slot], slot.name, self._way)] if grad.is_sparse else arrange([slot], [], self._way, self._as_views)
-        if rest:
-            kept = type(old)(rest, old.name, self._way)
-            kept.pending = old.pending - 1
-            new.append(kept)
-        self._buckets[at : at + 1] = new
+    def _begin_again(self) -> None:
+        """A backward pass follows gradients that are combined, and were not applied.
+
+        Where they are still there, it adds this rank's part to what all ranks have: right for means, not for sums.
+        """
+        self.combined = False
+        kept = {id(grad) for result in self._results if (grad := result()) is not None}
+        for slot in self._slots:
+            if id(grad_of(slot.param)) in kept:
+                raise AssertionError(
+                    f"gradient of {slot.name!r}: expected no backward pass between reading gradients or optimizer.synchronize(), "
+                    f"which combine them, and optimizer.step() or zero_grad(): with op={self._way.op.name} it would combine them "
+                    f"again; read them after the last backward pass, and raise backward_passes_per_step to accumulate locally"
+                )
+
+    @staticmethod
+    def _densify(slot: Slot) -> None:
+        grad = grad_of(slot.param)
+        slot.was_sparse = grad.sparse_dim()
+        slot.param.grad = grad.to_dense()
 
     # ---- step -----------------------------------------------------------------------------------------------------------------------
 
@@ -143,25 +165,38 @@ class Reducer:
             MismatchError, RankFailedError, InvalidArgumentError: as for `collectives.allreduce`, or a gradient was changed on its way. All
                 others are waited for first, and the next step begins anew.
         """
+        self._guard.disarm()
         self._thaw()
-        late = [slot for bucket in self._buckets if bucket.late for slot in bucket.slots]
-        for slot in [slot for slot in late if (grad := slot.param.grad) is not None and grad.is_sparse]:
-            self._change_layout(slot)  # it has no hook that would have
         try:
-            first = _first_error([bucket.submit for bucket in self._buckets if bucket.handle is None])
-            self._tally[0] = sum(len(bucket.missing) for bucket in self._buckets)
-            counting = self._world.allreduce_async_(self._tally, op=Op.SUM, name=f"{self._way.label}gradients missing")
-            first = _first_error([*(bucket.finish for bucket in self._buckets), counting.wait], first)
-            if counting.error is None and self._tally[0]:
-                self._settle_unused()
+            first = _first_error([self._count])
+            if first is not None or self._tally[0]:
+                first = _first_error([self._compare], first)
+            first = _first_error([*(bucket.finish for bucket in self._buckets), self._look_for_other_steps], first)
             if first is not None:
                 raise first
-            self._make_sparse()
+            self._settle()
         finally:
             self._reset()
+        self.combined = True
+        if self._way.op in (Op.SUM, Op.PRODUCT):
+            self._results = [weakref.ref(slot.param.grad) for slot in self._slots if slot.param.grad is not None]
+
+    def split(self) -> None:
+        """Turn combined gradients into this rank's part of them, so that combining what is added to them is right."""
+        if self.combined:
+            self.combined = False
+            if self._way.op is Op.SUM:
+                gradients = [slot.param.grad for slot in self._slots if slot.param.grad is not None]
+                with torch.no_grad():
+                    torch._foreach_div_(gradients, self._world.size)
+
+    def any_begun(self) -> bool:
+        """Whether on any rank a backward pass has begun since the last `synchronize`."""
+        return bool(self._world.allreduce(int(self.begun), op=Op.MAX, name=f"{self._way.label}backward begun"))
 
     def drop(self) -> None:
         """Wait for what is on its way, and begin anew."""
+        self._guard.disarm()
         first = _first_error([bucket.finish for bucket in self._buckets])
         self._reset()
         if first is not None:
@@ -183,22 +218,60 @@ class Reducer:
             self._frozen = [(name, param) for name, param in self._frozen if not param.requires_grad]
             self.add(thawed)
 
-    def _settle_unused(self) -> None:
-        missing = {id(slot) for bucket in self._buckets for slot in bucket.missing}
-        used = np.array([id(slot) not in missing for slot in self._slots], np.uint8)
-        self._world.allreduce_(used, op=Op.MAX, name=f"{self._way.label}gradients used")
-        for slot, anywhere in zip(self._slots, used, strict=True):
-            if not anywhere:
-                slot.param.grad = None
+    def _count(self) -> None:
+        """Sum the tally: gradients that have not left, ranks, their steps, and these squared. A joined rank adds zeros."""
+        step = self.steps & 0xFFFFF
+        self._tally[:] = sum(len(bucket.slots) for bucket in self._buckets if bucket.handle is None), 1, step, step * step
+        self._world.allreduce_(self._tally, op=Op.SUM, name=f"{self._way.label}gradients missing")
 
-    def _make_sparse(self) -> None:
+    def _compare(self) -> None:
+        """Find out what all ranks have, and let the remaining buckets leave."""
+        kinds = np.array([_kind(slot) for slot in self._slots], np.uint8)
+        self._world.allreduce_(kinds, op=Op.MAX, name=f"{self._way.label}gradients used")
+        for slot, kind in zip(self._slots, kinds.tolist(), strict=True):
+            slot.kind = kind
+            if slot.sparse_dim:
+                continue
+            if 0 < kind < _DENSE and not self._sparse_as_dense:
+                self._make_room(slot, kind)
+            elif slot.param.grad is not None and slot.param.grad.is_sparse:
+                self._densify(slot)
+        staying = [bucket for bucket in self._buckets if bucket.handle is None and any(slot.kind for slot in bucket.slots)]
+        first = _first_error([bucket.submit for bucket in staying])
+        if first is not None:
+            raise first
+
+    def _make_room(self, slot: Slot, sparse_dim: int) -> None:
+        """A gradient has turned out to be sparse."""
+        slot.sparse_dim = sparse_dim
+        old = slot.bucket
+        rest = [other for other in old.slots if other is not slot]
+        new: list[Bucket] = [Sparse([slot], slot.name, self._way)]
+        if rest:
+            new.append(type(old)(rest, old.name, self._way))
+        at = self._buckets.index(old)
+        self._buckets[at : at + 1] = new
+
+    def _settle(self) -> None:
+        """Gradients as they would be in one process: None where nobody has used the parameter, sparse where they were."""
         for slot in self._slots:
-            if slot.was_sparse and slot.param.grad is not None:
-                slot.param.grad = slot.param.grad.to_sparse(slot.was_sparse)
+            if slot.kind == 0:
+                slot.param.grad = None
+            elif self._sparse_as_dense and (dims := slot.was_sparse or slot.kind % _DENSE):
+                slot.param.grad = slot.param.grad.to_sparse(dims)
+
+    def _look_for_other_steps(self) -> None:
+        _, ranks, steps, squares = self._tally.tolist()
+        if ranks * squares != steps * steps:
+            raise MismatchError(
+                f"rank {self._world.rank}: gradients of step {self.steps} were combined with those of another step on another rank (step "
+                f"{steps / ranks:g} in the mean of {ranks} ranks); call optimizer.step() and synchronize(), and read gradients between two "
+                f"backward passes, equally often on every rank"
+            )
 
     def _reset(self) -> None:
         for slot in self._slots:
-            slot.left, slot.was_sparse = self._passes, 0
+            slot.left, slot.was_sparse, slot.kind = self._passes, 0, _DENSE
         for bucket in self._buckets:
             bucket.pending = len(bucket.slots)
         self.begun = False
@@ -216,9 +289,18 @@ def _hook(reducer: weakref.ref[Reducer], slot: Slot) -> Callable[[Any], None]:
     return hook
 
 
-def _remove(hooks: list[Any]) -> None:
+def _remove(hooks: list[Any], guard: Guard) -> None:
+    guard.disarm()
     for hook in hooks:
         hook.remove()
+
+
+def _kind(slot: Slot) -> int:
+    """What this rank says of a gradient where the ranks compare."""
+    if slot.empty:
+        return 0
+    grad = slot.param.grad
+    return int(grad.sparse_dim()) if grad.is_sparse else slot.sparse_dim or slot.was_sparse or _DENSE
 
 
 def _first_error(acts: Sequence[Callable[[], Any]], first: Exception | None = None) -> Exception | None:

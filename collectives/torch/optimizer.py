@@ -20,6 +20,7 @@ from collectives.torch.adasum import AdasumSteps
 from collectives.torch.buckets import Way, chunks
 from collectives.torch.compiled import untraced
 from collectives.torch.gradients import Reducer
+from collectives.torch.state import refuse_unreachable
 from collectives.world import World
 
 Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
@@ -44,8 +45,9 @@ def DistributedOptimizer(
 ) -> Optimizer:
     """Wrap an optimizer, so that it applies the gradients of all ranks.
 
-    A gradient leaves for the other ranks as soon as the backward pass has finished it; ``step()`` waits for all of them. What
-    changes gradients before the step, such as clipping, comes between the two::
+    A gradient leaves for the other ranks as soon as the backward pass has finished it; ``step()`` waits for all of them, and so does
+    whoever reads or sets ``parameter.grad`` before that: what follows ``backward()`` sees the gradients of all ranks, as clipping and
+    ``GradScaler`` do. It may be said explicitly, as Horovod wants it::
 
         loss.backward()
         optimizer.synchronize()
@@ -53,8 +55,7 @@ def DistributedOptimizer(
         with optimizer.skip_synchronize():
             optimizer.step()
 
-    and with a ``GradScaler`` likewise: ``optimizer.synchronize()``, ``scaler.unscale_(optimizer)``, then ``scaler.step(optimizer)``
-    within ``skip_synchronize()``. Gradients that were changed on their way are refused.
+    All ranks should read gradients, or none. Gradients that were changed on their way through a tensor kept from before are refused.
 
     Parameters that no rank has used in a step keep ``grad = None``; those that some rank has used get the combined gradient
     everywhere. Frozen parameters may be unfrozen later, and ``add_param_group`` may bring new ones.
@@ -75,7 +76,7 @@ def DistributedOptimizer(
             By default they share buckets of up to 16 MiB, from the last parameter to the first.
         sparse_as_dense: sparse gradients become dense in order to travel; by default indices and values are gathered.
         process_set: the ranks that train together; the others step on their own.
-        gradient_as_bucket_view: gradients above 4 KiB live in their buckets, so that nothing is copied: ``zero_grad()`` then leaves zeros
+        gradient_as_bucket_view: gradients live in their buckets, so that nothing is copied: ``zero_grad()`` then leaves zeros
             in place of None. It saves copies of small gradients; large ones are not copied anyway, and cost the zeros.
 
     Returns:
@@ -84,7 +85,7 @@ def DistributedOptimizer(
     Raises:
         ValueError: names are missing or duplicate, ``groups`` or ``backward_passes_per_step`` makes no sense, a factor without Average, or
             it is wrapped already.
-        InvalidTypeError: ``compression`` is no compressor.
+        InvalidTypeError: ``compression`` is no compressor; or a parameter is a DTensor, on the meta device, or of a lazy module.
         NotInitializedError: before `init`.
     """
     if isinstance(optimizer, (_Distributed, AdasumSteps)):
@@ -98,6 +99,8 @@ def DistributedOptimizer(
         raise ValueError(f"backward_passes_per_step: expected at least 1, got {backward_passes_per_step}")
     check(compression)
     named = _named(optimizer, named_parameters)
+    for name, param in named:
+        refuse_unreachable(f"parameter {name!r}", param)
     lists = _groups(groups)
     together = process_set.included() and world_of(process_set).size > 1
     kind = AdasumSteps if op is Op.ADASUM and together else _Distributed
@@ -108,9 +111,9 @@ def DistributedOptimizer(
         # A scheduler that was made for the bare optimizer has put its own ``step`` there, and warns if that is not called before it is.
         optimizer._opt_called = True
     if kind is AdasumSteps:
-        result.begin(compression, process_set)
+        result.begin(compression, process_set, named)
         return result
-    result.begin(backward_passes_per_step)
+    result.begin(backward_passes_per_step, named)
     if together:
         way = Way(_label(named, process_set), op, 1 / gradient_predivide_factor, gradient_predivide_factor, compression, process_set)
         if lists is not None:
@@ -128,9 +131,10 @@ class _Distributed:
     param_groups: list[dict[str, Any]]
     _reducer: Reducer | None
 
-    def begin(self, passes: int) -> None:
+    def begin(self, passes: int, named: list[tuple[str, Any]]) -> None:
         """Set up."""
         self.backward_passes_per_step = passes
+        self._parameter_names = {param: name for name, param in named}
         self._should_synchronize = True
         self._synchronized = False
         self._reducer = None
@@ -149,7 +153,7 @@ class _Distributed:
             InvalidArgumentError: a gradient was changed since its backward pass.
             MismatchError, RankFailedError, CollectiveTimeoutError: as for `collectives.allreduce`.
         """
-        if self._reducer is not None and (self._reducer.begun or not self._synchronized):
+        if self._reducer is not None and not self._reducer.combined:
             self._reducer.synchronize()
         self._synchronized = True
 
@@ -171,16 +175,29 @@ class _Distributed:
     @untraced
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Combine the gradients, and apply them; as ``torch.optim.Optimizer.step``."""
-        if not self._should_synchronize or self._reducer is None:
-            self._synchronized = False
+        if self._should_synchronize and self._synchronized:
+            warnings.warn(
+                "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). Here that combines no "
+                "gradient twice, but Horovod does: call step() within optimizer.skip_synchronize().",
+                stacklevel=3,
+            )
+        self._synchronized = False
+        reducer = self._reducer
+        if reducer is None:
             return super().step(closure)  # type: ignore[misc]
-        if closure is None:
-            self.synchronize()
-            self._synchronized = False
+        try:
+            if not self._should_synchronize:
+                return super().step(closure)  # type: ignore[misc]
+            if closure is not None:
+                if reducer.any_begun():
+                    reducer.synchronize()
+                return super().step(functools.partial(self._evaluate, closure))  # type: ignore[misc]
+            if not reducer.combined:
+                reducer.synchronize()
             return super().step()  # type: ignore[misc]
-        if self._reducer.begun:
-            self.synchronize()
-        return super().step(functools.partial(self._evaluate, closure))  # type: ignore[misc]
+        finally:
+            reducer.combined = False
+            reducer.steps += 1
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As ``torch.optim.Optimizer.zero_grad``.
@@ -195,8 +212,10 @@ class _Distributed:
             )
         self._synchronized = False
         super().zero_grad(set_to_none=set_to_none)  # type: ignore[misc]
-        if set_to_none and self._reducer is not None:
-            self._reducer.lay_out()
+        if self._reducer is not None:
+            self._reducer.combined = False
+            if set_to_none:
+                self._reducer.lay_out()
 
     def load_state_dict(self, state_dict: Any) -> None:
         """As ``torch.optim.Optimizer.load_state_dict``; gradients on their way are waited for and given up."""
@@ -211,20 +230,23 @@ class _Distributed:
         super().add_param_group(param_group)  # type: ignore[misc]
         if self._reducer is not None:
             number = len(self.param_groups) - 1
-            self._reducer.add(_numbered(number, self.param_groups[number]["params"]))
+            named = _numbered(number, self.param_groups[number]["params"])
+            self._parameter_names.update({param: name for name, param in named})
+            self._reducer.add(named)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError("a distributed optimizer cannot be copied or pickled; save and load its state_dict()")
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
         """The closure's loss, averaged, with the gradients of all ranks."""
+        assert self._reducer is not None
+        self._reducer.split()
         with torch.enable_grad():
             loss = closure()
-        self.synchronize()
-        self._synchronized = False
+        if not self._reducer.combined:
+            self._reducer.synchronize()
         if loss is None:
             return None
-        assert self._reducer is not None
         mean = self._reducer.mean(loss.item() if isinstance(loss, torch.Tensor) else float(loss))
         return torch.as_tensor(mean, dtype=loss.dtype, device=loss.device) if isinstance(loss, torch.Tensor) else float(mean)
 

@@ -8,6 +8,7 @@ that they take one by one).
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -121,6 +122,7 @@ def describe(name: str, tensor: Any) -> str:
     Raises:
         InvalidTypeError, InvalidArgumentError: a tensor that cannot be broadcast in place.
     """
+    refuse_unreachable(name, tensor)
     if tensor.layout is not torch.strided:
         raise InvalidTypeError(f"{name}: expected a dense tensor, got layout {tensor.layout}; pass {name}.to_dense()")
     if tensor.device.type not in ("cpu", "cuda"):
@@ -129,6 +131,29 @@ def describe(name: str, tensor: Any) -> str:
         raise foreign.overlapping(tensor, name, tensor.shape, tensor.stride())
     dtype = str(tensor.dtype).removeprefix("torch.")
     return f"{dtype} of shape {tuple(tensor.shape)} on {tensor.device.type}"
+
+
+def refuse_unreachable(what: str, tensor: Any) -> None:
+    """Refuse a tensor that has no memory of its own on this rank.
+
+    Raises:
+        InvalidTypeError: a DTensor, which is spread over ranks; or it is on the meta device, or of a lazy module, and holds no numbers.
+    """
+    distributed = sys.modules.get("torch.distributed.tensor")
+    if distributed is not None and isinstance(tensor, distributed.DTensor):
+        raise InvalidTypeError(
+            f"{what}: expected a tensor of this rank, got a DTensor, which torch.distributed keeps spread over ranks and reduces "
+            f"itself; use the torch optimizer as it is with FSDP and tensor parallelism, or pass full_tensor() of it"
+        )
+    if torch.nn.parameter.is_lazy(tensor):
+        raise InvalidTypeError(
+            f"{what}: expected numbers, got a parameter of a lazy module; run a forward pass first, which gives it a shape"
+        )
+    if tensor.is_meta:
+        raise InvalidTypeError(
+            f"{what}: expected numbers, got a tensor on the meta device, which holds none; make it real first, by "
+            f"model.to_empty(device='cpu') and loading or broadcasting parameters, and make the optimizer after that"
+        )
 
 
 # ---- moving tensors ------------------------------------------------------------------------------------------------------------------

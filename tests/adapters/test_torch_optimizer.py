@@ -84,10 +84,12 @@ def test_a_second_synchronize_does_nothing(hvd: Any) -> None:
     optimizer.synchronize()
     optimizer.synchronize()
     check(model, wanted)
+    with pytest.warns(UserWarning, match=r"^optimizer.step\(\) called without optimizer.skip_synchronize\(\) context after"):
+        optimizer.step()
+    check(model, wanted)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         optimizer.step()
-    check(model, wanted)
 
 
 def test_the_class_is_the_optimizers(hvd: Any) -> None:
@@ -132,33 +134,6 @@ def test_what_some_rank_used_is_combined_on_all(hvd: Any, views: bool) -> None:
         torch.testing.assert_close(model.second.weight.grad, wanted[3] / hvd.size())
         with optimizer.skip_synchronize():
             optimizer.step()
-
-
-@several
-def test_changing_a_gradient_on_its_way_is_refused(hvd: Any) -> None:
-    model = net()
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
-    advice = r".*changed in between.*optimizer\.synchronize\(\) before gradient clipping"
-    model(batch(hvd.rank())).backward()
-    model.large.grad.mul_(2)
-    with pytest.raises(ValueError, match="gradient of 'large'" + advice):
-        optimizer.step()
-    optimizer.zero_grad()
-    model(batch(hvd.rank())).backward()
-    torch.nn.utils.clip_grad_norm_(model.first.parameters(), 1e-3)
-    torch.nn.utils.clip_grad_norm_(model.second.parameters(), 1e-3)
-    with pytest.raises(ValueError, match="gradient of 'second.bias'" + advice):
-        optimizer.step()
-    optimizer.zero_grad()
-    model(batch(hvd.rank())).backward()
-    model.large.grad = None
-    with pytest.raises(ValueError, match=r"gradient of 'large'.*dropped in between"):
-        optimizer.step()
-    optimizer.zero_grad()
-    wanted = expected(model, range(hvd.size()))
-    model(batch(hvd.rank())).backward()
-    optimizer.synchronize()
-    check(model, wanted)
 
 
 @several
@@ -332,9 +307,10 @@ def test_a_sparse_gradient_that_nobody_has_after_a_refused_step(hvd: Any) -> Non
     table, layer = torch.nn.Embedding(10, 3, sparse=True), torch.nn.Linear(SMALL // 4, 1, bias=False)
     named = [("table", table.weight), ("layer", layer.weight)]
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p for _, p in named], lr=1.0), named, sparse_as_dense=True)
+    layer.weight.grad = kept = torch.zeros_like(layer.weight)
     (table(torch.tensor([hvd.rank()])).sum() + layer(torch.ones(SMALL // 4)).sum()).backward()
-    layer.weight.grad = None
-    with pytest.raises(ValueError, match="dropped in between"):
+    kept.mul_(2)
+    with pytest.raises(ValueError, match="changed in between"):
         optimizer.step()
     optimizer.zero_grad()
     layer(torch.full((SMALL // 4,), float(hvd.rank()))).sum().backward()

@@ -1,0 +1,112 @@
+"""Reading a gradient that is in flight waits for it.
+
+From the backward pass to ``synchronize()`` a gradient belongs to the engine, which reads and writes its memory. What torch's recipes do
+between ``backward()`` and ``step()`` (clipping, ``GradScaler``, a logged norm) begins with ``parameter.grad``. While gradients are in
+flight, the parameters are therefore of a subclass of their class, in which ``grad`` is a property that waits for all of them first. At any
+other time they are what they were: nothing is slower, and no type differs.
+
+    backward       the first gradient is complete        -> arm      the parameters change their class, 0.05 µs each
+    p.grad         read or set by the program            -> join     all gradients are combined, on every rank that gets here
+    synchronize    or step(), or the join                -> disarm
+
+Waiting at the end of the backward pass instead, as DistributedDataParallel does, would deadlock programs in which a rank contributes to a
+bucket only in its ``step()``, because it has not used some parameter, and calls another collective before that.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+grad_of: Callable[[Any], Any] = torch.Tensor.grad.__get__
+"""A parameter's gradient, whether it is guarded or not."""
+
+
+def in_backward() -> bool:
+    """Whether this thread runs a backward pass."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+class Guard:
+    """Guards the gradients of some parameters.
+
+    Args:
+        join: a method that combines all gradients, and disarms. Its object is not kept alive.
+    """
+
+    def __init__(self, join: Callable[[], object]) -> None:
+        self.armed = False
+        self._join = weakref.WeakMethod(join)
+        self._classes: dict[type, type] = {}
+        self._members: list[tuple[Any, type, type]] = []
+
+    def add(self, param: Any) -> None:
+        """Guard a further parameter's gradient."""
+        own = type(param)
+        if own not in self._classes:
+            self._classes[own] = _guarded(own, self._join)
+        self._members.append((param, own, self._classes[own]))
+
+    def arm(self) -> None:
+        """From now on whoever reads or sets a gradient joins first. Does nothing if that is so."""
+        if not self.armed:
+            self.armed = True
+            for param, own, guarded in self._members:
+                if type(param) is own:  # and not guarded by another optimizer
+                    param.__class__ = guarded
+
+    def disarm(self) -> None:
+        """Gradients may be read and set. Does nothing if that is so."""
+        if self.armed:
+            self.armed = False
+            for param, own, guarded in self._members:
+                if type(param) is guarded:
+                    param.__class__ = own
+
+
+def _guarded(own: type, reference: weakref.WeakMethod[Callable[[], object]]) -> type:
+    """A class of parameters whose gradients are in flight; of the same name and layout."""
+    grad: Any = own.grad  # type: ignore[attr-defined]
+
+    def join(param: Any) -> None:
+        there = reference()
+        if there is not None:
+            there()
+        if type(param) is guarded:  # the optimizer is gone
+            param.__class__ = own
+
+    def read(param: Any) -> Any:
+        if not in_backward():
+            join(param)
+        return grad.__get__(param)
+
+    def write(param: Any, value: Any) -> None:
+        if not in_backward():
+            join(param)
+        grad.__set__(param, value)
+
+    def delete(param: Any) -> None:
+        write(param, None)
+
+    def copied(param: Any, memo: Any) -> Any:
+        join(param)
+        return param.__deepcopy__(memo)
+
+    def reduced(param: Any, protocol: Any) -> Any:
+        join(param)
+        return param.__reduce_ex__(protocol)
+
+    members: dict[str, Any] = {
+        "grad": property(read, write, delete),
+        "__deepcopy__": copied,
+        "__reduce_ex__": reduced,
+        "__module__": own.__module__,
+        "__qualname__": own.__qualname__,
+    }
+    if own is torch.Tensor:
+        members["__torch_function__"] = torch._C._disabled_torch_function_impl
+    guarded = type(own.__name__, (own,), members)
+    return guarded

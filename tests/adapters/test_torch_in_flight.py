@@ -1,0 +1,335 @@
+"""Gradients that the program reads or changes between ``backward()`` and ``step()``, as torch's own recipes do."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import collectives
+from collectives.torch.buckets import SMALL
+
+pytestmark = pytest.mark.mpi
+
+several = pytest.mark.skipif(
+    "int(__import__('os').environ.get('OMPI_COMM_WORLD_SIZE', '1')) == 1", reason="one rank has nobody to combine with"
+)
+
+
+class Net(torch.nn.Module):
+    """Tiny parameters, a small and a large one; the first layer is used by some ranks only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.sometimes = torch.nn.Linear(6, 6)
+        self.tiny = torch.nn.Linear(6, 4)
+        self.small = torch.nn.Parameter(torch.randn(4, 1000))
+        self.large = torch.nn.Parameter(torch.randn(1000, SMALL // 2000))
+
+    def forward(self, x: Any, whole: bool = True) -> Any:
+        hidden = self.tiny(self.sometimes(x) if whole else x)
+        return (hidden @ self.small @ self.large / 1000).tanh().pow(2).mean()
+
+
+def batch(rank: int, step: int) -> Any:
+    return torch.randn(3, 6, generator=torch.Generator().manual_seed(100 * step + rank)) * (rank + 1)
+
+
+Recipe = Callable[[Any, Any, Any], None]
+"""What comes between ``backward()`` and ``step()``: model, optimizer, scaler; it makes the step as well."""
+
+
+def clip_norm(model: Any, optimizer: Any, scaler: Any) -> None:
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    optimizer.step()
+
+
+def clip_norm_of_groups(model: Any, optimizer: Any, scaler: Any) -> None:
+    for group in optimizer.param_groups:
+        torch.nn.utils.clip_grad_norm_(group["params"], 0.5, foreach=True)
+    optimizer.step()
+
+
+def clip_value(model: Any, optimizer: Any, scaler: Any) -> None:
+    torch.nn.utils.clip_grad_value_(model.parameters(), 0.01)
+    optimizer.step()
+
+
+def clamp_data(model: Any, optimizer: Any, scaler: Any) -> None:
+    for param in model.parameters():
+        param.grad.data.clamp_(-0.01, 0.01)
+    optimizer.step()
+
+
+def write_array(model: Any, optimizer: Any, scaler: Any) -> None:
+    for param in model.parameters():
+        param.grad.numpy()[...] *= 0.5
+    optimizer.step()
+
+
+def measure(model: Any, optimizer: Any, scaler: Any) -> None:
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf"))
+    for group in optimizer.param_groups:
+        group["lr"] = 0.1 / (1 + float(norm))
+    optimizer.step()
+
+
+def replace(model: Any, optimizer: Any, scaler: Any) -> None:
+    for param in model.parameters():
+        param.grad = param.grad.sign() * 0.01
+    optimizer.step()
+
+
+def scale(model: Any, optimizer: Any, scaler: Any) -> None:
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def unscale_and_clip(model: Any, optimizer: Any, scaler: Any) -> None:
+    scaler.unscale_(optimizer)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    scaler.step(optimizer)
+    scaler.update()
+
+
+RECIPES = [clip_norm, clip_norm_of_groups, clip_value, clamp_data, write_array, measure, replace, scale, unscale_and_clip]
+
+
+def scaler_for(recipe: Recipe) -> Any:
+    return torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=recipe in (scale, unscale_and_clip))
+
+
+def one_process(recipe: Recipe, ranks: int, steps: int, used: Callable[[int, int], bool], **options: Any) -> Any:
+    """A model trained on the batches of all ranks."""
+    model = Net()
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, **options), scaler_for(recipe)
+    for step in range(steps):
+        optimizer.zero_grad()
+        for rank in range(ranks):
+            scaler.scale(model(batch(rank, step), used(rank, step)) / ranks).backward()
+        recipe(model, optimizer, scaler)
+    return model
+
+
+def check(model: Any, wanted: Any) -> None:
+    for (name, param), twin in zip(model.named_parameters(), wanted.parameters(), strict=True):
+        torch.testing.assert_close(param, twin, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+        assert type(param) is torch.nn.Parameter
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("options", [{}, {"fused": True}], ids=["plain", "fused"])
+def test_recipes_without_synchronize(hvd: Any, recipe: Recipe, options: dict[str, Any]) -> None:
+    def used(rank: int, step: int) -> bool:
+        return (rank + step) % 2 == 0 or step == 0
+
+    wanted = one_process(recipe, hvd.size(), 3, used, **options)
+    model = Net()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, **options), model.named_parameters())
+    scaler = scaler_for(recipe)
+    for step in range(3):
+        optimizer.zero_grad()
+        scaler.scale(model(batch(hvd.rank(), step), used(hvd.rank(), step))).backward()
+        recipe(model, optimizer, scaler)
+    check(model, wanted)
+
+
+@several
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_infinity_on_one_rank_skips_the_step_on_all(hvd: Any, fused: bool) -> None:
+    model = Net()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, fused=fused), model.named_parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for step in range(3):
+        before = copy.deepcopy(model)
+        model.zero_grad()
+        loss = model(batch(hvd.rank(), step))
+        scaler.scale(loss * float("inf") if step == 1 and hvd.rank() == 1 else loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert all(torch.isfinite(param).all() for param in model.parameters())
+        assert torch.equal(before.large, model.large) is (step == 1)
+        assert scaler.get_scale() == (512.0 if step else 1024.0)
+
+
+@several
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_tiny_gradients_whichever_is_used(hvd: Any, which: int) -> None:
+    params = [torch.nn.Parameter(torch.zeros(2)) for _ in range(3)]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(params, lr=1.0))
+    (params[which].sum() * (hvd.rank() + 1)).backward()
+    torch.nn.utils.clip_grad_value_(params, 1.25)
+    optimizer.step()
+    mean = min((hvd.size() + 1) / 2, 1.25)
+    assert [param[0].item() for param in params] == [-mean if at == which else 0.0 for at in range(3)]
+
+
+@several
+def test_one_rank_may_read_between_backward_and_step(hvd: Any) -> None:
+    model = Net()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model.named_parameters())
+    for step in range(3):
+        optimizer.zero_grad()
+        model(batch(hvd.rank(), step), hvd.rank() == 0).backward()
+        if hvd.rank() == hvd.size() - 1:
+            assert model.sometimes.weight.grad.norm() > 0  # which only rank 0 has used
+        optimizer.step()
+
+    def just_step(model: Any, optimizer: Any, scaler: Any) -> None:
+        optimizer.step()
+
+    check(model, one_process(just_step, hvd.size(), 3, lambda rank, step: rank == 0))
+
+
+@several
+def test_copies_of_a_model_whose_gradients_are_in_flight(hvd: Any) -> None:
+    model = Net()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+    model(batch(hvd.rank(), 0)).backward()
+    assert isinstance(model.large, torch.nn.Parameter)
+    twin = copy.deepcopy(model)
+    assert type(twin.large) is type(model.large) is torch.nn.Parameter
+    optimizer.step()
+    assert not torch.equal(twin.large, model.large)
+
+
+@several
+def test_a_gradient_changed_through_a_tensor_kept_from_before_is_refused(hvd: Any) -> None:
+    model = Net()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+    for step in range(2):
+        model.zero_grad(set_to_none=False)
+        model(batch(hvd.rank(), step)).backward()
+        if step == 0:
+            kept = model.large.grad
+            optimizer.step()
+    kept.mul_(2)
+    with pytest.raises(ValueError, match=r"gradient of 'large'.*changed in between, through a tensor kept from before"):
+        optimizer.step()
+
+
+@several
+@pytest.mark.parametrize("op", ["Average", "Sum"])
+def test_reading_between_two_backward_passes(hvd: Any, op: str) -> None:
+    params = [torch.nn.Parameter(torch.zeros(3)) for _ in range(2)]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(params, lr=1.0), op=getattr(hvd, op))
+    (params[0].sum() * (hvd.rank() + 1)).backward()
+    total = hvd.size() * (hvd.size() + 1) / 2
+    assert params[0].grad[0] == (total / hvd.size() if op == "Average" else total)
+    if op == "Sum":
+        with pytest.raises(AssertionError, match=r"gradient of .*expected no backward pass between reading gradients"):
+            params[1].sum().backward()
+        return
+    (params[1].sum() * (hvd.rank() + 1)).backward()
+    optimizer.step()
+    assert [param[0].item() for param in params] == [-total / hvd.size()] * 2
+
+
+@several
+def test_a_rank_that_alone_reads_between_two_backward_passes_is_told_everywhere(hvd: Any) -> None:
+    params = [torch.nn.Parameter(torch.zeros(3)) for _ in range(2)]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(params, lr=1.0))
+
+    def losses() -> None:
+        optimizer.zero_grad()
+        params[0].sum().backward()
+        if hvd.rank() == 0:
+            assert params[0].grad is not None
+        params[1].sum().backward()
+
+    losses()
+    with pytest.raises(collectives.MismatchError, match="with those of another step on another rank"):
+        if hvd.rank() == 0:
+            optimizer.step()
+        else:
+            optimizer.step()
+            losses()
+            optimizer.step()
+
+
+@several
+@pytest.mark.parametrize("op", ["Average", "Sum", "Max"])
+def test_backward_before_a_closure(hvd: Any, op: str) -> None:
+    weight = torch.nn.Parameter(torch.zeros(3))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), op=getattr(hvd, op))
+    part = {"Average": (hvd.size() + 1) / 2, "Sum": hvd.size() * (hvd.size() + 1) / 2, "Max": float(hvd.size())}[op]
+
+    def closure() -> Any:
+        loss = weight.sum() * (hvd.rank() + 1)
+        loss.backward()
+        return loss
+
+    closure()
+    optimizer.step(closure)
+    torch.testing.assert_close(weight.detach(), torch.full((3,), -2 * part))
+    optimizer.zero_grad()
+    if hvd.rank() == 0:
+        closure()
+    optimizer.step(closure)
+    once = {"Average": 1 / hvd.size(), "Sum": 1.0, "Max": 1.0}[op]
+    torch.testing.assert_close(weight.detach(), torch.full((3,), -3 * part - once))
+
+
+@several
+@pytest.mark.parametrize("as_dense", [False, True])
+def test_sparse_gradients_that_some_ranks_do_not_have(hvd: Any, as_dense: bool) -> None:
+    torch.manual_seed(0)
+    table, layer = torch.nn.Embedding(10, 3, sparse=True), torch.nn.Linear(3, 2)
+    named = [("table", table.weight), *layer.named_parameters()]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p for _, p in named], lr=0.0), named, sparse_as_dense=as_dense)
+    last = hvd.size() - 1
+    for step, users in enumerate([[], [last], [0, last], [], [0]]):
+        optimizer.zero_grad()
+        mine = hvd.rank() in users
+        hidden = table(torch.tensor([hvd.rank(), 9])) if mine else torch.ones(2, 3)
+        layer(hidden).sum().backward()
+        optimizer.synchronize()
+        grad = table.weight.grad
+        assert (grad is not None) is bool(users), step
+        if grad is not None:
+            assert grad.is_sparse
+            row = layer.weight.detach().sum(0) / hvd.size()
+            wanted = torch.zeros(10, 3)
+            for rank in users:
+                wanted[rank] += row
+                wanted[9] += row
+            torch.testing.assert_close(grad.to_dense(), wanted)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+
+
+@several
+def test_a_table_that_is_sparse_on_one_rank_and_dense_on_another(hvd: Any) -> None:
+    table = torch.nn.Embedding(10, 3, sparse=True)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(table.parameters(), lr=1.0))
+    for _ in range(2):
+        optimizer.zero_grad()
+        (table.weight.sum() if hvd.rank() == 0 else table(torch.tensor([hvd.rank()])).sum()).backward()
+        optimizer.synchronize()
+        wanted = torch.full((10, 3), 1 / hvd.size())
+        wanted[1 : hvd.size()] += 1 / hvd.size()
+        torch.testing.assert_close(table.weight.grad.to_dense(), wanted)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+
+
+@several
+def test_a_layer_shared_by_reentrant_checkpoints_is_explained(hvd: Any) -> None:
+    layer = torch.nn.Linear(3, 3)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(layer.parameters(), lr=1.0), layer.named_parameters())
+
+    def run(reentrant: bool) -> None:
+        x = torch.ones(2, 3, requires_grad=True)
+        for _ in range(2):
+            x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=reentrant)
+        x.sum().backward()
+
+    run(False)
+    optimizer.step()
+    optimizer.zero_grad()
+    with pytest.raises(AssertionError, match="that several reentrant checkpoints share: pass use_reentrant=False"):
+        run(True)

@@ -18,6 +18,7 @@ from collectives.errors import InvalidArgumentError
 ALGORITHMS = ("auto", "ring", "direct", "one-shot", "recursive-doubling", "hierarchical", "native")
 TRANSPORTS = ("auto", "window", "direct-read", "mpi")
 DEVICE_TRANSPORTS = ("cuda-ipc", "nccl", "host")
+GRADIENTS = ("exact", "horovod")
 LOG_LEVELS = ("trace", "debug", "info", "warning", "error", "fatal")
 
 _PREFIX = "COLLECTIVES_"
@@ -190,6 +191,8 @@ class Config:
     """Pretend that each host holds this many consecutive ranks; 0: ask the system."""
     allow_single: bool = _setting("COLLECTIVES_ALLOW_SINGLE", False, parse_bool, alike=False)
     """Whether a process that a launcher started as one of several, and that finds no other, makes a world of its own."""
+    gradients: str = _setting("COLLECTIVES_GRADIENTS", "exact", _choice(*GRADIENTS))
+    """The gradients of PyTorch's and TensorFlow's collectives: the exact adjoints, or what Horovod takes for them."""
     result_pool: int = _setting("COLLECTIVES_RESULT_POOL", 256 << 20, _size, alike=False)
     """Bytes of dropped results kept for reuse by the next out-of-place call; 0 turns reuse off."""
     fusion_threshold: int = _setting("COLLECTIVES_FUSION_THRESHOLD", 128 << 20, _size, alias="HOROVOD_FUSION_THRESHOLD")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
@@ -34,6 +35,15 @@ def garbage_of_this_module() -> None:
     """Collecting garbage, which many tests do, looks at what the module's own tests have made: all else takes several times as long."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def gradients_of_this_module() -> Iterator[None]:
+    """Importing `horovod` chooses its gradients for this process and those that it starts: not for the tests of other modules."""
+    before = os.environ.get("COLLECTIVES_GRADIENTS")
+    yield
+    if before is None:
+        os.environ.pop("COLLECTIVES_GRADIENTS", None)
 
 
 @pytest.fixture(scope="session")

@@ -61,6 +61,9 @@ def train(steps):
     moved = any(not torch.equal(*pair) for pair in zip(start, model.parameters()))
     seen = hvd.allgather(torch.cat([parameter.detach().flatten() for parameter in model.parameters()])[None], name="weights")
     total = synchronize(allreduce_async_(torch.ones(2), name="ones", op=Sum))
+    embedding = torch.ones(1, requires_grad=True)
+    hvd.allgather(embedding).sum().backward()
+    assert embedding.grad.item() == 1.0
     return moved, bool((seen == seen[0]).all()), hvd.allreduce(torch.tensor(float(hvd.rank())), name="mean").item(), total.tolist()
 """
 RESUMING = """

@@ -8,15 +8,21 @@
 All three have Python look for modules in that folder too; importing this module does it for the running program, and for processes
 that ``multiprocessing`` spawns from it. There the folder comes last, so that Horovod is found before it. On PYTHONPATH it comes first, and
 the package looks by itself whether there is a Horovod to hand over to.
+
+Whoever imports `horovod` gets Horovod's gradients (``COLLECTIVES_GRADIENTS``), unless the environment says otherwise: learning rates have
+been tuned for them.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 import warnings
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
+
+from collectives.runtime import is_initialized, world
 
 FOLDER = Path(__file__).parent / "site"
 """The folder to look in: for ``sys.path``, or PYTHONPATH."""
@@ -39,6 +45,18 @@ def hand_over() -> bool:
         message = f"collectives: Horovod is installed ({spec.origin}) and used; for collectives in its place: pip uninstall horovod"
         warnings.warn(message, RuntimeWarning, stacklevel=2)
     return True
+
+
+def choose_gradients() -> None:
+    """Make Horovod's gradients the default of this process and its children, from the next `init` on."""
+    if not os.environ.get("COLLECTIVES_GRADIENTS"):
+        os.environ["COLLECTIVES_GRADIENTS"] = "horovod"
+        if is_initialized() and world().config.gradients != "horovod":
+            message = (
+                "collectives: horovod was imported after init(), so that gradients through allgather, broadcast, reducescatter and others "
+                "are not Horovod's; import it first, or set COLLECTIVES_GRADIENTS to horovod or exact on every rank"
+            )
+            warnings.warn(message, RuntimeWarning, stacklevel=3)
 
 
 def absent(module: str, instead: str) -> ModuleNotFoundError:

@@ -19,6 +19,12 @@ forward. Complex tensors follow TensorFlow's convention (the conjugate of what m
 
 An adjoint is made of the same differentiable collectives, so that it can be differentiated again.
 
+With ``COLLECTIVES_GRADIENTS=horovod`` the gradients are those of Horovod, where these differ:
+
+    allreduce (else)      gx = allreduce(gy), by the same operation and with the same factors
+    reducescatter         size() times the adjoint, of Sum and Average; Horovod has no others
+    allgather, broadcast  the adjoint divided by size()
+
 Every rank must use the outputs of the same calls in its backward pass, because their adjoints need all ranks. Adjoints run in the reverse
 order of the calls, and pair up by name: a rank that leaves one out keeps the others waiting (and all get an error), but is never taken for
 a later one.
@@ -183,7 +189,7 @@ def begin_anew(process_set: ProcessSet) -> None:
 
 
 def _allreduce(call: Call, gradients: list[Any], inputs: list[Any], outputs: list[Any]) -> list[Any]:
-    if call.linear:
+    if call.linear or _as_horovod(call):
         return run(call, gradients)
     return [_of_one(call, number, gradient, x) for number, (gradient, x) in enumerate(zip(gradients, inputs, strict=True))]
 
@@ -199,17 +205,17 @@ def _of_one(call: Call, number: int, gradient: Any, x: Any) -> Any:
 def _reducescatter(call: Call, gradients: list[Any], inputs: list[Any], outputs: list[Any]) -> list[Any]:
     if call.linear:
         back = run(call.other("allgather"), [scaled(gradient, call.prescale * call.postscale) for gradient in gradients])
-        if call.op is Op.SUM:
+        if (call.op is Op.AVERAGE) is _as_horovod(call):
             return back
         size = questions.ask("size", call.process_set)
-        return [gradient / tf.cast(size, gradient.dtype) for gradient in back]
+        return [gradient * tf.cast(size, gradient.dtype) if call.op is Op.SUM else _divided(gradient, size) for gradient in back]
     pairs = enumerate(zip(gradients, inputs, strict=True))
     return [_through_rows(replace(call, name=f"{call.name}.{number}"), x, gradient) for number, (gradient, x) in pairs]
 
 
 def _allgather(call: Call, gradients: list[Any], inputs: list[Any], outputs: list[Any]) -> list[Any]:
     rows = tf.stack([tf.shape(x, out_type=tf.int64)[0] for x in inputs])
-    return run(call.other("own_rows"), [*gradients, rows])
+    return _for_rank(call, run(call.other("own_rows"), [*gradients, rows]))
 
 
 def _own_rows(call: Call, gradients: list[Any], inputs: list[Any], outputs: list[Any]) -> list[Any]:
@@ -217,7 +223,7 @@ def _own_rows(call: Call, gradients: list[Any], inputs: list[Any], outputs: list
 
 
 def _broadcast(call: Call, gradients: list[Any], inputs: list[Any], outputs: list[Any]) -> list[Any]:
-    return run(call.other("at_root", root=call.root), gradients)
+    return _for_rank(call, run(call.other("at_root", root=call.root), gradients))
 
 
 def _at_root(call: Call, gradients: list[Any], inputs: list[Any], outputs: list[Any]) -> list[Any]:
@@ -226,6 +232,22 @@ def _at_root(call: Call, gradients: list[Any], inputs: list[Any], outputs: list[
 
 def _alltoall(call: Call, gradients: list[Any], inputs: list[Any], outputs: list[Any]) -> list[Any]:
     return run(call.other("alltoall"), [gradients[0], outputs[1]])[:1]
+
+
+def _as_horovod(call: Call) -> bool:
+    return not call.exact and call.world.config.gradients == "horovod"
+
+
+def _for_rank(call: Call, gradients: list[Any]) -> list[Any]:
+    """Sums over the ranks as they are, or Horovod's means."""
+    if not _as_horovod(call):
+        return gradients
+    size = questions.ask("size", call.process_set)
+    return [_divided(gradient, size) for gradient in gradients]
+
+
+def _divided(gradient: Any, size: Any) -> Any:
+    return gradient / tf.cast(size, gradient.dtype)
 
 
 _ADJOINTS: dict[str, Callable[[Call, list[Any], list[Any], list[Any]], list[Any]]] = {

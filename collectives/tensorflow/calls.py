@@ -31,6 +31,7 @@ class Call:
         op, prescale, postscale, compression, algorithm, transport: as for `collectives.allreduce`.
         root: of a broadcast, as a rank of all ranks.
         ignore_name_scope: whether ``name`` is the whole name.
+        exact: whether its gradient is the adjoint under any setting.
     """
 
     collective: str
@@ -44,6 +45,7 @@ class Call:
     transport: str | None = None
     root: Any = None
     ignore_name_scope: bool = False
+    exact: bool = False
 
     @property
     def linear(self) -> bool:
@@ -60,8 +62,8 @@ class Call:
 
     def other(self, collective: str, suffix: str = "", **changes: Any) -> Call:
         """Another collective of the same ranks, in the same way, without factors."""
-        alike = Call(collective, self.name and self.name + suffix, self.process_set, ignore_name_scope=self.ignore_name_scope)
-        return replace(alike, **changes)
+        alike = Call(collective, self.name and self.name + suffix, self.process_set)
+        return replace(alike, ignore_name_scope=self.ignore_name_scope, exact=self.exact, **changes)
 
     def how(self) -> dict[str, Any]:
         """The keywords of every method of a world."""

@@ -19,8 +19,9 @@ import tensorflow as tf
 
 from collectives.errors import InvalidArgumentError
 from collectives.runtime import global_process_set, world_of
+from collectives.tensorflow import autograd
 from collectives.tensorflow.autograph import unconverted
-from collectives.tensorflow.operations import allgather
+from collectives.tensorflow.calls import Call
 from collectives.world import World
 
 
@@ -89,7 +90,8 @@ class SyncBatchNormalization(tf.keras.layers.BatchNormalization):  # type: ignor
         x = tf.cast(inputs, tf.float64 if inputs.dtype == tf.float64 else tf.float32)
         channel = self._channel_axis(len(x.shape))
         near, row = _statistics(x, mask, channel)
-        rows = allgather(row[tf.newaxis], name=self._label(world), process_set=self._process_set)
+        gathering = Call("allgather", self._label(world), self._process_set, exact=True)
+        (rows,) = autograd.run(gathering, [row[tf.newaxis]])
         mean, variance, count = _merge(rows)
         self._move(mean, variance, count)
         scale = tf.math.rsqrt(variance + self.epsilon)

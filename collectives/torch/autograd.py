@@ -19,6 +19,12 @@ forward. Complex tensors follow torch's convention (the conjugate of what multip
 
 An adjoint is made of the same differentiable collectives, so that it can be differentiated again.
 
+With ``COLLECTIVES_GRADIENTS=horovod`` the gradients are those of Horovod, where these differ:
+
+    allreduce (else)      gx = allreduce(gy), by the same operation and with the same factors
+    reducescatter         size() times the adjoint, of Sum and Average; Horovod has no others
+    allgather, broadcast  the adjoint divided by size()
+
 Every rank must use the outputs of the same calls in its backward pass, because their adjoints need all ranks. These pair up by name: a
 rank that leaves one out keeps the others waiting (and all get an error), but is never taken for a later one.
 """
@@ -54,12 +60,19 @@ class Call:
         name: of the operation.
         grouped: whether it is the grouped form.
         options: what else the world's method takes, by its names.
+        exact: whether its gradient is the adjoint under any setting.
     """
 
     world: World
     name: str | None = None
     grouped: bool = False
     options: dict[str, Any] = field(default_factory=dict)
+    exact: bool = False
+
+    @property
+    def as_horovod(self) -> bool:
+        """Whether its gradient is Horovod's."""
+        return not self.exact and self.world.config.gradients == "horovod"
 
     def run(self, collective: str, *arguments: Any) -> tuple[Any, str]:
         """Carry it out; the result, and the name of its gradient."""
@@ -88,10 +101,10 @@ def allreduce(call: Call, tensors: Sequence[Any]) -> list[Any]:
     """`collectives.torch.allreduce` of one tensor, or of a group; ``op`` is among the options."""
     results, name = call.run_all("allreduce", tensors)
     world, op = call.world, call.options["op"]
-    linear = op in (Op.SUM, Op.AVERAGE)
+    alike = op in (Op.SUM, Op.AVERAGE) or call.as_horovod
 
     def adjoint(gradients: list[Any], inputs: Sequence[Any]) -> Sequence[Any]:
-        if linear:
+        if alike:
             return allreduce(replace(call, name=name, options={**call.options, "stream": None}), gradients)
         return [of_one(f"{name}.{i}", gradient, x) for i, (gradient, x) in enumerate(zip(gradients, inputs, strict=True))]
 
@@ -101,7 +114,7 @@ def allreduce(call: Call, tensors: Sequence[Any]) -> list[Any]:
         (share,) = reducescatter(Call(world, f"{name}.sum", options={"op": Op.SUM}), [gradient.reshape(-1)])
         return _through_rows(world, name, op, x.reshape(-1), share, *call.scales()).reshape(x.shape)
 
-    return _attach(adjoint, results, tensors, keeps=not linear)
+    return _attach(adjoint, results, tensors, keeps=not alike)
 
 
 def reducescatter(call: Call, tensors: Sequence[Any]) -> list[Any]:
@@ -113,7 +126,7 @@ def reducescatter(call: Call, tensors: Sequence[Any]) -> list[Any]:
     def adjoint(gradients: list[Any], inputs: Sequence[Any]) -> Sequence[Any]:
         before, after = call.scales()
         if linear:
-            factor = before * after / (world.size if op is Op.AVERAGE else 1)
+            factor = before * after * (world.size if call.as_horovod else 1) / (world.size if op is Op.AVERAGE else 1)
             return allgather(Call(world, name, call.grouped), [_scaled(gradient, factor) for gradient in gradients])
         pairs = enumerate(zip(gradients, inputs, strict=True))
         return [_through_rows(world, f"{name}.{i}", op, x, gradient, before, after) for i, (gradient, x) in pairs]
@@ -125,9 +138,10 @@ def allgather(call: Call, tensors: Sequence[Any]) -> list[Any]:
     """`collectives.torch.allgather` of one tensor, or of a group."""
     results, name = call.run_all("allgather", tensors)
     rows = [tensor.shape[0] for tensor in tensors if _has_gradient(tensor)]
+    op = Op.AVERAGE if call.as_horovod else Op.SUM
 
     def adjoint(gradients: list[Any], inputs: Sequence[Any]) -> Sequence[Any]:
-        return _own_rows(call.world, name, gradients, rows)
+        return _own_rows(call.world, name, gradients, rows, op)
 
     return _attach(adjoint, results, tensors)
 
@@ -136,9 +150,10 @@ def broadcast(call: Call, tensor: Any, root: int) -> Any:
     """`collectives.torch.broadcast`; the root by its number in the world."""
     result, name = call.run("broadcast", tensor, root)
     world = call.world
+    op = Op.AVERAGE if call.as_horovod else Op.SUM
 
     def adjoint(gradients: list[Any], inputs: Sequence[Any]) -> Sequence[Any]:
-        (total,) = allreduce(Call(world, name, options={"op": Op.SUM}), gradients)
+        (total,) = allreduce(Call(world, name, options={"op": op}), gradients)
         if world.rank == root:
             return [total]
         # Zeros that still know of the all-reduce: a second backward pass needs this rank as well.
@@ -206,19 +221,20 @@ def _name_of_gradient(handle: Handle) -> str:
 # ---- adjoints ------------------------------------------------------------------------------------------------------------
 
 
-def _own_rows(world: World, name: str, gradients: Sequence[Any], rows: Sequence[int]) -> list[Any]:
-    """This rank's rows of each sum over the ranks; ``rows`` says how many are this rank's."""
+def _own_rows(world: World, name: str, gradients: Sequence[Any], rows: Sequence[int], op: Op) -> list[Any]:
+    """This rank's rows of each Sum or Average over the ranks; ``rows`` says how many are this rank's."""
     table = world.allgather(np.array([rows], np.int64), name=f"{name}.rows").T.tolist()
     even = [i for i, counts in enumerate(table) if counts == partition.rows(sum(counts), world.size)]
     results = list(gradients)
     if even:
-        call = Call(world, name, grouped=True, options={"op": Op.SUM})
+        call = Call(world, name, grouped=True, options={"op": op}, exact=True)
         for i, result in zip(even, reducescatter(call, [gradients[i] for i in even]), strict=True):
             results[i] = result
     for i, counts in enumerate(table):
         if i not in even:
             parts, _ = alltoall(Call(world, f"{name}.{i}"), gradients[i], counts)
-            results[i] = parts.reshape(world.size, rows[i], *parts.shape[1:]).sum(0)
+            parts = parts.reshape(world.size, rows[i], *parts.shape[1:])
+            results[i] = parts.mean(0) if op is Op.AVERAGE else parts.sum(0)
     return results
 
 

@@ -177,7 +177,7 @@ def _note_reduction(ctx: Any, inputs: Any, output: Any) -> None:
 def _back_through_allreduce(ctx: Any, gradient: Any) -> Any:
     op, name, prescale, postscale, process_set = ctx.how
     run = torch.ops.collectives.grouped_allreduce if ctx.grouped else torch.ops.collectives.allreduce
-    if op in LINEAR:
+    if op in LINEAR or operators.as_horovod(process_set):
         return run(gradient, op, name, prescale, postscale, ctx.wire_or_rows, process_set), *_NO_GRADIENTS
     totals = run(gradient, Op.SUM.value, name, 1.0, 1.0, None, process_set)
     results = [

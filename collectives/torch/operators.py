@@ -53,32 +53,39 @@ def alltoall(x: Any, splits: Any, name: str | None, rows: int | None, ranks: int
     return [result, torch.from_numpy(received.astype(np.int64))]
 
 
+def as_horovod(process_set: int) -> bool:
+    """Whether gradients are Horovod's: see `collectives.torch.autograd`."""
+    return world_of(process_set).config.gradients == "horovod"
+
+
 # ---- adjoints ------------------------------------------------------------------------------------------------------------
 
 
 def own_rows(gradient: Any, name: str | None, rows: int, process_set: int) -> Any:
-    """Of an allgather: this rank's rows of the sum of the ranks' gradients."""
+    """Of an allgather: this rank's rows of the sum of the ranks' gradients, of Horovod's their mean."""
     world = world_of(process_set)
     counts = world.allgather(np.array([rows], np.int64), name=name and f"{name}.rows")
     parts, _ = world.alltoall(gradient, counts, name=name)
-    return parts.reshape(world.size, rows, *parts.shape[1:]).sum(0)
+    parts = parts.reshape(world.size, rows, *parts.shape[1:])
+    return parts.mean(0) if as_horovod(process_set) else parts.sum(0)
 
 
 def at_root(gradient: Any, root: int, name: str | None, process_set: int) -> Any:
-    """Of a broadcast: the sum of the ranks' gradients on the root, zeros elsewhere."""
+    """Of a broadcast: the sum of the ranks' gradients on the root, of Horovod's their mean; zeros elsewhere."""
     world = world_of(process_set)
-    total = world.allreduce(gradient, op=Op.SUM, name=name)
+    total = world.allreduce(gradient, op=Op.AVERAGE if as_horovod(process_set) else Op.SUM, name=name)
     return total if world.rank == root else total.zero_()
 
 
 def through_reduction(total: Any, x: Any, op: str, name: str | None, prescale: float, postscale: float, process_set: int) -> Any:
     """Of a reduction with its factors, given the gradient of all rows of its result, summed over the ranks.
 
-    Takes memory for every rank's ``x``, unless the reduction is linear.
+    Takes memory for every rank's ``x``, unless the reduction is linear. Horovod's is ``size()`` times that of a linear one.
     """
     world = world_of(process_set)
     if op in LINEAR:
-        return total * (prescale * postscale / (world.size if op == Op.AVERAGE.value else 1))
+        times = world.size if as_horovod(process_set) else 1
+        return total * (prescale * postscale * times / (world.size if op == Op.AVERAGE.value else 1))
     wide = torch.float64 if op == Op.ADASUM.value else torch.promote_types(x.dtype, torch.float32)
     inputs = world.allgather(x.reshape(1, -1), name=name and f"{name}.inputs").to(wide) * prescale
     own, gradient = world.rank, total.reshape(-1).to(wide) * postscale

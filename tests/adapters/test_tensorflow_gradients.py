@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 import tensorflow as tf
 
 from collectives.errors import MismatchError
+from collectives.runtime import world_of
 
 pytestmark = pytest.mark.mpi
 
@@ -259,3 +261,89 @@ def test_control_flow(hvd_tf: Any) -> None:
         return [y, tf.cond(x[0] > -100, lambda: hvd.allreduce(x * y, op=hvd.Sum) * hvd.allreduce(x + y, op=hvd.Sum), lambda: x)]
 
     check(hvd, function, number(hvd, 2))
+
+
+# ---- Horovod's, where COLLECTIVES_GRADIENTS says so ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def as_horovod(hvd_tf: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The setting, which the ranks have agreed on at `init`."""
+    world = world_of(None)
+    monkeypatch.setattr(world, "config", replace(world.config, gradients="horovod"))
+
+
+def given(rank: int, *shape: int) -> np.ndarray[Any, Any]:
+    """An array of a rank's, known to all."""
+    return np.random.default_rng(rank).normal(size=shape) + rank
+
+
+def back(way: str, function: Callable[[Any], Any], x: np.ndarray[Any, Any], gradient: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    (found,) = gradients(way, lambda tensor: [function(tensor)], [gradient], [x])
+    return np.asarray(found)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_horovods_gradient_of_allgather_and_broadcast_is_the_mean(hvd_tf: Any, as_horovod: None, way: str) -> None:
+    size, rank = hvd_tf.size(), hvd_tf.rank()
+    for rows in ([1] * size, [(2 * peer) % 3 for peer in range(size)]):
+        upstream = [given(peer, sum(rows), 2) for peer in range(size)]
+        found = back(way, hvd_tf.allgather, np.ones((rows[rank], 2)), upstream[rank])
+        np.testing.assert_allclose(found, (sum(upstream) / size)[sum(rows[:rank]) :][: rows[rank]])
+    upstream = [given(peer, 3) for peer in range(size)]
+    found = back(way, lambda x: hvd_tf.broadcast(x, size - 1), np.ones(3), upstream[rank])
+    np.testing.assert_allclose(found, sum(upstream) / size * (rank == size - 1))
+
+
+@pytest.mark.parametrize(("op", "way"), [("Sum", "function"), ("Average", "function"), ("Sum", "eager")])
+def test_horovods_gradient_of_reducescatter_is_size_times_the_adjoint(hvd_tf: Any, as_horovod: None, op: str, way: str) -> None:
+    size, rank = hvd_tf.size(), hvd_tf.rank()
+    upstream = [given(peer, 2) for peer in range(size)]
+    how = {"op": getattr(hvd_tf, op), "prescale_factor": 0.5, "postscale_factor": 3.0}
+    found = back(way, lambda x: hvd_tf.reducescatter(x, **how), given(rank, 2 * size), upstream[rank])
+    np.testing.assert_allclose(found, np.concatenate(upstream) * 1.5 * (size if op == "Sum" else 1))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_horovods_gradient_of_allreduce_is_reduced_by_the_same_operation(hvd_tf: Any, as_horovod: None, op: str) -> None:
+    how = {"op": getattr(hvd_tf, op), "prescale_factor": 0.5, "postscale_factor": 3.0}
+    gradient = given(hvd_tf.rank(), 4)
+    found = back("function", lambda x: hvd_tf.allreduce(x, **how), given(hvd_tf.rank() + 9, 4), gradient)
+    np.testing.assert_allclose(found, hvd_tf.allreduce(gradient, **how).numpy())
+
+
+def test_horovods_gradients_of_groups_and_of_a_gradient(hvd_tf: Any, as_horovod: None) -> None:
+    size = hvd_tf.size()
+    x = tf.ones(size)
+    with tf.GradientTape(persistent=True) as tape:
+        tape.watch(x)
+        total = tf.add_n([tf.reduce_sum(y) for y in hvd_tf.grouped_allgather([x, x])])
+        parts = tf.add_n([tf.reduce_sum(y) for y in hvd_tf.grouped_reducescatter([x, x], op=hvd_tf.Sum)])
+        with tf.GradientTape() as inner:
+            inner.watch(x)
+            squares = tf.reduce_sum(hvd_tf.allgather(x) ** 2)
+        first = inner.gradient(squares, x)
+    assert tape.gradient(total, x).numpy().tolist() == [2.0] * size
+    assert tape.gradient(parts, x).numpy().tolist() == [2.0 * size] * size
+    # The adjoint of the mean is exact, and followed by the mean once more.
+    assert first.numpy().tolist() == [2.0] * size
+    np.testing.assert_allclose(tape.gradient(first, x).numpy(), [2.0 / size] * size)
+
+
+def test_sync_batch_normalization_is_exact_under_any_setting(hvd_tf: Any, as_horovod: None) -> None:
+    """Its gradient is that of the one batch that all ranks have together."""
+    world, layer = hvd_tf.size(), hvd_tf.SyncBatchNormalization()
+    batches = [given(peer, 3, 2).astype("float32") for peer in range(world)]
+    weights = [given(peer + 7, 3, 2).astype("float32") for peer in range(world)]
+
+    def gradient(normalise: Any, x: Any, weight: Any) -> Any:
+        x = tf.constant(x)
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            value = tf.reduce_sum(normalise(x, training=True) * weight)
+        return tape.gradient(value, x).numpy()
+
+    rank = hvd_tf.rank()
+    found = gradient(layer, batches[rank], weights[rank])
+    whole = gradient(tf.keras.layers.BatchNormalization(), np.concatenate(batches), np.concatenate(weights))
+    np.testing.assert_allclose(found, whole[3 * rank : 3 * rank + 3], rtol=1e-4, atol=1e-5)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+
+from collectives.runtime import world_of
 
 pytestmark = pytest.mark.mpi
 
@@ -346,3 +349,93 @@ def test_an_output_that_one_rank_leaves_out(hvd: Any) -> None:
         # Rank 0's only gradient is of the first; the others begin with the second.
         (first if hvd.rank() == 0 else first + second).sum().backward()
     assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size()
+
+
+# ---- Horovod's, where COLLECTIVES_GRADIENTS says so ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def as_horovod(hvd: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The setting, which the ranks have agreed on at `init`."""
+    world = world_of(None)
+    monkeypatch.setattr(world, "config", replace(world.config, gradients="horovod"))
+
+
+def given(hvd: Any, rank: int, *shape: int) -> torch.Tensor:
+    """A tensor of a rank's, known to all."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(rank + 5), dtype=torch.float64) + rank
+
+
+COMPILED = pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+
+
+def back(compiled: bool, function: Callable[[Any], Any], x: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    leaf = x.clone().requires_grad_()
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        (torch.compile(function, backend="aot_eager", fullgraph=True) if compiled else function)(leaf).backward(gradient)
+    assert leaf.grad is not None
+    return leaf.grad
+
+
+@COMPILED
+def test_horovods_gradient_of_allgather_and_broadcast_is_the_mean(hvd: Any, as_horovod: None, compiled: bool) -> None:
+    size, rank = hvd.size(), hvd.rank()
+    for rows in ([1] * size, [(2 * peer) % 3 for peer in range(size)]):
+        gradients = [given(hvd, peer, sum(rows), 2) for peer in range(size)]
+        found = back(compiled, hvd.allgather, torch.ones(rows[rank], 2, dtype=torch.float64), gradients[rank])
+        torch.testing.assert_close(found, (sum(gradients) / size)[sum(rows[:rank]) :][: rows[rank]])
+    gradients = [given(hvd, peer, 3) for peer in range(size)]
+    found = back(compiled, lambda x: hvd.broadcast(x, size - 1), torch.ones(3, dtype=torch.float64), gradients[rank])
+    torch.testing.assert_close(found, sum(gradients) / size * (rank == size - 1))
+
+
+@COMPILED
+@pytest.mark.parametrize("op", ["Sum", "Average"])
+def test_horovods_gradient_of_reducescatter_is_size_times_the_adjoint(hvd: Any, as_horovod: None, op: str, compiled: bool) -> None:
+    size, rank = hvd.size(), hvd.rank()
+    gradients = [given(hvd, peer, 2) for peer in range(size)]
+    how = {"op": getattr(hvd, op), "prescale_factor": 0.5, "postscale_factor": 3.0}
+    found = back(compiled, lambda x: hvd.reducescatter(x, **how), given(hvd, rank, 2 * size), gradients[rank])
+    torch.testing.assert_close(found, torch.cat(gradients) * 1.5 * (size if op == "Sum" else 1))
+
+
+@COMPILED
+@pytest.mark.parametrize("op", OPS)
+def test_horovods_gradient_of_allreduce_is_reduced_by_the_same_operation(hvd: Any, as_horovod: None, op: str, compiled: bool) -> None:
+    how = {"op": getattr(hvd, op), "prescale_factor": 0.5, "postscale_factor": 3.0}
+    gradient = given(hvd, hvd.rank(), 4)
+    found = back(compiled, lambda x: hvd.allreduce(x, **how), given(hvd, hvd.rank() + 9, 4), gradient)
+    torch.testing.assert_close(found, hvd.allreduce(gradient, **how))
+
+
+def test_horovods_gradients_of_groups(hvd: Any, as_horovod: None) -> None:
+    size, rank = hvd.size(), hvd.rank()
+    x = torch.ones(size, requires_grad=True)
+    sum(y.sum() for y in hvd.grouped_allgather([x, x])).backward()
+    assert x.grad.tolist() == [2.0] * size
+    sum(y.sum() for y in hvd.grouped_reducescatter([x, x], op=hvd.Sum)).backward()
+    assert x.grad.tolist() == [2.0 + 2.0 * size] * size
+    sum(((rank + 1) * y).sum() for y in hvd.grouped_allreduce([x, x], op=hvd.Max)).backward()
+    assert x.grad.tolist() == [2.0 + 4.0 * size] * size
+
+
+def test_horovods_gradients_in_a_process_set(hvd: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    some = hvd.add_process_set(range(hvd.size())[-2:])
+    if some.included():
+        monkeypatch.setattr(some.world(), "config", replace(some.world().config, gradients="horovod"))
+        x = torch.ones(2, requires_grad=True)
+        hvd.allgather(x, process_set=some).sum().backward()
+        assert x.grad.tolist() == [1.0] * 2
+        hvd.broadcast(x, hvd.size() - 1, process_set=some).sum().backward()
+        assert x.grad.tolist() == [1.0 + (hvd.rank() == hvd.size() - 1)] * 2
+    hvd.remove_process_set(some)
+
+
+def test_horovods_gradient_of_a_gradient(hvd: Any, as_horovod: None) -> None:
+    """Of allgather: the mean, whose own adjoint is exact, and then the mean once more."""
+    x = torch.full((1,), 2.0, requires_grad=True)
+    (first,) = torch.autograd.grad((hvd.allgather(x) ** 2).sum(), x, create_graph=True)
+    assert first.tolist() == [4.0]
+    first.sum().backward()
+    assert x.grad.item() == pytest.approx(2.0 / hvd.size())

@@ -82,6 +82,7 @@ def test_every_transport_can_be_forced(transport: str) -> None:
         ("HOROVOD_STALL_CHECK_DISABLE", "0", "stall_warning", 60.0),
         ("COLLECTIVES_STALL_SHUTDOWN", "90", "stall_shutdown", 90.0),
         ("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "120", "stall_shutdown", 120.0),
+        ("COLLECTIVES_GRADIENTS", "horovod", "gradients", "horovod"),
         ("COLLECTIVES_TIMELINE", "DYNAMIC", "timeline", "DYNAMIC"),
         ("HOROVOD_TIMELINE", "/tmp/a b.json", "timeline", "/tmp/a b.json"),
         ("HOROVOD_TIMELINE", "DYNAMIC", "timeline", ""),
@@ -113,6 +114,7 @@ def test_settings_are_read(variable: str, text: str, attribute: str, value: obje
     [
         ("COLLECTIVES_ALGORITHM", "Ring", "one of auto, ring"),
         ("COLLECTIVES_TRANSPORT", "tcp", "one of auto, window"),
+        ("COLLECTIVES_GRADIENTS", "right", "one of exact, horovod"),
         ("COLLECTIVES_SEGMENT", "1.5", "number of bytes"),
         ("COLLECTIVES_SEGMENT", "-4K", "number of bytes"),
         ("COLLECTIVES_SEGMENT", "many", "number of bytes"),

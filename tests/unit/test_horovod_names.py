@@ -86,6 +86,31 @@ print(json.dumps([missing, public, again, importlib.reload(horovod.torch) is hor
     assert shown(program, FOLDER) == [[], [], True, True]
 
 
+GRADIENTS = """import collectives, {import_} as _, os
+from collectives import runtime
+collectives.init()
+print(json.dumps([runtime.world().config.gradients, os.environ.get("COLLECTIVES_GRADIENTS")]))"""
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_gradients_are_horovods(way: str) -> None:
+    first, path = WAYS[way]
+    assert shown(first + GRADIENTS.format(import_="horovod.common.util"), *path) == ["horovod", "horovod"]
+
+
+def test_gradients_are_exact_without_it_or_where_the_environment_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert shown(GRADIENTS.format(import_="collectives.horovod")) == ["exact", None]
+    monkeypatch.setenv("COLLECTIVES_GRADIENTS", "exact")
+    assert shown(GRADIENTS.format(import_="horovod"), FOLDER) == ["exact", "exact"]
+
+
+def test_a_world_that_is_there_keeps_its_gradients_and_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    late = "import collectives\ncollectives.init()\nimport horovod"
+    assert "horovod was imported after init()" in run(late, FOLDER).stderr
+    monkeypatch.setenv("COLLECTIVES_GRADIENTS", "exact")
+    assert run(late, FOLDER).stderr == ""
+
+
 @pytest.fixture
 def installed(tmp_path: Path) -> Path:
     """A folder in which a Horovod is installed."""

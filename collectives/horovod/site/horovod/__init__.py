@@ -1,8 +1,9 @@
 """``horovod``: collectives under Horovod's names, or Horovod itself where it is installed. See `collectives.horovod`."""
 
-from collectives.horovod import VERSION, hand_over
+from collectives.horovod import VERSION, choose_gradients, hand_over
 
 if not hand_over():
+    choose_gradients()
     from horovod.runner import run  # type: ignore[import-not-found]
 
 __version__ = VERSION

@@ -111,6 +111,10 @@ class Lead:
             finally:
                 self._followers -= 1
 
+    def wait(self, handle: Handle, timeout: float | None = None) -> None:
+        """Return when the handle is done."""
+        raise NotImplementedError
+
     def has_work(self) -> bool:
         """Whether anything is in flight."""
         raise NotImplementedError

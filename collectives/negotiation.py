@@ -14,10 +14,13 @@ alike, which is an error on every rank. What is ready is proposed by all in the 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 
 from collectives.errors import MismatchError
+
+_MOST_PASSED = 1024
+"""Names that ranks have waited for in vain, of which the latest are remembered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +75,13 @@ STARVING = Request("starving").signature()
 """Said in place of a list, or of a task in it, by a rank that was refused memory."""
 
 
+UNNAMED = (
+    "Unnamed operations are matched by the order of calls: a rank that has passed over one, as by an exception that it has caught, stays "
+    "apart from the others; name the operations, or call shutdown() and init() on every rank."
+)
+"""What to do about ranks that are at different places."""
+
+
 def mismatch(rank: int, requests: Sequence[Request | None], names: Sequence[int] | None = None) -> MismatchError:
     """The error for ranks that asked for different things: what differs, and what each rank asked for.
 
@@ -93,22 +103,8 @@ def mismatch(rank: int, requests: Sequence[Request | None], names: Sequence[int]
     return MismatchError(
         f"rank {rank}: the ranks disagree{subject} in {', '.join(differing) or 'their requests'}; no tensor was touched:\n"
         + "\n".join(lines)
-        + "\nEvery rank must make the same call with the same arguments; unnamed calls in the same order."
-    )
-
-
-def deadlock(rank: int, waiting: Sequence[Sequence[Request]], numbers: Sequence[int]) -> MismatchError:
-    """The error for ranks that all wait for operations that can never meet; what each of them waits for."""
-    lines = [
-        f"  rank {numbers[peer]}: waits for {', '.join(request.describe() for request in requests)}"
-        for peer, requests in enumerate(waiting)
-    ]
-    names = sorted({request.name for requests in waiting for request in requests if request.name})
-    differing = "name" if len(names) > 1 else "what they wait for"
-    subject = f" for tensor {' / '.join(map(repr, names))}" if names else ""
-    return MismatchError(
-        f"rank {rank}: the ranks disagree{subject} in {differing}: every rank waits, and nothing that they wait for is asked for by all; "
-        f"no tensor was touched:\n" + "\n".join(lines) + "\nEvery rank must submit the same operations, by the same names."
+        + "\nEvery rank must make the same call with the same arguments."
+        + ("" if all(request.name for request in asked.values()) else f" {UNNAMED}")
     )
 
 
@@ -183,6 +179,8 @@ class Ledger:
         """By name: the position, the signature, and the generation in which it was used last; the oldest first."""
         self._slots: list[Request | None] = []
         self._told: dict[Key, dict[int, Request]] = {}
+        self._passed: dict[Key, set[int]] = {}
+        """The ranks that have waited in vain for a name that has never been carried out."""
 
     def position(self, key: Key, signature: int) -> int | None:
         """The cache entry that stands for this very request under this name; None if there is none."""
@@ -211,6 +209,7 @@ class Ledger:
             else:
                 position = self._cache.pop(next(iter(self._cache)))[0]
             self._slots[position] = request
+            self._passed.pop(key, None)
             self._cache[key] = (position, signature, self.generation)
 
     def respond(self, frames: Sequence[Frame], news: Sequence[Sequence[tuple[Key, Request]]]) -> Response:
@@ -256,17 +255,34 @@ class Ledger:
         if self._told:
             self._told.pop(key, None)
 
-    def forget(self, key: Key, rank: int) -> None:
-        """A rank takes back what it asked for under a key."""
-        by_rank = self._told.get(key)
-        if by_rank is not None:
-            by_rank.pop(rank, None)
-            if not by_rank:
-                del self._told[key]
-
     def told(self, key: Key) -> dict[int, Request]:
         """What ranks have told about a key."""
         return self._told.get(key, {})
+
+    def asking(self, key: Key, frames: Sequence[Frame]) -> set[int]:
+        """The ranks that ask for what a key stands for, and those that have joined."""
+        told = self.told(key)
+        return {rank for rank, frame in enumerate(frames) if rank in told or frame.joined or self._cached(key, frame) is not None}
+
+    def knows(self, key: Key) -> bool:
+        """Whether an operation of this key has been carried out, as far as the cache reaches."""
+        return not self.capacity or key in self._cache
+
+    def passed(self, key: Key) -> set[int]:
+        """The ranks that have waited in vain for a key."""
+        return self._passed.get(key, set())
+
+    def give_up(self, key: Key, ranks: Iterable[int]) -> None:
+        """Ranks take back what they have asked for under a key, because they waited for it in vain."""
+        by_rank = self._told.get(key, {})
+        for rank in ranks:
+            by_rank.pop(rank, None)
+            if isinstance(key, str):
+                self._passed.setdefault(key, set()).add(rank)
+        if not by_rank:
+            self._told.pop(key, None)
+        while len(self._passed) > _MOST_PASSED:
+            del self._passed[next(iter(self._passed))]
 
     def _cached(self, key: Key, frame: Frame) -> Request | None:
         known = self._cache.get(key) if type(key) is str else None

@@ -13,13 +13,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from collectives import negotiation, stall
+from collectives import deadlock, negotiation, stall
 from collectives.batch import Batch
 from collectives.config import Config
 from collectives.context import Context
 from collectives.errors import MismatchError, OutOfMemoryError
 from collectives.handles import Handle
 from collectives.lead import LIST_BYTES, THREAD_NAME, Lead
+from collectives.logs import logger
 from collectives.negotiation import Frame, Key, Ledger, Request
 
 MASK = 0x7FFF_FFFF_FFFF
@@ -370,17 +371,27 @@ class Rounds(Lead):
         return any(stall.processor_seconds(caller) - self._used_before.get(caller, 0.0) > _COMPUTES * seconds for caller in others)
 
     def _deadlock(self) -> None:
-        """Every rank waits, and nothing can come of it."""
+        """Every rank waits, and nothing can come of it: fail what the ranks that are behind wait for; all of it, if none is known to be."""
         mine = [handle for handle in self._awaited if self._pending.get(handle.key) is handle]
-        told = self._control.exchange(([(handle.key, handle.entry.request) for handle in mine], self._unnamed))
-        waiting = [keys for keys, _ in told]
-        for peer, keys in enumerate(waiting):
-            for key, _ in keys:
-                self._ledger.forget(key, peer)
-        # Some have used up a number for an unnamed operation, and some have not: all go on with the same.
-        self._unnamed = max(unnamed for _, unnamed in told)
-        error = negotiation.deadlock(self._rank, [[request for _, request in keys] for keys in waiting], self._names)
-        self._complete(mine, error)
+        stacks = deadlock.stacks(type(self).wait.__code__, "handle")
+        said = [deadlock.Wait(handle.key, handle.entry.request, stacks.get(id(handle), ())) for handle in mine]
+        told = self._control.exchange((said, self._unnamed))
+        waits = [theirs for theirs, _ in told]
+        ledger, keys = self._ledger, {wait.key for theirs in waits for wait in theirs}
+        asking = {key: ledger.asking(key, self._frames) for key in keys}
+        passed = {key: ledger.passed(key) for key in keys}
+        fails = deadlock.failing(waits, asking, passed, {key for key in keys if ledger.knows(key)}, self._already_joined)
+        for key in fails:
+            ledger.give_up(key, [peer for peer, theirs in enumerate(waits) if any(wait.key == key for wait in theirs)])
+        if any(type(key) is int for key in fails):
+            # Some have used up a number for an unnamed operation, and some have not: all go on with the same.
+            self._unnamed = max(unnamed for _, unnamed in told)
+        error = deadlock.error(self._rank, waits, asking, fails, self._names)
+        failed = [handle for handle in mine if handle.key in fails]
+        if len(failed) < len(mine):
+            logger.warning("%s", error)
+        self._complete(failed, error)
+        self._rest()
 
     def _everybody_joined(self) -> None:
         assert self._join is not None

@@ -77,6 +77,7 @@ FLOORS = {
         "buckets",
         "batch",
         "lead",
+        "deadlock",
         "rounds",
         "engine",
         "stall",

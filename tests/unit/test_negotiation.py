@@ -132,5 +132,3 @@ def test_messages_name_the_tensor_and_every_ranks_request() -> None:
     group = Request("grouped_allreduce", "g", members=(request(None), request(None, (2, 2))))
     text = str(negotiation.mismatch(0, [group, dataclasses.replace(group, members=group.members[:1])]))
     assert "members" in text and "2 tensors: float32[4], float32[2, 2]" in text and "1 tensors" in text
-    text = str(negotiation.deadlock(0, [[request("a")], [request("b")]], (0, 1)))
-    assert "'a' / 'b'" in text and "rank 1: waits for" in text

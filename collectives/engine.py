@@ -32,6 +32,8 @@ _ACKNOWLEDGE_WITHIN = 1.0
 _YIELDS = 200
 _NAP, _LONGEST_NAP, _LAZY_NAP = 20e-6, 1e-3, 2e-3
 _LAZY_AFTER = 1.0
+_MOST_SHOWN = 5
+"""Operations in flight that an error names."""
 
 _abandoned: list[Any] = []
 """What a failed call may still touch on behalf of a peer or MPI: never freed."""
@@ -375,7 +377,12 @@ class Engine(Rounds):
             if handle is not None and handle.done:
                 return True
             deep = now - looked > LOOK_EVERY / 2
-            control.check(deep=deep, upcoming=self._open is None)
+            try:
+                control.check(deep=deep, upcoming=self._open is None)
+            except RankFailedError as error:
+                if "\n" not in str(error):  # else it ends with the failure itself, which says enough
+                    error.args = (f"{error}{self._waiting()}",)
+                raise
             if deep:
                 looked = now
                 self._inspect(handle, deadline, now - begun)
@@ -387,6 +394,16 @@ class Engine(Rounds):
             if ended - started > 1e-4:
                 timeline.span("engine", "wait for other ranks", started, ended, missing=[self._names[p] for p in missing])
         return True
+
+    def _waiting(self) -> str:
+        """What is in flight, for the message of an error that ends it."""
+        open_here = self._open[0] if self._open is not None else ()
+        waiting = list(open_here or self._pending.values())
+        if not waiting:
+            return ""
+        shown = [f"{handle.title}{f', submitted at {handle.where}' if handle.where else ''}" for handle in waiting[:_MOST_SHOWN]]
+        more = f"; and {len(waiting) - _MOST_SHOWN} more" if len(waiting) > _MOST_SHOWN else ""
+        return f"\nrank {self._rank} was waiting for {'; '.join(shown)}{more}"
 
     def _inspect(self, handle: Handle | None, deadline: float | None, waited: float) -> None:
         """Has anything waited for too long?"""

@@ -140,6 +140,12 @@ class Handle(Generic[Result]):
         number = f" number {self.key}" if self.key != "" else ""
         return f"{'grouped_' if place else ''}{request.collective}{number}{place}, unnamed"
 
+    @property
+    def title(self) -> str:
+        """Its collective and its name, as in ``allreduce 'loss'``."""
+        name = self.name
+        return name if name.endswith(", unnamed") else f"{self.entry.request.collective} {name!r}"
+
     def wait(self, timeout: float | None = None) -> Result:
         """`collectives.synchronize`."""
         if not self.done:
@@ -240,6 +246,5 @@ class Handle(Generic[Result]):
 
     def __repr__(self) -> str:
         state = "pending" if not self.done else "failed" if self.error is not None else "done"
-        collective, name = self.entry.request.collective, self.name
         tensors = f" of {len(self.members)} tensors" if self.members else ""
-        return f"<Handle {name if name.endswith(', unnamed') else f'{collective} {name!r}'}{tensors}: {state}>"
+        return f"<Handle {self.title}{tensors}: {state}>"

@@ -148,7 +148,7 @@ else:
     try:
         hvd.synchronize(yours)
     except hvd.RankFailedError as error:
-        assert "rank 1" in str(error), error
+        assert "rank 1" in str(error) and "waiting for allreduce 'yours', submitted at" in str(error), error
         print("told", flush=True)
     else:
         raise SystemExit("no error")

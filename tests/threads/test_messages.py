@@ -73,3 +73,31 @@ def test_a_failure_that_is_passed_on() -> None:
     with pytest.raises(InvalidArgumentError):
         threads.run(2, program, make_world=World)
     assert heard == ["rank 1: rank 0 has failed:\nInvalidArgumentError: tensor 'x': expected numbers"]
+
+
+@pytest.mark.parametrize("name", ["last", None])
+def test_a_rank_that_leaves_early_and_what_the_others_wait_for(name: str | None) -> None:
+    def program(world: World) -> str:
+        world.allreduce(np.ones(3), name="both")
+        if world.rank:
+            world.shutdown()
+            return ""
+        others = [world.allreduce_async(np.ones(3), name=f"async {k}") for k in range(7)]
+        text = said(lambda: world.allreduce(np.ones(3), name=name))
+        assert all(handle.poll() for handle in others)
+        return text
+
+    text = threads.run(2, program, make_world=World)[0]
+    assert "rank 1, which has shut down or ended" in text or "rank 1 has shut down or ended" in text, text
+    assert "rank 0 was waiting for allreduce 'async 0', submitted at " in text and "test_messages.py" in text and "; and " in text, text
+
+
+def test_a_rank_that_leaves_early_while_the_others_wait_for_one_operation() -> None:
+    def program(world: World) -> str:
+        if world.rank:
+            world.shutdown()
+            return ""
+        return said(lambda: world.barrier())
+
+    text = threads.run(2, program, make_world=World)[0]
+    assert "rank 0 was waiting for barrier number 0, unnamed, submitted at " in text, text

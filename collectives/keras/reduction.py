@@ -62,6 +62,8 @@ class Reducer(ABC):
     def reduce(self, grads: Sequence[Any], variables: Sequence[Any], local: Sequence[Any]) -> list[Any]:
         """The combined gradients, with None where there was None; those of ``local`` variables stay this rank's.
 
+        On TensorFlow those that a ``DistributedGradientTape`` has combined stay as they are.
+
         Raises:
             MismatchError, RankFailedError, CollectiveTimeoutError: as for `collectives.allreduce`.
         """
@@ -78,9 +80,10 @@ def reducer(settings: Settings, backend: str) -> Reducer:
 
 class _OfTensorFlow(Reducer):
     def __init__(self, settings: Settings) -> None:
+        from collectives.tensorflow.combined import combine_rest
         from collectives.tensorflow.gradients import key, settle
 
-        self._key = key
+        self._key, self._combine_rest = key, combine_rest
         self._way = settle(
             op=settings.op,
             compression=settings.compression,
@@ -95,7 +98,7 @@ class _OfTensorFlow(Reducer):
         )
 
     def reduce(self, grads: Sequence[Any], variables: Sequence[Any], local: Sequence[Any]) -> list[Any]:
-        return self._way.reduce(grads, variables, {self._key(variable) for variable in local})
+        return self._combine_rest(grads, variables, self._way, {self._key(variable) for variable in local})
 
 
 class _OfArrays(Reducer):

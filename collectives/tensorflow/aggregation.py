@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from collectives.errors import InvalidArgumentError
 from collectives.tensorflow.autograph import unconverted
+from collectives.tensorflow.combined import Notes, note_tensors
 from collectives.tensorflow.gradients import key
 
 Reduce = Callable[[Sequence[Any], Sequence[Any]], list[Any]]
@@ -40,6 +41,10 @@ class Aggregation:
         reduce: combines gradients, given with their variables; called for all ranks in the same pass.
         sparse_as_dense: add sparse gradients as dense ones; by default they are refused.
 
+    Attributes:
+        counter: a variable: the passes since the last combination; None before the first.
+        added: there are gradients that `add` has taken and `apply` has not seen yet.
+
     Raises:
         InvalidArgumentError: ``passes`` is not positive.
     """
@@ -51,7 +56,8 @@ class Aggregation:
         self._average = average
         self._reduce = reduce
         self._sparse_as_dense = sparse_as_dense
-        self._counter: Any = None
+        self.counter: Any = None
+        self.added = Notes()
         self._sums: dict[int, Any] = {}
         self._variables: list[Any] | None = None
 
@@ -72,8 +78,8 @@ class Aggregation:
         self._prepare(dense, variables)
         present = [at for at, grad in enumerate(dense) if grad is not None]
         added = [self._sums[at].assign_add(dense[at]) for at in present]
-        with tf.control_dependencies([tf.group(*added, self._counter.assign_add(1))]):
-            due = tf.equal(self._counter.read_value(), self.passes)
+        with tf.control_dependencies([tf.group(*added, self.counter.assign_add(1))]):
+            due = tf.equal(self.counter.read_value(), self.passes)
 
         def combine() -> list[Any]:
             sums = [None if grad is None else self._sums[at].read_value() for at, grad in enumerate(dense)]
@@ -81,7 +87,7 @@ class Aggregation:
             results = [reduced[at] / self.passes if self._average else reduced[at] for at in present]
             with tf.control_dependencies(results):
                 zeroed = [self._sums[at].assign(tf.zeros_like(dense[at])) for at in present]
-                begun = tf.group(*zeroed, self._counter.assign(0))
+                begun = tf.group(*zeroed, self.counter.assign(0))
             with tf.control_dependencies([begun]):
                 return [tf.identity(result) for result in results]
 
@@ -92,13 +98,25 @@ class Aggregation:
         results = results if isinstance(results, (list, tuple)) else [results]  # TensorFlow 1 unpacks a list of one
         for at, result in zip(present, results, strict=True):
             dense[at] = result
+        self.added.make()
+        note_tensors(dense)
         return dense
 
     @unconverted
     def apply(self, grads: Sequence[Any], step: Callable[[], Any], skip: Callable[[], Any]) -> Any:
-        """Do ``step`` if the gradients that `add` has given were combined, else ``skip``; an operation, or None where it runs eagerly."""
+        """Do ``step`` if the gradients that `add` has given were combined, else ``skip``; an operation, or None where it runs eagerly.
+
+        Raises:
+            InvalidArgumentError: `add` has not taken these.
+        """
+        if not self.added:
+            raise InvalidArgumentError(
+                "backward_passes_per_step: gradients that this optimizer has not combined cannot be applied past the sums of the backward"
+                " passes. Leave out skip_gradients_aggregation=True (experimental_aggregate_gradients=False), or backward_passes_per_step"
+            )
+        self.added.take_back()
         with tf.control_dependencies([grad for grad in grads if grad is not None]):
-            combined = tf.equal(self._counter.read_value(), 0)
+            combined = tf.equal(self.counter.read_value(), 0)
 
         def done(act: Callable[[], Any]) -> Callable[[], Any]:
             def run() -> Any:
@@ -127,8 +145,8 @@ class Aggregation:
                 "backward_passes_per_step: expected the variables of the first backward pass, got others; make an optimizer for each list"
             )
         self._variables = keys
-        if self._counter is None:
-            self._counter = local_variable(0, "aggregation_counter")
+        if self.counter is None:
+            self.counter = local_variable(0, "aggregation_counter")
         for at, (grad, variable) in enumerate(zip(grads, variables, strict=True)):
             if grad is not None and at not in self._sums:
                 dtype = grad.dtype

@@ -15,6 +15,7 @@ from collectives.reduction import Op
 from collectives.runtime import global_process_set
 from collectives.tensorflow.aggregation import Aggregation, local_variable
 from collectives.tensorflow.autograph import unconverted
+from collectives.tensorflow.combined import combine_rest, confirmed, note
 from collectives.tensorflow.gradients import Way, key, settle
 
 Optimizer = TypeVar("Optimizer")
@@ -120,11 +121,11 @@ class _Averaging(_Distributed):
     def begin(self, way: Way, passes: int, average: bool) -> None:
         """Set up."""
         self._way, self._local_vars = way, set()
-        aggregation = Aggregation(passes, average, self._reduce, way.sparse_as_dense)
+        aggregation = Aggregation(passes, average, self._rest, way.sparse_as_dense)
         self._aggregation = aggregation if passes > 1 else None
 
-    def _reduce(self, grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        return self._way.reduce(grads, variables, self._local_vars)
+    def _rest(self, grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        return combine_rest(grads, variables, self._way, self._local_vars)
 
     @unconverted
     def compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
@@ -137,17 +138,36 @@ class _Averaging(_Distributed):
         pairs = super().compute_gradients(*args, **kwargs)  # type: ignore[misc]
         grads, variables = [grad for grad, _ in pairs], [variable for _, variable in pairs]
         with tf.name_scope("DistributedOptimizer"):
-            combine = self._reduce if self._aggregation is None else self._aggregation.add
-            return list(zip(combine(grads, variables), variables, strict=True))
+            if self._aggregation is not None:
+                combined = self._aggregation.add(grads, variables)
+            else:
+                combined = self._way.reduce(grads, variables, self._local_vars)
+                note(combined, variables)
+            return list(zip(combined, variables, strict=True))
 
     @unconverted
     def apply_gradients(self, grads_and_vars: Any, global_step: Any = None, name: str | None = None) -> Any:
-        """As ``tf.compat.v1.train.Optimizer.apply_gradients``; between combinations only ``global_step`` counts."""
+        """As ``tf.compat.v1.train.Optimizer.apply_gradients``; between combinations only ``global_step`` counts.
+
+        Gradients that `compute_gradients` or a ``DistributedGradientTape`` has combined are applied, clipped or not; others are combined
+        before.
+
+        Raises:
+            InvalidArgumentError: it cannot be told which gradients these are; see `collectives.tensorflow.combined`.
+            MismatchError, RankFailedError, CollectiveTimeoutError: as for `collectives.allreduce`.
+        """
         pairs = list(grads_and_vars)
-        step = functools.partial(super().apply_gradients, pairs, global_step=global_step, name=name)  # type: ignore[misc]
+        grads, variables = [grad for grad, _ in pairs], [variable for _, variable in pairs]
+        apply: Any = functools.partial(super().apply_gradients, global_step=global_step, name=name)  # type: ignore[misc]
         if self._aggregation is None:
-            return step()
-        return self._aggregation.apply([grad for grad, _ in pairs], step, lambda: _counted(global_step))
+            return apply(list(zip(self._rest(grads, variables), variables, strict=True)))
+        if not self._aggregation.added:
+            grads = self._aggregation.add(grads, variables)
+
+        def step() -> Any:
+            return apply(list(zip(confirmed(grads, variables, self._way, self._local_vars), variables, strict=True)))
+
+        return self._aggregation.apply(grads, step, lambda: _counted(global_step))
 
 
 class _Adasum(_Distributed):

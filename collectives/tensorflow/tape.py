@@ -14,6 +14,7 @@ from collectives.membership import ProcessSet
 from collectives.reduction import Op
 from collectives.runtime import global_process_set
 from collectives.tensorflow.autograph import unconverted
+from collectives.tensorflow.combined import note
 from collectives.tensorflow.gradients import Way, key, settle
 
 Tape = TypeVar("Tape", bound=tf.GradientTape)
@@ -174,12 +175,14 @@ class _Distributed:
         grads = self._rank_tape.gradient(
             target, sources, output_gradients=output_gradients, unconnected_gradients=unconnected_gradients
         )
-        if isinstance(sources, list) and type(grads) is list:
-            flat = sources
-            if not any(isinstance(source, (list, tuple, dict)) for source in flat):
-                return self._way.reduce(grads, flat, self._local_sources)
-        reduced = self._way.reduce(tf.nest.flatten(grads), tf.nest.flatten(sources), self._local_sources)
-        return tf.nest.pack_sequence_as(sources, reduced)
+        if isinstance(sources, list) and type(grads) is list and not any(isinstance(source, (list, tuple, dict)) for source in sources):
+            return self._reduce(grads, sources)
+        return tf.nest.pack_sequence_as(sources, self._reduce(tf.nest.flatten(grads), tf.nest.flatten(sources)))
+
+    def _reduce(self, grads: list[Any], sources: list[Any]) -> list[Any]:
+        reduced = self._way.reduce(grads, sources, self._local_sources)
+        note(reduced, sources)
+        return reduced
 
     @unconverted
     def get_local_and_global_gradients(

@@ -19,6 +19,7 @@ from collectives.membership import ProcessSet
 from collectives.reduction import Op
 from collectives.runtime import global_process_set
 from collectives.tensorflow.aggregation import Aggregation
+from collectives.tensorflow.combined import combine_rest, confirmed, note, note_tensors, spend
 from collectives.tensorflow.gradients import Way, key, settle
 from collectives.tensorflow.tape import trainable_weights
 
@@ -43,38 +44,84 @@ class Distributed:
 
     def register_local_var(self, var: Any) -> None:
         """From now on the gradients of this variable stay on this rank."""
-        self._own("_local", set()).add(key(var))
+        self._local.add(key(var))
+
+    def compute_gradients(self, loss: Any, var_list: Any, tape: Any = None) -> list[tuple[Any, Any]]:
+        """Pairs of gradients and variables, with the gradients of all ranks; or, before the last of several passes, with this rank's."""
+        return self._compute_gradients(loss, var_list, tape=tape)
+
+    def _compute_gradients(self, loss: Any, var_list: Any, grad_loss: Any = None, tape: Any = None) -> list[tuple[Any, Any]]:
+        """`compute_gradients`, as the older optimizers have it."""
+        if isinstance(self, _OLDER):
+            pairs = super()._compute_gradients(loss, var_list, grad_loss, tape)  # type: ignore[misc]
+        else:
+            pairs = super().compute_gradients(loss, var_list, tape)  # type: ignore[misc]
+        variables = [variable for _, variable in pairs]
+        return list(zip(self._combined([grad for grad, _ in pairs], variables), variables, strict=True))
+
+    def get_gradients(self, loss: Any, params: Any) -> list[Any]:
+        """The gradients of all ranks: of the older optimizers, in graphs for sessions."""
+        return self._combined(super().get_gradients(loss, params), tf.nest.flatten(params))  # type: ignore[misc]
+
+    def _combined(self, grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        """This rank's gradients, combined, to be applied."""
+        if self.passes > 1:
+            return self._aggregation.add(grads, variables)
+        combined = self.way.reduce(grads, variables, self._local)
+        note(combined, variables)
+        return combined
 
     def aggregate_gradients(self, grads_and_vars: Iterable[Any]) -> list[Any]:
-        """Pairs of gradients and variables, with the gradients of all ranks; or, before the last of several passes, with this rank's."""
+        """As `compute_gradients`, of gradients that are given; what `compute_gradients` has combined stays as it is."""
         pairs = list(grads_and_vars)
         grads, variables = [grad for grad, _ in pairs], [variable for _, variable in pairs]
-        combined = self._aggregation.add(grads, variables) if self.passes > 1 else self._reduce(grads, variables)
-        return list(zip(combined, variables, strict=True))
+        if self.passes == 1:
+            grads = self._rest(grads, variables)
+            note_tensors(grads)
+        elif not self._aggregation.added:
+            grads = self._aggregation.add(grads, variables)
+        return list(zip(grads, variables, strict=True))
 
     _aggregate_gradients = aggregate_gradients
 
     def apply_gradients(self, grads_and_vars: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
-        """As the optimizer's. Of several passes only the last one changes anything but the number of iterations."""
+        """As the optimizer's. Of several passes only the last one changes anything but the number of iterations.
+
+        Gradients that `compute_gradients` or a ``DistributedGradientTape`` has combined are applied, clipped or not; others are combined
+        before. With ``skip_gradients_aggregation=True`` (``experimental_aggregate_gradients=False``) all are applied as they are.
+
+        Raises:
+            InvalidArgumentError: it cannot be told which gradients these are; see `collectives.tensorflow.combined`.
+        """
         apply: Any = super().apply_gradients  # type: ignore[misc]
-        if self.passes == 1:
-            return apply(grads_and_vars, *args, **kwargs)
         pairs = list(grads_and_vars)
+        if self.passes == 1:
+            result = apply(pairs, *args, **kwargs)
+            spend([variable for _, variable in pairs])
+            return result
         done = "experimental_aggregate_gradients" if isinstance(self, _OLDER) else "skip_gradients_aggregation"
         if not kwargs.pop("skip_gradients_aggregation", False) and kwargs.pop("experimental_aggregate_gradients", True):
             pairs = self.aggregate_gradients(pairs)
         kwargs[done] = done == "skip_gradients_aggregation"
-        iterations: Any = self.iterations  # type: ignore[attr-defined]
-        return self._aggregation.apply(
-            [grad for grad, _ in pairs], lambda: _nothing(apply(pairs, *args, **kwargs)), lambda: _nothing(iterations.assign_add(1))
-        )
+        grads, variables = [grad for grad, _ in pairs], [variable for _, variable in pairs]
 
-    def _reduce(self, grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        return self.way.reduce(grads, variables, self._own("_local", set()))
+        def step() -> Any:
+            return _nothing(apply(list(zip(confirmed(grads, variables, self.way, self._local), variables, strict=True)), *args, **kwargs))
+
+        iterations: Any = self.iterations  # type: ignore[attr-defined]
+        return self._aggregation.apply(grads, step, lambda: _nothing(iterations.assign_add(1)))
+
+    def _rest(self, grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        return combine_rest(grads, variables, self.way, self._local)
+
+    @property
+    def _local(self) -> set[Any]:
+        found: set[Any] = self._own("_local", set())
+        return found
 
     @property
     def _aggregation(self) -> Aggregation:
-        found: Aggregation = self._own("_sums", Aggregation(self.passes, self.average, self._reduce, self.sparse_as_dense))
+        found: Aggregation = self._own("_sums", Aggregation(self.passes, self.average, self._rest, self.sparse_as_dense))
         return found
 
     def _own(self, name: str, default: Any) -> Any:

@@ -1,0 +1,203 @@
+"""Whatever comes between computing gradients and applying them, each is combined over the ranks once: no more, and no less."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+if os.environ.get("TF_USE_LEGACY_KERAS") not in ("1", "True", "true"):
+    pytest.skip("TF_USE_LEGACY_KERAS=1 is not set", allow_module_level=True)
+
+import tensorflow as tf
+
+from collectives.errors import InvalidArgumentError
+
+pytestmark = pytest.mark.mpi
+
+RATE = 0.25
+KINDS: dict[str, Callable[[], Any]] = {
+    "v1": lambda: tf.compat.v1.train.GradientDescentOptimizer(RATE),
+    "new": lambda: tf.keras.optimizers.SGD(RATE),
+    "old": lambda: tf.keras.optimizers.legacy.SGD(RATE),
+}
+FACTORS = np.array([[1.0, 3.0], [2.0, -5.0], [4.0, 7.0]])
+"""The gradient of each rank."""
+
+
+def wanted(hvd: Any, op: Any, passes: int = 1) -> Any:
+    """The variables after one step from zero."""
+    total = FACTORS[: hvd.size()].sum(0) * passes
+    return -RATE * (total if op == hvd.Sum else total / hvd.size())
+
+
+def mine(hvd: Any) -> Any:
+    return tf.constant(FACTORS[hvd.rank()], tf.float32)
+
+
+def variables() -> list[Any]:
+    return [tf.Variable(np.zeros(2, np.float32)), tf.Variable(np.zeros(2, np.float32))]
+
+
+def loss_of(hvd: Any, found: list[Any]) -> Any:
+    return tf.reduce_sum(mine(hvd) * (found[0] + found[1]))
+
+
+def clipped(pairs: Any) -> list[Any]:
+    """By a norm that is not reached, so that the numbers stay."""
+    grads, found = zip(*pairs, strict=True)
+    return list(zip(tf.clip_by_global_norm(grads, 1e6)[0], found, strict=True))
+
+
+def check(found: list[Any], expected: Any) -> None:
+    for variable in found:
+        np.testing.assert_allclose(variable.numpy(), expected, rtol=1e-6)
+
+
+@pytest.fixture(scope="module")
+def hvd() -> Iterator[Any]:
+    import collectives.tensorflow
+
+    collectives.tensorflow.init()
+    yield collectives.tensorflow
+    collectives.tensorflow.shutdown()
+
+
+@pytest.mark.parametrize("graph", (False, True), ids=("eagerly", "graph"))
+@pytest.mark.parametrize("between", (None, clipped), ids=("as they are", "clipped"))
+@pytest.mark.parametrize("op", ("Average", "Sum"))
+@pytest.mark.parametrize("kind", KINDS)
+def test_computed_gradients_are_combined_once(hvd: Any, kind: str, op: str, between: Any, graph: bool) -> None:
+    operation, found = getattr(hvd, op), variables()
+    optimizer = hvd.DistributedOptimizer(KINDS[kind](), op=operation)
+    loss = lambda: loss_of(hvd, found)  # noqa: E731
+
+    def step(*flags: str) -> None:
+        pairs = optimizer.compute_gradients(loss, found)
+        for grad, _ in pairs:
+            if not graph:
+                np.testing.assert_allclose(grad.numpy() * -RATE, wanted(hvd, operation), rtol=1e-6)
+        optimizer.apply_gradients(between(pairs) if between else pairs, **dict.fromkeys(flags, "skip" in str(flags)))
+
+    (tf.function(step) if graph else step)()
+    check(found, wanted(hvd, operation))
+    for flag in {"new": ("skip_gradients_aggregation",), "old": ("experimental_aggregate_gradients",)}.get(kind, ()):
+        (tf.function(step) if graph else step)(flag)
+        check(found, 2 * wanted(hvd, operation))
+
+
+@pytest.mark.parametrize("graph", (False, True), ids=("eagerly", "graph"))
+@pytest.mark.parametrize("op", ("Average", "Sum"))
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_of_any_tape_are_combined_once(hvd: Any, kind: str, op: str, graph: bool) -> None:
+    operation = getattr(hvd, op)
+    for distributed in (False, True):
+        for between in (list, clipped):
+            found = variables()
+            optimizer = hvd.DistributedOptimizer(KINDS[kind](), op=operation)
+
+            def step(found: Any = found, optimizer: Any = optimizer, distributed: Any = distributed, between: Any = between) -> None:
+                with tf.GradientTape() as tape:
+                    loss = loss_of(hvd, found)
+                if distributed:
+                    tape = hvd.DistributedGradientTape(tape, op=operation)
+                optimizer.apply_gradients(between(zip(tape.gradient(loss, found), found, strict=True)))
+
+            (tf.function(step) if graph else step)()
+            check(found, wanted(hvd, operation))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_only_what_is_left_is_combined(hvd: Any, kind: str) -> None:
+    found = variables()
+    optimizer = hvd.DistributedOptimizer(KINDS[kind](), op=hvd.Sum)
+    pairs = optimizer.compute_gradients(lambda: loss_of(hvd, found), found[:1])
+    optimizer.apply_gradients([*clipped(pairs), (mine(hvd), found[1])])
+    check(found, wanted(hvd, hvd.Sum))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_local_gradients_are_divided_once(hvd: Any, kind: str) -> None:
+    found = variables()
+    optimizer = hvd.DistributedOptimizer(KINDS[kind]())
+    optimizer.register_local_var(found[1])
+    optimizer.apply_gradients(clipped(optimizer.compute_gradients(lambda: loss_of(hvd, found), found)))
+    check(found[:1], wanted(hvd, hvd.Average))
+    np.testing.assert_allclose(found[1].numpy(), -RATE * mine(hvd) / hvd.size(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_doubtful_gradients_that_differ(hvd: Any, kind: str) -> None:
+    """Combined gradients were computed, and others are applied: averaged they are right, and summed nobody can know."""
+    if hvd.size() == 1:
+        pytest.skip("there is nothing to differ from")
+    found = variables()
+    optimizer = hvd.DistributedOptimizer(KINDS[kind]())
+    optimizer.compute_gradients(lambda: loss_of(hvd, found), found)
+    optimizer.apply_gradients([(mine(hvd), variable) for variable in found])
+    check(found, wanted(hvd, hvd.Average))
+    optimizer = hvd.DistributedOptimizer(KINDS[kind](), op=hvd.Sum)
+    optimizer.compute_gradients(lambda: loss_of(hvd, found), found)
+    with pytest.raises(InvalidArgumentError, match="gradients differ, although"):
+        optimizer.apply_gradients([(mine(hvd), variable) for variable in found])
+    check(found, wanted(hvd, hvd.Average))
+
+    @tf.function
+    def step(numbers: Any) -> None:
+        optimizer.compute_gradients(lambda: loss_of(hvd, found), found)
+        optimizer.apply_gradients([(numbers, variable) for variable in found])
+
+    with pytest.raises(tf.errors.InvalidArgumentError, match="gradients differ, although"):
+        step(mine(hvd))
+    check(found, wanted(hvd, hvd.Average))
+    hvd.allreduce(tf.constant(0.0))  # the ranks are still together
+
+
+@pytest.mark.parametrize("graph", (False, True), ids=("eagerly", "graph"))
+@pytest.mark.parametrize("between", (None, clipped), ids=("as they are", "clipped"))
+@pytest.mark.parametrize("kind", KINDS)
+def test_several_passes_count_once(hvd: Any, kind: str, between: Any, graph: bool) -> None:
+    for compute in (True, False):
+        found = variables()
+        optimizer = hvd.DistributedOptimizer(KINDS[kind](), op=hvd.Sum, backward_passes_per_step=2)
+
+        def step(found: Any = found, optimizer: Any = optimizer, compute: Any = compute) -> None:
+            if compute:
+                pairs = optimizer.compute_gradients(lambda: loss_of(hvd, found), found)
+            else:
+                with tf.GradientTape() as tape:
+                    loss = loss_of(hvd, found)
+                pairs = list(zip(tape.gradient(loss, found), found, strict=True))
+            optimizer.apply_gradients(between(pairs) if between else pairs)
+
+        run = tf.function(step) if graph else step
+        for steps in (0, 1, 1, 2):
+            run()
+            check(found, steps * wanted(hvd, hvd.Sum, passes=2))
+
+
+@pytest.mark.parametrize("kind", ("new", "old"))
+def test_sums_of_passes_are_not_passed_by(hvd: Any, kind: str) -> None:
+    optimizer = hvd.DistributedOptimizer(KINDS[kind](), backward_passes_per_step=2)
+    flag = {"new": {"skip_gradients_aggregation": True}, "old": {"experimental_aggregate_gradients": False}}[kind]
+    with pytest.raises(InvalidArgumentError, match="past the sums of the backward passes"):
+        optimizer.apply_gradients([(mine(hvd), variables()[0])], **flag)
+
+
+@pytest.mark.parametrize("outside", (False, True))
+@pytest.mark.parametrize("kind", ("new", "old"))
+def test_scaled_losses_are_combined_once(hvd: Any, kind: str, outside: bool) -> None:
+    scaling = tf.keras.mixed_precision.LossScaleOptimizer
+    wrap = lambda optimizer: hvd.DistributedOptimizer(optimizer, op=hvd.Sum)  # noqa: E731
+    for graph in (False, True):
+        found = variables()
+        optimizer = scaling(wrap(KINDS[kind]()), initial_scale=8) if outside else wrap(scaling(KINDS[kind](), initial_scale=8))
+
+        def step(found: Any = found, optimizer: Any = optimizer) -> None:
+            optimizer.minimize(lambda: loss_of(hvd, found), found)
+
+        (tf.function(step) if graph else step)()
+        check(found, wanted(hvd, hvd.Sum))

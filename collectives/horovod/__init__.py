@@ -22,6 +22,7 @@ import warnings
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
+from collectives.horovod.absent import Finder
 from collectives.runtime import is_initialized, world
 
 FOLDER = Path(__file__).parent / "site"
@@ -31,6 +32,8 @@ VERSION = "0.28.1"
 
 if str(FOLDER) not in sys.path:
     sys.path.append(str(FOLDER))
+if not any(isinstance(finder, Finder) for finder in sys.meta_path):
+    sys.meta_path.append(Finder(str(FOLDER / "horovod")))
 
 
 def hand_over() -> bool:
@@ -57,11 +60,6 @@ def choose_gradients() -> None:
                 "are not Horovod's; import it first, or set COLLECTIVES_GRADIENTS to horovod or exact on every rank"
             )
             warnings.warn(message, RuntimeWarning, stacklevel=3)
-
-
-def absent(module: str, instead: str) -> ModuleNotFoundError:
-    """The error for a part of Horovod that has no counterpart here."""
-    return ModuleNotFoundError(f"{module} is not in collectives, which takes Horovod's place here: {instead}", name=module)
 
 
 def _installed() -> ModuleSpec | None:

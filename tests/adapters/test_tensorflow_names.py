@@ -64,20 +64,46 @@ def test_horovods_modules_have_the_same(name: str, hvd_tf: Any) -> None:
     ours, theirs = importlib.import_module(f"collectives.{name}"), importlib.import_module(f"horovod.{name}")
     assert [each for each in ours.__all__ if each != "callbacks" and getattr(theirs, each) is not getattr(ours, each)] == []
     if name == "tensorflow":
-        others = ["mpi_ops", "functions", "sync_batch_norm", "compression"]
+        others = ["mpi_ops", "functions", "sync_batch_norm", "compression", "util"]
     else:
         others = ["callbacks"]
         assert theirs.callbacks.MetricAverageCallback is ours.callbacks.MetricAverageCallback
     modules = [importlib.import_module(f"horovod.{name}.{other}") for other in others]
     wanted = {
-        "mpi_ops": "allreduce alltoall size_op rank_op process_set_included_op HorovodInternalError Average init global_process_set",
+        "mpi_ops": "allreduce alltoall size_op rank_op process_set_included_op HorovodInternalError Average init _basics _allreduce",
         "functions": "broadcast_variables broadcast_object broadcast_object_fn allgather_object",
         "sync_batch_norm": "SyncBatchNormalization",
+        "util": "_executing_eagerly _make_subgraph _cache vars_to_refs refs_to_vars",
         "compression": "Compression Compressor NoneCompressor FP16Compressor",
         "callbacks": "BroadcastGlobalVariablesCallback LearningRateScheduleCallback LearningRateWarmupCallback BestModelCheckpoint",
     }
+    if name == "tensorflow":
+        helpers = ["check_extension", "split_list", "handle_average_backwards_compatibility", *wanted["util"].split()]
+        assert [each for each in helpers if not hasattr(theirs, each)] == []
     missing = [each for other, module in zip(others, modules, strict=True) for each in wanted[other].split() if not hasattr(module, each)]
     assert not missing
+
+
+@pytest.mark.mpi
+def test_what_horovods_operations_are_made_of(hvd_tf: Any) -> None:
+    importlib.import_module("collectives.horovod")
+    tf, ops, util = (importlib.import_module(name) for name in ("tensorflow", "horovod.tensorflow.mpi_ops", "horovod.tensorflow.util"))
+    size, rank = hvd_tf.size(), hvd_tf.rank()
+    total = size * (size + 1) / 2
+    ones = tf.ones(2 * size) * (rank + 1)
+    assert ops._allreduce(ones, name="one").numpy().tolist() == [total] * 2 * size
+    assert [each.numpy().tolist() for each in ops._grouped_allreduce([ones, ones])] == [[total] * 2 * size] * 2
+    assert ops._reducescatter(ones).numpy().tolist() == [total] * 2
+    assert [each.numpy().tolist() for each in ops._grouped_reducescatter([ones])] == [[total] * 2]
+    assert ops._basics._get_process_set_ids_and_ranks()[0] == list(range(size)) and ops._basics._process_set_rank(0) == rank
+    if size > 1:
+        communicator = importlib.import_module("mpi4py.MPI").COMM_WORLD
+        assert ops._basics._comm_process_set_id(communicator) == 0
+    variable = tf.Variable(1.0)
+    back = util.refs_to_vars(util.vars_to_refs([variable, [variable]]))
+    assert back[0] is variable and back[1][0] is variable
+    made = util._cache(lambda number: [number])
+    assert made(1) is made(1) and made(1) is not made(2) and util._executing_eagerly()
 
 
 @pytest.mark.mpi

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -15,6 +16,7 @@ import pytest
 
 import collectives.horovod
 from collectives import errors, launch
+from collectives.horovod.absent import INSTEAD
 from collectives.launch import cli, job
 from collectives.launch.mpi import Launcher, Vendor
 from tests.mpirun import ROOT
@@ -23,27 +25,46 @@ FOLDER = collectives.horovod.FOLDER
 COMPAT = ROOT / "compat"
 WAYS = {"import": ("import collectives.horovod\n", ()), "path": ("", (FOLDER,)), "compat": ("", (COMPAT,)), "both": ("", (FOLDER, COMPAT))}
 """By way: what a program does before it imports ``horovod``, and what is on its PYTHONPATH."""
-IN_USE = {
-    "horovod": ("__version__", "run"),
-    "horovod.runner": ("run",),
-    "horovod.runner.launch": ("run_commandline",),
-    "horovod.common.basics": ("HorovodBasics",),
-    "horovod.common.exceptions": ("HorovodInternalError", "HostsUpdatedInterrupt"),
-    "horovod.common.process_sets": ("ProcessSet", "add_process_set", "global_process_set", "remove_process_set"),
-    "horovod.common.util": (
-        *("mpi_built", "gloo_built", "nccl_built", "ddl_built", "ccl_built", "extension_available", "check_extension", "gpu_available"),
-        *("num_rank_is_power_2", "split_list", "is_iterable", "env"),
-    ),
-}
+DOCS = (ROOT / "docs" / "horovod.md").read_text()
+
+
+def section(title: str) -> str:
+    return DOCS.partition(f"\n## {title}")[2].partition("\n## ")[0]
+
+
+def listed(there: bool) -> dict[str, list[str]]:
+    """By module, the names outside of the frameworks that docs/horovod.md says are there, or not."""
+    rows = re.findall(r"^\| `(horovod\.[\w.]+)`: ([^|]*) \| ([^|]*) \|", section("`horovod.common`"), re.MULTILINE)
+    found: dict[str, list[str]] = {}
+    for module, names, here in rows:
+        if ".tensorflow." not in module and (here != "not there") == there:
+            found.setdefault(module, []).extend(re.findall(r"`(\w+)`", names))
+    return found
+
+
+def listed_of_torch() -> list[tuple[str, str]]:
+    """Module and name of what docs/horovod.md says is there in the tables of names."""
+    tables = re.findall(r"^\| name \|.*\n(?:\|.*\n)+", section("`horovod.torch`"), re.MULTILINE)
+    found = []
+    for row in "".join(tables[:-1]).splitlines():  # the last is of what Horovod has not
+        first = row.split(" | ")[0]
+        names, _, where = first.partition(" (in ")
+        if "| not there |" not in row:
+            module = f"horovod.torch.{where.strip('`) ')}" if where else "horovod.torch"
+            found += [(module, name) for name in re.findall(r"`([A-Za-z][\w.]*)", names)]
+    return found
+
+
+IN_USE = {"horovod": ["__version__", "run"], "horovod.runner": ["run"], **listed(True)}
 """What programs import, by module."""
 IN_USE_OF_TORCH = {
-    "horovod.torch": ("DistributedOptimizer", "SyncBatchNorm", "Compression", "init", "local_rank", "broadcast_parameters"),
+    "horovod.torch": ("DistributedOptimizer", "SyncBatchNorm", "Compression", "init", "HorovodInternalError", "check_extension"),
     "horovod.torch.mpi_ops": (
         *("allreduce", "allreduce_", "allreduce_async", "allreduce_async_", "grouped_allreduce_async_", "sparse_allreduce_async"),
         *("allgather", "allgather_async", "broadcast", "broadcast_", "broadcast_async_", "alltoall", "reducescatter_async"),
         *("poll", "synchronize", "join", "barrier", "init", "shutdown", "size", "rank", "local_size", "local_rank", "cross_rank"),
         *("Average", "Sum", "Adasum", "rocm_built", "nccl_built", "mpi_threads_supported", "is_homogeneous", "ProcessSet"),
-        "HorovodInternalError",
+        *("HorovodInternalError", "_basics", "handle_average_backwards_compatibility", "check_num_rank_power_of_2", "gpu_available"),
     ),
     "horovod.torch.functions": ("allgather_object", "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters"),
     "horovod.torch.optimizer": ("DistributedOptimizer", "_DistributedOptimizer"),
@@ -71,19 +92,26 @@ import horovod
 missing = [f"{{module}}.{{name}}" for module, names in {IN_USE}.items()
            for name in names if not hasattr(importlib.import_module(module), name)]
 found = importlib.util.find_spec("horovod.torch") is not None
-print(json.dumps([missing, horovod.__version__, version("horovod"), found, "torch" in sys.modules]))"""
+too_many = [f"{{module}}.{{name}}" for module, names in {listed(False)}.items()
+            for name in names if hasattr(importlib.import_module(module), name)]
+print(json.dumps([missing + too_many, horovod.__version__, version("horovod"), found, "torch" in sys.modules]))"""
     assert shown(program, *path) == [[], collectives.horovod.VERSION, collectives.horovod.VERSION, True, False]
 
 
 @pytest.mark.skipif(find_spec("torch") is None, reason="needs PyTorch")
 def test_what_programs_import_for_torch_is_there_and_is_ours() -> None:
     program = f"""import importlib, pickle, horovod.torch, collectives.torch
-missing = [f"{{module}}.{{name}}" for module, names in {IN_USE_OF_TORCH}.items()
-           for name in names if not hasattr(importlib.import_module(module), name)]
+from operator import attrgetter
+missing = []
+for module, name in {listed_of_torch() + [(module, name) for module, names in IN_USE_OF_TORCH.items() for name in names]}:
+    try: attrgetter(name)(importlib.import_module(module))
+    except (ImportError, AttributeError): missing.append(f"{{module}}.{{name}}")
 public = [name for name in collectives.torch.__all__ if getattr(horovod.torch, name) is not getattr(collectives.torch, name)]
 again = pickle.loads(pickle.dumps(horovod.torch.mpi_ops.allreduce)) is collectives.torch.allreduce
-print(json.dumps([missing, public, again, importlib.reload(horovod.torch) is horovod.torch]))"""
-    assert shown(program, FOLDER) == [[], [], True, True]
+found = [horovod.torch.mpi_ops.synchronize is collectives.torch.synchronize, horovod.torch.mpi_ops._basics.is_initialized()]
+print(json.dumps([missing, public, again, importlib.reload(horovod.torch) is horovod.torch, found]))"""
+    assert len(listed_of_torch()) > 60
+    assert shown(program, FOLDER) == [[], [], True, True, [True, False]]
 
 
 GRADIENTS = """import collectives, {import_} as _, os
@@ -175,12 +203,21 @@ if __name__ == "__main__":
     assert subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, check=True).stdout == "4\n"
 
 
-@pytest.mark.parametrize("name", ["mxnet", "spark", "spark.x", "ray", "data", "common.elastic"])
+@pytest.mark.parametrize("name", [*sorted(INSTEAD), "horovod.spark.x", "horovod.runner.http.http_server"])
 def test_what_is_not_here_says_so(name: str) -> None:
     message = r"horovod\.\S+ is not in collectives, which takes Horovod's place here: there (is|are) no"
+    if name.startswith(("horovod.torch.", "horovod.tensorflow.", "horovod.keras.")):
+        pytest.skip("needs a framework")
     with pytest.raises(ModuleNotFoundError, match=message) as raised:
-        importlib.import_module(f"horovod.{name}")
-    assert raised.value.name in (f"horovod.{name}", f"horovod.{name.partition('.')[0]}")
+        importlib.import_module(name)
+    assert raised.value.name in (name, name.rpartition(".")[0])
+
+
+def test_what_is_not_here_is_listed_and_nothing_else_is_said_to_be_missing() -> None:
+    table = section("`horovod.common`").partition("\n| module |")[2]
+    assert set(re.findall(r"`(horovod\.[\w.]+)`", table)) == set(INSTEAD)
+    with pytest.raises(ModuleNotFoundError, match=r"No module named 'horovod\.bogus'"):
+        importlib.import_module("horovod.bogus")
 
 
 def test_python_m_prints_the_folder() -> None:
@@ -235,9 +272,14 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 def test_horovod_run_takes_horovods_arguments(called: list[Any]) -> None:
     horovod = importlib.import_module("horovod")
+    importlib.import_module("horovod.runner.launch")
     options = {"hosts": "a:1,b:2", "ssh_port": 22, "mpi_args": "-x A", "verbose": 2, "use_gloo": True, "use_mpi": False, "executable": "py"}
     assert horovod.run(len, ("abc",), np=3, **options) == [3]
+    options["network_interfaces"] = ["eth0", "eth1"]
+    assert horovod.run(len, ("abc",), num_proc=5, np=3, **options) == [3]
+    nics = "--network-interfaces=eth0,eth1"
     given = ["--as-horovod", "--verbose", "--gloo", "--hosts=a:1,b:2", "--ssh-port=22", "--mpi-args=-x A"]
+    assert called.pop() == ((len, ("abc",), None), {"np": 3, "options": [*given, nics], "executable": "py"})
     assert called == [((len, ("abc",), None), {"np": 3, "options": given, "executable": "py"})]
     cli.understand(["-np", "3", *given])
 
@@ -247,6 +289,7 @@ def test_horovod_run_takes_horovods_arguments(called: list[Any]) -> None:
     [
         ({"min_np": 1, "max_np": 4}, "min_np=1, max_np=4: the number of ranks is fixed"),
         ({"reset_limit": 3}, "reset_limit=3"),
+        ({"host_discovery_script": "find"}, "host_discovery_script='find': the number of ranks is fixed"),
         ({"hosts": "a:1", "hostfile": "f"}, "hosts or hostfile, got both"),
         ({"use_gloo": True, "use_mpi": True}, "use_gloo or use_mpi, got both"),
     ],

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import collectives
+from collectives import runtime
+from collectives.errors import InvalidArgumentError
 
 
 class HorovodBasics:
@@ -19,3 +21,32 @@ class HorovodBasics:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(collectives, name)
+
+    def _get_process_set_ids_and_ranks(self) -> dict[int, list[int]]:
+        """The ranks of every process set by its number."""
+        runtime.world()
+        return {number: list(members.ranks or ()) for number, members in sorted(runtime._default.sets.items())}
+
+    def _process_set_rank(self, process_set_id: int) -> int:
+        """This rank's number in a process set."""
+        return runtime.process_set_of(process_set_id).rank()
+
+    def _process_set_size(self, process_set_id: int) -> int:
+        """The number of ranks in a process set."""
+        return runtime.process_set_of(process_set_id).size()
+
+    def _comm_process_set_id(self, comm: Any) -> int:
+        """The number of the process set that has the ranks of a communicator of mpi4py.
+
+        Raises:
+            InvalidArgumentError: there is none.
+        """
+        from mpi4py import MPI
+
+        group, whole = comm.Get_group(), MPI.COMM_WORLD.Get_group()
+        ranks = sorted(group.Translate_ranks(list(range(group.Get_size())), whole))
+        known = self._get_process_set_ids_and_ranks()
+        for number, members in known.items():
+            if members == ranks:
+                return number
+        raise InvalidArgumentError(f"process_set: there is none with the ranks {ranks} of the communicator; known are {known}")

@@ -2,7 +2,7 @@
 
 from collectives.errors import OperationError as HorovodInternalError
 
-__all__ = ["HorovodInternalError", "HostsUpdatedInterrupt"]
+__all__ = ["HorovodInternalError", "HorovodVersionMismatchError", "HostsUpdatedInterrupt", "get_version_mismatch_message"]
 
 
 class HostsUpdatedInterrupt(RuntimeError):
@@ -10,3 +10,17 @@ class HostsUpdatedInterrupt(RuntimeError):
 
     def __init__(self, skip_sync: bool) -> None:
         self.skip_sync = skip_sync
+
+
+def get_version_mismatch_message(name: str, version: str, installed_version: str) -> str:
+    """The message of `HorovodVersionMismatchError`."""
+    return f"{name} {version} is in use, but {installed_version} was there when Horovod was installed"
+
+
+class HorovodVersionMismatchError(ImportError):
+    """That a framework has another version than Horovod was compiled for. Never raised here: nothing is compiled."""
+
+    def __init__(self, name: str, version: str, installed_version: str) -> None:
+        super().__init__(get_version_mismatch_message(name, version, installed_version), name=name)
+        self.version = version
+        self.installed_version = installed_version

@@ -1,18 +1,24 @@
-"""Helpers that programs import from Horovod: what is built, whether there is a GPU, and small things."""
+"""Helpers that programs import from Horovod: what is built, whether there is a GPU, versions, and small things."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import importlib.util
 import itertools
 import os
+import sysconfig
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import collectives
 
+EXTENSIONS = ["tensorflow", "torch", "mxnet"]
+"""The frameworks that Horovod knows; not all of them have an adapter here."""
 _T = TypeVar("_T")
+_cache = functools.cache
 _HAS_GPU: dict[str, Callable[[Any], bool]] = {
     "torch": lambda torch: torch.cuda.is_available(),
     "tensorflow": lambda tensorflow: bool(tensorflow.config.list_physical_devices("GPU")),
@@ -102,3 +108,49 @@ def env(**kwargs: str | None) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = text
+
+
+def get_average_backwards_compatibility_fun(reduce_ops: Any) -> Callable[[Any, bool | None], Any]:
+    """The function ``(op, average) -> op`` by which calls with the older ``average`` are understood.
+
+    Args:
+        reduce_ops: has ``Average`` and ``Sum``.
+    """
+
+    def choose(op: Any, average: bool | None) -> Any:
+        if op is not None and average is not None:
+            raise ValueError(f"expected op or average, got both: op={op}, average={average}")
+        if average is not None:
+            warnings.warn("average is deprecated: use op=Average or op=Sum", DeprecationWarning, stacklevel=3)
+            return reduce_ops.Average if average else reduce_ops.Sum
+        return reduce_ops.Average if op is None else op
+
+    return choose
+
+
+def get_ext_suffix() -> str:
+    """How the file names of compiled modules end."""
+    return sysconfig.get_config_var("EXT_SUFFIX") or ".so"
+
+
+def get_extension_full_path(pkg_path: str, *args: str) -> str:
+    """Where a package at ``pkg_path`` would have the compiled module ``args``: folders, then its name."""
+    return os.path.join(os.path.dirname(pkg_path), *args) + get_ext_suffix()
+
+
+def check_installed_version(name: str, version: str, exception: Exception | None = None) -> None:
+    """Do nothing: nothing was compiled against another version of the framework."""
+
+
+@_cache
+def is_version_greater_equal_than(ver: str, target: str) -> bool:
+    """Whether the version ``ver`` is ``target`` or a later one. Needs ``packaging``, which PyTorch and TensorFlow bring.
+
+    Raises:
+        ValueError: they are no strings, or ``target`` is not of the form major.minor.patch.
+    """
+    from packaging.version import Version
+
+    if not isinstance(ver, str) or not isinstance(target, str) or target.count(".") != 2:
+        raise ValueError(f"expected a version and one of the form major.minor.patch, both as strings; got {ver!r} and {target!r}")
+    return Version(ver) >= Version(target)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from collectives import launch
+from collectives import launch as _launch  # as "launch", it would be replaced by the module of that name here
 from collectives.errors import InvalidArgumentError
 
 __all__ = ["run"]
@@ -23,6 +23,7 @@ def run(
     cooldown_range: Sequence[int] | None = None,
     hosts: str | None = None,
     hostfile: str | None = None,
+    host_discovery_script: str | None = None,
     start_timeout: int | None = None,
     ssh_port: int | None = None,
     ssh_identity_file: str | None = None,
@@ -33,6 +34,7 @@ def run(
     use_mpi: bool | None = None,
     mpi_args: str | None = None,
     network_interface: str | None = None,
+    network_interfaces: Sequence[str] | None = None,
     executable: str | None = None,
     np: int | None = None,
     min_np: int | None = None,
@@ -58,6 +60,7 @@ def run(
         "slots": slots,
         "reset_limit": reset_limit,
         "cooldown_range": cooldown_range,
+        "host_discovery_script": host_discovery_script,
     }
     asked = [f"{name}={value!r}" for name, value in elastic.items() if value is not None]
     if asked:
@@ -75,9 +78,9 @@ def run(
         "--output-filename": output_filename,
         "--mpi-args": mpi_args,
         "--network-interface": network_interface,
+        "--network-interfaces": ",".join(network_interfaces) if network_interfaces else None,
     }
-    switches = {"--disable-cache": disable_cache, "--verbose": verbose, "--gloo": use_gloo}
+    switches = {"--disable-cache": disable_cache, "--verbose": verbose, "--gloo": use_gloo, "--mpi": use_mpi}
     options = ["--as-horovod", *(flag for flag, value in switches.items() if value)]
     options += [f"{flag}={value}" for flag, value in values.items() if value is not None]
-    ranks = np if np is not None and num_proc == 1 else num_proc
-    return launch.run(func, args, kwargs, np=ranks, options=options, executable=executable)
+    return _launch.run(func, args, kwargs, np=num_proc if np is None else np, options=options, executable=executable)

@@ -3,8 +3,20 @@
 from typing import Any
 
 import collectives.tensorflow as _ours
+from horovod.common.util import check_extension, split_list  # type: ignore[import-not-found]  # noqa: F401
 
+# Not by a star: SyncBatchNormalization needs Keras, and is imported when it is asked for.
 globals().update({name: getattr(_ours, name) for name in _ours.__all__ if name != "SyncBatchNormalization"})
+
+from horovod.tensorflow import compression, functions, mpi_ops, util  # type: ignore[import-not-found]  # noqa: E402, F401
+from horovod.tensorflow.mpi_ops import handle_average_backwards_compatibility  # type: ignore[import-not-found]  # noqa: E402, F401
+from horovod.tensorflow.util import (  # type: ignore[import-not-found]  # noqa: E402
+    _cache,  # noqa: F401
+    _executing_eagerly,  # noqa: F401
+    _make_subgraph,  # noqa: F401
+    refs_to_vars,  # noqa: F401
+    vars_to_refs,  # noqa: F401
+)
 
 
 def __getattr__(name: str) -> Any:

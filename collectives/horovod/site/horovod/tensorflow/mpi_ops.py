@@ -1,4 +1,83 @@
-"""The operations of `collectives.tensorflow`."""
+"""The operations of `collectives.tensorflow`, and those below them that other adapters build on: these sum."""
 
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import collectives.tensorflow as _ours
 from collectives.errors import OperationError as HorovodInternalError  # noqa: F401
+from horovod.common.basics import HorovodBasics  # type: ignore[import-not-found]
+from horovod.common.util import (  # type: ignore[import-not-found]
+    check_installed_version,  # noqa: F401
+    get_average_backwards_compatibility_fun,
+    get_ext_suffix,  # noqa: F401
+    num_rank_is_power_2,  # noqa: F401
+)
 from horovod.tensorflow import *  # type: ignore[import-not-found]  # noqa: F403
+from horovod.tensorflow.util import _executing_eagerly  # type: ignore[import-not-found]  # noqa: F401
+
+_basics = HorovodBasics(__file__, "mpi_lib")
+handle_average_backwards_compatibility = get_average_backwards_compatibility_fun(_basics)
+
+
+def _normalize_name(name: str) -> str:
+    """A name that TensorFlow takes."""
+    return re.sub(r"[^a-zA-Z0-9_]", "_", name)
+
+
+def _allreduce(
+    tensor: Any,
+    name: str | None = None,
+    op: Any = _ours.Sum,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    ignore_name_scope: bool = False,
+    process_set: Any = _ours.global_process_set,
+) -> Any:
+    """As `collectives.tensorflow.allreduce`."""
+    how = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor, "ignore_name_scope": ignore_name_scope}
+    return _ours.allreduce(tensor, name=name, op=op, process_set=process_set, **how)
+
+
+def _grouped_allreduce(
+    tensors: Sequence[Any],
+    name: str | None = None,
+    op: Any = _ours.Sum,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    ignore_name_scope: bool = False,
+    process_set: Any = _ours.global_process_set,
+) -> Any:
+    """As `collectives.tensorflow.grouped_allreduce`."""
+    how = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor, "ignore_name_scope": ignore_name_scope}
+    return _ours.grouped_allreduce(tensors, name=name, op=op, process_set=process_set, **how)
+
+
+def _reducescatter(
+    tensor: Any,
+    name: str | None = None,
+    op: Any = _ours.Sum,
+    ignore_name_scope: bool = False,
+    process_set: Any = _ours.global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Any:
+    """As `collectives.tensorflow.reducescatter`."""
+    how = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor, "ignore_name_scope": ignore_name_scope}
+    return _ours.reducescatter(tensor, name=name, op=op, process_set=process_set, **how)
+
+
+def _grouped_reducescatter(
+    tensors: Sequence[Any],
+    name: str | None = None,
+    op: Any = _ours.Sum,
+    ignore_name_scope: bool = False,
+    process_set: Any = _ours.global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Any:
+    """As `collectives.tensorflow.grouped_reducescatter`; names are not scoped."""
+    how = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
+    return _ours.grouped_reducescatter(tensors, name=name, op=op, process_set=process_set, **how)

@@ -1,3 +1,6 @@
 """`collectives.torch` under Horovod's name."""
 
+from collectives.errors import OperationError as HorovodInternalError  # noqa: F401
 from collectives.torch import *  # noqa: F403
+from horovod.common.util import check_extension, split_list  # type: ignore[import-not-found]  # noqa: F401
+from horovod.torch import compression, functions, mpi_ops, optimizer, sync_batch_norm  # type: ignore[import-not-found]  # noqa: F401

@@ -1,0 +1,66 @@
+"""The modules of Horovod that have no counterpart here: importing one raises a ModuleNotFoundError that says what to do instead."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+_ELASTIC = "there are no elastic jobs; save checkpoints, and start again from them"
+_LAUNCHING = "start the ranks with collectivesrun, or from a program with collectives.launch.run"
+_SERVICE = f"there are no services of horovodrun's own: MPI starts and connects the ranks; {_LAUNCHING}"
+INSTEAD = {
+    "horovod.common.elastic": _ELASTIC,
+    "horovod.torch.elastic": _ELASTIC,
+    "horovod.tensorflow.elastic": _ELASTIC,
+    "horovod.tensorflow.keras.elastic": _ELASTIC,
+    "horovod.keras.elastic": _ELASTIC,
+    "horovod.runner.elastic": _ELASTIC,
+    "horovod.data": "there are no data loaders; use the framework's, with the rank and the size for its sampler",
+    "horovod.tensorflow.data": "there is no data service; shard the tf.data.Dataset by rank and size, or use tf.data.experimental.service",
+    "horovod.tensorflow.gradient_aggregation": "there is no such helper; use DistributedOptimizer with backward_passes_per_step",
+    "horovod.tensorflow.gradient_aggregation_eager": "there is no such helper; use DistributedOptimizer with backward_passes_per_step",
+    "horovod._keras": "there is no such layer; use horovod.keras or horovod.tensorflow.keras",
+    "horovod.mxnet": "there is no adapter for MXNet; collectives.allreduce and the others take its tensors by DLPack",
+    "horovod.spark": f"there is nothing for Spark; {_LAUNCHING}",
+    "horovod.ray": f"there is nothing for Ray; {_LAUNCHING}",
+    "horovod.runner.gloo_run": f"there is no Gloo; {_LAUNCHING}",
+    "horovod.runner.js_run": f"there is nothing for jsrun; {_LAUNCHING}",
+    "horovod.runner.run_task": _SERVICE,
+    "horovod.runner.task_fn": _SERVICE,
+    "horovod.runner.driver": _SERVICE,
+    "horovod.runner.task": _SERVICE,
+    "horovod.runner.http": _SERVICE,
+    "horovod.runner.common.service": _SERVICE,
+    "horovod.runner.common.util.network": _SERVICE,
+    "horovod.runner.util.cache": "there are no checks whose results could be kept between jobs",
+    "horovod.runner.util.lsf": f"there is nothing for LSF; {_LAUNCHING}",
+}
+"""What to do instead, by module; those within a module are not there either."""
+
+
+class Finder:
+    """Finds these modules, after all others and only where ``horovod`` is ours; loading one raises.
+
+    They are found, and not missing, so that the error can say more than their names.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+
+    def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        """As the import system asks."""
+        if name not in INSTEAD or self._folder not in getattr(sys.modules.get("horovod"), "__path__", ()):
+            return None
+        return ModuleSpec(name, _Loader())
+
+
+class _Loader(Loader):
+    def create_module(self, spec: ModuleSpec) -> None:
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        name = module.__name__
+        raise ModuleNotFoundError(f"{name} is not in collectives, which takes Horovod's place here: {INSTEAD[name]}", name=name)

@@ -1,5 +1,0 @@
-"""Not here; see the error."""
-
-from collectives.horovod import absent
-
-raise absent(__name__, "there is no adapter for MXNet; collectives.allreduce and the others take its tensors by DLPack")

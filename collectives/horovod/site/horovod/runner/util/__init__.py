@@ -1,0 +1,1 @@
+"""Helpers of ``horovodrun`` that programs and tests import."""

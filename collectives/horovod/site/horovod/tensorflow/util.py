@@ -1,0 +1,36 @@
+"""Helpers that programs import from Horovod's TensorFlow interface."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+_executing_eagerly = tf.executing_eagerly
+_make_subgraph = tf.function
+
+
+def _cache(f: Callable[..., Any]) -> Callable[..., Any]:
+    """Remember what the function returns, by its arguments, for eager execution and graphs apart."""
+    known: dict[Any, Any] = {}
+
+    @functools.wraps(f)
+    def call(*args: Any) -> Any:
+        key = (args, tf.executing_eagerly())
+        if key not in known:
+            known[key] = f(*args)
+        return known[key]
+
+    return call
+
+
+def vars_to_refs(vars: Any) -> Any:
+    """A variable's reference, which can be a key; of a list, nested or not, a tuple of them."""
+    return tuple(map(vars_to_refs, vars)) if isinstance(vars, list) else vars.ref()
+
+
+def refs_to_vars(refs: Any) -> Any:
+    """The variables of `vars_to_refs`, in lists."""
+    return list(map(refs_to_vars, refs)) if isinstance(refs, tuple) else refs.deref()

@@ -37,7 +37,7 @@ def _allreduce(
     process_set: Any = _ours.global_process_set,
 ) -> Any:
     """As `collectives.tensorflow.allreduce`."""
-    how = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor, "ignore_name_scope": ignore_name_scope}
+    how: dict[str, Any] = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor, "ignore_name_scope": ignore_name_scope}
     return _ours.allreduce(tensor, name=name, op=op, process_set=process_set, **how)
 
 
@@ -51,7 +51,7 @@ def _grouped_allreduce(
     process_set: Any = _ours.global_process_set,
 ) -> Any:
     """As `collectives.tensorflow.grouped_allreduce`."""
-    how = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor, "ignore_name_scope": ignore_name_scope}
+    how: dict[str, Any] = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor, "ignore_name_scope": ignore_name_scope}
     return _ours.grouped_allreduce(tensors, name=name, op=op, process_set=process_set, **how)
 
 
@@ -65,7 +65,7 @@ def _reducescatter(
     postscale_factor: float = 1.0,
 ) -> Any:
     """As `collectives.tensorflow.reducescatter`."""
-    how = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor, "ignore_name_scope": ignore_name_scope}
+    how: dict[str, Any] = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor, "ignore_name_scope": ignore_name_scope}
     return _ours.reducescatter(tensor, name=name, op=op, process_set=process_set, **how)
 
 
@@ -79,5 +79,5 @@ def _grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> Any:
     """As `collectives.tensorflow.grouped_reducescatter`; names are not scoped."""
-    how = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
+    how: dict[str, Any] = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
     return _ours.grouped_reducescatter(tensors, name=name, op=op, process_set=process_set, **how)

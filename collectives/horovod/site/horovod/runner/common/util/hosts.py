@@ -94,7 +94,7 @@ def get_host_assignments(hosts: Sequence[HostInfo], min_num_proc: int, max_num_p
         left -= sizes[-1]
     if sum(sizes) < min_num_proc:
         raise ValueError(f"hosts: expected slots for {min_num_proc} ranks, got {sum(sizes)}")
-    placed = []
+    placed: list[SlotInfo] = []
     for number, (host, local_size) in enumerate(zip(hosts, sizes, strict=True)):
         for local_rank in range(local_size):
             peers = [other for other, size in enumerate(sizes) if size > local_rank]

@@ -30,10 +30,9 @@ def test_amp_bfloat16(side: Side, model: Model) -> None:
     optimizer = side.optimizer(momentum(model), model)
     for batch in batches(dtype=torch.float32):
         optimizer.zero_grad()
-        for _, part in side.parts(batch):
-            with torch.autocast("cpu", torch.bfloat16):
-                loss = side.loss(model, part)
+        for _, loss in side.halves(model, batch, torch.bfloat16):
             loss.backward()
+        side.average(model)
         optimizer.step()
 
 
@@ -46,12 +45,11 @@ def scaled(
     for step in range(4):
         optimizer.zero_grad()
         for number, batch in enumerate(batches(passes, dtype=torch.float32)):
-            for rank, part in side.parts(tuple(rows + step for rows in batch)):
-                with torch.autocast("cpu", torch.float16):
-                    loss = side.loss(model, part)
+            for rank, loss in side.halves(model, tuple(rows + step for rows in batch), torch.float16):
                 if step == 1 and number == passes - 1 and rank == side.size - 1:
                     loss = loss * float("inf")
                 scaler.scale(loss).backward()
+        side.average(model)
         if synchronize:
             side.synchronize(optimizer)
         if clip:

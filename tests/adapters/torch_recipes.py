@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -78,13 +78,23 @@ class Side:
         """The sum over the ranks of a tensor."""
         return number
 
-    def mean(self, values: Any) -> Any:
+    def mean(self, values: Any, weight: int | None = None) -> Any:
         """This process's part of the mean over all rows."""
-        return values.flatten(1).mean(1).sum() * self.weight / ROWS
+        return values.flatten(1).mean(1).sum() * (weight or self.weight) / ROWS
 
-    def loss(self, model: Model, batch: Batch) -> Any:
+    def loss(self, model: Model, batch: Batch, weight: int | None = None) -> Any:
         """The mean square of the errors, of rows of this process."""
-        return self.mean((model(batch[0]) - batch[1]).square())
+        return self.mean((model(batch[0]) - batch[1]).square(), weight)
+
+    def halves(self, model: Model, batch: Batch, dtype: Any) -> Iterator[tuple[int, Any]]:
+        """Ranks and the losses of their rows, computed in 16 bits: of each rank's rows by themselves, so that all is rounded alike."""
+        for rank, part in self.parts(batch):
+            with torch.autocast("cpu", dtype):
+                loss = self.loss(model, part, self.size)
+            yield rank, loss
+
+    def average(self, model: Model) -> None:
+        """Divide gradients that have added up over the parts."""
 
 
 class Ranks(Side):
@@ -141,6 +151,10 @@ class Alone(Side):
 
     def skip_synchronize(self, optimizer: Any) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def average(self, model: Model) -> None:
+        for parameter in model.parameters():
+            parameter.grad /= self.size
 
 
 Program = Callable[[Side, Model], "Iterable[Any] | None"]

@@ -1,0 +1,433 @@
+"""Recipes around the model: layers across ranks, sparse and shared parameters, freezing, several optimizers, compilers."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.checkpoint import checkpoint
+
+from tests.adapters.torch_recipes import INPUTS, OUTPUTS, ROWS, WIDTH, Model, Ranks, Side, batches, network, recipe
+
+pytestmark = pytest.mark.mpi
+
+
+def momentum(parameters: Any) -> Any:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def train(side: Side, model: Model, optimizer: Any, forward: Any = None, data: Any = None) -> None:
+    """The plainest loop."""
+    for batch in data or batches():
+        optimizer.zero_grad()
+        side.loss(forward or model, side.rows(batch)).backward()
+        optimizer.step()
+
+
+# ---- batch normalisation ---------------------------------------------------------------------------------------------
+
+
+def normed() -> Model:
+    torch.manual_seed(3)
+    return nn.Sequential(
+        nn.Unflatten(1, (2, INPUTS // 2)),
+        nn.Conv1d(2, 6, 3, dtype=torch.float64),
+        nn.BatchNorm1d(6, dtype=torch.float64),
+        nn.Tanh(),
+        nn.Flatten(),
+        nn.LazyLinear(OUTPUTS, dtype=torch.float64),
+    )
+
+
+def built(make: Any) -> Model:
+    model = make()
+    model(batches()[0][0])
+    return make_fresh(model)
+
+
+def make_fresh(model: Model) -> Model:
+    for layer in model.modules():
+        if isinstance(layer, nn.BatchNorm1d):
+            layer.reset_running_stats()
+    return model
+
+
+@recipe(partial(built, normed))
+def test_sync_batch_norm(side: Side, model: Model) -> Any:
+    """Its statistics are part of what is compared."""
+    if isinstance(side, Ranks):
+        weights = model.state_dict()
+        synchronized = side.hvd.SyncBatchNorm.convert_sync_batchnorm(model)
+        assert synchronized is model and weights.keys() == model.state_dict().keys()
+        assert any(isinstance(layer, side.hvd.SyncBatchNorm) for layer in model.modules())
+    train(side, model, side.optimizer(momentum(model.parameters()), model))
+
+
+# ---- sparse embeddings -----------------------------------------------------------------------------------------------
+
+
+class Words(nn.Module):
+    """Some words, which are rows of a table with sparse gradients, and a dense layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.table = nn.EmbeddingBag(11, WIDTH, mode="sum", sparse=True, dtype=torch.float64)
+        self.last = nn.Linear(WIDTH, OUTPUTS, dtype=torch.float64)
+
+    def forward(self, bags: Any, used: bool = True) -> Any:
+        return self.last(self.table(bags) if used else torch.ones(len(bags), WIDTH, dtype=torch.float64) * bags[:, :1])
+
+
+def sentences(count: int = 4) -> list[Any]:
+    source = torch.Generator().manual_seed(2)
+    return [
+        (
+            torch.randint(0, 11, (ROWS, 3), generator=source),
+            torch.randn(ROWS, OUTPUTS, generator=source, dtype=torch.float64),
+        )
+        for _ in range(count)
+    ]
+
+
+def embedded(side: Side, model: Model, **options: Any) -> None:
+    optimizer = side.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, **options)
+    train(side, model, optimizer, data=sentences())
+
+
+test_sparse_embedding = recipe(Words)(embedded)
+test_sparse_as_dense = recipe(Words)(partial(embedded, sparse_as_dense=True))
+
+
+def embedded_on_some(side: Side, model: Model, **options: Any) -> None:
+    """In the first step only the last rank uses the table, in the second nobody, then others in turn."""
+    optimizer = side.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, **options)
+    for step, batch in enumerate(sentences(5)):
+        optimizer.zero_grad()
+        for rank, (bags, targets) in side.parts(batch):
+            used = step != 1 and rank == (side.size - 1 if step == 0 else (step + 1) % side.size)
+            side.mean((model(bags, used) - targets).square()).backward()
+        optimizer.step()
+
+
+test_sparse_as_dense_unused_on_some_ranks = recipe(Words)(partial(embedded_on_some, sparse_as_dense=True))
+
+
+@recipe(Words, views=False)
+def test_sparse_and_dense_adam(side: Side, model: Model) -> None:
+    """Two optimizers for one model."""
+    optimizers = [
+        side.optimizer(torch.optim.SparseAdam(model.table.parameters(), lr=0.05), model.table),
+        side.optimizer(torch.optim.Adam(model.last.parameters(), lr=0.05), model.last),
+    ]
+    for batch in sentences():
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        side.loss(model, side.rows(batch)).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+# ---- uneven data -----------------------------------------------------------------------------------------------------
+
+
+@recipe()
+def test_join(side: Side, model: Model) -> None:
+    """Rank r has r + 1 batches. Who has no more helps the others, and gets the parameters of who was last."""
+    optimizer = side.optimizer(momentum(model.parameters()), model)
+    for step, batch in enumerate(batches(side.size)):
+        parts = [part for rank, part in side.parts(batch) if step <= rank]
+        if parts:
+            optimizer.zero_grad()
+            for part in parts:
+                side.loss(model, part).backward()
+            optimizer.step()
+    if isinstance(side, Ranks):
+        last = side.hvd.join()
+        assert last == side.size - 1
+        side.hvd.broadcast_parameters(model.state_dict(), root_rank=last)
+
+
+# ---- several optimizers, freezing ------------------------------------------------------------------------------------
+
+
+def players() -> Model:
+    torch.manual_seed(6)
+    return nn.ModuleList([network(last=INPUTS), nn.Linear(INPUTS, 1, dtype=torch.float64)])
+
+
+@recipe(players)
+def test_gan(side: Side, model: Model) -> None:
+    """Generator and critic in turn; the critic is frozen in the generator's turn."""
+    generator, critic = model
+    optimizers = [side.optimizer(torch.optim.Adam(part.parameters(), lr=0.01), part) for part in model]
+    for batch in batches():
+        noise, _ = side.rows(batch)
+        critic.requires_grad_(True)
+        optimizers[1].zero_grad()
+        side.mean(critic(generator(noise).detach()).tanh() - critic(noise.square()).tanh()).backward()
+        optimizers[1].step()
+        critic.requires_grad_(False)
+        optimizers[0].zero_grad()
+        side.mean(-critic(generator(noise)).tanh()).backward()
+        optimizers[0].step()
+    critic.requires_grad_(True)
+
+
+@recipe(players)
+def test_gan_without_freezing(side: Side, model: Model) -> None:
+    """The generator's turn leaves gradients in the critic, which its own turn clears."""
+    generator, critic = model
+    optimizers = [side.optimizer(torch.optim.Adam(part.parameters(), lr=0.01), part) for part in model]
+    for batch in batches():
+        noise, _ = side.rows(batch)
+        optimizers[0].zero_grad()
+        side.mean(-critic(generator(noise)).tanh()).backward()
+        optimizers[0].step()
+        side.synchronize(optimizers[1])
+        optimizers[1].zero_grad()
+        side.mean(critic(generator(noise).detach()).tanh() - critic(noise.square()).tanh()).backward()
+        optimizers[1].step()
+
+
+@recipe()
+def test_freezing_and_unfreezing(side: Side, model: Model) -> None:
+    """The first layer is frozen at first, the last one later, and neither at the end."""
+    model[0].requires_grad_(False)
+    optimizer = side.optimizer(torch.optim.AdamW(model.parameters(), lr=0.01), model)
+    for step, batch in enumerate(batches(6)):
+        model[0].requires_grad_(step >= 2)
+        model[4].requires_grad_(step < 2 or step >= 4)
+        optimizer.zero_grad()
+        side.loss(model, side.rows(batch)).backward()
+        optimizer.step()
+
+
+@recipe()
+def test_parameters_added_later(side: Side, model: Model) -> None:
+    """The model's first layer comes to the optimizer in the third step, with a learning rate of its own."""
+    optimizer = side.optimizer(momentum([*model[2].parameters(), *model[4].parameters()]))
+    train(side, model, optimizer, data=batches()[:2])
+    model.zero_grad()
+    optimizer.add_param_group({"params": model[0].parameters(), "lr": 0.05})
+    train(side, model, optimizer)
+
+
+@recipe()
+def test_several_optimizers(side: Side, model: Model) -> None:
+    """One for each layer, of different kinds; one backward pass."""
+    kinds = {0: torch.optim.Adam, 2: torch.optim.Adagrad, 4: torch.optim.RMSprop}
+    optimizers = [side.optimizer(kind(model[at].parameters(), lr=0.02), model[at]) for at, kind in kinds.items()]
+    for batch in batches():
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        side.loss(model, side.rows(batch)).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+class Tied(nn.Module):
+    """A language model in small: the table of the inputs is that of the outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.encoder = nn.Embedding(11, WIDTH, dtype=torch.float64)
+        self.middle = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+        self.decoder = nn.Linear(WIDTH, 11, bias=False, dtype=torch.float64)
+        self.decoder.weight = self.encoder.weight
+
+    def forward(self, words: Any) -> Any:
+        return self.decoder(torch.tanh(self.middle(self.encoder(words)))).flatten(1)
+
+
+@recipe(Tied)
+def test_tied_weights(side: Side, model: Model) -> None:
+    """Broadcast under both names, trained as one."""
+    if isinstance(side, Ranks):
+        with torch.no_grad():
+            model.encoder.weight += side.rank
+        side.hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        assert model.decoder.weight is model.encoder.weight
+    optimizer = side.optimizer(momentum(model.parameters()), model)
+    train(side, model, optimizer, data=[(words, targets.sum(1, keepdim=True)) for words, targets in sentences()])
+
+
+OPTIMIZERS = {
+    "fused": partial(torch.optim.AdamW, lr=0.02, fused=True),
+    "foreach": partial(torch.optim.AdamW, lr=0.02, foreach=True),
+    "neither": partial(torch.optim.AdamW, lr=0.02, foreach=False),
+    "fused momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True, fused=True),
+}
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_fused_and_foreach(hvd: Any, kind: str) -> None:
+    """Implementations of one optimizer."""
+
+    def program(side: Side, model: Model) -> None:
+        train(side, model, side.optimizer(OPTIMIZERS[kind](model.parameters()), model))
+
+    recipe(views=False)(program)(hvd, False)
+
+
+# ---- what programs do with gradients and weights ---------------------------------------------------------------------
+
+
+@recipe()
+def test_hooks_of_tensors(side: Side, model: Model) -> None:
+    """They see this rank's gradients, before they are combined."""
+    model[0].weight.register_hook(lambda gradient: gradient * 0.5)
+    optimizer = side.optimizer(momentum(model.parameters()), model)
+    model[2].weight.register_hook(lambda gradient: gradient * 2)
+    model[4].register_full_backward_hook(lambda layer, inputs, outputs: tuple(gradient * 3 for gradient in inputs))
+    train(side, model, optimizer)
+
+
+def halve(parameter: Any) -> None:
+    parameter.grad.mul_(0.5)
+
+
+@recipe()
+def test_hooks_after_accumulation_made_before_wrapping(side: Side, model: Model) -> None:
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(halve)
+    train(side, model, side.optimizer(momentum(model.parameters()), model))
+
+
+@recipe(views=False)
+def test_moving_average_of_weights(side: Side, model: Model) -> Any:
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    optimizer = side.optimizer(momentum(model.parameters()), model)
+    for batch in batches():
+        train(side, model, optimizer, data=[batch])
+        average.update_parameters(model)
+    return average.module.state_dict().values()
+
+
+# ---- checkpoints of activations --------------------------------------------------------------------------------------
+
+
+def checkpointed(side: Side, model: Model, *, reentrant: bool, shared: bool) -> None:
+    def forward(inputs: Any) -> Any:
+        hidden = model[:2](inputs.requires_grad_())
+        for _ in range(1 + shared):
+            hidden = checkpoint(model[2:4], hidden, use_reentrant=reentrant)
+        return model[4](hidden)
+
+    train(side, model, side.optimizer(momentum(model.parameters()), model), forward)
+
+
+test_checkpointing = recipe()(partial(checkpointed, reentrant=False, shared=False))
+test_reentrant_checkpointing = recipe()(partial(checkpointed, reentrant=True, shared=False))
+test_checkpointing_of_a_shared_layer = recipe()(partial(checkpointed, reentrant=False, shared=True))
+
+
+# ---- torch.compile ---------------------------------------------------------------------------------------------------
+
+
+def compiled(side: Side, function: Any, backend: str) -> Any:
+    """Compiled on the ranks."""
+    torch._dynamo.reset()
+    return function if isinstance(side, Alone) else torch.compile(function, backend=backend)
+
+
+@recipe(views=False)
+def test_compiled_model(side: Side, model: Model) -> None:
+    train(side, model, side.optimizer(momentum(model.parameters()), model), compiled(side, model, "aot_eager"))
+
+
+@recipe(views=False)
+def test_compiled_step(side: Side, model: Model) -> None:
+    """Forward, backward and step in one function."""
+    optimizer = side.optimizer(momentum(model.parameters()), model)
+
+    def step(inputs: Any, targets: Any) -> None:
+        optimizer.zero_grad()
+        side.loss(model, (inputs, targets)).backward()
+        optimizer.step()
+
+    run = compiled(side, step, "eager")
+    for batch in batches():
+        run(*side.rows(batch))
+
+
+@recipe(views=False)
+def test_compiled_optimizer(side: Side, model: Model) -> None:
+    optimizer = side.optimizer(momentum(model.parameters()), model)
+    step = compiled(side, optimizer.step, "eager")
+    for batch in batches():
+        optimizer.zero_grad()
+        side.loss(model, side.rows(batch)).backward()
+        step()
+
+
+# ---- losses over all ranks, other ways to combine --------------------------------------------------------------------
+
+
+@recipe()
+def test_contrastive_loss(side: Side, model: Model) -> None:
+    """Each row is told from the rows of all ranks, which are gathered with their gradients."""
+    optimizer = side.optimizer(momentum(model.parameters()), model)
+    for batch in batches():
+        inputs, _ = side.rows(batch)
+        left = nn.functional.normalize(model(inputs))
+        right = nn.functional.normalize(model(inputs + 0.1))
+        offset = 0
+        everything = right
+        if isinstance(side, Ranks):
+            everything = side.hvd.allgather(right)
+            offset = sum(side.hvd.allgather_object(len(right))[: side.rank])
+        optimizer.zero_grad()
+        losses = nn.functional.cross_entropy(
+            left @ everything.T * 5, torch.arange(len(left)) + offset, reduction="none"
+        )
+        side.mean(losses[:, None]).backward()
+        optimizer.step()
+
+
+def compressed(side: Side, model: Model, *, name: str) -> None:
+    options = {"compression": getattr(side.hvd.Compression, name)} if isinstance(side, Ranks) else {}
+    train(side, model, side.optimizer(momentum(model.parameters()), model, **options))
+
+
+test_compression_fp16 = recipe(tolerance={"rtol": 0, "atol": 1e-4})(partial(compressed, name="fp16"))
+test_compression_bf16 = recipe(tolerance={"rtol": 0, "atol": 1e-3})(partial(compressed, name="bf16"))
+
+
+def adasum(deltas: list[Any]) -> Any:
+    """Neighbours are combined, level by level; an odd one passes up."""
+    while len(deltas) > 1:
+        pairs = [deltas[at : at + 2] for at in range(0, len(deltas), 2)]
+        deltas = [
+            pair[0]
+            if len(pair) == 1
+            else sum(vector * (1 - (pair[0] * pair[1]).sum() / (2 * (vector * vector).sum())) for vector in pair)
+            for pair in pairs
+        ]
+    return deltas[0]
+
+
+@recipe(views=False)
+def test_adasum(side: Side, model: Model) -> None:
+    """Each rank steps by itself with Adam; what the steps did is combined."""
+    if isinstance(side, Ranks):
+        optimizer = side.optimizer(torch.optim.Adam(model.parameters(), lr=0.01), model, op=side.hvd.Adasum)
+        train(side, model, optimizer)
+        return
+    twins = [copy.deepcopy(model) for _ in range(side.size)]
+    optimizers = [torch.optim.Adam(twin.parameters(), lr=0.01) for twin in twins]
+    for batch in batches():
+        for (_, part), twin, optimizer in zip(side.parts(batch), twins, optimizers, strict=True):
+            twin.load_state_dict(model.state_dict())
+            optimizer.zero_grad()
+            (side.loss(twin, part) * side.size).backward()
+            optimizer.step()
+        with torch.no_grad():
+            for parameter, *theirs in zip(model.parameters(), *(twin.parameters() for twin in twins), strict=True):
+                parameter += adasum([their - parameter for their in theirs])

@@ -334,7 +334,7 @@ test_checkpointing_of_a_shared_layer = recipe()(partial(checkpointed, reentrant=
 def compiled(side: Side, function: Any, backend: str) -> Any:
     """Compiled on the ranks."""
     torch._dynamo.reset()
-    return function if isinstance(side, Alone) else torch.compile(function, backend=backend)
+    return torch.compile(function, backend=backend) if isinstance(side, Ranks) else function
 
 
 @recipe(views=False)

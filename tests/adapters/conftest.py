@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,12 @@ def hvd() -> Iterator[Any]:
     import collectives.torch
 
     torch.set_num_threads(1)  # there are more ranks than cores
+    with contextlib.suppress(ImportError):
+        from tqdm import tqdm
+
+        # torch's compiler shows bars. A thread that watches them might call collectives, as far as the engine knows, which therefore
+        # waits for 20 seconds before it believes that ranks have parted.
+        tqdm.monitor_interval = 0
     collectives.torch.init()
     yield collectives.torch
     collectives.torch.shutdown()

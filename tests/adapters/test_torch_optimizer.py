@@ -59,22 +59,6 @@ def check(model: Net, gradients: list[Any]) -> None:
         torch.testing.assert_close(param.grad, wanted, msg=lambda text, name=name: f"{name}: {text}")
 
 
-@pytest.mark.parametrize("views", [False, True])
-def test_synchronize_averages_the_gradients(hvd: Any, views: bool) -> None:
-    model = net()
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), gradient_as_bucket_view=views
-    )
-    for step in range(3):
-        optimizer.zero_grad()
-        wanted = expected(model, range(hvd.size()), step)
-        model(batch(hvd.rank(), step)).backward()
-        optimizer.synchronize()
-        check(model, wanted)
-        with optimizer.skip_synchronize():
-            optimizer.step()
-
-
 @several
 def test_a_second_synchronize_does_nothing(hvd: Any) -> None:
     model = net()
@@ -227,28 +211,6 @@ def test_two_optimizers_with_the_same_names(hvd: Any) -> None:
         check(model, gradients)
 
 
-def test_frozen_parameters_may_thaw_and_new_ones_may_come(hvd: Any) -> None:
-    model = net()
-    model.second.requires_grad_(False)
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD([*model.first.parameters(), *model.second.parameters()], lr=0.1, weight_decay=0.1),
-    )
-    frozen = model.second.weight.clone()
-    model(batch(hvd.rank())).backward()
-    optimizer.step()
-    assert torch.equal(frozen, model.second.weight)
-    model.second.requires_grad_(True)
-    optimizer.add_param_group({"params": [model.large], "lr": 0.2})
-    for step in range(2):
-        optimizer.zero_grad()
-        wanted = expected(model, range(hvd.size()), step)
-        model(batch(hvd.rank(), step)).backward()
-        optimizer.synchronize()
-        check(model, wanted)
-        with optimizer.skip_synchronize():
-            optimizer.step()
-
-
 @several
 def test_a_mismatch_is_raised_everywhere_and_the_next_step_works(hvd: Any) -> None:
     model = net(large=SMALL if hvd.rank() == 0 else SMALL + 1)
@@ -263,43 +225,6 @@ def test_a_mismatch_is_raised_everywhere_and_the_next_step_works(hvd: Any) -> No
     model(batch(hvd.rank())).backward()
     optimizer.synchronize()
     check(model, wanted)
-
-
-def test_a_closure_that_is_evaluated_several_times(hvd: Any) -> None:
-    torch.manual_seed(3)
-    weight = torch.nn.Parameter(torch.randn(6, dtype=torch.float64))
-    goal = torch.arange(6, dtype=torch.float64) * (hvd.rank() + 1)
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.LBFGS([weight], max_iter=20, line_search_fn="strong_wolfe", tolerance_grad=1e-12, tolerance_change=1e-14)
-    )
-
-    def closure() -> Any:
-        optimizer.zero_grad()
-        loss = ((weight - goal) ** 2).sum()
-        loss.backward()
-        return loss
-
-    for _ in range(3):
-        optimizer.step(closure)
-    mean = torch.arange(6, dtype=torch.float64) * (hvd.size() + 1) / 2
-    torch.testing.assert_close(weight.detach(), mean)
-
-
-@pytest.mark.parametrize("as_dense", [False, True])
-def test_sparse_gradients(hvd: Any, as_dense: bool) -> None:
-    torch.manual_seed(0)
-    table = torch.nn.Embedding(10, 3, sparse=True)
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(table.parameters(), lr=1.0), table.named_parameters(), sparse_as_dense=as_dense)
-    wanted = torch.zeros(10, 3)
-    for rank in range(hvd.size()):
-        wanted[rank] += 1 / hvd.size()
-        wanted[9] += 2 / hvd.size()
-    for _ in range(2):
-        optimizer.zero_grad()
-        table(torch.tensor([hvd.rank(), 9, 9])).sum().backward()
-        optimizer.synchronize()
-        assert table.weight.grad.is_sparse
-        torch.testing.assert_close(table.weight.grad.to_dense(), wanted)
 
 
 @several

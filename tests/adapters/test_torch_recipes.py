@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -252,8 +253,10 @@ def scheduled(side: Side, model: Model, make: Any, *, before: bool) -> list[floa
     for batch in batches():
         optimizer.zero_grad()
         side.loss(model, side.rows(batch)).backward()
-        optimizer.step()
-        scheduler.step()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            optimizer.step()
+            scheduler.step()
         rates += [optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["momentum"]]
     assert len(set(rates)) > 2
     return rates

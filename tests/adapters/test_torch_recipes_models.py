@@ -96,8 +96,9 @@ def sentences(count: int = 4) -> list[Any]:
 
 
 def embedded(side: Side, model: Model, **options: Any) -> None:
-    optimizer = side.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, **options)
-    train(side, model, optimizer, data=sentences())
+    train(
+        side, model, side.optimizer(torch.optim.Adagrad(model.parameters(), lr=0.1), model, **options), data=sentences()
+    )
 
 
 test_sparse_embedding = recipe(Words)(embedded)
@@ -118,11 +119,10 @@ def embedded_on_some(side: Side, model: Model, **options: Any) -> None:
 test_sparse_as_dense_unused_on_some_ranks = recipe(Words)(partial(embedded_on_some, sparse_as_dense=True))
 
 
-@recipe(Words, views=False)
-def test_sparse_and_dense_adam(side: Side, model: Model) -> None:
+def two_adams(side: Side, model: Model, **options: Any) -> None:
     """Two optimizers for one model."""
     optimizers = [
-        side.optimizer(torch.optim.SparseAdam(model.table.parameters(), lr=0.05), model.table),
+        side.optimizer(torch.optim.SparseAdam(model.table.parameters(), lr=0.05), model.table, **options),
         side.optimizer(torch.optim.Adam(model.last.parameters(), lr=0.05), model.last),
     ]
     for batch in sentences():
@@ -131,6 +131,10 @@ def test_sparse_and_dense_adam(side: Side, model: Model) -> None:
         side.loss(model, side.rows(batch)).backward()
         for optimizer in optimizers:
             optimizer.step()
+
+
+test_sparse_adam = recipe(Words, views=False)(two_adams)
+test_sparse_adam_as_dense = recipe(Words, views=False)(partial(two_adams, sparse_as_dense=True))
 
 
 # ---- uneven data -----------------------------------------------------------------------------------------------------
@@ -157,8 +161,8 @@ def test_join(side: Side, model: Model) -> None:
 
 
 def players() -> Model:
-    torch.manual_seed(6)
-    return nn.ModuleList([network(last=INPUTS), nn.Linear(INPUTS, 1, dtype=torch.float64)])
+    """Their parameters have the same names."""
+    return nn.ModuleList([network(last=INPUTS), network(last=1)])
 
 
 @recipe(players)

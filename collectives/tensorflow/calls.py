@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from collectives import dtypes, partition
+from collectives import dtypes, foreign, partition
+from collectives.errors import InvalidTypeError
 from collectives.reduction import Op
 from collectives.runtime import root_in, world_of
 from collectives.tensorflow import fused, graph, merging
@@ -47,6 +48,10 @@ class Call:
     ignore_name_scope: bool = False
     exact: bool = False
 
+    def __post_init__(self) -> None:
+        if isinstance(self.root, (tf.Tensor, np.ndarray)):  # what `join` returns, which cannot be hashed
+            object.__setattr__(self, "root", _number(self.root))
+
     @property
     def linear(self) -> bool:
         return self.op in (None, Op.SUM, Op.AVERAGE)
@@ -75,6 +80,14 @@ class Call:
 
     def __call__(self, *tensors: Any) -> list[Any]:
         return _RUN[self.collective](self, self.world, tensors)
+
+
+def _number(root: Any) -> int:
+    try:
+        return int(root.__index__())
+    except (AttributeError, TypeError):
+        text = f"root_rank: expected a rank that is known when the operation is made, got {foreign.describe(root)}; pass an int"
+        raise InvalidTypeError(text) from None
 
 
 _known: dict[Call, Call] = {}

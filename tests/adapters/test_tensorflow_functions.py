@@ -243,3 +243,13 @@ def test_what_one_rank_refuses_every_rank_hears_of(hvd_tf: Any) -> None:
         with pytest.raises(InvalidTypeError if hvd.rank() == 0 else MismatchError, match="expected a"):
             wrong() if hvd.rank() == 0 else right()
     assert hvd.allreduce(1.0, op=hvd.Sum).numpy() == hvd.size()
+
+
+def test_a_root_that_is_a_tensor(hvd_tf: Any) -> None:
+    """As `join` returns it."""
+    variable = tf.Variable(float(hvd_tf.rank()))
+    last = hvd_tf.join()
+    hvd_tf.broadcast_variables([variable], root_rank=last)
+    assert variable.numpy() == int(last)
+    with pytest.raises(TypeError, match=r"root_rank: expected a rank that is known .* pass an int"):
+        tf.function(lambda root: hvd_tf.broadcast(variable, root))(last)

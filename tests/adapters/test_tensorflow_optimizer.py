@@ -111,25 +111,6 @@ def test_options_that_change_no_result(hvd_tf: Any, options: dict[str, Any]) -> 
     close(hvd_tf, in_session(make, mine, lambda optimizer: hvd_tf.DistributedOptimizer(optimizer, **options)), wanted)
 
 
-def test_clipping_between_the_two_halves(hvd_tf: Any) -> None:
-    """What compute_gradients gives is combined, so that all ranks clip alike."""
-    size = hvd_tf.size()
-
-    def clipped(optimizer: Any, feeds: list[Any]) -> list[Any]:
-        variables = [tf.Variable(value) for value in initial()]
-        dense = variables[:2]  # the norm of slices depends on whether those of one row have been added up
-        for feed in feeds:
-            pairs = optimizer.compute_gradients(lambda feed=feed: loss_of(variables, *map(tf.constant, feed)), dense)
-            grads, norm = tf.clip_by_global_norm([grad for grad, _ in pairs], 0.1)
-            assert float(norm) > 0.1
-            optimizer.apply_gradients(zip(grads, dense, strict=True))
-        return [variable.numpy() for variable in variables]
-
-    make = OPTIMIZERS["momentum"]
-    wanted = clipped(make(), [whole(size, step) for step in range(STEPS)])
-    close(hvd_tf, clipped(hvd_tf.DistributedOptimizer(make()), [data(hvd_tf.rank(), step) for step in range(STEPS)]), wanted)
-
-
 def test_it_is_the_optimizer_still(hvd_tf: Any) -> None:
     inner = v1.train.MomentumOptimizer(0.1, 0.9)
     optimizer = hvd_tf.DistributedOptimizer(inner, name="other", use_locking=True)

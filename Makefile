@@ -14,7 +14,7 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11 python3
 # The only version whose wheel for machines without a GPU brings no CUDA along.
 TORCH := torch==2.13.0
 # What the adapters' tests need. Linux has TensorFlow without CUDA under a name of its own; tf_keras asks for the other one, so it comes alone.
-FRAMEWORKS := $(shell test "$$(uname -s)" = Linux && echo tensorflow-cpu || echo tensorflow) keras jax optax array-api-strict
+FRAMEWORKS := $(shell test "$$(uname -s)" = Linux && echo tensorflow-cpu || echo tensorflow) keras jax optax lightning accelerate transformers array-api-strict
 PIP := -m pip --disable-pip-version-check install --quiet
 BENCH ?= -b 4K -e 64M -f 4 --peers mpi
 

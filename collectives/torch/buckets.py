@@ -67,19 +67,21 @@ class Slot:
 
     Attributes:
         left: backward passes until its gradient may leave, of ``passes``.
+        hook: the number of its hook.
         blank: the gradient stands there as zeros because it lives in a bucket: until a backward pass adds to it, there is none.
         sparse_dim: of a sparse gradient, as the ranks have agreed; 0 of a dense one, or where none has been seen yet.
         was_sparse: the gradient became dense in order to travel, and had so many sparse dimensions.
         kind: what the ranks have of it in this step: 0 for none, else its sparse dimensions, or 255 for dense.
     """
 
-    __slots__ = ("blank", "bucket", "kind", "left", "name", "param", "passes", "sparse_dim", "was_sparse")
+    __slots__ = ("blank", "bucket", "hook", "kind", "left", "name", "param", "passes", "sparse_dim", "was_sparse")
 
     def __init__(self, name: str, param: Any, passes: int) -> None:
         self.name = name
         self.param = param
         self.passes = self.left = passes
         self.bucket: Bucket
+        self.hook: int
         self.blank = False
         self.sparse_dim = self.was_sparse = 0
         self.kind = 255
@@ -87,6 +89,16 @@ class Slot:
     @property
     def nbytes(self) -> int:
         return int(self.param.numel() * self.param.element_size())
+
+    def is_last_hook(self) -> bool:
+        """Whether no hook of the program's follows ours, as one that was registered later does."""
+        return bool(next(reversed(self.param._post_accumulate_grad_hooks)) == self.hook)
+
+    def put_hook_last(self) -> None:
+        """Have the program's hooks see the gradient before it leaves."""
+        if not self.is_last_hook():
+            hooks = self.param._post_accumulate_grad_hooks
+            hooks[self.hook] = hooks.pop(self.hook)
 
     @property
     def empty(self) -> bool:

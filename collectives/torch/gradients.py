@@ -89,7 +89,9 @@ class Reducer:
         self._slots += slots
         self._buckets += arrange(slots, [group for group in wanted if group], self._way, self._as_views)
         for slot in slots:
-            self._hooks.append(slot.param.register_post_accumulate_grad_hook(_hook(weakref.ref(self), slot)))
+            handle = slot.param.register_post_accumulate_grad_hook(_hook(weakref.ref(self), slot))
+            slot.hook = handle.id
+            self._hooks.append(handle)
             self._guard.add(slot.param)
 
     @property
@@ -123,7 +125,14 @@ class Reducer:
                     f"use_reentrant=False to them"
                 )
             return
-        self._guard.arm()
+        alone = True
+        if not self._guard.armed:
+            alone = slot.is_last_hook()  # torch runs what follows it all the same
+            for other in self._slots:
+                other.put_hook_last()
+            self._guard.arm()
+        if not alone:
+            return  # a hook that may change the gradient is yet to come: it leaves in `synchronize`
         if grad_of(slot.param).is_sparse and not slot.sparse_dim:
             if not self._sparse_as_dense:
                 return  # it stays until the ranks have agreed on that
@@ -190,9 +199,9 @@ class Reducer:
                 with torch.no_grad():
                     torch._foreach_div_(gradients, self._world.size)
 
-    def any_begun(self) -> bool:
-        """Whether on any rank a backward pass has begun since the last `synchronize`."""
-        return bool(self._world.allreduce(int(self.begun), op=Op.MAX, name=f"{self._way.label}backward begun"))
+    def any_in_flight(self) -> bool:
+        """Whether gradients are complete on any rank, and not combined yet; asked by all ranks."""
+        return bool(self._world.allreduce(int(self._guard.armed), op=Op.MAX, name=f"{self._way.label}gradients in flight"))
 
     def drop(self) -> None:
         """Wait for what is on its way, and begin anew."""

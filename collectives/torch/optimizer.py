@@ -76,8 +76,8 @@ def DistributedOptimizer(
             By default they share buckets of up to 16 MiB, from the last parameter to the first.
         sparse_as_dense: sparse gradients become dense in order to travel; by default indices and values are gathered.
         process_set: the ranks that train together; the others step on their own.
-        gradient_as_bucket_view: gradients live in their buckets, so that nothing is copied: ``zero_grad()`` then leaves zeros
-            in place of None. It saves copies of small gradients; large ones are not copied anyway, and cost the zeros.
+        gradient_as_bucket_view: gradients live in their buckets, all of them dense, so that nothing is copied: ``zero_grad()`` then leaves
+            zeros in place of None. It saves copies of small gradients; large ones are not copied anyway, and cost the zeros.
 
     Returns:
         The optimizer, with ``synchronize()``, ``skip_synchronize()`` and ``set_backward_passes_per_step(passes)``.
@@ -189,7 +189,7 @@ class _Distributed:
             if not self._should_synchronize:
                 return super().step(closure)  # type: ignore[misc]
             if closure is not None:
-                if reducer.any_begun():
+                if reducer.any_in_flight():
                     reducer.synchronize()
                 return super().step(functools.partial(self._evaluate, closure))  # type: ignore[misc]
             if not reducer.combined:

@@ -275,6 +275,48 @@ def test_backward_before_a_closure(hvd: Any, op: str) -> None:
 
 
 @several
+def test_clipping_inside_a_closure_after_a_part(hvd: Any) -> None:
+    weight = torch.nn.Parameter(torch.zeros(3))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), backward_passes_per_step=2)
+
+    def closure() -> Any:
+        loss = weight.sum() * (hvd.rank() + 1)
+        loss.backward()
+        return loss
+
+    def last() -> Any:
+        loss = closure()
+        torch.nn.utils.clip_grad_value_([weight], 2.5)
+        return loss
+
+    closure()
+    optimizer.step(last)
+    assert weight[0].item() == -min(hvd.size() + 1, 2.5)
+
+
+@several
+def test_hooks_of_the_program_see_gradients_before_they_leave(hvd: Any) -> None:
+    model = Net()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model.named_parameters())
+    twin = Net()
+
+    def clamp(param: Any) -> None:
+        param.grad.data.clamp_(-1e-3, 1e-3)
+
+    for param in (*model.parameters(), *twin.parameters()):
+        param.register_post_accumulate_grad_hook(clamp)
+    wanted = []
+    for rank in range(hvd.size()):
+        twin.zero_grad()
+        twin(batch(rank, 0)).backward()
+        wanted.append([param.grad / hvd.size() for param in twin.parameters()])
+    model(batch(hvd.rank(), 0)).backward()
+    optimizer.synchronize()
+    for param, *grads in zip(model.parameters(), *wanted, strict=True):
+        torch.testing.assert_close(param.grad, sum(grads))
+
+
+@several
 @pytest.mark.parametrize("as_dense", [False, True])
 def test_sparse_gradients_that_some_ranks_do_not_have(hvd: Any, as_dense: bool) -> None:
     torch.manual_seed(0)

@@ -25,7 +25,7 @@ Average, Sum, Min, Max, Product, Adasum = Op.AVERAGE, Op.SUM, Op.MIN, Op.MAX, Op
 
 def allreduce(
     tensor: Tensor,
-    average: bool = True,
+    average: bool | None = None,
     *,
     op: Op | None = None,
     name: str | None = None,
@@ -45,8 +45,8 @@ def allreduce(
         tensor: equal shape and dtype on every rank: a NumPy array or scalar, a number, anything on the CPU with the buffer
             protocol, ``__array_interface__`` or DLPack, or anything on an NVIDIA GPU with DLPack or ``__cuda_array_interface__``
             (CuPy, torch, JAX, ...). Left unchanged.
-        average: the mean (True) or the sum (False) over all ranks; overruled by ``op``.
-        op: Average, Sum, Min, Max, Product, or Adasum (see `collectives.adasum`).
+        average: another way to say ``op``: True for Average, False for Sum. Only one of the two may be given.
+        op: Average (the default), Sum, Min, Max, Product, or Adasum (see `collectives.adasum`).
         name: of the tensor. Ranks may call operations of different names in different orders; unnamed ones are matched by
             order of call.
         prescale_factor: multiplies each rank's tensor first.
@@ -66,7 +66,7 @@ def allreduce(
         and Average mean "and".
 
     Raises:
-        NotInitializedError, InvalidTypeError, InvalidArgumentError: an argument that no rank can accept.
+        NotInitializedError, InvalidTypeError, InvalidArgumentError: an argument that no rank can accept; both ``average`` and ``op``.
         MismatchError: the ranks asked for different things; raised on every rank, nothing was touched.
         RankFailedError, CollectiveTimeoutError: another rank failed, or did not come.
     """
@@ -86,7 +86,7 @@ def allreduce(
 
 def allreduce_(
     tensor: Tensor,
-    average: bool = True,
+    average: bool | None = None,
     *,
     op: Op | None = None,
     name: str | None = None,
@@ -122,7 +122,7 @@ def allreduce_(
 
 def allreduce_async(
     tensor: Tensor,
-    average: bool = True,
+    average: bool | None = None,
     *,
     op: Op | None = None,
     name: str | None = None,
@@ -159,7 +159,7 @@ def allreduce_async(
 
 def allreduce_async_(
     tensor: Tensor,
-    average: bool = True,
+    average: bool | None = None,
     *,
     op: Op | None = None,
     name: str | None = None,
@@ -193,7 +193,7 @@ def allreduce_async_(
 
 def grouped_allreduce(
     tensors: Sequence[Tensor],
-    average: bool = True,
+    average: bool | None = None,
     *,
     op: Op | None = None,
     name: str | None = None,
@@ -233,7 +233,7 @@ def grouped_allreduce(
 
 def grouped_allreduce_(
     tensors: Sequence[Tensor],
-    average: bool = True,
+    average: bool | None = None,
     *,
     op: Op | None = None,
     name: str | None = None,
@@ -266,7 +266,7 @@ def grouped_allreduce_(
 
 def grouped_allreduce_async(
     tensors: Sequence[Tensor],
-    average: bool = True,
+    average: bool | None = None,
     *,
     op: Op | None = None,
     name: str | None = None,
@@ -295,7 +295,7 @@ def grouped_allreduce_async(
 
 def grouped_allreduce_async_(
     tensors: Sequence[Tensor],
-    average: bool = True,
+    average: bool | None = None,
     *,
     op: Op | None = None,
     name: str | None = None,

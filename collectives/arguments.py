@@ -13,11 +13,13 @@ from collectives.reduction import Op
 
 
 def operation(op: Op | None, average: Any) -> Op:
-    """The operation that ``op`` names, or that ``average`` means without it."""
+    """The operation that ``op`` names, or that ``average`` stands for; Average where neither is given, and an error where both are."""
     if isinstance(average, Op):
-        raise InvalidTypeError(f"average: expected True or False, got {average!r}; pass op={average!r}")
+        raise InvalidTypeError(f"average: expected True, False or None, got {average!r}; pass op={average!r}")
     if op is None:
-        return Op.AVERAGE if average else Op.SUM
+        return Op.AVERAGE if average is None or average else Op.SUM
+    if average is not None:
+        raise InvalidArgumentError(f"average: op supersedes it; expected one of them, got average={average!r} and op={op!r}")
     if not isinstance(op, Op):
         raise InvalidTypeError(f"op: expected one of Average, Sum, Min, Max, Product, got {op!r}")
     return op

@@ -46,7 +46,7 @@ class Door:
     def allreduce(
         self,
         tensor: Any,
-        average: bool,
+        average: bool | None,
         op: Op | None,
         name: str | None,
         prescale: float,
@@ -90,7 +90,7 @@ class Door:
         tensor: Any,
         compressor: Any,
         in_place: bool,
-        what: tuple[bool, Op | None, str | None, float, float],
+        what: tuple[bool | None, Op | None, str | None, float, float],
         how: tuple[str | None, str | None],
         out: Array | None,
         parts: tuple[tuple[int, ...], ...],
@@ -115,7 +115,7 @@ class Door:
         view: View | DeviceView,
         tensor: Any,
         in_place: bool,
-        what: tuple[bool, Op | None, str | None, float, float],
+        what: tuple[bool | None, Op | None, str | None, float, float],
         how: tuple[str | None, str | None],
         stream: Any,
     ) -> Handle:
@@ -164,7 +164,7 @@ class Door:
         if not isinstance(view, View):
             return self._devices().reducescatter(view, op, name, prescale, postscale, algorithm, transport)
         arguments.with_rows(view, "reducescatter")
-        entry = self._entries.reducing("reducescatter", view, True, op, name, prescale, postscale, algorithm, transport)
+        entry = self._entries.reducing("reducescatter", view, None, op, name, prescale, postscale, algorithm, transport)
         out = self._pool.empty(self._share(view.shape), view.dtype)
         return Handle(entry, view.array, out.reshape(-1), wrap, (view, out), reads=view)
 
@@ -252,7 +252,7 @@ class Door:
         op = Op(request.op)
         view = arrays.view(np.full(shape, 0 if op is Op.ADASUM else reduction.identity(op, dtype), dtype))
         what = op, request.name, request.prescale, request.postscale
-        entry = self._entries.reducing(request.collective, view, True, *what, *how, request.parts)
+        entry = self._entries.reducing(request.collective, view, None, *what, *how, request.parts)
         out = view.array if request.collective == "allreduce" else np.empty(self._share(shape), dtype).reshape(-1)
         return Handle(entry, view.array, out, nothing)
 

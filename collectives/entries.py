@@ -163,7 +163,7 @@ class Entries:
         self,
         collective: str,
         view: View,
-        average: bool,
+        average: bool | None,
         op: Op | None,
         name: str | None,
         prescale: float,

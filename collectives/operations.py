@@ -51,7 +51,7 @@ class Operations:
     def allreduce(
         self,
         tensor: Tensor,
-        average: bool = True,
+        average: bool | None = None,
         *,
         op: Op | None = None,
         name: str | None = None,
@@ -90,7 +90,7 @@ class Operations:
     def allreduce_(
         self,
         tensor: Tensor,
-        average: bool = True,
+        average: bool | None = None,
         *,
         op: Op | None = None,
         name: str | None = None,
@@ -129,7 +129,7 @@ class Operations:
     def allreduce_async(
         self,
         tensor: Tensor,
-        average: bool = True,
+        average: bool | None = None,
         *,
         op: Op | None = None,
         name: str | None = None,
@@ -154,7 +154,7 @@ class Operations:
     def allreduce_async_(
         self,
         tensor: Tensor,
-        average: bool = True,
+        average: bool | None = None,
         *,
         op: Op | None = None,
         name: str | None = None,
@@ -176,26 +176,26 @@ class Operations:
             raise self.refused(error, name) from None
         return self._submit(handle)
 
-    def grouped_allreduce(self, tensors: Sequence[Tensor], average: bool = True, **keywords: Any) -> list[Tensor]:
+    def grouped_allreduce(self, tensors: Sequence[Tensor], average: bool | None = None, **keywords: Any) -> list[Tensor]:
         """See `collectives.grouped_allreduce`; ``out`` and ``parts`` are sequences of what `Door.allreduce` says, for adapters."""
         return self._group_of_allreduces(tensors, average, False, **keywords).wait()
 
-    def grouped_allreduce_(self, tensors: Sequence[Tensor], average: bool = True, **keywords: Any) -> list[Tensor]:
+    def grouped_allreduce_(self, tensors: Sequence[Tensor], average: bool | None = None, **keywords: Any) -> list[Tensor]:
         """See `collectives.grouped_allreduce_`."""
         return self._group_of_allreduces(tensors, average, True, **keywords).wait()
 
-    def grouped_allreduce_async(self, tensors: Sequence[Tensor], average: bool = True, **keywords: Any) -> Handle[list[Tensor]]:
+    def grouped_allreduce_async(self, tensors: Sequence[Tensor], average: bool | None = None, **keywords: Any) -> Handle[list[Tensor]]:
         """See `collectives.grouped_allreduce_async`."""
         return self._group_of_allreduces(tensors, average, False, **keywords)
 
-    def grouped_allreduce_async_(self, tensors: Sequence[Tensor], average: bool = True, **keywords: Any) -> Handle[list[Tensor]]:
+    def grouped_allreduce_async_(self, tensors: Sequence[Tensor], average: bool | None = None, **keywords: Any) -> Handle[list[Tensor]]:
         """See `collectives.grouped_allreduce_async_`."""
         return self._group_of_allreduces(tensors, average, True, **keywords)
 
     def _group_of_allreduces(
         self,
         tensors: Sequence[Any],
-        average: bool,
+        average: bool | None,
         in_place: bool,
         *,
         op: Op | None = None,

@@ -156,7 +156,7 @@ class Combine:
             dots = adasum.dots(vectors, pairs)
             flat = dots.reshape(-1)
             _carry_out(
-                context, context.entries.reducing("allreduce", arrays.view(flat), False, Op.SUM, None, 1.0, 1.0, None, None), flat, flat
+                context, context.entries.reducing("allreduce", arrays.view(flat), None, Op.SUM, None, 1.0, 1.0, None, None), flat, flat
             )
             adasum.combine(vectors, pairs, dots)
         mine = np.empty(sizes[rank], source.dtype)

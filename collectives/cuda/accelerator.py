@@ -235,7 +235,7 @@ class Accelerator:
         """The host's entry of an all-reduce of a packed bucket, which leaves all scaling to whoever unpacks it."""
         plain = Op.SUM if op is Op.AVERAGE and not dtypes.is_bool(dtype) else op
         shape: Any = Shape((count,), count, dtype)
-        return self.context.entries.reducing("allreduce", shape, False, plain, None, 1.0, 1.0, None, None)
+        return self.context.entries.reducing("allreduce", shape, None, plain, None, 1.0, 1.0, None, None)
 
     def take_turn(self) -> None:
         """No other world of these ranks has NCCL work under way from now on, until this one's is done: see `collectives.cuda.turn`."""

@@ -47,7 +47,7 @@ class DeviceDoor:
         self,
         view: DeviceView,
         tensor: Any,
-        average: bool,
+        average: bool | None,
         op: Op | None,
         name: str | None,
         prescale: float,
@@ -73,7 +73,7 @@ class DeviceDoor:
         transport: str | None,
     ) -> Handle:
         arguments.with_rows(view, "reducescatter")
-        entry = self._entries.reducing("reducescatter", view, True, op, name, prescale, postscale, None, algorithm, transport)
+        entry = self._entries.reducing("reducescatter", view, None, op, name, prescale, postscale, None, algorithm, transport)
         return self._out_of_place(entry, view, self._share(view.shape))
 
     def broadcast(
@@ -128,7 +128,7 @@ class DeviceDoor:
             return self._in_place(entry, view, None)
         compressor = compression.named(request.wire)
         entry = self._entries.reducing(
-            request.collective, view, True, op, request.name, request.prescale, request.postscale, compressor, *how
+            request.collective, view, None, op, request.name, request.prescale, request.postscale, compressor, *how
         )
         if request.collective == "allreduce":
             return self._in_place(entry, view, None)

@@ -75,7 +75,7 @@ class DeviceEntries:
         self,
         collective: str,
         view: DeviceView,
-        average: bool,
+        average: bool | None,
         op: Op | None,
         name: str | None,
         prescale: float,

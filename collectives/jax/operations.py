@@ -83,7 +83,7 @@ def allreduce(
     world = world_of(process_set)
     call = _call("allreduce", world, process_set, name, algorithm, transport, ordered)
     try:
-        chosen = _operation(average, op)
+        chosen = arguments.operation(op, average)
         call = _reducing(call, chosen, prescale_factor, postscale_factor)
         found, rebuild, grouped = trees.leaves(tensor)
         wire, found, restore = compressing.inside(compression, found)
@@ -144,7 +144,7 @@ def reducescatter(
     world = world_of(process_set)
     call = _call("reducescatter", world, process_set, name, algorithm, transport, ordered)
     try:
-        call = _reducing(call, arguments.operation(op, True), prescale_factor, postscale_factor)
+        call = _reducing(call, arguments.operation(op, None), prescale_factor, postscale_factor)
         if call.op == Op.ADASUM.value:
             raise InvalidArgumentError("op=Adasum: reducescatter has no Adasum; allreduce has")
         found, rebuild, grouped = trees.leaves(tensor)
@@ -432,13 +432,6 @@ def _allreduce(call: Call, tensors: list[Any]) -> list[Any]:
 
 
 # ---- arguments -------------------------------------------------------------------------------------------------------------------------
-
-
-def _operation(average: Any, op: Any) -> Op:
-    """The operation that ``op`` names, or ``average`` in the older way; neither: Average."""
-    if average is not None and op is not None and not isinstance(average, Op):
-        raise InvalidArgumentError(f"average: op supersedes it; expected one of them, got average={average!r} and op={op!r}")
-    return arguments.operation(op, True if average is None else average)
 
 
 def _several(tensors: Any, process_set: ProcessSet, name: str | None) -> list[Any]:

@@ -32,22 +32,16 @@ def allreduce(
 
     Args:
         value: equal shape and dtype on every rank.
-        average: the mean (True, and by default) or the sum (False) over the ranks; ``op`` is the newer form.
-        op: `Average`, `Sum`, `Min`, `Max`, `Product` or `Adasum`.
+        average: the older way to say ``op``: True for Average, False for Sum.
+        op: `Average` (the default), `Sum`, `Min`, `Max`, `Product` or `Adasum`.
         name, prescale_factor, postscale_factor, compression: as of `collectives.allreduce`.
 
     Raises:
         InvalidArgumentError: both ``average`` and ``op``; and all that `collectives.allreduce` raises.
     """
-    if average is not None and op is not None:
-        error = InvalidArgumentError(f"average: op supersedes it; expected one of them, got average={average!r} and op={op!r}")
-        raise world().refused(error, name)
-    if isinstance(average, Op):
-        raise world().refused(InvalidTypeError(f"average: expected True, False or None, got {average!r}; pass op={average!r}"), name)
-    op = op or (Op.AVERAGE if average is None or average else Op.SUM)
     compression = None if compression is Compression.none else compression
     how = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor, "compression": compression}
-    return _tensor(api.allreduce(_array(value, name), op=op, name=name, **how))
+    return _tensor(api.allreduce(_array(value, name), average, op=op, name=name, **how))
 
 
 def allgather(value: Value, name: str | None = None) -> Value:

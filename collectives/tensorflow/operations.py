@@ -25,7 +25,7 @@ import tensorflow as tf
 from collectives import arguments, dtypes, foreign
 from collectives import compression as compressors
 from collectives.compression import BUILT_IN, Compression
-from collectives.errors import InvalidArgumentError, InvalidTypeError
+from collectives.errors import InvalidTypeError
 from collectives.membership import ProcessSet
 from collectives.reduction import Op
 from collectives.runtime import global_process_set, world_of
@@ -351,16 +351,10 @@ def gpu_available(ext_base_name: str = "tensorflow", verbose: bool = False) -> b
 
 
 def _operation(average: Any, op: Op | None, name: str | None, process_set: ProcessSet) -> Op:
-    """The operation that ``op`` names, or ``average`` in the older way; neither: Average."""
-    if average is None:
-        return Average if op is None else op
-    if isinstance(average, Op):
-        error: Exception = InvalidTypeError(f"average: expected True, False or None, got {average!r}; pass op={average!r}")
-    elif op is not None:
-        error = InvalidArgumentError(f"average: op supersedes it; expected one of them, got average={average!r} and op={op!r}")
-    else:
-        return Average if average else Op.SUM
-    raise world_of(process_set).refused(error, name)
+    try:
+        return arguments.operation(op, average)
+    except Exception as error:
+        raise world_of(process_set).refused(error, name) from None
 
 
 def _factors(prescale: Any, postscale: Any, name: str | None, process_set: ProcessSet) -> tuple[float, float]:

@@ -16,10 +16,10 @@ import torch
 from torch.autograd.graph import increment_version
 from torch.compiler import is_compiling
 
-from collectives import api
+from collectives import api, arguments
 from collectives import compression as compressors
 from collectives.compression import Compression
-from collectives.errors import InvalidArgumentError, InvalidTypeError
+from collectives.errors import InvalidArgumentError
 from collectives.handles import Handle
 from collectives.membership import ProcessSet
 from collectives.reduction import Op
@@ -684,15 +684,10 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 
 
 def _operation(world: World, average: Any, op: Op | None, name: str | None) -> Op:
-    """The operation that ``op`` names, or ``average`` in the older way; neither: Average."""
-    if average is None:
-        return Average if op is None else op
-    if isinstance(average, Op):
-        raise world.refused(InvalidTypeError(f"average: expected True, False or None, got {average!r}; pass op={average!r}"), name)
-    if op is not None:
-        error = InvalidArgumentError(f"average: op supersedes it; expected one of them, got average={average!r} and op={op!r}")
-        raise world.refused(error, name)
-    return Average if average else Op.SUM
+    try:
+        return arguments.operation(op, average)
+    except Exception as error:
+        raise world.refused(error, name) from None
 
 
 def _chosen(average: Any, op: Op | None, name: str | None, process_set: ProcessSet) -> Op:

@@ -161,3 +161,21 @@ def test_consistency_names_the_tensor_and_the_ranks() -> None:
         assert "rank 2" in str(caught.value)
 
     threads.run(4, program, make_world=World)
+
+
+@pytest.mark.parametrize("form", ["allreduce", "allreduce_", "allreduce_async", "grouped_allreduce", "grouped_allreduce_async_"])
+def test_an_operation_is_said_in_one_way(form: str) -> None:
+    """Rank 0 gives both ``average`` and ``op``, and every rank raises; then all pair up again."""
+
+    def program(world: World) -> None:
+        call = getattr(world, form)
+        tensor: Any = [np.ones(2)] if "grouped" in form else np.ones(2)
+        for average, op in ((True, Op.SUM), (False, Op.AVERAGE), (True, Op.AVERAGE), (False, Op.MAX)):
+            with pytest.raises(InvalidArgumentError if world.rank == 0 else MismatchError, match="op supersedes it"):
+                result = call(tensor, average if world.rank == 0 else None, op=op)
+                if "async" in form:
+                    result.wait()
+            assert world.allreduce(np.float64(world.rank), False) == sum(range(world.size))
+        assert world.allreduce(np.float64(world.rank), True) == world.allreduce(np.float64(world.rank)) == (world.size - 1) / 2
+
+    threads.run(2, program, make_world=World)

@@ -26,6 +26,14 @@ class Part:
     model: Any
     params: dict[str, Any]
 
+    def _read(self, found: Sequence[Any]) -> Sequence[Any]:
+        """Values of variables, as arrays."""
+        return variables.read(found)
+
+    def _write(self, found: Sequence[Any], values: Sequence[Any]) -> None:
+        """Give variables these values."""
+        variables.write(found, values)
+
 
 class Broadcasting(Part):
     """See `collectives.keras.callbacks.BroadcastGlobalVariablesCallback`."""
@@ -77,7 +85,7 @@ class Broadcasting(Part):
 
     def _broadcast(self, of: str, found: Sequence[Any]) -> None:
         label = f"BroadcastGlobalVariablesCallback.{of}"
-        variables.broadcast(variables.without(found, self._local), self.root_rank, self._members, label)
+        variables.broadcast(variables.without(found, self._local), self.root_rank, self._members, label, self._read, self._write)
 
 
 class Averaging(Part):
@@ -174,7 +182,7 @@ class Scheduling(Part):
 
     def _learning_rate(self) -> float:
         rate = self.model.optimizer.learning_rate
-        return float(rate.numpy() if hasattr(rate, "numpy") else rate)
+        return float(self._read([rate])[0] if hasattr(rate, "assign") else rate)
 
     def _adjust(self, epoch: float) -> None:
         """Set the learning rate, and scale what momentum has gathered, so that it is worth what it would have been at this rate.
@@ -186,18 +194,18 @@ class Scheduling(Part):
         old, new = self._learning_rate(), float(self.initial_lr * self.multiplier(epoch))
         optimizer.learning_rate = new
         if self.momentum_correction and old and new != old:
-            for velocity in _velocities(getattr(optimizer, "inner_optimizer", optimizer), self.model):
-                velocity.assign(velocity * (new / old))
+            velocities = _velocities(getattr(optimizer, "inner_optimizer", optimizer), self.model)
+            self._write(velocities, [velocity * (new / old) for velocity in self._read(velocities)])
 
 
 def _velocities(optimizer: Any, model: Any) -> list[Any]:
     """What an optimizer with momentum has gathered: of SGD and RMSprop, which say ``momentum``, in Keras 3 and 2."""
-    if not getattr(optimizer, "momentum", None):
+    if not hasattr(optimizer, "momentum"):
         return []
     for attribute in ("momentums", "_momentums"):
         if hasattr(optimizer, attribute):
-            return [velocity for velocity in getattr(optimizer, attribute) if velocity is not None]
-    slots = optimizer.get_slot_names() if hasattr(optimizer, "get_slot_names") else ()
+            return [velocity for velocity in getattr(optimizer, attribute) if velocity is not None] if optimizer.momentum else []
+    slots = optimizer.get_slot_names() if hasattr(optimizer, "get_slot_names") else ()  # of older optimizers, where momentum is a variable
     return [optimizer.get_slot(variable, "momentum") for variable in model.trainable_variables] if "momentum" in slots else []
 
 

@@ -6,7 +6,7 @@ and then nobody has to know the dtype or where a backend keeps its arrays.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,12 +34,31 @@ def without(variables: Iterable[Any], local: Sequence[Any]) -> list[Any]:
     return [variable for variable in variables if id(variable) not in kept and id(getattr(variable, "value", None)) not in kept]
 
 
-def broadcast(variables: Sequence[Any], root_rank: int, process_set: ProcessSet, label: str) -> None:
+def read(variables: Sequence[Any]) -> list[Any]:
+    """Their values, as arrays."""
+    return [variable.numpy() for variable in variables]
+
+
+def write(variables: Sequence[Any], values: Sequence[Any]) -> None:
+    """Give them these values."""
+    for variable, value in zip(variables, values, strict=True):
+        variable.assign(value)
+
+
+def broadcast(
+    variables: Sequence[Any],
+    root_rank: int,
+    process_set: ProcessSet,
+    label: str,
+    read: Callable[[Sequence[Any]], Sequence[Any]] = read,
+    write: Callable[[Sequence[Any], Sequence[Any]], None] = write,
+) -> None:
     """Give every rank the root's values, in place.
 
     Args:
         variables: equally many on every rank, of equal shapes and dtypes in the same order.
         root_rank: by its number among all ranks.
+        read, write: how variables are read and written; in a graph for sessions they have no ``numpy()``.
 
     Raises:
         InvalidArgumentError: there is no such rank.
@@ -50,7 +69,7 @@ def broadcast(variables: Sequence[Any], root_rank: int, process_set: ProcessSet,
     try:
         root = arguments.root(number, world.size)
         described = {f"variable {at}": _described(variable) for at, variable in enumerate(variables)}
-        values = [np.array(variable.numpy()) for variable in variables]
+        values = [np.array(value) for value in read(variables)]
     except Exception as error:
         raise world.refused(error, label) from None
     agree(world, label, {"root_rank": f"rank {root_rank}", **described})
@@ -60,8 +79,7 @@ def broadcast(variables: Sequence[Any], root_rank: int, process_set: ProcessSet,
     for handle in handles:
         handle.wait()
     if world.rank != root:
-        for variable, value in zip(variables, values, strict=True):
-            variable.assign(value)
+        write(variables, values)
 
 
 def _described(variable: Any) -> str:

@@ -40,6 +40,7 @@ class Aggregation:
         average: divide the combined gradients by ``passes``; by default the result is that of the sum over the passes.
         reduce: combines gradients, given with their variables; called for all ranks in the same pass.
         sparse_as_dense: add sparse gradients as dense ones; by default they are refused.
+        made: called with each variable of the aggregation, for whoever initializes variables of graphs.
 
     Attributes:
         counter: a variable: the passes since the last combination; None before the first.
@@ -49,13 +50,21 @@ class Aggregation:
         InvalidArgumentError: ``passes`` is not positive.
     """
 
-    def __init__(self, passes: int, average: bool, reduce: Reduce, sparse_as_dense: bool = False) -> None:
+    def __init__(
+        self,
+        passes: int,
+        average: bool,
+        reduce: Reduce,
+        sparse_as_dense: bool = False,
+        made: Callable[[Any], None] = lambda variable: None,
+    ) -> None:
         if passes < 1:
             raise InvalidArgumentError(f"backward_passes_per_step: expected at least 1, got {passes}")
         self.passes = passes
         self._average = average
         self._reduce = reduce
         self._sparse_as_dense = sparse_as_dense
+        self._made = made
         self.counter: Any = None
         self.added = Notes()
         self._sums: dict[int, Any] = {}
@@ -146,10 +155,16 @@ class Aggregation:
             )
         self._variables = keys
         if self.counter is None:
-            self.counter = local_variable(0, "aggregation_counter")
+            self.counter = self._variable(0, "aggregation_counter")
         for at, (grad, variable) in enumerate(zip(grads, variables, strict=True)):
             if grad is not None and at not in self._sums:
                 dtype = grad.dtype
                 with tf.init_scope():
                     zeros = tf.zeros(variable.shape, dtype)
-                self._sums[at] = local_variable(zeros, f"aggregation_{at}")
+                self._sums[at] = self._variable(zeros, f"aggregation_{at}")
+
+    def _variable(self, value: Any, name: str) -> Any:
+        variable = local_variable(value, name)
+        with tf.init_scope():
+            self._made(variable)
+        return variable

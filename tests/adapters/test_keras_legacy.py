@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -185,6 +185,46 @@ def test_the_best_model_is_kept(hvd: Any, tmp_path: Path) -> None:
     best.filepath = str(tmp_path / "best.keras")
     together(hvd, network(), hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), callbacks=[best])
     assert hvd.load_model(best.filepath).optimizer is not None
+
+
+def in_session(optimizer: Callable[[Any], Any], x: Any, y: Any, batch: int, seed: int, callbacks: Any) -> tuple[Any, Any]:
+    """Train in a graph, as after ``disable_v2_behavior()``; the weights and the history."""
+    with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+        tf.compat.v1.keras.backend.set_session(session)
+        model = network(seed)
+        model.compile(optimizer=optimizer(keras.optimizers.legacy.SGD(0.2, momentum=0.9)), loss="mse")
+        history = model.fit(x, y, batch_size=batch, epochs=3, shuffle=False, verbose=0, callbacks=callbacks)
+        return model.get_weights(), history.history
+
+
+def test_callbacks_in_sessions(hvd: Any, tmp_path: Path) -> None:
+    file = tmp_path / "best.h5"
+
+    def callbacks() -> list[Any]:
+        best = hvd.callbacks.BestModelCheckpoint("loss")
+        best.filepath = str(file)
+        warmup = hvd.callbacks.LearningRateWarmupCallback(0.2, warmup_epochs=1)
+        schedule = hvd.callbacks.LearningRateScheduleCallback(0.2, 0.5, start_epoch=1)
+        return [hvd.callbacks.BroadcastGlobalVariablesCallback(0), warmup, schedule, hvd.callbacks.MetricAverageCallback(), best]
+
+    wanted, expected = in_session(lambda optimizer: optimizer, X, Y, BATCH, 0, callbacks()[1:])
+    file.unlink()
+    found, history = in_session(hvd.DistributedOptimizer, part(X, hvd), part(Y, hvd), BATCH // hvd.size(), hvd.rank(), callbacks())
+    assert file.exists()
+    for name in ("loss", "lr"):
+        np.testing.assert_allclose(history[name], expected[name], rtol=1e-4)
+    for mine, reference in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(mine, reference, rtol=1e-4, atol=1e-5)
+
+
+def test_several_passes_in_sessions(hvd: Any) -> None:
+    def wrap(optimizer: Any) -> Any:
+        return hvd.DistributedOptimizer(optimizer, backward_passes_per_step=2, average_aggregated_gradients=True)
+
+    wanted, _ = in_session(lambda optimizer: optimizer, X, Y, 2 * BATCH, 0, [])
+    found, _ = in_session(wrap, part(X, hvd), part(Y, hvd), BATCH // hvd.size(), 0, [])
+    for mine, reference in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(mine, reference, rtol=1e-4, atol=1e-5)
 
 
 def test_values(hvd: Any) -> None:

@@ -121,7 +121,8 @@ class Distributed:
 
     @property
     def _aggregation(self) -> Aggregation:
-        found: Aggregation = self._own("_sums", Aggregation(self.passes, self.average, self._rest, self.sparse_as_dense))
+        track: Any = tf.keras.__internal__.backend.track_variable  # so that Keras's session initializes it
+        found: Aggregation = self._own("_sums", Aggregation(self.passes, self.average, self._rest, self.sparse_as_dense, track))
         return found
 
     def _own(self, name: str, default: Any) -> Any:

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from collectives.keras_parts.callbacks import Averaging, Broadcasting, KeepingBest, Scheduling, Warming
+from collectives.keras_parts.callbacks import Averaging, Broadcasting, KeepingBest, Part, Scheduling, Warming
 from collectives.membership import ProcessSet
 from collectives.runtime import global_process_set
 
 _callbacks: Any = tf.keras.callbacks
 
 
-class BroadcastGlobalVariablesCallback(Broadcasting, _callbacks.Callback):  # type: ignore[misc]
+class _InSessions(Part):
+    """Reads and writes variables by Keras's session, if there is one: in graphs, as after ``tf.compat.v1.disable_v2_behavior()``."""
+
+    def _read(self, found: Sequence[Any]) -> Sequence[Any]:
+        values: Sequence[Any] = tf.keras.backend.batch_get_value(list(found))
+        return values
+
+    def _write(self, found: Sequence[Any], values: Sequence[Any]) -> None:
+        tf.keras.backend.batch_set_value(list(zip(found, values, strict=True)))
+
+
+class BroadcastGlobalVariablesCallback(_InSessions, Broadcasting, _callbacks.Callback):  # type: ignore[misc]
     """Every rank begins with the root's model and optimizer, whether they are new or loaded."""
 
     def __init__(
@@ -34,7 +45,7 @@ class MetricAverageCallback(Averaging, _callbacks.Callback):  # type: ignore[mis
         self._members = process_set
 
 
-class LearningRateScheduleCallback(Scheduling, _callbacks.Callback):  # type: ignore[misc]
+class LearningRateScheduleCallback(_InSessions, Scheduling, _callbacks.Callback):  # type: ignore[misc]
     """From ``start_epoch`` to ``end_epoch`` the learning rate is ``initial_lr * multiplier``."""
 
     def __init__(
@@ -51,7 +62,7 @@ class LearningRateScheduleCallback(Scheduling, _callbacks.Callback):  # type: ig
         self._begin(initial_lr, multiplier, start_epoch, end_epoch, staircase, momentum_correction, steps_per_epoch)
 
 
-class LearningRateWarmupCallback(Warming, _callbacks.Callback):  # type: ignore[misc]
+class LearningRateWarmupCallback(_InSessions, Warming, _callbacks.Callback):  # type: ignore[misc]
     """The learning rate grows evenly from ``initial_lr / size()`` to ``initial_lr``, batch by batch."""
 
     def __init__(

@@ -23,8 +23,9 @@ import numpy as np, collectives
 
 hvd = HorovodBasics(__file__, "mpi_lib")
 hvd.init(comm=None, process_sets="dynamic")
-told = [os.environ.get(f"HOROVOD_{name}") for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
-own = [str(number()) for number in (hvd.rank, hvd.size, hvd.local_rank, hvd.local_size)]
+names = ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size")
+told = [os.environ.get(f"HOROVOD_{name.upper()}") for name in names]
+own = [str(getattr(hvd, name)()) for name in names]
 assert hvd.mpi_enabled() and hvd.mpi_built() and hvd.mpi_threads_supported() and not hvd.gloo_enabled()
 try:
     collectives.allreduce(np.ones(hvd.rank() + 1), name="x")
@@ -123,7 +124,7 @@ def test_a_program_is_given_collectives(mpi: str, tmp_path: Path) -> None:
 @BOTH
 def test_under_plain_mpirun_a_path_does_it(mpi: str) -> None:
     result = run_ranks(2, COMMON, mpi=mpi, env={"PYTHONPATH": os.pathsep.join([str(FOLDER), str(ROOT)])})
-    assert [f"rank {rank} caught MismatchError, told {[None] * 4}" in text for rank, text in enumerate(result.ranks)] == [True, True]
+    assert [f"rank {rank} caught MismatchError, told {[None] * 6}" in text for rank, text in enumerate(result.ranks)] == [True, True]
 
 
 @needs_torch

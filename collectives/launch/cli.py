@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib
+import itertools
 import os
 import shlex
 import shutil
@@ -35,8 +36,8 @@ examples:
   collectivesrun -np 4 --timeline run.html python train.py
   collectivesrun -np 4 --as-horovod python their_script.py
 
-An option goes before the environment (COLLECTIVES_..., HOROVOD_...), which goes before the file of --config-file. All options of
-horovodrun are accepted but those of elastic jobs; where one means nothing here, it is said.
+An option goes before the file of --config-file, which goes before the environment (COLLECTIVES_..., HOROVOD_...). Options may be
+abbreviated. All options of horovodrun are accepted but those of elastic jobs; where one means nothing here, it is said.
 
 Each line of the ranks' output is tagged with its rank; --no-tag leaves the lines as they are.
 
@@ -74,7 +75,10 @@ def _parser(program: str = "collectivesrun") -> argparse.ArgumentParser:
     verbose.help = "print the command that is built, what the MPI launcher says, and every rank's traceback"
     parser.add_argument("--show-plan", action="store_true", help="print what would be chosen for N ranks, and exit")
     parser.add_argument("-cb", "--check-build", action="store_true", help="print what is installed, and exit")
-    parser.add_argument("-v", "--version", action="version", version=f"collectives {__version__}")
+    version = f"collectives {__version__}"
+    if program == "horovodrun":
+        version = f"{importlib.import_module('collectives.horovod').VERSION} ({version})"
+    parser.add_argument("-v", "--version", action="version", version=version)
     options.add_to(parser)
     return parser
 
@@ -96,17 +100,15 @@ def split(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[li
     """Divide the arguments into the launcher's own and the user's command, which begins at the first that is no option.
 
     Raises:
-        InvalidArgumentError: an option is unknown, or lacks its value.
+        InvalidArgumentError: an option is unknown, ambiguous, contradicts another, or lacks its value.
     """
     known = {name: action for action in parser._actions for name in action.option_strings}
     own: list[str] = []
+    flags: list[str] = []
     position = 0
     while position < len(arguments) and arguments[position].startswith("-") and arguments[position] != "--":
-        name, equals, _ = arguments[position].partition("=")
-        if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            meant = f"did you mean {near[0]!r}? See" if near else "see"
-            raise InvalidArgumentError(f"unknown option {name!r}; {meant} collectivesrun --help")
+        name, equals, value = _in_full(arguments[position], known)
+        flags.append(name)
         takes_value = known[name].nargs is None
         if takes_value and not equals:
             if position + 1 == len(arguments):
@@ -115,10 +117,34 @@ def split(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[li
             own.append(f"{name}={arguments[position + 1]}")
             position += 1
         else:
-            own.append(arguments[position])
+            own.append(f"{name}{equals}{value}")
         position += 1
+    options.check_together(flags)
     rest = list(arguments[position:])
     return own, rest[1:] if rest[:1] == ["--"] else rest
+
+
+def _in_full(argument: str, known: Mapping[str, argparse.Action]) -> tuple[str, str, str]:
+    """An option as it is spelt in full, ``=`` or nothing, and the value in the same word: ``--fusion-thr=8``, ``-Hhost:2``."""
+    name, equals, value = argument.partition("=")
+    alike = [flag for flag in (*known, *options.REFUSED) if flag.startswith(name)]
+    attached = [flag for flag in known if flag[1] != "-" and argument.startswith(flag) and known[flag].nargs is None]
+    if name in known:
+        found = name
+    elif name in options.REFUSED or (alike and set(alike) <= set(options.REFUSED)):
+        raise InvalidArgumentError(f"{name}: the number of ranks is fixed, there are no elastic jobs")
+    elif len(alike) == 1:
+        found = alike[0]
+    elif alike:
+        raise InvalidArgumentError(f"{name}: expected an option, got the beginning of several: {', '.join(sorted(alike))}")
+    elif attached:
+        found = max(attached, key=len)
+        equals, value = "=", argument.removeprefix(found)
+    else:
+        near = difflib.get_close_matches(name, known, 1)
+        meant = f"did you mean {near[0]!r}? See" if near else "see"
+        raise InvalidArgumentError(f"unknown option {name!r}; {meant} collectivesrun --help")
+    return found, equals, value
 
 
 def understand(arguments: Sequence[str]) -> None:
@@ -187,7 +213,11 @@ def _run(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> int:
         return 0 if complete else 1
     ranks, hosts = _ranks_and_hosts(asked)
     file = config_file.read(asked.config_file) if asked.config_file else config_file.ConfigFile()
-    environment = options.merge(os.environ, options.chosen(asked), file.chosen)
+    flags = options.chosen(asked)
+    if asked.as_horovod:
+        environment = options.merge_as_horovod(os.environ, flags, file.chosen, {**file.told, **asked.told})
+    else:
+        environment = options.merge(os.environ, flags, file.chosen)
     if ranks == 1:
         environment.setdefault("COLLECTIVES_ALLOW_SINGLE", "1")  # whatever a launcher around this one says
     config = Config.from_environment(environment)
@@ -264,7 +294,8 @@ def _start(wanted: _Job, *, stay: bool = False) -> int:
         if not stay and not wanted.output and not wanted.as_horovod:
             os.execvpe(program[0], program, wanted.environment)
     shown = Output(ranks, tag=wanted.tag, verbose=wanted.verbose)
-    words = [wanted.output, str(len(str(ranks - 1))), "1" if wanted.as_horovod else "", shown.terminal, *program]
+    placement = ",".join(map(str, _placement(ranks, wanted.hosts))) if wanted.as_horovod else ""
+    words = [wanted.output, str(len(str(ranks - 1))), placement, shown.terminal, *program]
     request = Request(
         ranks=ranks,
         # -I and -S: the small process before each rank needs nothing but the standard library, and starts the quicker.
@@ -279,6 +310,14 @@ def _start(wanted: _Job, *, stay: bool = False) -> int:
     if wanted.verbose and launcher:
         print(f"collectivesrun: {launcher}\ncollectivesrun: {shlex.join(command)}", file=sys.stderr, flush=True)
     return job.run(command, wanted.environment, shown)
+
+
+def _placement(ranks: int, hosts: Sequence[Host]) -> list[int]:
+    """How many ranks each host gets: each is filled before the next."""
+    if not hosts:
+        return [ranks]
+    ends = itertools.accumulate(host.slots for host in hosts)
+    return [max(0, min(host.slots, ranks - (end - host.slots))) for host, end in zip(hosts, ends, strict=True)]
 
 
 def _machinefile(hosts: Sequence[Host]) -> str:

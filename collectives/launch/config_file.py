@@ -1,33 +1,36 @@
 """``--config-file``: a YAML file in Horovod's form.
 
     verbose: false
-    params:       fusion_threshold_mb, cycle_time_ms, cache_capacity, hierarchical_allreduce, hierarchical_allgather
+    controller: mpi
+    params:       fusion_threshold_mb, cycle_time_ms, cache_capacity, hierarchical_allreduce, hierarchical_allgather, torus_allreduce
     autotune:     enabled, log_file, warmup_samples, steps_per_sample, bayes_opt_max_samples, gaussian_process_noise
     timeline:     filename, mark_cycles
     stall_check:  enabled, warning_time_seconds, shutdown_time_seconds
-    logging:      level, hide_timestamp
+    logging:      level, with_timestamp
     library_options: ...
 
-A key that is not known is an error, because it is most likely misspelt. The file is read as nodes and not as values: these know
-their lines, and their text is what the table of options takes.
+A key that is not known is said, because it is most likely misspelt, and passed over, as Horovod does. The file is read as nodes and not
+as values: these know their lines, and their text is what the table of options takes.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from collectives.config import parse_bool
 from collectives.errors import InvalidArgumentError, MissingDependencyError
 from collectives.launch.options import IGNORED, SWITCHES, VALUES
 
+_T = TypeVar("_T")
 _VALUES = {value.key: value for value in VALUES if value.key}
 _SWITCHES = {switch.key: switch for switch in SWITCHES}
-_WHY_IGNORED = {key: row.why for row in IGNORED for key in row.keys}
-_KNOWN = ("verbose", "controller", *_VALUES, *_SWITCHES, *_WHY_IGNORED)
+_IGNORED = {key: row for row in IGNORED for key in row.keys}
+_KNOWN = ("verbose", "controller", *_VALUES, *_SWITCHES, *_IGNORED)
 _TOP = tuple(dict.fromkeys(key.partition(".")[0] for key in _KNOWN))
 _SECTIONS = {name: [key.partition(".")[2] for key in _KNOWN if key.startswith(f"{name}.")] for name in _TOP if name not in _KNOWN}
 _NULL = "tag:yaml.org,2002:null"
@@ -41,40 +44,46 @@ class ConfigFile:
         chosen: as ``options.merge`` takes it.
         verbose: whether it asks for the command to be printed.
         ignored: messages about keys without effect.
+        told: by what ``horovodrun`` would tell the ranks about these.
     """
 
     chosen: dict[str, str | bool] = field(default_factory=dict)
     verbose: bool = False
     ignored: list[str] = field(default_factory=list)
+    told: dict[str, str] = field(default_factory=dict)
 
 
 def read(path: str) -> ConfigFile:
     """Read a configuration file.
 
     Raises:
-        InvalidArgumentError: it cannot be read, is no YAML, or has a key or value that cannot be understood; names file and line.
+        InvalidArgumentError: it cannot be read, is no YAML, or has a value that cannot be understood; names file and line.
         MissingDependencyError: PyYAML is not installed.
     """
-    chosen: dict[str, str | bool] = {}
-    ignored: list[str] = []
+    found = ConfigFile()
     verbose = False
-    for place, key, text in _entries(path):
+    for place, key, text in _entries(path, found.ignored):
         if key in _VALUES:
-            try:
-                chosen[_VALUES[key].flags[0]] = _VALUES[key].text(text)
-            except ValueError as error:
-                raise InvalidArgumentError(f"{place}: {error}") from None
+            found.chosen[_VALUES[key].flags[0]] = _understood(place, _VALUES[key].text, text)
         elif key in _SWITCHES:
-            chosen[_SWITCHES[key].flags[0]] = _bool(place, text)
+            found.chosen[_SWITCHES[key].flags[0]] = _bool(place, text)
         elif key == "verbose":
             verbose = _bool(place, text)
-        elif key in _WHY_IGNORED:
-            ignored.append(f"{place} has no effect: {_WHY_IGNORED[key]}")
-        elif text not in ("mpi", "gloo"):
+        elif key in _IGNORED:
+            found.told.update(_understood(place, partial(_IGNORED[key].told, key), text))
+            found.ignored.append(f"{place} has no effect: {_IGNORED[key].why}")
+        elif text.lower() not in ("mpi", "gloo"):
             raise InvalidArgumentError(f"{place}: expected mpi or gloo, got {text!r}")
-        elif text == "gloo":
-            ignored.append(f"{place} has no effect: the ranks are started and connected by MPI")
-    return ConfigFile(chosen, verbose, ignored)
+        elif text.lower() == "gloo":
+            found.ignored.append(f"{place} has no effect: the ranks are started and connected by MPI")
+    return replace(found, verbose=verbose)
+
+
+def _understood(place: str, parse: Callable[[str], _T], text: str) -> _T:
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise InvalidArgumentError(f"{place}: {error}") from None
 
 
 def _bool(place: str, text: str) -> bool:
@@ -84,8 +93,8 @@ def _bool(place: str, text: str) -> bool:
         raise InvalidArgumentError(f"{place}: expected true or false, got {text!r}") from None
 
 
-def _entries(path: str) -> Iterator[tuple[str, str, str]]:
-    """Of each entry that has a value: where it stands, ``section.key``, and its text."""
+def _entries(path: str, unknown: list[str]) -> Iterator[tuple[str, str, str]]:
+    """Of each entry that has a value: where it stands, ``section.key``, and its text. Messages about unknown ones go into ``unknown``."""
     yaml = _yaml()
     root = _root(yaml, path)
     if root is None:
@@ -104,7 +113,7 @@ def _entries(path: str) -> Iterator[tuple[str, str, str]]:
         elif key not in _KNOWN:
             section = key.partition(".")[0]
             known = f"{section} has {', '.join(_SECTIONS[section])}" if section in _SECTIONS else f"there are {', '.join(_TOP)}"
-            raise InvalidArgumentError(f"{place}: unknown key; {known}")
+            unknown.append(f"{place} has no effect: unknown key; {known}")
         elif not isinstance(node, yaml.ScalarNode):
             raise InvalidArgumentError(f"{place}: expected a single value, got {_shown(node)}")
         elif node.tag != _NULL:

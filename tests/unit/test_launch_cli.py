@@ -14,7 +14,7 @@ import pytest
 
 from collectives.config import Config
 from collectives.errors import InvalidArgumentError
-from collectives.launch import cli, job, mpi
+from collectives.launch import cli, job, mpi, options
 from collectives.launch.mpi import Launcher, Vendor
 from collectives.launch.output import Output
 from collectives.launch.rank import pack, unpack
@@ -87,6 +87,41 @@ def test_any_bytes_of_an_argument_come_back() -> None:
     assert split("-np", "2", "--", "-odd-name", "--") == (["-np=2"], ["-odd-name", "--"])
 
 
+@pytest.mark.parametrize(
+    ("argument", "full"),
+    [
+        ("--fusion-threshold=32", "--fusion-threshold-mb=32"),
+        ("--num-p=2", "--num-proc=2"),
+        ("--verb", "--verbose"),
+        ("--no-auto", "--no-autotune"),
+        ("-hostf=f", "-hostfile=f"),
+        ("-prefix", "-prefix-timestamp"),
+        ("-Hh1:2,h2:2", "-H=h1:2,h2:2"),
+        ("-np4", "-np=4"),
+        ("--timeline=a", "--timeline=a"),
+    ],
+)
+def test_options_may_be_abbreviated(argument: str, full: str) -> None:
+    assert split(argument, "python", "--verb") == ([full], ["python", "--verb"])
+
+
+def test_every_option_of_horovodrun_is_known() -> None:
+    flags = """-v --version -np --num-proc -cb --check-build --disable-cache --start-timeout --network-interfaces --network-interface
+        --output-filename --verbose --config-file -p --ssh-port -i --ssh-identity-file --fusion-threshold-mb --cycle-time-ms
+        --cache-capacity --hierarchical-allreduce --no-hierarchical-allreduce --hierarchical-allgather --no-hierarchical-allgather
+        --torus-allreduce --no-torus-allreduce --autotune --no-autotune --autotune-log-file --autotune-warmup-samples
+        --autotune-steps-per-sample --autotune-bayes-opt-max-samples --autotune-gaussian-process-noise --min-np --min-num-proc --max-np
+        --max-num-proc --slots-per-host --elastic-timeout --reset-limit --blacklist-cooldown-range --timeline-filename
+        --timeline-mark-cycles --no-timeline-mark-cycles --no-stall-check --stall-check --stall-check-warning-time-seconds
+        --stall-check-shutdown-time-seconds --mpi-threads-disable --no-mpi-threads-disable --mpi-args --tcp --binding-args
+        --num-nccl-streams --thread-affinity --gloo-timeout-seconds --log-level --log-with-timestamp --log-without-timestamp
+        -prefix-timestamp --prefix-output-with-timestamp --log-hide-timestamp --no-log-hide-timestamp -H --hosts -hostfile --hostfile
+        --host-discovery-script --gloo --mpi --jsrun"""
+    known = {flag for action in cli._parser()._actions for flag in action.option_strings}
+    assert set(flags.split()) <= known | set(options.REFUSED)
+    assert not known & set(options.REFUSED)
+
+
 def test_arguments_for_mpirun_may_begin_with_a_dash(started: list[list[str]]) -> None:
     program = [sys.executable, "-c", "pass"]
     for arguments in (["--mpi-args", "-v --bind-to 'a b'"], ["--mpi-args=-v --bind-to 'a b'"]):
@@ -106,10 +141,14 @@ def test_choices_reach_the_ranks(started: list[list[str]]) -> None:
     ("arguments", "message"),
     [
         (["--bogus", "-np", "2", "python"], "unknown option '--bogus'"),
-        (["--verb", "-np", "2", "python"], "unknown option '--verb'"),
-        (["-np4", "python"], "unknown option '-np4'"),
+        (["--ver", "-np", "2", "python"], "--ver: expected an option, got the beginning of several: --verbose, --version"),
+        (["-npx", "python"], "-np/-n/--num-proc: expected a number of ranks, 1 or more, got 'x'"),
         (["--cycle-tme-ms", "3", "python"], "unknown option '--cycle-tme-ms'; did you mean '--cycle-time-ms'? See collectivesrun --help"),
-        (["--hostfil=f", "python"], "unknown option '--hostfil'; did you mean '--hostfile'?"),
+        (["--hostfule=f", "python"], "unknown option '--hostfule'; did you mean '--hostfile'?"),
+        (["-np", "2", "--gloo", "--mpi", "python"], "--gloo and --mpi contradict each other: expected one of them"),
+        (["-np", "2", "--no-auto", "--autotune", "python"], "--no-autotune and --autotune contradict each other"),
+        (["-np", "2", "--cycle-time-ms", "abc", "python"], "--cycle-time-ms: expected a number of milliseconds, 0 or more, got 'abc'"),
+        (["-np", "2", "--num-nccl-streams", "-1", "python"], "--num-nccl-streams: expected a whole number, 0 or more, got '-1'"),
         (["--xyz", "python"], "unknown option '--xyz'; see collectivesrun --help"),
         (["-np"], "-np: expected a value after it"),
         (["-np", "two", "python"], "-np/-n/--num-proc: expected a number of ranks, 1 or more, got 'two'"),
@@ -133,7 +172,8 @@ def test_choices_reach_the_ranks(started: list[list[str]]) -> None:
         (["-np", "2", "--config-file", "/no/such", "python"], "--config-file: cannot read '/no/such'"),
         (["-np", "2", "--output-filename", "/dev/null", sys.executable], "--output-filename: cannot make the folder '/dev/null'"),
         (["-np", "2", "--timeline", "/dev/null/x.html", sys.executable], "cannot write the trace '/dev/null/x.html.json'"),
-        (["-np", "2", "--min-np", "1", "python"], "unknown option '--min-np'"),
+        (["-np", "2", "--min-np", "1", "python"], "--min-np: the number of ranks is fixed, there are no elastic jobs"),
+        (["-np", "2", "--blacklist", "1", "2", "python"], "--blacklist: the number of ranks is fixed"),
     ],
 )
 def test_a_mistake_is_named(arguments: list[str], message: str, started: list[list[str]], capsys: pytest.CaptureFixture[str]) -> None:
@@ -195,7 +235,7 @@ sys.exit(cli.main(["-np", "1", "--output-filename", {str(tmp_path)!r}, sys.execu
     assert subprocess.run(command, timeout=60, check=False).returncode == 6
 
 
-def test_a_flag_beats_the_environment_which_beats_the_file(
+def test_a_flag_beats_the_file_which_beats_the_environment(
     started: list[list[str]], environments: list[dict[str, str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     file = tmp_path / "settings.yaml"
@@ -204,7 +244,7 @@ def test_a_flag_beats_the_environment_which_beats_the_file(
     monkeypatch.setenv("HOROVOD_CYCLE_TIME", "2")
     assert cli.main(["-np", "2", "--config-file", str(file), "--fusion-threshold-mb", "3", sys.executable]) == 0
     config = Config.from_environment(environments[0])
-    assert (config.fusion_threshold, config.cycle_time, config.cache_capacity) == (3 << 20, 2, 1)
+    assert (config.fusion_threshold, config.cycle_time, config.cache_capacity) == (3 << 20, 1, 1)
 
 
 def test_a_file_may_ask_for_the_command(started: list[list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -216,7 +256,7 @@ def test_a_file_may_ask_for_the_command(started: list[list[str]], tmp_path: Path
 
 
 def test_what_has_no_effect_is_said_once(started: list[list[str]], capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--mpi", "--gloo", "--gloo", "--ssh-port", "2222", "--network-interface=eth0", "--prefix-output-with-timestamp"]
+    options = ["--gloo", "--gloo", "--ssh-port", "2222", "--network-interface=eth0", "--prefix-output-with-timestamp"]
     assert cli.main(["-np", "2", *options, sys.executable]) == 0
     said = [line.partition(" has no effect: ")[0] for line in capsys.readouterr().err.splitlines()]
     assert said == [f"collectivesrun: {name}" for name in ("--gloo", "--ssh-port", "--network-interface", "--prefix-output-with-timestamp")]

@@ -21,6 +21,7 @@ params:
     cache_capacity: 2048
     hierarchical_allreduce: true
     hierarchical_allgather: true
+    torus_allreduce: false
 autotune:
     enabled: True
     log_file: horovod_autotune_log.txt
@@ -72,8 +73,30 @@ def test_every_key_of_horovods_has_its_meaning(tmp_path: Path) -> None:
         log_level="info",
     )
     lines = [int(message.removeprefix(f"{tmp_path}/settings.yaml:").partition(":")[0]) for message in found.ignored]
-    assert lines == [8, 24, 25, 26, 27, 30]
+    assert lines == [8, 9, 25, 26, 27, 28, 31]
+    told = {"HIERARCHICAL_ALLGATHER": "1", "TORUS_ALLREDUCE": "0", "MPI_THREADS_DISABLE": "1", "NUM_NCCL_STREAMS": "2"}
+    told |= {"GLOO_TIMEOUT_SECONDS": "60", "LOG_HIDE_TIME": "1"}
+    assert found.told == {f"HOROVOD_{name}": text for name, text in told.items()}
     assert all(" has no effect: " in message for message in found.ignored)
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "message"),
+    [
+        ("params:\n  cycle_time: 1\n", 2, "params.cycle_time: unknown key; params has fusion_threshold_mb, cycle_time_ms, cache_capacity"),
+        ("param:\n  cycle_time_ms: 1\n", 2, "param.cycle_time_ms: unknown key; there are verbose, controller, params, timeline"),
+        ("\ntimelines: a\n", 2, "timelines: unknown key; there are verbose"),
+        ("bogus:\n", 1, "bogus: unknown key"),
+        ("params:\n  bogus:\n", 2, "params.bogus: unknown key"),
+        ("verbose:\n  much: 1\n", 2, "verbose.much: unknown key"),
+    ],
+)
+def test_an_unknown_key_is_said_and_passed_over(text: str, line: int, message: str, tmp_path: Path) -> None:
+    found = read(tmp_path, f"{text}logging:\n  level: info\n")
+    assert found.chosen == {"--log-level": "info"}
+    (said,) = found.ignored
+    assert said.startswith(f"{tmp_path}/settings.yaml:{line}: {message.partition(': ')[0]} has no effect: unknown key")
+    assert message.partition(": ")[2] in said
 
 
 @pytest.mark.parametrize("text", ["", "# nothing\n", "params:\n", "params:\n  cycle_time_ms:\nautotune: ~\nverbose: null\n"])
@@ -90,12 +113,6 @@ def test_a_stall_check_that_is_off_is_off_whatever_its_times(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("text", "line", "message"),
     [
-        ("params:\n  cycle_time: 1\n", 2, "params.cycle_time: unknown key; params has fusion_threshold_mb, cycle_time_ms, cache_capacity"),
-        ("param:\n  cycle_time_ms: 1\n", 2, "param.cycle_time_ms: unknown key; there are verbose, controller, params, timeline"),
-        ("\ntimelines: a\n", 2, "timelines: unknown key; there are verbose"),
-        ("bogus:\n", 1, "bogus: unknown key"),
-        ("params:\n  bogus:\n", 2, "params.bogus: unknown key"),
-        ("verbose:\n  much: 1\n", 2, "verbose.much: unknown key"),
         ("params: 5\n", 1, "params: expected a section with fusion_threshold_mb, "),
         ("params: [1]\n", 1, "got a list"),
         ("params:\n  cycle_time_ms: [1]\n", 2, "params.cycle_time_ms: expected a single value, got a list"),
@@ -104,6 +121,8 @@ def test_a_stall_check_that_is_off_is_off_whatever_its_times(tmp_path: Path) -> 
         ("params:\n  fusion_threshold_mb: 64M\n", 2, "expected a number of MiB such as 64, 0 or more, got '64M'"),
         ("autotune:\n  enabled: maybe\n", 2, "autotune.enabled: expected true or false, got 'maybe'"),
         ("verbose: 2\n", 1, "verbose: expected true or false, got '2'"),
+        ("library_options:\n  num_nccl_streams: many\n", 2, "expected a whole number, 0 or more, got 'many'"),
+        ("params:\n  torus_allreduce: 2\n", 2, "expected 1, true, yes or on; or 0, false, no or off, got '2'"),
         ("controller: tcp\n", 1, "controller: expected mpi or gloo, got 'tcp'"),
         ("params:\n  cache_capacity: 1\n  cache_capacity: 2\n", 3, "params.cache_capacity: is there twice"),
         ("- params\n", 1, "expected sections such as 'params:', got a list"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 
 import pytest
 
@@ -19,6 +20,11 @@ def parse(*arguments: str) -> argparse.Namespace:
 
 def merged(*flags: str, environment: dict[str, str] | None = None, file: dict[str, str | bool] | None = None) -> dict[str, str]:
     return options.merge(environment or {}, options.chosen(parse(*flags)), file or {})
+
+
+def merged_as_horovod(*flags: str, environment: dict[str, str] | None = None, file: dict[str, str | bool] | None = None) -> dict[str, str]:
+    parsed = parse(*flags)
+    return options.merge_as_horovod(environment or {}, options.chosen(parsed), file or {}, parsed.told)
 
 
 @pytest.mark.parametrize(
@@ -92,11 +98,13 @@ def test_an_option_beats_both_spellings_in_the_environment() -> None:
         assert Config.from_environment(merged("--fusion-threshold-mb", "1", environment={name: "7"})).fusion_threshold == 1 << 20
 
 
-def test_the_environment_beats_the_file_setting_by_setting() -> None:
+@pytest.mark.parametrize("merge", [merged, merged_as_horovod])
+def test_the_file_beats_the_environment_and_an_option_the_file(merge: Callable[..., dict[str, str]]) -> None:
     file: dict[str, str | bool] = {"--fusion-threshold-mb": "1M", "--cycle-time-ms": "9", "--autotune": True}
     for name in ("COLLECTIVES_FUSION_THRESHOLD", "HOROVOD_FUSION_THRESHOLD"):
-        config = Config.from_environment(merged(environment={name: "7", "COLLECTIVES_CYCLE_TIME": ""}, file=file))
-        assert (config.fusion_threshold, config.cycle_time, config.autotune) == (7, 9, True)
+        environment = {name: "7", "COLLECTIVES_CYCLE_TIME": "", "HOROVOD_CACHE_CAPACITY": "5"}
+        config = Config.from_environment(merge("--cycle-time-ms", "3", environment=environment, file=file))
+        assert (config.fusion_threshold, config.cycle_time, config.autotune, config.cache_capacity) == (1 << 20, 3, True, 5)
 
 
 def test_an_option_can_switch_off_what_is_on_elsewhere() -> None:
@@ -126,11 +134,87 @@ def test_algorithm_goes_before_hierarchical_allreduce() -> None:
 def test_a_variable_that_an_option_replaces_need_not_make_sense() -> None:
     assert merged("--timeout", "5", environment={"COLLECTIVES_TIMEOUT": "soon"}) == {"COLLECTIVES_TIMEOUT": "5"}
     with pytest.raises(InvalidArgumentError, match="COLLECTIVES_TIMEOUT='soon'"):
-        merged(environment={"COLLECTIVES_TIMEOUT": "soon"})
+        Config.from_environment(merged(environment={"COLLECTIVES_TIMEOUT": "soon"}))
 
 
 @pytest.mark.parametrize(("row", "flag"), [(row, flag) for row in options.IGNORED for flag in row.flags], ids=lambda value: str(value)[:20])
 def test_what_has_no_effect_says_why(row: options.Ignored, flag: str) -> None:
-    parsed = parse(flag, "7") if row.takes_value else parse(flag)
+    parsed = parse(flag, "7") if row.parse else parse(flag)
     assert parsed.ignored == [f"{flag} has no effect: {row.why}"]
-    assert options.chosen(parsed) == {}
+    assert options.chosen(parsed) == {} and list(parsed.told) == ([row.variable] if row.variable else [])
+
+
+@pytest.mark.parametrize("flag", ["--ssh-port", "--start-timeout", "--num-nccl-streams", "--thread-affinity", "--gloo-timeout-seconds"])
+def test_numbers_without_effect_are_numbers_all_the_same(flag: str) -> None:
+    for text in ("abc", "-1", "1.5", ""):
+        with pytest.raises(argparse.ArgumentError, match=f"expected a whole number, 0 or more, got '{text}'"):
+            parse(f"{flag}={text}")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ("--fusion-threshold-mb 10 --cycle-time-ms 20", {"FUSION_THRESHOLD": str(10 << 20), "CYCLE_TIME": "20"}),
+        ("--cache-capacity 512 --log-level INFO", {"CACHE_CAPACITY": "512", "LOG_LEVEL": "INFO"}),
+        ("--hierarchical-allgather --torus-allreduce", {"HIERARCHICAL_ALLGATHER": "1", "TORUS_ALLREDUCE": "1"}),
+        ("--no-hierarchical-allgather --no-torus-allreduce", {"HIERARCHICAL_ALLGATHER": "0", "TORUS_ALLREDUCE": "0"}),
+        ("--no-hierarchical-allreduce", {"HIERARCHICAL_ALLREDUCE": "0"}),
+        ("--autotune --autotune-log-file a.txt", {"AUTOTUNE": "1", "AUTOTUNE_LOG": "a.txt"}),
+        ("--autotune-warmup-samples 1 --autotune-steps-per-sample 5", {"AUTOTUNE_WARMUP_SAMPLES": "1", "AUTOTUNE_STEPS_PER_SAMPLE": "5"}),
+        ("--autotune-bayes-opt-max-samples 10", {"AUTOTUNE_BAYES_OPT_MAX_SAMPLES": "10"}),
+        ("--autotune-gaussian-process-noise 0.2", {"AUTOTUNE_GAUSSIAN_PROCESS_NOISE": "0.2"}),
+        ("--timeline-filename a.json --timeline-mark-cycles", {"TIMELINE": "a.json", "TIMELINE_MARK_CYCLES": "1"}),
+        (
+            "--stall-check-warning-time-seconds 10 --stall-check-shutdown-time-seconds 20",
+            {"STALL_CHECK_TIME_SECONDS": "10", "STALL_SHUTDOWN_TIME_SECONDS": "20"},
+        ),
+        (
+            "--no-stall-check",
+            {"STALL_CHECK_DISABLE": "1", "STALL_CHECK_TIME_SECONDS": "0", "STALL_SHUTDOWN_TIME_SECONDS": "0"},
+        ),
+        ("--mpi-threads-disable --num-nccl-streams 2", {"MPI_THREADS_DISABLE": "1", "NUM_NCCL_STREAMS": "2"}),
+        ("--thread-affinity 1 --gloo-timeout-seconds 60", {"THREAD_AFFINITY": "1", "GLOO_TIMEOUT_SECONDS": "60"}),
+        ("--log-hide-timestamp", {"LOG_HIDE_TIME": "1"}),
+        ("--log-with-timestamp", {"LOG_HIDE_TIME": "0"}),
+        ("--gloo --disable-cache --ssh-port 22", {}),
+    ],
+)
+def test_programs_of_horovods_see_the_variables_of_horovodrun(arguments: str, told: dict[str, str]) -> None:
+    assert merged_as_horovod(*arguments.split()) == {f"HOROVOD_{name}": text for name, text in told.items()}
+
+
+def test_what_horovod_does_not_have_keeps_its_own_variable() -> None:
+    variables = merged_as_horovod("--timeout", "5", "--hierarchical-allreduce", "--tcp")
+    assert variables == {
+        "COLLECTIVES_TIMEOUT": "5",
+        "COLLECTIVES_ALGORITHM": "hierarchical",
+        "HOROVOD_HIERARCHICAL_ALLREDUCE": "1",
+        "NCCL_IB_DISABLE": "1",
+    }
+
+
+def test_a_program_may_change_horovods_variable_before_init() -> None:
+    environment = {"COLLECTIVES_FUSION_THRESHOLD": "3", "COLLECTIVES_SEGMENT": "4"}
+    variables = merged_as_horovod("--fusion-threshold-mb", "1", environment=environment)
+    assert variables == {"HOROVOD_FUSION_THRESHOLD": str(1 << 20), "COLLECTIVES_SEGMENT": "4"}
+
+
+def test_a_stall_check_is_on_or_off_for_programs_of_horovods_too() -> None:
+    on = merged_as_horovod("--stall-check", environment={"HOROVOD_STALL_CHECK_DISABLE": "1"})
+    off = merged_as_horovod("--no-stall-check", environment={"COLLECTIVES_STALL_WARNING": "9"})
+    assert (Config.from_environment(on).stall_warning, Config.from_environment(off).stall_warning) == (60, 0)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--gloo", "--mpi"],
+        ["--jsrun", "--gloo"],
+        ["--autotune", "--cache-capacity", "--no-autotune"],
+        ["--log-hide-timestamp", "--log-with-timestamp"],
+    ],
+)
+def test_options_that_contradict_each_other_are_refused(flags: list[str]) -> None:
+    with pytest.raises(InvalidArgumentError, match=f"^{flags[0]} and {flags[-1]} contradict each other"):
+        options.check_together(flags)
+    options.check_together([flags[0], flags[0], "--no-stall-check"])

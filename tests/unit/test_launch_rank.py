@@ -20,8 +20,8 @@ from collectives.launch import rank
 PLACE = {"PATH": os.environ["PATH"], "PMI_RANK": "3", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1"}
 
 
-def start(program: str, output: str = "", width: int = 1, as_horovod: str = "", terminal: str = "") -> subprocess.Popen[bytes]:
-    command = before(sys.executable, "-c", program, options=[output, str(width), as_horovod, terminal])
+def start(program: str, output: str = "", width: int = 1, placement: str = "", terminal: str = "") -> subprocess.Popen[bytes]:
+    command = before(sys.executable, "-c", program, options=[output, str(width), placement, terminal])
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=PLACE)
 
 
@@ -149,10 +149,22 @@ def test_a_program_that_cannot_run_is_named() -> None:
     assert shown.returncode == 127 and "cannot run '/no/such/program': No such file" in shown.stderr
 
 
-@pytest.mark.parametrize(("as_horovod", "told"), [("1", {"RANK": "3", "SIZE": "8", "LOCAL_RANK": "1"}), ("", {})])
-def test_a_rank_is_told_its_place_in_horovods_words(as_horovod: str, told: dict[str, str]) -> None:
+TOLD = {"RANK": "3", "SIZE": "8", "LOCAL_RANK": "1"}
+
+
+@pytest.mark.parametrize(
+    ("placement", "told"),
+    [
+        ("", {}),
+        ("2,2,4", {**TOLD, "LOCAL_SIZE": "2", "CROSS_RANK": "1", "CROSS_SIZE": "3"}),
+        ("1,1,5,1", {**TOLD, "LOCAL_SIZE": "5", "CROSS_RANK": "0", "CROSS_SIZE": "1"}),
+        ("8", TOLD),  # it is not where it should be: the MPI has placed the ranks in another way
+    ],
+)
+def test_a_rank_is_told_its_place_in_horovods_words(placement: str, told: dict[str, str]) -> None:
     program = "import json, os; print(json.dumps({name[8:]: text for name, text in os.environ.items() if name.startswith('HOROVOD_')}))"
-    assert json.loads(ended(program, as_horovod=as_horovod)[1]["o"]) == told
+    found = json.loads(ended(program, placement=placement)[1]["o"])
+    assert found == ({"HOSTNAME": os.uname().nodename, **told} if told else {})
 
 
 @pytest.mark.parametrize(("terminal", "out", "err"), [("", False, False), ("30 70 2", False, True), ("30 70 1 2", True, True)])

@@ -74,6 +74,28 @@ def test_scaler_synchronize_unscale_and_clip(side: Side, model: Model) -> Any:
     return scaled(side, model, side.optimizer(momentum(model), model), synchronize=True, clip=0.5)
 
 
+@recipe(single)
+def test_scaler_step(side: Side, model: Model) -> Any:
+    """As torch's documentation has it."""
+    return scaled(side, model, side.optimizer(momentum(model), model))
+
+
+@recipe(single)
+def test_scaler_step_of_a_fused_optimizer(side: Side, model: Model) -> Any:
+    """Fused optimizers unscale and skip by themselves."""
+    return scaled(side, model, side.optimizer(momentum(model, fused=True), model))
+
+
+@recipe(single)
+def test_scaler_unscale_and_clip(side: Side, model: Model) -> Any:
+    return scaled(side, model, side.optimizer(momentum(model), model), clip=0.5)
+
+
+@recipe(single)
+def test_scaler_and_accumulation(side: Side, model: Model) -> Any:
+    return scaled(side, model, side.optimizer(momentum(model), model, backward_passes_per_step=2), passes=2)
+
+
 # ---- clipping --------------------------------------------------------------------------------------------------------
 
 
@@ -94,12 +116,26 @@ def clipped(side: Side, model: Model, clip: Any, *, synchronize: bool) -> list[A
     return [result for result in results if result is not None]
 
 
-test_clip_norm_after_synchronize = recipe()(
-    partial(clipped, clip=partial(nn.utils.clip_grad_norm_, max_norm=0.1), synchronize=True)
-)
-test_clip_value_after_synchronize = recipe()(
-    partial(clipped, clip=partial(nn.utils.clip_grad_value_, clip_value=1e-3), synchronize=True)
-)
+def clamp(parameters: Any) -> None:
+    """Past torch's version counters."""
+    for parameter in parameters:
+        parameter.grad.data.clamp_(-1e-3, 1e-3)
+
+
+def clamp_arrays(parameters: Any) -> None:
+    for parameter in parameters:
+        array = parameter.grad.numpy()
+        array.clip(-1e-3, 1e-3, out=array)
+
+
+NORM = partial(nn.utils.clip_grad_norm_, max_norm=0.1)
+VALUE = partial(nn.utils.clip_grad_value_, clip_value=1e-3)
+test_clip_norm_after_synchronize = recipe()(partial(clipped, clip=NORM, synchronize=True))
+test_clip_value_after_synchronize = recipe()(partial(clipped, clip=VALUE, synchronize=True))
+test_clip_norm_before_step = recipe()(partial(clipped, clip=NORM, synchronize=False))
+test_clip_value_before_step = recipe()(partial(clipped, clip=VALUE, synchronize=False))
+test_clamp_of_data_before_step = recipe()(partial(clipped, clip=clamp, synchronize=False))
+test_clamp_of_arrays_before_step = recipe()(partial(clipped, clip=clamp_arrays, synchronize=False))
 
 
 # ---- accumulation ----------------------------------------------------------------------------------------------------
@@ -197,8 +233,10 @@ def test_gradients_combined_by_the_program(side: Side, model: Model) -> None:
 # ---- closures --------------------------------------------------------------------------------------------------------
 
 
-def with_closures(side: Side, model: Model, optimizer: Any, *, before: int = 0, factor: float = 1.0) -> list[Any]:
-    """A closure in every step, after so many backward passes of their own."""
+def with_closures(
+    side: Side, model: Model, optimizer: Any, *, before: int = 0, factor: float = 1.0, clip: float = 0.0
+) -> list[Any]:
+    """A closure in every step, after so many backward passes of their own; it may clip, as Lightning's do."""
     losses = []
     for batch in batches():
 
@@ -207,6 +245,8 @@ def with_closures(side: Side, model: Model, optimizer: Any, *, before: int = 0, 
                 optimizer.zero_grad()
             loss = side.loss(model, side.rows(batch)) * factor
             loss.backward()
+            if clip:
+                nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], clip)
             return loss
 
         optimizer.zero_grad()
@@ -229,6 +269,11 @@ def test_closure(side: Side, model: Model) -> Any:
 
 
 @recipe()
+def test_closure_that_clips(side: Side, model: Model) -> Any:
+    return with_closures(side, model, side.optimizer(momentum(model), model), clip=0.1)
+
+
+@recipe()
 def test_closure_and_sum(side: Side, model: Model) -> None:
     """A sum, of losses that say how much of the mean each rank has."""
     options = {} if isinstance(side, Alone) else {"op": side.hvd.Sum}
@@ -238,6 +283,12 @@ def test_closure_and_sum(side: Side, model: Model) -> None:
 @recipe()
 def test_backward_passes_and_closure(side: Side, model: Model) -> None:
     with_closures(side, model, side.optimizer(momentum(model), model, backward_passes_per_step=3), before=2)
+
+
+@recipe()
+def test_backward_passes_and_closure_and_sum(side: Side, model: Model) -> None:
+    options = {} if isinstance(side, Alone) else {"op": side.hvd.Sum, "backward_passes_per_step": 2}
+    with_closures(side, model, side.optimizer(momentum(model), model, **options), before=1, factor=1 / side.weight)
 
 
 # ---- schedulers ------------------------------------------------------------------------------------------------------

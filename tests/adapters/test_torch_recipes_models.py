@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
+from collectives.errors import InvalidArgumentError
 from tests.adapters.torch_recipes import INPUTS, OUTPUTS, ROWS, WIDTH, Model, Ranks, Side, batches, network, recipe
 
 pytestmark = pytest.mark.mpi
@@ -116,6 +117,7 @@ def embedded_on_some(side: Side, model: Model, **options: Any) -> None:
         optimizer.step()
 
 
+test_sparse_embedding_unused_on_some_ranks = recipe(Words)(embedded_on_some)
 test_sparse_as_dense_unused_on_some_ranks = recipe(Words)(partial(embedded_on_some, sparse_as_dense=True))
 
 
@@ -304,6 +306,19 @@ def test_hooks_after_accumulation_made_before_wrapping(side: Side, model: Model)
     train(side, model, side.optimizer(momentum(model.parameters()), model))
 
 
+@recipe()
+def test_hooks_after_accumulation_made_after_wrapping(side: Side, model: Model) -> None:
+    """They find gradients on their way: refused on every rank; training goes on without them."""
+    optimizer = side.optimizer(momentum(model.parameters()), model)
+    hooks = [parameter.register_post_accumulate_grad_hook(halve) for parameter in model.parameters()]
+    initial = copy.deepcopy(model.state_dict())
+    side.refuses(partial(train, side, model, optimizer), InvalidArgumentError, "changed in between")
+    for hook in hooks:
+        hook.remove()
+    model.load_state_dict(initial)
+    train(side, model, optimizer)
+
+
 @recipe(views=False)
 def test_moving_average_of_weights(side: Side, model: Model) -> Any:
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
@@ -330,6 +345,14 @@ def checkpointed(side: Side, model: Model, *, reentrant: bool, shared: bool) -> 
 test_checkpointing = recipe()(partial(checkpointed, reentrant=False, shared=False))
 test_reentrant_checkpointing = recipe()(partial(checkpointed, reentrant=True, shared=False))
 test_checkpointing_of_a_shared_layer = recipe()(partial(checkpointed, reentrant=False, shared=True))
+
+
+@recipe()
+def test_reentrant_checkpointing_of_a_shared_layer(side: Side, model: Model) -> None:
+    """Refused on every rank; training goes on without."""
+    attempt = partial(checkpointed, side, copy.deepcopy(model), reentrant=True, shared=True)
+    side.refuses(attempt, AssertionError, "several reentrant checkpoints share: pass use_reentrant=False")
+    checkpointed(side, model, reentrant=False, shared=True)
 
 
 # ---- torch.compile ---------------------------------------------------------------------------------------------------

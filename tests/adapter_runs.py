@@ -26,13 +26,13 @@ ENVIRONMENTS: dict[str, tuple[str, dict[str, str]]] = {
 """By what messages call it: the word in the names of the files, and further environment variables."""
 
 
-def run_adapter(name: str, n: int) -> None:
-    """Run an adapter's tests on ``n`` ranks; skip where a framework is missing."""
+def run_adapter(name: str, n: int, which: str = "*") -> None:
+    """Run an adapter's tests, of ``which`` files, on ``n`` ranks; skip where a framework is missing."""
     framework, environment = ENVIRONMENTS[name]
     missing = [module for module in _needed(framework, environment) if importlib.util.find_spec(module) is None]
     if missing:
         pytest.skip(f"{', '.join(missing)} not installed")
-    files = sorted(str(path) for path in FOLDER.glob(f"test_{framework}_*.py"))
+    files = sorted(str(path) for path in FOLDER.glob(f"test_{framework}_{which}.py"))
     assert files
     result = run_ranks(n, ["-m", "pytest", "--with-mpi", "-q", "-x", "-p", "no:cacheprovider", *files], timeout=540, env=environment)
     assert all(" passed" in output for output in result.ranks), str(result)

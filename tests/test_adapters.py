@@ -18,3 +18,9 @@ RUNS = [
 @pytest.mark.parametrize(("name", "n"), RUNS)
 def test_adapter(name: str, n: int) -> None:
     run_adapter(name, n)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", [*(f"keras on {backend}" for backend in ("tensorflow", "jax", "torch")), "keras 2"])
+def test_recipes_on_three_ranks(name: str) -> None:
+    run_adapter(name, 3, "*recipes")

@@ -45,10 +45,10 @@ def train(model: Any, optimizer: Any, x: Any, y: Any, batch: int = BATCH, epochs
 
 
 @functools.cache
-def single(momentum: float = 0.0) -> Any:
+def single() -> Any:
     """The model after one epoch of SGD with the global batch."""
     model = network()
-    train(model, keras.optimizers.SGD(0.1, momentum=momentum), X, Y)
+    train(model, keras.optimizers.SGD(0.1), X, Y)
     return model
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import keras
@@ -202,14 +201,11 @@ def test_steps_that_nobody_knows(hvd_keras: Any) -> None:
         hvd.callbacks.LearningRateScheduleCallback(None, 0.5)
 
 
-def test_the_best_model_is_kept(hvd_keras: Any, tmp_path: Path) -> None:
+def test_where_the_best_model_is_kept(hvd_keras: Any) -> None:
     hvd = hvd_keras
     best = hvd.callbacks.BestModelCheckpoint(monitor="loss")
     with pytest.raises(ValueError, match="Set its filepath"):
         best.on_train_begin()
-    best.filepath = str(tmp_path / "best.keras")
-    together(hvd, network(), hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), epochs=2, callbacks=[best])
-    assert hvd.load_model(best.filepath).optimizer is not None
     assert hvd.callbacks.BestModelCheckpoint(save_weights_only=True, filepath="x.weights.h5").filepath == "x.weights.h5"
 
 

@@ -104,29 +104,6 @@ def test_own_optimizers_load(hvd_keras: Any, folder: Path) -> None:
     assert hasattr(loaded.optimizer, "process_set")
 
 
-def test_one_rank_loads_and_the_others_follow(hvd_keras: Any, folder: Path) -> None:
-    """A checkpoint on rank 0 alone, with the optimizer's state; the others begin anew."""
-    hvd = hvd_keras
-    model = network()
-    together(hvd, model, hvd.DistributedOptimizer(keras.optimizers.Adam(0.01)))
-    file = folder / "checkpoint.keras"
-    if hvd.rank() == 0:
-        model.save(file)
-    hvd.barrier()
-    if hvd.rank() == 0:
-        resumed = hvd.load_model(file)
-    else:
-        resumed = network(seed=5)
-        resumed.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.Adam(0.01)), loss="mse")
-    rows = BATCH // hvd.size()
-    resumed.fit(
-        part(X, hvd), part(Y, hvd), batch_size=rows, shuffle=False, verbose=0, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
-    )
-    model.fit(part(X, hvd), part(Y, hvd), batch_size=rows, shuffle=False, verbose=0)
-    close(resumed, model)
-    equal(hvd, resumed, resumed.optimizer)
-
-
 def test_models_without_an_optimizer_load(hvd_keras: Any, folder: Path) -> None:
     hvd = hvd_keras
     file = folder / "bare.keras"

@@ -41,6 +41,16 @@ class Plain(One):
         return Dense(tape)
 
 
+def recipe(program: Callable[[Any], Result]) -> Callable[..., None]:
+    """A test: what the program finds on the ranks is what it finds in one process."""
+
+    def test(hvd_tf: Any) -> None:
+        compare(program(hvd_tf), program(Plain(hvd_tf.size())), 1e-7, 1e-9)
+
+    test.__doc__ = program.__doc__
+    return test
+
+
 def network(hvd: Any, *middle: Any, dtype: Any = "float64", restarted: int = 0) -> Any:
     """Words and numbers in, numbers out; with other weights on every rank."""
     keras.utils.set_random_seed(hvd.rank() + 10 * restarted)
@@ -113,13 +123,31 @@ def trained(hvd: Any, optimizer: Any, *middle: Any, **how: Any) -> Result:
 # ---- the tape --------------------------------------------------------------------------------------------------------------------------
 
 
+test_tape = recipe(lambda hvd: trained(hvd, sgd(), graph=False))
+test_tape_in_a_function = recipe(lambda hvd: trained(hvd, keras.optimizers.Adam(0.02)))
+test_sparse_as_dense = recipe(lambda hvd: trained(hvd, sgd(), sparse_as_dense=True))
+test_schedule = recipe(lambda hvd: trained(hvd, sgd(keras.optimizers.schedules.ExponentialDecay(0.2, 1, 0.6))))
+
+
 def clipped(grads: Any) -> Any:
     found, norm = tf.clip_by_global_norm(grads, 0.05)
     tf.debugging.assert_greater(norm, tf.cast(0.05, norm.dtype))
     return found
 
 
-def freezing(hvd: Any) -> Result:
+test_clipping_after_the_tape = recipe(lambda hvd: trained(hvd, sgd(), change=clipped))
+test_clipping_in_the_optimizer = recipe(
+    lambda hvd: trained(hvd, keras.optimizers.SGD(0.1, momentum=0.9, global_clipnorm=0.05))
+)
+
+
+@recipe
+def test_sync_batch_normalization(hvd: Any) -> Result:
+    return trained(hvd, sgd(), hvd.SyncBatchNormalization(dtype="float64", momentum=0.7))
+
+
+@recipe
+def test_freezing(hvd: Any) -> Result:
     """The embedding begins to learn halfway."""
     model, optimizer = network(hvd), sgd()
     begin(hvd, model, optimizer)
@@ -132,7 +160,8 @@ def freezing(hvd: Any) -> Result:
     return values(model, optimizer)
 
 
-def gan(hvd: Any) -> Result:
+@recipe
+def test_gan(hvd: Any) -> Result:
     """Two networks that learn from one persistent tape, with a penalty on the gradient of the critic."""
     keras.utils.set_random_seed(hvd.rank())
     maker, critic = perceptron(FEATURES, CLASSES), perceptron(CLASSES, 1)
@@ -165,7 +194,8 @@ def gan(hvd: Any) -> Result:
     return values(maker, critic, *optimizers)
 
 
-def contrastive(hvd: Any) -> Result:
+@recipe
+def test_contrastive_loss(hvd: Any) -> Result:
     """Each row is told from all rows of all ranks; the gradient comes back to the rank that has the row."""
     model, optimizer = network(hvd), sgd()
     begin(hvd, model, optimizer)
@@ -190,7 +220,8 @@ def contrastive(hvd: Any) -> Result:
     return values(model, optimizer)
 
 
-def adding_up(hvd: Any) -> Result:
+@recipe
+def test_backward_passes_per_step(hvd: Any) -> Result:
     """The optimizer adds up two backward passes before it communicates."""
     model, optimizer = network(hvd), sgd()
     begin(hvd, model, optimizer)
@@ -219,7 +250,8 @@ def adding_up(hvd: Any) -> Result:
     return values(model)
 
 
-def adding_up_by_hand(hvd: Any) -> Result:
+@recipe
+def test_passes_added_up_by_the_program(hvd: Any) -> Result:
     """Gradients of two passes are added up in the program, and the ranks' sums combined by one call."""
     model, optimizer = network(hvd), sgd()
     begin(hvd, model, optimizer)
@@ -238,7 +270,8 @@ def adding_up_by_hand(hvd: Any) -> Result:
 # ---- mixed precision -------------------------------------------------------------------------------------------------------------------
 
 
-def overflow(hvd: Any) -> Result:
+@recipe
+def test_loss_scale(hvd: Any) -> Result:
     """A loss scale for the gradients; in the second step the last row, which one rank has, overflows."""
     model = network(hvd)
     optimizer = keras.optimizers.LossScaleOptimizer(sgd(), initial_scale=64.0, dynamic_growth_steps=2)
@@ -293,7 +326,8 @@ def halves(hvd: Any, policy: str) -> Result:
 # ---- data ------------------------------------------------------------------------------------------------------------------------------
 
 
-def joining(hvd: Any) -> Result:
+@recipe
+def test_shards_of_a_dataset_and_join(hvd: Any) -> Result:
     """A dataset of 13 rows in shards and in batches of two: ranks have different numbers of batches, and the last one is short."""
     model, optimizer, size, batch = network(hvd), sgd(), getattr(hvd, "ranks", hvd.size()), 2
     begin(hvd, model, optimizer)
@@ -325,7 +359,7 @@ def joining(hvd: Any) -> Result:
 # ---- checkpoints -----------------------------------------------------------------------------------------------------------------------
 
 
-def resuming(hvd: Any, folder: Path) -> Result:
+def resumed(hvd: Any, folder: Path) -> Result:
     """Rank 0 alone saves and restores; the others begin with something else, and get what it has."""
     model, optimizer = network(hvd), keras.optimizers.Adam(keras.optimizers.schedules.ExponentialDecay(0.02, 1, 0.7))
     begin(hvd, model, optimizer)
@@ -354,7 +388,7 @@ def fetched(run: Any, tensors: Any) -> Any:
     return run.run_step_fn(lambda step_context: step_context.session.run(tensors))
 
 
-def session(hvd: Any, folder: Path) -> Result:
+def in_session(hvd: Any, folder: Path) -> Result:
     """TensorFlow 1: a monitored session whose checkpoints rank 0 alone writes; in the middle the program starts again."""
     for first, last in ((0, 2), (2, STEPS)):
         with tf.Graph().as_default():
@@ -390,44 +424,26 @@ def session(hvd: Any, folder: Path) -> Result:
     return {variable.name: value for variable, value in zip(variables, found, strict=True)}
 
 
-RECIPES: dict[str, Callable[..., Result]] = {
-    "tape, eager": lambda hvd: trained(hvd, sgd(), graph=False),
-    "tape, tf.function": lambda hvd: trained(hvd, keras.optimizers.Adam(0.02)),
-    "tape, sparse as dense": lambda hvd: trained(hvd, sgd(), sparse_as_dense=True),
-    "clipping after the tape": lambda hvd: trained(hvd, sgd(), change=clipped),
-    "clipping in the optimizer": lambda hvd: trained(
-        hvd, keras.optimizers.SGD(0.1, momentum=0.9, global_clipnorm=0.05)
-    ),
-    "schedule": lambda hvd: trained(hvd, sgd(keras.optimizers.schedules.ExponentialDecay(0.2, 1, 0.6))),
-    "batch normalisation": lambda hvd: trained(hvd, sgd(), hvd.SyncBatchNormalization(dtype="float64", momentum=0.7)),
-    "freezing": freezing,
-    "gan": gan,
-    "contrastive": contrastive,
-    "several passes": adding_up,
-    "several passes by hand": adding_up_by_hand,
-    "loss scale": overflow,
-    "tf.data and join": joining,
-    "checkpoint": resuming,
-    "session": session,
-}
-
-
 @pytest.fixture
 def folder(hvd_tf: Any, tmp_path_factory: Any) -> Path:
     """One for all ranks."""
     return Path(hvd_tf.broadcast_object(str(tmp_path_factory.mktemp("recipe")) if hvd_tf.rank() == 0 else None))
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_recipe(hvd_tf: Any, tmp_path: Path, folder: Path, name: str) -> None:
-    further, alone = ([folder], [tmp_path]) if RECIPES[name] in (resuming, session) else ([], [])
-    found = RECIPES[name](hvd_tf, *further)
-    compare(found, RECIPES[name](Plain(hvd_tf.size()), *alone), 1e-7, 1e-9)
+def test_checkpoint(hvd_tf: Any, folder: Path) -> None:
+    compare(resumed(hvd_tf, folder), resumed(Plain(hvd_tf.size()), folder), 1e-7, 1e-9)
 
 
-@pytest.mark.parametrize("policy", ("mixed_bfloat16", "mixed_float16"))
-def test_halves(hvd_tf: Any, policy: str) -> None:
-    compare(halves(hvd_tf, policy), halves(Plain(hvd_tf.size()), policy), 1e-3, 1e-4)
+def test_session(hvd_tf: Any, folder: Path, tmp_path: Path) -> None:
+    compare(in_session(hvd_tf, folder), in_session(Plain(hvd_tf.size()), tmp_path), 1e-7, 1e-9)
+
+
+def test_mixed_bfloat16(hvd_tf: Any) -> None:
+    compare(halves(hvd_tf, "mixed_bfloat16"), halves(Plain(hvd_tf.size()), "mixed_bfloat16"), 1e-3, 1e-4)
+
+
+def test_mixed_float16(hvd_tf: Any) -> None:
+    compare(halves(hvd_tf, "mixed_float16"), halves(Plain(hvd_tf.size()), "mixed_float16"), 1e-3, 1e-4)
 
 
 def test_adasum(hvd_tf: Any) -> None:

@@ -1,0 +1,188 @@
+"""Recipes of Keras 2 (tf_keras), each written once: on the ranks' shares of every batch, and in one process on the whole batches.
+
+The rows of "Recipes" in docs/horovod.md; `tests.adapters.shares` says how the two runs are compared. Further ones with ``fit`` are in
+test_keras_legacy.py.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+if os.environ.get("TF_USE_LEGACY_KERAS") not in ("1", "True", "true"):
+    pytest.skip("TF_USE_LEGACY_KERAS=1 is not set", allow_module_level=True)
+
+import tensorflow as tf
+
+from tests.adapters.shares import CLASSES, FEATURES, ROWS, STEPS, One, X, Y, compare, mine, share
+
+pytestmark = pytest.mark.mpi
+keras = tf.keras
+Result = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def hvd() -> Iterator[Any]:
+    import collectives.tensorflow.keras
+
+    collectives.tensorflow.keras.init()
+    yield collectives.tensorflow.keras
+    collectives.tensorflow.keras.shutdown()
+
+
+@pytest.fixture
+def folder(hvd: Any, tmp_path_factory: Any) -> Path:
+    """One for all ranks."""
+    return Path(hvd.broadcast_object(str(tmp_path_factory.mktemp("recipe")) if hvd.rank() == 0 else None))
+
+
+def recipe(program: Callable[[Any], Result]) -> Callable[..., None]:
+    """A test: what the program finds on the ranks is what it finds in one process."""
+
+    def test(hvd: Any) -> None:
+        compare(program(hvd), program(One(hvd.size())), 3e-5, 3e-6)
+
+    test.__doc__ = program.__doc__
+    return test
+
+
+def network(seed: int = 0, kind: Any = None) -> Any:
+    keras.utils.set_random_seed(seed)
+    layers = [keras.layers.Dense(4, activation="tanh", input_shape=(FEATURES,)), keras.layers.Dense(CLASSES)]
+    return (kind or keras.Sequential)(layers)
+
+
+def sgd(older: bool = False, **keywords: Any) -> Any:
+    return (keras.optimizers.legacy if older else keras.optimizers).SGD(0.1, momentum=0.9, **keywords)
+
+
+def starting(hvd: Any) -> list[Any]:
+    return [] if isinstance(hvd, One) else [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
+
+
+def fit(hvd: Any, model: Any, x: Any = X, y: Any = Y) -> None:
+    """An epoch on shares that differ in length; weights make of the mean over a share its part of the mean over the batch."""
+    own = [mine(hvd, rows).reshape(-1, rows.shape[-1]).astype("float32") for rows in (x, y)]
+    rows = len(own[0]) // STEPS
+    weights = np.full(len(own[0]), rows * hvd.size() / ROWS, "float32")
+    model.fit(*own, batch_size=rows, sample_weight=weights, shuffle=False, verbose=0, callbacks=starting(hvd))
+
+
+def fitted(hvd: Any, optimizer: Any, kind: Any = None, y: Any = Y) -> Any:
+    model = network(hvd.rank(), kind)
+    model.compile(optimizer=optimizer, loss="mse")
+    fit(hvd, model, y=y)
+    return model
+
+
+def named(model: Any) -> Result:
+    return {str(number): value for number, value in enumerate(model.get_weights())}
+
+
+def clipping(hvd: Any, older: bool) -> Result:
+    """A loop that computes gradients by the optimizer, clips those of all ranks together, and applies them as they are."""
+    model, optimizer = network(), hvd.DistributedOptimizer(sgd(older))
+    variables = model.trainable_variables
+    compute = optimizer._compute_gradients if older else optimizer.compute_gradients
+    as_they_are = {"experimental_aggregate_gradients" if older else "skip_gradients_aggregation": not older}
+    for x, y in zip(mine(hvd, X).astype("float32"), mine(hvd, Y).astype("float32"), strict=True):
+
+        def loss(x: Any = x, y: Any = y) -> Any:
+            return tf.reduce_sum(tf.reduce_mean(tf.square(model(x) - y), -1)) * hvd.size() / ROWS
+
+        grads, norm = tf.clip_by_global_norm([grad for grad, _ in compute(loss, variables)], 0.05)
+        assert float(norm) > 0.05
+        optimizer.apply_gradients(zip(grads, variables, strict=True), **as_they_are)
+    return named(model)
+
+
+def overflowing(hvd: Any, older: bool, inside: bool) -> Result:
+    """In the second step the last row, which one rank has, overflows: no rank takes that step."""
+    scaling = keras.mixed_precision.LossScaleOptimizer
+    if inside:
+        optimizer = hvd.DistributedOptimizer(scaling(sgd(older), initial_scale=64))
+    else:
+        optimizer = scaling(hvd.DistributedOptimizer(sgd(older)), initial_scale=64)
+    targets = Y.copy()
+    targets[1, -1] = np.inf
+    model = fitted(hvd, optimizer, y=targets)
+    assert all(np.isfinite(value).all() for value in model.get_weights())
+    return {**named(model), "scale": np.float32(optimizer.loss_scale)}
+
+
+class Penalised(keras.Sequential):
+    """A model whose ``train_step`` is its own."""
+
+    def train_step(self, data: Any) -> Any:
+        x, y, weights = data
+        with tf.GradientTape() as tape:
+            squares = tf.add_n([tf.reduce_sum(tf.square(each)) for each in self.trainable_variables])
+            loss = self.compute_loss(x, y, self(x, training=True), weights) + 0.1 * squares
+        self.optimizer.minimize(loss, self.trainable_variables, tape=tape)
+        return {"loss": loss}
+
+
+def resuming(hvd: Any, folder: Path, older: bool) -> Result:
+    """Rank 0 alone saves and loads the model; the others begin with another one, and get what it has."""
+    adam = (keras.optimizers.legacy if older else keras.optimizers).Adam
+    model = fitted(hvd, hvd.DistributedOptimizer(adam(0.02)))
+    if not isinstance(hvd, One):
+        file = str(folder / "checkpoint.h5")
+        if hvd.rank() == 0:
+            model.save(file)
+            model = hvd.load_model(file, legacy_opts=older)
+        else:
+            model = network(5)
+            model.compile(optimizer=hvd.DistributedOptimizer(adam(0.02)), loss="mse")
+    fit(hvd, model)
+    return named(model)
+
+
+test_clipping_between = recipe(lambda hvd: clipping(hvd, False))
+test_clipping_between_legacy = recipe(lambda hvd: clipping(hvd, True))
+test_loss_scale_inside = recipe(lambda hvd: overflowing(hvd, False, True))
+test_loss_scale_outside = recipe(lambda hvd: overflowing(hvd, False, False))
+test_loss_scale_inside_legacy = recipe(lambda hvd: overflowing(hvd, True, True))
+test_loss_scale_outside_legacy = recipe(lambda hvd: overflowing(hvd, True, False))
+test_uneven_shares = recipe(lambda hvd: named(fitted(hvd, hvd.DistributedOptimizer(sgd()))))
+test_uneven_shares_legacy = recipe(lambda hvd: named(fitted(hvd, hvd.DistributedOptimizer(sgd(True)))))
+test_train_step_of_ones_own = recipe(lambda hvd: named(fitted(hvd, hvd.DistributedOptimizer(sgd()), Penalised)))
+test_train_step_of_ones_own_legacy = recipe(
+    lambda hvd: named(fitted(hvd, hvd.DistributedOptimizer(sgd(True)), Penalised))
+)
+
+
+@pytest.mark.parametrize("older", (False, True), ids=("new", "legacy"))
+def test_checkpoint(hvd: Any, folder: Path, older: bool) -> None:
+    compare(resuming(hvd, folder, older), resuming(One(hvd.size()), folder, older), 3e-5, 3e-6)
+
+
+@pytest.mark.parametrize("policy", ("mixed_bfloat16", "mixed_float16"))
+def test_halves(hvd: Any, policy: str) -> None:
+    """The one process goes through the ranks' shares one after the other, since halves are rounded where a product ends."""
+    import collectives.tensorflow as hvd_tf
+
+    size = hvd.size()
+    keras.mixed_precision.set_global_policy(policy)
+    try:
+        found, wanted = network(), network()
+    finally:
+        keras.mixed_precision.set_global_policy("float32")
+    for model, parts in ((found, [share(size, hvd.rank())]), (wanted, [share(size, rank) for rank in range(size)])):
+        optimizer = keras.mixed_precision.LossScaleOptimizer(sgd(), initial_scale=64)
+        for x, y in zip(X.astype("float32"), Y.astype("float32"), strict=True):
+            every = []
+            for rows in parts:
+                with tf.GradientTape() as tape:
+                    squares = tf.square(tf.cast(model(x[rows], training=True), tf.float32) - y[rows])
+                    loss = optimizer.get_scaled_loss(tf.reduce_sum(tf.reduce_mean(squares, -1)) * size / ROWS)
+                tape = hvd_tf.DistributedGradientTape(tape) if model is found else tape
+                every.append(optimizer.get_unscaled_gradients(tape.gradient(loss, model.trainable_variables)))
+            grads = [tf.add_n(list(each)) / len(parts) for each in zip(*every, strict=True)]
+            optimizer.apply_gradients(zip(grads, model.trainable_variables, strict=True))
+    compare(named(found), named(wanted), 1e-3, 1e-4)

@@ -1,0 +1,424 @@
+"""Recipes of Keras 3, each written once: ``fit`` on the ranks' shares of every batch, and in one process on the whole batches.
+
+The rows of "Recipes" in docs/horovod.md, on whichever backend KERAS_BACKEND names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+from tests.adapters.keras_training import BATCH, X, Y, network, part, together, train
+from tests.adapters.shares import One, compare, share
+
+pytestmark = pytest.mark.mpi
+
+BACKEND = keras.backend.backend()
+Result = dict[str, Any]
+
+
+def recipe(program: Callable[[Any], Result], rtol: float = 3e-5, atol: float = 3e-6) -> Callable[..., None]:
+    """A test: what the program finds on the ranks is what it finds in one process."""
+
+    def test(hvd_keras: Any) -> None:
+        compare(program(hvd_keras), program(One(hvd_keras.size())), rtol, atol)
+
+    test.__doc__ = program.__doc__
+    return test
+
+
+def momentum(rate: Any = 0.1, **keywords: Any) -> Any:
+    return keras.optimizers.SGD(rate, momentum=0.9, **keywords)
+
+
+def starting(hvd: Any) -> list[Any]:
+    """The callbacks of every program on several ranks."""
+    if isinstance(hvd, One):
+        return []
+    return [hvd.callbacks.BroadcastGlobalVariablesCallback(0), hvd.callbacks.MetricAverageCallback()]
+
+
+def named(*owners: Any) -> Result:
+    """All variables of models and optimizers."""
+    return {
+        f"{at}.{n}": np.array(each.numpy()) for at, owner in enumerate(owners) for n, each in enumerate(owner.variables)
+    }
+
+
+def fitted(hvd: Any, optimizer: Any) -> Result:
+    """Two epochs, from other weights on every rank."""
+    model, optimizer = network(seed=hvd.rank()), hvd.DistributedOptimizer(optimizer)
+    history = together(hvd, model, optimizer, epochs=2, callbacks=starting(hvd))
+    return {**named(model, optimizer), "loss": history.history["loss"]}
+
+
+test_global_clipnorm = recipe(lambda hvd: fitted(hvd, momentum(global_clipnorm=0.05)))
+test_clipnorm = recipe(lambda hvd: fitted(hvd, momentum(clipnorm=0.02)))
+test_gradient_accumulation_steps = recipe(lambda hvd: fitted(hvd, momentum(gradient_accumulation_steps=2)))
+
+
+@recipe
+def test_schedule_and_averages(hvd: Any) -> Result:
+    """A schedule, weight decay and moving averages of the weights."""
+    rate = keras.optimizers.schedules.CosineDecay(0.02, 8)
+    return fitted(hvd, keras.optimizers.AdamW(rate, weight_decay=0.1, use_ema=True, ema_momentum=0.9))
+
+
+def adding_up(hvd: Any, average: bool) -> Result:
+    """Gradients of two passes travel together; Keras's own accumulation does the same in one process."""
+    model, alone = network(), isinstance(hvd, One)
+    rate = 0.1 if average or alone else 0.05
+    options = {"backward_passes_per_step": 2, "average_aggregated_gradients": average}
+    optimizer = hvd.DistributedOptimizer(momentum(rate, gradient_accumulation_steps=2 if alone else None), **options)
+    together(hvd, model, optimizer)
+    assert int(optimizer.iterations.numpy()) == 4
+    return named(model)
+
+
+test_backward_passes_per_step = recipe(lambda hvd: adding_up(hvd, True))
+test_backward_passes_per_step_summed = recipe(lambda hvd: adding_up(hvd, False))
+
+
+def overflowing(hvd: Any, place: str, passes: int) -> Result:
+    """The last row of the first batch, which one rank has, overflows: no rank takes that step, and all lower the scale."""
+    scaling, alone = keras.optimizers.LossScaleOptimizer, isinstance(hvd, One)
+    options = {} if alone else {"backward_passes_per_step": passes, "average_aggregated_gradients": True}
+    if place == "inside":
+        optimizer = hvd.DistributedOptimizer(scaling(momentum(), initial_scale=64.0), **options)
+    else:
+        optimizer = hvd.DistributedOptimizer(momentum(), **options)
+    if place == "outside":
+        optimizer = scaling(optimizer, initial_scale=64.0)
+    targets = Y.copy()
+    targets[BATCH - 1] = np.inf
+    model, rows = network(), BATCH // hvd.size() * (passes if alone else 1)
+    train(model, optimizer, part(X, hvd), part(targets, hvd), rows)
+    assert all(np.isfinite(value).all() for value in model.get_weights())
+    return {**named(model), "scale": np.array(model.optimizer.dynamic_scale.numpy())}
+
+
+@partial(recipe, rtol=0.05, atol=0.01)
+def test_overflow_under_a_policy(hvd: Any) -> Result:
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        return overflowing(hvd, "automatic", 1)
+    finally:
+        keras.config.set_dtype_policy("float32")
+
+
+test_loss_scale_inside = recipe(lambda hvd: overflowing(hvd, "inside", 1))
+test_loss_scale_inside_and_two_passes = recipe(lambda hvd: overflowing(hvd, "inside", 2))
+test_loss_scale_outside_and_two_passes = recipe(lambda hvd: overflowing(hvd, "outside", 2))
+
+
+def in_halves(hvd: Any, policy: str) -> Result:
+    """The one process goes through the ranks' shares one after the other, since halves are rounded where a product ends."""
+    keras.config.set_dtype_policy(policy)
+    try:
+        model = network()
+        if isinstance(hvd, One):
+            optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=hvd.ranks)
+            train(model, optimizer, X, Y, BATCH // hvd.ranks)
+        else:
+            together(hvd, model, hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)))
+        assert type(model.optimizer).__name__ == ("LossScaleOptimizer" if policy == "mixed_float16" else "SGD")
+        return named(model)
+    finally:
+        keras.config.set_dtype_policy("float32")
+
+
+test_mixed_bfloat16 = recipe(lambda hvd: in_halves(hvd, "mixed_bfloat16"), 1e-3, 1e-4)
+test_mixed_float16 = recipe(lambda hvd: in_halves(hvd, "mixed_float16"), 1e-3, 1e-4)
+
+
+@recipe
+def test_uneven_shares(hvd: Any) -> Result:
+    """Shares that differ in length; weights make of the mean over a share its part of the mean over the batch."""
+    own = share(hvd.size(), hvd.rank())
+    x, y = (np.concatenate([rows[at : at + BATCH][own] for at in range(0, len(rows), BATCH)]) for rows in (X, Y))
+    rows = own.stop - own.start
+    weights = np.full(len(x), rows * hvd.size() / BATCH, "float32")
+    model, optimizer = network(seed=hvd.rank()), hvd.DistributedOptimizer(momentum())
+    train(model, optimizer, x, y, rows, sample_weight=weights, callbacks=starting(hvd))
+    return named(model, optimizer)
+
+
+@recipe
+def test_freezing(hvd: Any) -> Result:
+    """One layer begins to learn in the second epoch."""
+    model = network(seed=hvd.rank())
+    for learns in (False, True):
+        model.get_layer("hidden").trainable = learns
+        together(hvd, model, hvd.DistributedOptimizer(keras.optimizers.Adam(0.01)), callbacks=starting(hvd))
+    return named(model)
+
+
+def embedding(hvd: Any, **options: Any) -> Result:
+    """On TensorFlow its gradients are sparse, with rows that come several times, at which Keras's own Adam errs on one rank."""
+
+    class Dense(keras.optimizers.Adam):
+        def apply(self, grads: Any, variables: Any = None) -> None:
+            super().apply([keras.ops.add(grad, keras.ops.zeros(grad.shape)) for grad in grads], variables)
+
+    keras.utils.set_random_seed(1)
+    layers = [
+        keras.Input((2,), dtype="int32"),
+        keras.layers.Embedding(9, 4),
+        keras.layers.Flatten(),
+        keras.layers.Dense(3),
+    ]
+    model = keras.Sequential(layers)
+    numbers = np.random.default_rng(3).integers(0, 9, (len(X), 2)).astype("int32")
+    optimizer = (
+        Dense(0.01) if isinstance(hvd, One) else hvd.DistributedOptimizer(keras.optimizers.Adam(0.01), **options)
+    )
+    train(model, optimizer, part(numbers, hvd), part(Y, hvd), BATCH // hvd.size())
+    return named(model)
+
+
+test_embedding = recipe(embedding)
+test_embedding_as_dense = recipe(lambda hvd: embedding(hvd, sparse_as_dense=True))
+
+
+@recipe
+def test_two_models_in_turn(hvd: Any) -> Result:
+    """Two models in turn, each taught by what the other says; their optimizers are of one class."""
+    keras.utils.set_random_seed(3)
+    maker = keras.Sequential([keras.Input((5,)), keras.layers.Dense(4, activation="tanh"), keras.layers.Dense(3)])
+    critic = keras.Sequential([keras.Input((3,)), keras.layers.Dense(6, activation="tanh"), keras.layers.Dense(5)])
+    optimizers = [hvd.DistributedOptimizer(keras.optimizers.Adam(0.01)) for _ in range(2)]
+    for model, optimizer in zip((maker, critic), optimizers, strict=True):
+        model.compile(optimizer=optimizer, loss="mse")
+    rows, x, y = BATCH // hvd.size(), part(X, hvd), part(Y, hvd)
+    for at in range(0, len(x), rows):
+        critic.train_on_batch(maker.predict_on_batch(x[at : at + rows]), x[at : at + rows])
+        maker.train_on_batch(critic.predict_on_batch(y[at : at + rows]), y[at : at + rows])
+    return named(maker, critic)
+
+
+def resumed(hvd: Any, folder: Path) -> Result:
+    """Rank 0 alone saves and loads the model; the others begin with another one, and get what it has."""
+    model, schedule = network(), keras.optimizers.schedules.ExponentialDecay(0.02, 4, 0.5)
+    together(hvd, model, hvd.DistributedOptimizer(keras.optimizers.Adam(schedule)))
+    if not isinstance(hvd, One):
+        file = folder / "checkpoint.keras"
+        if hvd.rank() == 0:
+            model.save(file)
+            model = hvd.load_model(file)
+        else:
+            model = network(seed=5)
+            model.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.Adam(schedule)), loss="mse")
+    rows = BATCH // hvd.size()
+    model.fit(part(X, hvd), part(Y, hvd), batch_size=rows, shuffle=False, verbose=0, callbacks=starting(hvd))
+    return named(model, model.optimizer)
+
+
+class Plan(keras.callbacks.Callback):
+    """In one process: the rates of the warm-up, batch by batch, as its documentation gives them."""
+
+    def __init__(self, ranks: int) -> None:
+        super().__init__()
+        self.ranks, self.batches = ranks, 0
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self.batches += 1
+        epochs = min(self.batches, 4) / 4
+        self.model.optimizer.learning_rate = 0.2 / self.ranks * (epochs * (self.ranks - 1) + 1)
+
+
+@recipe
+def test_warm_up(hvd: Any) -> Result:
+    model, optimizer = network(), hvd.DistributedOptimizer(momentum(0.2))
+    if isinstance(hvd, One):
+        callbacks: list[Any] = [Plan(hvd.ranks)]
+    else:
+        callbacks = [hvd.callbacks.LearningRateWarmupCallback(0.2, warmup_epochs=1, momentum_correction=False)]
+    together(hvd, model, optimizer, epochs=2, callbacks=callbacks)
+    return named(model)
+
+
+def chosen(hvd: Any, folder: Path) -> Result:
+    """What is decided by metrics is decided alike: the rate falls at the same epoch everywhere, and rank 0 keeps the best model."""
+    model, optimizer = network(), hvd.DistributedOptimizer(keras.optimizers.SGD(1.5))
+    file = str(folder / "best.keras")
+    plateau = keras.callbacks.ReduceLROnPlateau(monitor="val_loss", factor=0.5, patience=1, min_delta=0.0)
+    if isinstance(hvd, One):
+        best = keras.callbacks.ModelCheckpoint(file, save_best_only=True)
+    else:
+        best = hvd.callbacks.BestModelCheckpoint(filepath=file)
+    held = part(X[:BATCH], hvd), part(-Y[:BATCH], hvd)
+    callbacks = [*starting(hvd), plateau, *([best] if hvd.rank() == 0 else [])]
+    history = together(hvd, model, optimizer, epochs=4, callbacks=callbacks, validation_data=held)
+    hvd.barrier()
+    losses = history.history["val_loss"]
+    assert 0 < int(np.argmin(losses)) < 3 or np.argmin(losses) == 0
+    kept = keras.saving.load_model(file, compile=False)
+    return {**named(model, kept), "rates": history.history["learning_rate"], "losses": losses}
+
+
+@recipe
+def test_train_step_of_ones_own(hvd: Any) -> Result:
+    """A model whose ``train_step`` is its own."""
+    keras.utils.set_random_seed(hvd.rank())
+    given = keras.Input((5,))
+    model = _own_model()(
+        given, keras.layers.Dense(3, name="last")(keras.layers.Dense(7, activation="tanh", name="hidden")(given))
+    )
+    optimizer = hvd.DistributedOptimizer(momentum())
+    together(hvd, model, optimizer, callbacks=starting(hvd)[:1])
+    return named(model, optimizer)
+
+
+def _own_model() -> Any:
+    """With a penalty on the weights, as Keras's guides write such a step for each backend."""
+
+    def penalised(model: Any, y: Any, output: Any, weights: Any) -> Any:
+        return keras.ops.mean(keras.ops.square(output - y)) + 0.1 * sum(
+            keras.ops.sum(keras.ops.square(each)) for each in weights
+        )
+
+    class OnTensorFlow(keras.Model):
+        def train_step(self, data: Any) -> Any:
+            import tensorflow as tf
+
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = penalised(self, y, self(x, training=True), self.trainable_variables)
+            self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+            return {"loss": loss}
+
+    class OnTorch(keras.Model):
+        def train_step(self, data: Any) -> Any:
+            import torch
+
+            x, y = data
+            self.zero_grad()
+            loss = penalised(self, y, self(x, training=True), [each.value for each in self.trainable_weights])
+            loss.backward()
+            with torch.no_grad():
+                self.optimizer.apply([each.value.grad for each in self.trainable_weights], self.trainable_weights)
+            return {"loss": loss}
+
+    class OnJax(keras.Model):
+        def train_step(self, state: Any, data: Any) -> Any:
+            import jax
+
+            (trainable, others, optimizer, metrics), (x, y) = state, data
+
+            def loss_of(values: Any) -> Any:
+                output, after = self.stateless_call(values, others, x, training=True)
+                return penalised(self, y, output, values), after
+
+            (loss, others), grads = jax.value_and_grad(loss_of, has_aux=True)(trainable)
+            trainable, optimizer = self.optimizer.stateless_apply(optimizer, grads, trainable)
+            return {"loss": loss}, (trainable, others, optimizer, metrics)
+
+    return {"tensorflow": OnTensorFlow, "torch": OnTorch, "jax": OnJax}[BACKEND]
+
+
+def _with_tensorflow(model: Any, optimizer: Any) -> Any:
+    import tensorflow as tf
+
+    @tf.function
+    def step(x: Any, y: Any) -> None:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(model(x, training=True) - y))
+        optimizer.apply_gradients(
+            zip(tape.gradient(loss, model.trainable_variables), model.trainable_variables, strict=True)
+        )
+
+    return step
+
+
+def _with_torch(model: Any, optimizer: Any) -> Any:
+    import torch
+
+    def step(x: Any, y: Any) -> None:
+        loss = ((model(torch.as_tensor(x), training=True) - torch.as_tensor(y)) ** 2).mean()
+        grads = torch.autograd.grad(loss, [variable.value for variable in model.trainable_variables])
+        kept = [grad.clone() for grad in grads]
+        with torch.no_grad():
+            optimizer.apply(list(grads), model.trainable_variables)
+        assert all(torch.equal(grad, copy) for grad, copy in zip(grads, kept, strict=True))  # they are the caller's
+
+    return step
+
+
+def _with_jax(model: Any, optimizer: Any) -> Any:
+    import jax
+
+    def loss(trainable: Any, other: Any, x: Any, y: Any) -> Any:
+        return ((model.stateless_call(trainable, other, x, training=True)[0] - y) ** 2).mean()
+
+    @jax.jit
+    def update(trainable: Any, other: Any, state: Any, x: Any, y: Any) -> Any:
+        return optimizer.stateless_apply(state, jax.grad(loss)(trainable, other, x, y), trainable)
+
+    def step(x: Any, y: Any) -> None:
+        variables = [model.trainable_variables, model.non_trainable_variables, optimizer.variables]
+        trainable, state = update(*([variable.value for variable in each] for each in variables), x, y)
+        for variable, value in zip([*variables[0], *variables[2]], [*trainable, *state], strict=True):
+            variable.assign(value)
+
+    return step
+
+
+_STEPS = {"tensorflow": _with_tensorflow, "torch": _with_torch, "jax": _with_jax}
+
+
+@recipe
+def test_loop_of_ones_own(hvd: Any) -> Result:
+    """Without ``fit``: a function of TensorFlow, PyTorch's autograd, a compiled step of JAX."""
+    model = network()
+    optimizer = hvd.DistributedOptimizer(momentum())
+    rows, x, y = BATCH // hvd.size(), part(X, hvd), part(Y, hvd)
+    optimizer.build(model.trainable_variables)
+    step = _STEPS[BACKEND](model, optimizer)
+    for at in range(0, len(x), rows):
+        step(x[at : at + rows], y[at : at + rows])
+    return named(model, optimizer)
+
+
+@pytest.fixture
+def folder(hvd_keras: Any, tmp_path_factory: Any) -> Path:
+    """One for all ranks."""
+    return Path(hvd_keras.broadcast_object(str(tmp_path_factory.mktemp("recipe")) if hvd_keras.rank() == 0 else None))
+
+
+def test_checkpoint(hvd_keras: Any, folder: Path) -> None:
+    compare(resumed(hvd_keras, folder), resumed(One(hvd_keras.size()), folder), 3e-5, 3e-6)
+
+
+def test_best_model_and_plateau(hvd_keras: Any, folder: Path, tmp_path: Path) -> None:
+    compare(chosen(hvd_keras, folder), chosen(One(hvd_keras.size()), tmp_path), 3e-5, 3e-6)
+
+
+def test_layers_of_a_rank(hvd_keras: Any) -> None:
+    """The last layer is each rank's own. The one process has as many of them, and the mean of their losses is its loss."""
+    rank, size = hvd_keras.rank(), hvd_keras.size()
+    mine = BATCH // size
+    model = network()
+    optimizer = hvd_keras.PartialDistributedOptimizer(keras.optimizers.SGD(0.1), local_layers=model.get_layer("last"))
+    together(hvd_keras, model, optimizer)
+    shared = keras.layers.Dense(7, activation="tanh")
+    heads, given = [keras.layers.Dense(3) for _ in range(size)], [keras.Input((5,)) for _ in range(size)]
+    whole = keras.Model(given, [head(shared(each)) for head, each in zip(heads, given, strict=True)])
+    start = network().get_weights()
+    shared.set_weights(start[:2])
+    for head in heads:
+        head.set_weights(start[2:])
+    whole.compile(optimizer=keras.optimizers.SGD(0.1), loss=["mse"] * size, loss_weights=[1.0 / size] * size)
+    x, y = (
+        [rows.reshape(-1, size, mine, rows.shape[1])[:, at].reshape(-1, rows.shape[1]) for at in range(size)]
+        for rows in (X, Y)
+    )
+    whole.fit(x, y, batch_size=mine, shuffle=False, verbose=0)
+    for found, wanted in zip(model.get_weights()[2:], heads[rank].get_weights(), strict=True):
+        np.testing.assert_allclose(found, wanted, 3e-5, 3e-6)
+    compare(dict(enumerate(model.get_weights()[:2])), dict(enumerate(shared.get_weights())), 3e-5, 3e-6)

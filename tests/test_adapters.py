@@ -23,4 +23,4 @@ def test_adapter(name: str, n: int) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", [*(f"keras on {backend}" for backend in ("tensorflow", "jax", "torch")), "keras 2"])
 def test_recipes_on_three_ranks(name: str) -> None:
-    run_adapter(name, 3, "*recipes")
+    run_adapter(name, 3, "*recipes*")

@@ -1,12 +1,13 @@
 """A global batch, what each rank has of it, and the one process that has it all: for tests of whole recipes.
 
-A recipe is a function of ``hvd`` that trains by its own words and returns what it has at the end. Called with an adapter, it trains on this
-rank's share of every batch, and the shares differ in length; called with `One`, it trains on all rows in this process, without the adapter.
+A recipe is a function of ``hvd`` that trains by its own words and returns what it has at the end. Called with an
+adapter, it trains on this rank's share of every batch, and the shares differ in length; called with `One`, it trains
+on all rows in this process, without the adapter.
 
     size 2     [ 0 1 2 3 4 | 5 6 7 8 9 10 11 ]
     size 3     [ 0 1 2 | 3 4 5 6 | 7 8 9 10 11 ]
 
-The loss of a rank is the sum over its rows times ``size / ROWS``, so that the average over the ranks is the mean over the rows.
+The loss of a rank is the sum over its rows times ``size / ROWS``: the average over the ranks is the mean over the rows.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ TOKENS = _draw.integers(0, WORDS, (STEPS, ROWS, 2))
 
 
 class One:
-    """One process in place of ``size`` ranks; what an adapter would do to gradients, variables and objects, it leaves as it is."""
+    """One process in place of ``ranks``; gradients, variables and objects stay as they are."""
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
@@ -44,7 +45,7 @@ class One:
     def barrier(self) -> None: ...
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        """Of ``DistributedOptimizer(optimizer, ...)``, ``broadcast_variables(variables, ...)`` and the like: the first argument."""
+        """``DistributedOptimizer``, ``broadcast_variables`` and the like: the first argument."""
         if name.startswith("_"):
             raise AttributeError(name)
         return lambda value, *arguments, **keywords: value

@@ -1,4 +1,4 @@
-"""Recipes of JAX and Optax, each written once: on the ranks' shares of every batch, and in one process on the whole batches.
+"""Recipes of JAX and Optax, on the ranks' shares of every batch, and in one process on the whole batches.
 
 The rows of "Recipes" in docs/horovod.md; `tests.adapters.shares` says how the two runs are compared.
 """
@@ -104,7 +104,7 @@ def trained(hvd: Any, optimizer: Any, loss: Any = None, **options: Any) -> Resul
     return named(steps(hvd, jax.jit(step_of(hvd, optimizer, loss)), begin(hvd, optimizer)))
 
 
-# ---- compiled steps --------------------------------------------------------------------------------------------------------------------
+# ---- compiled steps -------------------------------------------------------------------------------------------------
 
 
 @recipe
@@ -227,7 +227,7 @@ def test_each_row_clipped(hvd: Any) -> Result:
     return named(steps(hvd, step, begin(hvd, optimizer)))
 
 
-# ---- precision -------------------------------------------------------------------------------------------------------------------------
+# ---- precision ------------------------------------------------------------------------------------------------------
 
 
 @recipe
@@ -244,7 +244,7 @@ def test_apply_if_finite(hvd: Any) -> Result:
 
 
 def test_bfloat16(hvd_jax: Any) -> None:
-    """The one process goes through the ranks' shares one after the other, since halves are rounded where a product ends."""
+    """The one process goes through the ranks' shares one by one, since halves are rounded where a product ends."""
     size = hvd_jax.size()
 
     def trained(hvd: Any, parts: list[slice]) -> Result:
@@ -271,7 +271,7 @@ def test_bfloat16(hvd_jax: Any) -> None:
 
 @recipe
 def test_join(hvd: Any) -> Result:
-    """13 rows dealt out one by one, two to a batch: ranks have different numbers of batches, and the last one is short."""
+    """13 rows dealt out one by one, two to a batch: some ranks have more batches, and the last one is short."""
     size, batch = hvd.ranks if isinstance(hvd, One) else hvd.size(), 2
     rows = [part.reshape(-1, part.shape[-1])[:13].astype(np.float32) for part in (X, Y)]
     optimizer = hvd.DistributedOptimizer(momentum())

@@ -228,10 +228,10 @@ class _Distributed:
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As ``torch.optim.Optimizer.add_param_group``; the new parameters are trained over all ranks, too."""
         super().add_param_group(param_group)  # type: ignore[misc]
+        number = len(self.param_groups) - 1
+        named = _numbered(number, self.param_groups[number]["params"])
+        self._parameter_names.update({param: name for name, param in named})
         if self._reducer is not None:
-            number = len(self.param_groups) - 1
-            named = _numbered(number, self.param_groups[number]["params"])
-            self._parameter_names.update({param: name for name, param in named})
             self._reducer.add(named)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:

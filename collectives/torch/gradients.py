@@ -51,7 +51,6 @@ class Reducer:
     Attributes:
         begun: a backward pass has begun since the last `synchronize`.
         combined: the gradients are those of all ranks, and have neither been applied nor reset.
-        steps: how often they have been applied; counted by the optimizer.
     """
 
     def __init__(
@@ -64,7 +63,7 @@ class Reducer:
         sparse_as_dense: bool = False,
     ) -> None:
         self.begun = self.combined = False
-        self.steps = 0
+        self._rounds = 0  # of `synchronize` since gradients were last applied or reset
         self._way = way
         self._passes = passes
         self._as_views = as_views
@@ -186,6 +185,7 @@ class Reducer:
             self._settle()
         finally:
             self._reset()
+            self._rounds += 1
         self.combined = True
         if self._way.op in (Op.SUM, Op.PRODUCT):
             self._results = [weakref.ref(slot.param.grad) for slot in self._slots if slot.param.grad is not None]
@@ -203,9 +203,15 @@ class Reducer:
         """Whether gradients are complete on any rank, and not combined yet; asked by all ranks."""
         return bool(self._world.allreduce(int(self._guard.armed), op=Op.MAX, name=f"{self._way.label}gradients in flight"))
 
+    def end_step(self) -> None:
+        """Gradients have been applied or reset."""
+        self.combined = False
+        self._rounds = 0
+
     def drop(self) -> None:
         """Wait for what is on its way, and begin anew."""
         self._guard.disarm()
+        self.end_step()
         first = _first_error([bucket.finish for bucket in self._buckets])
         self._reset()
         if first is not None:
@@ -228,9 +234,9 @@ class Reducer:
             self.add(thawed)
 
     def _count(self) -> None:
-        """Sum the tally: gradients that have not left, ranks, their steps, and these squared. A joined rank adds zeros."""
-        step = self.steps & 0xFFFFF
-        self._tally[:] = sum(len(bucket.slots) for bucket in self._buckets if bucket.handle is None), 1, step, step * step
+        """Sum the tally: gradients that have not left, ranks, their rounds, and these squared. A joined rank adds zeros."""
+        rounds = self._rounds
+        self._tally[:] = sum(len(bucket.slots) for bucket in self._buckets if bucket.handle is None), 1, rounds, rounds * rounds
         self._world.allreduce_(self._tally, op=Op.SUM, name=f"{self._way.label}gradients missing")
 
     def _compare(self) -> None:
@@ -270,12 +276,12 @@ class Reducer:
                 slot.param.grad = slot.param.grad.to_sparse(dims)
 
     def _look_for_other_steps(self) -> None:
-        _, ranks, steps, squares = self._tally.tolist()
-        if ranks * squares != steps * steps:
+        _, ranks, rounds, squares = self._tally.tolist()
+        if ranks * squares != rounds * rounds:
             raise MismatchError(
-                f"rank {self._world.rank}: gradients of step {self.steps} were combined with those of another step on another rank (step "
-                f"{steps / ranks:g} in the mean of {ranks} ranks); call optimizer.step() and synchronize(), and read gradients between two "
-                f"backward passes, equally often on every rank"
+                f"rank {self._world.rank}: gradients were combined with those of another step on another rank, which has combined "
+                f"them more or less often since its last step (here: {self._rounds} times before); call optimizer.step() and "
+                f"synchronize(), and read gradients between two backward passes, equally often on every rank"
             )
 
     def _reset(self) -> None:

@@ -196,8 +196,7 @@ class _Distributed:
                 reducer.synchronize()
             return super().step()  # type: ignore[misc]
         finally:
-            reducer.combined = False
-            reducer.steps += 1
+            reducer.end_step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As ``torch.optim.Optimizer.zero_grad``.
@@ -213,7 +212,7 @@ class _Distributed:
         self._synchronized = False
         super().zero_grad(set_to_none=set_to_none)  # type: ignore[misc]
         if self._reducer is not None:
-            self._reducer.combined = False
+            self._reducer.end_step()
             if set_to_none:
                 self._reducer.lay_out()
 

@@ -252,6 +252,21 @@ def test_a_rank_that_alone_reads_between_two_backward_passes_is_told_everywhere(
 
 
 @several
+def test_epochs_that_end_with_join_after_unequal_numbers_of_steps(hvd: Any) -> None:
+    weight = torch.nn.Parameter(torch.zeros(3))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0))
+    for _ in range(2):
+        for _ in range(hvd.rank() + 1):
+            optimizer.zero_grad()
+            weight.sum().backward()
+            optimizer.step()
+        hvd.join()
+    hvd.broadcast_parameters([weight], hvd.size() - 1)
+    steps = sum((hvd.size() - step) / hvd.size() for step in range(hvd.size()))
+    torch.testing.assert_close(weight.detach(), torch.full((3,), -2 * steps))
+
+
+@several
 @pytest.mark.parametrize("op", ["Average", "Sum", "Max"])
 def test_backward_before_a_closure(hvd: Any, op: str) -> None:
     weight = torch.nn.Parameter(torch.zeros(3))

@@ -24,15 +24,17 @@ from collectives.torch.state import Tensors, describe, move
 def broadcast_optimizer_state(optimizer: Any, root_rank: int, model: Any = None, process_set: ProcessSet = global_process_set) -> None:
     """Give every rank the root's optimizer state: what it keeps for each parameter, and the options of its parameter groups.
 
-    No optimizer takes a step, and parameters and gradients stay as they are. A rank that has no state yet, or another one, gets the
-    root's: numbers, None and other (picklable) objects in their own types, tensors in place where this rank has one that fits, else as
-    new ones, each on the CPU if it is there on the root, else on the device of its parameter. Options that only this rank has stay.
+    No optimizer takes a step, and parameters and gradients stay as they are; but with ``COLLECTIVES_GRADIENTS=horovod`` an optimizer
+    without state gives parameters that require gradients and have none a gradient of zeros, as Horovod does. A rank that has no state yet,
+    or another one, gets the root's: numbers, None and other (picklable) objects in their own types, tensors in place where this rank has
+    one that fits, else as new ones, each on the CPU if it is there on the root, else on the device of its parameter. Options that only this
+    rank has stay.
 
     Args:
         optimizer: of any kind (`torch.optim`'s, `DistributedOptimizer`, others with ``param_groups`` and ``state``); of the same class,
             with the same groups of parameters, on every rank.
         root_rank: the rank whose state it is, by its number among all ranks.
-        model: not needed; Horovod looks up in it which gradients are sparse, for the step by which it makes missing state.
+        model: where gradients of zeros are made, those of its sparse embeddings are sparse; else not needed.
         process_set: the ranks that take part.
 
     Raises:
@@ -48,6 +50,8 @@ def broadcast_optimizer_state(optimizer: Any, root_rank: int, model: Any = None,
     except Exception as error:
         raise world.refused(error, label) from None
     agree(world, label, {"root_rank": f"rank {root_rank}", **layout})
+    if world.config.gradients == "horovod" and not optimizer.state:
+        _make_gradients(optimizer, model)
     if world.rank == root:
         try:
             data, tensors = _take_apart(optimizer)
@@ -64,6 +68,17 @@ def broadcast_optimizer_state(optimizer: Any, root_rank: int, model: Any = None,
     move(world, label, root, tensors)
     if world.rank != root:
         state.store(optimizer)
+
+
+def _make_gradients(optimizer: Any, model: Any) -> None:
+    """Gradients of zeros where there are none: Horovod's programs may read them before the first backward pass."""
+    modules = [] if model is None else model.modules()
+    sparse = {id(module.weight) for module in modules if isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and module.sparse}
+    for parameter in _parameters(optimizer):
+        if parameter.requires_grad and parameter.grad is None:
+            zeros = torch.zeros_like(parameter, requires_grad=False)
+            is_sparse = isinstance(optimizer, torch.optim.SparseAdam) or id(parameter) in sparse
+            parameter.grad = zeros.to_sparse(1) if is_sparse else zeros
 
 
 class _Place(NamedTuple):

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.tensor
 
 import collectives
 from collectives.torch.buckets import SMALL
@@ -163,6 +164,33 @@ def test_refusals(hvd: Any) -> None:
         pickle.dumps(hvd.DistributedOptimizer(bare))
     with pytest.raises(TypeError, match="state_dict"):
         copy.deepcopy(hvd.DistributedOptimizer(bare))
+
+
+@pytest.mark.parametrize("op", ["Average", "Adasum"])
+def test_parameters_without_memory_of_their_own_are_refused(hvd: Any, op: str) -> None:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = torch.distributed.init_device_mesh("cpu", (1,))
+        spread = torch.nn.Parameter(torch.distributed.tensor.distribute_tensor(torch.ones(2), mesh))
+    finally:
+        torch.distributed.destroy_process_group()
+    unreal = torch.nn.Parameter(torch.empty(2, device="meta"))
+    lazy = torch.nn.LazyLinear(2).weight
+    refused = [("a DTensor.*FSDP", spread), (r"on the meta device.*to_empty\(device='cpu'\)", unreal), ("run a forward pass first", lazy)]
+    for wrong, param in refused:
+        with pytest.raises(TypeError, match=f"parameter 'it': expected .*{wrong}"):
+            hvd.DistributedOptimizer(torch.optim.SGD([param], lr=0.1), [("it", param)], op=getattr(hvd, op))
+        with pytest.raises(TypeError, match=f"it: expected .*{wrong}"):
+            hvd.broadcast_parameters({"it": param}, root_rank=0)
+
+
+def test_names_of_parameters(hvd: Any) -> None:
+    model = net()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.first.parameters(), lr=0.1), model.named_parameters())
+    optimizer.add_param_group({"params": [model.large]})
+    assert [optimizer._parameter_names[p] for p in (*model.first.parameters(), model.large)] == [
+        "first.weight", "first.bias", "allreduce.noname.1.0"
+    ]  # fmt: skip
 
 
 def test_num_groups_is_deprecated(hvd: Any) -> None:

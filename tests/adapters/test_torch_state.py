@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 import collectives
+from collectives import runtime
 from collectives.errors import InvalidArgumentError, InvalidTypeError, MismatchError
 from collectives.torch import optimizer_state
 from collectives.torch.optimizer import DistributedOptimizer
@@ -421,6 +423,25 @@ def test_a_distributed_optimizer_does_not_step(hvd: Any) -> None:
     assert all(parameter.grad is None for parameter in params)
     states = hvd.allgather_object(optimizer.state_dict())
     assert len(states[0]["state"]) == 3 and all(equal(each, states[0]) for each in states)
+
+
+def test_horovods_gradients_of_zeros_before_the_first_step(hvd: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = runtime.world_of(hvd.global_process_set)
+    model = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Embedding(4, 2, sparse=True), torch.nn.Linear(2, 2).requires_grad_(False)])
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+    hvd.broadcast_optimizer_state(optimizer, 0, model)
+    assert all(param.grad is None for param in model.parameters())
+    monkeypatch.setattr(world, "config", replace(world.config, gradients="horovod"))
+    hvd.broadcast_optimizer_state(optimizer, 0, model)
+    layer, table, frozen = model
+    assert torch.equal(layer.weight.grad, torch.zeros(2, 2)) and frozen.weight.grad is None and not optimizer.state
+    assert table.weight.grad.is_sparse and not table.weight.grad.to_dense().any()
+    (layer(torch.ones(1, 2)).sum() + table(torch.tensor([1])).sum()).backward()
+    optimizer.step()
+    torch.testing.assert_close(layer.bias.grad, torch.ones(2))
+    given = layer.weight.grad
+    hvd.broadcast_optimizer_state(optimizer, 0, model)
+    assert layer.weight.grad is given
 
 
 def test_optimizers_that_differ_are_refused_on_every_rank(hvd: Any) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 
 from collectives.arrays import View
 from collectives.cuda.tensors import DeviceView
-from collectives.errors import InvalidArgumentError, InvalidTypeError
+from collectives.errors import InvalidArgumentError, InvalidSplitsError, InvalidTypeError, UnsupportedError
 from collectives.reduction import Op
 
 
@@ -52,7 +52,7 @@ def check_name(name: Any) -> None:
 def with_rows(view: View | DeviceView, collective: str) -> None:
     """The view has a first dimension."""
     if not view.shape:
-        raise InvalidArgumentError(f"tensor: {collective} works along the first dimension, got a 0-d tensor; reshape it to (1,)")
+        raise UnsupportedError(f"tensor: {collective} works along the first dimension, got a 0-d tensor; reshape it to (1,)")
 
 
 def splits(given: Any, rows: int, size: int) -> tuple[int, ...]:
@@ -68,7 +68,7 @@ def splits(given: Any, rows: int, size: int) -> tuple[int, ...]:
     except Exception:
         counts = np.empty(0, object)
     if counts.dtype.kind not in "iu" and counts.size:
-        raise InvalidTypeError(f"splits: expected {size} integers, one per rank, got {given!r}")
+        raise InvalidSplitsError(f"splits: expected {size} integers, one per rank, got {given!r}")
     values = tuple(int(count) for count in counts.reshape(-1))
     if counts.ndim != 1 or len(values) != size:
         raise InvalidArgumentError(f"splits: expected a 1-D sequence of {size} integers, one per rank, got {given!r}")

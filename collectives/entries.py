@@ -16,7 +16,7 @@ import numpy as np
 from collectives import arguments, dtypes, reduction
 from collectives.arrays import View
 from collectives.binder import Plan
-from collectives.errors import InvalidArgumentError, InvalidTypeError
+from collectives.errors import InvalidArgumentError, InvalidTypeError, UnsupportedError
 from collectives.negotiation import Request
 from collectives.planner import Choice, Placement, Planner
 from collectives.plans import Plans
@@ -238,7 +238,7 @@ class Entries:
     ) -> Entry:
         """The entry of an Adasum, which is made of other operations."""
         if collective != "allreduce":
-            raise InvalidArgumentError(f"op=Adasum: {collective} has no Adasum; allreduce has")
+            raise UnsupportedError(f"op=Adasum: {collective} has no Adasum; allreduce has")
         if algorithm is not None or transport is not None:
             raise InvalidArgumentError("op=Adasum: has an algorithm of its own; leave algorithm and transport out")
         if dtypes.is_integer(view.dtype) or dtypes.is_bool(view.dtype) or dtypes.is_complex(view.dtype):

@@ -53,6 +53,14 @@ class OperationError(CollectivesError, RuntimeError):
     """An operation failed for all ranks together: what Horovod raises its ``HorovodInternalError`` for."""
 
 
+class InvalidSplitsError(InvalidTypeError, InvalidArgumentError):
+    """The splits of an alltoall are no integers. Also a ``ValueError``, which Horovod raises here and its users catch."""
+
+
+class UnsupportedError(InvalidArgumentError, OperationError):
+    """A collective has no such form, as Adasum of a reduce-scatter. Also what Horovod's users catch here: `OperationError`."""
+
+
 class MismatchError(OperationError):
     """The ranks asked for different things in the same call. No tensor was touched; the next call works."""
 

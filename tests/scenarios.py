@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from collectives.errors import CollectivesError, InvalidArgumentError, MismatchError, TransportError
+from collectives.errors import CollectivesError, InvalidArgumentError, MismatchError, OperationError, TransportError
 from collectives.planner import algorithms
 from collectives.reduction import Op
 from collectives.world import World
@@ -297,6 +297,9 @@ def refusals(world: World) -> None:
         (lambda: world.allgather(np.float32(1)), ValueError, "0-d"),
         (lambda: world.alltoall(np.array(1.0)), ValueError, "0-d"),
         (lambda: world.reducescatter(np.array(1.0)), ValueError, "0-d"),
+        (lambda: world.reducescatter(np.array(1.0)), OperationError, "0-d"),
+        (lambda: world.reducescatter(data, op=Op.ADASUM), OperationError, "Adasum"),
+        (lambda: world.alltoall(data, [4.0] + [0.0] * (world.size - 1)), ValueError, "splits"),
         (lambda: world.broadcast(data, world.size), ValueError, "root_rank"),
         (lambda: world.broadcast(data, -1), ValueError, "root_rank"),
         (lambda: world.broadcast(data, "0"), TypeError, "root_rank"),

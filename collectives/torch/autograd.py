@@ -181,14 +181,15 @@ class _Collective(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def forward(ctx: Any, adjoint: _Adjoint, keeps: bool, results: Sequence[Any], *tensors: Any) -> tuple[Any, ...]:
-        ctx.adjoint = adjoint
+        ctx.adjoint, ctx.keeps = adjoint, keeps
         if keeps:
             ctx.save_for_backward(*tensors)
         return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
-        return (None, None, None, *ctx.adjoint(list(gradients), ctx.saved_tensors))
+        # Each output of a group may have a backward pass of its own, unless there are inputs, which torch keeps for one.
+        return (None, None, None, *ctx.adjoint(list(gradients), ctx.saved_tensors if ctx.keeps else ()))
 
 
 def _attach(adjoint: _Adjoint, results: list[Any], tensors: Sequence[Any], keeps: bool = False) -> list[Any]:

@@ -290,6 +290,19 @@ def test_ranks_need_not_agree_on_which_tensors_need_gradients(hvd: Any) -> None:
         assert x.grad is None or x.grad.tolist() == [hvd.size()] * 2
 
 
+def test_each_output_of_a_group_may_have_a_backward_pass_of_its_own(hvd: Any) -> None:
+    """As with Horovod, although a graph is kept for one pass."""
+    xs = [torch.full((hvd.size(),), float(i), requires_grad=True) for i in range(2)]
+    for function in (hvd.grouped_allreduce, hvd.grouped_reducescatter, hvd.grouped_allgather):
+        how = {} if function is hvd.grouped_allgather else {"op": hvd.Sum}
+        for weight, y in enumerate(function(xs, **how), start=1):
+            (weight * y).sum().backward()
+        factor = 1 if function is hvd.grouped_reducescatter else hvd.size()
+        for weight, x in enumerate(xs, start=1):
+            assert x.grad is not None and x.grad.tolist() == [weight * factor] * hvd.size()
+            x.grad = None
+
+
 def test_no_graph_where_none_is_wanted(hvd: Any) -> None:
     x = torch.ones(2, requires_grad=True)
     with torch.no_grad():

@@ -9,6 +9,8 @@ from collectives import errors
 TREE = {
     "InvalidArgumentError": (ValueError,),
     "InvalidTypeError": (TypeError,),
+    "InvalidSplitsError": (TypeError, ValueError),
+    "UnsupportedError": (ValueError, errors.OperationError),
     "NotInitializedError": (ValueError, RuntimeError),
     "OperationError": (RuntimeError,),
     "MismatchError": (errors.OperationError,),

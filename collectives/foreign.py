@@ -34,6 +34,8 @@ class Strided(NamedTuple):
     itemsize: int
 
 
+NO_ELEMENTS = "on meta, where tensors have a shape and no elements: give it memory first, as by module.to_empty(device=...), and values"
+"""What is wrong with a tensor of torch's meta device, and what to do."""
 Extent = tuple[int, int, bool, Strided | None]
 """What an operation uses of a tensor's memory: lowest address, the one behind the highest, whether it is written, and the layout where
 that may have gaps."""
@@ -48,7 +50,9 @@ def describe(tensor: Any) -> str:
 
 
 def misplaced(tensor: Any, argument: str, place: str) -> InvalidTypeError:
-    """The refusal of memory that is out of reach."""
+    """The refusal of memory that is out of reach, or of a tensor that has none."""
+    if place == "meta":
+        return InvalidTypeError(f"{argument}: expected a tensor with elements, got a {describe(tensor)} {NO_ELEMENTS}")
     return InvalidTypeError(
         f"{argument}: expected memory of the CPU or of an NVIDIA GPU, got a {describe(tensor)} on {place}: copy it to the host first"
     )

@@ -17,7 +17,7 @@ QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2"}
 ENVIRONMENTS: dict[str, tuple[str, dict[str, str]]] = {
     "torch": ("torch", {}),
     "tensorflow": ("tensorflow", QUIET),
-    "jax": ("jax", {}),
+    "jax": ("jax", {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}),
     "keras on tensorflow": ("keras", {"KERAS_BACKEND": "tensorflow", **QUIET}),
     "keras on jax": ("keras", {"KERAS_BACKEND": "jax"}),
     "keras on torch": ("keras", {"KERAS_BACKEND": "torch"}),

@@ -115,10 +115,17 @@ def _ordered_effect() -> Any:
     """The effect that keeps what a program does in its order.
 
     JAX has no public way to make an ordered effect, but public functions that have one. That of an ordered debugging callback is allowed in
-    control flow, under `jax.checkpoint` and in custom derivatives; that of an `io_callback` is not.
+    control flow, under `jax.checkpoint` and in custom derivatives; that of an `io_callback` is not. A kind of its own may be allowed in
+    programs for several devices as well, whose collectives are put on one of them; the debugging callbacks' kind stays forbidden there.
     """
     (effect,) = jax.make_jaxpr(lambda: jax.debug.callback(lambda: None, ordered=True))().effects
-    return effect
+    kind = type("CollectiveEffect", (type(effect),), {})
+    try:
+        from jax._src import effects
+    except ImportError:
+        return effect
+    effects.shardable_ordered_effects.add_type(kind)
+    return kind()
 
 
 ORDERED = _ordered_effect()
@@ -158,13 +165,16 @@ _KEPT: list[Any] = []
 def lower_as_callback(ctx: Any, function: Callable[..., Any], operands: Sequence[Any], ordered: bool) -> Any:
     """Lower to a call of ``function(*arrays) -> arrays``, by the means of `jax.experimental.io_callback`."""
 
+    placing = _on_one_device(ctx)
+
     def lower(token: Any) -> tuple[Any, Any]:
         results, token, _ = mlir.emit_python_callback(
-            ctx, function, token, list(operands), ctx.avals_in, ctx.avals_out, has_side_effect=True, **_RETURNS_TOKEN
+            ctx, function, token, list(operands), ctx.avals_in, ctx.avals_out, has_side_effect=True, **_RETURNS_TOKEN, **placing
         )
         return results, token
 
-    return _in_order(ctx, lower, ordered)
+    results = _in_order(ctx, lower, ordered)
+    return _replicated(ctx, results) if placing else results
 
 
 def lower_as_ffi_call(ctx: Any, target: str, operands: Sequence[Any], text: str, ordered: bool, in_place: bool) -> Any:
@@ -185,15 +195,48 @@ def lower_as_ffi_call(ctx: Any, target: str, operands: Sequence[Any], text: str,
     return _in_order(ctx, lower, ordered)
 
 
+def devices(ctx: Any) -> int:
+    """How many devices of this process the program that is being lowered is for."""
+    where = ctx.module_context.axis_context
+    return int((where.num_devices if hasattr(where, "num_devices") else where.mesh.size if hasattr(where, "mesh") else 1) or 1)
+
+
+def _on_one_device(ctx: Any) -> dict[str, Any]:
+    """How a callback is kept to one device of several: XLA brings it whole arrays, and takes the results to where they are needed.
+
+    Raises:
+        InvalidArgumentError: the program is written for each device by itself.
+    """
+    several = devices(ctx)
+    if several == 1:
+        return {}
+    try:
+        from jax._src.callback import _callback_op_sharding as sharding_of
+    except ImportError:
+        sharding_of = None
+    if not hasattr(ctx.module_context.axis_context, "device_assignment"):
+        raise InvalidArgumentError(
+            f"collectives.jax: a collective inside of pmap or shard_map over {several} devices: every one of them would call it, and a rank"
+            " calls once. Call it outside, on what pmap or shard_map returns; or start a rank for each device"
+        )
+    if sharding_of is None or "axis_sizes" not in inspect.signature(getattr(jax.sharding, "AbstractMesh", None) or tuple).parameters:
+        raise InvalidArgumentError(
+            f"collectives.jax: a collective in a program for {several} devices, for which this version of JAX is too old: call it outside"
+            " jit, on arrays that lie on one device or are replicated, or start a rank for each device"
+        )
+    return {"sharding": sharding_of(ctx.module_context.axis_context, None, ctx.avals_out)}
+
+
+def _replicated(ctx: Any, results: Sequence[Any]) -> Any:
+    """Results that every device of the program has: those of one device alone would not go together with other arrays."""
+    mesh = jax.sharding.AbstractMesh((devices(ctx),), ("device",))
+    place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    spread = mlir.lower_fun(lambda *arrays: [jax.lax.with_sharding_constraint(each, place) for each in arrays], multiple_results=True)
+    return spread(ctx.replace(avals_in=ctx.avals_out, tokens_out=None), *results)
+
+
 def _in_order(ctx: Any, lower: Callable[[Any], tuple[Any, Any]], ordered: bool) -> Any:
     """Lower what takes a token and returns the next: along the program's chain of effects, or along the block that it stands in."""
-    where = ctx.module_context.axis_context
-    devices = where.num_devices if hasattr(where, "num_devices") else where.mesh.size if hasattr(where, "mesh") else 1
-    if devices and devices > 1:
-        raise InvalidArgumentError(
-            f"a collective in a program for {devices} devices: expected one device per rank. Start a rank for each device, and call it"
-            " outside pmap and shard_map, on arrays that lie on one device"
-        )
     if ordered:
         results, token = lower(ctx.tokens_in.get(ORDERED))
         ctx.set_tokens_out(ctx.tokens_in.update_tokens(mlir.TokenSet({ORDERED: token})))

@@ -58,7 +58,9 @@ def _readable(operand: Any) -> Any:
     """As the engine reads it: what lies on a GPU it takes as it is."""
     if not isinstance(operand, jax.Array):
         return np.asarray(operand)
-    return np.asarray(operand) if next(iter(operand.devices())).platform == "cpu" else operand
+    if next(iter(operand.devices())).platform == "cpu":
+        return np.asarray(operand)
+    return operand if len(operand.devices()) == 1 else operand.addressable_data(0)
 
 
 def placed(made: list[Any], operands: Sequence[Any]) -> list[Any]:

@@ -1,7 +1,8 @@
 """The collectives on JAX arrays and pytrees of them; eager, and inside `jax.jit`.
 
-Arguments stand in the order of the other adapters. A tensor is a JAX array, a NumPy array or a number, or a pytree of such; a pytree
-travels in one fused call, keeps its structure, and None in it is no tensor. Results are new JAX arrays; nothing is ever written into an
+Arguments stand in the order of the other adapters. A tensor is a JAX array, a NumPy array, a number or another framework's tensor with
+DLPack (torch, CuPy, TensorFlow), or a pytree of such; a pytree travels in one fused call, keeps its structure, and None in it is no tensor.
+Results are new JAX arrays, whatever the tensor was; nothing is ever written into an
 array that the program has. They are differentiable in both directions, of any order (`collectives.jax.autodiff` states the adjoints), and
 can be vectorised.
 
@@ -13,8 +14,10 @@ which no two executions may be under way at once unless one needs the other's re
 In return a program without ordered calls is started by JAX's quick path, which saves 0.25 ms, and 10 us for each array that the program
 takes or returns.
 
-A compiled program is for one device of one rank: pmap and shard_map over several devices are refused. On GPUs a compiled call goes through
-host memory; eager calls do not.
+A compiled program may be for several devices of its rank, as `jax.jit` makes it of arrays that are replicated or sharded over them: the
+call is made once, by one device, of the whole array, and every device has the result. Outside of `jax.jit` arrays on several devices must
+be replicated. Inside pmap and shard_map, which write a program for each device, a collective is refused. On GPUs a compiled call goes
+through host memory; eager calls do not.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ import numpy as np
 
 from collectives import api, arguments
 from collectives.compression import Compression
-from collectives.errors import InvalidArgumentError, InvalidTypeError
+from collectives.errors import InvalidArgumentError, InvalidTypeError, UnsupportedError
 from collectives.jax import compressing, drift, eager, packing, primitive, trees
 from collectives.jax.calls import Call
 from collectives.membership import ProcessSet
@@ -146,7 +149,7 @@ def reducescatter(
     try:
         call = _reducing(call, arguments.operation(op, None), prescale_factor, postscale_factor)
         if call.op == Op.ADASUM.value:
-            raise InvalidArgumentError("op=Adasum: reducescatter has no Adasum; allreduce has")
+            raise UnsupportedError("op=Adasum: reducescatter has no Adasum; allreduce has")
         found, rebuild, grouped = trees.leaves(tensor)
         found, restore = compressing.outside(compression, found)
         _check_rows("reducescatter", found)
@@ -443,7 +446,7 @@ def _several(tensors: Any, process_set: ProcessSet, name: str | None) -> list[An
 
 def _check_rows(collective: str, tensors: Sequence[Any]) -> None:
     if any(not tensor.shape for tensor in tensors):
-        raise InvalidArgumentError(f"tensor: {collective} works along the first dimension, got a 0-d tensor; reshape it to (1,)")
+        raise UnsupportedError(f"tensor: {collective} works along the first dimension, got a 0-d tensor; reshape it to (1,)")
 
 
 def _counts(argument: str, given: Any, world: World) -> tuple[int, ...]:

@@ -48,6 +48,8 @@ def _lower(ctx: Any, *operands: Any, call: Call) -> Any:
 
 
 def _lower_without_copies(ctx: Any, *operands: Any, call: Call) -> Any:
+    if drift.devices(ctx) > 1:
+        return _lower(ctx, *operands, call=call)
     shapes = [(each.shape, each.dtype) for each in ctx.avals_in]
     # Gradients are made by the program, and needed by nothing but the all-reduce. In place there is no memory to be filled for the first
     # time, which takes as long as the all-reduce itself.

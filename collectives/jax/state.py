@@ -92,8 +92,10 @@ def _plain(name: str, leaf: Any) -> np.ndarray[Any, Any]:
     if isinstance(leaf, jax.Array):
         if leaf.is_deleted():
             raise InvalidArgumentError(f"{name}: this array was deleted, or donated to a compiled function")
-        if len(leaf.sharding.device_set) > 1:
-            raise InvalidTypeError(f"{name}: expected an array on one device, got one on {len(leaf.sharding.device_set)} ({leaf.sharding})")
+        if not leaf.is_fully_replicated:
+            devices = len(leaf.sharding.device_set)
+            text = f"expected an array on one device, or replicated over several, got one that is sharded over {devices} ({leaf.sharding})"
+            raise InvalidTypeError(f"{name}: {text}")
         return np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else leaf)
     if not isinstance(leaf, (np.ndarray, np.generic, bool, int, float, complex)):
         raise InvalidTypeError(f"{name}: expected an array or a number, got {foreign.describe(leaf)}; leave it out of the tree")

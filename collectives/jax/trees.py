@@ -1,4 +1,8 @@
-"""Pytrees: the arrays in them, and back. None is no leaf and stays where it is; NumPy arrays and Python numbers become JAX arrays."""
+"""Pytrees: the arrays in them, and back.
+
+None is no leaf and stays where it is; NumPy arrays, Python numbers and
+other frameworks' tensors with DLPack (torch, CuPy, TensorFlow) become JAX arrays.
+"""
 
 from __future__ import annotations
 
@@ -42,9 +46,7 @@ class _Refused(Exception):
 def _array(leaf: Any) -> Any:
     if not isinstance(leaf, jax.Array):
         if not isinstance(leaf, (np.ndarray, np.generic, bool, int, float, complex)):
-            raise _Refused(
-                InvalidTypeError, f"expected a jax.Array, a NumPy array or a number, got {foreign.describe(leaf)}; leave it out of the tree"
-            )
+            leaf = _through_dlpack(leaf)
         try:
             leaf = jnp.asarray(leaf)
         except (TypeError, OverflowError) as error:
@@ -52,11 +54,11 @@ def _array(leaf: Any) -> Any:
     elif not drift.is_tracer(leaf):
         if leaf.is_deleted():
             raise _Refused(InvalidArgumentError, "this array was deleted, or donated to a compiled function")
-        if len(leaf.sharding.device_set) > 1:
+        if not leaf.is_fully_replicated:
             raise _Refused(
                 InvalidTypeError,
-                f"expected an array on one device, got one on {len(leaf.sharding.device_set)} ({leaf.sharding}); each rank reduces what it"
-                " has on its own device: pass jax.device_put(array, device)",
+                f"expected an array on one device, or replicated over several, got one that is sharded over {len(leaf.sharding.device_set)}"
+                f" ({leaf.sharding}); collectives.jax combines whole arrays: pass jax.device_put(array, device), or call it inside jax.jit",
             )
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         raise _Refused(
@@ -67,3 +69,16 @@ def _array(leaf: Any) -> Any:
     except InvalidTypeError as error:
         raise _Refused(InvalidTypeError, str(error)) from None
     return leaf
+
+
+def _through_dlpack(leaf: Any) -> Any:
+    """Another framework's tensor as a JAX array that shares its memory. Nothing is recorded for its framework's gradients."""
+    if not hasattr(leaf, "__dlpack__"):
+        expected = "a jax.Array, a NumPy array, a number or a tensor with DLPack"
+        raise _Refused(InvalidTypeError, f"expected {expected}, got {foreign.describe(leaf)}; leave it out of the tree")
+    if str(getattr(leaf, "device", "")) == "meta":
+        raise _Refused(InvalidTypeError, f"expected a tensor with elements, got a {foreign.describe(leaf)} {foreign.NO_ELEMENTS}")
+    try:
+        return jnp.from_dlpack(leaf.detach() if getattr(leaf, "requires_grad", False) else leaf)
+    except Exception as error:
+        raise _Refused(InvalidTypeError, f"{foreign.describe(leaf)} cannot be read through DLPack: {error}") from None

@@ -250,6 +250,28 @@ def test_wide_types(hvd_jax: Any) -> None:
                 same(run(everyone[hvd.rank()])[0], sum(everyone[1:], everyone[0]))
 
 
+class Foreign:
+    """Another framework's tensor, which can do nothing but DLPack; on the meta device not even that."""
+
+    def __init__(self, array: Any, device: str = "cpu") -> None:
+        self.array, self.device = array, device
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.array.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> Any:
+        return self.array.__dlpack_device__()
+
+
+def test_other_frameworks_tensors(hvd_jax: Any) -> None:
+    hvd = hvd_jax
+    for tree in ({"a": Foreign(np.full((2, 3), hvd.rank(), np.float32).T)}, {"a": jnp.full((3, 2), float(hvd.rank()))}):
+        found = hvd.allreduce(tree, op=hvd.Max)["a"]
+        assert isinstance(found, jax.Array) and found.tolist() == [[hvd.size() - 1.0] * 2] * 3
+    constant = Foreign(np.arange(2.0, dtype=np.float32))
+    assert jax.jit(lambda x: hvd.allreduce([x, constant])[1])(jnp.ones(1)).tolist() == [0.0, 1.0]
+
+
 # ---- mistakes --------------------------------------------------------------------------------------------------------------------------
 
 
@@ -259,6 +281,7 @@ def refusals(hvd: Any) -> dict[str, tuple[type[Exception], str, Any]]:
     gone.delete()
     return {
         "no array": (InvalidTypeError, r"\['a'\]\[1\].*str", lambda: hvd.allreduce({"a": [x, "text"]})),
+        "no elements": (InvalidTypeError, r"\['a'\].* on meta.*to_empty", lambda: hvd.allreduce({"a": Foreign(np.ones(1), "meta")})),
         "random keys": (InvalidTypeError, "key_data", lambda: hvd.allreduce(jax.random.key(0))),
         "deleted": (InvalidArgumentError, "deleted", lambda: hvd.allreduce(gone)),
         "dtype": (InvalidTypeError, "float8", lambda: hvd.allreduce(x.astype(jnp.float8_e4m3fn))),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from collectives import adasum
-from collectives.errors import InvalidArgumentError
+from collectives.errors import InvalidArgumentError, InvalidTypeError
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(120)]
 
@@ -259,17 +260,75 @@ def test_the_reference_itself() -> None:
     assert float(gradient[0]) == 0.5
 
 
-def test_several_devices_are_refused(hvd_jax: Any) -> None:
-    from collectives.jax import drift
+# ---- several devices of a rank -------------------------------------------------------------------------------------------------------
 
-    class Where:
-        num_devices = 2
 
-    class Module:
-        axis_context = Where()
+def _devices() -> Any:
+    if jax.local_device_count() < 2:
+        pytest.skip("needs XLA_FLAGS=--xla_force_host_platform_device_count=2")
+    return jax.sharding.Mesh(np.array(jax.local_devices()[:2]), ("i",))
 
-    class Context:
-        module_context = Module()
 
-    with pytest.raises(InvalidArgumentError, match="2 devices"):
-        drift._in_order(Context(), lambda token: ([], token), True)
+def _on(mesh: Any, array: Any, *axes: str) -> Any:
+    return jax.device_put(array, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes)))
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+@pytest.mark.parametrize("axes", [(), ("i",)], ids=["replicated", "sharded"])
+def test_a_program_for_several_devices_combines_whole_arrays(hvd_jax: Any, ordered: bool, axes: tuple[str, ...]) -> None:
+    hvd, mesh = hvd_jax, _devices()
+    mine = _on(mesh, jnp.arange(4.0) + hvd.rank(), *axes)
+    ranks = hvd.size()
+
+    @jax.jit
+    def program(x: Any) -> Any:
+        total = hvd.allreduce(x * 2, op=hvd.Sum, name=f"several {axes}", ordered=ordered)
+        looped = jax.lax.fori_loop(0, 2, lambda _, y: hvd.allreduce(y, op=hvd.Max), x)
+        return total, total.sum() + x.sum(), looped, jax.grad(lambda x: (hvd.allreduce(x, op=hvd.Sum) ** 2).sum())(x)
+
+    wanted = np.arange(4.0) * ranks + ranks * (ranks - 1) / 2
+    for _ in range(2):
+        total, mixed, looped, gradient = program(mine)
+        np.testing.assert_allclose(np.asarray(total), 2 * wanted)
+        assert float(mixed) == 2 * wanted.sum() + 6 + 4 * hvd.rank()
+        np.testing.assert_allclose(np.asarray(looped), np.arange(4.0) + ranks - 1)
+        np.testing.assert_allclose(np.asarray(gradient), 2 * ranks * wanted)
+        assert total.is_fully_replicated and len(total.devices()) == 2
+        mine = mine + 0 * total  # lies where other arrays of the program do
+
+
+def test_training_on_several_devices_of_each_rank(hvd_jax: Any) -> None:
+    """Parameters are replicated, batches sharded; compared with one process on the batches of all ranks."""
+    hvd, mesh = hvd_jax, _devices()
+    batches = [np.random.default_rng(rank).normal(size=(4, 3)).astype(np.float32) for rank in range(hvd.size())]
+    loss = lambda w, batch: jnp.mean((batch @ w - batch.sum(1)) ** 2)  # noqa: E731
+
+    @jax.jit
+    def step(w: Any, batch: Any) -> Any:
+        return w - 0.1 * hvd.allreduce(jax.grad(loss)(w, batch))
+
+    w, batch = _on(mesh, jnp.zeros(3)), _on(mesh, jnp.asarray(batches[hvd.rank()]), "i")
+    alone, whole = jnp.zeros(3), jnp.asarray(np.concatenate(batches))
+    for _ in range(3):
+        w, alone = step(w, batch), alone - 0.1 * jax.grad(loss)(alone, whole)
+    np.testing.assert_allclose(np.asarray(w), np.asarray(alone), rtol=1e-5)
+
+
+def test_arrays_on_several_devices_outside_of_a_program(hvd_jax: Any) -> None:
+    hvd, mesh = hvd_jax, _devices()
+    replicated = hvd.allreduce(_on(mesh, jnp.ones(4) * hvd.rank()), op=hvd.Max)
+    assert np.asarray(replicated).tolist() == [hvd.size() - 1.0] * 4 and len(replicated.devices()) == 2
+    with pytest.raises(InvalidTypeError, match=r"sharded over 2 .* collectives\.jax .* jax\.device_put"):
+        hvd.allreduce(_on(mesh, jnp.ones(4), "i"))
+    assert float(hvd.allreduce(jnp.float32(1), op=hvd.Sum)) == hvd.size()
+
+
+def test_pmap_and_shard_map_are_told_what_to_do(hvd_jax: Any) -> None:
+    hvd, mesh = hvd_jax, _devices()
+    shard_map = getattr(jax, "shard_map", None) or importlib.import_module("jax.experimental.shard_map").shard_map
+    spec = jax.sharding.PartitionSpec("i")
+    mapped = shard_map(lambda x: hvd.allreduce(x), mesh=mesh, in_specs=spec, out_specs=spec)
+    for call in (jax.pmap(lambda x: hvd.allreduce(x), devices=jax.local_devices()[:2]), jax.jit(mapped)):
+        with pytest.raises(InvalidArgumentError, match=r"collectives\.jax: a collective inside of pmap or shard_map over 2 devices"):
+            call(jnp.ones((2, 3)))
+    assert float(hvd.allreduce(jnp.float32(1), op=hvd.Sum)) == hvd.size()

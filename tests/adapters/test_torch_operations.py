@@ -269,3 +269,16 @@ def test_what_is_no_torch_tensor_is_treated_as_in_the_engine(hvd: Any) -> None:
     y = hvd.allreduce(np.full(2, hvd.rank(), np.float32), op=hvd.Sum)
     assert type(y) is np.ndarray and y.tolist() == [float(sum(range(hvd.size())))] * 2
     assert hvd.allreduce(hvd.rank(), op=hvd.Max) == hvd.size() - 1
+
+
+def test_tensors_of_the_meta_device_have_nothing_to_send(hvd: Any) -> None:
+    """On every rank, and on one, of which the others hear."""
+    empty = torch.ones(2, device="meta")
+    grouped, rooted = (lambda x: hvd.grouped_allreduce([x])), (lambda x: hvd.broadcast_(x, 0))
+    for call in (hvd.allreduce, hvd.allreduce_, hvd.allgather, hvd.alltoall, grouped, rooted):
+        with pytest.raises(TypeError, match=r"on meta.*to_empty"):
+            call(empty)
+        assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size()
+    with pytest.raises((TypeError, RuntimeError), match="on meta"):
+        hvd.allreduce(empty if hvd.rank() == 0 else torch.ones(2), name="one has none")
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size()

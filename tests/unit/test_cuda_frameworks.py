@@ -227,7 +227,9 @@ def test_torch_tensors_that_cannot_be_used_are_refused(torch: Torch, monkeypatch
     monkeypatch.setattr("collectives.foreign.framework", lambda kind: "torch")
     with pytest.raises(InvalidTypeError, match=r"loss: expected a dense tensor, got layout torch.sparse_coo; pass loss.to_dense\(\)"):
         view(sparse, argument="loss")
-    for place in ("mps", "xpu", "meta"):
+    with pytest.raises(InvalidTypeError, match=r"expected a tensor with elements, .* on meta"):
+        view(types.SimpleNamespace(device=module.device("meta")))
+    for place in ("mps", "xpu"):
         with pytest.raises(InvalidTypeError, match=f"expected memory of the CPU or of an NVIDIA GPU, .* on {place}: copy it to the host"):
             view(types.SimpleNamespace(device=module.device(place)))
     monkeypatch.setattr(module.version, "hip", "6.2")

@@ -119,12 +119,12 @@ def _ordered_effect() -> Any:
     programs for several devices as well, whose collectives are put on one of them; the debugging callbacks' kind stays forbidden there.
     """
     (effect,) = jax.make_jaxpr(lambda: jax.debug.callback(lambda: None, ordered=True))().effects
-    kind = type("CollectiveEffect", (type(effect),), {})
+    kind = type("CollectiveEffect", (type(effect),), {"__repr__": lambda self: "a collective of collectives.jax"})
     try:
-        from jax._src import effects
-    except ImportError:
-        return effect
-    effects.shardable_ordered_effects.add_type(kind)
+        from jax._src.effects import shardable_ordered_effects
+    except ImportError:  # then such programs are refused by JAX
+        return kind()
+    shardable_ordered_effects.add_type(kind)
     return kind()
 
 

@@ -174,11 +174,18 @@ class Batch:
         kind = type(task).__name__.lower()
         plan = getattr(task, "_plan", None)
         how = plan.description if plan is not None else getattr(task, "description", kind)
+        ended = time.monotonic()
         timeline.span(
             "engine",
             f"{request.collective}: {how}",
             begun,
-            time.monotonic(),
+            ended,
             tensors=[handle.name for handle in handles],
-            bytes=sum(handle.entry.nbytes for handle in handles),
+            # How many rows a rank gathers is not known before.
+            bytes=sum(handle.entry.nbytes or getattr(handle.out, "nbytes", 0) for handle in handles),
         )
+        if self._context.rank == 0:
+            scope = str(self._context.group.ranks)
+            for handle in handles:
+                asked = handle.entry.request
+                timeline.phase(scope, handle.row, handle.phase, begun, ended, dtype=asked.dtype, shape=str(list(asked.shape or ())))

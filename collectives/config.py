@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from collectives.errors import InvalidArgumentError
@@ -159,6 +159,7 @@ def _setting(
     alias: str = "",
     others: Mapping[str, Callable[[str], Any]] | None = None,
     alike: bool = True,
+    of_rank_0: bool = False,
 ) -> Any:
     """Declare a setting.
 
@@ -170,9 +171,11 @@ def _setting(
         others: Horovod's variables that mean something else by their text, with what reads it; None from that: it says nothing.
             They come before ``alias``.
         alike: whether all ranks must have the same.
+        of_rank_0: whether rank 0's holds for all ranks, whatever theirs is.
     """
     sources = {variable: parse, **(others or {}), **({alias: parse} if alias else {})}
-    return field(default=default, metadata={"variable": variable, "sources": sources, "alike": alike})
+    whose = {"alike": alike and not of_rank_0, "of_rank_0": of_rank_0}
+    return field(default=default, metadata={"variable": variable, "sources": sources, **whose})
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,9 +222,11 @@ class Config:
         alike=False,
     )
     """After how long such an operation ends the job; 0: never."""
-    timeline: str = _setting("COLLECTIVES_TIMELINE", "", _path, others={"HOROVOD_TIMELINE": _horovod_timeline})
+    timeline: str = _setting("COLLECTIVES_TIMELINE", "", _path, others={"HOROVOD_TIMELINE": _horovod_timeline}, of_rank_0=True)
     """The file in which a timeline is recorded from ``init()`` on; empty: none."""
-    timeline_mark_cycles: bool = _setting("COLLECTIVES_TIMELINE_MARK_CYCLES", False, parse_bool, alias="HOROVOD_TIMELINE_MARK_CYCLES")
+    timeline_mark_cycles: bool = _setting(
+        "COLLECTIVES_TIMELINE_MARK_CYCLES", False, parse_bool, alias="HOROVOD_TIMELINE_MARK_CYCLES", of_rank_0=True
+    )
     """Whether the timeline shows when each cycle begins."""
     autotune: bool = _setting("COLLECTIVES_AUTOTUNE", False, parse_bool, alias="HOROVOD_AUTOTUNE")
     """Whether the fusion threshold and the cycle time are tuned while the program runs."""
@@ -231,10 +236,14 @@ class Config:
     """Samples that are discarded at first."""
     autotune_steps: int = _setting("COLLECTIVES_AUTOTUNE_STEPS", 10, _positive, alias="HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE")
     """Steps (batches) that make one sample."""
-    autotune_samples: int = _setting("COLLECTIVES_AUTOTUNE_SAMPLES", 20, _positive, alias="HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES")
-    """Most samples that are taken before the best is kept."""
-    autotune_noise: float = _setting("COLLECTIVES_AUTOTUNE_NOISE", 0.8, _fraction, alias="HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE")
-    """The noise that the Gaussian process assumes in a sample, from 0 to 1."""
+    autotune_samples: int = _setting(
+        "COLLECTIVES_AUTOTUNE_SAMPLES", 20, _positive, alias="HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES", alike=False
+    )
+    """Most samples that are taken before the best is kept; rank 0's counts."""
+    autotune_noise: float = _setting(
+        "COLLECTIVES_AUTOTUNE_NOISE", 0.8, _fraction, alias="HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE", alike=False
+    )
+    """The noise that the Gaussian process assumes in a sample, from 0 to 1; rank 0's counts."""
     device: int = _setting("COLLECTIVES_DEVICE", -1, _device, alike=False)
     """The GPU of this rank, as its process counts them, where no tensor says so; -1: that of its number on the host."""
     device_transport: str = _setting("COLLECTIVES_DEVICE_TRANSPORT", "auto", _choice("auto", *DEVICE_TRANSPORTS))
@@ -245,6 +254,11 @@ class Config:
     """Whether NCCL operations that come again with the same tensors are replayed as CUDA graphs, where each rank has a GPU of its own."""
     log_level: str = _setting("COLLECTIVES_LOG_LEVEL", "warning", _level, alias="HOROVOD_LOG_LEVEL", alike=False)
     """The least severe of the package's messages that are let through (``logging.getLogger("collectives")``)."""
+
+    def with_those_of(self, first: Config) -> Config:
+        """These settings, with rank 0's where those hold for all ranks."""
+        shared = [name for name, attribute in self.__dataclass_fields__.items() if attribute.metadata["of_rank_0"]]
+        return replace(self, **{name: getattr(first, name) for name in shared})
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Config:

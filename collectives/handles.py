@@ -31,6 +31,7 @@ else:
 
 _PACKAGE = str(Path(__file__).parent)
 _adding = threading.Lock()
+_MOST_UNNAMED_ROWS = 1000
 
 
 class Driver(Protocol):
@@ -139,6 +140,19 @@ class Handle(Generic[Result]):
             return f"{self.key if request.name is None else request.name}{place}"
         number = f" number {self.key}" if self.key != "" else ""
         return f"{'grouped_' if place else ''}{request.collective}{number}{place}, unnamed"
+
+    @property
+    def row(self) -> str:
+        """As Horovod's timeline calls the tensor: ``allreduce.loss``, or ``allreduce.noname.7``; a thousand of the latter."""
+        collective, place = self.entry.request.collective, "" if self.place is None else f"[{self.place}]"
+        name = f"noname.{self.key % _MOST_UNNAMED_ROWS}{place}" if isinstance(self.key, int) else self.name
+        return f"{collective}.{name}"
+
+    @property
+    def phase(self) -> str:
+        """As Horovod's timeline calls the operation: ``ALLREDUCE``."""
+        request = self.entry.request
+        return "ADASUM" if request.op == "adasum" else request.collective.upper()
 
     @property
     def title(self) -> str:

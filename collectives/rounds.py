@@ -431,11 +431,16 @@ class Rounds(Lead):
         timeline = self.context.timeline
         assert timeline is not None
         now = time.monotonic()
+        scope = str(self._names)
         for handle in handles:
             timeline.async_span("queue", handle.name, handle.submitted, max(handle.submitted, self._proposed_at))
             timeline.async_span("negotiate", handle.name, handle.submitted, now, collective=handle.entry.request.collective)
+            for member in handle.members or (handle,):
+                timeline.tick(scope, member.row, handle.submitted)
+                if self.context.rank == 0:
+                    timeline.phase(scope, member.row, f"NEGOTIATE_{member.phase}", handle.submitted, now)
         if self.timeline_cycles:
-            timeline.mark("cycle", now)
+            timeline.mark("CYCLE_START", now)
 
 
 def _flat(handles: Sequence[Handle]) -> Sequence[Handle]:

@@ -108,8 +108,8 @@ def init(comm: MPI.Intracomm | Sequence[int] | None = None, process_sets: Sequen
             _default.joining = False
         logs.place(world.rank)
         _say(world)
-    if config.timeline:
-        world.start_timeline(config.timeline, config.timeline_mark_cycles)
+    if world.config.timeline:
+        world.start_timeline(world.config.timeline, world.config.timeline_mark_cycles)
     for members in process_sets or ():
         add_process_set(members)
 
@@ -119,7 +119,7 @@ def _join(comm: MPI.Intracomm | Sequence[int] | None, config: Config) -> World:
     group = None
     try:
         group = _connect(comm, config)
-        world = World(group, config)
+        world = World(group, group.config or config)
         global_process_set.attach(0, world, world)
         if world.size > 1:
             os.environ[_TAKEN] = f"{os.getpid()} {_place()}"
@@ -318,7 +318,7 @@ def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False)
     """Record from now on what the engine does, as a trace that Perfetto and Chrome open; every rank calls it.
 
     Args:
-        file_path: of one file for all ranks; ``collectives.launch.timeline_report`` draws a report from it.
+        file_path: of one file for all ranks, which is rank 0's; ``collectives.launch.timeline_report`` draws a report from it.
         mark_cycles: mark every round.
     """
     world().start_timeline(file_path, mark_cycles)

@@ -1,29 +1,24 @@
 """The timeline: what each rank did and when, as a trace that ui.perfetto.dev and chrome://tracing open.
 
-The file is Chrome's JSON array format, one event a line. A rank is a process of the trace; a track is a thread of it.
-
-    [
-    {"ph":"M","pid":0,"tid":0,"name":"process_name","args":{"name":"rank 0 (host)"}},
-    {"ph":"X","pid":0,"tid":1,"ts":12.500,"dur":3.250,"cat":"engine","name":"pack","args":{"bytes":4096}},
-
-There is never a closing bracket: all ranks append to one file, none of them knows that it is the last, and the format allows it to be
-missing. So the file is whole after every write, also if the program is killed; what is lost then is what was recorded since the last
-write, half a second at most while events keep coming.
-
-A write is whole lines in one ``os.write`` to a file opened for appending: on a local file system lines of different ranks cannot
-tear. NFS does not append atomically, so a write also takes a lock on the file, and puts itself off if another rank has it.
-Hosts that share no file system get a file each; ``cat`` of them is a trace again.
+The file is Chrome's JSON array format, one event a line, whole at any time (`tracefile`). A rank is a process of the trace; a track is a
+thread of it. Hosts that share no file system get a file each; `read` reads what ``cat`` makes of them.
 
     X      a span on a track; spans on one track nest, or the track gets another lane
     b, e   a span beside the tracks; these may overlap: the waiting times of tensors
     i      a mark at one moment of the rank
-    M      the names of ranks and tracks
+    M      the names of ranks, tracks and tensors
+
+Beside the ranks each tensor is a process, a row, as in the timelines of Horovod, whose readers look for these:
+
+    B, E   the tensor's phases: ``NEGOTIATE_ALLREDUCE``, then ``ALLREDUCE``; on rank 0
+    X      a tick, named by its number, for each rank that submits the tensor
+
+What is recorded is written by a thread of its own some 20 ms later.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import logging
 import operator
@@ -31,24 +26,29 @@ import os
 import socket
 import threading
 import time
+import weakref
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from collectives.errors import InvalidArgumentError
+from collectives.tracefile import TraceFile
 
-_PERIOD = 0.5
-"""Seconds after which an event that is recorded takes all before it to the file."""
-_BATCH = 64 << 10
-"""Bytes after which they are written anyway: a write of this size takes some 30 µs."""
+_PERIOD = 0.02
+"""Seconds after which what is recorded is written: a write of 64 KiB takes some 30 µs."""
 _MOST_BYTES = 1 << 20
-"""Bytes that may wait for another rank to leave the file; then they are written without the lock."""
+"""Bytes that may wait; then whoever records writes them, and does not wait for another rank to leave the file."""
 _PATIENCE = 0.5
 """Seconds that opening and closing wait for the lock."""
 _MOST_LANES = 200
 _REMEMBERED_SPANS = 32
 _ROUNDS = 8
+FIRST_ROW = 1 << 20
+"""From this process id on, processes of a trace are tensors and no ranks."""
+_ROW_NUMBERS = 1 << 30
+_MOST_ROWS = 10_000
 
 _log = logging.getLogger("collectives")
 
@@ -65,7 +65,6 @@ class Timeline:
         host: shown behind the rank.
         offset: what to add to this rank's clock to get rank 0's, in seconds; see ``align``.
         first: empty the file and begin it. One rank does, before the others open it.
-        now: the clock that says when to write.
 
     Raises:
         InvalidArgumentError: the file cannot be opened for writing.
@@ -79,24 +78,28 @@ class Timeline:
         host: str = "",
         offset: float = 0.0,
         first: bool = True,
-        now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._rank, self._offset, self._now = rank, offset, now
+        self._rank, self._offset = rank, offset
         self._path = os.fspath(path)
-        self._lock = threading.Lock()
+        self._lock, self._writing = threading.Lock(), threading.Lock()
         self._lines: list[str] = []
         self._waiting_bytes = 0
         self._tracks: dict[str, list[_Lane]] = {}
         self._lanes = 0
         self._async_spans = 0
+        self._rows: dict[tuple[str, str], int] = {}
+        self._due = threading.Event()
+        begin = [self._name("process_name", 0, name=f"rank {rank} ({host})" if host else f"rank {rank}")]
+        begin.append(self._name("process_sort_index", 0, sort_index=rank))
         try:
-            self._file: int | None = _open(path, first)
+            self._file: TraceFile | None = TraceFile(path, first)
+            self._file.add(begin, _PATIENCE, at_any_rate=True)
         except OSError as error:
             raise InvalidArgumentError(f"rank {rank}: the timeline {self._path!r} cannot be written: {error.strerror}") from error
-        self._written = now()
-        with self._lock:
-            self._add(self._name("process_name", 0, name=f"rank {rank} ({host})" if host else f"rank {rank}"))
-            self._add(self._name("process_sort_index", 0, sort_index=rank))
+        # Named as the engine's own threads are, which submit nothing.
+        name = f"collectives rank {rank}: timeline"
+        threading.Thread(target=_write_what_is_due, args=(weakref.ref(self), self._due), name=name, daemon=True).start()
+        weakref.finalize(self, self._due.set)
 
     def span(self, track: str, name: str, begin: float, end: float, **args: object) -> None:
         """Record what lasted from ``begin`` to ``end``, in seconds of ``time.monotonic``, on a named track.
@@ -111,33 +114,72 @@ class Timeline:
             if lane is None:
                 self._add_async("more tracks", name, start, stop, _values({"track": track, **args}))
             else:
-                self._add(f'{lane.head}"ts":{_us(start)},"dur":{_us(stop - start)},"name":{_quoted(name)},"args":{values}}},\n')
+                self._add(f'{lane.head}"ts":{_us(start)},"dur":{_us(stop - start)},"name":{_quoted(name)},"args":{values}}}')
+        self._relieve()
 
     def async_span(self, category: str, name: str, begin: float, end: float, **args: object) -> None:
         """Record what lasted from ``begin`` to ``end`` and may overlap anything, such as a tensor that waits to be agreed on."""
         values = _values(args)
         with self._lock:
             self._add_async(category, name, *self._times(begin, end), values)
+        self._relieve()
 
     def mark(self, name: str, at: float, **args: object) -> None:
         """Record a moment of the rank, such as the begin of a cycle."""
         values = _values(args)
         with self._lock:
             stamp = _us(self._times(at, at)[0])
-            self._add(f'{{"ph":"i","pid":{self._rank},"tid":0,"s":"p","ts":{stamp},"name":{_quoted(name)},"args":{values}}},\n')
+            self._add(f'{{"ph":"i","pid":{self._rank},"tid":0,"s":"p","ts":{stamp},"name":{_quoted(name)},"args":{values}}}')
+        self._relieve()
+
+    def phase(self, scope: str, row: str, name: str, begin: float, end: float, **args: object) -> None:
+        """Record a phase of a tensor on its own row, such as ``ALLREDUCE``.
+
+        Args:
+            scope: what tells tensors of one name apart, such as the ranks of a process set.
+            row: the tensor's name.
+            name: of the phase.
+            begin, end: as for ``span``. Phases of one tensor nest or do not overlap.
+        """
+        values = _values(args)
+        with self._lock:
+            pid = self._row(scope, row)
+            if pid is not None:
+                start, stop = self._times(begin, end)
+                self._add(f'{{"ph":"B","pid":{pid},"tid":0,"ts":{_us(start)},"name":{_quoted(name)}}}')
+                self._add(f'{{"ph":"E","pid":{pid},"tid":0,"ts":{_us(stop)},"args":{values}}}')
+        self._relieve()
+
+    def tick(self, scope: str, row: str, at: float) -> None:
+        """Record on a tensor's row that this rank has submitted it."""
+        with self._lock:
+            pid = self._row(scope, row)
+            if pid is not None:
+                self._add(f'{{"ph":"X","pid":{pid},"tid":0,"ts":{_us(self._times(at, at)[0])},"dur":0,"name":"{self._rank}"}}')
+        self._relieve()
+
+    def _row(self, scope: str, row: str) -> int | None:
+        """The process id of a tensor's row, which is alike on all ranks without asking; None where there are too many."""
+        key = (scope, row)
+        pid = self._rows.get(key)
+        if pid is None and len(self._rows) < _MOST_ROWS:
+            pid = self._rows[key] = FIRST_ROW + zlib.crc32(f"{scope} {row}".encode(errors="replace")) % _ROW_NUMBERS
+            self._add(self._name("process_name", 0, pid, name=row))
+            self._add(self._name("process_sort_index", 0, pid, sort_index=FIRST_ROW + len(self._rows)))
+        return pid
 
     def flush(self) -> None:
-        """Write what was recorded; for a caller that expects to be idle for a while."""
-        with self._lock:
-            self._write(_PATIENCE)
+        """Write what was recorded, now."""
+        self._write(_PATIENCE)
 
     def close(self) -> None:
         """Write what was recorded and close the file. Later calls record nothing; closing again does nothing."""
-        with self._lock:
-            self._write(_PATIENCE)
+        self._write(_PATIENCE, at_any_rate=True)
+        with self._writing, self._lock:
             if self._file is not None:
-                os.close(self._file)
+                self._file.close()
                 self._file = None
+        self._due.set()
 
     def _times(self, begin: float, end: float) -> tuple[int, int]:
         """In whole nanoseconds of rank 0's clock, so that spans which touch do not overlap by rounding."""
@@ -159,39 +201,59 @@ class Timeline:
         self._tracks.setdefault(track, []).append(lane)
         return lane
 
-    def _name(self, what: str, tid: int, **args: object) -> str:
-        return f'{{"ph":"M","pid":{self._rank},"tid":{tid},"name":"{what}","args":{_values(args)}}},\n'
+    def _name(self, what: str, tid: int, pid: int | None = None, **args: object) -> str:
+        return f'{{"ph":"M","pid":{self._rank if pid is None else pid},"tid":{tid},"name":"{what}","args":{_values(args)}}}'
 
     def _add_async(self, category: str, name: str, start: int, stop: int, values: str) -> None:
         # Ids are one space for all processes of a trace.
         self._async_spans += 1
         number = f"0x{self._rank << 40 | self._async_spans:x}"
         common = f'"pid":{self._rank},"tid":0,"id":"{number}","cat":{_quoted(category)},"name":{_quoted(name)},"ts":'
-        self._add(f'{{"ph":"b",{common}{_us(start)},"args":{values}}},\n{{"ph":"e",{common}{_us(stop)}}},\n')
+        self._add(f'{{"ph":"b",{common}{_us(start)},"args":{values}}}')
+        self._add(f'{{"ph":"e",{common}{_us(stop)}}}')
 
-    def _add(self, lines: str) -> None:
+    def _add(self, line: str) -> None:
         if self._file is None:
             return
-        self._lines.append(lines)
-        self._waiting_bytes += len(lines)
-        if self._waiting_bytes >= _BATCH or self._now() - self._written >= _PERIOD:
-            self._write(0.0)
+        self._lines.append(line)
+        self._waiting_bytes += len(line)
+        if not self._due.is_set():
+            self._due.set()
 
-    def _write(self, patience: float) -> None:
-        if self._file is None or not self._lines:
+    def _relieve(self) -> None:
+        """Write if too much waits because the thread that writes has not come to it; called without the lock."""
+        if self._waiting_bytes >= _MOST_BYTES:
+            self._write(0.0, at_any_rate=True)
+
+    def _write(self, patience: float, at_any_rate: bool = False) -> None:
+        with self._writing:
+            with self._lock:
+                lines, self._lines, self._waiting_bytes = self._lines, [], 0
+            if self._file is None or not lines:
+                return
+            try:
+                if not self._file.add(lines, patience, at_any_rate):
+                    with self._lock:
+                        self._lines[:0] = lines
+                        self._waiting_bytes += sum(map(len, lines))
+                        self._due.set()
+            except OSError as error:
+                _log.warning("the timeline %r ends here, it cannot be written: %s", self._path, error.strerror)
+                self._file.close()
+                self._file = None
+
+
+def _write_what_is_due(reference: weakref.ref[Timeline], due: threading.Event) -> None:
+    """The thread of a timeline; it does not keep it alive."""
+    while True:
+        due.wait()
+        time.sleep(_PERIOD)  # what comes meanwhile is written with it
+        due.clear()
+        recorder = reference()
+        if recorder is None or recorder._file is None:
             return
-        try:
-            with _locked(self._file, patience) as alone:
-                if not alone and not patience and self._waiting_bytes < _MOST_BYTES:
-                    return
-                _write_all(self._file, "".join(self._lines).encode())
-        except OSError as error:
-            _log.warning("the timeline %r ends here, it cannot be written: %s", self._path, error.strerror)
-            os.close(self._file)
-            self._file = None
-        self._lines.clear()
-        self._waiting_bytes = 0
-        self._written = self._now()
+        recorder.flush()
+        del recorder
 
 
 class _Lane:
@@ -265,48 +327,6 @@ def _clock_name() -> tuple[str, ...]:
     with contextlib.suppress(OSError):
         namespace = os.readlink("/proc/self/ns/time")
     return socket.gethostname(), boot, namespace
-
-
-def _open(path: str | os.PathLike[str], first: bool) -> int:
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | (os.O_TRUNC if first else 0), 0o666)
-    try:
-        with _locked(file, _PATIENCE):
-            # Also where the first rank's file is out of sight: a host without a shared file system begins its own.
-            if os.fstat(file).st_size == 0:
-                _write_all(file, b"[\n")
-    except BaseException:
-        os.close(file)
-        raise
-    return file
-
-
-@contextlib.contextmanager
-def _locked(file: int, patience: float) -> Iterator[bool]:
-    """Hold the lock on a file, and say whether it is held: not if others keep it for so long, or if there are no locks here."""
-    deadline = time.monotonic() + patience
-    while not (held := _try_lock(file)) and time.monotonic() < deadline:
-        time.sleep(0.001)  # a lock that is waited for in the system's own way cannot be given up in time
-    try:
-        yield held is not False
-    finally:
-        if held:
-            fcntl.flock(file, fcntl.LOCK_UN)
-
-
-def _try_lock(file: int) -> bool | None:
-    """True: locked; False: another has it; None: this file system has no locks."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return None
-    return True
-
-
-def _write_all(file: int, data: bytes) -> None:
-    while data:
-        data = data[os.write(file, data) :]
 
 
 def _events_by_line(text: str) -> Iterator[Any]:

@@ -278,7 +278,8 @@ class World(Operations):
         return next((of_rank(self.ranks[peer], text) for peer, text in enumerate(said) if text), "")
 
     def _open_timeline(self, path: str, mark_cycles: bool) -> None:
-        """All ranks are here: the first one begins the file, and the others add to it."""
+        """All ranks are here: the first one names and begins the file, and the others add to it."""
+        path, mark_cycles = self._control.exchange((path, mark_cycles))[0] if self.size > 1 else (path, mark_cycles)
         offset = timeline.align(self._control.exchange if self.size > 1 else lambda value: [value])
         recorder, problem = None, ""
         try:

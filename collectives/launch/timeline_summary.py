@@ -16,6 +16,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from collectives import timeline
+
 _NUMBER = re.compile(r" number \d+(?=(\[\d+\])?, unnamed$)")
 """Of an unnamed operation: every call has another, and the calls belong together."""
 
@@ -94,6 +96,8 @@ def parse(events: Iterable[Mapping[str, Any]]) -> Trace:
     trace = Trace()
     open_spans: dict[tuple[int, object, object], Mapping[str, Any]] = {}
     for event in events:
+        if isinstance(event.get("pid"), int) and event["pid"] >= timeline.FIRST_ROW:
+            continue  # a tensor's row, for readers of Horovod's timelines, tells nothing that the ranks' own tracks do not
         trace.events += 1
         try:
             _take(trace, open_spans, event)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from collectives.config import Config
 from collectives.transport.base import Control, MemoryTransport, MessageTransport
 from collectives.transport.board import CALL_MASK, FAILED, LEFT, Board
 
@@ -29,6 +30,8 @@ class Group:
     """The ranks' numbers in the outermost group, by which messages call them."""
     close: Callable[[], None]
     """Gives back what was made for the group, and nothing else."""
+    config: Config | None = None
+    """The settings with rank 0's where those hold for all; None: as they were given."""
 
     @property
     def local(self) -> tuple[int, ...]:

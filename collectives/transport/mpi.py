@@ -96,7 +96,9 @@ def _make_group(
     try:
         forget(key)  # from here on the others hear of an exception; before, the next attempt goes on with this communicator
         channel.patience.check = check_all
-        _compare_settings(numbers[channel.rank], channel.exchange(config))
+        configs = channel.exchange(config)
+        _compare_settings(numbers[channel.rank], configs)
+        config = config.with_those_of(configs[0])
         hosts = _hosts(channel, config.local_size)
         local = next(host for host in hosts if channel.rank in host)
         if channel.size > 1 and config.transport != "mpi":
@@ -157,7 +159,7 @@ def _assemble(
             raise
 
     messages = MpiMessages(own, patience) if channel.size > 1 else None
-    return Group(rank, channel.size, hosts, control, memory, messages, split, numbers, close)
+    return Group(rank, channel.size, hosts, control, memory, messages, split, numbers, close, config)
 
 
 class MpiMessages:

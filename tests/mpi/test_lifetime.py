@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import psutil
@@ -67,6 +69,26 @@ def test_twenty_worlds_leave_nothing_behind() -> None:
     assert not [world for world in worlds if world() is not None]
     assert grown[CYCLES][1:] == grown[SETTLED][1:] and grown[CYCLES][2] == before, grown
     assert grown[CYCLES][0] - grown[SETTLED][0] < LEAST_LEAK, grown
+
+
+def test_each_rank_may_name_a_timeline_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0's is the one that all write to, as in Horovod."""
+    path = tmp_path / "trace.json"
+    monkeypatch.setenv("HOROVOD_TIMELINE", str(path))
+    collectives.init()
+    rank = collectives.rank()
+    collectives.allreduce(np.ones(3), name="loss")
+    collectives.barrier()
+    collectives.shutdown()
+    monkeypatch.delenv("HOROVOD_TIMELINE")
+    collectives.init()
+    collectives.barrier()  # the other rank has written all that it had
+    collectives.shutdown()
+    assert path.exists() is (rank == 0)
+    if rank == 0:
+        events = json.loads(path.read_text())
+        assert {event["pid"] for event in events if event.get("name") == "loss"} == {0, 1}
+        assert {event["name"] for event in events if event["ph"] == "B"} >= {"NEGOTIATE_ALLREDUCE", "ALLREDUCE"}
 
 
 def test_a_thread_that_outlives_a_world_does_not_keep_it() -> None:

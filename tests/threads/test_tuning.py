@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from collectives import timeline
 from collectives.autotune import Settings
 from collectives.config import Config
+from collectives.reduction import Op
 from collectives.transport import threads
 from collectives.transport.group import Group
 from collectives.world import World
@@ -81,14 +83,60 @@ def test_a_timeline_holds_what_all_ranks_did(tmp_path: Path) -> None:
 
     threads.run(3, program, make_world=World)
     events = timeline.read(path)
-    assert {event["pid"] for event in events} == {0, 1, 2}
+    assert {event["pid"] for event in events if event["pid"] < timeline.FIRST_ROW} == {0, 1, 2}
     for rank in range(3):
         mine = [event for event in events if event["pid"] == rank]
         negotiated = {event["name"] for event in mine if event["ph"] == "b"}
         assert {"t0", "t1", "t2", "t3", "rows", "blocking"} <= negotiated and "afterwards" not in negotiated
         carried_out = [event for event in mine if event["ph"] == "X" and "tensors" in event.get("args", {})]
         assert sorted(name for event in carried_out for name in event["args"]["tensors"]) == sorted(negotiated)
-        assert any(event["ph"] == "i" for event in mine), "no cycle is marked"
+        assert {event["name"] for event in mine if event["ph"] == "i"} == {"CYCLE_START"}
+        (gathered,) = [event["args"]["bytes"] for event in carried_out if event["args"]["tensors"] == ["rows"]]
+        assert gathered == 3 * 2 * 2 * 8
+
+
+def test_a_timeline_has_the_rows_that_readers_of_horovods_look_for(tmp_path: Path) -> None:
+    """One for each tensor, with its phases, and a tick for each rank that submits it."""
+    path = tmp_path / "trace.json"
+
+    def program(world: World) -> None:
+        world.start_timeline(path if world.rank == 0 else tmp_path / "another.json")
+        world.allreduce(np.ones(3, np.float32), name="loss")
+        world.grouped_allreduce([np.ones(2), np.ones((2, 2))], name="group")
+        world.allreduce(np.ones(3), op=Op.ADASUM, name="loss")
+        world.allgather(np.ones((2, 2)))
+        world.barrier()
+        pair = world.add_process_set([1, 2])
+        if pair is not None:
+            pair.allreduce(np.ones(3), name="loss")
+        world.stop_timeline()
+
+    threads.run(3, program, make_world=World)
+    assert not (tmp_path / "another.json").exists()
+    rows: dict[int, str] = {}
+    phases: dict[str, list[str]] = {}
+    ticks: dict[str, list[str]] = {}
+    for event in json.loads(path.read_text()):
+        pid = event["pid"]
+        if pid < timeline.FIRST_ROW:
+            continue
+        if event["ph"] == "M":
+            rows.update({pid: event["args"]["name"]} if event["name"] == "process_name" else {})
+        elif event["ph"] == "X":
+            ticks.setdefault(rows[pid], []).append(event["name"])
+        elif event["ph"] == "B":
+            phases.setdefault(rows[pid], []).append(event["name"])
+        else:
+            assert event["ph"] == "E"
+    # "loss" three times: of all ranks twice, and of the process set once, which may be written in between.
+    assert sorted(phases.pop("allreduce.loss")) == ["ADASUM", "ALLREDUCE", "ALLREDUCE", "NEGOTIATE_ADASUM", *["NEGOTIATE_ALLREDUCE"] * 2]
+    assert sorted(ticks.pop("allreduce.loss")) == ["0", "0", "1", "1", "1", "2", "2", "2"]
+    assert len([pid for pid, name in rows.items() if name == "allreduce.loss"]) == 2
+    expected = {"allreduce.group[0]": "ALLREDUCE", "allreduce.group[1]": "ALLREDUCE", "allgather.noname.1": "ALLGATHER"}
+    expected |= {"barrier.noname.2": "BARRIER"}
+    for row, phase in expected.items():
+        assert phases[row] == [f"NEGOTIATE_{phase}", phase], phases
+        assert sorted(ticks[row]) == ["0", "1", "2"], ticks
 
 
 def test_a_broadcast_of_the_parameters_comes_first(caplog: pytest.LogCaptureFixture) -> None:

@@ -47,8 +47,15 @@ def test_what_only_a_rank_itself_goes_by_may_differ_between_ranks() -> None:
     differ = {field.name for field in dataclasses.fields(Config) if not field.metadata["alike"]}
     assert differ == {
         "timeout", "allow_single", "result_pool", "cycle_time", "stall_warning", "stall_shutdown",
-        "autotune_log", "device", "log_level",
+        "timeline", "timeline_mark_cycles", "autotune_log", "autotune_samples", "autotune_noise", "device", "log_level",
     }  # fmt: skip
+
+
+def test_what_only_rank_0_goes_by_holds_for_all() -> None:
+    first = Config(timeline="0.json", timeline_mark_cycles=True, log_level="info", autotune_log="0.csv")
+    mine = Config(timeline="1.json", log_level="debug", timeout=7.0)
+    assert mine.with_those_of(first) == dataclasses.replace(mine, timeline="0.json", timeline_mark_cycles=True)
+    assert first.with_those_of(mine).timeline == "1.json"
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

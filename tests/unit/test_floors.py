@@ -27,6 +27,7 @@ FLOORS = {
         "buffers",
         "partition",
         "verify",
+        "tracefile",
         "timeline",
         "gaussian",
         "cuda",

@@ -26,7 +26,9 @@ def trace(tmp_path: Path) -> Path:
     path = tmp_path / "trace.json"
     recorders = [Timeline(path, rank, host=f"node{rank}", first=rank == 0) for rank in range(2)]
     for rank, recorder in enumerate(recorders):
-        recorder.mark("cycle", 0.0)
+        recorder.mark("CYCLE_START", 0.0)
+        recorder.tick("", "allreduce.late", 1.0)
+        recorder.phase("", "allreduce.late", "NEGOTIATE_ALLREDUCE", 0.5, 11.0)  # a row for readers of Horovod's: no rank of the report
         recorder.async_span("negotiate", "late", 1.0 + 3 * rank, 5.0)
         recorder.async_span("negotiate", "soon", 1.0 - rank / 2, 2.0)
         recorder.span("engine", "pack", 5.0, 5.5)
@@ -235,7 +237,7 @@ def test_what_is_not_drawn_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             recorder.span("engine", "short", number, number + 0.01)
             recorder.span("rounds", "long", number, number + 0.5 + number / 100)
             recorder.async_span("negotiate", "a", number, number + 0.5)
-            recorder.mark("cycle", number)
+            recorder.mark("CYCLE_START", number)
         for number in range(10):
             recorder.span(f"track {number}", "x", 0.0, 0.001)
         recorder.close()

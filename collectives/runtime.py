@@ -10,10 +10,11 @@ import functools
 import os
 import sys
 import threading
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from collectives import launched, logs, summary
+from collectives import first_sets, launched, logs, summary
 from collectives.config import Config, unknown
 from collectives.cuda import devices
 from collectives.errors import (
@@ -55,7 +56,12 @@ class _Default:
         self.lock = threading.RLock()  # a signal handler may shut down while its thread is in `init`
         self.joining = False
         self.sets: dict[int, ProcessSet] = {0: global_process_set}
-        self.next_set = 1
+        self.also: list[ProcessSet] = []
+        """Further objects for sets that are known."""
+        self.free_numbers: deque[int] = deque()
+        """Of sets that were removed; given out again in that order."""
+        self.comm: Any = None
+        """What `init` was given."""
         self.was_shut_down = False
         self.interrupted = False
         """Whether `init` was left by an exception that is none of its own, so that the other ranks may wait for this one in it."""
@@ -65,7 +71,10 @@ class _Default:
 _default = _Default()
 
 
-def init(comm: MPI.Intracomm | Sequence[int] | None = None, process_sets: Sequence[ProcessSet | Sequence[int]] | str | None = None) -> None:
+def init(
+    comm: MPI.Intracomm | Sequence[int] | None = None,
+    process_sets: Sequence[ProcessSet | Iterable[int] | MPI.Comm] | str | None = None,
+) -> None:
     """Join the other ranks; every rank calls it before any other function. Reads the environment (see `Config`).
 
     Calling it again does nothing until `shutdown`; after that it joins anew. After an exception, an interrupt included, it may be called
@@ -75,14 +84,15 @@ def init(comm: MPI.Intracomm | Sequence[int] | None = None, process_sets: Sequen
     Args:
         comm: an mpi4py intracommunicator (it is duplicated, and its own traffic left alone), or the ranks of COMM_WORLD that
             take part; all of COMM_WORLD by default.
-        process_sets: added at once, as by `add_process_set`; the same on every rank. Horovod's ``"dynamic"`` adds none, since they can
-            be added at any time.
+        process_sets: added at once, as by `add_process_set`; the same on every rank, or communicators, of which each rank has its own.
+            Horovod's ``"dynamic"`` adds none, since they can be added at any time. Given to a second call, they must be known by then.
 
     Raises:
         MissingDependencyError: several ranks were started, but no MPI library can be loaded.
         TransportError: a launcher says that it started several processes, but this one finds itself alone: the launcher is none of
             MPI's, or of another MPI than the one that mpi4py loads. ``COLLECTIVES_ALLOW_SINGLE=1`` makes a world of one rank then.
-        InvalidArgumentError: a setting in the environment cannot be understood, or ``comm`` names no such ranks.
+        InvalidArgumentError: a setting in the environment cannot be understood, or ``comm`` names no such ranks, or two sets have the
+            same ranks, or all; then the ranks have joined each other, and the other sets are made.
         CollectiveTimeoutError: not every rank came in time.
         RankFailedError: a rank raised in the middle of its `init`.
         ForkedProcessError: this process was started by a rank, and is none itself.
@@ -91,8 +101,10 @@ def init(comm: MPI.Intracomm | Sequence[int] | None = None, process_sets: Sequen
         if process_sets.lower() != "dynamic":
             raise InvalidArgumentError(f'process_sets: expected process sets or "dynamic", got {process_sets!r}')
         process_sets = ()
+    sets = [members if isinstance(members, ProcessSet) else ProcessSet(members) for members in process_sets or ()]
     with _default.lock:
         if _default.world is not None:
+            _recognize(sets)
             return
         if _default.joining:
             raise InvalidArgumentError("init() was called within init(), from a signal handler; let it set a flag, and call init() later")
@@ -110,8 +122,58 @@ def init(comm: MPI.Intracomm | Sequence[int] | None = None, process_sets: Sequen
         _say(world)
     if world.config.timeline:
         world.start_timeline(world.config.timeline, world.config.timeline_mark_cycles)
-    for members in process_sets or ():
-        add_process_set(members)
+    if sets:
+        _add_first_sets(sets)
+
+
+def _add_first_sets(given: Sequence[ProcessSet]) -> None:
+    """Make the process sets that `init` was given."""
+    root, mine = world(), []
+    try:
+        mine = [(first_sets.ranks_of(members, _default.comm), members.mpi_comm is not None) for members in given]
+    except InvalidArgumentError as error:
+        raise root.refused(error, "init.process_sets.length") from None
+    for ranks in first_sets.agreed(root, mine):
+        if _number_of(ranks) is None:
+            _make_known(ProcessSet(ranks), root, ranks)
+    _recognize(given)
+
+
+def _recognize(given: Sequence[ProcessSet]) -> None:
+    """Let objects stand for the process sets that are known.
+
+    Raises:
+        InvalidArgumentError: two stand for one set, or one for all ranks, and has become none, or is not known.
+    """
+    seen: set[int | None] = {0}
+    refused = []
+    for place, members in enumerate(given):
+        ranks = first_sets.ranks_of(members, _default.comm)
+        number = _number_of(ranks)
+        if number is None:
+            refused.append(f"process_sets[{place}]: a set of the ranks {list(ranks)} was not added; see add_process_set()")
+        elif number in seen:
+            members.detach()
+            refused.append(f"process_sets[{place}] is a duplicate: set {number} has the same ranks {list(ranks)}")
+        elif _default.sets[number] is not members:
+            members.attach_like(_default.sets[number])
+            _default.also.append(members)
+        seen.add(number)
+    if refused:
+        raise InvalidArgumentError(f"rank {world().rank}: init: {'; '.join(refused)}")
+
+
+def _number_of(ranks: Sequence[int]) -> int | None:
+    """The number of the process set that has these ranks; None if there is none."""
+    return next((number for number, known in sorted(_default.sets.items()) if tuple(known.ranks or ()) == tuple(ranks)), None)
+
+
+def _make_known(members: ProcessSet, root: World, ranks: Sequence[int]) -> None:
+    """Make a process set; every rank does."""
+    child = root.add_process_set(ranks)
+    number = _default.free_numbers.popleft() if _default.free_numbers else max(_default.sets) + 1
+    members.attach(number, root, child)
+    _default.sets[number] = members
 
 
 def _join(comm: MPI.Intracomm | Sequence[int] | None, config: Config) -> World:
@@ -126,7 +188,9 @@ def _join(comm: MPI.Intracomm | Sequence[int] | None, config: Config) -> World:
         elif _default.hooks is not None:
             _default.hooks.remove()
             _default.hooks = None
+        global_process_set.mpi_comm = None if isinstance(comm, Sequence) else comm
         _default.was_shut_down = False
+        _default.comm = comm
         _default.world = world
     except BaseException as error:
         _default.interrupted = not isinstance(error, CollectivesError) or isinstance(error, CollectiveTimeoutError)
@@ -143,10 +207,12 @@ def shutdown() -> None:
         # Without a world the hooks stay: `init` may have been interrupted, and the others wait in it for this rank.
         world = _default.world
         if world is not None:
-            for known in _default.sets.values():
+            for known in (*_default.sets.values(), *_default.also):
                 known.detach()
             _default.sets = {0: global_process_set}
-            _default.next_set = 1
+            _default.also.clear()
+            _default.free_numbers.clear()
+            _default.comm = global_process_set.mpi_comm = None
             try:
                 world.shutdown()
             finally:
@@ -268,17 +334,20 @@ def root_in(process_set: ProcessSet | int | None, root_rank: Any, name: str | No
         raise members.refused(error, name) from None
 
 
-def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
+def add_process_set(process_set: ProcessSet | Iterable[int], *, unlike: bool = False) -> ProcessSet:
     """Make a process set usable; every rank calls it, in the same order as the other collectives.
 
     Args:
         process_set: a `ProcessSet`, or the ranks of one.
+        unlike: whether to refuse the ranks of a set that is known, or all ranks, as Horovod does. Otherwise that makes one more set, whose
+            operations are independent of the other's.
 
     Returns:
         The process set.
 
     Raises:
-        InvalidArgumentError: there are no such ranks, or the set was added already.
+        InvalidArgumentError: there are no such ranks, or the set was added already, or it is ``unlike`` no other.
+        NotImplementedError: it was made of a communicator, which only `init` takes.
         MismatchError: the ranks name different sets.
     """
     root = world()
@@ -286,12 +355,15 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
         members = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
         if members.process_set_id is not None:
             raise InvalidArgumentError(f"{members} was added already")
-    except (InvalidTypeError, InvalidArgumentError) as error:
+        if members.ranks is None and members.mpi_comm is not None:
+            raise NotImplementedError(f"{members}: give init() the sets that are made of communicators, or name the ranks")
+        ranks = members.ranks if members.ranks is not None else list(range(root.size))
+        number = _number_of(ranks) if unlike else None
+        if number is not None:
+            raise InvalidArgumentError(f"{members} is a duplicate: process set {number} has the same ranks")
+    except (InvalidTypeError, InvalidArgumentError, NotImplementedError) as error:
         raise root.refused(error, None) from None
-    child = root.add_process_set(members.ranks if members.ranks is not None else range(root.size))
-    members.attach(_default.next_set, root, child)
-    _default.sets[_default.next_set] = members
-    _default.next_set += 1
+    _make_known(members, root, ranks)
     return members
 
 
@@ -305,11 +377,15 @@ def remove_process_set(process_set: ProcessSet) -> bool:
         MismatchError: the ranks name different sets, and all of them stay.
     """
     number = process_set.process_set_id
-    if not number or _default.sets.get(number) is not process_set:
+    if not number or not any(known is process_set for known in (*_default.sets.values(), *_default.also)):
         return False
     child = process_set.world() if process_set.included() else None
     world().remove_process_set(process_set.ranks or [], child)
-    del _default.sets[number]
+    _default.sets.pop(number).detach()
+    for known in [known for known in _default.also if known.process_set_id == number]:
+        _default.also.remove(known)
+        known.detach()
+    _default.free_numbers.append(number)
     process_set.detach()
     return True
 

@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 import collectives
+from collectives import InvalidArgumentError, MismatchError, ProcessSet, runtime
 from collectives.reduction import Op
 from collectives.world import World
 
@@ -89,6 +90,49 @@ def test_each_rank_may_name_a_timeline_of_its_own(tmp_path: Path, monkeypatch: p
         events = json.loads(path.read_text())
         assert {event["pid"] for event in events if event.get("name") == "loss"} == {0, 1}
         assert {event["name"] for event in events if event["ph"] == "B"} >= {"NEGOTIATE_ALLREDUCE", "ALLREDUCE"}
+
+
+def test_process_sets_are_recognized_by_their_ranks() -> None:
+    """Those of communicators too, of which each rank has its own; the numbers are Horovod's."""
+    from mpi4py import MPI
+
+    everybody = MPI.COMM_WORLD
+    rank = everybody.Get_rank()
+    alone, both = ProcessSet(everybody.Split(rank)), ProcessSet(everybody.Dup())
+    with pytest.raises(InvalidArgumentError, match=r"process_sets\[1\] is a duplicate: set 0 has the same ranks \[0, 1\]"):
+        collectives.init(everybody, [alone, both, ProcessSet([0])] if rank else [alone, both, ProcessSet(range(1))])
+    assert (alone.process_set_id, alone.ranks, alone.rank()) == (1 + rank, [rank], 0)
+    assert both.process_set_id is None and collectives.global_process_set.mpi_comm == everybody
+    assert str(alone) == f"ProcessSet(process_set_id={1 + rank}, ranks=[{rank}], mpi_comm={alone.mpi_comm})"
+    assert collectives.allreduce(1.0 + rank, process_set=alone) == 1.0 + rank
+
+    for ranks in ([1], [0, 1]):
+        with pytest.raises(ValueError, match="is a duplicate: process set"):
+            runtime.add_process_set(ranks, unlike=True)
+    with pytest.raises(NotImplementedError, match=r"init\(\)"):
+        collectives.add_process_set(ProcessSet(everybody))
+    third, fourth = collectives.add_process_set([0]), collectives.add_process_set([0, 1])
+    assert (third.process_set_id, fourth.process_set_id) == (3, 4)
+    assert collectives.remove_process_set(fourth) and collectives.remove_process_set(third)
+    assert not collectives.remove_process_set(third) and third.process_set_id is None
+    assert [runtime.add_process_set(ranks).process_set_id for ranks in ([1], [0], [1])] == [4, 3, 5]
+
+    again = ProcessSet([1])
+    collectives.init(process_sets=[again])
+    assert again.process_set_id == 2 and again.included() is (rank == 1)
+    with pytest.raises(InvalidArgumentError, match="was not added"):
+        collectives.init(process_sets=[ProcessSet([0, 7])])
+    collectives.shutdown()
+    assert again.process_set_id is alone.process_set_id is collectives.global_process_set.mpi_comm is None
+
+
+def test_ranks_that_give_init_different_process_sets_are_told() -> None:
+    rank = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["PMI_RANK"])
+    for sets in ([[rank]], [[0], [1]][: 1 + rank]):
+        with pytest.raises(MismatchError, match=r"process_sets\[[01]\] is not the same on every rank"):
+            collectives.init(process_sets=sets)
+        assert collectives.allreduce(1.0, average=False) == 2
+        collectives.shutdown()
 
 
 def test_a_thread_that_outlives_a_world_does_not_keep_it() -> None:

@@ -99,6 +99,7 @@ FLOORS = {
         "operations",
         "world",
         "membership",
+        "first_sets",
         "start",
         "summary",
         "runtime",

@@ -11,10 +11,12 @@ from typing import Any, TypeVar
 
 import tensorflow as tf
 
+from collectives.tensorflow.errors import raises_tensorflow
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def unconverted(function: Function) -> Function:
-    """A function that AutoGraph does not rewrite, nor what it calls."""
-    result: Function = tf.autograph.experimental.do_not_convert(function)
+    """A function that AutoGraph does not rewrite, nor what it calls; its errors of ours are TensorFlow's as well."""
+    result: Function = tf.autograph.experimental.do_not_convert(raises_tensorflow(function))
     return result

@@ -18,6 +18,7 @@ from collectives.errors import InvalidTypeError
 from collectives.reduction import Op
 from collectives.runtime import root_in, world_of
 from collectives.tensorflow import fused, graph, merging
+from collectives.tensorflow.errors import raises_tensorflow
 from collectives.world import World
 
 
@@ -94,6 +95,7 @@ _known: dict[Call, Call] = {}
 """For as long as the process lives, as TensorFlow keeps its callbacks; one for each name and way, however often a function is traced."""
 
 
+@raises_tensorflow
 def run(call: Call, tensors: Sequence[Any]) -> list[Any]:
     """Carry out a call, or put it into the graph that is being built; nothing is differentiable.
 

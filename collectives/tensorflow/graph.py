@@ -31,6 +31,7 @@ from typing import Any
 import tensorflow as tf
 
 from collectives.errors import InvalidArgumentError
+from collectives.tensorflow import status
 
 Callback = Callable[..., Any]
 """Takes arrays, returns a list of arrays; must not keep either."""
@@ -134,8 +135,9 @@ def _in_order(callback: Callback, label: str, tensors: list[Any], types: list[An
     if _order is None:
         with tf.init_scope(), tf.device("CPU:0"):
             _order = tf.Variable(0, trainable=False, dtype=tf.int64, name="collectives_order")
+    callback, types = status.returning(callback, types)
     with tf.control_dependencies([_order.assign_add(1, read_value=False)]):
-        results = list(tf.numpy_function(callback, tensors, types, name=label))
+        results = status.checked(tf.numpy_function(callback, tensors, types, name=label), label)
     with tf.control_dependencies(results):
         _order.assign_add(1, read_value=False)
     return results
@@ -143,6 +145,8 @@ def _in_order(callback: Callback, label: str, tensors: list[Any], types: list[An
 
 def _on_own_thread(callback: Callback, label: str, tensors: list[Any], types: list[Any], shapes: list[Any]) -> list[Any]:
     given = len(tensors)
+    callback, types = status.returning(callback, types)
+    shapes = [*shapes, *[tf.TensorShape([None])] * (len(types) - len(shapes))]
     tensors = tensors or [tf.zeros((), tf.int32)]  # a dataset needs an element
 
     @tf.function(input_signature=[tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors], autograph=False)  # type: ignore[untyped-decorator]
@@ -162,7 +166,7 @@ def _on_own_thread(callback: Callback, label: str, tensors: list[Any], types: li
         preserve_cardinality=True,
         **outputs,
     )
-    return list(tf.raw_ops.DatasetToSingleElement(dataset=dataset, name=label, **outputs))
+    return status.checked(tf.raw_ops.DatasetToSingleElement(dataset=dataset, name=label, **outputs), label)
 
 
 def _compiled_by_xla(graph: Any) -> bool:

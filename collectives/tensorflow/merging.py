@@ -25,7 +25,7 @@ def allreduce(world: World, arrays: Sequence[Any], average: bool, name: str | No
 
     Args:
         arrays: the values and the indices of the first, of the second, ...; indices in any order, and as often as they like.
-        average: divide by the number of ranks; integers truncate toward zero.
+        average: divide by the number of ranks, which is not for integers.
 
     Returns:
         Values and indices, alike on all ranks: indices ascending, each once.
@@ -48,7 +48,7 @@ def allreduce(world: World, arrays: Sequence[Any], average: bool, name: str | No
             sums[i] = total
     for i, values in zip(apart, rows, strict=True):
         total = _combined(values, gathered[i])[0]
-        sums[i] = _divided(total, world.size) if average else total
+        sums[i] = (total / total.dtype.type(world.size)).astype(total.dtype) if average else total
     return [array for pair in zip(sums, unions, strict=True) for array in pair]
 
 
@@ -68,9 +68,3 @@ def _combined(values: Any, indices: Any) -> tuple[Any, Any]:
     starts = np.flatnonzero(np.concatenate([[True], indices[1:] != indices[:-1]]))
     wide = values[order].astype(np.float32) if dtypes.is_half(values.dtype) else values[order]
     return np.add.reduceat(wide, starts, axis=0).astype(values.dtype), indices[starts]
-
-
-def _divided(total: Any, size: int) -> Any:
-    if np.issubdtype(total.dtype, np.integer):
-        return (np.sign(total) * (np.abs(total) // size)).astype(total.dtype)
-    return (total / total.dtype.type(size)).astype(total.dtype)

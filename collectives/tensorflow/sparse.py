@@ -8,10 +8,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from collectives.errors import InvalidArgumentError
 from collectives.reduction import Op
 from collectives.tensorflow import autograd, calls
 from collectives.tensorflow.calls import Call
+from collectives.tensorflow.errors import UnsupportedError
 
 
 def allreduce(call: Call, slices: Sequence[Any]) -> list[Any]:
@@ -22,14 +22,17 @@ def allreduce(call: Call, slices: Sequence[Any]) -> list[Any]:
         slices: ``tf.IndexedSlices``; ranks may differ in the number of rows, which may be 0.
 
     Returns:
-        The same on every rank: indices ascending, each once. An average of integers truncates toward zero.
+        The same on every rank: indices ascending, each once. The average of integers has the dtype of TensorFlow's
+        division: float32 for up to 16 bits, else float64.
 
     Raises:
-        InvalidArgumentError: another ``op``.
+        UnsupportedError (a NotImplementedError): another ``op``.
     """
     if call.op not in (Op.SUM, Op.AVERAGE):
         text = f"op: expected Average or Sum of tf.IndexedSlices, got {call.op!r}; pass tf.convert_to_tensor(slices)"
-        raise call.world.refused(InvalidArgumentError(text), call.name) from None
+        raise call.world.refused(UnsupportedError(text), call.name) from None
+    if call.op is Op.AVERAGE:
+        slices = [_divisible(each) for each in slices]
     merging = replace(call, collective="merge", prescale=1.0, postscale=1.0, compression=None, algorithm=None, transport=None)
     indices = [each.indices for each in slices]
     back = autograd.gradient_of(merging, [each.values for each in slices])
@@ -48,3 +51,11 @@ def allreduce(call: Call, slices: Sequence[Any]) -> list[Any]:
         tf.IndexedSlices(autograd.scaled(values, call.postscale), union, each.dense_shape)
         for values, union, each in zip(results[: len(slices)], results[len(slices) :], slices, strict=True)
     ]
+
+
+def _divisible(slices: Any) -> Any:
+    """Rows of integers in the dtype that TensorFlow's division gives them, so that their sum cannot overflow either."""
+    if not slices.dtype.is_integer:
+        return slices
+    wide = tf.float32 if slices.dtype.size <= 2 else tf.float64
+    return tf.IndexedSlices(tf.cast(slices.values, wide), slices.indices, slices.dense_shape)

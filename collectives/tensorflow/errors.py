@@ -1,0 +1,122 @@
+"""Errors that are TensorFlow's as well as our own, so that whoever catches either catches them.
+
+    ours                                          TensorFlow's, in eager mode and out of a graph
+    MismatchError, NotInitializedError            FailedPreconditionError
+    InvalidArgumentError, InvalidTypeError        InvalidArgumentError
+    RankFailedError and every other kind          UnknownError
+
+The codes are those that Horovod has for the same. Eagerly a call raises a class below, which has both bases. A graph
+that TensorFlow runs raises TensorFlow's alone, with our message in it; `status` sees to the code.
+"""
+
+# mypy: allow-subclassing-any
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import tensorflow as tf
+
+from collectives import errors
+from collectives.errors import CollectivesError
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class _TensorFlowError(CollectivesError):
+    """Ours, with what a ``tf.errors.OpError`` has; must come before it among the bases."""
+
+    code = tf.errors.UNKNOWN
+    node_def = op = None
+    __str__ = Exception.__str__
+    __reduce__ = Exception.__reduce__  # TensorFlow's makes errors of three arguments
+
+    @property
+    def message(self) -> str:
+        return str(self)
+
+    @property
+    def error_code(self) -> int:
+        return int(self.code)
+
+    @property
+    def experimental_payloads(self) -> dict[str, Any]:
+        return {}
+
+
+class InvalidArgumentError(_TensorFlowError, errors.InvalidArgumentError, tf.errors.InvalidArgumentError):
+    code = tf.errors.INVALID_ARGUMENT
+
+
+class InvalidTypeError(_TensorFlowError, errors.InvalidTypeError, tf.errors.InvalidArgumentError):
+    code = tf.errors.INVALID_ARGUMENT
+
+
+class UnsupportedError(InvalidArgumentError, NotImplementedError):
+    """What exists for other tensors, and not for this kind."""
+
+
+class NotInitializedError(_TensorFlowError, errors.NotInitializedError, tf.errors.FailedPreconditionError):
+    code = tf.errors.FAILED_PRECONDITION
+
+
+class OperationError(_TensorFlowError, errors.OperationError, tf.errors.UnknownError):
+    pass
+
+
+class MismatchError(_TensorFlowError, errors.MismatchError, tf.errors.FailedPreconditionError):
+    code = tf.errors.FAILED_PRECONDITION
+
+
+class RankFailedError(_TensorFlowError, errors.RankFailedError, tf.errors.UnknownError):
+    pass
+
+
+class CollectiveTimeoutError(_TensorFlowError, errors.CollectiveTimeoutError, tf.errors.UnknownError):
+    pass
+
+
+class TransportError(_TensorFlowError, errors.TransportError, tf.errors.UnknownError):
+    pass
+
+
+class OutOfMemoryError(_TensorFlowError, errors.OutOfMemoryError, tf.errors.UnknownError):
+    pass
+
+
+_CLASSES: dict[type, type[_TensorFlowError]] = {
+    errors.InvalidArgumentError: InvalidArgumentError,
+    errors.InvalidTypeError: InvalidTypeError,
+    errors.NotInitializedError: NotInitializedError,
+    errors.OperationError: OperationError,
+    errors.MismatchError: MismatchError,
+    errors.RankFailedError: RankFailedError,
+    errors.CollectiveTimeoutError: CollectiveTimeoutError,
+    errors.TransportError: TransportError,
+    errors.OutOfMemoryError: OutOfMemoryError,
+}
+
+
+def as_tensorflow(error: CollectivesError) -> CollectivesError:
+    """The same error in the class that is TensorFlow's as well; itself where there is none."""
+    if type(error) not in _CLASSES:
+        return error
+    twin = _CLASSES[type(error)](*error.args).with_traceback(error.__traceback__)
+    twin.__dict__.update(error.__dict__)
+    twin.__cause__, twin.__suppress_context__ = error.__cause__, True
+    return twin
+
+
+def raises_tensorflow(function: Function) -> Function:
+    """A function whose errors of ours are TensorFlow's as well."""
+
+    @functools.wraps(function)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except CollectivesError as error:
+            raise as_tensorflow(error) from error.__cause__
+
+    return wrapped  # type: ignore[return-value]

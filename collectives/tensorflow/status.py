@@ -1,0 +1,136 @@
+"""How a callback in a graph fails with a code of ours.
+
+TensorFlow makes ``InvalidArgumentError`` of a ``ValueError`` or ``TypeError`` that a callback raises, and
+``UnknownError`` of most others; no exception of Python's becomes ``FailedPreconditionError``, which is what Horovod's
+operations fail with. So a callback returns such an error, as one more result, and an operation behind it fails:
+
+    callback -> results, error
+    error -> Switch, where there are bytes in it -> CollectivesStatus -> Merge
+                     where there are none        -------------------> Merge    (control dependency) -> results
+
+The bytes are the code, then the text. The operation is registered by TensorFlow's C interface, which plug-in devices use
+too. It is Python, and would wait for the interpreter's lock: thus the switch, so that it runs only in order to fail.
+Where that interface is missing, callbacks raise, and the code is TensorFlow's choice.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from collectives.errors import CollectivesError
+from collectives.tensorflow.errors import as_tensorflow
+
+_NAME = "CollectivesStatus"
+_NONE = np.zeros(0, np.uint8)
+
+
+def returning(callback: Callable[..., Any], types: Sequence[Any]) -> tuple[Callable[..., Any], list[Any]]:
+    """The callback that returns its errors, and the dtypes of its results: of those of ``callback``, and of the error."""
+    return (_guarded(callback, tuple(types)), [*types, tf.uint8]) if _is_registered() else (callback, list(types))
+
+
+def checked(results: Sequence[Any], label: str) -> list[Any]:
+    """What a callback of `returning` has made in a graph, without the error, once there is none.
+
+    Must not be part of a function of a dataset, whose executor knows no Switch.
+    """
+    if not _is_registered():
+        return list(results)
+    *results, error = results
+    well, failed = tf.raw_ops.Switch(data=error, pred=tf.size(error) > 0)
+    (told,) = error.graph.create_op(_NAME, [failed], [tf.uint8], name=f"{label}_status").outputs
+    merged = tf.raw_ops.Merge(inputs=[well, told])
+    with tf.control_dependencies([merged.output]):
+        return list(tf.identity_n(results))
+
+
+@functools.cache
+def _guarded(callback: Callable[..., Any], types: tuple[Any, ...]) -> Callable[..., list[Any]]:
+    """The same one for the same callback, because TensorFlow keeps it for as long as the process lives."""
+
+    def guarded(*arrays: Any) -> list[Any]:
+        try:
+            return [*callback(*arrays), _NONE]
+        except CollectivesError as error:
+            code = getattr(as_tensorflow(error), "code", tf.errors.UNKNOWN)
+            if code != tf.errors.FAILED_PRECONDITION:
+                raise
+            told = bytes([code]) + f"{type(error).__name__}: {error}".encode()
+            return [*(np.zeros(0, dtype.as_numpy_dtype) for dtype in types), np.frombuffer(told, np.uint8)]
+
+    return guarded
+
+
+# ---- the operation --------------------------------------------------------------------------------------------------
+
+_Pointer = ctypes.c_void_p
+_Compute = ctypes.CFUNCTYPE(None, _Pointer, _Pointer)
+
+
+@functools.cache
+def _is_registered() -> bool:
+    """Register the operation, for the life of the process; whether TensorFlow has it now."""
+    try:
+        return _register(_library())
+    except (OSError, AttributeError):
+        return False
+
+
+def _library() -> ctypes.CDLL:
+    """TensorFlow's library, which is loaded already."""
+    found = sorted(Path(tf.sysconfig.get_lib()).glob("libtensorflow_framework.*"))
+    if not found:
+        raise OSError("TensorFlow has no library of its own")
+    return ctypes.CDLL(str(found[0]))
+
+
+def _register(library: ctypes.CDLL) -> bool:
+    def function(name: str, result: Any, *arguments: Any) -> Any:
+        found = library[name]
+        found.restype, found.argtypes = result, arguments
+        return found
+
+    new_status = function("TF_NewStatus", _Pointer)
+    set_status = function("TF_SetStatus", None, _Pointer, ctypes.c_int, ctypes.c_char_p)
+    get_code = function("TF_GetCode", ctypes.c_int, _Pointer)
+    delete_status = function("TF_DeleteStatus", None, _Pointer)
+    get_input = function("TF_GetInput", None, _Pointer, ctypes.c_int, ctypes.POINTER(_Pointer), _Pointer)
+    byte_size = function("TF_TensorByteSize", ctypes.c_size_t, _Pointer)
+    data = function("TF_TensorData", _Pointer, _Pointer)
+    delete_tensor = function("TF_DeleteTensor", None, _Pointer)
+    fail = function("TF_OpKernelContext_Failure", None, _Pointer, _Pointer)
+
+    def compute(_: Any, context: Any) -> None:
+        tensor, status = _Pointer(), new_status()
+        get_input(context, 0, ctypes.byref(tensor), status)
+        told = ctypes.string_at(data(tensor), byte_size(tensor))
+        set_status(status, told[0], told[1:])
+        fail(context, status)
+        delete_tensor(tensor)
+        delete_status(status)
+
+    kernel = _Compute(compute)
+    name = _NAME.encode()
+    operation = function("TF_NewOpDefinitionBuilder", _Pointer, ctypes.c_char_p)(name)
+    function("TF_OpDefinitionBuilderAddInput", None, _Pointer, ctypes.c_char_p)(operation, b"error: uint8")
+    function("TF_OpDefinitionBuilderAddOutput", None, _Pointer, ctypes.c_char_p)(operation, b"told: uint8")
+    text = ctypes.c_char_p
+    make_kernel = function("TF_NewKernelBuilder", _Pointer, text, text, _Pointer, _Compute, _Pointer)
+    add_kernel = function("TF_RegisterKernelBuilder", None, ctypes.c_char_p, _Pointer, _Pointer)
+    status = new_status()
+    try:
+        function("TF_RegisterOpDefinition", None, _Pointer, _Pointer)(operation, status)
+        if get_code(status) == tf.errors.OK:
+            add_kernel(name, make_kernel(name, b"CPU", None, kernel, None), status)
+            # TensorFlow calls it for as long as the process lives, also after this module is imported anew.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(kernel))
+        return get_code(status) in (tf.errors.OK, tf.errors.ALREADY_EXISTS)
+    finally:
+        delete_status(status)

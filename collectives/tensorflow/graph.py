@@ -73,7 +73,7 @@ def call(
     types, shapes = list(types), [tf.TensorShape(shape) for shape in shapes]
     with tf.device("CPU:0"):
         if keeps_order(graph):
-            results = _in_order(make(name and scoped(name, ignore_name_scope)), _legal(label), list(tensors), types)
+            results = _in_order(make(name and scoped(name, ignore_name_scope)), _legal(label), list(tensors), types, shapes)
         else:
             results = _on_own_thread(make(_unique(graph, label, ignore_name_scope)), _legal(label), list(tensors), types, shapes)
     for result, shape in zip(results, shapes, strict=True):
@@ -130,12 +130,12 @@ def _legal(label: str) -> str:
     return re.sub(r"[^A-Za-z0-9_.\\/>-]", "_", label).lstrip("_") or "collective"
 
 
-def _in_order(callback: Callback, label: str, tensors: list[Any], types: list[Any]) -> list[Any]:
+def _in_order(callback: Callback, label: str, tensors: list[Any], types: list[Any], shapes: list[Any]) -> list[Any]:
     global _order
     if _order is None:
         with tf.init_scope(), tf.device("CPU:0"):
             _order = tf.Variable(0, trainable=False, dtype=tf.int64, name="collectives_order")
-    callback, types = status.returning(callback, types)
+    callback, types, _ = status.returning(callback, types, shapes)
     with tf.control_dependencies([_order.assign_add(1, read_value=False)]):
         results = status.checked(tf.numpy_function(callback, tensors, types, name=label), label)
     with tf.control_dependencies(results):
@@ -145,8 +145,7 @@ def _in_order(callback: Callback, label: str, tensors: list[Any], types: list[An
 
 def _on_own_thread(callback: Callback, label: str, tensors: list[Any], types: list[Any], shapes: list[Any]) -> list[Any]:
     given = len(tensors)
-    callback, types = status.returning(callback, types)
-    shapes = [*shapes, *[tf.TensorShape([None])] * (len(types) - len(shapes))]
+    callback, types, shapes = status.returning(callback, types, shapes)
     tensors = tensors or [tf.zeros((), tf.int32)]  # a dataset needs an element
 
     @tf.function(input_signature=[tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors], autograph=False)  # type: ignore[untyped-decorator]

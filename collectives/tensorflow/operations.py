@@ -9,8 +9,8 @@ Tensors are TensorFlow's, variables, NumPy arrays or numbers; results are new te
 name scopes of a graph unless ``ignore_name_scope``; unnamed operations are matched by their order, and in graphs for sessions by the
 names of their tensors, so that every rank must build the same graph.
 
-Eagerly, errors are those of `collectives.errors`. Where TensorFlow runs a graph it makes errors of its own of them
-(``tf.errors.OpError``), with the same text.
+Eagerly, errors are those of `collectives.tensorflow.errors`, which are those of `collectives.errors` and of ``tf.errors``
+at once. Out of a graph they are those of ``tf.errors`` alone, with the same text.
 """
 
 from __future__ import annotations
@@ -71,11 +71,13 @@ def allreduce(
         process_set: the ranks that take part.
 
     Returns:
-        A tensor of the same shape and dtype; ``tf.IndexedSlices`` whose indices ascend, each once.
+        A tensor of the same shape and dtype; ``tf.IndexedSlices`` whose indices ascend, each once. The average of integers
+        truncates toward zero; that of slices of integers is of floating point.
 
     Raises:
         InvalidArgumentError (a ValueError): both ``average`` and ``op``; XLA is to compile the graph; and all that `collectives.allreduce`
             raises.
+        UnsupportedError (a NotImplementedError and a ValueError): another ``op`` of sparse tensors.
     """
     how = device_dense, device_sparse, compression, op, prescale_factor, postscale_factor, process_set, ignore_name_scope, name
     return grouped_allreduce([tensor], average, *how, algorithm=algorithm, transport=transport)[0]
@@ -114,6 +116,8 @@ def grouped_allreduce(
     results: list[Any] = list(given)
     dense = [i for i, tensor in enumerate(given) if not isinstance(tensor, tf.IndexedSlices)]
     others = [i for i, tensor in enumerate(given) if isinstance(tensor, tf.IndexedSlices)]
+    if others:
+        sparse.check(call)
     if dense:
         for i, result in zip(dense, _compressed(call, compression, [given[i] for i in dense]), strict=True):
             results[i] = result

@@ -14,23 +14,28 @@ from collectives.tensorflow.calls import Call
 from collectives.tensorflow.errors import UnsupportedError
 
 
+def check(call: Call) -> None:
+    """Refuse what cannot be done with sparse tensors.
+
+    Raises:
+        UnsupportedError (a NotImplementedError): an ``op`` other than Sum and Average.
+    """
+    if call.op not in (Op.SUM, Op.AVERAGE):
+        text = f"op: expected Average or Sum of tf.IndexedSlices, got {call.op!r}; pass tf.convert_to_tensor(slices)"
+        raise call.world.refused(UnsupportedError(text), call.name)
+
+
 def allreduce(call: Call, slices: Sequence[Any]) -> list[Any]:
     """Add up several sparse tensors over the ranks, in one call. Differentiable with respect to their values.
 
     Args:
-        call: an all-reduce, Sum or Average; compression does not apply.
+        call: an all-reduce that `check` takes; compression does not apply.
         slices: ``tf.IndexedSlices``; ranks may differ in the number of rows, which may be 0.
 
     Returns:
         The same on every rank: indices ascending, each once. The average of integers has the dtype of TensorFlow's
         division: float32 for up to 16 bits, else float64.
-
-    Raises:
-        UnsupportedError (a NotImplementedError): another ``op``.
     """
-    if call.op not in (Op.SUM, Op.AVERAGE):
-        text = f"op: expected Average or Sum of tf.IndexedSlices, got {call.op!r}; pass tf.convert_to_tensor(slices)"
-        raise call.world.refused(UnsupportedError(text), call.name) from None
     if call.op is Op.AVERAGE:
         slices = [_divisible(each) for each in slices]
     merging = replace(call, collective="merge", prescale=1.0, postscale=1.0, compression=None, algorithm=None, transport=None)

@@ -31,9 +31,19 @@ _NAME = "CollectivesStatus"
 _NONE = np.zeros(0, np.uint8)
 
 
-def returning(callback: Callable[..., Any], types: Sequence[Any]) -> tuple[Callable[..., Any], list[Any]]:
-    """The callback that returns its errors, and the dtypes of its results: of those of ``callback``, and of the error."""
-    return (_guarded(callback, tuple(types)), [*types, tf.uint8]) if _is_registered() else (callback, list(types))
+def returning(
+    callback: Callable[..., Any], types: Sequence[Any], shapes: Sequence[tf.TensorShape]
+) -> tuple[Callable[..., Any], list[Any], list[tf.TensorShape]]:
+    """The callback that returns its errors, and the dtypes and shapes of its results: of ``callback``'s, and of the error."""
+    if not _is_registered():
+        return callback, list(types), list(shapes)
+    stand_ins = tuple((dtype, _smallest(shape)) for dtype, shape in zip(types, shapes, strict=True))
+    return _guarded(callback, stand_ins), [*types, tf.uint8], [*shapes, tf.TensorShape([None])]
+
+
+def _smallest(shape: tf.TensorShape) -> tuple[int, ...]:
+    """The shape with the fewest elements of those that it may be: a dataset refuses others."""
+    return (0,) if shape.rank is None else tuple(size or 0 for size in shape.as_list())
 
 
 def checked(results: Sequence[Any], label: str) -> list[Any]:
@@ -52,7 +62,7 @@ def checked(results: Sequence[Any], label: str) -> list[Any]:
 
 
 @functools.cache
-def _guarded(callback: Callable[..., Any], types: tuple[Any, ...]) -> Callable[..., list[Any]]:
+def _guarded(callback: Callable[..., Any], stand_ins: tuple[Any, ...]) -> Callable[..., list[Any]]:
     """The same one for the same callback, because TensorFlow keeps it for as long as the process lives."""
 
     def guarded(*arrays: Any) -> list[Any]:
@@ -63,7 +73,8 @@ def _guarded(callback: Callable[..., Any], types: tuple[Any, ...]) -> Callable[.
             if code != tf.errors.FAILED_PRECONDITION:
                 raise
             told = bytes([code]) + f"{type(error).__name__}: {error}".encode()
-            return [*(np.zeros(0, dtype.as_numpy_dtype) for dtype in types), np.frombuffer(told, np.uint8)]
+            nothing = [np.zeros(shape, dtype.as_numpy_dtype) for dtype, shape in stand_ins]
+            return [*nothing, np.frombuffer(told, np.uint8)]
 
     return guarded
 

@@ -168,7 +168,7 @@ def test_sparse_rows(hvd_tf: Any, way: str, overlap: bool) -> None:
     assert np.array_equal(summed, total)
     np.testing.assert_allclose(averaged, total * 6 / hvd.size(), rtol=1e-6)
     np.testing.assert_allclose(halved.astype(np.float32), total, rtol=0.02)
-    assert np.array_equal(counted, np.trunc(total / hvd.size()))
+    assert np.array_equal(counted, total / hvd.size())
     assert indices.dtype == (np.int32 if overlap else np.int64) and indices.tolist() == np.flatnonzero(total.any(1)).tolist()
     assert values.shape == (len(indices), 2) and none.shape == (0,) and whole.tolist() == [hvd.size()] * 3
 
@@ -224,6 +224,21 @@ def test_integer_slices_times_a_factor(hvd_tf: Any) -> None:
     slices = tf.IndexedSlices(tf.constant([[4], [6]]), tf.constant([0, 2]), tf.constant([3, 1]))
     found = hvd.allreduce(slices, op=hvd.Sum, prescale_factor=0.5)
     assert found.values.numpy().tolist() == [[2 * hvd.size()], [3 * hvd.size()]]
+
+
+@pytest.mark.parametrize("way", ("eager", "function"))
+def test_the_average_of_integer_slices_is_a_division(hvd_tf: Any, way: str) -> None:
+    """In the dtypes of TensorFlow's division, where sums that overflow integers do not."""
+    hvd = hvd_tf
+    for dtype in (tf.uint8, tf.int8, tf.int16, tf.int32, tf.int64):
+        slices = tf.IndexedSlices(tf.constant([[100], [101]], dtype), tf.constant([3, 3 + hvd.rank()]))
+        average = (lambda s: hvd.allreduce(s, op=hvd.Average)) if way == "eager" else tf.function(hvd.allreduce)
+        found = average(slices)
+        expected = np.zeros(3 + hvd.size())
+        expected[3] = 100.0
+        expected[3:] += 101.0 / hvd.size()
+        assert found.values.dtype == (slices.values / 2).dtype
+        np.testing.assert_allclose(tf.math.unsorted_segment_sum(found.values, found.indices, 3 + hvd.size())[:, 0], expected, rtol=1e-6)
 
 
 def test_what_one_rank_refuses_every_rank_hears_of(hvd_tf: Any) -> None:

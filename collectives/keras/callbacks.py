@@ -12,7 +12,20 @@ from collectives.membership import ProcessSet
 from collectives.runtime import global_process_set
 
 
-class BroadcastGlobalVariablesCallback(Broadcasting, keras.callbacks.Callback):  # type: ignore[misc]
+class _ForKeras2:
+    """What ``tf_keras`` asks of a callback, so that its models take these, too."""
+
+    def _implements_train_batch_hooks(self) -> bool:
+        return isinstance(self, Broadcasting | Scheduling)
+
+    def _implements_test_batch_hooks(self) -> bool:
+        return False
+
+    def _implements_predict_batch_hooks(self) -> bool:
+        return False
+
+
+class BroadcastGlobalVariablesCallback(_ForKeras2, Broadcasting, keras.callbacks.Callback):  # type: ignore[misc]
     """Every rank begins with the root's model and optimizer, whether they are new or loaded.
 
     Broadcast are the model's variables (weights, statistics, random seeds) and the optimizer's (iterations, learning rate, moments), before
@@ -35,7 +48,7 @@ class BroadcastGlobalVariablesCallback(Broadcasting, keras.callbacks.Callback): 
         self._begin(root_rank, local_variables, process_set)
 
 
-class MetricAverageCallback(Averaging, keras.callbacks.Callback):  # type: ignore[misc]
+class MetricAverageCallback(_ForKeras2, Averaging, keras.callbacks.Callback):  # type: ignore[misc]
     """At the end of an epoch metrics become their means over the ranks, those of the validation included.
 
     Put it before callbacks that use metrics, such as ``ReduceLROnPlateau``, ``EarlyStopping``, ``TensorBoard`` and checkpoints. Where ranks
@@ -53,7 +66,7 @@ class MetricAverageCallback(Averaging, keras.callbacks.Callback):  # type: ignor
         self._members = process_set
 
 
-class LearningRateScheduleCallback(Scheduling, keras.callbacks.Callback):  # type: ignore[misc]
+class LearningRateScheduleCallback(_ForKeras2, Scheduling, keras.callbacks.Callback):  # type: ignore[misc]
     """From ``start_epoch`` to ``end_epoch`` the learning rate is ``initial_lr * multiplier``.
 
     With ``staircase`` it is set at the beginning of each epoch, by a whole number of epochs; else before each batch, by
@@ -84,7 +97,7 @@ class LearningRateScheduleCallback(Scheduling, keras.callbacks.Callback):  # typ
         self._begin(initial_lr, multiplier, start_epoch, end_epoch, staircase, momentum_correction, steps_per_epoch)
 
 
-class LearningRateWarmupCallback(Warming, keras.callbacks.Callback):  # type: ignore[misc]
+class LearningRateWarmupCallback(_ForKeras2, Warming, keras.callbacks.Callback):  # type: ignore[misc]
     """The learning rate grows evenly from ``initial_lr / size()`` to ``initial_lr``, batch by batch.
 
     After Goyal et al., "Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour" (2017): with ``e`` the epochs so far, with a fraction,
@@ -110,7 +123,7 @@ class LearningRateWarmupCallback(Warming, keras.callbacks.Callback):  # type: ig
         self._begin_warmup(initial_lr, warmup_epochs, momentum_correction, steps_per_epoch, verbose)
 
 
-class BestModelCheckpoint(KeepingBest, keras.callbacks.ModelCheckpoint):  # type: ignore[misc]
+class BestModelCheckpoint(_ForKeras2, KeepingBest, keras.callbacks.ModelCheckpoint):  # type: ignore[misc]
     """Keras's ``ModelCheckpoint`` that keeps the best model only.
 
     As in Horovod, where to is no argument but an attribute: set ``filepath`` before training, on the rank that saves.

@@ -48,7 +48,8 @@ def DistributedOptimizer(
     passes. On the TensorFlow backend models are compiled without XLA, whose programs cannot communicate; on JAX inside ``jit``.
 
     Args:
-        optimizer: a ``keras.optimizers.Optimizer``. The result is of its class, shares its variables, and takes its place.
+        optimizer: a ``keras.optimizers.Optimizer``. The result is of its class, shares its variables, and takes its place. One of
+            ``tf_keras`` is handed to `collectives.tensorflow.keras`, where TF_USE_LEGACY_KERAS=1.
         name: what the operations are called by; "Distributed" and the optimizer's class by default.
         device_dense, device_sparse: of Horovod's interface; tensors are combined where they are.
         compression: `Compression.none`, ``fp16``, ``bf16``, or an own class with ``compress`` and ``decompress``.
@@ -71,6 +72,24 @@ def DistributedOptimizer(
         InvalidTypeError: not an optimizer of Keras 3, or ``compression`` is no compressor.
         NotInitializedError: before `init`.
     """
+    of_keras_2 = _adapter_of_keras_2(optimizer)
+    if of_keras_2 is not None:
+        return of_keras_2.DistributedOptimizer(  # type: ignore[no-any-return]
+            optimizer,
+            name=name,
+            device_dense=device_dense,
+            device_sparse=device_sparse,
+            compression=compression,
+            sparse_as_dense=sparse_as_dense,
+            gradient_predivide_factor=gradient_predivide_factor,
+            op=op,
+            backward_passes_per_step=backward_passes_per_step,
+            average_aggregated_gradients=average_aggregated_gradients,
+            num_groups=num_groups,
+            groups=groups,
+            process_set=process_set,
+            scale_local_gradients=scale_local_gradients,
+        )
     if num_groups != 0:
         warnings.warn("num_groups: use groups instead, which takes a number as well", DeprecationWarning, stacklevel=2)
         groups = num_groups if groups is None else groups
@@ -125,6 +144,22 @@ def PartialDistributedOptimizer(
     Raises:
         ValueError: what is no layer, or one without variables yet; and all that `DistributedOptimizer` raises.
     """
+    of_keras_2 = _adapter_of_keras_2(optimizer)
+    if of_keras_2 is not None:
+        return of_keras_2.PartialDistributedOptimizer(  # type: ignore[no-any-return]
+            optimizer,
+            name=name,
+            device_dense=device_dense,
+            device_sparse=device_sparse,
+            compression=compression,
+            sparse_as_dense=sparse_as_dense,
+            gradient_predivide_factor=gradient_predivide_factor,
+            op=op,
+            groups=groups,
+            process_set=process_set,
+            local_layers=local_layers,
+            scale_local_gradients=scale_local_gradients,
+        )
     layers = [local_layers] if isinstance(local_layers, keras.layers.Layer) else list(local_layers or ())
     for layer in layers:
         if not isinstance(layer, keras.layers.Layer):
@@ -159,13 +194,22 @@ def _check(optimizer: Any) -> None:
         if isinstance(inner, Distributed):
             raise InvalidArgumentError("optimizer: its inner optimizer is a DistributedOptimizer already; wrap one of the two")
         return
-    legacy = sys.modules.get("tf_keras")
-    if legacy is not None and isinstance(optimizer, legacy.optimizers.Optimizer | legacy.optimizers.legacy.Optimizer):
-        raise InvalidTypeError(
-            "optimizer: expected one of Keras 3 (import keras), got one of tf_keras; import collectives.tensorflow.keras as hvd, and set"
-            " TF_USE_LEGACY_KERAS=1"
-        )
     raise InvalidTypeError(f"optimizer: expected a keras.optimizers.Optimizer, got {foreign.describe(optimizer)}")
+
+
+def _adapter_of_keras_2(optimizer: Any) -> Any:
+    """The adapter that takes this optimizer if it is one of ``tf_keras``, else None."""
+    legacy = sys.modules.get("tf_keras")
+    if legacy is None or not isinstance(optimizer, legacy.optimizers.Optimizer | legacy.optimizers.legacy.Optimizer):
+        return None
+    import collectives.tensorflow.keras
+    from collectives.tensorflow.keras.kind import LEGACY
+
+    if not LEGACY:
+        raise InvalidTypeError(
+            "optimizer: expected one of Keras 3 (import keras), got one of tf_keras; for that set TF_USE_LEGACY_KERAS=1 in the environment"
+        )
+    return collectives.tensorflow.keras
 
 
 def _accumulates(optimizer: Any) -> bool:

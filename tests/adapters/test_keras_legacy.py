@@ -180,6 +180,29 @@ def test_local_layers_train_alone(hvd: Any) -> None:
     hvd.check_consistency(model.get_weights()[:2])
 
 
+def test_the_adapter_of_keras_3_takes_it_too(hvd: Any, tmp_path: Path) -> None:
+    """As ``import horovod.keras`` does beside ``tf.keras``."""
+    import collectives.keras as other
+
+    model, x, y, rows = network(), part(X, hvd), part(Y, hvd), BATCH // hvd.size()
+    reference = network()
+    train(reference, keras.optimizers.legacy.SGD(0.1), X, Y, epochs=2)
+    best = other.callbacks.BestModelCheckpoint("loss")
+    best.filepath = str(tmp_path / "best.keras")
+    warmup = other.callbacks.LearningRateWarmupCallback(0.1 * hvd.size(), warmup_epochs=1)
+    chosen = [other.callbacks.BroadcastGlobalVariablesCallback(0), other.callbacks.MetricAverageCallback(), best]
+    train(model, other.DistributedOptimizer(keras.optimizers.legacy.SGD(0.1)), x, y, rows, epochs=2, callbacks=chosen)
+    close(model, reference)
+    assert Path(best.filepath).exists()
+    history = train(model, other.DistributedOptimizer(keras.optimizers.SGD(0.1)), x, y, rows, callbacks=[warmup])
+    assert history.history["lr"] == pytest.approx([0.1 * hvd.size()])
+    local = network(seed=hvd.rank())
+    local.build((None, 5))
+    optimizer = other.PartialDistributedOptimizer(keras.optimizers.legacy.SGD(0.1), local_layers=local.layers[0])
+    assert isinstance(optimizer, keras.optimizers.legacy.SGD)
+    assert optimizer.process_set is hvd.global_process_set
+
+
 def test_the_best_model_is_kept(hvd: Any, tmp_path: Path) -> None:
     best = hvd.callbacks.BestModelCheckpoint("loss", 0, False)
     best.filepath = str(tmp_path / "best.keras")

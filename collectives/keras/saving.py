@@ -9,6 +9,7 @@ import keras
 
 from collectives.compression import Compression
 from collectives.errors import InvalidArgumentError
+from collectives.keras.distributed import Distributed
 from collectives.keras.optimizer import DistributedOptimizer
 
 
@@ -26,7 +27,7 @@ def load_model(
     Args:
         filepath: what ``keras.saving.load_model`` takes.
         custom_optimizers: optimizer classes that are not Keras's own.
-        custom_objects: other classes and functions by name.
+        custom_objects: other classes and functions by name; what makes distributed optimizers is left to do so.
         compression: as of `DistributedOptimizer`.
         legacy_opts: of Keras 2, where `collectives.tensorflow.keras` knows it.
 
@@ -42,8 +43,10 @@ def load_model(
         )
     objects = {kind.__name__: kind for kind in custom_optimizers or ()} | dict(custom_objects or {})
     model = keras.saving.load_model(filepath, custom_objects=objects)
-    if getattr(model, "optimizer", None) is not None:
-        model.optimizer = DistributedOptimizer(model.optimizer, compression=compression)
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is not None:
+        if not isinstance(getattr(optimizer, "inner_optimizer", optimizer), Distributed):
+            model.optimizer = DistributedOptimizer(optimizer, compression=compression)
         if keras.backend.backend() == "tensorflow":
             model.jit_compile = False
     return model

@@ -145,6 +145,18 @@ def test_saved_models_load_with_and_without_ranks(hvd: Any, folder: Path, kind: 
     close(loaded, plain)
 
 
+def test_custom_objects_may_make_distributed_optimizers(hvd: Any, tmp_path: Path) -> None:
+    class Own(keras.optimizers.legacy.SGD):
+        pass
+
+    model = network()
+    train(model, Own(0.1), X[:BATCH], Y[:BATCH])
+    model.save(file := str(tmp_path / "own.h5"))
+    made = {"Own": lambda **keywords: hvd.DistributedOptimizer(Own(**keywords), op=hvd.Sum)}
+    assert hvd.load_model(file, custom_objects=made).optimizer.way.op is hvd.Sum
+    assert hvd.load_model(file, custom_optimizers=[Own]).optimizer.way.op is hvd.Average
+
+
 def test_warmup_with_momentum(hvd: Any) -> None:
     for make in (keras.optimizers.SGD, keras.optimizers.legacy.SGD):
         seen: list[float] = []
@@ -256,6 +268,11 @@ def test_values(hvd: Any) -> None:
     np.testing.assert_allclose(hvd.allgather([[rank]]), [[each] for each in range(size)])
     np.testing.assert_allclose(hvd.broadcast([rank], size - 1), [size - 1])
     np.testing.assert_allclose(hvd.reducescatter([[1.0]] * size, op=hvd.Sum), [[size]])
+    with tf.Graph().as_default():
+        np.testing.assert_allclose(hvd.allreduce(np.full(2, float(rank)), op=hvd.Sum), np.full(2, sum(range(size))))
+        assert isinstance(hvd.allgather([[rank]]), np.ndarray)
+        assert hvd.broadcast([rank], size - 1).tolist() == [size - 1]
+        assert hvd.reducescatter([[1.0]] * size, op=hvd.Sum).tolist() == [[size]]
     with pytest.raises(RuntimeError, match="broadcast_variables"):
         hvd.broadcast_global_variables(0)
 

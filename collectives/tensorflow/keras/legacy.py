@@ -71,6 +71,8 @@ class Distributed:
         note(combined, variables)
         return combined
 
+    _allreduce = _combined  # by Horovod's name
+
     def aggregate_gradients(self, grads_and_vars: Iterable[Any]) -> list[Any]:
         """As `compute_gradients`, of gradients that are given; what `compute_gradients` has combined stays as it is."""
         pairs = list(grads_and_vars)
@@ -121,9 +123,14 @@ class Distributed:
 
     @property
     def _aggregation(self) -> Aggregation:
-        track: Any = tf.keras.__internal__.backend.track_variable  # so that Keras's session initializes it
-        found: Aggregation = self._own("_sums", Aggregation(self.passes, self.average, self._rest, self.sparse_as_dense, track))
+        how = (self.passes, self.average, self._rest, self.sparse_as_dense, _initialize)
+        found: Aggregation = self._own("_sums", Aggregation(*how))
         return found
+
+    @property
+    def _agg_helper(self) -> Aggregation | None:
+        """By Horovod's name: programs read its ``counter``."""
+        return self._aggregation if self.passes > 1 else None
 
     def _own(self, name: str, default: Any) -> Any:
         """What is kept past Keras, which would track it."""
@@ -253,13 +260,22 @@ def load_model(
     """Load a model with its optimizer's state, and make the optimizer a `DistributedOptimizer`; see `collectives.keras.load_model`.
 
     Args:
+        custom_objects: may make distributed optimizers, which stay as they are.
         legacy_opts: of Horovod's interface; both kinds of optimizers are known from the file.
     """
     objects = {kind.__name__: kind for kind in custom_optimizers or ()} | dict(custom_objects or {})
     model = tf.keras.models.load_model(filepath, custom_objects=objects)
-    if getattr(model, "optimizer", None) is not None:
-        model.optimizer = DistributedOptimizer(model.optimizer, compression=compression)
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is not None and not isinstance(getattr(optimizer, "inner_optimizer", optimizer), Distributed):
+        model.optimizer = DistributedOptimizer(optimizer, compression=compression)
     return model
+
+
+def _initialize(variable: Any) -> None:
+    """Have Keras's session initialize a variable; eagerly it is."""
+    if not tf.executing_eagerly():
+        tf.keras.__internal__.backend.track_variable(variable)
+        tf.compat.v1.keras.backend.get_session(op_input_list=())
 
 
 def _nothing(result: Any) -> Any:

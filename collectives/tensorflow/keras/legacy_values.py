@@ -1,4 +1,7 @@
-"""Collectives on values, for Keras 2: numbers, lists, arrays and tensors. The result is a tensor of TensorFlow."""
+"""Collectives on values, for Keras 2: numbers, lists, arrays and tensors. The result is a tensor of TensorFlow.
+
+In graphs, as after ``tf.compat.v1.disable_v2_behavior()``, Keras's session computes it, and the result is an array.
+"""
 
 from __future__ import annotations
 
@@ -24,30 +27,32 @@ def allreduce(
     compression: Any = Compression.none,
 ) -> Value:
     """Combine the ranks' values element by element; see `collectives.tensorflow.allreduce`."""
-    return operations.allreduce(
-        value,
-        average=average,
-        name=name,
-        op=op,
-        prescale_factor=prescale_factor,
-        postscale_factor=postscale_factor,
-        compression=compression,
+    return _value(
+        operations.allreduce(
+            value,
+            average=average,
+            name=name,
+            op=op,
+            prescale_factor=prescale_factor,
+            postscale_factor=postscale_factor,
+            compression=compression,
+        )
     )
 
 
 def allgather(value: Value, name: str | None = None) -> Value:
     """Put the ranks' values one below the other; see `collectives.tensorflow.allgather`."""
-    return operations.allgather(value, name=name)
+    return _value(operations.allgather(value, name=name))
 
 
 def broadcast(value: Value, root_rank: int, name: str | None = None) -> Value:
     """Give every rank the root's value; see `collectives.tensorflow.broadcast`."""
-    return operations.broadcast(value, root_rank, name=name)
+    return _value(operations.broadcast(value, root_rank, name=name))
 
 
 def reducescatter(value: Value, name: str | None = None, op: Op = Op.AVERAGE) -> Value:
     """Combine the ranks' values, and give each rank a part of the rows; see `collectives.tensorflow.reducescatter`."""
-    return operations.reducescatter(value, name=name, op=op)
+    return _value(operations.reducescatter(value, name=name, op=op))
 
 
 def broadcast_global_variables(root_rank: int) -> None:
@@ -58,3 +63,10 @@ def broadcast_global_variables(root_rank: int) -> None:
     """
     done = functions.broadcast_global_variables(root_rank)
     tf.compat.v1.keras.backend.get_session().run(done)
+
+
+def _value(tensor: Any) -> Any:
+    """What there is outside of a graph for sessions; functions of TensorFlow 2 go on with the tensor."""
+    if tf.compat.v1.executing_eagerly_outside_functions():
+        return tensor
+    return tf.compat.v1.keras.backend.get_session().run(tensor)

@@ -74,7 +74,7 @@ def DistributedOptimizer(
     """
     of_keras_2 = _adapter_of_keras_2(optimizer)
     if of_keras_2 is not None:
-        return of_keras_2.DistributedOptimizer(  # type: ignore[no-any-return]
+        return of_keras_2.DistributedOptimizer(
             optimizer,
             name=name,
             device_dense=device_dense,
@@ -146,7 +146,7 @@ def PartialDistributedOptimizer(
     """
     of_keras_2 = _adapter_of_keras_2(optimizer)
     if of_keras_2 is not None:
-        return of_keras_2.PartialDistributedOptimizer(  # type: ignore[no-any-return]
+        return of_keras_2.PartialDistributedOptimizer(
             optimizer,
             name=name,
             device_dense=device_dense,

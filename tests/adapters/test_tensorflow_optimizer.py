@@ -185,3 +185,25 @@ def test_refusals(hvd_tf: Any) -> None:
             hvd_tf.DistributedOptimizer(make(), **options)
     with pytest.raises(InvalidTypeError, match="compression"):
         hvd_tf.DistributedOptimizer(make(), compression=3)
+
+
+@pytest.mark.parametrize("graph", (False, True), ids=("eagerly", "graph"))
+@pytest.mark.parametrize("kind", ("v1", "keras"))
+def test_what_a_tape_has_combined_is_not_combined_again(hvd_tf: Any, kind: str, graph: bool) -> None:
+    total = hvd_tf.size() * (hvd_tf.size() + 1) / 2
+    for distributed in (False, True):
+        for clip in (False, True):
+            variable = tf.Variable([0.0, 0.0])
+            inner = v1.train.GradientDescentOptimizer(1.0) if kind == "v1" else tf.keras.optimizers.SGD(1.0)
+            optimizer = hvd_tf.DistributedOptimizer(inner, op=hvd_tf.Sum)
+
+            def step(variable: Any = variable, optimizer: Any = optimizer, distributed: bool = distributed, clip: bool = clip) -> None:
+                with tf.GradientTape() as tape:
+                    loss = tf.reduce_sum(variable * (hvd_tf.rank() + 1.0))
+                if distributed:
+                    tape = hvd_tf.DistributedGradientTape(tape, op=hvd_tf.Sum)
+                grads = tape.gradient(loss, [variable])
+                optimizer.apply_gradients(zip(tf.clip_by_global_norm(grads, 1e6)[0] if clip else grads, [variable], strict=True))
+
+            (tf.function(step) if graph else step)()
+            np.testing.assert_allclose(variable.numpy(), [-total, -total], rtol=1e-6)

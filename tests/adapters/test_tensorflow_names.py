@@ -107,6 +107,33 @@ def test_what_horovods_operations_are_made_of(hvd_tf: Any) -> None:
 
 
 @pytest.mark.mpi
+def test_what_horovods_keras_interfaces_are_made_of(hvd_tf: Any, tmp_path: Path) -> None:
+    importlib.import_module("collectives.horovod")
+    parts, keras = importlib.import_module("horovod._keras"), importlib.import_module("keras")
+    none = hvd_tf.Compression.none
+    ours = importlib.import_module("collectives.keras")
+
+    def wrap(kind: type) -> Any:
+        return lambda **config: parts.create_distributed_optimizer(keras, kind(**config), None, "", "", none, False, 1.0, hvd_tf.Average)
+
+    optimizer = wrap(keras.optimizers.SGD)(learning_rate=0.5)
+    assert isinstance(optimizer, keras.optimizers.SGD) and float(optimizer.learning_rate) == 0.5
+    with pytest.raises(ValueError, match="DistributedOptimizer"):
+        ours.DistributedOptimizer(optimizer)
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile(optimizer, "mse")
+    model.save(tmp_path / "model.keras")
+    again = parts.load_model(keras, wrap, tmp_path / "model.keras", [keras.optimizers.SGD], None)
+    assert isinstance(again.optimizer, keras.optimizers.SGD) and float(again.optimizer.learning_rate) == 0.5
+    with pytest.raises(ValueError, match="DistributedOptimizer"):
+        ours.DistributedOptimizer(again.optimizer)
+    total = hvd_tf.size() * (hvd_tf.size() + 1) / 2
+    assert float(parts.allreduce(None, float(hvd_tf.rank() + 1), "number", None, 1.0, 1.0, hvd_tf.Sum, none)) == total
+    assert [float(each) for each in parts.broadcast(None, [1.0 + hvd_tf.rank()], 0, "first")] == [1.0]
+    assert len(parts.allgather(None, [1.0], "all")) == hvd_tf.size()
+
+
+@pytest.mark.mpi
 @pytest.mark.parametrize("name", ["tensorflow.elastic", "tensorflow.keras.elastic", "keras.elastic", "tensorflow.data"])
 def test_what_is_not_here_says_so(name: str, hvd_tf: Any) -> None:
     importlib.import_module("collectives.horovod")

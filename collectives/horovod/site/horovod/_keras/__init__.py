@@ -1,0 +1,100 @@
+"""What Horovod's two Keras interfaces have in common, for adapters of one's own: each function gets the Keras that it is for."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from collectives import Average, Compression, global_process_set
+
+
+def _adapter(keras: Any) -> Any:
+    """`collectives.keras` for Keras 3, `collectives.tensorflow.keras` for ``tf.keras`` and tf_keras."""
+    return importlib.import_module("collectives.keras" if keras.__name__ == "keras" else "collectives.tensorflow.keras")
+
+
+def create_distributed_optimizer(
+    keras: Any,
+    optimizer: Any,
+    name: str | None,
+    device_dense: str,
+    device_sparse: str,
+    compression: Any,
+    sparse_as_dense: bool,
+    gradient_predivide_factor: float,
+    op: Any,
+    backward_passes_per_step: int = 1,
+    average_aggregated_gradients: bool = False,
+    groups: Any = None,
+    process_set: Any = global_process_set,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """The adapter's ``DistributedOptimizer``."""
+    return _adapter(keras).DistributedOptimizer(
+        optimizer,
+        name=name,
+        device_dense=device_dense,
+        device_sparse=device_sparse,
+        compression=compression,
+        sparse_as_dense=sparse_as_dense,
+        gradient_predivide_factor=gradient_predivide_factor,
+        op=op,
+        backward_passes_per_step=backward_passes_per_step,
+        average_aggregated_gradients=average_aggregated_gradients,
+        groups=groups,
+        process_set=process_set,
+        scale_local_gradients=scale_local_gradients,
+    )
+
+
+def load_model(
+    keras: Any,
+    wrap_optimizer: Callable[[Any], Any],
+    filepath: str,
+    custom_optimizers: Sequence[Any] | None,
+    custom_objects: Mapping[str, Any] | None,
+    legacy_opts: bool = False,
+) -> Any:
+    """The adapter's ``load_model``, which makes the optimizer a distributed one by itself: ``wrap_optimizer`` is not called."""
+    load = _adapter(keras).load_model
+    return load(filepath, custom_optimizers=custom_optimizers, custom_objects=custom_objects, legacy_opts=legacy_opts)
+
+
+def _values() -> Any:
+    return importlib.import_module("collectives.tensorflow.keras")
+
+
+def broadcast_global_variables(backend: Any, root_rank: int) -> Any:
+    """As in `collectives.tensorflow.keras`; ``backend`` is not looked at, in any of these."""
+    return _values().broadcast_global_variables(root_rank)
+
+
+def allreduce(
+    backend: Any,
+    value: Any,
+    name: str | None,
+    average: bool | None,
+    prescale_factor: float,
+    postscale_factor: float,
+    op: Any,
+    compression: Any = Compression.none,
+) -> Any:
+    """As in `collectives.tensorflow.keras`."""
+    factors = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
+    return _values().allreduce(value, name=name, average=average, op=op, compression=compression, **factors)
+
+
+def allgather(backend: Any, value: Any, name: str | None) -> Any:
+    """As in `collectives.tensorflow.keras`."""
+    return _values().allgather(value, name=name)
+
+
+def broadcast(backend: Any, value: Any, root_rank: int, name: str | None) -> Any:
+    """As in `collectives.tensorflow.keras`."""
+    return _values().broadcast(value, root_rank, name=name)
+
+
+def reducescatter(backend: Any, value: Any, name: str | None, op: Any = Average) -> Any:
+    """As in `collectives.tensorflow.keras`."""
+    return _values().reducescatter(value, name=name, op=op)

@@ -286,6 +286,11 @@ def test_backward_passes_and_closure(side: Side, model: Model) -> None:
 
 
 @recipe()
+def test_backward_passes_and_closure_that_clips(side: Side, model: Model) -> None:
+    with_closures(side, model, side.optimizer(momentum(model), model, backward_passes_per_step=3), before=2, clip=0.1)
+
+
+@recipe()
 def test_backward_passes_and_closure_and_sum(side: Side, model: Model) -> None:
     options = {} if isinstance(side, Alone) else {"op": side.hvd.Sum, "backward_passes_per_step": 2}
     with_closures(side, model, side.optimizer(momentum(model), model, **options), before=1, factor=1 / side.weight)

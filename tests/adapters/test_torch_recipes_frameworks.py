@@ -73,6 +73,7 @@ test_lightning = recipe(views=False)(lightning)
 test_lightning_manual = recipe(views=False)(partial(lightning, manual=True))
 test_lightning_clips = recipe(views=False)(partial(lightning, clip=0.1))
 test_lightning_accumulates = recipe(views=False)(partial(lightning, passes=2))
+test_lightning_accumulates_and_clips = recipe(views=False)(partial(lightning, passes=2, clip=0.1))
 
 
 # ---- Accelerate ------------------------------------------------------------------------------------------------------

@@ -138,6 +138,29 @@ test_clamp_of_data_before_step = recipe()(partial(clipped, clip=clamp, synchroni
 test_clamp_of_arrays_before_step = recipe()(partial(clipped, clip=clamp_arrays, synchronize=False))
 
 
+@recipe()
+def test_clip_in_a_hook_of_the_step(side: Side, model: Model) -> None:
+    optimizer = side.optimizer(momentum(model), model)
+    optimizer.register_step_pre_hook(lambda *given: VALUE(model.parameters()))
+    for batch in batches():
+        optimizer.zero_grad()
+        side.loss(model, side.rows(batch)).backward()
+        optimizer.step()
+
+
+@recipe()
+def test_norm_read_on_one_rank(side: Side, model: Model) -> None:
+    """Rank 0 logs the norm of the gradients, which is that of the average; the others do not look."""
+    optimizer = side.optimizer(momentum(model), model)
+    for batch in batches():
+        optimizer.zero_grad()
+        side.loss(model, side.rows(batch)).backward()
+        if isinstance(side, Ranks) and side.rank == 0:
+            read = torch.nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
+            assert read > 0
+        optimizer.step()
+
+
 # ---- accumulation ----------------------------------------------------------------------------------------------------
 
 
@@ -336,8 +359,9 @@ def test_scheduler_that_looks_at_the_loss(side: Side, model: Model) -> list[floa
         optimizer.zero_grad()
         loss = side.loss(model, side.rows(batch))
         loss.backward()
+        total = side.total(loss.detach() / side.weight)  # while gradients are on their way
         optimizer.step()
-        scheduler.step(side.total(loss.detach() / side.weight))
+        scheduler.step(total)
         rates += [optimizer.param_groups[0]["lr"], scheduler.best]
     assert len(set(rates[::2])) > 1
     return rates

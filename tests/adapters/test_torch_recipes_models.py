@@ -143,19 +143,21 @@ test_sparse_adam_as_dense = recipe(Words, views=False)(partial(two_adams, sparse
 
 @recipe()
 def test_join(side: Side, model: Model) -> None:
-    """Rank r has r + 1 batches. Who has no more helps the others, and gets the parameters of who was last."""
+    """In each epoch rank r has r + 1 batches. Who has no more helps the others, and gets the state of who was last."""
     optimizer = side.optimizer(momentum(model.parameters()), model)
-    for step, batch in enumerate(batches(side.size)):
-        parts = [part for rank, part in side.parts(batch) if step <= rank]
-        if parts:
-            optimizer.zero_grad()
-            for part in parts:
-                side.loss(model, part).backward()
-            optimizer.step()
-    if isinstance(side, Ranks):
-        last = side.hvd.join()
-        assert last == side.size - 1
-        side.hvd.broadcast_parameters(model.state_dict(), root_rank=last)
+    for epoch in range(2):
+        for step, batch in enumerate(batches(side.size)):
+            parts = [tuple(rows + epoch for rows in part) for rank, part in side.parts(batch) if step <= rank]
+            if parts:
+                optimizer.zero_grad()
+                for part in parts:
+                    side.loss(model, part).backward()
+                optimizer.step()
+        if isinstance(side, Ranks):
+            last = side.hvd.join()
+            assert last == side.size - 1
+            side.hvd.broadcast_parameters(model.state_dict(), root_rank=last)
+            side.hvd.broadcast_optimizer_state(optimizer, root_rank=last)
 
 
 # ---- several optimizers, freezing ------------------------------------------------------------------------------------

@@ -114,6 +114,9 @@ def DistributedOptimizer(
 
     With Adasum each rank's optimizer acts on its own gradients, and what it makes of them is combined.
 
+    What optimizers of Optax take beside the gradients is combined as well, since ranks that go by losses of their own would part: ``value``
+    (of ``optax.contrib.reduce_on_plateau`` and others), ``grad`` and ``value_fn`` (of line searches, as in ``optax.lbfgs``).
+
     Args:
         optimizer: with ``init(params)`` and ``update(gradients, state, params)``.
         op, compression, gradient_predivide_factor, process_set, name, ordered, algorithm, transport: as for `distributed_gradients`.
@@ -126,7 +129,7 @@ def DistributedOptimizer(
 
     Raises:
         InvalidTypeError: ``optimizer`` is none.
-        InvalidArgumentError: fewer than one pass; or a factor without Average.
+        InvalidArgumentError: fewer than one pass; a factor without Average; in an update, what cannot be combined as said above.
     """
     given: Any = optimizer
     if not callable(getattr(optimizer, "init", None)) or not callable(getattr(optimizer, "update", None)):
@@ -136,17 +139,56 @@ def DistributedOptimizer(
     combined = distributed_gradients(
         op, compression, gradient_predivide_factor, process_set, name, ordered=ordered, algorithm=algorithm, transport=transport
     )
+    number = next(_numbers)
+
+    def mean(values: Any) -> Any:
+        label = f"distributed_values.{number}" if name is None else f"{name}.values"
+        return allreduce(values, name=label, op=Op.AVERAGE, process_set=process_set, ordered=ordered)
 
     def step(gradients: Any, state: Any, params: Any, extra: dict[str, Any]) -> tuple[Any, Any]:
         if op is Op.ADASUM:
             updates, state = given.update(gradients, state, params, **extra)
             return combined.update(updates, None)[0], state
-        found: tuple[Any, Any] = given.update(combined.update(gradients, None)[0], state, params, **extra)
+        gradients = combined.update(gradients, None)[0]
+        if not extra.keys().isdisjoint(_LOSSES):
+            _check_losses(extra, op, backward_passes_per_step)
+            extra = {**extra, **_of_all_ranks(extra, gradients, mean)}
+        found: tuple[Any, Any] = given.update(gradients, state, params, **extra)
         return found
 
     if backward_passes_per_step == 1:
         return _transformation(given.init, lambda gradients, state, params=None, **extra: step(gradients, state, params, extra))
     return _aggregating(given.init, step, backward_passes_per_step, average_aggregated_gradients)
+
+
+_LOSSES = ("value", "grad", "value_fn")
+"""What Optax calls a loss, its gradient and the function of both in the further arguments of an update."""
+
+
+def _check_losses(extra: dict[str, Any], op: Op, passes: int) -> None:
+    """Refuse what would be one rank's alone."""
+    named = [name for name in _LOSSES if name in extra]
+    if op is not Op.AVERAGE:
+        raise InvalidArgumentError(
+            f"{', '.join(named)}: expected op=Average, got op={op!r}; else put distributed_gradients(op=...) into optax.chain before the"
+            " optimizer, and give the update what is alike on all ranks"
+        )
+    if passes > 1 and named != ["value"]:
+        raise InvalidArgumentError(f"{', '.join(named)}: expected backward_passes_per_step=1, got {passes}: a line search has one batch")
+
+
+def _of_all_ranks(extra: dict[str, Any], gradients: Any, mean: Callable[[Any], Any]) -> dict[str, Any]:
+    """The means over the ranks of losses; ``gradients`` are combined already."""
+    found: dict[str, Any] = {}
+    if "value" in extra:
+        found["value"] = mean(extra["value"])
+    if "grad" in extra:
+        found["grad"] = gradients
+    if "value_fn" in extra:
+        value_fn = extra["value_fn"]
+        # All ranks have the same parameters, so that the inner mean changes nothing but the gradient: that becomes the mean as well.
+        found["value_fn"] = lambda params, *arguments, **keywords: mean(value_fn(mean(params), *arguments, **keywords))
+    return found
 
 
 def _aggregating(init: Callable[[Any], Any], step: Callable[..., Any], passes: int, average: bool) -> Any:

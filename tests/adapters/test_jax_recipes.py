@@ -147,6 +147,41 @@ def test_freezing(hvd: Any) -> Result:
 
 
 @recipe
+def test_plateau(hvd: Any) -> Result:
+    """The rate falls by the loss, which each rank gives for its own rows."""
+    plateau = optax.contrib.reduce_on_plateau(factor=0.5, patience=1, rtol=0.5)
+    optimizer = hvd.DistributedOptimizer(optax.chain(momentum(), plateau))
+
+    @jax.jit
+    def step(params: Any, state: Any, x: Any, y: Any) -> Any:
+        value, grads = jax.value_and_grad(loss_of(hvd))(params, x, y)
+        updates, state = optimizer.update(grads, state, params, value=value)
+        return optax.apply_updates(params, updates), state
+
+    params, state = steps(hvd, step, begin(hvd, optimizer))
+    assert state[1].scale < 1
+    return named((params, state))
+
+
+@recipe
+def test_lbfgs(hvd: Any) -> Result:
+    """A line search, each of whose evaluations is of all rows."""
+    optimizer = hvd.DistributedOptimizer(optax.lbfgs(linesearch=optax.scale_by_zoom_linesearch(max_linesearch_steps=5)))
+
+    @jax.jit
+    def step(params: Any, state: Any, x: Any, y: Any) -> Any:
+        def value_of(params: Any) -> Any:
+            return loss_of(hvd)(params, x, y)
+
+        value, grads = jax.value_and_grad(value_of)(params)
+        how = {"value": value, "grad": grads, "value_fn": value_of}
+        updates, state = optimizer.update(grads, state, params, **how)
+        return optax.apply_updates(params, updates), state
+
+    return named(steps(hvd, step, begin(hvd, optimizer))[0])
+
+
+@recipe
 def test_donated_buffers(hvd: Any) -> Result:
     """The step writes parameters and state where they are."""
     optimizer = hvd.DistributedOptimizer(momentum())

@@ -114,6 +114,11 @@ def test_wrong_optimizers(hvd_jax: Any) -> None:
         hvd.DistributedOptimizer(sgd, backward_passes_per_step=0)
     with pytest.raises(InvalidArgumentError, match="predivide"):
         hvd.DistributedOptimizer(sgd, op=hvd.Sum, gradient_predivide_factor=2.0)
+    with pytest.raises(InvalidArgumentError, match=r"value: expected op=Average, .*distributed_gradients"):
+        hvd.DistributedOptimizer(sgd, op=hvd.Sum).update(jnp.ones(2), None, value=1.0)
+    twice = hvd.DistributedOptimizer(sgd, backward_passes_per_step=2)
+    with pytest.raises(InvalidArgumentError, match=r"value_fn: expected backward_passes_per_step=1, got 2"):
+        twice.update(jnp.ones(2), twice.init(jnp.ones(2)), value_fn=jnp.sum)
 
 
 def test_by_itself_and_on_several_devices(hvd_jax: Any) -> None:

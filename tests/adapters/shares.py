@@ -12,6 +12,7 @@ The loss of a rank is the sum over its rows times ``size / ROWS``: the average o
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -60,6 +61,18 @@ def share(size: int, rank: int) -> slice:
 def mine(hvd: Any, rows: Any) -> Any:
     """This rank's share of every step's batch."""
     return rows[:, share(hvd.size(), hvd.rank())]
+
+
+def alone(program: Callable[..., Any], one: One, *arguments: Any) -> Any:
+    """What a program finds in one process; TensorFlow runs eagerly, as tracing takes longer than a few steps."""
+    tensorflow = sys.modules.get("tensorflow")
+    if tensorflow is None:
+        return program(one, *arguments)
+    tensorflow.config.run_functions_eagerly(True)
+    try:
+        return program(one, *arguments)
+    finally:
+        tensorflow.config.run_functions_eagerly(False)
 
 
 def compare(found: Mapping[str, Any], wanted: Mapping[str, Any], rtol: float, atol: float) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tests.adapters.shares import CLASSES, FEATURES, ROWS, STEPS, TOKENS, WORDS, One, X, Y, compare, mine
+from tests.adapters.shares import CLASSES, FEATURES, ROWS, STEPS, TOKENS, WORDS, One, X, Y, alone, compare, mine
 
 keras = tf.keras
 Result = dict[str, Any]
@@ -36,7 +36,7 @@ def recipe(program: Callable[[Any], Result]) -> Callable[..., None]:
     """A test: what the program finds on the ranks is what it finds in one process."""
 
     def test(hvd_tf: Any) -> None:
-        compare(program(hvd_tf), program(Plain(hvd_tf.size())), 1e-7, 1e-9)
+        compare(program(hvd_tf), alone(program, Plain(hvd_tf.size())), 1e-7, 1e-9)
 
     test.__doc__ = program.__doc__
     return test

@@ -18,7 +18,7 @@ if os.environ.get("TF_USE_LEGACY_KERAS") not in ("1", "True", "true"):
 
 import tensorflow as tf
 
-from tests.adapters.shares import CLASSES, FEATURES, ROWS, STEPS, One, X, Y, compare, mine, share
+from tests.adapters.shares import CLASSES, FEATURES, ROWS, STEPS, One, X, Y, alone, compare, mine, share
 
 pytestmark = pytest.mark.mpi
 keras = tf.keras
@@ -44,7 +44,7 @@ def recipe(program: Callable[[Any], Result]) -> Callable[..., None]:
     """A test: what the program finds on the ranks is what it finds in one process."""
 
     def test(hvd: Any) -> None:
-        compare(program(hvd), program(One(hvd.size())), 3e-5, 3e-6)
+        compare(program(hvd), alone(program, One(hvd.size())), 3e-5, 3e-6)
 
     test.__doc__ = program.__doc__
     return test
@@ -157,11 +157,11 @@ test_train_step_of_ones_own_legacy = recipe(
 
 
 def test_checkpoint(hvd: Any, folder: Path) -> None:
-    compare(resumed(hvd, folder, False), resumed(One(hvd.size()), folder, False), 3e-5, 3e-6)
+    compare(resumed(hvd, folder, False), alone(resumed, One(hvd.size()), folder, False), 3e-5, 3e-6)
 
 
 def test_checkpoint_legacy(hvd: Any, folder: Path) -> None:
-    compare(resumed(hvd, folder, True), resumed(One(hvd.size()), folder, True), 3e-5, 3e-6)
+    compare(resumed(hvd, folder, True), alone(resumed, One(hvd.size()), folder, True), 3e-5, 3e-6)
 
 
 def halves(hvd: Any, policy: str) -> None:

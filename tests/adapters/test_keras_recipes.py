@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from tests.adapters.keras_training import BATCH, X, Y, network, part, together, train
-from tests.adapters.shares import One, compare, share
+from tests.adapters.shares import One, alone, compare, share
 
 pytestmark = pytest.mark.mpi
 
@@ -27,7 +27,7 @@ def recipe(program: Callable[[Any], Result], rtol: float = 3e-5, atol: float = 3
     """A test: what the program finds on the ranks is what it finds in one process."""
 
     def test(hvd_keras: Any) -> None:
-        compare(program(hvd_keras), program(One(hvd_keras.size())), rtol, atol)
+        compare(program(hvd_keras), alone(program, One(hvd_keras.size())), rtol, atol)
 
     test.__doc__ = program.__doc__
     return test
@@ -72,25 +72,25 @@ def test_schedule_and_averages(hvd: Any) -> Result:
 
 def adding_up(hvd: Any, average: bool) -> Result:
     """Gradients of two passes travel together; Keras's own accumulation does the same in one process."""
-    model, alone = network(), isinstance(hvd, One)
-    rate = 0.1 if average or alone else 0.05
+    model, single = network(), isinstance(hvd, One)
+    rate = 0.1 if average or single else 0.05
     options = {"backward_passes_per_step": 2, "average_aggregated_gradients": average}
-    optimizer = hvd.DistributedOptimizer(momentum(rate, gradient_accumulation_steps=2 if alone else None), **options)
+    optimizer = hvd.DistributedOptimizer(momentum(rate, gradient_accumulation_steps=2 if single else None), **options)
     together(hvd, model, optimizer)
-    assert alone or int(optimizer.iterations.numpy()) == 4
+    assert single or int(optimizer.iterations.numpy()) == 4
     return named(model)
 
 
 def test_backward_passes_per_step(hvd_keras: Any) -> None:
-    wanted = adding_up(One(hvd_keras.size()), True)
+    wanted = alone(adding_up, One(hvd_keras.size()), True)
     for average in (True, False):
         compare(adding_up(hvd_keras, average), wanted, 3e-5, 3e-6)
 
 
 def overflowing(hvd: Any, place: str, passes: int) -> Result:
     """The last row of the first batch, which one rank has, overflows: all skip the step, and lower the scale."""
-    scaling, alone = keras.optimizers.LossScaleOptimizer, isinstance(hvd, One)
-    options = {} if alone else {"backward_passes_per_step": passes, "average_aggregated_gradients": True}
+    scaling, single = keras.optimizers.LossScaleOptimizer, isinstance(hvd, One)
+    options = {} if single else {"backward_passes_per_step": passes, "average_aggregated_gradients": True}
     if place == "inside":
         optimizer = hvd.DistributedOptimizer(scaling(momentum(), initial_scale=64.0), **options)
     else:
@@ -99,7 +99,7 @@ def overflowing(hvd: Any, place: str, passes: int) -> Result:
         optimizer = scaling(optimizer, initial_scale=64.0)
     targets = Y.copy()
     targets[BATCH - 1] = np.inf
-    model, rows = network(), BATCH // hvd.size() * (passes if alone else 1)
+    model, rows = network(), BATCH // hvd.size() * (passes if single else 1)
     train(model, optimizer, part(X, hvd), part(targets, hvd), rows)
     assert all(np.isfinite(value).all() for value in model.get_weights())
     return {**named(model), "scale": np.array(model.optimizer.dynamic_scale.numpy())}
@@ -118,7 +118,7 @@ test_loss_scale = recipe(lambda hvd: overflowing(hvd, "inside", 1))
 
 
 def test_loss_scale_and_two_passes(hvd_keras: Any) -> None:
-    wanted = overflowing(One(hvd_keras.size()), "inside", 2)
+    wanted = alone(overflowing, One(hvd_keras.size()), "inside", 2)
     for place in ("inside", "outside"):
         compare(overflowing(hvd_keras, place, 2), wanted, 3e-5, 3e-6)
 
@@ -189,7 +189,7 @@ def embedding(hvd: Any, **options: Any) -> Result:
 
 
 def test_embedding(hvd_keras: Any) -> None:
-    wanted = embedding(One(hvd_keras.size()))
+    wanted = alone(embedding, One(hvd_keras.size()))
     for as_dense in (False, True):
         compare(embedding(hvd_keras, sparse_as_dense=as_dense), wanted, 3e-5, 3e-6)
 
@@ -264,7 +264,7 @@ def chosen(hvd: Any, folder: Path) -> Result:
     history = together(hvd, model, optimizer, epochs=4, callbacks=callbacks, validation_data=held)
     hvd.barrier()
     losses = history.history["val_loss"]
-    rates = history.history["learning_rate"]
+    rates = [*history.history["learning_rate"], float(optimizer.learning_rate.numpy())]
     assert np.argmin(losses) < 3 and rates[-1] < rates[0]
     kept = keras.saving.load_model(file, compile=False)
     return {**named(model, kept), "rates": rates, "losses": losses}
@@ -400,11 +400,11 @@ def folder(hvd_keras: Any, tmp_path_factory: Any) -> Path:
 
 
 def test_checkpoint(hvd_keras: Any, folder: Path) -> None:
-    compare(resumed(hvd_keras, folder), resumed(One(hvd_keras.size()), folder), 3e-5, 3e-6)
+    compare(resumed(hvd_keras, folder), alone(resumed, One(hvd_keras.size()), folder), 3e-5, 3e-6)
 
 
 def test_best_model_and_plateau(hvd_keras: Any, folder: Path, tmp_path: Path) -> None:
-    compare(chosen(hvd_keras, folder), chosen(One(hvd_keras.size()), tmp_path), 3e-5, 3e-6)
+    compare(chosen(hvd_keras, folder), alone(chosen, One(hvd_keras.size()), tmp_path), 3e-5, 3e-6)
 
 
 def test_layers_of_a_rank(hvd_keras: Any) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.adapters.shares import CLASSES, FEATURES, ROWS, STEPS, TOKENS, WORDS, One, X, Y, compare, mine, share
+from tests.adapters.shares import CLASSES, FEATURES, ROWS, STEPS, TOKENS, WORDS, One, X, Y, alone, compare, mine, share
 from tests.adapters.tensorflow_recipes import (
     Plain,
     Result,
@@ -191,7 +191,7 @@ def folder(hvd_tf: Any, tmp_path_factory: Any) -> Path:
 
 
 def test_checkpoint(hvd_tf: Any, folder: Path) -> None:
-    compare(resumed(hvd_tf, folder), resumed(Plain(hvd_tf.size()), folder), 1e-7, 1e-9)
+    compare(resumed(hvd_tf, folder), alone(resumed, Plain(hvd_tf.size()), folder), 1e-7, 1e-9)
 
 
 def test_session(hvd_tf: Any, folder: Path, tmp_path: Path) -> None:
@@ -199,8 +199,8 @@ def test_session(hvd_tf: Any, folder: Path, tmp_path: Path) -> None:
 
 
 def test_mixed_bfloat16(hvd_tf: Any) -> None:
-    compare(halves(hvd_tf, "mixed_bfloat16"), halves(Plain(hvd_tf.size()), "mixed_bfloat16"), 1e-3, 1e-4)
+    compare(halves(hvd_tf, "mixed_bfloat16"), alone(halves, Plain(hvd_tf.size()), "mixed_bfloat16"), 1e-3, 1e-4)
 
 
 def test_mixed_float16(hvd_tf: Any) -> None:
-    compare(halves(hvd_tf, "mixed_float16"), halves(Plain(hvd_tf.size()), "mixed_float16"), 1e-3, 1e-4)
+    compare(halves(hvd_tf, "mixed_float16"), alone(halves, Plain(hvd_tf.size()), "mixed_float16"), 1e-3, 1e-4)

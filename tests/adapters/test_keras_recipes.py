@@ -129,7 +129,7 @@ def in_halves(hvd: Any, policy: str) -> Result:
     try:
         model = network()
         if isinstance(hvd, One):
-            optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=hvd.ranks)
+            optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=hvd.ranks if hvd.ranks > 1 else None)
             train(model, optimizer, X, Y, BATCH // hvd.ranks)
         else:
             together(hvd, model, hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)))
@@ -139,8 +139,9 @@ def in_halves(hvd: Any, policy: str) -> Result:
         keras.config.set_dtype_policy("float32")
 
 
-test_mixed_bfloat16 = recipe(lambda hvd: in_halves(hvd, "mixed_bfloat16"), 1e-3, 1e-4)
-test_mixed_float16 = recipe(lambda hvd: in_halves(hvd, "mixed_float16"), 1e-3, 1e-4)
+@pytest.mark.parametrize("policy", ("mixed_bfloat16", "mixed_float16"))
+def test_mixed_precision(hvd_keras: Any, policy: str) -> None:
+    compare(in_halves(hvd_keras, policy), in_halves(One(hvd_keras.size()), policy), 1e-3, 1e-4)
 
 
 @recipe

@@ -105,29 +105,6 @@ def test_gradients_of_several_passes_add_up(hvd: Any, kind: str) -> None:
     assert int(optimizer.iterations) == 4
 
 
-@pytest.mark.parametrize("older", (False, True))
-@pytest.mark.parametrize("inside", (False, True))
-def test_all_ranks_skip_a_step_in_which_one_overflows(hvd: Any, older: bool, inside: bool) -> None:
-    scaling = keras.mixed_precision.LossScaleOptimizer
-    sgd = (keras.optimizers.legacy if older else keras.optimizers).SGD(0.1)
-    if inside:
-        optimizer = hvd.DistributedOptimizer(scaling(sgd, initial_scale=64))
-    else:
-        optimizer = scaling(hvd.DistributedOptimizer(sgd), initial_scale=64)
-    model, rows = network(), BATCH // hvd.size()
-    before = model.get_weights()
-    x, y = part(X, hvd), part(Y, hvd).copy()
-    if hvd.rank() == hvd.size() - 1:
-        y[:rows] = np.inf
-    train(model, optimizer, x[:rows], y[:rows], rows)
-    for now, then in zip(model.get_weights(), before, strict=True):
-        np.testing.assert_array_equal(now, then)
-    assert float(optimizer.loss_scale) == 32.0
-    model.fit(x[rows:], y[rows:], batch_size=rows, shuffle=False, verbose=0)
-    assert np.isfinite(model.get_weights()[0]).all() and not np.array_equal(model.get_weights()[0], before[0])
-    hvd.check_consistency(model.get_weights())
-
-
 @pytest.mark.parametrize(("kind", "format"), (("new adam", "keras"), ("new adam", "h5"), ("new adam", "tf"), ("old adam", "h5")))
 def test_saved_models_load_with_and_without_ranks(hvd: Any, folder: Path, kind: str, format: str) -> None:
     model = network()

@@ -50,7 +50,8 @@ test_clipping_in_the_optimizer = recipe(
 
 @recipe
 def test_sync_batch_normalization(hvd: Any) -> Result:
-    return trained(hvd, sgd(), hvd.SyncBatchNormalization(dtype="float64", momentum=0.7))
+    first, second = (hvd.SyncBatchNormalization(dtype="float64", momentum=momentum) for momentum in (0.7, 0.9))
+    return trained(hvd, sgd(), first, keras.layers.Activation("tanh", dtype="float64"), second)
 
 
 @recipe

@@ -199,17 +199,18 @@ def _check(optimizer: Any) -> None:
 
 def _adapter_of_keras_2(optimizer: Any) -> Any:
     """The adapter that takes this optimizer if it is one of ``tf_keras``, else None."""
-    legacy = sys.modules.get("tf_keras")
-    if legacy is None or not isinstance(optimizer, legacy.optimizers.Optimizer | legacy.optimizers.legacy.Optimizer):
+    tf_keras = sys.modules.get("tf_keras")
+    if tf_keras is None or not isinstance(optimizer, tf_keras.optimizers.Optimizer | tf_keras.optimizers.legacy.Optimizer):
         return None
-    import collectives.tensorflow.keras
-    from collectives.tensorflow.keras.kind import LEGACY
+    from collectives.tensorflow.keras import kind
 
-    if not LEGACY:
+    if not kind.LEGACY:
         raise InvalidTypeError(
             "optimizer: expected one of Keras 3 (import keras), got one of tf_keras; for that set TF_USE_LEGACY_KERAS=1 in the environment"
         )
-    return collectives.tensorflow.keras
+    from collectives.tensorflow.keras import legacy
+
+    return legacy
 
 
 def _accumulates(optimizer: Any) -> bool:

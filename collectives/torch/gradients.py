@@ -111,6 +111,10 @@ class Reducer:
         Raises:
             AssertionError: it has left already.
         """
+        if self._guard.armed and slot.left == 1:  # as nearly all: what follows costs as much as a small gradient
+            slot.left = 0
+            self._complete(slot)
+            return
         if self.combined:
             self._begin_again()
         self.begun = True
@@ -132,16 +136,29 @@ class Reducer:
             self._guard.arm()
         if not alone:
             return  # a hook that may change the gradient is yet to come: it leaves in `synchronize`
-        if grad_of(slot.param).is_sparse and not slot.sparse_dim:
-            if not self._sparse_as_dense:
-                return  # it stays until the ranks have agreed on that
-            self._densify(slot)
+        self._complete(slot)
+
+    def _complete(self, slot: Slot) -> None:
+        """A gradient may leave: with its bucket, once that has all of them."""
         bucket = slot.bucket
         with self._lock:
             bucket.pending -= 1
             complete = not bucket.pending
-        if complete:
+        if complete and self._may_leave(bucket):
             bucket.submit()
+
+    def _may_leave(self, bucket: Bucket) -> bool:
+        """Whether no gradient of a bucket has turned out to be sparse: the ranks have to agree on that first."""
+        sparse = [
+            slot
+            for slot in bucket.slots
+            if not slot.sparse_dim and (grad := grad_of(slot.param)) is not None and grad.is_sparse
+        ]
+        if self._sparse_as_dense:
+            for slot in sparse:
+                self._densify(slot)
+            return True
+        return not sparse
 
     def _begin_again(self) -> None:
         """A backward pass follows gradients that are combined, and were not applied.

@@ -30,7 +30,7 @@ class ProcessSet:
         mpi_comm: the communicator that it was made of; of all ranks, the one that `init` was given.
     """
 
-    def __init__(self, ranks_or_comm: Iterable[int] | MPI.Comm | None = None) -> None:
+    def __init__(self, ranks_or_comm: Iterable[int] | MPI.Comm | None) -> None:
         mpi = sys.modules.get("mpi4py.MPI")
         self.mpi_comm: MPI.Comm | None = ranks_or_comm if mpi is not None and isinstance(ranks_or_comm, mpi.Comm) else None
         self._ranks: tuple[int, ...] | None = None

@@ -36,7 +36,7 @@ from collectives.world import World
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-global_process_set = ProcessSet()
+global_process_set = ProcessSet(None)
 """All ranks."""
 
 _PLACE_VARIABLES = ("PMIX_NAMESPACE", "PMIX_RANK", "PMI_RANK", "PMI_FD", "PMI_PORT", "SLURM_STEP_ID", "SLURM_PROCID")

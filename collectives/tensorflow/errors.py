@@ -54,8 +54,14 @@ class InvalidTypeError(_TensorFlowError, errors.InvalidTypeError, tf.errors.Inva
     code = tf.errors.INVALID_ARGUMENT
 
 
-class UnsupportedError(InvalidArgumentError, NotImplementedError):
+class InvalidSplitsError(_TensorFlowError, errors.InvalidSplitsError, tf.errors.InvalidArgumentError):
+    code = tf.errors.INVALID_ARGUMENT
+
+
+class UnsupportedError(_TensorFlowError, errors.UnsupportedError, NotImplementedError, tf.errors.InvalidArgumentError):
     """What exists for other tensors, and not for this kind."""
+
+    code = tf.errors.INVALID_ARGUMENT
 
 
 class NotInitializedError(_TensorFlowError, errors.NotInitializedError, tf.errors.FailedPreconditionError):
@@ -89,6 +95,8 @@ class OutOfMemoryError(_TensorFlowError, errors.OutOfMemoryError, tf.errors.Unkn
 _CLASSES: dict[type, type[_TensorFlowError]] = {
     errors.InvalidArgumentError: InvalidArgumentError,
     errors.InvalidTypeError: InvalidTypeError,
+    errors.InvalidSplitsError: InvalidSplitsError,
+    errors.UnsupportedError: UnsupportedError,
     errors.NotInitializedError: NotInitializedError,
     errors.OperationError: OperationError,
     errors.MismatchError: MismatchError,

@@ -6,21 +6,17 @@ import pytest
 
 from tests.adapter_runs import run_adapter
 
+KERAS = [*(f"keras on {backend}" for backend in ("tensorflow", "jax", "torch")), "keras 2"]
 RUNS = [
-    *(("torch", n) for n in (2, 3, 4)),
-    *((name, n) for name in ("tensorflow", "jax") for n in (2, 3)),
-    *((f"keras on {backend}", 2) for backend in ("tensorflow", "jax", "torch")),
-    ("keras 2", 2),
+    *((name, n, "*") for name in ("torch", "tensorflow", "jax") for n in (2, 3)),
+    # Operations and optimizers, whose schedules and Adasum's tree have a further level.
+    ("torch", 4, "op*"),
+    *((name, 2, "*") for name in KERAS),
+    *((name, 3, "*recipes*") for name in KERAS),
 ]
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("name", "n"), RUNS)
-def test_adapter(name: str, n: int) -> None:
-    run_adapter(name, n)
-
-
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", [*(f"keras on {backend}" for backend in ("tensorflow", "jax", "torch")), "keras 2"])
-def test_recipes_on_three_ranks(name: str) -> None:
-    run_adapter(name, 3, "*recipes*")
+@pytest.mark.parametrize(("name", "n", "which"), RUNS, ids=[f"{name}-{n}" for name, n, _ in RUNS])
+def test_adapter(name: str, n: int, which: str) -> None:
+    run_adapter(name, n, which)

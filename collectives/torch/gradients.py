@@ -12,7 +12,8 @@ step. Only where there are any do the ranks compare what each of them has. What 
 travel, zeros travel where somebody has a gradient, and one that is sparse somewhere and dense nowhere is sparse on every rank.
 
 The tally also shows whether all ranks are in the same step: a rank that has combined its gradients more often than the others (because it
-alone has read them between two backward passes) would otherwise combine them with those of another step.
+alone has read them between two backward passes) would otherwise combine them with those of another step. And whether a rank without a
+backward pass comes with its ``step()`` only, while others have read gradients: what they do to them, such as clipping, it would not do.
 """
 
 from __future__ import annotations
@@ -72,9 +73,9 @@ class Reducer:
         self._slots: list[Slot] = []
         self._frozen: list[tuple[str, Any]] = []
         self._buckets: list[Bucket] = []
-        self._tally = np.zeros(4, np.int64)
+        self._tally = np.zeros(6, np.int64)
         self._results: list[weakref.ref[Any]] = []
-        self._guard = Guard(self.synchronize)
+        self._guard = Guard(self.join)
         self._hooks: list[Any] = []
         weakref.finalize(self, _remove, self._hooks, self._guard)
         self.add(named, groups)
@@ -183,8 +184,16 @@ class Reducer:
 
     # ---- step -----------------------------------------------------------------------------------------------------------------------
 
-    def synchronize(self) -> None:
+    def join(self) -> None:
+        """Somebody reads a gradient in flight."""
+        self.synchronize(reads=True)
+
+    def synchronize(self, reads: bool = False, applies: bool = False) -> None:
         """Let everything leave that has not, and wait until all gradients are combined.
+
+        Args:
+            reads: because the program reads a gradient.
+            applies: because it applies them, and has not asked for them before.
 
         Raises:
             MismatchError, RankFailedError, InvalidArgumentError: as for `collectives.allreduce`, or a gradient was changed on its way. All
@@ -193,7 +202,7 @@ class Reducer:
         self._guard.disarm()
         self._thaw()
         try:
-            first = _first_error([self._count])
+            first = _first_error([lambda: self._count(reads, applies and not self.begun)])
             if first is not None or self._tally[0]:
                 first = _first_error([self._compare], first)
             first = _first_error([*(bucket.finish for bucket in self._buckets), self._look_for_other_steps], first)
@@ -250,10 +259,13 @@ class Reducer:
             self._frozen = [(name, param) for name, param in self._frozen if not param.requires_grad]
             self.add(thawed)
 
-    def _count(self) -> None:
-        """Sum the tally: gradients that have not left, ranks, their rounds, and these squared. A joined rank adds zeros."""
-        rounds = self._rounds
-        self._tally[:] = sum(len(bucket.slots) for bucket in self._buckets if bucket.handle is None), 1, rounds, rounds * rounds
+    def _count(self, reads: bool, idle: bool) -> None:
+        """Sum the tally: gradients that have not left, ranks, their rounds, these squared, and ranks that read, and that are idle.
+
+        A joined rank adds zeros.
+        """
+        staying = sum(len(bucket.slots) for bucket in self._buckets if bucket.handle is None)
+        self._tally[:] = staying, 1, self._rounds, self._rounds * self._rounds, reads, idle
         self._world.allreduce_(self._tally, op=Op.SUM, name=f"{self._way.label}gradients missing")
 
     def _compare(self) -> None:
@@ -293,12 +305,18 @@ class Reducer:
                 slot.param.grad = slot.param.grad.to_sparse(dims)
 
     def _look_for_other_steps(self) -> None:
-        _, ranks, rounds, squares = self._tally.tolist()
+        _, ranks, rounds, squares, reading, idle = self._tally.tolist()
         if ranks * squares != rounds * rounds:
             raise MismatchError(
                 f"rank {self._world.rank}: gradients were combined with those of another step on another rank, which has combined "
                 f"them more or less often since its last step (here: {self._rounds} times before); call optimizer.step() and "
                 f"synchronize(), and read gradients between two backward passes, equally often on every rank"
+            )
+        if reading and idle:
+            raise MismatchError(
+                f"rank {self._world.rank}: {reading} of {ranks} ranks read gradients before optimizer.step(), where {idle} had no backward "
+                f"pass, and came in optimizer.step() only: what the others do to gradients, such as clipping, would not be done there; "
+                f"call optimizer.synchronize() on every rank before gradients are read, or optimizer.step() on none that has no data"
             )
 
     def _reset(self) -> None:

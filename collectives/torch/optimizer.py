@@ -190,10 +190,10 @@ class _Distributed:
                 return super().step(closure)  # type: ignore[misc]
             if closure is not None:
                 if reducer.any_in_flight():
-                    reducer.synchronize()
+                    reducer.synchronize(applies=True)
                 return super().step(functools.partial(self._evaluate, closure))  # type: ignore[misc]
             if not reducer.combined:
-                reducer.synchronize()
+                reducer.synchronize(applies=True)
             return super().step()  # type: ignore[misc]
         finally:
             reducer.end_step()
@@ -243,7 +243,7 @@ class _Distributed:
         with torch.enable_grad():
             loss = closure()
         if not self._reducer.combined:
-            self._reducer.synchronize()
+            self._reducer.synchronize(applies=True)
         if loss is None:
             return None
         mean = self._reducer.mean(loss.item() if isinstance(loss, torch.Tensor) else float(loss))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -249,6 +250,31 @@ def test_a_rank_that_alone_reads_between_two_backward_passes_is_told_everywhere(
             optimizer.step()
             losses()
             optimizer.step()
+
+
+@several
+@pytest.mark.parametrize("explicit", [False, True])
+def test_clipping_where_a_rank_has_had_no_backward_pass(hvd: Any, explicit: bool) -> None:
+    weight = torch.nn.Parameter(torch.zeros(4))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0))
+
+    def train() -> None:
+        if hvd.rank() > 0:
+            (weight.sum() * hvd.size()).backward()
+        if explicit:
+            optimizer.synchronize()
+        torch.nn.utils.clip_grad_norm_([weight], 1.0)
+        optimizer.step()
+
+    if not explicit:
+        with pytest.raises(collectives.MismatchError, match=r"1 had no backward pass, and came in optimizer.step\(\) only"):
+            train()
+        assert not weight.any()
+        optimizer.zero_grad()
+        return
+    with warnings.catch_warnings(action="ignore"):
+        train()
+    torch.testing.assert_close(weight.detach(), torch.full((4,), -0.5))
 
 
 @several

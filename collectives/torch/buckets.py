@@ -66,6 +66,7 @@ class Slot:
     """A parameter's place in a bucket.
 
     Attributes:
+        bucket: None for a parameter that was frozen until now.
         left: backward passes until its gradient may leave, of ``passes``.
         hook: the number of its hook.
         blank: the gradient stands there as zeros because it lives in a bucket: until a backward pass adds to it, there is none.
@@ -80,7 +81,7 @@ class Slot:
         self.name = name
         self.param = param
         self.passes = self.left = passes
-        self.bucket: Bucket
+        self.bucket: Bucket | None = None
         self.hook: int
         self.blank = False
         self.sparse_dim = self.was_sparse = 0

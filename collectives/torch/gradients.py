@@ -71,7 +71,7 @@ class Reducer:
         self._sparse_as_dense = sparse_as_dense
         self._lock = threading.Lock()  # autograd has one thread for each GPU
         self._slots: list[Slot] = []
-        self._frozen: list[tuple[str, Any]] = []
+        self._frozen: list[Slot] = []
         self._buckets: list[Bucket] = []
         self._tally = np.zeros(6, np.int64)
         self._results: list[weakref.ref[Any]] = []
@@ -81,18 +81,27 @@ class Reducer:
         self.add(named, groups)
 
     def add(self, named: Sequence[tuple[str, Any]], groups: Sequence[Sequence[Any]] = ()) -> None:
-        """Take on further parameters. Frozen ones are noted, and taken on by `synchronize` once they require gradients."""
-        self._frozen += [(name, param) for name, param in named if not param.requires_grad]
-        slots = [Slot(name, param, self._passes) for name, param in named if param.requires_grad]
+        """Take on further parameters. Frozen ones are watched, and get their buckets in `synchronize` once they require gradients."""
+        slots = [Slot(name, param, self._passes) for name, param in named if param.requires_grad or _may_thaw(param)]
+        for slot in slots:
+            frozen = not slot.param.requires_grad
+            if frozen:
+                self._frozen.append(slot)
+                slot.param.requires_grad_(True)  # else torch takes no hook
+            handle = slot.param.register_post_accumulate_grad_hook(_hook(weakref.ref(self), slot))
+            if frozen:
+                slot.param.requires_grad_(False)
+            slot.hook = handle.id
+            self._hooks.append(handle)
+            self._guard.add(slot.param)
+        self._arrange([slot for slot in slots if slot.param.requires_grad], groups)
+
+    def _arrange(self, slots: list[Slot], groups: Sequence[Sequence[Any]] = ()) -> None:
+        """Make buckets for further slots."""
         place = {id(slot.param): slot for slot in slots}
         wanted = [[place[id(param)] for param in group if id(param) in place] for group in groups]
         self._slots += slots
         self._buckets += arrange(slots, [group for group in wanted if group], self._way, self._as_views)
-        for slot in slots:
-            handle = slot.param.register_post_accumulate_grad_hook(_hook(weakref.ref(self), slot))
-            slot.hook = handle.id
-            self._hooks.append(handle)
-            self._guard.add(slot.param)
 
     @property
     def _world(self) -> World:
@@ -101,7 +110,7 @@ class Reducer:
     def wait_for(self, passes: int) -> None:
         """From now on gradients leave after so many backward passes."""
         self._passes = passes
-        for slot in self._slots:
+        for slot in (*self._slots, *self._frozen):
             slot.passes = slot.left = passes
 
     # ---- backward -----------------------------------------------------------------------------------------------------------------
@@ -142,6 +151,8 @@ class Reducer:
     def _complete(self, slot: Slot) -> None:
         """A gradient may leave: with its bucket, once that has all of them."""
         bucket = slot.bucket
+        if bucket is None:
+            return  # it was frozen until now, and leaves in `synchronize`
         with self._lock:
             bucket.pending -= 1
             complete = not bucket.pending
@@ -254,10 +265,10 @@ class Reducer:
         return float(self._world.allreduce(number, name=f"{self._way.label}loss"))
 
     def _thaw(self) -> None:
-        thawed = [(name, param) for name, param in self._frozen if param.requires_grad]
+        thawed = [slot for slot in self._frozen if slot.param.requires_grad]
         if thawed:
-            self._frozen = [(name, param) for name, param in self._frozen if not param.requires_grad]
-            self.add(thawed)
+            self._frozen = [slot for slot in self._frozen if not slot.param.requires_grad]
+            self._arrange(thawed)
 
     def _count(self, reads: bool, idle: bool) -> None:
         """Sum the tally: gradients that have not left, ranks, their rounds, these squared, and ranks that read, and that are idle.
@@ -289,6 +300,7 @@ class Reducer:
         """A gradient has turned out to be sparse."""
         slot.sparse_dim = sparse_dim
         old = slot.bucket
+        assert old is not None
         rest = [other for other in old.slots if other is not slot]
         new: list[Bucket] = [Sparse([slot], slot.name, self._way)]
         if rest:
@@ -320,7 +332,7 @@ class Reducer:
             )
 
     def _reset(self) -> None:
-        for slot in self._slots:
+        for slot in (*self._slots, *self._frozen):
             slot.left, slot.was_sparse, slot.kind = self._passes, 0, _DENSE
         for bucket in self._buckets:
             bucket.pending = len(bucket.slots)
@@ -337,6 +349,11 @@ def _hook(reducer: weakref.ref[Reducer], slot: Slot) -> Callable[[Any], None]:
             there.arrived(slot)
 
     return hook
+
+
+def _may_thaw(param: Any) -> bool:
+    """Whether a frozen parameter can ever require gradients."""
+    return (param.is_floating_point() or param.is_complex()) and not param.is_inference()
 
 
 def _remove(hooks: list[Any], guard: Guard) -> None:

@@ -45,7 +45,7 @@ class Guard:
 
     def add(self, param: Any) -> None:
         """Guard a further parameter's gradient."""
-        own = type(param)
+        own = getattr(type(param), "_guards", type(param))  # another optimizer's gradients may be in flight
         if own not in self._classes:
             self._classes[own] = _guarded(own, self._join)
         self._members.append((param, own, self._classes[own]))
@@ -105,6 +105,7 @@ def _guarded(own: type, reference: weakref.WeakMethod[Callable[[], object]]) -> 
         "__reduce_ex__": reduced,
         "__module__": own.__module__,
         "__qualname__": own.__qualname__,
+        "_guards": own,
     }
     if own is torch.Tensor:
         members["__torch_function__"] = torch._C._disabled_torch_function_impl

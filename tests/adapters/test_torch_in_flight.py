@@ -187,6 +187,33 @@ def test_one_rank_may_read_between_backward_and_step(hvd: Any) -> None:
 
 
 @several
+def test_an_optimizer_made_while_gradients_of_an_earlier_one_are_in_flight(hvd: Any) -> None:
+    weight = torch.nn.Parameter(torch.zeros(3))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0))
+    weight.sum().backward()
+    later = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0))
+    optimizer.step()
+    del optimizer
+    later.zero_grad()
+    (weight.sum() * (hvd.rank() + 1)).backward()
+    assert weight.grad[0] == (hvd.size() + 1) / 2
+    assert type(weight) is torch.nn.Parameter
+
+
+@several
+def test_clipping_in_the_first_step_after_unfreezing(hvd: Any) -> None:
+    layer = torch.nn.Linear(3, 1).requires_grad_(False)
+    numbers = torch.nn.Parameter(torch.arange(3), requires_grad=False)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([*layer.parameters(), numbers], lr=1.0))
+    layer.requires_grad_(True)
+    for _ in range(2):
+        optimizer.zero_grad()
+        (layer.bias.sum() * (hvd.rank() + 1)).backward()
+        assert layer.bias.grad[0] == (hvd.size() + 1) / 2
+        optimizer.step()
+
+
+@several
 def test_copies_of_a_model_whose_gradients_are_in_flight(hvd: Any) -> None:
     model = Net()
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())

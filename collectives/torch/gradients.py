@@ -26,12 +26,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from collectives.errors import MismatchError
+from collectives.errors import InvalidArgumentError, MismatchError
 from collectives.reduction import Op
 from collectives.runtime import world_of
 from collectives.torch.buckets import Bucket, Slot, Sparse, Viewed, Way, arrange
 from collectives.torch.compiled import untraced
-from collectives.torch.guard import Guard, grad_of
+from collectives.torch.guard import Guard, grad_of, in_backward_elsewhere
 from collectives.world import World
 
 _DENSE = 255
@@ -70,12 +70,14 @@ class Reducer:
         self._as_views = as_views
         self._sparse_as_dense = sparse_as_dense
         self._lock = threading.Lock()  # autograd has one thread for each GPU
+        self._turn = threading.RLock()  # of threads that synchronize
+        self._thread = 0  # of the backward pass
         self._slots: list[Slot] = []
         self._frozen: list[Slot] = []
         self._buckets: list[Bucket] = []
         self._tally = np.zeros(6, np.int64)
         self._results: list[weakref.ref[Any]] = []
-        self._guard = Guard(self.join)
+        self._guard = Guard(self.join, self.refuse)
         self._hooks: list[Any] = []
         weakref.finalize(self, _remove, self._hooks, self._guard)
         self.add(named, groups)
@@ -143,6 +145,7 @@ class Reducer:
             alone = slot.is_last_hook()  # torch runs what follows it all the same
             for other in self._slots:
                 other.put_hook_last()
+            self._thread = threading.get_ident()
             self._guard.arm()
         if not alone:
             return  # a hook that may change the gradient is yet to come: it leaves in `synchronize`
@@ -196,8 +199,32 @@ class Reducer:
     # ---- step -----------------------------------------------------------------------------------------------------------------------
 
     def join(self) -> None:
-        """Somebody reads a gradient in flight."""
+        """Somebody reads a gradient in flight.
+
+        Raises:
+            InvalidArgumentError: while another thread runs a backward pass, whose gradients are not complete.
+        """
+        if in_backward_elsewhere(self._thread):
+            raise InvalidArgumentError(
+                "parameter.grad: expected it to be read by the thread that trains, or when no backward pass is under way: gradients are "
+                "in flight and not complete; read them there, between backward() and optimizer.step(), and hand over copies"
+            )
         self.synchronize(reads=True)
+
+    def refuse(self, param: Any) -> None:
+        """A hook reads or sets the gradient of a parameter in the backward pass.
+
+        Raises:
+            InvalidArgumentError: it has left.
+        """
+        for bucket in self._buckets:
+            if bucket.handle is not None:
+                for slot in bucket.slots:
+                    if slot.param is param:
+                        raise InvalidArgumentError(
+                            f"gradient of {slot.name!r}: expected it to be left alone within the backward pass, when it has left for the "
+                            f"other ranks; read it in a hook of its own parameter, or after the backward pass"
+                        )
 
     def synchronize(self, reads: bool = False, applies: bool = False) -> None:
         """Let everything leave that has not, and wait until all gradients are combined.
@@ -210,6 +237,11 @@ class Reducer:
             MismatchError, RankFailedError, InvalidArgumentError: as for `collectives.allreduce`, or a gradient was changed on its way. All
                 others are waited for first, and the next step begins anew.
         """
+        with self._turn:
+            if not self.combined:  # by another thread
+                self._combine(reads, applies)
+
+    def _combine(self, reads: bool, applies: bool) -> None:
         self._guard.disarm()
         self._thaw()
         try:

@@ -9,14 +9,20 @@ other time they are what they were: nothing is slower, and no type differs.
     p.grad         read or set by the program            -> join     all gradients are combined, on every rank that gets here
     synchronize    or step(), or the join                -> disarm
 
+During a backward pass nothing can be waited for. Its own thread may see what has not left yet, as hooks do, and is refused what has; other
+threads are refused all of it.
+
 Waiting at the end of the backward pass instead, as DistributedDataParallel does, would deadlock programs in which a rank contributes to a
 bucket only in its ``step()``, because it has not used some parameter, and calls another collective before that.
 """
 
 from __future__ import annotations
 
+import sys
+import threading
 import weakref
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -30,16 +36,28 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
+def in_backward_elsewhere(thread: int) -> bool:
+    """Whether a thread is another than this one, and runs a backward pass. Those of autograd's for GPUs cannot be told."""
+    if thread == threading.get_ident():
+        return False
+    frame: FrameType | None = sys._current_frames().get(thread)
+    while frame is not None and frame.f_code.co_name != "_engine_run_backward":
+        frame = frame.f_back
+    return frame is not None
+
+
 class Guard:
     """Guards the gradients of some parameters.
 
     Args:
         join: a method that combines all gradients, and disarms. Its object is not kept alive.
+        refuse: a method of the same object that raises if the gradient of a parameter has left.
     """
 
-    def __init__(self, join: Callable[[], object]) -> None:
+    def __init__(self, join: Callable[[], object], refuse: Callable[[Any], object]) -> None:
         self.armed = False
         self._join = weakref.WeakMethod(join)
+        self._refuse = weakref.WeakMethod(refuse)
         self._classes: dict[type, type] = {}
         self._members: list[tuple[Any, type, type]] = []
 
@@ -47,7 +65,7 @@ class Guard:
         """Guard a further parameter's gradient."""
         own = getattr(type(param), "_guards", type(param))  # another optimizer's gradients may be in flight
         if own not in self._classes:
-            self._classes[own] = _guarded(own, self._join)
+            self._classes[own] = _guarded(own, self._join, self._refuse)
         self._members.append((param, own, self._classes[own]))
 
     def arm(self) -> None:
@@ -67,25 +85,29 @@ class Guard:
                     param.__class__ = own
 
 
-def _guarded(own: type, reference: weakref.WeakMethod[Callable[[], object]]) -> type:
+def _guarded(own: type, combine: weakref.WeakMethod[Callable[[], object]], refuse: weakref.WeakMethod[Callable[[Any], object]]) -> type:
     """A class of parameters whose gradients are in flight; of the same name and layout."""
     grad: Any = own.grad  # type: ignore[attr-defined]
 
     def join(param: Any) -> None:
-        there = reference()
+        there = combine()
         if there is not None:
             there()
         if type(param) is guarded:  # the optimizer is gone
             param.__class__ = own
 
-    def read(param: Any) -> Any:
+    def look(param: Any) -> None:
         if not in_backward():
             join(param)
+        elif (there := refuse()) is not None:
+            there(param)
+
+    def read(param: Any) -> Any:
+        look(param)
         return grad.__get__(param)
 
     def write(param: Any, value: Any) -> None:
-        if not in_backward():
-            join(param)
+        look(param)
         grad.__set__(param, value)
 
     def delete(param: Any) -> None:

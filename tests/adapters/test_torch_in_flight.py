@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -382,6 +383,50 @@ def test_hooks_of_the_program_see_gradients_before_they_leave(hvd: Any) -> None:
     optimizer.synchronize()
     for param, *grads in zip(model.parameters(), *wanted, strict=True):
         torch.testing.assert_close(param.grad, sum(grads))
+
+
+@several
+def test_a_hook_that_reads_the_gradient_of_another_parameter_is_refused(hvd: Any) -> None:
+    weight, bias = (torch.nn.Parameter(torch.full((SMALL,), 1.0)) for _ in range(2))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight, bias], lr=1.0), groups=[[weight], [bias]])
+    seen: list[Any] = []
+    inputs = torch.ones(SMALL, requires_grad=True)
+    inputs.register_hook(lambda gradient: seen.append(bias.grad))
+    with pytest.raises(ValueError, match=r"gradient of .*1': expected it to be left alone within the backward pass"):
+        (inputs * weight + bias).sum().backward()
+    assert not seen
+    optimizer.step()
+    assert bias[0] == 0
+
+
+@several
+def test_another_thread_reads_during_the_backward_pass(hvd: Any) -> None:
+    weight, bias = (torch.nn.Parameter(torch.zeros(SMALL)) for _ in range(2))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight, bias], lr=1.0), groups=[[weight], [bias]])
+    inputs = torch.ones(SMALL, requires_grad=True)
+    refusals = []
+
+    def watch() -> None:
+        try:
+            assert weight.grad is not None
+        except ValueError as error:
+            refusals.append(str(error))
+
+    def hook(gradient: Any) -> None:
+        if hvd.rank() == 0:
+            thread = threading.Thread(target=watch)
+            thread.start()
+            thread.join(30)
+
+    inputs.register_hook(hook)
+    (inputs * weight + bias).sum().backward()
+    assert len(refusals) == (hvd.rank() == 0)
+    assert all("expected it to be read by the thread that trains" in refusal for refusal in refusals)
+    reader = threading.Thread(target=watch)
+    reader.start()
+    optimizer.step()
+    reader.join(30)
+    assert bias[0] == -1
 
 
 @several

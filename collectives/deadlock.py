@@ -8,8 +8,9 @@ Where it is known which rank is behind, only that rank's operation fails, so tha
 There are two kinds of evidence, and both hold only for names that have never been carried out: a name that comes again in every step
 says nothing of the order, and might meet another step's operation of that name.
 
-    passed    a rank that lacks the operation has waited for it before, in vain: whoever waits for it now is behind
-    source    each rank waits for one operation, at places of the same function that no common loop contains
+    passed    a rank that lacks the operation has waited for it before, in vain: whoever waits for it now is behind, unless it waits in
+              the function in which another does, at another place, and the program may come to both several times
+    source    each rank waits for one operation, at places of the same function, which the program comes to only once
 
 Without evidence all of them fail. Everything here is a pure function of what the ranks tell each other, hence alike on all of them.
 """
@@ -19,6 +20,7 @@ from __future__ import annotations
 import dis
 import functools
 import sys
+import threading
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +30,8 @@ from collectives.errors import MismatchError
 from collectives.negotiation import UNNAMED, Key, Request
 
 _PACKAGE = str(Path(__file__).parent)
+_RANKS = str(Path(_PACKAGE, "transport", "threads.py"))
+"""Where ranks are threads, this module calls each of them, once."""
 AGAIN = (
     "A rank that has passed over one, as by an exception that it has caught, meets the others again at a name that is new, or once every "
     "rank has called shutdown() and init()."
@@ -42,18 +46,26 @@ class Place:
         function: its file, its name and its first line.
         line: of the file.
         at: the offset of the instruction.
-        loops: the loops around it, by the offsets of their first and last instruction.
+        loop: the outermost loop around it, by the offsets of its first and last instruction; None outside of loops.
+        calls: the names in the expression of what it calls, as ``step`` or ``trainer, fit``; none where that is not known.
     """
 
     function: tuple[str, str, int]
     line: int
     at: int
-    loops: tuple[tuple[int, int], ...]
+    loop: tuple[int, int] | None = None
+    calls: frozenset[str] = frozenset()
+
+    def goes_round_with(self, other: Place) -> bool:
+        """Whether a loop around this place contains another place of the same function."""
+        return self.loop is not None and self.loop[0] <= other.at <= self.loop[1]
 
     def __str__(self) -> str:
         return f"{self.function[0]}:{self.line} in {self.function[1]}"
 
 
+_ANY_THREAD = Place(("", "a thread", 0), 0, 0, (0, 0))
+"""Where a thread begins: as in a loop, because the program may start any number of threads with one function."""
 Stack = tuple[Place, ...]
 """The functions that a thread is in, the outermost first, without this package's own that it has called last."""
 
@@ -70,7 +82,7 @@ class Wait:
 def stacks(waiting: CodeType, variable: str) -> dict[int, Stack]:
     """Where the threads of this process are that execute ``waiting``, by the identity of what their local ``variable`` is."""
     found = {}
-    for top in sys._current_frames().values():
+    for number, top in sys._current_frames().items():
         frame: FrameType | None = top
         while frame is not None and frame.f_code is not waiting:
             frame = frame.f_back
@@ -80,34 +92,81 @@ def stacks(waiting: CodeType, variable: str) -> dict[int, Stack]:
         while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
             frame = frame.f_back
         places: list[Place] = []
-        while frame is not None:
+        while frame is not None and frame.f_code.co_filename != _RANKS:
             places.append(_place(frame))
             frame = frame.f_back
+        if frame is None and number != threading.main_thread().ident:
+            places.append(_ANY_THREAD)
         found[awaited] = tuple(reversed(places))
     return found
 
 
 def _place(frame: FrameType) -> Place:
-    code, at = frame.f_code, frame.f_lasti
-    around = tuple((first, last) for first, last in _loops(code) if first <= at <= last)
-    return Place((code.co_filename, code.co_name, code.co_firstlineno), frame.f_lineno or 0, at, around)
+    code = frame.f_code
+    at, calls = _instruction(code, frame.f_lasti)
+    around = next((loop for loop in _loops(code) if loop[0] <= at <= loop[1]), None)
+    return Place((code.co_filename, code.co_name, code.co_firstlineno), frame.f_lineno or 0, at, around, calls)
 
 
 @functools.lru_cache(256)
 def _loops(code: CodeType) -> tuple[tuple[int, int], ...]:
-    """The loops of a function: from where a jump backwards leads to the jump."""
+    """The outermost loops of a function: from where a jump backwards leads to the jump.
+
+    Those that overlap are one: an `except` within a loop may lie behind it, and jump back into its middle.
+    """
     jumps = [(step.argval, step.offset) for step in dis.get_instructions(code) if "JUMP" in step.opname]
-    return tuple((first, last) for first, last in jumps if isinstance(first, int) and first < last)
+    found: list[tuple[int, int]] = []
+    for first, last in sorted((first, last) for first, last in jumps if isinstance(first, int) and first < last):
+        if found and first <= found[-1][1]:
+            found[-1] = found[-1][0], max(last, found[-1][1])
+        else:
+            found.append((first, last))
+    return tuple(found)
+
+
+@functools.lru_cache(256)
+def _instruction(code: CodeType, last: int) -> tuple[int, frozenset[str]]:
+    """Where the instruction begins that a frame is in, and the names that are loaded where its expression begins: what a call calls.
+
+    While a frame calls, its last instruction may lie behind that instruction, in what the interpreter has cached there.
+    """
+    steps = list(dis.get_instructions(code))
+    at = max((step.offset for step in steps if step.offset <= last), default=last)
+    if sys.version_info < (3, 11):
+        return at, frozenset()
+    starts = {step.offset: step.positions and (step.positions.lineno, step.positions.col_offset) for step in steps}
+    start = starts.get(at)
+    if start is None or None in start:
+        return at, frozenset()
+    return at, frozenset(step.argval for step in steps if starts[step.offset] == start and isinstance(step.argval, str))
 
 
 def before(one: Stack, other: Stack) -> bool | None:
-    """Whether the program comes to ``one`` before it comes to ``other``; None where that cannot be told."""
+    """Whether the program comes to ``one`` before it comes to ``other``, and to both only once; None where that cannot be told.
+
+    It can where no loop is around the calls that lead to both, and each of these calls the next function itself: a function that is
+    called by another in C, such as `map`, may be called several times.
+    """
+    called: Place | None = None
     for mine, theirs in zip(one, other, strict=False):
-        if mine.function != theirs.function or any(first <= theirs.at <= last for first, last in mine.loops if mine.line != theirs.line):
+        if mine.function != theirs.function or (called is not None and mine.function[1] not in called.calls):
             return None
-        if mine.line != theirs.line:
-            return mine.line < theirs.line
+        if mine.at != theirs.at:
+            return None if mine.line == theirs.line or mine.goes_round_with(theirs) else mine.line < theirs.line
+        if mine.loop is not None:
+            return None
+        called = mine
     return None
+
+
+def may_take_turns(one: Stack, other: Stack) -> bool:
+    """Whether the program may come from ``one`` to ``other`` and back, as in a loop: names do not tell which time around it is."""
+    for mine, theirs in zip(one, other, strict=False):
+        if mine.function != theirs.function:
+            return False
+        if mine.at != theirs.at:
+            return before(one, other) is None
+    return False
 
 
 def failing(
@@ -129,7 +188,9 @@ def failing(
     every = {wait.key for mine in waits for wait in mine}
     new: set[Key] = {key for key in every if isinstance(key, str) and key not in known}
     behind = {key for key in new if set(passed.get(key, ())).difference(asking[key], joined)}
-    if behind and behind != every:
+    late = [wait for mine in waits for wait in mine if wait.key in behind]
+    others = [wait for mine in waits for wait in mine if wait.key not in behind]
+    if late and others and not any(may_take_turns(one.stack, other.stack) for one in late for other in others):
         return behind
     active = [mine for rank, mine in enumerate(waits) if rank not in joined]
     if new == every and all(len(mine) == 1 for mine in active):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 
-from collectives.errors import MismatchError
+from collectives.errors import MismatchError, OperationError
 from collectives.transport import threads
 from collectives.world import World
 
@@ -151,6 +152,29 @@ def test_names_that_come_again_never_meet_those_of_another_step() -> None:
 
     run(2, program)
     assert sums[0] == sums[1] == [2.0] * 3 + [20.0] * 3 + [200.0]
+
+
+def test_names_that_are_new_never_meet_those_of_another_step() -> None:
+    """Rank 0 has passed over the end of step 0, so that the names of step 1 are as new as those for which rank 1 waits."""
+    sums: list[float] = []
+
+    def program(world: World) -> None:
+        def attempt(name: str, value: float) -> None:
+            with contextlib.suppress(OperationError):  # one rank's program ends before the other's
+                sums.append(float(world.allreduce(np.full(2, value), average=False, name=name)[0]))
+
+        def step(number: int) -> None:
+            if number == 1:
+                attempt("a", 10.0)
+            if number == 1 or world.rank == 1:
+                attempt("b", 10.0**number)
+                attempt("c", 10.0**number)
+
+        for number in range(2):
+            step(number)
+
+    run(2, program)
+    assert sums == []
 
 
 def test_an_unnamed_mismatch_says_what_to_do() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Callable
 
 import pytest
 
@@ -11,11 +12,11 @@ from collectives import deadlock
 from collectives.deadlock import Place, Stack, Wait, before, failing
 from collectives.negotiation import Request
 
-LOOP = ((100, 200),)
+LOOP = (100, 200)
 
 
-def place(line: int, function: str = "main", at: int | None = None, loops: tuple[tuple[int, int], ...] = ()) -> Place:
-    return Place(("train.py", function, 1), line, line if at is None else at, loops)
+def place(line: int, function: str = "main", at: int | None = None, loop: tuple[int, int] | None = None, calls: str = "step") -> Place:
+    return Place(("train.py", function, 1), line, line if at is None else at, loop, frozenset([calls]))
 
 
 def wait(name: str | int, *stack: Place) -> Wait:
@@ -37,8 +38,11 @@ def fails(waits: list[list[Wait]], passed: dict[str, set[int]] | None = None, kn
         ((place(3), place(9, "step")), (place(4), place(2, "step")), True),
         ((place(3), place(9, "step")), (place(3), place(12, "check")), None),
         ((place(3), place(9, "step")), (place(3),), None),
-        ((place(3, at=120, loops=LOOP),), (place(4, at=140, loops=LOOP),), None),
-        ((place(3, at=120, loops=LOOP),), (place(9, at=240),), True),
+        ((place(3, at=120, loop=LOOP),), (place(4, at=140, loop=LOOP),), None),
+        ((place(3, at=120, loop=LOOP),), (place(9, at=240),), True),
+        ((place(3, at=120, loop=LOOP), place(9, "step")), (place(3, at=120, loop=LOOP), place(12, "step")), None),
+        ((place(3, at=120), place(9, "step")), (place(3, at=140), place(12, "step")), None),
+        ((place(3, calls="map"), place(9, "step")), (place(3, calls="map"), place(12, "step")), None),
         ((), (place(3),), None),
     ],
 )
@@ -87,27 +91,90 @@ def test_messages_name_what_each_rank_waits_for_and_who_has_not_asked() -> None:
     assert "order of calls" in str(deadlock.error(0, [[wait(0)], [wait("b")]], {0: {0}, "b": {1}}, {0, "b"}, (0, 1)))
 
 
-def test_where_a_thread_waits_is_read_from_its_stack() -> None:
-    entered, over = threading.Event(), threading.Event()
+def test_names_in_a_loop_do_not_tell_who_is_behind() -> None:
+    b, c = wait("b", place(3, at=120, loop=LOOP)), wait("c", place(4, at=140, loop=LOOP))
+    assert fails([[b], [c]], {"b": {1}}) == {"b", "c"}
+    assert fails([[b], [wait("c", place(3, at=120, loop=LOOP))]], {"b": {1}}) == {"b"}  # one place, whose names change
+    assert fails([[b], [wait("c", place(9, at=240))]], {"b": {1}}) == {"b"}
+    mapped = place(3, calls="map")
+    assert fails([[wait("b", mapped, place(7, "step"))], [wait("c", mapped, place(8, "step"))]], {"b": {1}}) == {"b", "c"}
+    assert fails([[wait("b", mapped, place(7, "test_b"))], [wait("c", mapped, place(8, "test_c"))]], {"b": {1}}) == {"b"}
+
+
+def stack_of(program: Callable[[Callable[[], None]], None], in_thread: bool = False) -> Stack:
+    """Where a thread is when ``program`` calls its argument."""
+    found: list[Stack] = []
 
     def waiting(handle: object) -> None:
-        entered.set()
-        over.wait()
+        found.append(deadlock.stacks(waiting.__code__, "handle")[id(handle)])
 
-    def program(handle: object) -> None:
-        for _ in range(1):
-            waiting(handle)
+    def wait() -> None:
+        waiting(object())
 
-    handle = object()
-    thread = threading.Thread(target=program, args=(handle,))
-    thread.start()
-    entered.wait()
-    try:
-        places = deadlock.stacks(waiting.__code__, "handle")[id(handle)]
-    finally:
-        over.set()
+    if in_thread:
+        thread = threading.Thread(target=program, args=(wait,))
+        thread.start()
         thread.join()
-    by_name = {place.function[1]: place for place in places}
-    assert [place.function[1] for place in places][-2:] == ["program", "waiting"]
-    assert by_name["program"].line == program.__code__.co_firstlineno + 2 and len(by_name["program"].loops) == 1
-    assert by_name["waiting"].loops == () and by_name["waiting"].function[0] == sys._getframe().f_code.co_filename
+    else:
+        program(wait)
+    (only,) = found
+    names = [place.function[1] for place in only]
+    return only[names.index("stack_of") + 1 :] if not in_thread else only
+
+
+def test_where_a_thread_waits_is_read_from_its_stack() -> None:
+    def program(wait: Callable[[], None]) -> None:
+        for _ in range(1):
+            wait()
+
+    stack = stack_of(program)
+    assert [place.function[1] for place in stack] == ["program", "wait", "waiting"]
+    assert stack[0].line == program.__code__.co_firstlineno + 2 and stack[0].loop is not None
+    assert stack[1].loop is None and stack[1].function[0] == sys._getframe().f_code.co_filename
+    thread = stack_of(program, in_thread=True)
+    assert thread[-3:] == stack and thread[0].loop is not None
+
+
+def test_an_exception_handler_belongs_to_the_loop_around_it() -> None:
+    def program(wait: Callable[[], None]) -> None:
+        for step in range(2):
+            try:
+                if step and wanted == "tried":
+                    wait()
+                raise ValueError
+            except ValueError:
+                if step and wanted == "handled":
+                    wait()
+            if step and wanted == "later":
+                wait()
+
+    stacks = {}
+    for wanted in ("tried", "handled", "later"):
+        stacks[wanted] = stack_of(program)
+    for one in stacks.values():
+        for other in stacks.values():
+            assert before(one, other) is None and one[0].loop == other[0].loop is not None
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="a call's place in its line is not known")
+def test_what_c_calls_may_be_called_again() -> None:
+    def step(which: int, wait: Callable[[], None]) -> None:
+        if which == 1:
+            wait()
+        if which == 2:
+            wait()
+
+    def directly(which: int) -> Callable[[Callable[[], None]], None]:
+        def program(wait: Callable[[], None]) -> None:
+            step(which, wait)
+
+        return program
+
+    def mapped(which: int) -> Callable[[Callable[[], None]], None]:
+        def program(wait: Callable[[], None]) -> None:
+            list(map(step, [which], [wait]))
+
+        return program
+
+    assert before(stack_of(directly(1)), stack_of(directly(2))) is True
+    assert before(stack_of(mapped(1)), stack_of(mapped(2))) is None

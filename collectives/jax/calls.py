@@ -160,7 +160,7 @@ class Call:
         handle: Handle = begin(list(operands) if self.grouped else operands[0], **self._options())
         made = handle.wait()
         if self.rows is not None:
-            received = [each.gathered for each in handle.members or (handle,)]
+            received = [each.gathered for each in (handle.members if self.grouped else (handle,))]
             self._check_rows(world, [each[1] if isinstance(each, tuple) else each for each in received])
         return list(made) if self.grouped else [made]
 

@@ -422,8 +422,6 @@ def _staged(tensors: Sequence[Any]) -> bool:
 
 
 def _run(call: Call, tensors: Sequence[Any]) -> list[Any]:
-    if not tensors and call.collective != "barrier":
-        return []
     return primitive.bind(call, tensors) if _staged(tensors) else eager.run(call, tensors)
 
 

@@ -34,7 +34,8 @@ def leaves(tree: Any, argument: str = "tensor") -> tuple[list[Any], Rebuild, boo
         except _Refused as refusal:
             path = jax.tree_util.keystr(jax.tree_util.tree_flatten_with_path(tree)[0][number][0])
             raise refusal.kind(f"{argument}{path}: {refusal}") from None
-    return found, structure.unflatten, not jax.tree_util.treedef_is_leaf(structure)
+    # A container without a leaf is one node to JAX, as a leaf is.
+    return found, structure.unflatten, not found or not jax.tree_util.treedef_is_leaf(structure)
 
 
 class _Refused(Exception):

@@ -372,3 +372,17 @@ def test_join(hvd_jax: Any) -> None:
         total = hvd.allreduce(jnp.ones(3), op=hvd.Sum)
         assert float(total[0]) == sum(2 + rank > step for rank in range(hvd.size()))
     assert hvd.join() == hvd.size() - 1
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("collective", ["grouped_allreduce", "grouped_allgather", "grouped_reducescatter"])
+def test_a_group_of_no_tensors_on_one_rank_is_an_error_on_every_rank(hvd_jax: Any, collective: str, compiled: bool) -> None:
+    hvd = hvd_jax
+    tensors = [jnp.ones((6, 2))] if hvd.rank() else []
+    call = jax.jit(getattr(hvd, collective)) if compiled else getattr(hvd, collective)
+    assert jax.block_until_ready(call([])) == []
+    if hvd.size() > 1:
+        with pytest.raises(drifted() if compiled else MismatchError, match="disagree"):
+            jax.block_until_ready(call(tensors))
+            jax.effects_barrier()  # the results of no tensors are there before the call is over
+    same(hvd.allreduce({"a": jnp.ones(2)}), {"a": jnp.ones(2)})

@@ -195,6 +195,30 @@ def test_donated_buffers(hvd: Any) -> Result:
     return named(carry)
 
 
+@recipe
+def test_local_devices(hvd: Any) -> Result:
+    """A rank with two devices has its rows divided among them; steps are compiled as a whole, and in part."""
+    devices = np.array(jax.devices()[:2])
+    if len(devices) < 2:
+        pytest.skip("needs two devices; XLA_FLAGS=--xla_force_host_platform_device_count=2")
+    mesh = jax.sharding.Mesh(devices, ("rows",))
+    divided, whole = (jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes)) for axes in (("rows",), ()))
+    ends = np.round(ROWS * np.cumsum(range(hvd.size() + 1)) / sum(range(hvd.size() + 1))).astype(int)  # all even
+    rows = slice(ends[hvd.rank()], ends[hvd.rank() + 1])
+    feeds = jax.device_put([(x[rows].astype(np.float32), y[rows].astype(np.float32)) for x, y in zip(X, Y, strict=True)], divided)
+    optimizer = hvd.DistributedOptimizer(momentum())
+    carry = steps(hvd, jax.jit(step_of(hvd, optimizer)), jax.device_put(begin(hvd, optimizer), whole), feeds[: STEPS // 2])
+    grads_of = jax.jit(jax.grad(loss_of(hvd)), out_shardings=whole)
+
+    def step(params: Any, state: Any, x: Any, y: Any) -> Any:
+        updates, state = optimizer.update(grads_of(params, x, y), state, params)
+        return optax.apply_updates(params, updates), state
+
+    carry = steps(hvd, step, carry, feeds[STEPS // 2 :])
+    assert all(leaf.sharding.is_equivalent_to(whole, leaf.ndim) for leaf in jax.tree_util.tree_leaves(carry))
+    return named(carry)
+
+
 def scanned(hvd: Any, **options: Any) -> Result:
     """All steps in one program."""
     optimizer = hvd.DistributedOptimizer(momentum(), **options)

@@ -7,7 +7,7 @@
     another one, of a variable whose gradient was noted and not applied since           is doubtful: clipped eagerly, as a rule
     of a variable without a note                                                        is this rank's own
 
-Combined gradients are alike on all ranks. So of doubtful ones the ranks compare sums, a few bytes for each; where they differ, they are
+Combined gradients are alike on all ranks. So of doubtful ones the ranks compare two numbers each; where these differ, they are
 this rank's own. In a graph, which cannot turn back on that, they are combined again, which changes nothing with Average, Min, Max and
 Adasum, and with Sum and Product the graph asserts that they are alike.
 """
@@ -30,8 +30,8 @@ _NOTES = "_collectives_notes"  # of variables
 _READS = frozenset({"ReadVariableOp", "Variable", "VariableV2", "VarHandleOp"})
 _IDEMPOTENT = frozenset({Op.AVERAGE, Op.MIN, Op.MAX, Op.ADASUM})
 _TOLERANCE = 1e-3
-"""Of a gradient's sum over the sum of its magnitudes: far above what kernels of different processors make of the same numbers, and far
-below how gradients of different data differ."""
+"""Of a gradient's norm: far above what kernels of different processors make of the same numbers, and far below how gradients of different
+data differ."""
 
 
 class Notes:
@@ -177,18 +177,38 @@ def _kind(grad: Any, variable: Any) -> str:
 
 
 def _alike(grads: Sequence[Any], way: Way) -> Any:
-    """A tensor: whether the sums of each gradient are the same on all ranks, to rounding."""
-    rows = []
-    for grad in grads:
-        values = _values(grad)
-        wide = tf.cast(values, tf.float32) if values.dtype.size < 4 else values
-        rows.append(tf.stack([tf.cast(tf.reduce_sum(wide), tf.float64), tf.cast(tf.reduce_sum(tf.abs(wide)), tf.float64)]))
-    every = operations.allgather(tf.stack(rows)[tf.newaxis], name=f"{way.name}.alike", ignore_name_scope=True, process_set=way.process_set)
-    sums, magnitudes = every[:, :, 0], every[:, :, 1]
-    spread = tf.reduce_max(sums, 0) - tf.reduce_min(sums, 0)
-    apart = tf.reduce_any(spread > _TOLERANCE * tf.reduce_max(magnitudes, 0))  # not where they are infinite or no numbers, which is this:
-    finite = tf.math.is_finite(sums)
+    """A tensor: whether each gradient is the same on all ranks, to rounding, as far as two numbers of each tell."""
+    prints = tf.stack([_print(grad) for grad in grads])[tf.newaxis]
+    every = operations.allgather(prints, name=f"{way.name}.alike", ignore_name_scope=True, process_set=way.process_set)
+    spread = tf.reduce_max(every, 0) - tf.reduce_min(every, 0)
+    norms = tf.reduce_max(every[:, :, 1:], 0)
+    apart = tf.reduce_any(spread > _TOLERANCE * norms)  # not where they are infinite or no numbers, which is this:
+    finite = tf.math.is_finite(every)
     return ~apart & tf.reduce_all(finite == finite[:1])
+
+
+def _print(grad: Any) -> Any:
+    """A weighted sum of a gradient's elements, and their Euclidean norm.
+
+    Equal weights would not do: the gradients of a softmax layer add up to zero whatever the data, and those of a large layer nearly so.
+    """
+    values = _values(grad)
+    if values.dtype.is_complex:
+        values = tf.stack([tf.math.real(values), tf.math.imag(values)], -1)
+    values = tf.cast(values, tf.float32) if values.dtype.size < 4 else values
+    flat = tf.reshape(values, [-1])
+    weights = tf.reshape(_weights(tf.range(tf.size(flat)), values.dtype), tf.shape(values))
+    if isinstance(grad, tf.IndexedSlices):
+        rows = _weights(grad.indices, values.dtype)
+        weights *= tf.reshape(rows, tf.concat([tf.shape(rows), tf.ones([tf.rank(values) - 1], tf.int32)], 0))
+    largest = tf.maximum(tf.reduce_max(tf.abs(flat)), 0)  # of nothing it is minus infinity
+    norm = largest * tf.norm(tf.math.divide_no_nan(flat, largest))  # squares might overflow
+    return tf.cast(tf.stack([tf.reduce_sum(weights * values), norm]), tf.float64)
+
+
+def _weights(numbers: Any, dtype: Any) -> Any:
+    """Of both signs, in no pattern that gradients have."""
+    return tf.cast(tf.cos(tf.cast(numbers, tf.float64) + 1), dtype)
 
 
 def _values(grad: Any) -> Any:

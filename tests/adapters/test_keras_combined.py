@@ -156,6 +156,33 @@ def test_doubtful_gradients_that_differ(hvd: Any, kind: str) -> None:
     hvd.allreduce(tf.constant(0.0))  # the ranks are still together
 
 
+def rows_of(hvd: Any, values: Any, row: int) -> Any:
+    return tf.IndexedSlices(tf.constant(values, tf.float32), tf.constant([row]), tf.constant([4, 2]))
+
+
+SIMILAR: dict[str, Callable[[Any], Any]] = {
+    "sums of zero": lambda hvd: mine(hvd) - tf.reduce_mean(mine(hvd)),
+    "many elements": lambda hvd: tf.random.stateless_normal([2_000_000], [hvd.rank(), 0]),
+    "sums of zero in rows": lambda hvd: rows_of(hvd, [[1 + hvd.rank(), -1 - hvd.rank()]], 2),
+    "the same in other rows": lambda hvd: rows_of(hvd, [[1.0, 2.0]], hvd.rank()),
+    "an empty share": lambda hvd: tf.IndexedSlices(tf.ones([hvd.rank(), 2]), tf.range(hvd.rank()), tf.constant([4, 2])),
+}
+
+
+@pytest.mark.parametrize("case", SIMILAR)
+def test_doubtful_gradients_that_differ_in_little(hvd: Any, case: str) -> None:
+    """The gradients of softmax layers add up to zero on every rank, and those of large layers nearly so."""
+    if hvd.size() == 1:
+        pytest.skip("there is nothing to differ from")
+    grad = SIMILAR[case](hvd)
+    variable = tf.Variable(tf.zeros_like(tf.convert_to_tensor(grad)))
+    optimizer = hvd.DistributedOptimizer(KINDS["new"]())
+    optimizer.compute_gradients(lambda: tf.reduce_sum(variable * hvd.rank()), [variable])
+    optimizer.apply_gradients([(grad, variable)])
+    expected = -RATE * hvd.allreduce(tf.convert_to_tensor(grad))
+    np.testing.assert_allclose(variable.numpy(), expected.numpy(), rtol=1e-5, atol=1e-7)
+
+
 @pytest.mark.parametrize("graph", (False, True), ids=("eagerly", "graph"))
 @pytest.mark.parametrize("between", (None, clipped), ids=("as they are", "clipped"))
 @pytest.mark.parametrize("kind", KINDS)

@@ -6,6 +6,7 @@ Primitives, their rules and lowerings are made with `jax.extend.core` and `jax.i
 from __future__ import annotations
 
 import inspect
+import itertools
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from jax.interpreters import ad, mlir
 
 from collectives.errors import InvalidArgumentError
 from collectives.jax.ffi import version_in
+from collectives.logs import logger
 
 try:
     from jax.extend.core import Primitive
@@ -164,17 +166,27 @@ _KEPT: list[Any] = []
 
 def lower_as_callback(ctx: Any, function: Callable[..., Any], operands: Sequence[Any], ordered: bool) -> Any:
     """Lower to a call of ``function(*arrays) -> arrays``, by the means of `jax.experimental.io_callback`."""
-
-    placing = _on_one_device(ctx)
+    spread = devices(ctx) > 1 and bool(ctx.avals_out)
+    made = [*ctx.avals_out, _VERDICT] if spread else ctx.avals_out
+    placing = _on_one_device(ctx, made)
 
     def lower(token: Any) -> tuple[Any, Any]:
+        called = _judged(function, ctx.avals_out) if spread else function
         results, token, _ = mlir.emit_python_callback(
-            ctx, function, token, list(operands), ctx.avals_in, ctx.avals_out, has_side_effect=True, **_RETURNS_TOKEN, **placing
+            ctx.replace(avals_out=made),
+            called,
+            token,
+            list(operands),
+            ctx.avals_in,
+            made,
+            has_side_effect=True,
+            **_RETURNS_TOKEN,
+            **placing,
         )
         return results, token
 
     results = _in_order(ctx, lower, ordered)
-    return _replicated(ctx, results) if placing else results
+    return _replicated(ctx, results) if spread else results
 
 
 def lower_as_ffi_call(ctx: Any, target: str, operands: Sequence[Any], text: str, ordered: bool, in_place: bool) -> Any:
@@ -201,7 +213,7 @@ def devices(ctx: Any) -> int:
     return int((where.num_devices if hasattr(where, "num_devices") else where.mesh.size if hasattr(where, "mesh") else 1) or 1)
 
 
-def _on_one_device(ctx: Any) -> dict[str, Any]:
+def _on_one_device(ctx: Any, results: Sequence[Any]) -> dict[str, Any]:
     """How a callback is kept to one device of several: XLA brings it whole arrays, and takes the results to where they are needed.
 
     Raises:
@@ -224,15 +236,68 @@ def _on_one_device(ctx: Any) -> dict[str, Any]:
             f"collectives.jax: a collective in a program for {several} devices, for which this version of JAX is too old: call it outside"
             " jit, on arrays that lie on one device or are replicated, or start a rank for each device"
         )
-    return {"sharding": sharding_of(ctx.module_context.axis_context, None, ctx.avals_out)}
+    return {"sharding": sharding_of(ctx.module_context.axis_context, None, results)}
 
 
 def _replicated(ctx: Any, results: Sequence[Any]) -> Any:
-    """Results that every device of the program has: those of one device alone would not go together with other arrays."""
+    """Results that every device of the program has, or none: those of one device alone would not go together with other arrays.
+
+    The last one is the verdict, on which each device fails by itself: while one has failed alone, the others would wait for what it was to
+    send them, until XLA ends the process.
+    """
     mesh = jax.sharding.AbstractMesh((devices(ctx),), ("device",))
     place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    spread = mlir.lower_fun(lambda *arrays: [jax.lax.with_sharding_constraint(each, place) for each in arrays], multiple_results=True)
-    return spread(ctx.replace(avals_in=ctx.avals_out, tokens_out=None), *results)
+
+    def spread(*arrays: Any) -> list[Any]:
+        *made, verdict = (jax.lax.with_sharding_constraint(each, place) for each in arrays)
+        well = _sentence_p.bind(verdict)[0] == 0
+        return [jax.numpy.where(well, each, jax.numpy.zeros_like(each)) for each in made]
+
+    lowered = mlir.lower_fun(spread, multiple_results=True)
+    return lowered(ctx.replace(avals_in=[*ctx.avals_out, _VERDICT], tokens_out=None), *results)
+
+
+_VERDICT = ShapedArray((), np.dtype(np.int32))
+"""0 if a callback has done well, else where in `_failures` its exception is."""
+_FAILURES = 64
+_failures: dict[int, Exception] = {}
+"""The last so many, for as long as devices may still ask for them."""
+_numbers = itertools.count()
+
+
+def _judged(function: Callable[..., Any], results: Sequence[Any]) -> Callable[..., Any]:
+    """A callback that returns a verdict, and zeros in place of raising."""
+
+    def judged(*arrays: Any) -> tuple[Any, ...]:
+        try:
+            return (*function(*arrays), np.int32(0))
+        except Exception as error:
+            logger.error("in a program for several devices: %s: %s", type(error).__name__, error)
+            verdict = next(_numbers) % _FAILURES + 1
+            _failures[verdict] = error
+            return (*(np.zeros(each.shape, each.dtype) for each in results), np.int32(verdict))
+
+    return judged
+
+
+def _sentence(verdict: Any) -> tuple[Any]:
+    number = int(np.asarray(verdict))
+    if number:
+        raise _failures[number]
+    return (np.int32(0),)
+
+
+def _lower_sentence(ctx: Any, verdict: Any) -> Any:
+    """Pure as far as XLA knows, so that it does not ask for one device."""
+    results, _, _ = mlir.emit_python_callback(
+        ctx, _sentence, None, [verdict], ctx.avals_in, ctx.avals_out, has_side_effect=False, returns_token=False
+    )
+    return results
+
+
+_sentence_p = primitive("collective_verdict")
+_sentence_p.def_abstract_eval(lambda verdict: [verdict])
+register_lowering(_sentence_p, _lower_sentence)
 
 
 def _in_order(ctx: Any, lower: Callable[[Any], tuple[Any, Any]], ordered: bool) -> Any:

@@ -297,6 +297,25 @@ def test_a_program_for_several_devices_combines_whole_arrays(hvd_jax: Any, order
         mine = mine + 0 * total  # lies where other arrays of the program do
 
 
+@pytest.mark.parametrize("ordered", [True, False])
+def test_a_failure_in_a_program_for_several_devices(hvd_jax: Any, ordered: bool) -> None:
+    """Every device of every rank fails; none waits for another until XLA ends the process."""
+    hvd, mesh = hvd_jax, _devices()
+    if hvd.size() == 1:
+        pytest.skip("there is nothing to differ from")
+
+    @jax.jit
+    def program(x: Any) -> Any:
+        return x + hvd.allreduce(x[: 2 + 2 * (hvd.rank() % 2)], name=f"fails on several {ordered}", ordered=ordered).sum()
+
+    for _ in range(2):
+        with pytest.raises(getattr(jax.errors, "JaxRuntimeError", RuntimeError), match=r"MismatchError: rank .* disagree .*shape"):
+            program(_on(mesh, jnp.arange(4.0), "i")).block_until_ready()
+    assert float(hvd.allreduce(jnp.float32(1), op=hvd.Sum)) == hvd.size()
+    good = jax.jit(lambda x: hvd.allreduce(x, op=hvd.Sum, name="good", ordered=ordered))
+    assert good(_on(mesh, jnp.arange(4.0), "i")).tolist() == [hvd.size() * each for each in range(4)]
+
+
 def test_training_on_several_devices_of_each_rank(hvd_jax: Any) -> None:
     """Parameters are replicated, batches sharded; compared with one process on the batches of all ranks."""
     hvd, mesh = hvd_jax, _devices()

@@ -6,6 +6,7 @@ other frameworks' tensors with DLPack (torch, CuPy, TensorFlow) become JAX array
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -73,13 +74,16 @@ def _array(leaf: Any) -> Any:
 
 
 def _through_dlpack(leaf: Any) -> Any:
-    """Another framework's tensor as a JAX array that shares its memory. Nothing is recorded for its framework's gradients."""
+    """Another framework's tensor as a JAX array; of the same memory if JAX takes it. Nothing is recorded for its framework's gradients."""
     if not hasattr(leaf, "__dlpack__"):
         expected = "a jax.Array, a NumPy array, a number or a tensor with DLPack"
         raise _Refused(InvalidTypeError, f"expected {expected}, got {foreign.describe(leaf)}; leave it out of the tree")
     if str(getattr(leaf, "device", "")) == "meta":
         raise _Refused(InvalidTypeError, f"expected a tensor with elements, got a {foreign.describe(leaf)} {foreign.NO_ELEMENTS}")
+    leaf = leaf.detach() if getattr(leaf, "requires_grad", False) else leaf
     try:
-        return jnp.from_dlpack(leaf.detach() if getattr(leaf, "requires_grad", False) else leaf)
+        return jnp.from_dlpack(leaf)
     except Exception as error:
+        with contextlib.suppress(Exception):  # JAX has no strides, and takes nothing that is read-only
+            return jnp.array(np.from_dlpack(leaf))
         raise _Refused(InvalidTypeError, f"{foreign.describe(leaf)} cannot be read through DLPack: {error}") from None

@@ -268,6 +268,10 @@ def test_other_frameworks_tensors(hvd_jax: Any) -> None:
     for tree in ({"a": Foreign(np.full((2, 3), hvd.rank(), np.float32).T)}, {"a": jnp.full((3, 2), float(hvd.rank()))}):
         found = hvd.allreduce(tree, op=hvd.Max)["a"]
         assert isinstance(found, jax.Array) and found.tolist() == [[hvd.size() - 1.0] * 2] * 3
+    fixed = np.arange(3.0, dtype=np.float32)
+    fixed.flags.writeable = False
+    for array in (np.arange(6.0, dtype=np.float32)[::2] / 2, fixed):  # JAX takes neither by itself
+        assert hvd.allreduce(Foreign(array), op=hvd.Max).tolist() == [0.0, 1.0, 2.0]
     constant = Foreign(np.arange(2.0, dtype=np.float32))
     assert jax.jit(lambda x: hvd.allreduce([x, constant])[1])(jnp.ones(1)).tolist() == [0.0, 1.0]
 

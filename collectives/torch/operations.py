@@ -354,11 +354,15 @@ def grouped_allgather(
     """`allgather` of several tensors that complete together; the results in order. Differentiable, as `allgather` of each."""
     if is_compiling():
         return [allgather(tensor, name and f"{name}.{i}", process_set) for i, tensor in enumerate(tensors)]
+    return _gather_group(tensors, name, process_set, {"algorithm": algorithm, "transport": transport, "stream": stream})
+
+
+@untraced  # the compiler runs the loop above eagerly if it cannot trace results whose shapes depend on other ranks
+def _gather_group(tensors: Sequence[Tensor], name: str | None, process_set: ProcessSet, options: dict[str, Any]) -> list[Tensor]:
     world = world_of(process_set)
     if _any_tracked(tensors):
-        call = Call(world, name, True, {"algorithm": algorithm, "transport": transport, "stream": stream})
-        return autograd.allgather(call, tensors)
-    return world.grouped_allgather(tensors, name=name, algorithm=algorithm, transport=transport, stream=stream)
+        return autograd.allgather(Call(world, name, True, options), tensors)
+    return world.grouped_allgather(tensors, name=name, **options)
 
 
 @untraced

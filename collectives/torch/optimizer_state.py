@@ -18,9 +18,11 @@ from collectives.agreement import agree
 from collectives.errors import InvalidTypeError
 from collectives.membership import ProcessSet
 from collectives.runtime import global_process_set
+from collectives.torch.compiled import untraced
 from collectives.torch.state import Tensors, describe, move
 
 
+@untraced
 def broadcast_optimizer_state(optimizer: Any, root_rank: int, model: Any = None, process_set: ProcessSet = global_process_set) -> None:
     """Give every rank the root's optimizer state: what it keeps for each parameter, and the options of its parameter groups.
 

@@ -19,6 +19,7 @@ from collectives.agreement import agree
 from collectives.errors import InvalidArgumentError, InvalidTypeError
 from collectives.membership import ProcessSet
 from collectives.runtime import global_process_set
+from collectives.torch.compiled import untraced
 from collectives.world import World
 
 Object = TypeVar("Object")
@@ -31,6 +32,7 @@ _PACKED_BYTES = 16 << 20
 """The most bytes of one such buffer."""
 
 
+@untraced
 def broadcast_parameters(params: Any, root_rank: int, process_set: ProcessSet = global_process_set) -> None:
     """Give every rank the root's parameters, in place.
 
@@ -60,6 +62,7 @@ def broadcast_parameters(params: Any, root_rank: int, process_set: ProcessSet = 
     move(world, label, root, tensors)
 
 
+@untraced
 def broadcast_object(obj: Object, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set) -> Object:
     """Give every rank the root's object.
 
@@ -78,6 +81,7 @@ def broadcast_object(obj: Object, root_rank: int = 0, name: str | None = None, p
     return api.broadcast_object(obj, root_rank, name=name, process_set=process_set)
 
 
+@untraced
 def allgather_object(obj: Object, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Object]:
     """Give every rank every rank's object, as a list in rank order; arguments and errors as for `broadcast_object`."""
     return api.allgather_object(obj, name=name, process_set=process_set)

@@ -74,3 +74,20 @@ def test_splits(hvd: Any) -> None:
 def test_what_a_graph_cannot_hold_is_refused(hvd: Any) -> None:
     with pytest.raises(Exception, match="expected None inside of"):
         torch.compile(lambda x: hvd.allreduce(x, algorithm="ring"), backend="aot_eager", fullgraph=True)(torch.ones(3))
+
+
+STATE: dict[str, Callable[[Any], Any]] = {
+    "broadcast_object": lambda x: x + public.broadcast_object(public.rank() + 1),
+    "allgather_object": lambda x: x + sum(public.allgather_object(1)),
+    "broadcast_parameters": lambda x: public.broadcast_parameters([x], 0) or x + 1,
+    "broadcast_optimizer_state": lambda x: public.broadcast_optimizer_state(torch.optim.SGD([x], lr=1.0), 0) or x + 1,
+    "grouped_allgather": lambda x: torch.cat(public.grouped_allgather([x, x * 2])),
+}
+
+
+@pytest.mark.parametrize("call", STATE.values(), ids=STATE)
+def test_calls_that_end_a_graph(hvd: Any, call: Callable[[Any], Any]) -> None:
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=False):
+        x = torch.full((3,), float(hvd.rank()))
+        assert torch.equal(torch.compile(call, backend="aot_eager")(x.clone()), call(x.clone()))
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size()

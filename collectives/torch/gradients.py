@@ -204,12 +204,16 @@ class Reducer:
         Raises:
             InvalidArgumentError: while another thread runs a backward pass, whose gradients are not complete.
         """
-        if in_backward_elsewhere(self._thread):
-            raise InvalidArgumentError(
-                "parameter.grad: expected it to be read by the thread that trains, or when no backward pass is under way: gradients are "
-                "in flight and not complete; read them there, between backward() and optimizer.step(), and hand over copies"
-            )
-        self.synchronize(reads=True)
+        with self._turn:
+            if not self._guard.armed:
+                return  # another thread has combined them meanwhile, and may have applied them
+            if in_backward_elsewhere(self._thread):
+                raise InvalidArgumentError(
+                    "parameter.grad: expected it to be read by the thread that trains, or when no backward pass is under way: "
+                    "gradients are in flight and not complete; read them there, between backward() and optimizer.step(), and hand "
+                    "over copies"
+                )
+            self.synchronize(reads=True)
 
     def refuse(self, param: Any) -> None:
         """A hook reads or sets the gradient of a parameter in the backward pass.

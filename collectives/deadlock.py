@@ -6,7 +6,8 @@ Where it is known which rank is behind, only that rank's operation fails, so tha
     rank 1:  a                "a" fails, "b" stays; rank 1 comes to "b", and the ranks are in step again
 
 There are two kinds of evidence, and both hold only for names that have never been carried out: a name that comes again in every step
-says nothing of the order, and might meet another step's operation of that name.
+says nothing of the order, and might meet another step's operation of that name. Once ranks have waited in vain for such a name, one may
+be a step ahead, and what they have passed is evidence no longer.
 
     passed    a rank that lacks the operation has waited for it before, in vain: whoever waits for it now is behind, unless it waits in
               the function in which another does, at another place, and the program may come to both several times
@@ -33,8 +34,8 @@ _PACKAGE = str(Path(__file__).parent)
 _RANKS = str(Path(_PACKAGE, "transport", "threads.py"))
 """Where ranks are threads, this module calls each of them, once."""
 AGAIN = (
-    "A rank that has passed over one, as by an exception that it has caught, meets the others again at a name that is new, or once every "
-    "rank has called shutdown() and init()."
+    "A rank that has passed over one, as by an exception that it has caught, may meet the others again at a name that is new, and does "
+    "once every rank has called shutdown() and init()."
 )
 
 

@@ -181,6 +181,8 @@ class Ledger:
         self._told: dict[Key, dict[int, Request]] = {}
         self._passed: dict[Key, set[int]] = {}
         """The ranks that have waited in vain for a name that has never been carried out."""
+        self._names_recur = False
+        """Whether a rank has waited in vain for a name that may have been carried out before: one may be a step ahead."""
 
     def position(self, key: Key, signature: int) -> int | None:
         """The cache entry that stands for this very request under this name; None if there is none."""
@@ -265,12 +267,12 @@ class Ledger:
         return {rank for rank, frame in enumerate(frames) if rank in told or frame.joined or self._cached(key, frame) is not None}
 
     def knows(self, key: Key) -> bool:
-        """Whether an operation of this key has been carried out, as far as the cache reaches."""
-        return not self.capacity or key in self._cache
+        """Whether an operation of this key may have been carried out: a full cache has forgotten some that have."""
+        return len(self._slots) >= self.capacity or key in self._cache
 
     def passed(self, key: Key) -> set[int]:
-        """The ranks that have waited in vain for a key."""
-        return self._passed.get(key, set())
+        """The ranks that have waited in vain for a key, if they are past it; none where names recur, and they may come to it again."""
+        return set() if self._names_recur else self._passed.get(key, set())
 
     def give_up(self, key: Key, ranks: Iterable[int]) -> None:
         """Ranks take back what they have asked for under a key, because they waited for it in vain."""
@@ -278,6 +280,7 @@ class Ledger:
         for rank in ranks:
             by_rank.pop(rank, None)
             if isinstance(key, str):
+                self._names_recur |= self.knows(key)
                 self._passed.setdefault(key, set()).add(rank)
         if not by_rank:
             self._told.pop(key, None)

@@ -177,6 +177,22 @@ def test_names_that_are_new_never_meet_those_of_another_step() -> None:
     assert sums == []
 
 
+def test_names_of_the_first_step_never_meet_those_of_the_second() -> None:
+    """Rank 0 has passed over the end of the first step, and comes to the names of the second that both know; then to those that are new."""
+    sums: list[float] = []
+
+    def program(world: World) -> None:
+        for step in range(2):
+            for number in range(4):
+                if step == 1 or world.rank == 1 or number == 0:
+                    with contextlib.suppress(OperationError):
+                        value = np.full(2, 10.0**step)
+                        sums.append(float(world.allreduce(value, average=False, name=f"layer {number}")[0]))
+
+    run(2, program)
+    assert sums == [2.0, 2.0]
+
+
 def test_an_unnamed_mismatch_says_what_to_do() -> None:
     def program(world: World) -> None:
         with pytest.raises(MismatchError, match=r"order of calls.*name the operations, or call shutdown\(\) and init\(\)"):

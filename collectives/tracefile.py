@@ -6,8 +6,9 @@
     ]
 
 A write takes a lock on the file and puts its lines, with a new bracket behind them, where the bracket was, by one call. So whoever opens
-the file reads JSON, also after the program has been killed; what a killed write has left behind is cut off by the next one. Where the file
-cannot be locked, lines are appended without a bracket, which traces may lack.
+the file reads JSON, also after the program has been killed; what a killed write has left behind is cut off by the next one. A reader
+without the lock that meets a write, which takes some microseconds, may find its lines without the bracket, and reads again. Where the
+file cannot be locked, lines are appended without a bracket, which traces may lack.
 """
 
 from __future__ import annotations

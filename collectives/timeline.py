@@ -1,7 +1,7 @@
 """The timeline: what each rank did and when, as a trace that ui.perfetto.dev and chrome://tracing open.
 
-The file is Chrome's JSON array format, one event a line, whole after every write (`tracefile`). A rank is a process of the trace; a track is a
-thread of it. Hosts that share no file system get a file each; `read` reads what ``cat`` makes of them.
+The file is Chrome's JSON array format, one event a line, whole after every write (`tracefile`). A rank is a process of the trace; a track
+is a thread of it. Hosts that share no file system get a file each; `read` reads what ``cat`` makes of them.
 
     X      a span on a track; spans on one track nest, or the track gets another lane
     b, e   a span beside the tracks; these may overlap: the waiting times of tensors

@@ -15,6 +15,7 @@ from typing import Any
 import tensorflow as tf
 
 from collectives.errors import InvalidArgumentError
+from collectives.membership import ProcessSet
 from collectives.tensorflow.autograph import unconverted
 from collectives.tensorflow.combined import Notes, note_tensors
 from collectives.tensorflow.gradients import key
@@ -39,6 +40,7 @@ class Aggregation:
         passes: backward passes between two combinations.
         average: divide the combined gradients by ``passes``; by default the result is that of the sum over the passes.
         reduce: combines gradients, given with their variables; called for all ranks in the same pass.
+        process_set: the ranks over which ``reduce`` combines.
         sparse_as_dense: add sparse gradients as dense ones; by default they are refused.
         made: called with each variable of the aggregation, for whoever initializes variables of graphs.
 
@@ -55,6 +57,7 @@ class Aggregation:
         passes: int,
         average: bool,
         reduce: Reduce,
+        process_set: ProcessSet,
         sparse_as_dense: bool = False,
         made: Callable[[Any], None] = lambda variable: None,
     ) -> None:
@@ -63,6 +66,7 @@ class Aggregation:
         self.passes = passes
         self._average = average
         self._reduce = reduce
+        self._process_set = process_set
         self._sparse_as_dense = sparse_as_dense
         self._made = made
         self.counter: Any = None
@@ -108,7 +112,7 @@ class Aggregation:
         for at, result in zip(present, results, strict=True):
             dense[at] = result
         self.added.make()
-        note_tensors(dense)
+        note_tensors(dense, self._process_set)
         return dense
 
     @unconverted

@@ -21,11 +21,12 @@ from typing import Any
 import tensorflow as tf
 
 from collectives.errors import InvalidArgumentError
+from collectives.membership import ProcessSet
 from collectives.reduction import Op
 from collectives.tensorflow import operations
 from collectives.tensorflow.gradients import Way, key
 
-_NOTED = "_collectives_combined"  # of tensors
+_NOTED = "_collectives_combined"  # of tensors: the process set over which they are combined
 _NOTES = "_collectives_notes"  # of variables
 _READS = frozenset({"ReadVariableOp", "Variable", "VariableV2", "VarHandleOp"})
 _IDEMPOTENT = frozenset({Op.AVERAGE, Op.MIN, Op.MAX, Op.ADASUM})
@@ -60,16 +61,16 @@ class Notes:
             graph = getattr(graph, "outer_graph", None)
 
 
-def note_tensors(grads: Sequence[Any]) -> None:
-    """These gradients are combined."""
+def note_tensors(grads: Sequence[Any], process_set: ProcessSet) -> None:
+    """These gradients are combined over these ranks."""
     for grad in grads:
         if grad is not None:
-            setattr(_values(grad), _NOTED, True)
+            setattr(_values(grad), _NOTED, process_set)
 
 
-def note(grads: Sequence[Any], variables: Sequence[Any]) -> None:
-    """These gradients of these variables are combined, and will be applied."""
-    note_tensors(grads)
+def note(grads: Sequence[Any], variables: Sequence[Any], process_set: ProcessSet) -> None:
+    """These gradients of these variables are combined over these ranks, and will be applied."""
+    note_tensors(grads, process_set)
     for grad, variable in zip(grads, variables, strict=True):
         if grad is not None:
             inner = key(variable).deref()
@@ -102,7 +103,7 @@ def combine_rest(grads: Sequence[Any], variables: Sequence[Any], way: Way, local
     found = list(grads)
     if len(found) != len(variables) or not way.process_set.included() or way.process_set.size() == 1:
         return way.reduce(found, variables, local)
-    kinds = [_kind(grad, variable) for grad, variable in zip(found, variables, strict=True)]
+    kinds = [_kind(grad, variable, way) for grad, variable in zip(found, variables, strict=True)]
     spend(variables)
     rest = [at for at, kind in enumerate(kinds) if kind == "own"]
     doubtful = [at for at, kind in enumerate(kinds) if kind == "doubtful" and key(variables[at]) not in local]
@@ -122,7 +123,7 @@ def confirmed(grads: Sequence[Any], variables: Sequence[Any], way: Way, local: C
     """Gradients of which the doubtful ones are alike on all ranks, as combined ones are, or else an error: now, or when the graph runs."""
     found = list(grads)
     global_ = [at for at, variable in enumerate(variables) if key(variable) not in local]
-    present = [at for at in global_ if found[at] is not None and not is_combined(found[at])]
+    present = [at for at in global_ if found[at] is not None and not is_combined(found[at], way)]
     if not present or not way.process_set.included() or way.process_set.size() == 1:
         return found
     text = (
@@ -143,10 +144,10 @@ def confirmed(grads: Sequence[Any], variables: Sequence[Any], way: Way, local: C
     return found
 
 
-def is_combined(grad: Any) -> bool:
+def is_combined(grad: Any, way: Way) -> bool:
     """Whether a gradient is noted, or was computed in its graph from noted ones, constants, variables and fed numbers alone."""
     tensor = _values(grad)
-    if hasattr(tensor, _NOTED):
+    if _is_noted(tensor, way):
         return True
     if not hasattr(tensor, "graph"):  # an eager tensor does not know what it was computed from
         return False
@@ -158,7 +159,7 @@ def is_combined(grad: Any) -> bool:
         if operation.op_def.is_stateful or operation.type.startswith("Placeholder"):
             return False
         for source in operation.inputs:
-            if hasattr(source, _NOTED):
+            if _is_noted(source, way):
                 noted = True
             elif source.op not in seen:
                 seen.add(source.op)
@@ -166,14 +167,20 @@ def is_combined(grad: Any) -> bool:
     return noted
 
 
-def _kind(grad: Any, variable: Any) -> str:
+def _kind(grad: Any, variable: Any, way: Way) -> str:
     if grad is None:
         return "own"
-    if hasattr(_values(grad), _NOTED):
+    if _is_noted(_values(grad), way):
         return "combined"
-    if not getattr(key(variable).deref(), _NOTES, None):
+    if hasattr(_values(grad), _NOTED) or not getattr(key(variable).deref(), _NOTES, None):
         return "own"
-    return "combined" if is_combined(grad) else "doubtful"
+    return "combined" if is_combined(grad, way) else "doubtful"
+
+
+def _is_noted(tensor: Any, way: Way) -> bool:
+    """Whether it is combined over these ranks, or over more; where it was combined over fewer, there is more to combine."""
+    over = getattr(tensor, _NOTED, None)
+    return over is way.process_set or (over is not None and set(over.ranks or ()).issuperset(way.process_set.ranks or ()))
 
 
 def _alike(grads: Sequence[Any], way: Way) -> Any:

@@ -121,7 +121,7 @@ class _Averaging(_Distributed):
     def begin(self, way: Way, passes: int, average: bool) -> None:
         """Set up."""
         self._way, self._local_vars = way, set()
-        aggregation = Aggregation(passes, average, self._rest, way.sparse_as_dense)
+        aggregation = Aggregation(passes, average, self._rest, way.process_set, way.sparse_as_dense)
         self._aggregation = aggregation if passes > 1 else None
 
     def _rest(self, grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
@@ -142,7 +142,7 @@ class _Averaging(_Distributed):
                 combined = self._aggregation.add(grads, variables)
             else:
                 combined = self._way.reduce(grads, variables, self._local_vars)
-                note(combined, variables)
+                note(combined, variables, self._way.process_set)
             return list(zip(combined, variables, strict=True))
 
     @unconverted

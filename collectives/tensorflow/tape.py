@@ -181,7 +181,7 @@ class _Distributed:
 
     def _reduce(self, grads: list[Any], sources: list[Any]) -> list[Any]:
         reduced = self._way.reduce(grads, sources, self._local_sources)
-        note(reduced, sources)
+        note(reduced, sources, self._way.process_set)
         return reduced
 
     @unconverted

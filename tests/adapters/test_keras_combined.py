@@ -120,6 +120,24 @@ def test_only_what_is_left_is_combined(hvd: Any, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_gradients_of_fewer_ranks_are_combined_over_the_others(hvd: Any, kind: str) -> None:
+    alone = hvd.add_process_set([hvd.size() - 1])
+    for graph in (False, True):
+        found = variables()
+        optimizer = hvd.DistributedOptimizer(KINDS[kind]())
+
+        def step(found: Any = found, optimizer: Any = optimizer) -> None:
+            with tf.GradientTape() as tape:
+                loss = loss_of(hvd, found)
+            tape = hvd.DistributedGradientTape(tape, process_set=alone)
+            optimizer.apply_gradients(zip(tape.gradient(loss, found), found, strict=True))
+
+        (tf.function(step) if graph else step)()
+        check(found, wanted(hvd, hvd.Average))
+    hvd.remove_process_set(alone)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_local_gradients_are_divided_once(hvd: Any, kind: str) -> None:
     found = variables()
     optimizer = hvd.DistributedOptimizer(KINDS[kind]())

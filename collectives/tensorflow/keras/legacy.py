@@ -68,7 +68,7 @@ class Distributed:
         if self.passes > 1:
             return self._aggregation.add(grads, variables)
         combined = self.way.reduce(grads, variables, self._local)
-        note(combined, variables)
+        note(combined, variables, self.way.process_set)
         return combined
 
     _allreduce = _combined  # by Horovod's name
@@ -79,7 +79,7 @@ class Distributed:
         grads, variables = [grad for grad, _ in pairs], [variable for _, variable in pairs]
         if self.passes == 1:
             grads = self._rest(grads, variables)
-            note_tensors(grads)
+            note_tensors(grads, self.way.process_set)
         elif not self._aggregation.added:
             grads = self._aggregation.add(grads, variables)
         return list(zip(grads, variables, strict=True))
@@ -123,7 +123,7 @@ class Distributed:
 
     @property
     def _aggregation(self) -> Aggregation:
-        how = (self.passes, self.average, self._rest, self.sparse_as_dense, _initialize)
+        how = (self.passes, self.average, self._rest, self.process_set, self.sparse_as_dense, _initialize)
         found: Aggregation = self._own("_sums", Aggregation(*how))
         return found
 

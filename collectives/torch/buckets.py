@@ -2,10 +2,12 @@
 
     Grouped    large gradients, combined where they are: the engine reads the peers' memory, so that packing would only cost
     Packed     small ones, for which Python costs more than bytes: one call of torch copies them into one tensor, one brings them back
+    Late       tiny ones, packed likewise
     Viewed     gradients that live in one tensor for good: autograd adds to it, the engine combines it, and nothing is copied
     Sparse     one sparse gradient, gathered
 
-A bucket leaves when the hooks of its parameters have told that all gradients are there, while the backward pass goes on.
+A bucket leaves when the hooks of its parameters have told that all gradients are there, while the backward pass goes on; one of tiny
+gradients, which is late, when somebody waits.
 
 A gradient in flight belongs to the engine. Reading it through its parameter waits for it (`guard`). A change through a tensor kept from
 an earlier step is refused when it is back: torch's version counter shows it.
@@ -27,6 +29,8 @@ from collectives.runtime import world_of
 from collectives.torch.guard import grad_of
 from collectives.torch.sparse import sparse_allreduce_async
 
+TINY = 4 << 10
+"""Bytes up to which a gradient is late: waking the background thread for it would take longer than the gradient."""
 SMALL = 64 << 10
 """Bytes up to which a gradient is packed. Above, what packing copies takes longer than what it saves in Python."""
 PACKED = 1 << 20
@@ -68,6 +72,7 @@ class Slot:
     Attributes:
         bucket: None for a parameter that was frozen until now.
         left: backward passes until its gradient may leave, of ``passes``.
+        late: its bucket is.
         hook: the number of its hook.
         blank: the gradient stands there as zeros because it lives in a bucket: until a backward pass adds to it, there is none.
         sparse_dim: of a sparse gradient, as the ranks have agreed; 0 of a dense one, or where none has been seen yet.
@@ -75,7 +80,7 @@ class Slot:
         kind: what the ranks have of it in this step: 0 for none, else its sparse dimensions, or 255 for dense.
     """
 
-    __slots__ = ("blank", "bucket", "hook", "kind", "left", "name", "param", "passes", "sparse_dim", "was_sparse")
+    __slots__ = ("blank", "bucket", "hook", "kind", "late", "left", "name", "param", "passes", "sparse_dim", "was_sparse")
 
     def __init__(self, name: str, param: Any, passes: int) -> None:
         self.name = name
@@ -83,7 +88,7 @@ class Slot:
         self.passes = self.left = passes
         self.bucket: Bucket | None = None
         self.hook: int
-        self.blank = False
+        self.blank = self.late = False
         self.sparse_dim = self.was_sparse = 0
         self.kind = 255
 
@@ -116,10 +121,13 @@ class Bucket:
         way: how they are combined.
 
     Attributes:
+        late: it leaves in `synchronize`, and not in the backward pass.
         pending: how many gradients are missing until it may leave.
         missing: what has none on this rank, so that zeros travel in its place.
         handle: of the operation in flight, or None.
     """
+
+    late = False
 
     def __init__(self, slots: Sequence[Slot], name: str, way: Way) -> None:
         self.slots = list(slots)
@@ -133,7 +141,7 @@ class Bucket:
         self._gradients: list[Any] = []
         self._versions: list[int] = []
         for slot in self.slots:
-            slot.bucket = self
+            slot.bucket, slot.late = self, self.late
 
     def submit(self) -> None:
         """The gradients leave."""
@@ -217,6 +225,12 @@ class Packed(Bucket):
             torch._foreach_copy_(gradients, self.views)
 
 
+class Late(Packed):
+    """Tiny gradients, which leave together when the program waits."""
+
+    late = True
+
+
 class Viewed(Packed):
     """Gradients of one dtype and device that live in one tensor."""
 
@@ -292,7 +306,7 @@ def arrange(slots: Sequence[Slot], groups: Sequence[Sequence[Slot]], way: Way, a
         kind = _kind(slot, way, as_views)
         which = kind if kind is Grouped else (kind, slot.param.dtype, slot.param.device)
         members = filling.setdefault(which, [])
-        if members and sum(member.nbytes for member in members) + slot.nbytes > (PACKED if kind is Packed else LARGE):
+        if members and sum(member.nbytes for member in members) + slot.nbytes > (PACKED if kind in (Packed, Late) else LARGE):
             buckets.append(_bucket(kind, members, way))
             members = filling[which] = []
         members.append(slot)
@@ -304,6 +318,8 @@ def _kind(slot: Slot, way: Way, as_views: bool) -> type[Bucket]:
         return Grouped
     if as_views:
         return Viewed
+    if slot.nbytes <= TINY:
+        return Late
     return Packed if slot.nbytes <= SMALL else Grouped
 
 

@@ -125,7 +125,8 @@ class Reducer:
         """
         if self._guard.armed and slot.left == 1:  # as nearly all: what follows costs as much as a small gradient
             slot.left = 0
-            self._complete(slot)
+            if not slot.late:
+                self._complete(slot)
             return
         if self.combined:
             self._begin_again()
@@ -154,8 +155,8 @@ class Reducer:
     def _complete(self, slot: Slot) -> None:
         """A gradient may leave: with its bucket, once that has all of them."""
         bucket = slot.bucket
-        if bucket is None:
-            return  # it was frozen until now, and leaves in `synchronize`
+        if bucket is None or slot.late:
+            return  # it was frozen until now, or is late, and leaves in `synchronize`
         with self._lock:
             bucket.pending -= 1
             complete = not bucket.pending
@@ -249,7 +250,9 @@ class Reducer:
         self._guard.disarm()
         self._thaw()
         try:
-            first = _first_error([lambda: self._count(reads, applies and not self.begun)])
+            late = [bucket for bucket in self._buckets if bucket.late and not any(slot.left for slot in bucket.slots)]
+            first = _first_error([bucket.submit for bucket in late if self._may_leave(bucket)])
+            first = _first_error([lambda: self._count(reads, applies and not self.begun)], first)
             if first is not None or self._tally[0]:
                 first = _first_error([self._compare], first)
             first = _first_error([*(bucket.finish for bucket in self._buckets), self._look_for_other_steps], first)

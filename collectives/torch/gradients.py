@@ -31,7 +31,7 @@ from collectives.reduction import Op
 from collectives.runtime import world_of
 from collectives.torch.buckets import Bucket, Slot, Sparse, Viewed, Way, arrange
 from collectives.torch.compiled import untraced
-from collectives.torch.guard import Guard, grad_of, in_backward_elsewhere
+from collectives.torch.guard import Guard, grad_of, graph_task, in_backward_elsewhere
 from collectives.world import World
 
 _DENSE = 255
@@ -72,6 +72,8 @@ class Reducer:
         self._lock = threading.Lock()  # autograd has one thread for each GPU
         self._turn = threading.RLock()  # of threads that synchronize
         self._thread = 0  # of the backward pass
+        self._task = -1  # of autograd's, the backward pass that was seen last
+        self._begun_passes = 0
         self._slots: list[Slot] = []
         self._frozen: list[Slot] = []
         self._buckets: list[Bucket] = []
@@ -132,25 +134,34 @@ class Reducer:
             self._begin_again()
         self.begun = True
         slot.left -= 1
-        if slot.left:
-            if slot.left < 0:
-                raise AssertionError(
-                    f"gradient of {slot.name!r}: expected at most {self._passes} backward passes (backward_passes_per_step) before "
-                    f"optimizer.step() or synchronize(), got one more; raise backward_passes_per_step to accumulate gradients "
-                    f"locally. One pass counts several times for a layer that several reentrant checkpoints share: pass "
-                    f"use_reentrant=False to them"
-                )
-            return
+        if slot.left < 0:
+            raise AssertionError(
+                f"gradient of {slot.name!r}: expected at most {self._passes} backward passes (backward_passes_per_step) before "
+                f"optimizer.step() or synchronize(), got one more; raise backward_passes_per_step to accumulate gradients "
+                f"locally. One pass counts several times for a layer that several reentrant checkpoints share: pass "
+                f"use_reentrant=False to them"
+            )
         alone = True
-        if not self._guard.armed:
+        # The last pass may be another parameter's: losses that share none have a pass each.
+        if not self._guard.armed and (self._pass() >= self._passes or not slot.left):
             alone = slot.is_last_hook()  # torch runs what follows it all the same
             for other in self._slots:
                 other.put_hook_last()
             self._thread = threading.get_ident()
             self._guard.arm()
+        if slot.left:
+            return
         if not alone:
             return  # a hook that may change the gradient is yet to come: it leaves in `synchronize`
         self._complete(slot)
+
+    def _pass(self) -> int:
+        """The number of this backward pass since the last `synchronize`; those of reentrant checkpoints count, too."""
+        task = graph_task()
+        if task != self._task:
+            self._task = task
+            self._begun_passes += 1
+        return self._begun_passes
 
     def _complete(self, slot: Slot) -> None:
         """A gradient may leave: with its bucket, once that has all of them."""
@@ -376,6 +387,7 @@ class Reducer:
         for bucket in self._buckets:
             bucket.pending = len(bucket.slots)
         self.begun = False
+        self._begun_passes = 0
 
 
 def _hook(reducer: weakref.ref[Reducer], slot: Slot) -> Callable[[Any], None]:

@@ -31,9 +31,9 @@ grad_of: Callable[[Any], Any] = torch.Tensor.grad.__get__
 """A parameter's gradient, whether it is guarded or not."""
 
 
-def in_backward() -> bool:
-    """Whether this thread runs a backward pass."""
-    return bool(torch._C._current_graph_task_id() != -1)
+def graph_task() -> int:
+    """The number of the backward pass that this thread runs; -1 outside of one."""
+    return int(torch._C._current_graph_task_id())
 
 
 def in_backward_elsewhere(thread: int) -> bool:
@@ -97,7 +97,7 @@ def _guarded(own: type, combine: weakref.WeakMethod[Callable[[], object]], refus
             param.__class__ = own
 
     def look(param: Any) -> None:
-        if not in_backward():
+        if graph_task() == -1:
             join(param)
         elif (there := refuse()) is not None:
             there(param)

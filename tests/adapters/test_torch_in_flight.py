@@ -215,6 +215,20 @@ def test_clipping_in_the_first_step_after_unfreezing(hvd: Any) -> None:
 
 
 @several
+def test_clipping_after_passes_that_share_no_parameter(hvd: Any) -> None:
+    """Each pass of the two is the last of its own half of the model."""
+    models = [torch.nn.Linear(3, 2), torch.nn.Linear(2, 3)]
+    weights = [param for model in models for param in model.parameters()]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(weights, lr=1.0), backward_passes_per_step=2)
+    for model in models:
+        (model(torch.ones(1, model.in_features)).sum() * (hvd.rank() + 1)).backward()
+    mean = (hvd.size() + 1) / 2
+    norm = torch.nn.utils.clip_grad_norm_(weights, 1e9)
+    assert norm.item() == pytest.approx(mean * (2 * 3 + 2 + 3 * 2 + 3) ** 0.5)
+    optimizer.step()
+
+
+@several
 def test_copies_of_a_model_whose_gradients_are_in_flight(hvd: Any) -> None:
     model = Net()
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())

@@ -148,7 +148,8 @@ else:
     try:
         hvd.synchronize(yours)
     except hvd.RankFailedError as error:
-        assert "rank 1" in str(error) and "waiting for allreduce 'yours', submitted at" in str(error), error
+        told = {"sys.exit(3)" if code else "waiting for allreduce 'yours', submitted at"!r}
+        assert "rank 1" in str(error) and told in str(error), error
         print("told", flush=True)
     else:
         raise SystemExit("no error")

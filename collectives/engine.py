@@ -385,6 +385,8 @@ class Engine(Rounds):
                 raise
             if deep:
                 looked = now
+                if self.refusal is not None:  # by a thread that does not lead, as when work on a GPU was aborted
+                    raise self.refusal()
                 self._inspect(handle, deadline, now - begun)
             # Peers write memory, and nobody rings: a look now and then costs 2.6 % of a core while a rank is late.
             time.sleep(nap if deadline is None else min(nap, max(0.0, deadline - now)))

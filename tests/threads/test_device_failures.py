@@ -74,11 +74,11 @@ def test_work_that_a_peer_never_issues_is_aborted(notices: str, monkeypatch: pyt
             world.synchronize(pending)  # it has been issued
             maker.host(ones(maker))
             device.drain(device.current_stream())
-            while world._devices.accelerator.failure is None:  # type: ignore[union-attr]
-                assert time.monotonic() - began < BOUND, "nobody noticed"
+            while world._devices.accelerator.failure is None or device.graphs:  # type: ignore[union-attr]
+                assert time.monotonic() - began < BOUND, "nobody noticed, or the graphs are still there"
                 time.sleep(0.01)
             seconds.append(time.monotonic() - began)
-            assert not device.graphs and not device.violations, device.violations
+            assert not device.violations, device.violations
             told = "the model exploded" if notices == "host" else "NCCL's communicator has failed"
             for call in (lambda: world.allreduce(ones(maker)), lambda: world.synchronize(pending)):
                 with pytest.raises((RankFailedError, TransportError), match=told) as caught:

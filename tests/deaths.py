@@ -205,7 +205,7 @@ def inject(injection: Injection) -> Outcome:
         killer.join()
         died = folder / "died"
         seconds = ended - float(died.read_text()) if died.exists() else float("nan")
-        new = set(os.listdir("/dev/shm")) - before
+        new = {name for name in os.listdir("/dev/shm") if injection.mpi == "mpich" or not name.startswith("mpich_")} - before
         # MPICH leaves its own memory behind when a job dies; collectivesrun sweeps it up, mpirun does not.
         left = [*os.listdir(folder / "tmp"), *_unused(filter(_LEFT[injection.launcher].match, new))]
     if left:

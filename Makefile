@@ -41,10 +41,10 @@ help:  ## Show this list
 setup: .venv/.installed .venv-mpich/.installed  ## Create the two virtual environments
 
 test: setup lint  ## Set up, then ruff, mypy, and every test that this machine can run
-	# Three tests run at a time: many in one process wait for threads, and those that start ranks wait for most of their time. What uses all
+	# Two tests run at a time: those in one process use one core, and those that start ranks wait for most of their time. What uses all
 	# cores, the adapters on several ranks, comes last.
 	@status=0; set -x; \
-	.venv/bin/python -m pytest --numprocesses 3 --ignore tests/test_adapters.py || status=$$?; \
+	.venv/bin/python -m pytest --numprocesses 2 --ignore tests/test_adapters.py || status=$$?; \
 	.venv/bin/python -m pytest tests/test_adapters.py || status=$$?; \
 	exit $$status
 

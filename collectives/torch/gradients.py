@@ -149,11 +149,8 @@ class Reducer:
                 other.put_hook_last()
             self._thread = threading.get_ident()
             self._guard.arm()
-        if slot.left:
-            return
-        if not alone:
-            return  # a hook that may change the gradient is yet to come: it leaves in `synchronize`
-        self._complete(slot)
+        if not slot.left and alone:  # else a hook that may change the gradient is yet to come: it leaves in `synchronize`
+            self._complete(slot)
 
     def _pass(self) -> int:
         """The number of this backward pass since the last `synchronize`; those of reentrant checkpoints count, too."""
@@ -176,11 +173,8 @@ class Reducer:
 
     def _may_leave(self, bucket: Bucket) -> bool:
         """Whether no gradient of a bucket has turned out to be sparse: the ranks have to agree on that first."""
-        sparse = [
-            slot
-            for slot in bucket.slots
-            if not slot.sparse_dim and (grad := grad_of(slot.param)) is not None and grad.is_sparse
-        ]
+        dense_so_far = [(slot, grad_of(slot.param)) for slot in bucket.slots if not slot.sparse_dim]
+        sparse = [slot for slot, grad in dense_so_far if grad is not None and grad.is_sparse]
         if self._sparse_as_dense:
             for slot in sparse:
                 self._densify(slot)

@@ -15,7 +15,7 @@ from benchmarks.collective import OPERATIONS
 from benchmarks.device import DEVICES, why_not
 from benchmarks.peers import PEERS
 from benchmarks.ranks import launched_rank
-from collectives.config import ALGORITHMS, TRANSPORTS, parse_bytes
+from collectives.base.config import ALGORITHMS, TRANSPORTS, parse_bytes
 
 NCCL_TYPES = {
     "int8": "int8",

@@ -125,7 +125,7 @@ def why_not(device: str) -> str | None:
     """What a device lacks on this machine, or None."""
     if device == "cpu":
         return None
-    from collectives.cuda import diagnosis
+    from collectives.device import diagnosis
 
     return diagnosis.why_not()
 

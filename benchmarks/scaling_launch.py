@@ -62,7 +62,7 @@ def check_options(options: Sequence[str], ranks: int) -> None:
     Raises:
         ValueError: no; says why.
     """
-    from collectives.errors import InvalidArgumentError
+    from collectives.base.errors import InvalidArgumentError
     from collectives.launch.cli import understand
 
     for word in options:

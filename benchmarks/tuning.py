@@ -22,7 +22,7 @@ from benchmarks.measure import Summary, alternate
 from benchmarks.models import MODELS
 from benchmarks.ranks import Ranks
 from benchmarks.session import say, session
-from collectives.config import ALGORITHMS, Config
+from collectives.base.config import ALGORITHMS, Config
 from collectives.transport import mpi
 from collectives.world import World
 

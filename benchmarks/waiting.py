@@ -23,7 +23,7 @@ import collectives
 from benchmarks import cli, report
 from benchmarks.ranks import Ranks
 from benchmarks.session import say, session
-from collectives.errors import CollectiveTimeoutError
+from collectives.base.errors import CollectiveTimeoutError
 
 _GRACE = 0.2
 """Seconds by which rank 0 is later than a wait that is meant to time out."""

@@ -46,21 +46,8 @@ from collectives.api import (
     reducescatter_async,
     synchronize,
 )
-from collectives.built import (
-    ccl_built,
-    cuda_built,
-    ddl_built,
-    gloo_built,
-    gloo_enabled,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rocm_built,
-)
-from collectives.compression import Compression
-from collectives.config import Config
-from collectives.errors import (
+from collectives.base.config import Config
+from collectives.base.errors import (
     CollectivesError,
     CollectiveTimeoutError,
     ForkedProcessError,
@@ -74,8 +61,20 @@ from collectives.errors import (
     RankFailedError,
     TransportError,
 )
-from collectives.handles import Handle
-from collectives.membership import ProcessSet
+from collectives.capabilities import (
+    ccl_built,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rocm_built,
+)
+from collectives.engine.handles import Handle
+from collectives.process_sets import ProcessSet
 from collectives.runtime import (
     add_process_set,
     cross_rank,
@@ -96,8 +95,13 @@ from collectives.runtime import (
     world,
 )
 from collectives.start import run
+from collectives.tensors.compression import Compression
 
 __version__ = "0.1.0"
+
+for _name, _public in list(globals().items()):
+    if isinstance(_public, type) and issubclass(_public, Exception):
+        _public.__module__ = __name__  # tracebacks name what users import
 
 __all__ = [
     "Adasum",

@@ -13,9 +13,9 @@ from typing import Any, TypeVar, overload
 import numpy as np
 import numpy.typing as npt
 
-from collectives.handles import Handle
-from collectives.membership import ProcessSet
-from collectives.reduction import Op
+from collectives.base.reduce_op import Op
+from collectives.engine.handles import Handle
+from collectives.process_sets import ProcessSet
 from collectives.runtime import root_in, world, world_of
 
 Tensor = TypeVar("Tensor")
@@ -46,7 +46,7 @@ def allreduce(
             protocol, ``__array_interface__`` or DLPack, or anything on an NVIDIA GPU with DLPack or ``__cuda_array_interface__``
             (CuPy, torch, JAX, ...). Left unchanged.
         average: another way to say ``op``: True for Average, False for Sum. Only one of the two may be given.
-        op: Average (the default), Sum, Min, Max, Product, or Adasum (see `collectives.adasum`).
+        op: Average (the default), Sum, Min, Max, Product, or Adasum (see `collectives.engine.adasum`).
         name: of the tensor. Ranks may call operations of different names in different orders; unnamed ones are matched by
             order of call.
         prescale_factor: multiplies each rank's tensor first.

@@ -22,7 +22,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from collectives.reduction import Scaling
+from collectives.tensors.reduction import Scaling
 from collectives.transport.base import MOST_BLOCKS, Array, Blocks
 
 Piece = tuple[int, int, int, int, int]

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from collectives import arrays, consistency
-from collectives.buffers import ResultPool
-from collectives.door import Door, store, wrap
-from collectives.engine import Engine
-from collectives.entries import Entries
-from collectives.errors import CollectivesError, InvalidTypeError, MismatchError, RankFailedError, in_words
-from collectives.handles import Handle
-from collectives.reduction import Op
+from collectives.base.errors import CollectivesError, InvalidTypeError, MismatchError, RankFailedError, in_words
+from collectives.base.reduce_op import Op
+from collectives.engine.engine import Engine
+from collectives.engine.handles import Handle
+from collectives.engine.request_cache import Entries
+from collectives.engine.requests import Door, store, wrap
+from collectives.tensors import arrays, consistency
+from collectives.tensors.result_pool import ResultPool
 
 if TYPE_CHECKING:
     from collectives.cuda.side import DeviceSide

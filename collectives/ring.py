@@ -25,7 +25,7 @@ Comput. 69 (2009); made popular for deep learning by Baidu's allreduce (2017).
 
 from __future__ import annotations
 
-from collectives.schedule import Round, Schedule, copy, receive, reduce, send
+from collectives.schedules.schedule import Round, Schedule, copy, receive, reduce, send
 
 
 def allreduce(rank: int, size: int) -> Schedule:

@@ -14,10 +14,10 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from collectives import first_sets, launched, logs, summary
-from collectives.config import Config, unknown
-from collectives.cuda import devices
-from collectives.errors import (
+from collectives import initial_process_sets, summary
+from collectives.base import launchers, logging
+from collectives.base.config import Config, unknown
+from collectives.base.errors import (
     CollectivesError,
     CollectiveTimeoutError,
     ForkedProcessError,
@@ -27,8 +27,8 @@ from collectives.errors import (
     NotInitializedError,
     TransportError,
 )
-from collectives.exits import RECORDS, Hooks, install
-from collectives.membership import ProcessSet
+from collectives.failures import RECORDS, Hooks, install
+from collectives.process_sets import ProcessSet
 from collectives.transport import threads
 from collectives.transport.group import Group
 from collectives.world import World
@@ -109,16 +109,16 @@ def init(
         if _default.joining:
             raise InvalidArgumentError("init() was called within init(), from a signal handler; let it set a flag, and call init() later")
         _check_place()
-        if "mpi4py.MPI" in sys.modules or launched.mpi_may_join(os.environ):
+        if "mpi4py.MPI" in sys.modules or launchers.mpi_may_join(os.environ):
             _watch_exit()  # a setting that only this rank has wrong must not leave the others waiting for it
         config = Config.from_environment()
-        logs.configure(config.log_level)
+        logging.configure(config.log_level)
         _default.joining = True
         try:
             world = _join(comm, config)
         finally:
             _default.joining = False
-        logs.place(world.rank)
+        logging.place(world.rank)
         _say(world)
     if world.config.timeline:
         world.start_timeline(world.config.timeline, world.config.timeline_mark_cycles)
@@ -130,10 +130,10 @@ def _add_first_sets(given: Sequence[ProcessSet]) -> None:
     """Make the process sets that `init` was given."""
     root, mine = world(), []
     try:
-        mine = [(first_sets.ranks_of(members, _default.comm), members.mpi_comm is not None) for members in given]
+        mine = [(initial_process_sets.ranks_of(members, _default.comm), members.mpi_comm is not None) for members in given]
     except InvalidArgumentError as error:
         raise root.refused(error, "init.process_sets.length") from None
-    for ranks in first_sets.agreed(root, mine):
+    for ranks in initial_process_sets.agreed(root, mine):
         if _number_of(ranks) is None:
             _make_known(ProcessSet(ranks), root, ranks)
     _recognize(given)
@@ -148,7 +148,7 @@ def _recognize(given: Sequence[ProcessSet]) -> None:
     seen: set[int | None] = {0}
     refused = []
     for place, members in enumerate(given):
-        ranks = first_sets.ranks_of(members, _default.comm)
+        ranks = initial_process_sets.ranks_of(members, _default.comm)
         number = _number_of(ranks)
         if number is None:
             refused.append(f"process_sets[{place}]: a set of the ranks {list(ranks)} was not added; see add_process_set()")
@@ -218,7 +218,7 @@ def shutdown() -> None:
             finally:
                 _default.world = None
                 _default.was_shut_down = True
-                logs.place(None)
+                logging.place(None)
             # Last: the others may have left by now, and wait for this rank in their next `init`, if an exception ends it on the way here.
             if _default.hooks is not None:
                 _default.hooks.remove()
@@ -274,8 +274,10 @@ def local_device() -> int:
         MissingDependencyError: GPUs cannot be used here; says what is missing.
         InvalidArgumentError: there is no GPU of that number.
     """
+    from collectives.device import selection  # nothing of GPUs is imported before one is asked for
+
     current = world()
-    return devices.choose(current.local_rank, current.config.device if current.config.device >= 0 else None)
+    return selection.choose(current.local_rank, current.config.device if current.config.device >= 0 else None)
 
 
 def cross_rank() -> int:
@@ -421,8 +423,8 @@ def _check_place() -> None:
 
 
 def _connect(comm: MPI.Intracomm | Sequence[int] | None, config: Config) -> Group:
-    sign = launched.several(os.environ)
-    asks = launched.mpi_may_join(os.environ)
+    sign = launchers.several(os.environ)
+    asks = launchers.mpi_may_join(os.environ)
     if comm is None and not asks and "mpi4py.MPI" not in sys.modules:
         return _alone(sign, config)
     _watch_exit()
@@ -455,7 +457,7 @@ def _connect(comm: MPI.Intracomm | Sequence[int] | None, config: Config) -> Grou
     return mpi.connect(comm, config)
 
 
-def _alone(sign: launched.Sign | None, config: Config, library: str = "") -> Group:
+def _alone(sign: launchers.Sign | None, config: Config, library: str = "") -> Group:
     """The group of one rank, unless a launcher says that there are more; ``library`` is the MPI that was asked and knows of none."""
     if sign is not None and not config.allow_single:
         foreign = f", and MPI ({library}) knows no other: the launcher belongs to another MPI, or starts no ranks of MPI" if library else ""
@@ -473,9 +475,9 @@ def _say(world: World) -> None:
         return
     mpi = sys.modules.get("mpi4py.MPI") if world.size > 1 else None
     library = summary.mpi_version(mpi.Get_library_version()) if mpi else ""
-    logs.logger.info("%s", summary.describe(world.planner.placement, world.config.transport, library))
+    logging.logger.info("%s", summary.describe(world.planner.placement, world.config.transport, library))
     for sentence in unknown(os.environ):
-        logs.logger.warning("%s", sentence)
+        logging.logger.warning("%s", sentence)
 
 
 def _subset(mpi: Any, ranks: Any) -> list[int]:

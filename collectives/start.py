@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from collectives.errors import InvalidArgumentError
+from collectives.base.errors import InvalidArgumentError
 
 Returned = TypeVar("Returned")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collectives.planner import Placement
+from collectives.plan.planner import Placement
 
 
 def mpi_version(said: str) -> str:

@@ -19,16 +19,8 @@ import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from collectives import timeline
-from collectives.autotune import Settings
-from collectives.buffers import ResultPool
-from collectives.config import Config
-from collectives.context import Context, Statistics
-from collectives.cuda.turn import Turn
-from collectives.door import Door
-from collectives.engine import Engine
-from collectives.entries import Entries, Native
-from collectives.errors import (
+from collectives.base.config import Config
+from collectives.base.errors import (
     CollectivesError,
     ForkedProcessError,
     InvalidArgumentError,
@@ -39,14 +31,22 @@ from collectives.errors import (
     in_words,
     of_rank,
 )
-from collectives.executor import Executor
-from collectives.handles import Handle
+from collectives.engine import timeline
+from collectives.engine.context import Context, Statistics
+from collectives.engine.engine import Engine
+from collectives.engine.handles import Handle
+from collectives.engine.overlaps import InFlight
+from collectives.engine.request_cache import Entries, Native
+from collectives.engine.requests import Door
 from collectives.operations import Operations
-from collectives.overlaps import InFlight
-from collectives.planner import Placement, Planner
-from collectives.plans import Plans
+from collectives.plan.builder import Plans
+from collectives.plan.executor import Executor
+from collectives.plan.planner import Placement, Planner
+from collectives.tensors.result_pool import ResultPool
 from collectives.transport.group import Group
-from collectives.tuning import Tuning
+from collectives.transport.issue_order import Turn
+from collectives.tuning.online import Tuning
+from collectives.tuning.search import Settings
 
 if TYPE_CHECKING:
     from collectives.cuda.side import DeviceSide
@@ -223,7 +223,7 @@ class World(Operations):
         What `Config` calls ``autotune`` does the same, but leaves alone what was set by hand.
 
         Args:
-            start: settings to begin with, such as ``fusion_threshold=1 << 20``; names as in `collectives.autotune.Settings`.
+            start: settings to begin with, such as ``fusion_threshold=1 << 20``; names as in `collectives.tuning.search.Settings`.
         """
 
         def begin(_: Handle) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from collectives.errors import RankFailedError
+from collectives.base.errors import RankFailedError
 from collectives.transport.base import WINDOW_BYTES
 from collectives.transport.board import max_words
 from collectives.transport.group import Group

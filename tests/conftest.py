@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
-from collectives import launched
+from collectives.base import launchers
 from tests import host_kernels
 
 # Hundreds of interpreters start, and may keep what they compile for the next ones, whatever the user's own do.
@@ -23,7 +23,7 @@ _UNDER_MPI = any(name in os.environ for name in ("OMPI_COMM_WORLD_RANK", "PMI_RA
 settings.load_profile("ranks" if _UNDER_MPI else "one-process")
 if not _UNDER_MPI:
     # A job of Slurm's, say, in which the tests run: worlds of one rank are meant here.
-    for _variable in launched.VARIABLES:
+    for _variable in launchers.VARIABLES:
         os.environ.pop(_variable, None)
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         # In the background of a script; jobs that the tests interrupt would inherit it.

@@ -31,12 +31,12 @@ from typing import Any
 
 import numpy as np
 
-from collectives import adasum
-from collectives.compression import Compression
-from collectives.config import ALGORITHMS, DEVICE_TRANSPORTS, Config
-from collectives.cuda.device import active
-from collectives.errors import CollectivesError, InvalidArgumentError, MismatchError, RankFailedError, TransportError
-from collectives.reduction import Op
+from collectives.base.config import ALGORITHMS, DEVICE_TRANSPORTS, Config
+from collectives.base.errors import CollectivesError, InvalidArgumentError, MismatchError, RankFailedError, TransportError
+from collectives.base.reduce_op import Op
+from collectives.device.protocol import active
+from collectives.engine import adasum
+from collectives.tensors.compression import Compression
 from collectives.transport import threads
 from collectives.transport.group import Group
 from collectives.world import World

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from collectives.cuda.device import Array
+from collectives.device.protocol import Array
 
 if TYPE_CHECKING:
     from tests.emulated_cuda import EmulatedDevice

@@ -22,8 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from collectives.cuda.device import Allocation, Array
-from collectives.errors import InvalidArgumentError, OutOfMemoryError, TransportError
+from collectives.base.errors import InvalidArgumentError, OutOfMemoryError, TransportError
+from collectives.device.protocol import Allocation, Array
 from tests.emulated_array import EmulatedArray
 from tests.emulated_memory import SPACE, Piece, Pool, as_allocation
 from tests.emulated_streams import GLOBAL, RELAXED, THREAD_LOCAL, Capture, Event, Graph, Health, Page, Stream, Work

@@ -27,8 +27,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from collectives.cuda.device import Allocation, Array
-from collectives.errors import TransportError
+from collectives.base.errors import TransportError
+from collectives.device.protocol import Allocation, Array
 
 GARBAGE = 0xDE
 HANDLE = 64

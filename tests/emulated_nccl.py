@@ -21,9 +21,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from collectives import dtypes
-from collectives.errors import CollectiveTimeoutError, InvalidTypeError, TransportError
-from collectives.reduction import Op
+from collectives.base import dtypes
+from collectives.base.errors import CollectiveTimeoutError, InvalidTypeError, TransportError
+from collectives.base.reduce_op import Op
 from collectives.transport import nccl
 
 _STALL = 3.0

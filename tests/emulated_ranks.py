@@ -13,8 +13,8 @@ import gc
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from collectives.config import Config
-from collectives.cuda import devices
+from collectives.base.config import Config
+from collectives.device import selection
 from collectives.transport import nccl, threads
 from collectives.transport.group import Group
 from collectives.world import World
@@ -38,11 +38,11 @@ def emulated(count: int = 1, *, library: nccl.Library | None = None, **options: 
         options: of `EmulatedDevice`.
     """
     provider = EmulatedProvider(count, patience=PATIENCE, **options)
-    before = devices.use(provider), nccl.use(library or EmulatedNccl(8, timeout=PATIENCE))
+    before = selection.use(provider), nccl.use(library or EmulatedNccl(8, timeout=PATIENCE))
     try:
         yield provider
     finally:
-        devices.use(before[0])
+        selection.use(before[0])
         nccl.use(before[1])
         provider.close()
 
@@ -102,7 +102,7 @@ def own_device(**options: Any) -> EmulatedDevice:
     """The emulated device of this process, which is a rank: current, and where tensors come from. Ranks share the GPU unless they are given
     an ``identity``. There is no NCCL, which among processes is not emulated."""
     provider = EmulatedProvider(1, **({"patience": PATIENCE} | options))
-    devices.use(provider)
+    selection.use(provider)
     nccl.use(EmulatedNccl(1, missing="NCCL is not emulated among processes"))
     device = provider.device(0)
     device.activate()

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from itertools import count
 from typing import NamedTuple
 
-from collectives.errors import TransportError
+from collectives.base.errors import TransportError
 from tests.emulated_memory import HANDLE, open_shared
 
 Work = Callable[[], object]

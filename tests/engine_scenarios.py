@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from collectives.errors import CollectivesError, CollectiveTimeoutError, InvalidArgumentError, MismatchError
-from collectives.reduction import Op
+from collectives.base.errors import CollectivesError, CollectiveTimeoutError, InvalidArgumentError, MismatchError
+from collectives.base.reduce_op import Op
 from collectives.world import World
 from tests.scenarios import DTYPES, assert_close, expected, ops_for, sample
 

@@ -12,10 +12,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from collectives.compression import Compression
-from collectives.config import ALGORITHMS
-from collectives.errors import InvalidArgumentError, MismatchError, TransportError
-from collectives.reduction import Op
+from collectives.base.config import ALGORITHMS
+from collectives.base.errors import InvalidArgumentError, MismatchError, TransportError
+from collectives.base.reduce_op import Op
+from collectives.tensors.compression import Compression
 from collectives.world import World
 from tests.gpu_makers import Array, Maker
 from tests.scenarios import assert_close, expected, ops_for, sample

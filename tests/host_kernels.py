@@ -20,10 +20,10 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from collectives import dtypes
-from collectives.cuda import kernels_source
-from collectives.cuda.kernels import bits
-from collectives.cuda.kernels_source import Kernel
+from collectives.base import dtypes
+from collectives.device import kernel_sources
+from collectives.device.kernel_sources import Kernel
+from collectives.device.kernels import bits
 
 COMPILER = shutil.which("g++")
 MISSING = "needs g++, which compiles the CUDA kernels for the CPU"
@@ -75,7 +75,7 @@ def _compile(text: str, library: Path) -> None:
 def prepare() -> None:
     """Compile whatever kernels the engine may ask for, two bundles at a time; does nothing where that was done before."""
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(lambda bundle: compile(kernels_source.source(*bundle)), set(_bundles().values())))
+        list(pool.map(lambda bundle: compile(kernel_sources.source(*bundle)), set(_bundles().values())))
 
 
 @functools.cache
@@ -94,17 +94,17 @@ def _kernels_of(name: str) -> Iterator[Kernel]:
     operations = ["Or", "And"] if dtypes.is_bool(dtype) else ["Sum", "Product", "Min", "Max"]
     if dtypes.is_complex(dtype):
         # Their sums and copies are those of their parts.
-        yield kernels_source.combine("Product", name, "Unscaled")
+        yield kernel_sources.combine("Product", name, "Unscaled")
         return
     floating = dtypes.is_floating(dtype)
     scalings = ["Multiply", "Divide"] if floating else ["Truncate"] if dtypes.is_bool(dtype) else ["Truncate", "Quotient"]
-    moves = (kernels_source.pack, kernels_source.unpack)
-    yield from (kernels_source.combine(operation, name, "Unscaled") for operation in operations)
-    yield kernels_source.copy(bits(dtype)[0], "Unscaled")
+    moves = (kernel_sources.pack, kernel_sources.unpack)
+    yield from (kernel_sources.combine(operation, name, "Unscaled") for operation in operations)
+    yield kernel_sources.copy(bits(dtype)[0], "Unscaled")
     yield from (move(bits(dtype)[0], bits(dtype)[0], "Unscaled") for move in moves)
     for scaling in scalings:
-        yield from (kernels_source.combine(operation, name, scaling) for operation in (operations if dtypes.is_bool(dtype) else ["Sum"]))
-        yield kernels_source.copy(name, scaling)
+        yield from (kernel_sources.combine(operation, name, scaling) for operation in (operations if dtypes.is_bool(dtype) else ["Sum"]))
+        yield kernel_sources.copy(name, scaling)
         yield from (move(name, name, scaling) for move in moves)
     if name in ("float32", "float64"):
         for half in ("float16", "bfloat16"):
@@ -137,8 +137,8 @@ class HostKernel:
 def function(source: str, name: str) -> HostKernel:
     """One kernel of a source; a `Launch`."""
     bundle = _bundles().get(name, ())
-    known = any(kernel.name == name and kernels_source.source(kernel) == source for kernel in bundle)
-    library = compile(kernels_source.source(*bundle) if known else source)
+    known = any(kernel.name == name and kernel_sources.source(kernel) == source for kernel in bundle)
+    library = compile(kernel_sources.source(*bundle) if known else source)
     if not hasattr(library, f"{name}__host"):
         raise RuntimeError(f"the source defines no kernel {name!r}, but {_KERNEL.findall(source)}")
     return HostKernel(library, name)

@@ -30,7 +30,7 @@ from pathlib import Path
 
 import psutil
 
-from collectives.launched import VARIABLES
+from collectives.base.launchers import VARIABLES
 
 ROOT = Path(__file__).resolve().parent.parent
 IMPLEMENTATIONS = ("openmpi", "mpich")

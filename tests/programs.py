@@ -26,8 +26,8 @@ from typing import Any
 
 import numpy as np
 
-from collectives.errors import CollectivesError, InvalidArgumentError, MismatchError, RankFailedError
-from collectives.reduction import Op
+from collectives.base.errors import CollectivesError, InvalidArgumentError, MismatchError, RankFailedError
+from collectives.base.reduce_op import Op
 from collectives.world import World
 from tests.scenarios import DTYPES, assert_close, expected, sample
 

@@ -15,9 +15,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from collectives.errors import CollectivesError, InvalidArgumentError, MismatchError, OperationError, TransportError
-from collectives.planner import algorithms
-from collectives.reduction import Op
+from collectives.base.errors import CollectivesError, InvalidArgumentError, MismatchError, OperationError, TransportError
+from collectives.base.reduce_op import Op
+from collectives.plan.planner import algorithms
 from collectives.world import World
 
 DTYPES = [

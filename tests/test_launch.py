@@ -1,6 +1,6 @@
 """Real jobs, with Open MPI and MPICH: however a rank fails, all end, its traceback comes last, and its exit code is returned.
 
-The ranks use mpi4py and ``collectives.exits`` only, but those on several hosts. The harness bounds every job and finds what is left behind.
+The ranks use mpi4py and ``collectives.failures`` only, but those on several hosts. The harness bounds every job and finds what is left behind.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ CONNECTED = """
 import os, signal, sys
 from pathlib import Path
 from mpi4py import MPI
-from collectives import exits
+from collectives import failures
 world = MPI.COMM_WORLD
 shared = {line.split()[5] for line in open("/proc/self/maps") if "/dev/shm/" in line and "deleted" not in line}
 Path(__file__).with_name(f"shared-{world.rank}").write_text("\\n".join(shared))
-exits.install(world.rank, world.Abort, lambda text: None, os.environ.get("COLLECTIVES_RECORDS"))
+failures.install(world.rank, world.Abort, lambda text: None, os.environ.get("COLLECTIVES_RECORDS"))
 world.Barrier()
 if world.rank != 1:
     world.recv(source=1)  # never sent
@@ -95,7 +95,7 @@ def test_settings_reach_the_ranks_and_their_output_goes_into_files(mpi: str, tmp
     program = """
 import sys
 from mpi4py import MPI
-from collectives.config import Config
+from collectives.base.config import Config
 config = Config.from_environment()
 print(f"rank {MPI.COMM_WORLD.rank} {config.fusion_threshold >> 20} {config.cycle_time} {config.cache_capacity}")
 print("an error", file=sys.stderr)
@@ -133,9 +133,9 @@ def test_a_forked_childs_exit_touches_nothing(mpi: str, end: str) -> None:
     program = f"""
 import os, sys
 from mpi4py import MPI
-from collectives import exits
+from collectives import failures
 world = MPI.COMM_WORLD
-exits.install(world.rank, world.Abort, lambda text: None)
+failures.install(world.rank, world.Abort, lambda text: None)
 child = os.fork()
 if child == 0:
     {end}

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import collectives.keras
     import collectives.tensorflow
     import collectives.torch
-    from collectives.handles import Handle
+    from collectives.engine.handles import Handle
 
     class Tensor: ...
 

@@ -18,8 +18,8 @@ import numpy as np
 import collectives
 from benchmarks.gpu.figures import publish, skip
 from benchmarks.session import session
-from collectives.cuda.diagnosis import why_not
-from collectives.errors import InvalidArgumentError
+from collectives.base.errors import InvalidArgumentError
+from collectives.device.diagnosis import why_not
 
 _CAPTURES = 30
 _COUNT = 1 << 20

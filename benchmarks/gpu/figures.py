@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from collectives.errors import TransportError
+from collectives.base.errors import TransportError
 
 RESULT = "COLLECTIVES_CHECK_RESULT"
 """The environment variable that names the file for a part's result."""

@@ -17,7 +17,7 @@ import numpy as np
 from benchmarks.gpu.figures import Figure, publish, skip
 from benchmarks.measure import Summary
 from benchmarks.models import elements, resnet50
-from collectives.cuda.diagnosis import why_not
+from collectives.device.diagnosis import why_not
 
 _SETS = 4
 _COPY = 512 << 20
@@ -28,7 +28,7 @@ def main() -> None:
     problem = why_not()
     if problem:
         skip(problem)
-    device = importlib.import_module("collectives.cuda.devices").provider().device(0)
+    device = importlib.import_module("collectives.device.selection").provider().device(0)
     device.activate()
     cupy = importlib.import_module("cupy")
     calls, moved = contestants(cupy, device)
@@ -47,8 +47,8 @@ def main() -> None:
 
 def contestants(cupy: Any, device: Any) -> tuple[dict[str, Callable[[], None]], dict[str, int]]:
     """What is timed, and the bytes that each reads and writes; results are compared with the tensors once."""
-    from collectives.cuda.kernels import Kernels
-    from collectives.cuda.packing import Packing
+    from collectives.device.kernels import Kernels
+    from collectives.device.packing import Packing
 
     stream = device.current_stream()
     counts = [prod(shape) for shape in resnet50().values()]
@@ -111,11 +111,11 @@ def launches(cupy: Any) -> list[float]:
     """Kernels that a rank launches in an all-reduce of 161 tensors, and of one as large; two ranks that are threads, the mean of three."""
     import threading
 
-    from collectives.reduction import Op
+    from collectives.base.reduce_op import Op
     from collectives.transport import threads
     from collectives.world import World
 
-    device_class = importlib.import_module("collectives.cuda.cupy_device").CupyDevice
+    device_class = importlib.import_module("collectives.device.cupy_device").CupyDevice
     launch, lock, counted = device_class.launch, threading.Lock(), [0]
 
     def counting(*arguments: Any) -> None:

@@ -19,7 +19,7 @@ from benchmarks.gpu.figures import Figure, publish, skip
 from benchmarks.gpu.ipc import SHARED
 from benchmarks.ranks import Ranks
 from benchmarks.session import session
-from collectives.errors import TransportError
+from collectives.base.errors import TransportError
 
 _WARMUP, _ROUNDS = 50, 1000
 

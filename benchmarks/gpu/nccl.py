@@ -16,7 +16,7 @@ import numpy as np
 from benchmarks.device import Cuda
 from benchmarks.gpu.figures import Figure, attempt, publish, skip
 from benchmarks.measure import Summary, alternate, bandwidth
-from collectives.cuda.diagnosis import why_not
+from collectives.device.diagnosis import why_not
 from collectives.transport import threads
 from collectives.world import World
 

@@ -15,7 +15,7 @@ from typing import Any
 import collectives
 from benchmarks.gpu.figures import publish, skip
 from benchmarks.session import session
-from collectives.cuda.diagnosis import why_not
+from collectives.device.diagnosis import why_not
 
 _STEPS = 4
 _ROWS = 6

@@ -12,7 +12,7 @@ from typing import Any
 
 import collectives
 from benchmarks.gpu.figures import publish
-from collectives.cuda.diagnosis import why_not
+from collectives.device.diagnosis import why_not
 
 
 def versions() -> dict[str, Any]:

@@ -15,29 +15,29 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from collectives import dtypes
-from collectives.config import Config
-from collectives.context import Context
-from collectives.cuda import devices
-from collectives.cuda.carrier import Carrier, Memory
+from collectives.base import dtypes
+from collectives.base.config import Config
+from collectives.base.errors import CollectivesError, CollectiveTimeoutError, InvalidArgumentError, TransportError, bare, of_rank
+from collectives.base.logging import logger
+from collectives.base.reduce_op import Op
+from collectives.cuda.builder import DevicePlans
 from collectives.cuda.completion import Completion, Events, Keeper
-from collectives.cuda.device import Array, Device, active
-from collectives.cuda.entries import Shape
 from collectives.cuda.executor import DeviceExecutor
-from collectives.cuda.kernels import Kernels
 from collectives.cuda.messages import NcclMessages, StagedMessages
-from collectives.cuda.packing import Packing
 from collectives.cuda.planner import DeviceFacts, DevicePlanner
-from collectives.cuda.plans import DevicePlans
-from collectives.cuda.turn import Turn
-from collectives.entries import Entry
-from collectives.errors import CollectivesError, CollectiveTimeoutError, InvalidArgumentError, TransportError, bare, of_rank
-from collectives.logs import logger
-from collectives.reduction import Op
+from collectives.cuda.request_cache import Shape
+from collectives.cuda.transfer import Carrier, Memory
+from collectives.device import selection
+from collectives.device.kernels import Kernels
+from collectives.device.packing import Packing
+from collectives.device.protocol import Array, Device, active
+from collectives.engine.context import Context
+from collectives.engine.request_cache import Entry
 from collectives.transport import nccl
 from collectives.transport.cuda_ipc import Card, IpcMemory
+from collectives.transport.issue_order import Turn
 from collectives.transport.nccl import Communicator
-from collectives.transport.watch import Watch
+from collectives.transport.watchdog import Watch
 
 _SPINS = 200
 _NAP = 20e-6
@@ -118,7 +118,7 @@ class Accelerator:
         with self._lock:
             if self._device is None:
                 override = self.config.device if self.config.device >= 0 else None
-                self._make(device or devices.provider().device(devices.choose(self._local_rank, override)))
+                self._make(device or selection.provider().device(selection.choose(self._local_rank, override)))
             elif device is not None and device is not self._device:
                 raise InvalidArgumentError(
                     f"tensor: expected device {self.device.index}, on which this rank's first tensor was, got device {device.index}: "
@@ -238,7 +238,7 @@ class Accelerator:
         return self.context.entries.reducing("allreduce", shape, None, plain, None, 1.0, 1.0, None, None)
 
     def take_turn(self) -> None:
-        """No other world of these ranks has NCCL work under way from now on, until this one's is done: see `collectives.cuda.turn`."""
+        """No other world of these ranks has NCCL work under way from now on, until this one's is done: see `collectives.transport.issue_order`."""
         if not self._turn.needed:
             return
         for rank in range(self.context.size):
@@ -279,7 +279,7 @@ class Accelerator:
             except CollectivesError as error:
                 no_ipc = str(error)
             no_ipc = next(filter(None, exchange(no_ipc)), "")
-        self._sharers = max(devices.sharers([every[peer].identity for peer in host]) for host in group.hosts)
+        self._sharers = max(selection.sharers([every[peer].identity for peer in host]) for host in group.hosts)
         shares = self._sharers > 1
         no_nccl = _first(every, "no_nccl")
         if not no_nccl and shares and not all(one.shares for one in every):

@@ -12,11 +12,11 @@ import time
 
 import numpy as np
 
+from collectives.base.reduce_op import Op
 from collectives.cuda.accelerator import Accelerator
-from collectives.cuda.carrier import Block
+from collectives.cuda.paths import Way, allreduce_by
 from collectives.cuda.planner import DeviceChoice
-from collectives.cuda.ways import Way, allreduce_by
-from collectives.reduction import Op
+from collectives.cuda.transfer import Block
 
 _SIZES = (4, 4 << 10, 32 << 10, 256 << 10)
 _REPEATS = 5

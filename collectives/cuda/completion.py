@@ -12,9 +12,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from collectives.cuda.device import Device, active
-from collectives.cuda.streams import free_of_capture
-from collectives.cuda.tensors import DeviceView
+from collectives.device.protocol import Device, active
+from collectives.tensors.cuda_tensors import DeviceView
+from collectives.tensors.streams import free_of_capture
 
 
 class Events:

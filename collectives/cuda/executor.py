@@ -19,10 +19,10 @@ from typing import Protocol
 
 import numpy as np
 
-from collectives.cuda.device import Array, Device
+from collectives.base.errors import TransportError
 from collectives.cuda.launches import DevicePlan, Letter
-from collectives.errors import TransportError
-from collectives.shortcuts import State
+from collectives.device.protocol import Array, Device
+from collectives.plan.fast_paths import State
 from collectives.transport.board import Board
 from collectives.transport.cuda_ipc import IpcMemory
 

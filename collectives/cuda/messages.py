@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from collectives.cuda.completion import Completion, Events
-from collectives.cuda.device import Array, Device
 from collectives.cuda.launches import Letter
+from collectives.device.protocol import Array, Device
 from collectives.transport.base import MessageTransport
 from collectives.transport.nccl import Communicator, Group
 

@@ -4,7 +4,7 @@
     nccl       our schedules over NCCL's send and receive, or NCCL's own collectives (algorithm "native")
     host       copied to page-locked host memory, carried out there by the host's engine, and copied back
 
-As in `collectives.planner` the choice depends on what all ranks know alike: the bytes, where the ranks and their GPUs are, what works
+As in `collectives.plan.planner` the choice depends on what all ranks know alike: the bytes, where the ranks and their GPUs are, what works
 here, and up to how many bytes the detour through the host was measured to be the quickest, which the ranks have compared.
 """
 
@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from collectives import planner
-from collectives.config import DEVICE_TRANSPORTS as TRANSPORTS
-from collectives.errors import InvalidArgumentError, TransportError
-from collectives.planner import Placement
+from collectives.base.config import DEVICE_TRANSPORTS as TRANSPORTS
+from collectives.base.errors import InvalidArgumentError, TransportError
+from collectives.plan import planner
+from collectives.plan.planner import Placement
 
 MIB = 1 << 20
 
@@ -79,7 +79,7 @@ class DevicePlanner:
 
         Args:
             collective: its name.
-            nbytes: as for `collectives.planner.Planner.choose`.
+            nbytes: as for `collectives.plan.planner.Planner.choose`.
             native: whether NCCL reduces this dtype and operation as we do; True for collectives that only move data.
             algorithm, transport: forced for this call; None or "auto": not.
 

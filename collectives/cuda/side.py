@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from collectives.config import Config
-from collectives.context import Context
+from collectives.base.config import Config
+from collectives.base.reduce_op import Op
 from collectives.cuda.accelerator import Accelerator
-from collectives.cuda.door import DeviceDoor
-from collectives.cuda.entries import DeviceEntries
+from collectives.cuda.request_cache import DeviceEntries
+from collectives.cuda.requests import DeviceDoor
 from collectives.cuda.tasks import DeviceBucket, DeviceOne, DeviceRows, DeviceTask
-from collectives.cuda.turn import Turn
-from collectives.reduction import Op
+from collectives.engine.context import Context
+from collectives.transport.issue_order import Turn
 
 _ALONE_FROM = 16 << 20
 """Bytes from which a tensor is reduced where it is: packing it would move four bytes more for each of its own, which takes longer than an

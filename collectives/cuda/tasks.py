@@ -1,4 +1,4 @@
-"""Tasks on device tensors: as `collectives.tasks`, in two halves between which the ranks meet.
+"""Tasks on device tensors: as `collectives.engine.tasks`, in two halves between which the ranks meet.
 
     DeviceOne       an all-reduce, reduce-scatter or broadcast of one tensor, between the tensors themselves where they can be reached
     DeviceBucket    all-reduces of several tensors as one: packed by one kernel, reduced in the buffer, unpacked by one kernel
@@ -17,22 +17,22 @@ from typing import Any
 
 import numpy as np
 
-from collectives import partition
+from collectives.base.errors import CollectivesError, InvalidArgumentError, TransportError, bare
+from collectives.base.logging import logger
+from collectives.base.reduce_op import Op
 from collectives.cuda.accelerator import Accelerator, ConnectError
 from collectives.cuda.calibration import calibrate
-from collectives.cuda.carrier import Block
-from collectives.cuda.entries import DeviceEntry
-from collectives.cuda.kernels import Combination
-from collectives.cuda.kernels_source import WAYS
-from collectives.cuda.packing import Packing
+from collectives.cuda.paths import Hosted, Native, Planned, Way, allreduce_by, bring, messages_of
 from collectives.cuda.planner import DeviceChoice
-from collectives.cuda.tensors import DeviceArray
-from collectives.cuda.ways import Hosted, Native, Planned, Way, allreduce_by, bring, messages_of
-from collectives.errors import CollectivesError, InvalidArgumentError, TransportError, bare
-from collectives.handles import Handle
-from collectives.logs import logger
-from collectives.reduction import Op
-from collectives.tasks import Rows
+from collectives.cuda.request_cache import DeviceEntry
+from collectives.cuda.transfer import Block
+from collectives.device.kernel_sources import WAYS
+from collectives.device.kernels import Combination
+from collectives.device.packing import Packing
+from collectives.engine.handles import Handle
+from collectives.engine.tasks import Rows
+from collectives.schedules import partition
+from collectives.tensors.cuda_tensors import DeviceArray
 from collectives.transport import nccl
 from collectives.transport.base import Array
 from collectives.transport.cuda_ipc import WORDS

@@ -26,11 +26,12 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters import ad
 
-from collectives import adasum, partition
+from collectives.base.reduce_op import Op
+from collectives.engine import adasum
 from collectives.jax import drift
 from collectives.jax.calls import Call
 from collectives.jax.primitive import bind, collective_p
-from collectives.reduction import Op
+from collectives.schedules import partition
 
 
 def _tangents(primals: Sequence[Any], tangents: Sequence[Any], *, call: Call) -> tuple[list[Any], list[Any]]:

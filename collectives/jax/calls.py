@@ -13,12 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from collectives import dtypes, partition
-from collectives.compression import named
-from collectives.errors import InvalidArgumentError, MismatchError
-from collectives.handles import Handle
-from collectives.reduction import Op
+from collectives.base import dtypes
+from collectives.base.errors import InvalidArgumentError, MismatchError
+from collectives.base.reduce_op import Op
+from collectives.engine.handles import Handle
 from collectives.runtime import world_of
+from collectives.schedules import partition
+from collectives.tensors.compression import named
 from collectives.world import World
 
 Shaped = tuple[tuple[int, ...], np.dtype[Any]]

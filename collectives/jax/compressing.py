@@ -7,7 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from collectives.compression import BUILT_IN, BF16Compressor, Compression, FP16Compressor, check
+from collectives.tensors.compression import BUILT_IN, BF16Compressor, Compression, FP16Compressor, check
 
 Restore = Callable[[list[Any]], list[Any]]
 _WIRES = {FP16Compressor: "float16", BF16Compressor: "bfloat16"}

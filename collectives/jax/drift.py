@@ -18,9 +18,9 @@ from jax.core import ShapedArray, Tracer
 from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import ad, mlir
 
-from collectives.errors import InvalidArgumentError
+from collectives.base.errors import InvalidArgumentError
+from collectives.base.logging import logger
 from collectives.jax.ffi import version_in
-from collectives.logs import logger
 
 try:
     from jax.extend.core import Primitive

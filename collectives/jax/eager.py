@@ -12,9 +12,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from collectives.base.logging import logger
 from collectives.jax import drift
 from collectives.jax.calls import Call
-from collectives.logs import logger
 
 _ALIGNED_FROM = 4096
 """Bytes below which a copy of a result costs nothing."""

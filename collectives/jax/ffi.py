@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from collectives import dtypes
+from collectives.base import dtypes
 
 _Pointer, _Size, _Long, _Int = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int64, ctypes.c_int32
 

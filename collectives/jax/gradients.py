@@ -8,11 +8,11 @@ from typing import Any
 
 import jax
 
-from collectives.compression import Compression
+from collectives.base.reduce_op import Op
 from collectives.jax.operations import allreduce
-from collectives.membership import ProcessSet
-from collectives.reduction import Op
+from collectives.process_sets import ProcessSet
 from collectives.runtime import global_process_set
+from collectives.tensors.compression import Compression
 
 
 def value_and_grad(

@@ -8,7 +8,7 @@ from typing import Any
 
 from collectives import runtime
 from collectives.jax.eager import settle
-from collectives.membership import ProcessSet
+from collectives.process_sets import ProcessSet
 
 
 def init(comm: Any = None, process_sets: Sequence[ProcessSet | Sequence[int]] | str | None = None) -> None:

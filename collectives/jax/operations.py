@@ -28,14 +28,15 @@ from typing import Any, TypeVar, overload
 import jax.numpy as jnp
 import numpy as np
 
-from collectives import api, arguments
-from collectives.compression import Compression
-from collectives.errors import InvalidArgumentError, InvalidTypeError, UnsupportedError
+from collectives import api
+from collectives.base.errors import InvalidArgumentError, InvalidTypeError, UnsupportedError
+from collectives.base.reduce_op import Op
+from collectives.engine import arguments
 from collectives.jax import compressing, drift, eager, packing, primitive, trees
 from collectives.jax.calls import Call
-from collectives.membership import ProcessSet
-from collectives.reduction import Op
+from collectives.process_sets import ProcessSet
 from collectives.runtime import global_process_set, root_in, world_of
+from collectives.tensors.compression import Compression
 from collectives.world import World
 
 Average = Op.AVERAGE

@@ -16,12 +16,12 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 
-from collectives.compression import Compression
-from collectives.errors import InvalidArgumentError, InvalidTypeError
+from collectives.base.errors import InvalidArgumentError, InvalidTypeError
+from collectives.base.reduce_op import Op
 from collectives.jax.operations import allreduce
-from collectives.membership import ProcessSet
-from collectives.reduction import Op
+from collectives.process_sets import ProcessSet
 from collectives.runtime import global_process_set
+from collectives.tensors.compression import Compression
 
 Optimizer = TypeVar("Optimizer")
 

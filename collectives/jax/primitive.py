@@ -20,10 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import batching
 
-from collectives.errors import InvalidArgumentError
+from collectives.base.errors import InvalidArgumentError
+from collectives.base.reduce_op import Op
 from collectives.jax import drift, eager, ffi
 from collectives.jax.calls import Call, read
-from collectives.reduction import Op
 
 collective_p = drift.primitive("collective")
 

@@ -14,13 +14,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from collectives import api, arguments, foreign
-from collectives.agreement import agree
-from collectives.errors import InvalidArgumentError, InvalidTypeError
+from collectives import api
+from collectives.base.errors import InvalidArgumentError, InvalidTypeError
+from collectives.engine import arguments
+from collectives.frontends.agreement import agree
 from collectives.jax import eager
 from collectives.jax.operations import Tree, outside
-from collectives.membership import ProcessSet
+from collectives.process_sets import ProcessSet
 from collectives.runtime import global_process_set, root_in, world_of
+from collectives.tensors import detection
 from collectives.world import World
 
 _ALONE_FROM = 256 << 10
@@ -98,7 +100,7 @@ def _plain(name: str, leaf: Any) -> np.ndarray[Any, Any]:
             raise InvalidTypeError(f"{name}: {text}")
         return np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else leaf)
     if not isinstance(leaf, (np.ndarray, np.generic, bool, int, float, complex)):
-        raise InvalidTypeError(f"{name}: expected an array or a number, got {foreign.describe(leaf)}; leave it out of the tree")
+        raise InvalidTypeError(f"{name}: expected an array or a number, got {detection.describe(leaf)}; leave it out of the tree")
     return np.asarray(jnp.asarray(leaf))
 
 

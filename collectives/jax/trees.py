@@ -14,9 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from collectives import dtypes, foreign
-from collectives.errors import InvalidArgumentError, InvalidTypeError
+from collectives.base import dtypes
+from collectives.base.errors import InvalidArgumentError, InvalidTypeError
 from collectives.jax import drift
+from collectives.tensors import detection
 
 Rebuild = Callable[[list[Any]], Any]
 
@@ -77,13 +78,13 @@ def _through_dlpack(leaf: Any) -> Any:
     """Another framework's tensor as a JAX array; of the same memory if JAX takes it. Nothing is recorded for its framework's gradients."""
     if not hasattr(leaf, "__dlpack__"):
         expected = "a jax.Array, a NumPy array, a number or a tensor with DLPack"
-        raise _Refused(InvalidTypeError, f"expected {expected}, got {foreign.describe(leaf)}; leave it out of the tree")
+        raise _Refused(InvalidTypeError, f"expected {expected}, got {detection.describe(leaf)}; leave it out of the tree")
     if str(getattr(leaf, "device", "")) == "meta":
-        raise _Refused(InvalidTypeError, f"expected a tensor with elements, got a {foreign.describe(leaf)} {foreign.NO_ELEMENTS}")
+        raise _Refused(InvalidTypeError, f"expected a tensor with elements, got a {detection.describe(leaf)} {detection.NO_ELEMENTS}")
     leaf = leaf.detach() if getattr(leaf, "requires_grad", False) else leaf
     try:
         return jnp.from_dlpack(leaf)
     except Exception as error:
         with contextlib.suppress(Exception):  # JAX has no strides, and takes nothing that is read-only
             return jnp.array(np.from_dlpack(leaf))
-        raise _Refused(InvalidTypeError, f"{foreign.describe(leaf)} cannot be read through DLPack: {error}") from None
+        raise _Refused(InvalidTypeError, f"{detection.describe(leaf)} cannot be read through DLPack: {error}") from None

@@ -7,8 +7,8 @@ from typing import Any
 
 import keras
 
-from collectives.keras_parts.callbacks import Averaging, Broadcasting, KeepingBest, Scheduling, Warming
-from collectives.membership import ProcessSet
+from collectives.frontends.keras_callbacks import Averaging, Broadcasting, KeepingBest, Scheduling, Warming
+from collectives.process_sets import ProcessSet
 from collectives.runtime import global_process_set
 
 

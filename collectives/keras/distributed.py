@@ -17,7 +17,7 @@ from typing import Any
 
 import keras
 
-from collectives.errors import InvalidArgumentError
+from collectives.base.errors import InvalidArgumentError
 from collectives.keras.reduction import Reducer, Settings
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import keras
 
-from collectives.errors import InvalidArgumentError
+from collectives.base.errors import InvalidArgumentError
 from collectives.keras.distributed import Distributed, subclass
 
 _extended: list[str] = []

@@ -9,15 +9,15 @@ from typing import Any, TypeVar
 
 import keras
 
-from collectives import foreign
-from collectives.compression import Compression
-from collectives.errors import InvalidArgumentError, InvalidTypeError
+from collectives.base.errors import InvalidArgumentError, InvalidTypeError
+from collectives.base.reduce_op import Op
 from collectives.keras.distributed import Distributed, distributed
 from collectives.keras.hooks import extend_keras
 from collectives.keras.reduction import Settings, reducer
-from collectives.membership import ProcessSet
-from collectives.reduction import Op
+from collectives.process_sets import ProcessSet
 from collectives.runtime import global_process_set, world_of
+from collectives.tensors import detection
+from collectives.tensors.compression import Compression
 
 Optimizer = TypeVar("Optimizer", bound=keras.optimizers.Optimizer)
 
@@ -163,7 +163,7 @@ def PartialDistributedOptimizer(
     layers = [local_layers] if isinstance(local_layers, keras.layers.Layer) else list(local_layers or ())
     for layer in layers:
         if not isinstance(layer, keras.layers.Layer):
-            raise InvalidArgumentError(f"local_layers: all local layers must be of keras.layers.Layer type, got {foreign.describe(layer)}")
+            raise InvalidArgumentError(f"local_layers: all local layers must be of keras.layers.Layer type, got {detection.describe(layer)}")
         if not layer.built:
             raise InvalidArgumentError(f"local_layers: {layer.name} has no variables yet; build it, or the model, before the optimizer")
     result = DistributedOptimizer(
@@ -194,7 +194,7 @@ def _check(optimizer: Any) -> None:
         if isinstance(inner, Distributed):
             raise InvalidArgumentError("optimizer: its inner optimizer is a DistributedOptimizer already; wrap one of the two")
         return
-    raise InvalidTypeError(f"optimizer: expected a keras.optimizers.Optimizer, got {foreign.describe(optimizer)}")
+    raise InvalidTypeError(f"optimizer: expected a keras.optimizers.Optimizer, got {detection.describe(optimizer)}")
 
 
 def _adapter_of_keras_2(optimizer: Any) -> Any:

@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from collectives.compression import Compression, check
-from collectives.errors import InvalidArgumentError, InvalidTypeError
-from collectives.membership import ProcessSet
-from collectives.reduction import Op
+from collectives.base.errors import InvalidArgumentError, InvalidTypeError
+from collectives.base.reduce_op import Op
+from collectives.process_sets import ProcessSet
 from collectives.runtime import world_of
+from collectives.tensors.compression import Compression, check
 
 
 @dataclass(frozen=True, eq=False)

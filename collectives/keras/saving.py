@@ -7,10 +7,10 @@ from typing import Any
 
 import keras
 
-from collectives.compression import Compression
-from collectives.errors import InvalidArgumentError
+from collectives.base.errors import InvalidArgumentError
 from collectives.keras.distributed import Distributed
 from collectives.keras.optimizer import DistributedOptimizer
+from collectives.tensors.compression import Compression
 
 
 def load_model(

@@ -7,13 +7,14 @@ from typing import Any, TypeVar
 import keras
 import numpy as np
 
-from collectives import api, foreign
-from collectives.compression import Compression
-from collectives.errors import InvalidArgumentError, InvalidTypeError
-from collectives.keras_parts import variables as of_keras
-from collectives.membership import ProcessSet
-from collectives.reduction import Op
+from collectives import api
+from collectives.base.errors import InvalidArgumentError, InvalidTypeError
+from collectives.base.reduce_op import Op
+from collectives.frontends import keras_variables as of_keras
+from collectives.process_sets import ProcessSet
 from collectives.runtime import global_process_set, world
+from collectives.tensors import detection
+from collectives.tensors.compression import Compression
 
 Value = TypeVar("Value")
 """A tensor of the backend; what is none, such as a number, comes back as one."""
@@ -97,7 +98,7 @@ def _array(value: Any, name: str | None) -> Any:
     try:
         return keras.ops.convert_to_numpy(keras.ops.convert_to_tensor(value))
     except (TypeError, ValueError) as error:
-        text = f"value: expected a number, an array or a tensor, got {foreign.describe(value)}: {error}"
+        text = f"value: expected a number, an array or a tensor, got {detection.describe(value)}: {error}"
         raise world().refused(InvalidTypeError(text), name) from None
 
 

@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from collectives.errors import CollectiveTimeoutError, InvalidArgumentError, MissingDependencyError, RankFailedError
+from collectives.base.errors import CollectiveTimeoutError, InvalidArgumentError, MissingDependencyError, RankFailedError
 from collectives.launch import cli, job, records
 
 CALL, RESULT, FAILURE = "call", "result-{}", "failure-{}"

@@ -12,8 +12,8 @@ import sys
 import traceback
 from pathlib import Path
 
-from collectives import exits
-from collectives.errors import CollectiveTimeoutError, RankFailedError
+from collectives import failures
+from collectives.base.errors import CollectiveTimeoutError, RankFailedError
 from collectives.launch.api import CALL, FAILURE, RESULT
 from collectives.launch.rank import RANK_VARIABLES
 
@@ -28,7 +28,7 @@ def main(folder: Path) -> None:
         of_function = error.__traceback__.tb_next if error.__traceback__ else None
         text = "".join(traceback.format_exception(type(error), error, of_function))
         consequence = isinstance(error, (RankFailedError, CollectiveTimeoutError))
-        exits.record(str(folder / FAILURE.format(rank)), rank, exits.Failure(1, text, consequence))
+        failures.record(str(folder / FAILURE.format(rank)), rank, failures.Failure(1, text, consequence))
         raise
     # All of it or nothing: whoever looks may look at any time.
     part = folder / f"{RESULT.format(rank)}.part"

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from collectives import __version__
-from collectives.config import Config
-from collectives.errors import CollectivesError, InvalidArgumentError
+from collectives.base.config import Config
+from collectives.base.errors import CollectivesError, InvalidArgumentError
 from collectives.launch import config_file, job, options, report
 from collectives.launch import rank as before_rank
 from collectives.launch.command import Request, build

@@ -22,8 +22,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from collectives.config import parse_bool
-from collectives.errors import InvalidArgumentError, MissingDependencyError
+from collectives.base.config import parse_bool
+from collectives.base.errors import InvalidArgumentError, MissingDependencyError
 from collectives.launch.options import IGNORED, SWITCHES, VALUES
 
 _T = TypeVar("_T")

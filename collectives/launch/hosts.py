@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from collectives.errors import InvalidArgumentError
+from collectives.base.errors import InvalidArgumentError
 
 _HOST = re.compile(r"(?P<name>\[[0-9A-Fa-f:]+\]|[^\s:,\[\]]+)(?::(?P<slots>[1-9][0-9]*))?")
 _LINE = re.compile(rf"{_HOST.pattern}(?:\s+slots\s*=\s*(?P<named>[1-9][0-9]*))?(?:\s+max[-_]slots\s*=\s*[0-9]+)?")

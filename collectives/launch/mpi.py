@@ -10,7 +10,7 @@ import sys
 from dataclasses import dataclass
 from enum import Enum
 
-from collectives.errors import InvalidArgumentError
+from collectives.base.errors import InvalidArgumentError
 
 _PATIENCE = 30.0
 

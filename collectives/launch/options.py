@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from collectives.config import Config, parse_bool, parse_bytes
-from collectives.errors import InvalidArgumentError
+from collectives.base.config import Config, parse_bool, parse_bytes
+from collectives.base.errors import InvalidArgumentError
 
 
 @dataclass(frozen=True, slots=True)

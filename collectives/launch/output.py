@@ -23,7 +23,7 @@ from collectives.launch.screen import Screen, Stream, Tags, Terminal, size
 
 _FRAME = re.compile(rb"(.*?)" + MARK + rb"(\d+)([oerx])(.*)", re.DOTALL)
 _TRACEBACK = re.compile(rb"^Traceback \(most recent call last\):", re.MULTILINE)
-_CONSEQUENCE = re.compile(rb"^collectives\.errors\.(RankFailedError|CollectiveTimeoutError)\b", re.MULTILINE)
+_CONSEQUENCE = re.compile(rb"^collectives\.(RankFailedError|CollectiveTimeoutError)\b", re.MULTILINE)
 _PREFIX = re.compile(rb"(?:\w+ \w+ +\d+ [\d:]+ \d+)?(?:\[[^]]*\])+(?:<std\w+>)?:? ?")
 """What launchers put before each line where they are asked to: ``[1,0]<stderr>: `` (Open MPI), ``[0] `` (MPICH), the time before it."""
 _CONTROL = re.compile(rb"\x1b\[[0-9;]*m")

@@ -10,7 +10,7 @@ leaves as frames, each a line of its own on stderr: launchers forward whole line
 DLE, the rank, one letter, the bytes with DLE and line feed escaped, and a line feed:
 
     o, e    the rank's stdout and stderr
-    r       the record that ``collectives.exits`` leaves when the rank fails, a line of JSON
+    r       the record that ``collectives.failures`` leaves when the rank fails, a line of JSON
     x       how the rank ended, if it was with a failure (an exception before ``init()``, ``os._exit``, ``kill -9``), as JSON
 
 The rank's stdout and stderr are pseudo-terminals where the launcher's own are terminals: progress bars and colours show. Signals
@@ -39,7 +39,7 @@ HOROVOD_VARIABLES = {
 """What ``horovodrun`` tells a rank that programs read, and where Open MPI or MPICH tells the same."""
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 RECORDS = "COLLECTIVES_RECORDS"
-"""As in ``collectives.exits``: names where the rank writes its record."""
+"""As in ``collectives.failures``: names where the rank writes its record."""
 MARK = b"\x10"
 _FRAME = 4096
 """Most bytes of a frame: a pipe takes that many at once or none (PIPE_BUF), so a launcher never reads half a frame."""

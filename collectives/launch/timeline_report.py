@@ -20,8 +20,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from collectives import timeline
-from collectives.errors import CollectivesError, InvalidArgumentError
+from collectives.base.errors import CollectivesError, InvalidArgumentError
+from collectives.engine import timeline
 from collectives.launch import timeline_summary as summary
 from collectives.launch.timeline_summary import IDLE, KINDS, Span, Trace
 

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from collectives import timeline
+from collectives.engine import timeline
 
 _NUMBER = re.compile(r" number \d+(?=(\[\d+\])?, unnamed$)")
 """Of an unnamed operation: every call has another, and the calls belong together."""

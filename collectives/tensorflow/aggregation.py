@@ -14,8 +14,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from collectives.errors import InvalidArgumentError
-from collectives.membership import ProcessSet
+from collectives.base.errors import InvalidArgumentError
+from collectives.process_sets import ProcessSet
 from collectives.tensorflow.autograph import unconverted
 from collectives.tensorflow.combined import Notes, note_tensors
 from collectives.tensorflow.gradients import key

@@ -42,9 +42,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from collectives import adasum
-from collectives.membership import ProcessSet
-from collectives.reduction import Op
+from collectives.base.reduce_op import Op
+from collectives.engine import adasum
+from collectives.process_sets import ProcessSet
 from collectives.runtime import world_of
 from collectives.tensorflow import calls, graph, questions
 from collectives.tensorflow.calls import Call

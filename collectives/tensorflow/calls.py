@@ -13,12 +13,14 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from collectives import dtypes, foreign, partition
-from collectives.errors import InvalidTypeError
-from collectives.reduction import Op
+from collectives.base import dtypes
+from collectives.base.errors import InvalidTypeError
+from collectives.base.reduce_op import Op
 from collectives.runtime import root_in, world_of
+from collectives.schedules import partition
 from collectives.tensorflow import fused, graph, merging
 from collectives.tensorflow.errors import raises_tensorflow
+from collectives.tensors import detection
 from collectives.world import World
 
 
@@ -87,7 +89,7 @@ def _number(root: Any) -> int:
     try:
         return int(root.__index__())
     except (AttributeError, TypeError):
-        text = f"root_rank: expected a rank that is known when the operation is made, got {foreign.describe(root)}; pass an int"
+        text = f"root_rank: expected a rank that is known when the operation is made, got {detection.describe(root)}; pass an int"
         raise InvalidTypeError(text) from None
 
 

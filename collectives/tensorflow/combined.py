@@ -20,9 +20,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from collectives.errors import InvalidArgumentError
-from collectives.membership import ProcessSet
-from collectives.reduction import Op
+from collectives.base.errors import InvalidArgumentError
+from collectives.base.reduce_op import Op
+from collectives.process_sets import ProcessSet
 from collectives.tensorflow import operations
 from collectives.tensorflow.gradients import Way, key
 

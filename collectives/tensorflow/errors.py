@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 
 import tensorflow as tf
 
-from collectives import errors
-from collectives.errors import CollectivesError
+from collectives.base import errors
+from collectives.base.errors import CollectivesError
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

@@ -7,13 +7,15 @@ from typing import Any, TypeVar
 
 import tensorflow as tf
 
-from collectives import api, dtypes, foreign
-from collectives.errors import InvalidArgumentError, InvalidTypeError
-from collectives.membership import ProcessSet
+from collectives import api
+from collectives.base import dtypes
+from collectives.base.errors import InvalidArgumentError, InvalidTypeError
+from collectives.process_sets import ProcessSet
 from collectives.runtime import global_process_set, root_in, world_of
 from collectives.tensorflow import fused
 from collectives.tensorflow.autograph import unconverted
 from collectives.tensorflow.calls import Call
+from collectives.tensors import detection
 
 Object = TypeVar("Object")
 
@@ -74,7 +76,7 @@ def _broadcast(variables: list[Any], root_rank: int, name: str | None, process_s
 
 def _read(variable: Any, number: int) -> Any:
     if not hasattr(variable, "assign"):
-        raise InvalidArgumentError(f"variables: expected variables, got a {foreign.describe(variable)} as number {number}")
+        raise InvalidArgumentError(f"variables: expected variables, got a {detection.describe(variable)} as number {number}")
     value = tf.convert_to_tensor(_value(variable))
     if value.dtype.name not in dtypes.NAMES:
         raise InvalidTypeError(f"variables: {variable.name} has dtype {value.dtype.name}; expected one of {', '.join(dtypes.NAMES)}")

@@ -20,12 +20,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import tensorflow as tf
 
-from collectives import agreement, arguments
-from collectives.arrays import wrap_tensorflow
-from collectives.errors import CollectivesError
-from collectives.reduction import Op
+from collectives.base.errors import CollectivesError
+from collectives.base.reduce_op import Op
+from collectives.engine import arguments
+from collectives.frontends import agreement
 from collectives.runtime import root_in
 from collectives.tensorflow import graph
+from collectives.tensors.arrays import wrap_tensorflow
 
 if TYPE_CHECKING:
     from collectives.tensorflow.calls import Call

@@ -17,13 +17,13 @@ from typing import Any
 
 import tensorflow as tf
 
-from collectives.compression import Compression, check
-from collectives.errors import InvalidArgumentError, InvalidTypeError
-from collectives.membership import ProcessSet
-from collectives.reduction import Op
+from collectives.base.errors import InvalidArgumentError, InvalidTypeError
+from collectives.base.reduce_op import Op
+from collectives.process_sets import ProcessSet
 from collectives.runtime import global_process_set, world_of
 from collectives.tensorflow import operations
 from collectives.tensorflow.autograph import unconverted
+from collectives.tensors.compression import Compression, check
 
 
 @unconverted

@@ -30,7 +30,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from collectives.errors import InvalidArgumentError
+from collectives.base.errors import InvalidArgumentError
 from collectives.tensorflow import status
 
 Callback = Callable[..., Any]

@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from collectives.membership import ProcessSet
+from collectives.process_sets import ProcessSet
 from collectives.runtime import global_process_set
 from collectives.tensorflow.functions import broadcast_variables
 

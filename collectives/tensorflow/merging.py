@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from collectives import dtypes
-from collectives.reduction import Op
+from collectives.base import dtypes
+from collectives.base.reduce_op import Op
 from collectives.world import World
 
 

@@ -9,7 +9,7 @@ Tensors are TensorFlow's, variables, NumPy arrays or numbers; results are new te
 name scopes of a graph unless ``ignore_name_scope``; unnamed operations are matched by their order, and in graphs for sessions by the
 names of their tensors, so that every rank must build the same graph.
 
-Eagerly, errors are those of `collectives.tensorflow.errors`, which are those of `collectives.errors` and of ``tf.errors``
+Eagerly, errors are those of `collectives.tensorflow.errors`, which are those of `collectives.base.errors` and of ``tf.errors``
 at once. Out of a graph they are those of ``tf.errors`` alone, with the same text.
 """
 
@@ -22,16 +22,18 @@ from typing import Any, TypeVar, overload
 import numpy as np
 import tensorflow as tf
 
-from collectives import arguments, dtypes, foreign
-from collectives import compression as compressors
-from collectives.compression import BUILT_IN, Compression
-from collectives.errors import InvalidTypeError
-from collectives.membership import ProcessSet
-from collectives.reduction import Op
+from collectives.base import dtypes
+from collectives.base.errors import InvalidTypeError
+from collectives.base.reduce_op import Op
+from collectives.engine import arguments
+from collectives.process_sets import ProcessSet
 from collectives.runtime import global_process_set, world_of
 from collectives.tensorflow import autograd, graph, sparse
 from collectives.tensorflow.autograph import unconverted
 from collectives.tensorflow.calls import Call
+from collectives.tensors import compression as compressors
+from collectives.tensors import detection
+from collectives.tensors.compression import BUILT_IN, Compression
 
 Tensor = TypeVar("Tensor")
 
@@ -372,7 +374,7 @@ def _tensors(given: Any, name: str | None, process_set: ProcessSet) -> list[Any]
     """Tensors, and ``tf.IndexedSlices`` as they are."""
     try:
         if not isinstance(given, (list, tuple)):
-            raise InvalidTypeError(f"tensors: expected a list or tuple of tensors, got {foreign.describe(given)}")
+            raise InvalidTypeError(f"tensors: expected a list or tuple of tensors, got {detection.describe(given)}")
         return [_slices(tensor) if isinstance(tensor, tf.IndexedSlices) else _tensor(tensor) for tensor in given]
     except Exception as error:
         raise world_of(process_set).refused(error, name) from None
@@ -386,7 +388,7 @@ def _tensor(given: Any) -> Any:
     try:
         tensor = given if isinstance(given, tf.Tensor) else tf.convert_to_tensor(given)
     except (TypeError, ValueError) as error:
-        text = f"tensor: expected a tensor, a variable, an array or a number, got {foreign.describe(given)}: {error}"
+        text = f"tensor: expected a tensor, a variable, an array or a number, got {detection.describe(given)}: {error}"
         raise InvalidTypeError(text) from None
     if tensor.dtype.name not in dtypes.NAMES:
         raise InvalidTypeError(f"tensor: dtype {tensor.dtype.name} is not supported; expected one of {', '.join(dtypes.NAMES)}")

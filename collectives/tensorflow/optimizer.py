@@ -8,15 +8,15 @@ from typing import Any, TypeVar
 
 import tensorflow as tf
 
-from collectives.compression import Compression
-from collectives.errors import InvalidArgumentError, InvalidTypeError
-from collectives.membership import ProcessSet
-from collectives.reduction import Op
+from collectives.base.errors import InvalidArgumentError, InvalidTypeError
+from collectives.base.reduce_op import Op
+from collectives.process_sets import ProcessSet
 from collectives.runtime import global_process_set
 from collectives.tensorflow.aggregation import Aggregation, local_variable
 from collectives.tensorflow.autograph import unconverted
 from collectives.tensorflow.combined import combine_rest, confirmed, note
 from collectives.tensorflow.gradients import Way, key, settle
+from collectives.tensors.compression import Compression
 
 Optimizer = TypeVar("Optimizer")
 

@@ -10,8 +10,8 @@ import numpy as np
 import tensorflow as tf
 
 from collectives import runtime
-from collectives.errors import InvalidArgumentError, NotInitializedError
-from collectives.membership import ProcessSet
+from collectives.base.errors import InvalidArgumentError, NotInitializedError
+from collectives.process_sets import ProcessSet
 from collectives.tensorflow.autograph import unconverted
 
 _NOT_INITIALIZED, _UNKNOWN_SET = -1, -3

@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from collectives.reduction import Op
+from collectives.base.reduce_op import Op
 from collectives.tensorflow import autograd, calls
 from collectives.tensorflow.calls import Call
 from collectives.tensorflow.errors import UnsupportedError

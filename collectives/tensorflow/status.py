@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from collectives.errors import CollectivesError
+from collectives.base.errors import CollectivesError
 from collectives.tensorflow.errors import as_tensorflow
 
 _NAME = "CollectivesStatus"

@@ -17,7 +17,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from collectives.errors import InvalidArgumentError
+from collectives.base.errors import InvalidArgumentError
 from collectives.runtime import global_process_set, world_of
 from collectives.tensorflow import autograd
 from collectives.tensorflow.autograph import unconverted

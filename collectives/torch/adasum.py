@@ -16,8 +16,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from collectives.membership import ProcessSet
-from collectives.reduction import Op
+from collectives.base.reduce_op import Op
+from collectives.process_sets import ProcessSet
 from collectives.runtime import world_of
 from collectives.torch.compiled import untraced
 

@@ -38,9 +38,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from collectives import adasum, partition
-from collectives.handles import Handle
-from collectives.reduction import Op
+from collectives.base.reduce_op import Op
+from collectives.engine import adasum
+from collectives.engine.handles import Handle
+from collectives.schedules import partition
 from collectives.world import World
 
 _Adjoint = Callable[[list[Any], Sequence[Any]], Sequence[Any]]

@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 
-from collectives.compression import BUILT_IN
-from collectives.errors import InvalidArgumentError
-from collectives.membership import ProcessSet
-from collectives.reduction import Op
+from collectives.base.errors import InvalidArgumentError
+from collectives.base.reduce_op import Op
+from collectives.process_sets import ProcessSet
 from collectives.runtime import world_of
+from collectives.tensors.compression import BUILT_IN
 from collectives.torch.guard import grad_of
 from collectives.torch.sparse import sparse_allreduce_async
 

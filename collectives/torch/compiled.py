@@ -35,10 +35,10 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from collectives.compression import BUILT_IN, BF16Compressor, FP16Compressor, NoneCompressor
-from collectives.membership import ProcessSet
-from collectives.reduction import Op
+from collectives.base.reduce_op import Op
+from collectives.process_sets import ProcessSet
 from collectives.runtime import world_of
+from collectives.tensors.compression import BUILT_IN, BF16Compressor, FP16Compressor, NoneCompressor
 from collectives.torch import operators
 from collectives.torch.operators import LINEAR
 

@@ -6,7 +6,7 @@
 
 Torch calls the hook as soon as the gradients of a bucket are there. The all-reduce begins in the background while backward goes on, and
 completes a future. At the end of backward torch would sleep until the futures are done: before that, the hook has this thread wait for
-the operations itself, so that it drives the engine (`collectives.lead`), and raises what went wrong as the error that it is.
+the operations itself, so that it drives the engine (`collectives.engine.progress`), and raises what went wrong as the error that it is.
 
 Only gradients go this way. What else ``DistributedDataParallel`` says to its peers (parameters at the start, buffers, which parameters
 were used) goes through its process group.
@@ -22,10 +22,10 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from collectives.compression import Compression
-from collectives.membership import ProcessSet
-from collectives.reduction import Op
+from collectives.base.reduce_op import Op
+from collectives.process_sets import ProcessSet
 from collectives.runtime import global_process_set, world_of
+from collectives.tensors.compression import Compression
 
 _numbers: WeakKeyDictionary[ProcessSet, Iterator[int]] = WeakKeyDictionary()
 """Of the states of each process set: whose ranks count the same ones."""

@@ -26,8 +26,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from collectives.errors import InvalidArgumentError, MismatchError
-from collectives.reduction import Op
+from collectives.base.errors import InvalidArgumentError, MismatchError
+from collectives.base.reduce_op import Op
 from collectives.runtime import world_of
 from collectives.torch.buckets import Bucket, Slot, Sparse, Viewed, Way, arrange
 from collectives.torch.compiled import untraced

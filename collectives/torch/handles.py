@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Generic
 
-from collectives.errors import InvalidTypeError
-from collectives.handles import Handle, Result
+from collectives.base.errors import InvalidTypeError
+from collectives.engine.handles import Handle, Result
 from collectives.torch.compiled import untraced
 
 

@@ -16,14 +16,15 @@ import torch
 from torch.autograd.graph import increment_version
 from torch.compiler import is_compiling
 
-from collectives import api, arguments
-from collectives import compression as compressors
-from collectives.compression import Compression
-from collectives.errors import InvalidArgumentError
-from collectives.handles import Handle
-from collectives.membership import ProcessSet
-from collectives.reduction import Op
+from collectives import api
+from collectives.base.errors import InvalidArgumentError
+from collectives.base.reduce_op import Op
+from collectives.engine import arguments
+from collectives.engine.handles import Handle
+from collectives.process_sets import ProcessSet
 from collectives.runtime import global_process_set, root_in, world_of
+from collectives.tensors import compression as compressors
+from collectives.tensors.compression import Compression
 from collectives.torch import autograd, compiled
 from collectives.torch.autograd import Call, tracks
 from collectives.torch.compiled import untraced

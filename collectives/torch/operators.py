@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from collectives import adasum
-from collectives.compression import named
-from collectives.reduction import Op
+from collectives.base.reduce_op import Op
+from collectives.engine import adasum
 from collectives.runtime import world_of
+from collectives.tensors.compression import named
 
 LINEAR = (Op.SUM.value, Op.AVERAGE.value)
 

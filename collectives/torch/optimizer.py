@@ -12,10 +12,10 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
-from collectives.compression import Compression, check
-from collectives.membership import ProcessSet
-from collectives.reduction import Op
+from collectives.base.reduce_op import Op
+from collectives.process_sets import ProcessSet
 from collectives.runtime import global_process_set, world_of
+from collectives.tensors.compression import Compression, check
 from collectives.torch.adasum import AdasumSteps
 from collectives.torch.buckets import Way, chunks
 from collectives.torch.compiled import untraced

@@ -13,11 +13,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from collectives import arguments, foreign, runtime
-from collectives.agreement import agree
-from collectives.errors import InvalidTypeError
-from collectives.membership import ProcessSet
+from collectives import runtime
+from collectives.base.errors import InvalidTypeError
+from collectives.engine import arguments
+from collectives.frontends.agreement import agree
+from collectives.process_sets import ProcessSet
 from collectives.runtime import global_process_set
+from collectives.tensors import detection
 from collectives.torch.compiled import untraced
 from collectives.torch.state import Tensors, describe, move
 
@@ -157,7 +159,7 @@ def _parameters(optimizer: Any) -> list[Any]:
 def _layout(optimizer: Any) -> dict[str, str]:
     """What must be alike on every rank."""
     if not (hasattr(optimizer, "param_groups") and hasattr(optimizer, "state")):
-        raise InvalidTypeError(f"optimizer: expected an optimizer with param_groups and state, got {foreign.describe(optimizer)}")
+        raise InvalidTypeError(f"optimizer: expected an optimizer with param_groups and state, got {detection.describe(optimizer)}")
     groups = [group["params"] for group in optimizer.param_groups]
     return {
         "the optimizer": f"{type(optimizer).__name__} with {len(groups)} parameter groups",

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from collectives.errors import InvalidArgumentError, InvalidTypeError
-from collectives.membership import ProcessSet
-from collectives.reduction import Op
+from collectives.base.errors import InvalidArgumentError, InvalidTypeError
+from collectives.base.reduce_op import Op
+from collectives.process_sets import ProcessSet
 from collectives.runtime import global_process_set, world_of
 from collectives.torch.compiled import untraced
 from collectives.torch.handles import Derived

@@ -14,11 +14,13 @@ from typing import Any, TypeVar
 
 import torch
 
-from collectives import api, arguments, foreign, runtime
-from collectives.agreement import agree
-from collectives.errors import InvalidArgumentError, InvalidTypeError
-from collectives.membership import ProcessSet
+from collectives import api, runtime
+from collectives.base.errors import InvalidArgumentError, InvalidTypeError
+from collectives.engine import arguments
+from collectives.frontends.agreement import agree
+from collectives.process_sets import ProcessSet
 from collectives.runtime import global_process_set
+from collectives.tensors import detection
 from collectives.torch.compiled import untraced
 from collectives.world import World
 
@@ -98,19 +100,19 @@ def _named(params: Any) -> Tensors:
         pairs = [item if isinstance(item, tuple) and len(item) == 2 else (None, item) for item in params]
         for first, value in pairs:
             if isinstance(first, torch.Tensor) or (first is None and value is not None and not isinstance(value, torch.Tensor)):
-                kind = foreign.describe((first, value) if first is not None else value)
+                kind = detection.describe((first, value) if first is not None else value)
                 raise InvalidArgumentError(f"params: expected tensors or (name, tensor) pairs, got a {kind} among them")
     else:
         raise InvalidArgumentError(
             "params: expected a mapping of names to tensors (a state_dict), or an iterable of tensors or of (name, tensor) pairs; got"
-            f" {foreign.describe(params)}"
+            f" {detection.describe(params)}"
         )
     tensors: Tensors = {}
     others = []
     for number, (given, value) in enumerate(pairs):
         name = f"[{number}]" if given is None else str(given)
         if not isinstance(value, torch.Tensor):
-            others += [] if value is None else [f"{name}, a {foreign.describe(value)}"]
+            others += [] if value is None else [f"{name}, a {detection.describe(value)}"]
         elif name in tensors:
             raise InvalidArgumentError(f"params: expected names that differ, got {name!r} twice")
         else:
@@ -130,9 +132,9 @@ def describe(name: str, tensor: Any) -> str:
     if tensor.layout is not torch.strided:
         raise InvalidTypeError(f"{name}: expected a dense tensor, got layout {tensor.layout}; pass {name}.to_dense()")
     if tensor.device.type not in ("cpu", "cuda"):
-        raise foreign.misplaced(tensor, name, str(tensor.device))
-    if not tensor.is_contiguous() and foreign.may_overlap(tensor.shape, tensor.stride(), 1):
-        raise foreign.overlapping(tensor, name, tensor.shape, tensor.stride())
+        raise detection.misplaced(tensor, name, str(tensor.device))
+    if not tensor.is_contiguous() and detection.may_overlap(tensor.shape, tensor.stride(), 1):
+        raise detection.overlapping(tensor, name, tensor.shape, tensor.stride())
     dtype = str(tensor.dtype).removeprefix("torch.")
     return f"{dtype} of shape {tuple(tensor.shape)} on {tensor.device.type}"
 

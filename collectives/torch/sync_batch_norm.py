@@ -16,9 +16,9 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from collectives.errors import InvalidArgumentError
-from collectives.membership import ProcessSet
-from collectives.reduction import Op
+from collectives.base.errors import InvalidArgumentError
+from collectives.base.reduce_op import Op
+from collectives.process_sets import ProcessSet
 from collectives.runtime import global_process_set, world_of
 from collectives.torch import compiled
 from collectives.torch.batch_norm import Cpu, Gpu, channels, dense, traced_statistics

@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from collectives.errors import CollectiveTimeoutError, RankFailedError
+from collectives.base.errors import CollectiveTimeoutError, RankFailedError
 
 ALIVE, LEFT, FAILED = 0, 1, 2
 

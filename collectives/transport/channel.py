@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from collectives.errors import RankFailedError
-from collectives.transport.patience import Patience
+from collectives.base.errors import RankFailedError
+from collectives.transport.bounded_mpi import Patience
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -24,10 +24,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from collectives.cuda.device import Allocation, Device
-from collectives.cuda.kernels import Kernels
-from collectives.cuda.kernels_source import WAYS
-from collectives.errors import TransportError
+from collectives.base.errors import TransportError
+from collectives.device.kernel_sources import WAYS
+from collectives.device.kernels import Kernels
+from collectives.device.protocol import Allocation, Device
 
 WORDS = 12
 """Words in which an address travels: the address itself; its allocation's number, offset and bytes; and its name."""

@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from collectives.errors import TransportError
+from collectives.base.errors import TransportError
 from collectives.transport.base import Blocks
 
 _PR_SET_PTRACER = 0x59616D61

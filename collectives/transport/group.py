@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from collectives.config import Config
+from collectives.base.config import Config
 from collectives.transport.base import Control, MemoryTransport, MessageTransport
 from collectives.transport.board import CALL_MASK, FAILED, LEFT, Board
 

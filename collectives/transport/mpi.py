@@ -2,7 +2,7 @@
 
 No thread of the program blocks inside MPI: requests are posted and tested, with a pause that grows, so that a wait can see a
 failed rank, keep its bound, and leave the core to others; the calls that make communicators have no such form and run in a
-thread of their own (`collectives.transport.patience`). Freeing a communicator talks to nobody. The communicator is a duplicate
+thread of their own (`collectives.transport.bounded_mpi`). Freeing a communicator talks to nobody. The communicator is a duplicate
 of the caller's: the program's own MPI traffic is never touched, and MPI itself is finalised by whoever initialised it.
 """
 
@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from collectives import dtypes
-from collectives.config import Config
-from collectives.errors import InvalidTypeError, MismatchError, RankFailedError, TransportError
-from collectives.reduction import Op
+from collectives.base import dtypes
+from collectives.base.config import Config
+from collectives.base.errors import InvalidTypeError, MismatchError, RankFailedError, TransportError
+from collectives.base.reduce_op import Op
 from collectives.transport import shared_memory
 from collectives.transport.base import Array
 from collectives.transport.board import CALL_MASK, FAILED, LEFT, Board
+from collectives.transport.bounded_mpi import Patience, barrier_then, forget
 from collectives.transport.channel import BLOCK_TAG, FAILURE_TAG, HERE_TAG, Channel
 from collectives.transport.group import BoardControl, Group
-from collectives.transport.patience import Patience, barrier_then, forget
 from collectives.transport.shared_memory import SharedMemory
 
 if TYPE_CHECKING:

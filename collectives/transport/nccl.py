@@ -2,7 +2,7 @@
 
 Nothing but this module knows whose binding it is, so that NVIDIA's own can take CuPy's place. Three things are settled here once:
 
-- what NCCL calls an element. It moves every dtype of `collectives.dtypes` (those it does not know as bytes or as pairs) and reduces
+- what NCCL calls an element. It moves every dtype of `collectives.base.dtypes` (those it does not know as bytes or as pairs) and reduces
   those that it reduces as this package does: see `reduces`;
 - what an error means and what to do about it. The binding names NCCL's older statuses only, and stumbles over the others;
 - how long anything takes. NCCL waits for its peers without a bound, and a thread that is inside NCCL cannot be interrupted: what may
@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from collectives import dtypes
-from collectives.errors import CollectiveTimeoutError, InvalidTypeError, MissingDependencyError, TransportError
-from collectives.reduction import Op
+from collectives.base import dtypes
+from collectives.base.errors import CollectiveTimeoutError, InvalidTypeError, MissingDependencyError, TransportError
+from collectives.base.reduce_op import Op
 
 if TYPE_CHECKING:
-    from collectives.cuda.device import Device
+    from collectives.device.protocol import Device
 
 Dtype = np.dtype[Any]
 _Result = TypeVar("_Result")

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from collectives.errors import TransportError
+from collectives.base.errors import TransportError
 from collectives.transport.base import WINDOW_BYTES, Array
 from collectives.transport.board import Board, board_bytes
 from collectives.transport.direct_read import DirectRead, admit, ancestors

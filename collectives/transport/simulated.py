@@ -27,8 +27,8 @@ from typing import Any
 
 import numpy as np
 
-from collectives.errors import InvalidArgumentError
-from collectives.schedule import Kind, Schedule
+from collectives.base.errors import InvalidArgumentError
+from collectives.schedules.schedule import Kind, Schedule
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 Ints = np.ndarray[Any, np.dtype[Any]]

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from collectives.errors import CollectiveTimeoutError, InvalidArgumentError, RankFailedError, in_words
+from collectives.base.errors import CollectiveTimeoutError, InvalidArgumentError, RankFailedError, in_words
 from collectives.transport.base import WINDOW_BYTES, Array, Blocks
 from collectives.transport.board import Board, board_bytes
 from collectives.transport.group import BoardControl, Group

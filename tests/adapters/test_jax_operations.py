@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import collectives
-from collectives.errors import InvalidArgumentError, InvalidTypeError, MismatchError
+from collectives.base.errors import InvalidArgumentError, InvalidTypeError, MismatchError
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(120)]
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from collectives import adasum
+from collectives.engine import adasum
 from tests.adapters.shares import CLASSES, FEATURES, ROWS, STEPS, One, X, Y, compare, mine, share
 
 optax = pytest.importorskip("optax")

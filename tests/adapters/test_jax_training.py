@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from collectives.errors import InvalidArgumentError, InvalidTypeError, MismatchError
+from collectives.base.errors import InvalidArgumentError, InvalidTypeError, MismatchError
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(120)]
 

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from collectives import adasum
-from collectives.errors import InvalidArgumentError, InvalidTypeError
+from collectives.base.errors import InvalidArgumentError, InvalidTypeError
+from collectives.engine import adasum
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(120)]
 

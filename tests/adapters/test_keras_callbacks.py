@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import pytest
 
-from collectives.errors import MismatchError
+from collectives.base.errors import MismatchError
 from tests.adapters.keras_training import BATCH, X, Y, equal, network, part, together, values
 
 pytestmark = pytest.mark.mpi

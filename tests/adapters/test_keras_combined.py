@@ -14,7 +14,7 @@ if os.environ.get("TF_USE_LEGACY_KERAS") not in ("1", "True", "true"):
 
 import tensorflow as tf
 
-from collectives.errors import InvalidArgumentError
+from collectives.base.errors import InvalidArgumentError
 
 pytestmark = pytest.mark.mpi
 

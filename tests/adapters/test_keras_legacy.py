@@ -16,7 +16,7 @@ if os.environ.get("TF_USE_LEGACY_KERAS") not in ("1", "True", "true"):
 
 import tensorflow as tf
 
-from collectives.errors import MismatchError
+from collectives.base.errors import MismatchError
 
 pytestmark = pytest.mark.mpi
 

@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import pytest
 
-from collectives.errors import MismatchError
+from collectives.base.errors import MismatchError
 from tests.adapters.keras_training import BATCH, X, Y, close, equal, network, part, together, train, values
 
 pytestmark = pytest.mark.mpi

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import tensorflow as tf
 
-from collectives import errors
+from collectives.base import errors
 from collectives.tensorflow import errors as both
 from collectives.tensorflow import status
 

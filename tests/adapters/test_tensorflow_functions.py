@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 import collectives
-from collectives.errors import CollectivesError, InvalidTypeError, MismatchError
+from collectives.base.errors import CollectivesError, InvalidTypeError, MismatchError
 from collectives.tensorflow import fused, gradients, merging
 
 pytestmark = pytest.mark.mpi

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from collectives.errors import MismatchError
+from collectives.base.errors import MismatchError
 from collectives.runtime import world_of
 
 pytestmark = pytest.mark.mpi

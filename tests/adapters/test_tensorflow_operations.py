@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from collectives.errors import CollectivesError
+from collectives.base.errors import CollectivesError
 
 pytestmark = pytest.mark.mpi
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from collectives import adasum
-from collectives.errors import InvalidArgumentError, InvalidTypeError
+from collectives.base.errors import InvalidArgumentError, InvalidTypeError
+from collectives.engine import adasum
 
 v1 = tf.compat.v1
 pytestmark = pytest.mark.mpi

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from collectives import adasum
+from collectives.engine import adasum
 from tests.adapters.shares import CLASSES, FEATURES, ROWS, STEPS, TOKENS, One, X, Y, compare, share
 from tests.adapters.tensorflow_recipes import (
     Dense,

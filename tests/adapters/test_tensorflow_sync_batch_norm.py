@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from collectives.errors import InvalidArgumentError, MismatchError
+from collectives.base.errors import InvalidArgumentError, MismatchError
 
 pytestmark = pytest.mark.mpi
 

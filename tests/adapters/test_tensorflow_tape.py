@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from collectives.errors import InvalidArgumentError, InvalidTypeError, MismatchError
+from collectives.base.errors import InvalidArgumentError, InvalidTypeError, MismatchError
 from collectives.tensorflow.gradients import reduce_gradients
 
 pytestmark = pytest.mark.mpi

@@ -12,7 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from collectives import MismatchError  # noqa: E402
-from collectives.reduction import Op  # noqa: E402
+from collectives.base.reduce_op import Op  # noqa: E402
 from collectives.torch.compiled import untraced  # noqa: E402
 
 pytestmark = pytest.mark.mpi

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from collectives.errors import CollectivesError
+from collectives.base.errors import CollectivesError
 
 pytestmark = pytest.mark.mpi
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from collectives.errors import InvalidArgumentError
+from collectives.base.errors import InvalidArgumentError
 from tests.adapters.torch_recipes import OUTPUTS, WIDTH, Alone, Model, Ranks, Side, batches, network, recipe
 
 pytestmark = pytest.mark.mpi

@@ -12,7 +12,7 @@ import torch
 
 import collectives
 from collectives import runtime
-from collectives.errors import InvalidArgumentError, InvalidTypeError, MismatchError
+from collectives.base.errors import InvalidArgumentError, InvalidTypeError, MismatchError
 from collectives.torch import optimizer_state
 from collectives.torch.optimizer import DistributedOptimizer
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from collectives.errors import InvalidArgumentError, MismatchError
+from collectives.base.errors import InvalidArgumentError, MismatchError
 
 pytestmark = pytest.mark.mpi
 

@@ -18,7 +18,7 @@ import numpy as np
 import collectives
 from benchmarks.gpu.figures import attempt, publish, skip
 from benchmarks.ranks import launched_rank
-from collectives.cuda.diagnosis import why_not
+from collectives.device.diagnosis import why_not
 from tests.gpu_makers import Maker, maker
 from tests.gpu_scenarios import QUICK, SCENARIOS
 

@@ -11,10 +11,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from collectives.cuda.diagnosis import why_not
-from collectives.cuda.kernels import Kernels, finish
-from collectives.cuda.packing import Packing
-from collectives.reduction import Op
+from collectives.base.reduce_op import Op
+from collectives.device.diagnosis import why_not
+from collectives.device.kernels import Kernels, finish
+from collectives.device.packing import Packing
 from tests.gpu_makers import CupyMaker
 from tests.scenarios import DTYPES, assert_close, expected, ops_for, sample
 
@@ -27,7 +27,7 @@ def device() -> Iterator[Any]:
     """The first GPU, with every array in an allocation of its own, so that compute-sanitizer sees its bounds."""
     cupy = importlib.import_module("cupy")
     cupy.cuda.set_allocator(None)
-    found = importlib.import_module("collectives.cuda.devices").provider().device(0)
+    found = importlib.import_module("collectives.device.selection").provider().device(0)
     found.activate()
     yield found
     cupy.cuda.set_allocator(cupy.get_default_memory_pool().malloc)

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from collectives.cuda.diagnosis import why_not
-from collectives.errors import TransportError
+from collectives.base.errors import TransportError
+from collectives.device.diagnosis import why_not
 from collectives.transport import threads
 from collectives.world import World
 from tests.gpu_makers import CupyMaker

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from collectives.config import Config
+from collectives.base.config import Config
 from collectives.transport.group import Group
 from tests import conformance
 

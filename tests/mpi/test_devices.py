@@ -10,10 +10,11 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from collectives.config import Config
-from collectives.cuda import devices, side
-from collectives.errors import TransportError
-from collectives.reduction import Op
+from collectives.base.config import Config
+from collectives.base.errors import TransportError
+from collectives.base.reduce_op import Op
+from collectives.cuda import side
+from collectives.device import selection
 from collectives.transport import mpi
 from collectives.world import World
 from tests import gpu_scenarios as scenarios
@@ -45,7 +46,7 @@ def device() -> Iterator[EmulatedDevice]:
 
     device = own_device(delays=MPI.COMM_WORLD.rank)
     yield device
-    devices.use(None)
+    selection.use(None)
     device.close()
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import collectives as hvd
-from collectives.config import Config
+from collectives.base.config import Config
 from collectives.world import World
 from tests.engine_scenarios import SCENARIOS, STEADY
 

@@ -17,7 +17,7 @@ import pytest
 
 import collectives
 from collectives import InvalidArgumentError, MismatchError, ProcessSet, runtime
-from collectives.reduction import Op
+from collectives.base.reduce_op import Op
 from collectives.world import World
 
 pytestmark = pytest.mark.mpi

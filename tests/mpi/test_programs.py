@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from collectives.config import Config
+from collectives.base.config import Config
 from collectives.world import World
 from tests.programs import SETS, draw, make_sets, run
 

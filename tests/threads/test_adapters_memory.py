@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from collectives.agreement import agree
-from collectives.compression import Compression
-from collectives.errors import MismatchError
-from collectives.reduction import Op
+from collectives.base.errors import MismatchError
+from collectives.base.reduce_op import Op
+from collectives.frontends.agreement import agree
+from collectives.tensors.compression import Compression
 from collectives.transport import threads
 from collectives.world import World
 

@@ -9,10 +9,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from collectives import adasum
-from collectives.compression import Compression
-from collectives.errors import InvalidArgumentError, InvalidTypeError, MismatchError
-from collectives.reduction import Op
+from collectives.base.errors import InvalidArgumentError, InvalidTypeError, MismatchError
+from collectives.base.reduce_op import Op
+from collectives.engine import adasum
+from collectives.tensors.compression import Compression
 from collectives.transport import threads
 from collectives.world import World
 from tests.scenarios import sample

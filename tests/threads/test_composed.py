@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from collectives import operations
-from collectives.buffers import ResultPool
-from collectives.errors import MismatchError, RankFailedError, TransportError
-from collectives.reduction import Op
+from collectives.base.errors import MismatchError, RankFailedError, TransportError
+from collectives.base.reduce_op import Op
+from collectives.tensors.result_pool import ResultPool
 from collectives.transport import threads
 from collectives.transport.group import Group
 from collectives.world import World

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from collectives.config import Config
-from collectives.errors import InvalidArgumentError, MismatchError
-from collectives.reduction import Op
+from collectives.base.config import Config
+from collectives.base.errors import InvalidArgumentError, MismatchError
+from collectives.base.reduce_op import Op
 from collectives.world import World
 from tests.emulated_cuda import EmulatedDevice
 from tests.emulated_gate import Gate

@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from collectives.config import Config
-from collectives.cuda import accelerator, devices
-from collectives.cuda.device import active
-from collectives.errors import CollectiveTimeoutError, InvalidArgumentError, MismatchError, RankFailedError, TransportError
+from collectives.base.config import Config
+from collectives.base.errors import CollectiveTimeoutError, InvalidArgumentError, MismatchError, RankFailedError, TransportError
+from collectives.cuda import accelerator
+from collectives.device import selection
+from collectives.device.protocol import active
 from collectives.transport import threads
 from collectives.world import World
 from tests.emulated_cuda import EmulatedProvider
@@ -186,12 +187,12 @@ def test_memory_that_runs_out_on_one_rank_ends_the_world_on_all(what: str) -> No
             world.allreduce_(afterwards)
 
     provider = EmulatedProvider(2, patience=PATIENCE)
-    before = devices.use(provider)
+    before = selection.use(provider)
     began = time.monotonic()
     try:
         threads.run(2, lambda world: on_its_device(world, provider, program), make_world=lambda group: World(group, Config(host_until=0)))
     finally:
-        devices.use(before)
+        selection.use(before)
     assert len(raised) == 2 and all("out of device memory" in str(error) for error in raised), raised
     assert time.monotonic() - began < BOUND
 

@@ -7,7 +7,7 @@ import logging
 import numpy as np
 import pytest
 
-from collectives.config import Config
+from collectives.base.config import Config
 from collectives.world import World
 from tests.emulated_ranks import emulated, on_threads
 from tests.gpu_makers import EmulatedMaker

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from collectives.config import Config
-from collectives.cuda.device import active
-from collectives.errors import TransportError
-from collectives.reduction import Op
+from collectives.base.config import Config
+from collectives.base.errors import TransportError
+from collectives.base.reduce_op import Op
+from collectives.device.protocol import active
 from collectives.transport import threads
 from collectives.world import World
 from tests.device_programs import check, run_seed

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from collectives.config import Config
-from collectives.reduction import Op
+from collectives.base.config import Config
+from collectives.base.reduce_op import Op
 from collectives.world import World
 from tests.emulated_ranks import PATIENCE, emulated, on_threads
 from tests.gpu_makers import Array, EmulatedMaker

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from collectives.config import Config
-from collectives.errors import MismatchError, TransportError
-from collectives.reduction import Op
+from collectives.base.config import Config
+from collectives.base.errors import MismatchError, TransportError
+from collectives.base.reduce_op import Op
 from collectives.world import World
 from tests import gpu_scenarios as scenarios
 from tests.emulated_cuda import EmulatedDevice

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from collectives.config import Config
+from collectives.base.config import Config
 from collectives.transport import threads
 from collectives.world import World
 from tests.engine_scenarios import SCENARIOS, STEADY

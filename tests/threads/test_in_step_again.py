@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from collectives.errors import MismatchError, OperationError
+from collectives.base.errors import MismatchError, OperationError
 from collectives.transport import threads
 from collectives.world import World
 

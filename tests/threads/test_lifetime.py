@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from collectives.handles import Handle
-from collectives.lead import THREAD_NAME
-from collectives.reduction import Op
+from collectives.base.reduce_op import Op
+from collectives.engine.handles import Handle
+from collectives.engine.progress import THREAD_NAME
 from collectives.transport import threads
 from collectives.world import World
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from collectives.config import Config
-from collectives.errors import CollectivesError, InvalidArgumentError
+from collectives.base.config import Config
+from collectives.base.errors import CollectivesError, InvalidArgumentError
 from collectives.transport import threads
 from collectives.world import World
 

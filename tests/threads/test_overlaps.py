@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from collectives.compression import Compression
-from collectives.config import Config
-from collectives.errors import CollectivesError, InvalidArgumentError, InvalidTypeError, MismatchError
-from collectives.handles import Handle
-from collectives.reduction import Op
+from collectives.base.config import Config
+from collectives.base.errors import CollectivesError, InvalidArgumentError, InvalidTypeError, MismatchError
+from collectives.base.reduce_op import Op
+from collectives.engine.handles import Handle
+from collectives.tensors.compression import Compression
 from collectives.transport import threads
 from collectives.world import World
 from tests.conformance import until

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from collectives import timeline
-from collectives.config import Config
-from collectives.errors import InvalidArgumentError, InvalidTypeError, MismatchError, NotInitializedError, RankFailedError
+from collectives.base.config import Config
+from collectives.base.errors import InvalidArgumentError, InvalidTypeError, MismatchError, NotInitializedError, RankFailedError
+from collectives.engine import timeline
 from collectives.transport import threads
 from collectives.transport.group import Group
 from collectives.world import World

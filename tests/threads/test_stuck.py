@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from collectives import rounds, stall
-from collectives.errors import MismatchError
+from collectives.base.errors import MismatchError
+from collectives.engine import coordinator, stall
 from collectives.transport import threads
 from collectives.world import World
 
@@ -49,7 +49,7 @@ def asleep(worker: threading.Thread) -> None:
 def test_a_thread_that_has_called_and_does_nothing_hides_nobody(
     wait: Callable[[threading.Thread], None], bound: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rounds, "_STUCK_AFTER", bound)
+    monkeypatch.setattr(coordinator, "_STUCK_AFTER", bound)
 
     def program(world: World) -> None:
         world.allreduce(np.ones(2))
@@ -66,7 +66,7 @@ def test_a_thread_that_has_called_and_does_nothing_hides_nobody(
 
 
 def test_a_thread_that_computes_may_call_when_it_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rounds, "_STUCK_AFTER", 0.5)
+    monkeypatch.setattr(coordinator, "_STUCK_AFTER", 0.5)
 
     def program(world: World) -> None:
         world.allreduce(np.ones(2))
@@ -86,7 +86,7 @@ def test_a_thread_that_computes_may_call_when_it_is_done(monkeypatch: pytest.Mon
 
 
 def test_a_thread_may_wait_for_one_that_computes_and_call_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rounds, "_STUCK_AFTER", 0.5)
+    monkeypatch.setattr(coordinator, "_STUCK_AFTER", 0.5)
 
     def compute() -> None:
         used = time.thread_time()

@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from collectives import timeline
-from collectives.autotune import Settings
-from collectives.config import Config
-from collectives.reduction import Op
+from collectives.base.config import Config
+from collectives.base.reduce_op import Op
+from collectives.engine import timeline
 from collectives.transport import threads
 from collectives.transport.group import Group
+from collectives.tuning.search import Settings
 from collectives.world import World
 
 

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from collectives import adasum, dtypes
-from collectives.compression import cast
-from collectives.partition import offsets, split
+from collectives.base import dtypes
+from collectives.engine import adasum
+from collectives.schedules.partition import offsets, split
+from collectives.tensors.compression import cast
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)

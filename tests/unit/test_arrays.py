@@ -15,10 +15,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from collectives import dtypes
-from collectives.arrays import View, view
-from collectives.cuda import devices, diagnosis
-from collectives.errors import InvalidArgumentError, InvalidTypeError, MissingDependencyError
+from collectives.base import dtypes
+from collectives.base.errors import InvalidArgumentError, InvalidTypeError, MissingDependencyError
+from collectives.device import diagnosis, selection
+from collectives.tensors.arrays import View, view
 
 NUMPY_NAMES = [name for name in dtypes.NAMES if name != "bfloat16"]
 
@@ -359,12 +359,12 @@ def test_tensors_on_other_devices_are_refused(device: int) -> None:
 @pytest.mark.parametrize("tensor", [Packed(np.zeros(3), 2), Packed(np.zeros(3), 13), type("Cuda", (), {"__cuda_array_interface__": {}})()])
 def test_gpu_tensors_are_refused_by_the_reason_where_gpus_cannot_be_used(tensor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(diagnosis, "why_not", lambda: "no driver: install it")
-    before = devices.use(None)
+    before = selection.use(None)
     try:
         with pytest.raises(MissingDependencyError, match=r"grad: got a .* on a GPU, but .*no driver: install it"):
             view(tensor, argument="grad")
     finally:
-        devices.use(before)
+        selection.use(before)
 
 
 @pytest.mark.parametrize("tensor", [np.zeros(3), np.zeros((3, 3)).T, np.float32(1), 2.5, bytearray(3), Packed(np.zeros(3))])
@@ -490,10 +490,10 @@ def test_tensorflow_tensors_are_read_and_made_anew(name: str) -> None:
     assert isinstance(view(tensorflow.Variable(tensor)).wrap(np.ones((2, 3), found.dtype)), tensorflow.Tensor)
 
 
-@pytest.mark.parametrize("module", ["arrays", "buffers", "dtypes", "reduction"])
+@pytest.mark.parametrize("module", ["base.dtypes", "tensors.arrays", "tensors.reduction", "tensors.result_pool"])
 def test_importing_and_using_the_door_imports_no_framework(module: str) -> None:
     program = (
-        f"import sys, collectives.{module}, numpy\nfrom collectives.arrays import view\n"
+        f"import sys, collectives.{module}, numpy\nfrom collectives.tensors.arrays import view\n"
         "view(numpy.zeros(3)); view(1.0); view(bytearray(3))\n"
         "loaded = {'torch', 'jax', 'jaxlib', 'tensorflow', 'cupy', 'numkong', 'ml_dtypes'} & set(sys.modules)\n"
         "assert not loaded, loaded\n"

@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from collectives import compression, dtypes
-from collectives.compression import Compression, Compressor, cast, check
-from collectives.errors import InvalidTypeError
+from collectives.base import dtypes
+from collectives.base.errors import InvalidTypeError
+from collectives.tensors import compression
+from collectives.tensors.compression import Compression, Compressor, cast, check
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
 FLOAT16, BFLOAT16 = np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)

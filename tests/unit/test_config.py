@@ -11,8 +11,8 @@ from hypothesis import given as drawn
 from hypothesis import strategies as st
 
 import collectives
-from collectives.config import ALGORITHMS, LOG_LEVELS, TRANSPORTS, Config, given, parse_bool, parse_bytes, unknown
-from collectives.errors import InvalidArgumentError
+from collectives.base.config import ALGORITHMS, LOG_LEVELS, TRANSPORTS, Config, given, parse_bool, parse_bytes, unknown
+from collectives.base.errors import InvalidArgumentError
 
 
 def test_an_empty_environment_gives_the_defaults() -> None:

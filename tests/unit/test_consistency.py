@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collectives.consistency import Fingerprint, compare, fingerprints
-from collectives.errors import InvalidArgumentError, InvalidTypeError, MismatchError
+from collectives.base.errors import InvalidArgumentError, InvalidTypeError, MismatchError
+from collectives.tensors.consistency import Fingerprint, compare, fingerprints
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
 

@@ -13,10 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from collectives import arrays, dtypes
-from collectives.cuda import devices, dlpack
-from collectives.cuda.tensors import DeviceView, is_on_device, view
-from collectives.errors import InvalidArgumentError, InvalidTypeError
+from collectives.base import dtypes
+from collectives.base.errors import InvalidArgumentError, InvalidTypeError
+from collectives.device import selection
+from collectives.tensors import arrays, dlpack
+from collectives.tensors.cuda_tensors import DeviceView, view
+from collectives.tensors.detection import is_on_device
 from tests.emulated_cuda import EmulatedArray, EmulatedDevice, EmulatedProvider
 from tests.emulated_gate import Gate
 
@@ -24,11 +26,11 @@ from tests.emulated_gate import Gate
 @pytest.fixture
 def device() -> Iterator[EmulatedDevice]:
     provider = EmulatedProvider(delays=5)
-    before = devices.use(provider)
+    before = selection.use(provider)
     made = provider.device(0)
     made.activate()
     yield made
-    devices.use(before)
+    selection.use(before)
     violations = made.violations
     provider.close()
     assert violations == []
@@ -224,7 +226,7 @@ def test_torch_tensors_that_cannot_be_used_are_refused(torch: Torch, monkeypatch
     with pytest.raises(InvalidTypeError, match=r"loss: dtype torch\.float8_e4m3fn is not supported; expected one of bool"):
         view(torch.tensor(module.zeros(3, dtype=module.float8_e4m3fn)), argument="loss")
     sparse = types.SimpleNamespace(is_cuda=True, device=module.device("cuda", 0), layout=module.sparse_coo)
-    monkeypatch.setattr("collectives.foreign.framework", lambda kind: "torch")
+    monkeypatch.setattr("collectives.tensors.detection.framework", lambda kind: "torch")
     with pytest.raises(InvalidTypeError, match=r"loss: expected a dense tensor, got layout torch.sparse_coo; pass loss.to_dense\(\)"):
         view(sparse, argument="loss")
     with pytest.raises(InvalidTypeError, match=r"expected a tensor with elements, .* on meta"):

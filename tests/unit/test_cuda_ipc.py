@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from collectives.cuda.device import Allocation, active
+from collectives.device.protocol import Allocation, active
 from collectives.transport import cuda_ipc
 from collectives.transport.cuda_ipc import WORDS, IpcMemory, Mappings
 from tests import host_kernels

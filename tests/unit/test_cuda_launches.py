@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from collectives import partition
-from collectives.cuda.kernels_source import JOBS, WAYS
+from collectives.base.reduce_op import Op
+from collectives.cuda.builder import DevicePlans
 from collectives.cuda.launches import SPACES, DevicePlan, Letter, entry_of
 from collectives.cuda.planner import DeviceChoice
-from collectives.cuda.plans import DevicePlans
-from collectives.planner import Placement
-from collectives.program import Space
-from collectives.reduction import Op
+from collectives.device.kernel_sources import JOBS, WAYS
+from collectives.plan.lowering import Space
+from collectives.plan.planner import Placement
+from collectives.schedules import partition
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Make = Callable[[DevicePlans, DeviceChoice], DevicePlan]

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from collectives.base.errors import InvalidArgumentError, TransportError
 from collectives.cuda.planner import DeviceChoice, DeviceFacts, DevicePlanner
-from collectives.errors import InvalidArgumentError, TransportError
-from collectives.planner import Placement
+from collectives.plan.planner import Placement
 
 MIB = 1 << 20
 ONE, TWO = ((0, 1, 2, 3),), ((0, 1), (2, 3))

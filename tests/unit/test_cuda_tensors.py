@@ -15,10 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from collectives import arrays, dtypes
-from collectives.cuda import devices, diagnosis, dlpack, streams
-from collectives.cuda.tensors import DeviceArray, DeviceView, is_on_device, view
-from collectives.errors import InvalidArgumentError, InvalidTypeError, MissingDependencyError
+from collectives.base import dtypes
+from collectives.base.errors import InvalidArgumentError, InvalidTypeError, MissingDependencyError
+from collectives.device import diagnosis, selection
+from collectives.tensors import arrays, dlpack, streams
+from collectives.tensors.cuda_tensors import DeviceArray, DeviceView, view
+from collectives.tensors.detection import is_on_device
 from tests.emulated_array import lent
 from tests.emulated_cuda import EmulatedArray, EmulatedDevice, EmulatedProvider
 from tests.emulated_gate import Gate
@@ -27,10 +29,10 @@ from tests.emulated_gate import Gate
 @pytest.fixture
 def provider() -> Iterator[EmulatedProvider]:
     made = EmulatedProvider(2, delays=3)
-    before = devices.use(made)
+    before = selection.use(made)
     made.device(0).activate()
     yield made
-    devices.use(before)
+    selection.use(before)
     violations = [made.device(index).violations for index in range(2)]
     made.close()
     assert violations == [[], []]
@@ -337,12 +339,12 @@ def test_what_is_on_no_gpu_is_refused(device: EmulatedDevice) -> None:
 
 def test_without_gpus_the_message_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(diagnosis, "why_not", lambda: "no CuPy: pip install cupy-cuda13x")
-    before = devices.use(None)
+    before = selection.use(None)
     try:
         with pytest.raises(MissingDependencyError, match=r"loss: got a .*Lender on a GPU, but .*no CuPy: pip install cupy-cuda13x"):
             arrays.view(Lender(None), argument="loss")
     finally:
-        devices.use(before)
+        selection.use(before)
 
 
 # ---- lifetime --------------------------------------------------------------------------------------------------------------

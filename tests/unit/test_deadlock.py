@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import pytest
 
-from collectives import deadlock
-from collectives.deadlock import Place, Stack, Wait, before, failing
-from collectives.negotiation import Request
+from collectives.engine import deadlock
+from collectives.engine.deadlock import Place, Stack, Wait, before, failing
+from collectives.engine.negotiation import Request
 
 LOOP = (100, 200)
 

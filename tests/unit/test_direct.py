@@ -7,10 +7,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from collectives import direct
-from collectives.schedule import Kind, Schedule
+from collectives.schedules import direct
+from collectives.schedules.schedule import Kind, Schedule
+from collectives.schedules.verify import races, verify
 from collectives.transport.simulated import replay
-from collectives.verify import races, verify
 
 Algorithm = Callable[..., Schedule]
 

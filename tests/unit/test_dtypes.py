@@ -8,8 +8,8 @@ import sys
 import numpy as np
 import pytest
 
-from collectives import dtypes
-from collectives.errors import InvalidTypeError
+from collectives.base import dtypes
+from collectives.base.errors import InvalidTypeError
 
 
 @pytest.mark.parametrize("name", [name for name in dtypes.NAMES if name != "bfloat16"])
@@ -38,7 +38,7 @@ def test_bfloat16_is_found_by_dtype_and_by_name() -> None:
 def test_bfloat16_is_recognised_when_its_array_is_the_first_thing_seen() -> None:
     pytest.importorskip("ml_dtypes")
     program = (
-        "import sys\nfrom collectives import dtypes\nassert 'ml_dtypes' not in sys.modules\n"
+        "import sys\nfrom collectives.base import dtypes\nassert 'ml_dtypes' not in sys.modules\n"
         "import ml_dtypes, numpy\nd = numpy.dtype(ml_dtypes.bfloat16)\n"
         "assert dtypes.is_half(d) and dtypes.name(d) == 'bfloat16' and d in dtypes.SUPPORTED\n"
     )

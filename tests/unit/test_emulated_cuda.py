@@ -19,8 +19,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from collectives.cuda.device import Array, Device, Provider, active
-from collectives.errors import InvalidArgumentError, OutOfMemoryError, TransportError
+from collectives.base.errors import InvalidArgumentError, OutOfMemoryError, TransportError
+from collectives.device.protocol import Array, Device, Provider, active
 from tests import emulated_streams, host_kernels
 from tests.emulated_array import lent
 from tests.emulated_cuda import EmulatedArray, EmulatedDevice, EmulatedProvider

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from collectives import errors
+from collectives.base import errors
 
 TREE = {
     "InvalidArgumentError": (ValueError,),

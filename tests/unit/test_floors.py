@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,110 +17,36 @@ import collectives
 
 PACKAGE = Path(collectives.__file__).parent
 
-FLOORS = {
-    0: ("errors", "config", "launched", "logs", "dtypes", "schedule"),
-    1: (
-        "arrays",
-        "foreign",
-        "compression",
-        "consistency",
-        "reduction",
-        "buffers",
-        "partition",
-        "verify",
-        "tracefile",
-        "timeline",
-        "gaussian",
-        "cuda",
-        "cuda.device",
-        "cuda.libcuda",
-        "cuda.compiler",
-        "cuda.cupy_device",
-        "cuda.diagnosis",
-        "cuda.devices",
-        "cuda.dlpack",
-        "cuda.frameworks",
-        "cuda.streams",
-        "cuda.tensors",
-        "cuda.completion",
-        "cuda.kernels_source",
-        "cuda.kernels",
-        "cuda.packing",
-        "cuda.pinned",
-    ),
-    2: ("transport",),
-    3: ("adasum", "ring", "direct", "tree", "hierarchical"),
-    4: (
-        "program",
-        "layouts",
-        "fusion",
-        "packing",
-        "shortcuts",
-        "binder",
-        "plans",
-        "planner",
-        "executor",
-        "cuda.launches",
-        "cuda.planner",
-        "cuda.plans",
-        "cuda.messages",
-        "cuda.executor",
-        "cuda.carrier",
-    ),
-    5: (
-        "arguments",
-        "negotiation",
-        "entries",
-        "exits",
-        "handles",
-        "overlaps",
-        "context",
-        "tasks",
-        "buckets",
-        "batch",
-        "lead",
-        "deadlock",
-        "rounds",
-        "engine",
-        "stall",
-        "autotune",
-        "steps",
-        "tuning",
-        "cuda.turn",
-        "cuda.entries",
-        "cuda.accelerator",
-        "cuda.ways",
-        "cuda.calibration",
-        "cuda.tasks",
-    ),
-    6: (
-        "cuda.door",
-        "cuda.side",
-        "door",
-        "operations",
-        "world",
-        "membership",
-        "first_sets",
-        "start",
-        "summary",
-        "runtime",
-        "api",
-        "agreement",
-        "built",
-        "__init__",
-    ),
-    7: ("torch", "tensorflow", "keras_parts", "keras", "jax"),
-    8: ("launch", "horovod", "__main__"),
+ORDER = (
+    "base",
+    "schedules",
+    "device",
+    "tensors",
+    "transport",
+    "plan",
+    "engine",
+    "tuning",
+    "cuda",
+    "face",
+    "frontends",
+    "adapters",
+    "programs",
+)
+"""The floors, from the lowest up. A folder is a floor, and so is each of these:"""
+FLOOR_OF = {
+    "ring": "schedules",
+    "fusion": "plan",
+    "torch": "adapters",
+    "tensorflow": "adapters",
+    "keras": "adapters",
+    "jax": "adapters",
+    "launch": "programs",
+    "horovod": "programs",
+    "__main__": "programs",
 }
-FLOOR = {name: floor for floor, names in FLOORS.items() for name in names}
-SPREAD = ("cuda",)
-"""Packages whose modules are on different floors."""
-
-
-def named(module: str) -> str:
-    """How the table of floors calls a module."""
-    package = module.split(".")[0]
-    return module if package in SPREAD else package
+"""Modules and folders whose floor is called otherwise. All other modules beside the folders are the face."""
+GPU = ("device", "cuda")
+"""Floors of which nothing is imported where there are no tensors on GPUs."""
 
 
 def modules() -> dict[str, Path]:
@@ -160,16 +87,24 @@ def _module(name: str) -> str:
     return name or "__init__"
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_every_module_has_a_floor(module: str) -> None:
-    assert named(module) in FLOOR, f"{module}: give it a floor in {Path(__file__).name}, and in the architecture's drawing"
+def floor(module: str) -> str:
+    """The floor of a module: its folder, where the table says nothing else."""
+    top = module.split(".")[0]
+    return FLOOR_OF.get(top, top if (PACKAGE / top).is_dir() else "face")
 
 
 @pytest.mark.parametrize("module", MODULES)
 def test_imports_come_from_the_same_floor_or_below(module: str) -> None:
-    floor = FLOOR[named(module)]
-    above = {target for target in imports(MODULES[module], for_types=True) if FLOOR[named(target)] > floor}
-    assert not above, f"{module} (floor {floor}) imports from above: {sorted(above)}"
+    assert floor(module) in ORDER, f"{module}: give its folder a place in the order of {Path(__file__).name}, and in the architecture's table"
+    height = ORDER.index(floor(module))
+    above = {target for target in imports(MODULES[module], for_types=True) if ORDER.index(floor(target)) > height}
+    assert not above, f"{module} ({floor(module)}) imports from above: {sorted(above)}"
+
+
+def test_the_architecture_names_every_floor_in_this_order() -> None:
+    text = (PACKAGE.parent / "docs" / "architecture.md").read_text()
+    told = re.findall(r"^\| \d+ \| ([a-z]+) \|", text, re.MULTILINE)
+    assert tuple(reversed(told)) == ORDER
 
 
 def test_there_are_no_cycles() -> None:
@@ -183,8 +118,8 @@ def test_there_are_no_cycles() -> None:
 def test_a_breach_is_seen(tmp_path: Path) -> None:
     file = tmp_path / "low.py"
     late = "def late():\n    from collectives import world\n    import collectives.launch.job\n"
-    file.write_text(late + "from collectives.errors import CollectivesError\n")
-    assert set(imports(file, for_types=False)) == {"world", "launch.job", "errors"}
+    file.write_text(late + "from collectives.base.errors import CollectivesError\n")
+    assert set(imports(file, for_types=False)) == {"world", "launch.job", "base.errors"}
 
 
 def test_the_program_before_each_rank_imports_nothing_of_the_package() -> None:
@@ -195,5 +130,25 @@ def test_the_program_before_each_rank_imports_nothing_of_the_package() -> None:
 def test_importing_starts_no_mpi_and_no_framework(module: str) -> None:
     heavy = ["mpi4py.MPI", "cupy", "jax", "keras", "numkong", "tensorflow", "torch"]
     program = f"import {module}, sys, json; print(json.dumps([m for m in {heavy} if m in sys.modules]))"
+    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert json.loads(shown.stdout) == []
+
+
+def test_what_uses_the_cpu_only_imports_nothing_of_gpus() -> None:
+    program = """
+import json, sys
+import numpy
+import collectives
+from collectives.transport.threads import run
+from collectives.world import World
+
+def of_a_rank(world):
+    tensor = numpy.ones(1000, numpy.float32)
+    world.allreduce(tensor), world.allreduce_(tensor), world.allgather(tensor), world.broadcast(tensor, 0), world.alltoall(tensor)
+    world.grouped_allreduce([tensor, tensor]), world.reducescatter(tensor), world.barrier()
+
+run(2, of_a_rank, make_world=World)
+print(json.dumps([name for name in sys.modules if name.startswith(("collectives.device", "collectives.cuda"))]))
+"""
     shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     assert json.loads(shown.stdout) == []

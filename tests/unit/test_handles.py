@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from collectives.handles import Handle
+from collectives.engine.handles import Handle
 
 
 @pytest.fixture

@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from collectives import direct, hierarchical, ring
-from collectives.schedule import Kind, Schedule
+from collectives import ring
+from collectives.schedules import direct, hierarchical
+from collectives.schedules.schedule import Kind, Schedule
+from collectives.schedules.verify import races, verify
 from collectives.transport.simulated import Network, replay, simulate
-from collectives.verify import races, verify
 
 Hosts = tuple[tuple[int, ...], ...]
 

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 import collectives.horovod
-from collectives import errors, launch
+from collectives import launch
+from collectives.base import errors
 from collectives.horovod.absent import INSTEAD
 from collectives.launch import cli, job
 from collectives.launch.mpi import Launcher, Vendor
@@ -337,7 +338,7 @@ def test_the_version_of_horovodrun(capsys: pytest.CaptureFixture[str], monkeypat
 
 
 def test_what_is_built_is_said_as_horovodrun_says_it(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collectives.built, "nccl_built", lambda: 22304)
+    monkeypatch.setattr(collectives.capabilities, "nccl_built", lambda: 22304)
     cli.main(["--as-horovod", "--check-build"])
     output = capsys.readouterr().out
     for name, package in (("PyTorch", "torch"), ("TensorFlow", "tensorflow")):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from collectives.errors import InvalidArgumentError, MissingDependencyError
+from collectives.base.errors import InvalidArgumentError, MissingDependencyError
 from collectives.launch import api, run
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from collectives.config import Config
-from collectives.errors import InvalidArgumentError
+from collectives.base.config import Config
+from collectives.base.errors import InvalidArgumentError
 from collectives.launch import cli, job, mpi, options
 from collectives.launch.mpi import Launcher, Vendor
 from collectives.launch.output import Output

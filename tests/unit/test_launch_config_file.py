@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from collectives.config import Config
-from collectives.errors import InvalidArgumentError, MissingDependencyError
+from collectives.base.config import Config
+from collectives.base.errors import InvalidArgumentError, MissingDependencyError
 from collectives.launch import config_file, options
 
 WHOLE = """\

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from collectives.errors import InvalidArgumentError
+from collectives.base.errors import InvalidArgumentError
 from collectives.launch.hosts import Host, parse_hosts, read_hostfile
 
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from collectives.config import Config
-from collectives.errors import InvalidArgumentError
+from collectives.base.config import Config
+from collectives.base.errors import InvalidArgumentError
 from collectives.launch import options
 
 

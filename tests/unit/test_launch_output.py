@@ -133,7 +133,7 @@ def test_a_traceback_from_before_the_hooks_is_the_reason(job: Job) -> None:
 @pytest.mark.parametrize("record", ["none", "x"])
 def test_a_consequence_whose_own_record_never_came_is_left_out_too(record: str, job: Job) -> None:
     job.fail(1, "r", TRACE.format("no good"))
-    job.say(0, "e", TRACE.format("x").replace("ValueError", "collectives.errors.RankFailedError"))
+    job.say(0, "e", TRACE.format("x").replace("ValueError", "collectives.RankFailedError"))
     if record == "x":
         job.fail(0, "x", at=1.0)
     err = job.end()[1]

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from collectives import exits
+from collectives import failures
 from collectives.launch import rank
 
 PLACE = {"PATH": os.environ["PATH"], "PMI_RANK": "3", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1"}
@@ -65,19 +65,19 @@ def test_a_failing_rank_leaves_one(end: str, code: int) -> None:
 
 
 def test_what_exits_records_is_passed_on_even_from_a_process_below(tmp_path: Path) -> None:
-    assert rank.RECORDS == exits.RECORDS
+    assert rank.RECORDS == failures.RECORDS
     record = f"""
 import os, sys
-sys.path.insert(0, {os.path.dirname(os.path.dirname(exits.__file__))!r})
-from collectives import exits
-exits.record(os.environ[exits.RECORDS], 3, exits.Failure(4, "é" * 20_000 + "the reason", True))
-exits.record(os.environ[exits.RECORDS], 3, exits.Failure(5, "later"))
+sys.path.insert(0, {os.path.dirname(os.path.dirname(failures.__file__))!r})
+from collectives import failures
+failures.record(os.environ[failures.RECORDS], 3, failures.Failure(4, "é" * 20_000 + "the reason", True))
+failures.record(os.environ[failures.RECORDS], 3, failures.Failure(5, "later"))
 """
     code, found = ended(f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {record!r}], check=True)\nsys.exit(4)")
     first, second = map(json.loads, found["r"].splitlines())
     assert code == 4 and first["text"].endswith("éthe reason") and len(first["text"]) == 10_000
     assert (first["rank"], first["code"], first["consequence"], second["code"]) == (3, 4, True, 5)
-    exits.record(str(tmp_path / "gone" / "away"), 3, exits.Failure(5, "nowhere to write"))
+    failures.record(str(tmp_path / "gone" / "away"), 3, failures.Failure(5, "nowhere to write"))
 
 
 def test_all_output_is_passed_on() -> None:

@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from collectives import dtypes
+from collectives.base import dtypes
+from collectives.base.errors import CollectiveTimeoutError, InvalidTypeError, MissingDependencyError, RankFailedError, TransportError
+from collectives.base.reduce_op import Op
 from collectives.cuda.launches import Letter
 from collectives.cuda.messages import NcclMessages
-from collectives.errors import CollectiveTimeoutError, InvalidTypeError, MissingDependencyError, RankFailedError, TransportError
-from collectives.reduction import Op
 from collectives.transport import nccl
-from collectives.transport.watch import Watch, _Flight
+from collectives.transport.watchdog import Watch, _Flight
 from tests.emulated_cuda import EmulatedDevice
 from tests.emulated_nccl import EmulatedCommunicator, EmulatedNccl
 
@@ -62,7 +62,7 @@ def test_what_is_reduced_is_reduced_as_words_of_the_same_kind(name: str) -> None
 
 
 def test_bool_is_reduced_as_the_package_reduces_it() -> None:
-    from collectives.reduction import kernel
+    from collectives.tensors.reduction import kernel
 
     byte = {2: np.maximum, 3: np.minimum}
     a, b = np.array([0, 0, 1, 1], bool), np.array([0, 1, 0, 1], bool)

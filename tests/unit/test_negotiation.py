@@ -7,8 +7,8 @@ import dataclasses
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from collectives import negotiation
-from collectives.negotiation import Frame, Ledger, Request
+from collectives.engine import negotiation
+from collectives.engine.negotiation import Frame, Ledger, Request
 
 
 def request(name: str | None, shape: tuple[int, ...] = (4,), **more: object) -> Request:

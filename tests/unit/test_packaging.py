@@ -60,7 +60,8 @@ for dtype in (np.float16, "bfloat16"):
     import ml_dtypes
     x = np.arange(4096).astype(dtype)
     assert (hvd.allreduce(x, op=hvd.Sum) == x).all() and (hvd.allreduce(x, postscale_factor=0.5) == x / 2).all()
-    from collectives.reduction import Op, kernel
+    from collectives.base.reduce_op import Op
+    from collectives.tensors.reduction import kernel
     out = np.empty_like(x)
     kernel(Op.SUM, x.dtype)(x, x, out)
     assert (out == (x.astype(np.float32) * 2).astype(dtype)).all()

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collectives.partition import offsets, rows, split
+from collectives.schedules.partition import offsets, rows, split
 
 
 @given(count=st.integers(0, 10_000), parts=st.integers(1, 70), align=st.integers(1, 64))

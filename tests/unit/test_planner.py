@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from collectives.errors import InvalidArgumentError
-from collectives.planner import Placement, Planner, algorithms
+from collectives.base.errors import InvalidArgumentError
+from collectives.plan.planner import Placement, Planner, algorithms
 
 ALONE = Placement(0, 1, ((0,),), shares_memory=False, reads_private=False)
 COLLECTIVES = ("allreduce", "reducescatter", "allgather", "broadcast", "alltoall")

@@ -12,9 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from collectives import dtypes, reduction
-from collectives.errors import InvalidTypeError
-from collectives.reduction import Op, finish, identity, kernel, prescale, quiet
+from collectives.base import dtypes
+from collectives.base.errors import InvalidTypeError
+from collectives.base.reduce_op import Op
+from collectives.tensors import reduction
+from collectives.tensors.reduction import finish, identity, kernel, prescale, quiet
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)

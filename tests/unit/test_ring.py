@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from collectives import ring
-from collectives.schedule import Kind, Schedule
+from collectives.schedules.schedule import Kind, Schedule
+from collectives.schedules.verify import races, verify
 from collectives.transport.simulated import replay
-from collectives.verify import races, verify
 
 Algorithm = Callable[..., Schedule]
 

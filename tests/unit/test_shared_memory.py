@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from collectives.errors import RankFailedError
+from collectives.base.errors import RankFailedError
 from collectives.transport import shared_memory
 from collectives.transport.board import FAILED
 

@@ -12,10 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collectives import direct, hierarchical, ring, tree
-from collectives.errors import InvalidArgumentError
-from collectives.partition import split
-from collectives.schedule import Round, Schedule, receive, reduce, send
+from collectives import ring
+from collectives.base.errors import InvalidArgumentError
+from collectives.schedules import direct, hierarchical, tree
+from collectives.schedules.partition import split
+from collectives.schedules.schedule import Round, Schedule, receive, reduce, send
 from collectives.transport.simulated import Network, Report, simulate
 
 LATENCY, BANDWIDTH = 5e-6, 12.5e9

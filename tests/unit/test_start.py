@@ -9,7 +9,7 @@ import pytest
 
 import collectives
 from collectives import launch
-from collectives.errors import InvalidArgumentError
+from collectives.base.errors import InvalidArgumentError
 
 
 @pytest.mark.parametrize(

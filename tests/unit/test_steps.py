@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from collectives.steps import Steps
+from collectives.tuning.steps import Steps
 
 MODEL = [(f"layer {number}", 4_000 * (1 + number % 5)) for number in range(40)]
 BROADCAST = [(f"parameter {number}", nbytes) for number, (_, nbytes) in enumerate(MODEL)]

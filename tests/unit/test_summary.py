@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from collectives.planner import Placement
+from collectives.plan.planner import Placement
 from collectives.summary import describe, mpi_version
 
 

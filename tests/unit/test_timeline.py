@@ -19,9 +19,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collectives import timeline, tracefile
-from collectives.errors import InvalidArgumentError
-from collectives.timeline import Timeline, align, read
+from collectives.base.errors import InvalidArgumentError
+from collectives.engine import timeline, trace_file
+from collectives.engine.timeline import Timeline, align, read
 
 WORDS = 'wait for “ranks” \\ "\n\t\u2028 \ud800'
 
@@ -282,7 +282,7 @@ def test_a_full_disk_ends_the_timeline_and_nothing_else(
     def full(file: int, data: bytes, at: int) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(tracefile.os, "pwrite", full)
+    monkeypatch.setattr(trace_file.os, "pwrite", full)
     with caplog.at_level(logging.WARNING, "collectives"):
         for _ in range(3):
             recorder.mark("x", 0.0)
@@ -294,7 +294,7 @@ def test_a_full_disk_ends_the_timeline_and_nothing_else(
 def test_a_write_that_is_cut_short_goes_on(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = Timeline(path, 0)
     whole = os.pwrite
-    monkeypatch.setattr(tracefile.os, "pwrite", lambda file, data, at: whole(file, data[:7], at))
+    monkeypatch.setattr(trace_file.os, "pwrite", lambda file, data, at: whole(file, data[:7], at))
     recorder.mark("all of it", 1.0)
     recorder.close()
     assert of(json.loads(path.read_text()), "i")[0]["name"] == "all of it"
@@ -310,7 +310,7 @@ def test_what_a_killed_writer_has_left_is_cut_off(path: Path, rest: str) -> None
 
 
 def test_where_there_are_no_locks_lines_are_appended(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracefile, "_try_lock", lambda file: None)
+    monkeypatch.setattr(trace_file, "_try_lock", lambda file: None)
     recorders = [Timeline(path, rank, first=rank == 0) for rank in range(2)]
     for recorder in (*recorders, *recorders):
         recorder.mark("there", 0.0)

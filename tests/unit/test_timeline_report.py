@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collectives.errors import InvalidArgumentError
+from collectives.base.errors import InvalidArgumentError
+from collectives.engine.timeline import Timeline, read
 from collectives.launch import timeline_report, timeline_summary
 from collectives.launch.timeline_summary import KINDS, parse
-from collectives.timeline import Timeline, read
 
 EVIL = "</script><script>alert(1)</script><!-- {{data}} & \u2028"
 

@@ -7,10 +7,10 @@ import math
 import numpy as np
 import pytest
 
-from collectives import tree
-from collectives.schedule import Kind
+from collectives.schedules import tree
+from collectives.schedules.schedule import Kind
+from collectives.schedules.verify import races, verify
 from collectives.transport.simulated import replay
-from collectives.verify import races, verify
 
 SIZES = [*range(1, 65), 67, 96, 127, 128, 129, 200, 257, 384, 511, 512]
 

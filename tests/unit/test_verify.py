@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from collectives import direct, hierarchical, ring, tree
-from collectives.schedule import Kind, Round, Schedule, Step, copy, receive, reduce, send
+from collectives import ring
+from collectives.schedules import direct, hierarchical, tree
+from collectives.schedules.schedule import Kind, Round, Schedule, Step, copy, receive, reduce, send
+from collectives.schedules.verify import ScheduleError, races, verify
 from collectives.transport.simulated import replay
-from collectives.verify import ScheduleError, races, verify
 
 HOSTS = {
     "two hosts": ((0, 1), (2, 3)),
@@ -142,7 +143,7 @@ def test_few_mutants_change_nothing() -> None:
     dropped = [
         (name, m) for name, schedules in CATALOGUE.items() for m in mutations(schedules) if not m.instead and m.changes_nothing(schedules)
     ]
-    assert [(name, m.rank) for name, m in dropped] == [(f"collectives.direct.one_shot {size}", 0) for size in (3, 4, 5)]
+    assert [(name, m.rank) for name, m in dropped] == [(f"collectives.schedules.direct.one_shot {size}", 0) for size in (3, 4, 5)]
 
 
 @pytest.mark.parametrize("name", [name for name in CATALOGUE if len(CATALOGUE[name]) > 1])

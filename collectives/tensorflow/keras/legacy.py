@@ -12,16 +12,16 @@ from typing import Any, TypeVar
 
 import tensorflow as tf
 
-from collectives import foreign
-from collectives.compression import Compression
-from collectives.errors import InvalidArgumentError, InvalidTypeError
-from collectives.membership import ProcessSet
-from collectives.reduction import Op
+from collectives.base.errors import InvalidArgumentError, InvalidTypeError
+from collectives.base.reduce_op import Op
+from collectives.process_sets import ProcessSet
 from collectives.runtime import global_process_set
 from collectives.tensorflow.aggregation import Aggregation
 from collectives.tensorflow.combined import combine_rest, confirmed, note, note_tensors, spend
 from collectives.tensorflow.gradients import Way, key, settle
 from collectives.tensorflow.tape import trainable_weights
+from collectives.tensors import detection
+from collectives.tensors.compression import Compression
 
 Optimizer = TypeVar("Optimizer")
 
@@ -172,7 +172,7 @@ def DistributedOptimizer(
         inner = optimizer
     else:
         raise InvalidTypeError(
-            f"optimizer: expected one of Keras 2 (TF_USE_LEGACY_KERAS=1), got {foreign.describe(optimizer)}; those of Keras 3 are for"
+            f"optimizer: expected one of Keras 2 (TF_USE_LEGACY_KERAS=1), got {detection.describe(optimizer)}; those of Keras 3 are for"
             " collectives.keras"
         )
     if isinstance(inner, Distributed):
@@ -228,7 +228,7 @@ def PartialDistributedOptimizer(
     layers = [local_layers] if isinstance(local_layers, tf.keras.layers.Layer) else list(local_layers or ())
     for layer in layers:
         if not isinstance(layer, tf.keras.layers.Layer):
-            kind = foreign.describe(layer)
+            kind = detection.describe(layer)
             raise InvalidArgumentError(f"local_layers: all local layers must be of tf.keras.layers.Layer type, got {kind}")
     result = DistributedOptimizer(
         optimizer,

@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 
 import tensorflow as tf
 
-from collectives.compression import Compression
-from collectives.reduction import Op
+from collectives.base.reduce_op import Op
 from collectives.tensorflow import functions, operations
+from collectives.tensors.compression import Compression
 
 Value = TypeVar("Value")
 """A tensor; what is none, such as a number, comes back as one."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import collectives
 from collectives import runtime
-from collectives.errors import InvalidArgumentError
+from collectives.base.errors import InvalidArgumentError
 
 
 class HorovodBasics:

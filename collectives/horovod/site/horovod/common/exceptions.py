@@ -1,6 +1,6 @@
 """Horovod's errors."""
 
-from collectives.errors import OperationError as HorovodInternalError
+from collectives.base.errors import OperationError as HorovodInternalError
 
 __all__ = ["HorovodInternalError", "HorovodVersionMismatchError", "HostsUpdatedInterrupt", "get_version_mismatch_message"]
 

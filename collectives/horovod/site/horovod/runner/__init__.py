@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from collectives import launch as _launch  # as "launch", it would be replaced by the module of that name here
-from collectives.errors import InvalidArgumentError
+from collectives.base.errors import InvalidArgumentError
 
 __all__ = ["run"]
 

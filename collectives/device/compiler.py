@@ -1,0 +1,100 @@
+"""From a kernel's source to the code of one kind of GPU: NVRTC, and the result kept on disk beside CuPy's own.
+
+NVRTC is called directly and not through CuPy's compiler, because that flushes subnormal numbers to zero (``-ftz=true``): bfloat16 has
+the exponents of float32, so its small values would be lost on a GPU and kept on a CPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib
+import os
+import tempfile
+from pathlib import Path
+
+from cupy.cuda import nvrtc, runtime
+
+from collectives.base.errors import MissingDependencyError, TransportError
+
+# Without fused multiply-adds a sum has the very bits that NumPy gives it; the kernels wait for memory, so nothing is lost.
+_OPTIONS = ("--std=c++17", "--fmad=false")
+
+
+def compiled(source: str, capability: int) -> bytes:
+    """The code of a CUDA C++ source, ready to be loaded.
+
+    Args:
+        capability: the GPU's compute capability, such as 90.
+
+    Raises:
+        TransportError: the source does not compile, or NVRTC does not know so old a GPU.
+        MissingDependencyError: NVRTC, or the headers that the source includes, are not installed.
+    """
+    try:
+        major, minor = nvrtc.getVersion()
+        served = nvrtc.getSupportedArchs()
+    except RuntimeError as error:
+        raise MissingDependencyError(f"NVRTC, which compiles the kernels, cannot be loaded: {error}; {_install()}") from error
+    if capability < min(served):
+        raise TransportError(
+            f"NVRTC {major}.{minor} compiles for GPUs of compute capability {min(served)} and newer, this one has {capability}; "
+            "install a CuPy for an older CUDA: pip install cupy-cuda12x"
+        )
+    # A GPU newer than this NVRTC gets portable code, which its driver finishes.
+    exact = capability in served
+    target = f"sm_{capability}" if exact else f"compute_{max(arch for arch in served if arch <= capability)}"
+    options = (*_OPTIONS, f"-arch={target}", *_headers(source))
+    key = hashlib.sha256("\0".join((source, f"{major}.{minor}", *options)).encode()).hexdigest()
+    path = Path(os.environ.get("CUPY_CACHE_DIR") or "~/.cupy/kernel_cache").expanduser() / f"collectives-{key}.cubin"
+    code = _read(path)
+    if code is None:
+        code = _compile(source, options, exact=exact)
+        _write(path, code)
+    return code
+
+
+def _compile(source: str, options: tuple[str, ...], *, exact: bool) -> bytes:
+    program = nvrtc.createProgram(source, "collectives.cu", (), ())
+    try:
+        nvrtc.compileProgram(program, options)
+        code: bytes = nvrtc.getCUBIN(program) if exact else nvrtc.getPTX(program)
+    except nvrtc.NVRTCError as error:
+        log = nvrtc.getProgramLog(program)
+        if "open source file" in log:
+            raise MissingDependencyError(f"NVRTC does not find CUDA's headers: {log.splitlines()[0]}; {_install()}") from error
+        raise TransportError(f"a kernel does not compile ({error}, {' '.join(options)}):\n{log}") from error
+    finally:
+        nvrtc.destroyProgram(program)
+    return code
+
+
+def _headers(source: str) -> tuple[str, ...]:
+    """Where a source finds CUDA's headers; looked for only if it includes any, because that can take a while."""
+    if "#include" not in source:
+        return ()
+    folder = importlib.import_module("cuda.pathfinder").find_nvidia_header_directory("cudart")
+    return (f"-I{folder}", f"-I{Path(folder, 'cccl')}") if folder else ()
+
+
+def _install() -> str:
+    return f'install both: pip install "cupy-cuda{runtime.runtimeGetVersion() // 1000}x[ctk]", or set CUDA_PATH to a CUDA toolkit'
+
+
+def _read(path: Path) -> bytes | None:
+    """What was kept; None if there is nothing, or it is damaged."""
+    try:
+        kept = path.read_bytes()
+    except OSError:
+        return None
+    digest, code = kept[:32], kept[32:]
+    return code if hashlib.sha256(code).digest() == digest else None
+
+
+def _write(path: Path, code: bytes) -> None:
+    # Other ranks do the same at this moment, so the file appears all at once. Where nothing can be written, every process compiles.
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            file.write(hashlib.sha256(code).digest() + code)
+        os.replace(file.name, path)

@@ -1,0 +1,160 @@
+"""What is missing before GPU tensors can be used, and what to do about it. Nothing here raises, or does work on a GPU."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import warnings
+from typing import Any, NamedTuple
+
+from collectives.base.errors import TransportError
+from collectives.device import libcuda
+
+_OLDEST_CUDA = 12
+_OLDEST_CUPY = 14
+_SEVERAL_RANKS = (2, 30)
+_CUPY = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
+_NCCL = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
+
+
+class Row(NamedTuple):
+    """One thing that GPUs need."""
+
+    what: str
+    found: str | None
+    """What there is of it; None if it is missing."""
+    advice: str = ""
+    """What to do; empty if nothing needs to be done."""
+    stops: bool = False
+    """Because of it GPU tensors cannot be used at all."""
+
+
+def report() -> list[Row]:
+    """What GPUs need, one row each, in the order in which it would be mended.
+
+    Imports CuPy if it is there, and starts the driver: not for a process that goes on to ``fork`` others which use GPUs.
+    """
+    driver, cuda = _driver()
+    cupy = _cupy(cuda)
+    rows = [driver, _gpus(driver), cupy]
+    if not cupy.stops:
+        extra = f'pip install "{cupy.found.partition(" ")[0] if cupy.found else ""}[ctk]", or set CUDA_PATH to a CUDA toolkit'
+        rows += [_compiler(extra), _headers(extra)]
+    return [*rows, _nccl(f"nvidia-nccl-cu{_major(cuda)}", loaded=not cupy.stops)]
+
+
+def why_not() -> str | None:
+    """Why GPU tensors cannot be used here, in one line with what to do; None if they can be."""
+    for row in report():
+        if row.stops:
+            return f"no {row.what}: {row.advice}" if row.found is None else f"{row.what}, {row.found}: {row.advice}"
+    return None
+
+
+def _driver() -> tuple[Row, tuple[int, int] | None]:
+    """The driver, and the newest CUDA that it serves."""
+    try:
+        libcuda.load()
+    except TransportError:
+        advice = f"{libcuda.LIBRARY} cannot be loaded: install NVIDIA's driver, or start the container with --gpus all"
+        return Row("driver", None, advice, stops=True), None
+    try:
+        cuda = libcuda.version()
+    except (AttributeError, TransportError) as error:
+        return Row("driver", None, f"{libcuda.LIBRARY} does not work ({error}): reinstall NVIDIA's driver", stops=True), None
+    found = f"for CUDA {cuda[0]}.{cuda[1]}"
+    if cuda[0] < _OLDEST_CUDA:
+        return Row("driver", found, f"too old: update it to one for CUDA {_OLDEST_CUDA} or newer", stops=True), cuda
+    return Row("driver", found), cuda
+
+
+def _gpus(driver: Row) -> Row:
+    if driver.found is None:
+        return Row("device", None, "none can be seen without the driver", stops=True)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    why = "see nvidia-smi" if visible is None else f"CUDA_VISIBLE_DEVICES is {visible!r}"
+    try:
+        names = [libcuda.name(index) for index in range(libcuda.count())]
+    except (AttributeError, TransportError) as error:
+        return Row("device", None, f"none is visible ({error}): {why}", stops=True)
+    if not names:
+        return Row("device", None, f"none is visible: {why}", stops=True)
+    return Row("device", ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)))
+
+
+def _major(cuda: tuple[int, int] | None) -> int:
+    """The CUDA to install packages for: the driver's, and the newest if there is no driver."""
+    return 12 if cuda is not None and cuda[0] < 13 else 13
+
+
+def _cupy(cuda: tuple[int, int] | None) -> Row:
+    install = f"pip install cupy-cuda{_major(cuda)}x"
+    try:
+        module = _import("cupy")
+        number = str(module.__version__)
+        built = module.cuda.runtime.runtimeGetVersion() // 1000
+    except ModuleNotFoundError as error:
+        if error.name == "cupy":
+            older = " (cupy-cuda12x if the driver is older than CUDA 13)" if cuda is None else ""
+            return Row("CuPy", None, install + older, stops=True)
+        return Row("CuPy", None, f"it is installed, but lacks a package: pip install {error.name}", stops=True)
+    except Exception as error:
+        said = [line.strip() for line in str(error).splitlines() if line.strip("= ")]
+        return Row("CuPy", None, f"it is installed, but cannot be imported: {said[-1] if said else type(error).__name__}", stops=True)
+    package = next((name for name in _CUPY if _version(name)), "cupy")
+    found = f"{package} {number}"
+    if int(number.partition(".")[0]) < _OLDEST_CUPY:
+        return Row("CuPy", found, f"too old: pip install --upgrade {package}", stops=True)
+    if cuda is not None and cuda[0] < built:
+        return Row("CuPy", found, f"too new for the driver: update the driver, or pip uninstall {package} and {install}", stops=True)
+    return Row("CuPy", found)
+
+
+def _compiler(extra: str) -> Row:
+    try:
+        major, minor = _import("cupy.cuda").nvrtc.getVersion()
+    except Exception:
+        return Row("NVRTC", None, f"kernels cannot be compiled: {extra}", stops=True)
+    return Row("NVRTC", f"{major}.{minor}")
+
+
+def _headers(extra: str) -> Row:
+    try:
+        folder = _import("cuda.pathfinder").find_nvidia_header_directory("cudart")
+    except Exception:
+        folder = None
+    return Row("headers", folder) if folder else Row("headers", None, f"CuPy compiles few of its own kernels: {extra}")
+
+
+def _nccl(package: str, *, loaded: bool) -> Row:
+    """NCCL as CuPy has ``loaded`` it, which may be another than pip has installed."""
+    try:
+        if loaded:
+            # 23203 is 2.32.3.
+            code = int(_import("cupy.cuda.nccl").get_version())
+            number: tuple[int, ...] = (code // 10000, code // 100 % 100, code % 100)
+        else:
+            found = next(found for name in _NCCL if (found := _version(name)))
+            number = tuple(map(int, found.split(".")[:3]))
+    except Exception:
+        return Row("NCCL", None, f"not needed within one host: pip install {package}")
+    found = ".".join(map(str, number))
+    if number < _SEVERAL_RANKS:
+        advice = f"several ranks on one GPU need 2.30 or newer, and NCCL_MULTI_RANK_GPU_ENABLE=1: pip install --upgrade {package}"
+        return Row("NCCL", found, advice)
+    return Row("NCCL", found)
+
+
+def _import(name: str) -> Any:
+    with warnings.catch_warnings():
+        # CuPy warns of what it does not find; the rows say the same.
+        warnings.simplefilter("ignore")
+        return importlib.import_module(name)
+
+
+def _version(package: str) -> str:
+    metadata: Any = importlib.import_module("importlib.metadata")  # slow to import, and seldom needed
+    try:
+        return str(metadata.version(package))
+    except metadata.PackageNotFoundError:
+        return ""

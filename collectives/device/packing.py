@@ -1,0 +1,196 @@
+"""Fusion on a device: many tensors in one buffer, there and back by one kernel launch each.
+
+    tensors   |  conv1.weight   |bn1|    |        layer1.conv1         |      each where the program has it
+    tiles     |  0  |  1  |  2  | 3 |    |  4  |  5  |  6  |  7  |  8  |      16 KB or what is left: one for each thread block
+    buffer    |  conv1.weight   ~|bn1~   |        layer1.conv1         ~|     each from a multiple of 128 bytes on
+
+A tile is part of one tensor, so that every block has about as much to do, however different the tensors are. What the blocks look up
+lies in device memory: the tiles and lengths from the beginning, the tensors' addresses from the first call that comes with them.
+
+The buffer may hold the tensors in another dtype: float32 and float64 as halves. Scaling is done in the tensors' dtype (halves: in
+float32), before the one rounding on the way in, and after the way back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from collectives.base import dtypes
+from collectives.base.errors import InvalidTypeError
+from collectives.device import kernel_sources
+from collectives.device.kernel_sources import PACK_THREADS, TILE_BYTES
+from collectives.device.kernels import Kernels, Scaling, address, bits, elements, scaling_argument, scaling_name
+from collectives.device.protocol import Array, Device
+
+_Dtype = np.dtype[Any]
+
+_ALIGNMENT = 128
+"""Bytes, of the narrower dtype: a cache line, and eight times what a thread moves at a time."""
+_SLOTS = 4
+"""Address tables that are kept: programs come back with the same tensors, or with those of the call before."""
+
+
+class Packing:
+    """Where tensors lie in a buffer, and the two kernels that move them. One thread at a time uses it.
+
+    Args:
+        device: whose memory all of it is.
+        kernels: of this device.
+        counts: elements of each tensor.
+        dtype: of the tensors.
+        wire: of the buffer: ``dtype``, or for float32 and float64 a half.
+        prescale: of what is packed, or None.
+        finish: of what is unpacked, or None.
+
+    Attributes:
+        offsets: int64, where each tensor begins in the buffer, in elements.
+        total: elements of the buffer, those between the tensors included: nobody writes these, and what is made of them is not read.
+
+    Raises:
+        InvalidTypeError: this dtype does not travel as that one.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        kernels: Kernels,
+        counts: Sequence[int],
+        dtype: _Dtype,
+        wire: _Dtype,
+        prescale: Scaling | None = None,
+        finish: Scaling | None = None,
+    ) -> None:
+        if dtype != wire and not (dtypes.is_half(wire) and dtype.kind == "f" and dtype.itemsize > 2):
+            raise InvalidTypeError(
+                f"packing: expected the tensors' own dtype in the buffer, or float16 or bfloat16 for float32 and float64;"
+                f" got {dtypes.name(wire)} for {dtypes.name(dtype)}"
+            )
+        self._device = device
+        step = _ALIGNMENT // min(dtype.itemsize, wire.itemsize)
+        lengths = np.array(counts, np.int64)
+        ends = np.cumsum(-(-lengths // step) * step, dtype=np.int64)
+        self.offsets: Array = np.concatenate([np.zeros(1, np.int64), ends[:-1]])[: lengths.size]
+        self.total = int(ends[-1]) if lengths.size else 0
+
+        names = [_names(dtype, wire, scaling) for scaling in (prescale, finish)]
+        width = elements(dtype)[1]
+        tiles, extents = _tables(lengths * width, self.offsets * width, TILE_BYTES // (dtype.itemsize // width))
+        self._blocks = len(tiles)
+        self._tables = _upload(device, tiles, extents) if self._blocks else 0
+        self._order = device.create_event() if self._blocks else 0
+        pack, unpack = kernel_sources.pack(*names[0]), kernel_sources.unpack(*names[1])
+        self._pack = _Mover(device, kernels.function(pack), self._tables, tiles.nbytes, prescale)
+        self._unpack = _Mover(device, kernels.function(unpack), self._tables, tiles.nbytes, finish)
+        self._slots: dict[bytes, _Slot] = {}
+        self._stream: int | None = None
+
+    def pack(self, addresses: Array, buffer: int, stream: int) -> None:
+        """Copy all tensors into the buffer: one launch.
+
+        Args:
+            addresses: int64, of every tensor; multiples of their element's size (of a complex one's parts). Tensors at multiples of
+                16 bytes are moved faster. Those of tensors without elements may be anything.
+            buffer: the address of ``total`` elements, a multiple of 16 bytes.
+            stream: what does it; the arguments may be changed as soon as this returns.
+        """
+        if self._blocks:
+            self._pack.launch(self._blocks, self._table(addresses, stream), buffer, stream)
+
+    def unpack(self, buffer: int, addresses: Array, stream: int) -> None:
+        """Copy the buffer back into tensors: one launch; the arguments are those of `pack`."""
+        if self._blocks:
+            self._unpack.launch(self._blocks, self._table(addresses, stream), buffer, stream)
+
+    def close(self) -> None:
+        """Give the tables' memory back; the device must be done with everything that was asked for."""
+        for slot in self._slots.values():
+            self._device.free(slot.table)
+            self._device.destroy_event(slot.uploaded)
+        self._slots.clear()
+        if self._blocks:
+            self._device.free(self._tables)
+            self._device.destroy_event(self._order)
+        self._blocks = 0
+
+    def _table(self, addresses: Array, stream: int) -> int:
+        """The addresses in device memory, for kernels on this stream."""
+        device = self._device
+        if stream != self._stream:
+            if self._stream is not None:
+                # Uploads and kernels of all streams come one after the other, so that a table can be overwritten behind its last reader.
+                device.record(self._order, self._stream)
+                device.wait(stream, self._order)
+            self._stream = stream
+        key = addresses.tobytes()
+        slot = self._slots.pop(key, None)
+        if slot is None:
+            slot = self._free_slot(len(key))
+            slot.staging[:] = np.frombuffer(key, np.uint8)
+            device.copy(slot.table, address(slot.staging), len(key), stream)
+            device.record(slot.uploaded, stream)
+        self._slots[key] = slot  # the latest is the last
+        return slot.table
+
+    def _free_slot(self, nbytes: int) -> _Slot:
+        """The slot unused for longest; a new one while there are few, and where the device is so far behind that it has yet to read all."""
+        if len(self._slots) >= _SLOTS:
+            for key, slot in self._slots.items():
+                if self._device.passed(slot.uploaded):
+                    return self._slots.pop(key)
+        return _Slot(self._device, nbytes)
+
+
+class _Slot:
+    """An address table in device memory, and the page-locked memory that it is uploaded from."""
+
+    def __init__(self, device: Device, nbytes: int) -> None:
+        self.staging = device.pinned(nbytes)
+        self.table = device.allocate(nbytes)
+        self.uploaded = device.create_event()
+
+
+class _Mover:
+    """One of the two kernels with its arguments."""
+
+    def __init__(self, device: Device, function: int, tables: int, extents: int, scaling: Scaling | None) -> None:
+        self._device, self._function = device, function
+        self._tiles = np.array([tables, tables + extents, 0, 0], np.int64)  # the structure Tiles of the kernels' source
+        self._scaling = scaling_argument(scaling)
+        self._parameters = np.array([address(self._tiles), address(self._scaling)], np.int64)
+        self._parameters_at = address(self._parameters)
+
+    def launch(self, blocks: int, addresses: int, buffer: int, stream: int) -> None:
+        self._tiles[2], self._tiles[3] = addresses, buffer
+        self._device.launch(self._function, (blocks, 1), PACK_THREADS, self._parameters_at, stream)
+
+
+def _names(dtype: _Dtype, wire: _Dtype, scaling: Scaling | None) -> tuple[str, str, str]:
+    """The dtypes and scaling of a kernel: of the tensors, of the buffer; where nothing is computed, those of the bits."""
+    if dtype == wire:
+        name, _ = bits(dtype) if scaling is None else elements(dtype)
+        return name, name, scaling_name(scaling)
+    return dtypes.name(dtype), dtypes.name(wire), scaling_name(scaling)
+
+
+def _tables(lengths: Array, offsets: Array, tile: int) -> tuple[Array, Array]:
+    """The structures Tile, one for each thread block, and Extent, one for each tensor, of the kernels' source."""
+    tiles_of = -(-lengths // tile)
+    tensors = np.repeat(np.arange(lengths.size), tiles_of)
+    tiles = np.empty((tensors.size, 2), np.int32)
+    tiles[:, 0] = tensors
+    tiles[:, 1] = np.arange(tensors.size) - np.repeat(np.cumsum(tiles_of) - tiles_of, tiles_of)
+    return tiles, np.stack([lengths, offsets], axis=1)
+
+
+def _upload(device: Device, *tables: Array) -> int:
+    """Tables, one behind the other, in device memory."""
+    nbytes = sum(table.nbytes for table in tables)
+    staging, target, stream = device.pinned(nbytes), device.allocate(nbytes), device.create_stream()
+    staging[:] = np.concatenate([table.reshape(-1).view(np.uint8) for table in tables])
+    device.copy(target, address(staging), nbytes, stream)
+    device.drain(stream)
+    device.destroy_stream(stream)
+    return target

@@ -1,0 +1,84 @@
+"""Page-locked host memory that is used over and over: to lock pages takes the driver milliseconds, and to unlock them waits for the GPU.
+
+Memory comes back when the last array that refers to it is dropped. Whoever drops it knows that the GPU is done with it.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+
+from collectives.device.protocol import Array
+
+_SMALLEST, _STEP = 4 << 10, 1 << 20
+"""Bytes: sizes are powers of two from the one, and multiples of the other beyond it."""
+_MOST_IDLE = 256 << 20
+
+
+class PinnedPool:
+    """Page-locked memory of one process.
+
+    Args:
+        lock: gives that many bytes; raises what it raises.
+        unlock: gives memory back by its address.
+    """
+
+    def __init__(self, lock: Callable[[int], int], unlock: Callable[[int], None]) -> None:
+        self._lock, self._unlock = lock, unlock
+        self._taking = threading.Lock()
+        self._returned: deque[tuple[int, int]] = deque()
+        """Sizes and addresses; filled by finalizers, which come at any time in any thread, and so take no lock and make no call."""
+        self._idle: dict[int, list[int]] = {}
+        self._idle_bytes = 0
+
+    def take(self, nbytes: int) -> Array:
+        """``nbytes`` bytes as an array of uint8, contents undefined."""
+        size = _size(nbytes)
+        with self._taking:
+            while self._returned:
+                returned, address = self._returned.popleft()
+                self._idle.setdefault(returned, []).append(address)
+                self._idle_bytes += returned
+            found = self._idle.get(size)
+            if found:
+                address = found.pop()
+                self._idle_bytes -= size
+            else:
+                if self._idle_bytes > _MOST_IDLE:
+                    self._release()
+                address = self._lock_pages(size)
+        return np.asarray(_Pinned(address, nbytes, self._returned, size))
+
+    def _lock_pages(self, size: int) -> int:
+        try:
+            return self._lock(size)
+        except Exception:
+            if not self._idle_bytes:
+                raise
+        self._release()
+        return self._lock(size)
+
+    def _release(self) -> None:
+        for addresses in self._idle.values():
+            while addresses:
+                self._unlock(addresses.pop())
+        self._idle_bytes = 0
+
+
+class _Pinned:
+    """What NumPy arrays of one piece refer to."""
+
+    def __init__(self, address: int, nbytes: int, returned: deque[tuple[int, int]], size: int) -> None:
+        self.__array_interface__ = {"version": 3, "shape": (nbytes,), "typestr": "|u1", "data": (address, False)}
+        # Not at exit: others may still use it in their own last acts, and the system takes it back anyway.
+        weakref.finalize(self, returned.append, (size, address)).atexit = False
+
+
+def _size(nbytes: int) -> int:
+    if nbytes >= _STEP:
+        return -(-nbytes // _STEP) * _STEP
+    return max(_SMALLEST, 1 << (nbytes - 1).bit_length())

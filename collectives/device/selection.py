@@ -1,0 +1,108 @@
+"""Where devices come from, and which one a rank uses."""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from collectives.base.errors import InvalidArgumentError, MissingDependencyError, TransportError
+from collectives.device import diagnosis, libcuda
+from collectives.device.protocol import Device, Provider
+
+_lock = threading.Lock()
+_provider: Provider | None = None
+
+
+class CupyProvider:
+    """The GPUs that this process sees, through CuPy.
+
+    Raises:
+        MissingDependencyError: there is no GPU, or something that it needs is missing; says what to install or to do.
+    """
+
+    def __init__(self) -> None:
+        if reason := diagnosis.why_not():
+            raise MissingDependencyError(f"GPUs cannot be used here: {reason}")
+        self._count = libcuda.count()
+        self._make: Callable[[int], Device] = importlib.import_module("collectives.device.cupy_device").CupyDevice
+        self._making = threading.Lock()
+        self._devices: dict[int, Device] = {}
+
+    def count(self) -> int:
+        return self._count
+
+    def device(self, index: int) -> Device:
+        """The device of that number; raises InvalidArgumentError if there is none."""
+        found = self._devices.get(index)
+        if found is not None:
+            return found
+        if not 0 <= index < self._count:
+            raise InvalidArgumentError(f"GPU {index}: expected 0 to {self._count - 1}, the GPUs that this process sees")
+        with self._making:
+            if index not in self._devices:
+                self._devices[index] = self._make(index)
+            return self._devices[index]
+
+    def device_of(self, address: int) -> Device:
+        # The driver is asked and not CUDA's runtime, which would begin to use GPU 0 in a thread that has not chosen a GPU yet.
+        try:
+            on_device = libcuda.attribute(address, libcuda.MEMORY_TYPE) == libcuda.DEVICE_MEMORY
+            index = libcuda.attribute(address, libcuda.DEVICE_ORDINAL)
+        except TransportError as error:
+            raise InvalidArgumentError(
+                f"{address:#x}: expected an address in device memory, which CUDA does not know it as: {error}"
+            ) from error
+        if not on_device:
+            raise InvalidArgumentError(f"{address:#x}: expected an address in device memory, got page-locked host memory")
+        return self.device(index)
+
+
+def provider() -> Provider:
+    """Where this process has its devices from: CuPy, unless `use` said otherwise. Made at the first call; raises as `CupyProvider`."""
+    global _provider
+    with _lock:
+        if _provider is None:
+            _provider = CupyProvider()
+        return _provider
+
+
+def use(replacement: Provider | None) -> Provider | None:
+    """Have devices come from somewhere else from now on; None: from CuPy. Returns what was in use."""
+    global _provider
+    with _lock:
+        previous, _provider = _provider, replacement
+        return previous
+
+
+def choose(local_rank: int, override: int | None = None) -> int:
+    """The GPU that a rank uses: the one it was told to, else that of its number on the host, in turns if ranks outnumber GPUs.
+
+    Args:
+        local_rank: the rank's number among those of its host.
+        override: the number of a GPU, as this process counts them.
+
+    Raises:
+        InvalidArgumentError: there is no such GPU.
+        MissingDependencyError: GPUs cannot be used here; says why.
+    """
+    count = provider().count()
+    if not count:
+        raise InvalidArgumentError("this process sees no GPU: see CUDA_VISIBLE_DEVICES, and nvidia-smi")
+    if override is None:
+        return local_rank % count
+    if not 0 <= override < count:
+        raise InvalidArgumentError(f"GPU {override}: expected 0 to {count - 1}, the GPUs that this process sees")
+    return override
+
+
+def sharers(identities: Sequence[str]) -> int:
+    """The most ranks that use one and the same GPU.
+
+    The number of GPUs that a process sees does not tell: where each rank is shown one of its own, all of them see one.
+
+    Args:
+        identities: `device.Device.identity` of the GPU of each rank of one host.
+    """
+    return max(Counter(identities).values(), default=0)

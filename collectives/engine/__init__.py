@@ -1,0 +1,1 @@
+"""Requests on their way: validated, agreed on by all ranks, fused, carried out, fetched."""

@@ -1,0 +1,79 @@
+"""Arguments that no rank could accept are refused here, before anything leaves the rank; the message says what was expected."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from collectives.base.errors import InvalidArgumentError, InvalidSplitsError, InvalidTypeError, UnsupportedError
+from collectives.base.reduce_op import Op
+from collectives.tensors.arrays import View
+
+if TYPE_CHECKING:
+    from collectives.tensors.cuda_tensors import DeviceView
+
+
+def operation(op: Op | None, average: Any) -> Op:
+    """The operation that ``op`` names, or that ``average`` stands for; Average where neither is given, and an error where both are."""
+    if isinstance(average, Op):
+        raise InvalidTypeError(f"average: expected True, False or None, got {average!r}; pass op={average!r}")
+    if op is None:
+        return Op.AVERAGE if average is None or average else Op.SUM
+    if average is not None:
+        raise InvalidArgumentError(f"average: op supersedes it; expected one of them, got average={average!r} and op={op!r}")
+    if not isinstance(op, Op):
+        raise InvalidTypeError(f"op: expected one of Average, Sum, Min, Max, Product, got {op!r}")
+    return op
+
+
+def factor(argument: str, value: Any) -> float:
+    """A scale factor as a float."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        raise InvalidTypeError(f"{argument}: expected a number, got {value!r}") from None
+
+
+def root(value: Any, size: int) -> int:
+    """A rank that is the root of a broadcast."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise InvalidTypeError(f"root_rank: expected a rank (an int from 0 to {size - 1}), got {value!r}")
+    rank = int(value.__index__())
+    if not 0 <= rank < size:
+        raise InvalidArgumentError(f"root_rank: expected a rank from 0 to {size - 1}, got {rank}")
+    return rank
+
+
+def check_name(name: Any) -> None:
+    """A tensor's name: a string or None."""
+    if name is not None and not isinstance(name, str):
+        raise InvalidTypeError(f"name: expected a string or None, got {name!r}")
+
+
+def with_rows(view: View | DeviceView, collective: str) -> None:
+    """The view has a first dimension."""
+    if not view.shape:
+        raise UnsupportedError(f"tensor: {collective} works along the first dimension, got a 0-d tensor; reshape it to (1,)")
+
+
+def splits(given: Any, rows: int, size: int) -> tuple[int, ...]:
+    """How many rows go to each rank."""
+    if given is None:
+        if rows % size:
+            raise InvalidArgumentError(
+                f"splits: None divides the first dimension evenly, but {rows} rows are not divisible by {size} ranks; pass splits"
+            )
+        return (rows // size,) * size
+    try:
+        counts = np.asarray(given)
+    except Exception:
+        counts = np.empty(0, object)
+    if counts.dtype.kind not in "iu" and counts.size:
+        raise InvalidSplitsError(f"splits: expected {size} integers, one per rank, got {given!r}")
+    values = tuple(int(count) for count in counts.reshape(-1))
+    if counts.ndim != 1 or len(values) != size:
+        raise InvalidArgumentError(f"splits: expected a 1-D sequence of {size} integers, one per rank, got {given!r}")
+    if min(values) < 0 or sum(values) != rows:
+        raise InvalidArgumentError(f"splits: expected numbers >= 0 that sum to the tensor's {rows} rows, got {values} (sum {sum(values)})")
+    return values

@@ -1,0 +1,191 @@
+"""A batch: one list of operations that the ranks agree on, cut into tasks.
+
+It is kept under the list's signature: when the same list comes again, nothing is planned.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from collectives import fusion
+from collectives.base.errors import OutOfMemoryError
+from collectives.base.reduce_op import Op
+from collectives.engine.buckets import Copied, Listed, Packed
+from collectives.engine.context import Context
+from collectives.engine.handles import Handle
+from collectives.engine.negotiation import STARVING
+from collectives.engine.request_cache import Entry
+from collectives.engine.tasks import Combine, One, Rows
+from collectives.plan.lowering import Medium
+from collectives.plan.planner import Choice
+
+if TYPE_CHECKING:
+    from collectives.engine.timeline import Timeline
+
+Task = One | Rows | Combine | Packed | Listed | Copied
+
+_ALONE_FROM = 256 << 10
+"""Bytes from which a tensor gains nothing from being copied into a buffer with others."""
+_COPIED_BYTES = 16 << 20
+"""The most bytes of one such buffer."""
+
+
+class Batch:
+    """The tasks of one list of operations.
+
+    Args:
+        context: of the world.
+        entries: of the list, the members of groups in place of the groups.
+        threshold: the most bytes of a bucket.
+        chain: the list's signature.
+    """
+
+    def __init__(self, context: Context, entries: Sequence[Entry], threshold: int, chain: int) -> None:
+        self._context = context
+        self.entries = entries
+        self.chain = chain
+        self.generation = -1
+        """Of the ledger, when its cache last knew all these requests."""
+        self.tasks: list[tuple[Task, tuple[int, ...]]] = []
+        context.statistics.plans_made += len(entries) > 1
+        keys = [entry.fuses_with for entry in entries]
+        for members in fusion.plan(keys, [entry.nbytes for entry in entries], threshold):
+            self._plan(members)
+        self.nbytes = sum(entry.nbytes for entry in entries)
+        self._packed = sum(entries[number].nbytes for task, members in self.tasks if task.packs for number in members)
+
+    def _plan(self, members: tuple[int, ...]) -> None:
+        entries, context = [self.entries[number] for number in members], self._context
+        first = entries[0]
+        if first.on_device:
+            self.tasks += [(task, tuple(members[at] for at in part)) for task, part in context.device_tasks(entries)]
+            return
+        if len(entries) == 1:
+            self.tasks.append((self._alone(first), members))
+            return
+        total = sum(entry.nbytes for entry in entries)
+        choice = context.entries.choose_fused(first, total)
+        one_host = len(context.group.hosts) == 1
+        if one_host and choice.medium is Medium.WINDOW and choice.algorithm != "native":
+            self.tasks.append((Packed(context, entries, choice), members))
+        elif one_host and choice.medium is Medium.DIRECT and choice.algorithm == "direct" and first.prescale is None:
+            self.tasks.append((Listed(context, entries, choice), members))
+        else:
+            for number in members:
+                if self.entries[number].nbytes >= _ALONE_FROM:
+                    self.tasks.append((self._alone(self.entries[number]), (number,)))
+            small = tuple(number for number in members if self.entries[number].nbytes < _ALONE_FROM)
+            self._split(small, _COPIED_BYTES, lambda part, chosen: Copied(context, part, chosen))
+
+    def _split(self, members: Sequence[int], limit: int, make: Callable[[Sequence[Entry], Choice], Task]) -> None:
+        """Make one task for each part of the members that has at most ``limit`` bytes."""
+        part: list[int] = []
+        filled = 0
+        for number in (*members, -1):
+            nbytes = self.entries[number].nbytes if number >= 0 else 0
+            if part and (number < 0 or filled + nbytes > limit):
+                entries = [self.entries[n] for n in part]
+                choice = self._context.entries.choose_fused(entries[0], filled)
+                self.tasks.append((make(entries, choice) if len(part) > 1 else self._alone(entries[0]), tuple(part)))
+                part, filled = [], 0
+            part.append(number)
+            filled += nbytes
+
+    def _alone(self, entry: Entry) -> Task:
+        context = self._context
+        if entry.request.collective in ("allgather", "alltoall"):
+            return Rows(context, entry)
+        if entry.op is Op.ADASUM and entry.moves:
+            return Combine(context, entry)
+        # The very object that a blocking call has prepared, if it could not be carried out at once.
+        entry.step = entry.step or One(context, entry)
+        one: One = entry.step
+        return one
+
+    def prepare(self, handles: Sequence[Handle]) -> Sequence[int] | memoryview:
+        """Prepare the first task; the words to enter the round with."""
+        if not self.tasks:
+            return ()
+        task, members = self.tasks[0]
+        timeline, begun = self._context.timeline, time.monotonic()
+        words = task.prepare_handles([handles[number] for number in members])
+        if timeline is not None and task.packs:
+            timeline.span("engine", "pack", begun, time.monotonic())
+        return words
+
+    def run(self, handles: Sequence[Handle]) -> None:
+        """All ranks are in the round: carry out every task."""
+        context = self._context
+        timeline = context.timeline
+        for position, (task, members) in enumerate(self.tasks):
+            mine = handles if len(self.tasks) == 1 else [handles[number] for number in members]
+            if timeline is not None:
+                self._run_timed(timeline, position, task, mine)
+                continue
+            if position:
+                self._meet(task, mine)
+            task.run_handles(mine)
+        statistics = context.statistics
+        statistics.tensors += len(handles)
+        statistics.buckets += len(self.tasks)
+        statistics.bytes_reduced += self.nbytes
+        statistics.bytes_packed += self._packed
+        statistics.bytes_unpacked += self._packed
+
+    def _meet(self, task: Task, handles: Sequence[Handle], prepared: Callable[[], object] = lambda: None) -> None:
+        """Prepare a task after the first, and meet for it; ``prepared`` is called in between.
+
+        A rank that is refused memory says so in place of the task: then all release what they have mapped, and meet again.
+        """
+        context = self._context
+        token = task.token
+        try:
+            words = task.prepare_handles(handles)
+        except OutOfMemoryError:
+            token, words = STARVING, ()
+        prepared()
+        if not context.control.agree(token, words) or token == STARVING:
+            context.make_room()
+            context.meet(task.token, task.prepare_handles(handles))
+
+    def _run_timed(self, timeline: Timeline, position: int, task: Task, handles: Sequence[Handle]) -> None:
+        """The same, with a record of where the time goes."""
+        begun = time.monotonic()
+        if position:
+            packed = begun
+
+            def note() -> None:
+                nonlocal packed
+                packed = time.monotonic()
+                if task.packs:
+                    timeline.span("engine", "pack", begun, packed)
+
+            self._meet(task, handles, note)
+            begun = time.monotonic()
+            timeline.span("engine", "wait", packed, begun)
+        self._context.executor.trace = lambda name, at, until: timeline.span("rounds", name, at, until)
+        try:
+            task.run_handles(handles)
+        finally:
+            self._context.executor.trace = None
+        request = handles[0].entry.request
+        kind = type(task).__name__.lower()
+        plan = getattr(task, "_plan", None)
+        how = plan.description if plan is not None else getattr(task, "description", kind)
+        ended = time.monotonic()
+        timeline.span(
+            "engine",
+            f"{request.collective}: {how}",
+            begun,
+            ended,
+            tensors=[handle.name for handle in handles],
+            # How many rows a rank gathers is not known before.
+            bytes=sum(handle.entry.nbytes or getattr(handle.out, "nbytes", 0) for handle in handles),
+        )
+        if self._context.rank == 0:
+            scope = str(self._context.group.ranks)
+            for handle in handles:
+                asked = handle.entry.request
+                timeline.phase(scope, handle.row, handle.phase, begun, ended, dtype=asked.dtype, shape=str(list(asked.shape or ())))

@@ -1,0 +1,160 @@
+"""What the tasks of one world share: transports, plans, memory, counters."""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from collectives.base.errors import TransportError
+from collectives.engine.request_cache import Entries, Entry
+from collectives.plan.binder import Plan
+from collectives.plan.builder import Plans
+from collectives.plan.executor import Executor
+from collectives.plan.planner import Planner
+from collectives.tensors import reduction
+from collectives.tensors.result_pool import ResultPool
+from collectives.transport.base import Array, Control
+from collectives.transport.group import Group
+
+if TYPE_CHECKING:
+    from collectives.engine.timeline import Timeline
+
+
+@dataclass(slots=True)
+class Statistics:
+    """What a world has done so far. Bytes are of this rank's tensors."""
+
+    rounds: int = 0
+    """Rounds of agreement."""
+    unanimous: int = 0
+    """Rounds in which all ranks proposed the same."""
+    compared: int = 0
+    """Rounds after which the ranks compared what they have."""
+    exchanged: int = 0
+    """Comparisons in which something new was told in full."""
+    tensors: int = 0
+    buckets: int = 0
+    """Tasks carried out; a bucket of fused tensors is one."""
+    plans_made: int = 0
+    """Lists of several operations that were not known yet."""
+    bytes_reduced: int = 0
+    bytes_packed: int = 0
+    bytes_unpacked: int = 0
+
+    def copy(self) -> Statistics:
+        """The counters as they are now."""
+        return Statistics(**{field.name: getattr(self, field.name) for field in fields(self)})
+
+
+class Context:
+    """What the tasks of one world share."""
+
+    def __init__(self, group: Group, executor: Executor, entries: Entries, plans: Plans, planner: Planner, pool: ResultPool) -> None:
+        self.rank, self.size = group.rank, group.size
+        self.group = group
+        self.control: Control = group.control
+        self.executor = executor
+        self.entries = entries
+        self.plans = plans
+        self.planner = planner
+        self.pool = pool
+        self.statistics = Statistics()
+        self.timeline: Timeline | None = None
+        self.device_tasks: Callable[[Sequence[Entry]], Sequence[tuple[Any, Sequence[int]]]] = _no_devices
+        """Makes the tasks of entries of device tensors that may be fused: each with the places of its entries among these."""
+        self.release_devices: Callable[[], int] = _nothing
+        """Gives back the device memory of peers; the bytes."""
+        self.joined = False
+        """Whether this rank contributes neutral elements, which no factor may touch."""
+        self.quietly = _quiet_runner()
+        self._buffer = np.empty(0, np.uint8)
+
+    def buffer(self, count: int, dtype: np.dtype[Any]) -> Array:
+        """Memory that tasks take turns in using, as ``count`` elements."""
+        if self._buffer.nbytes < count * dtype.itemsize:
+            self._buffer = np.empty(-(-count * dtype.itemsize // 4096) * 4096, np.uint8)
+        return self._buffer[: count * dtype.itemsize].view(dtype)
+
+    def meet(self, token: int, words: Sequence[int] | memoryview = ()) -> None:
+        """Meet all ranks within something that they have agreed on.
+
+        Raises:
+            TransportError: they are not where they should be, which must not happen.
+        """
+        if not self.control.agree(token, words):
+            raise TransportError(f"rank {self.rank}: the ranks are at different places of an operation that all agreed on")
+
+    def make_room(self) -> int:
+        """Have every rank give back the device memory of its peers; all ranks call it, and all have done so when it returns.
+
+        Returns:
+            The bytes that this rank no longer maps.
+
+        Raises:
+            TransportError: on every rank, if one cannot.
+        """
+        released, problem = 0, ""
+        try:
+            released = self.release_devices()
+        except Exception as error:  # whatever it is, the others are in the exchange
+            problem = f"{type(error).__name__}: {error}"
+        problem = next(filter(None, self.control.exchange(problem)), "") if self.size > 1 else problem
+        if problem:
+            raise TransportError(f"rank {self.rank}: device memory cannot be released: {problem}")
+        return released
+
+    def release(self) -> None:
+        """Let go of the windows, and of memory that tasks use."""
+        self.entries.release()
+        self.executor.release()
+        self._buffer = np.empty(0, np.uint8)
+        del self.executor, self.entries, self.plans
+
+    def run_plan(self, plan: Plan, staged: bool, warns: bool) -> None:
+        """Run a plan without NumPy's warnings."""
+        # Entered here and not around a wait: a context admits one thread at a time.
+        if warns:
+            self.quietly(self.executor.run, plan, staged)
+        else:
+            self.executor.run(plan, staged)
+
+    def scale(self, scaling: reduction.Scaling, source: Array, out: Array) -> None:
+        with reduction.quiet():
+            scaling(source, out)
+
+
+def _nothing() -> int:
+    """Of a world that has no device."""
+    return 0
+
+
+def _no_devices(entries: Sequence[Entry]) -> Sequence[tuple[Any, Sequence[int]]]:
+    raise TransportError("an operation on a device tensor has come to a world that has no device")
+
+
+def address(array: Array) -> int:
+    """Where an array's elements begin."""
+    at: int = array.__array_interface__["data"][0]
+    return at
+
+
+def _quiet_runner() -> Callable[..., Any]:
+    """A function that calls another without NumPy's floating-point warnings.
+
+    NumPy 2 keeps its error state in a context variable: a context in which it is off, made once and entered under the
+    engine's lead, costs a twentieth of `numpy.errstate`. NumPy 1 needs the latter.
+    """
+    if int(np.__version__.split(".")[0]) >= 2:
+        context = contextvars.copy_context()
+        context.run(np.seterr, all="ignore")
+        return context.run
+
+    def run(function: Callable[..., Any], *arguments: Any) -> Any:
+        with reduction.quiet():
+            return function(*arguments)
+
+    return run

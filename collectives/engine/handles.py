@@ -1,0 +1,264 @@
+"""A handle: an operation from its submission until its result is fetched.
+
+It keeps alive what the operation reads and writes, knows where it was submitted, and holds its result or its error. The engine
+completes it; whoever has it may ask (`poll`) or wait (`synchronize`), as often as they like, from any thread.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import CodeType
+from typing import TYPE_CHECKING, Any, Generic, Protocol
+
+from collectives.base.errors import CollectivesError
+from collectives.base.logging import logger
+from collectives.engine.overlaps import InFlight
+from collectives.engine.request_cache import Entry
+from collectives.tensors.detection import Extent
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar
+
+    Result = TypeVar("Result", covariant=True, default=Any)
+else:
+    from typing import TypeVar
+
+    Result = TypeVar("Result", covariant=True)
+
+_PACKAGE = str(Path(__file__).parent)
+_adding = threading.Lock()
+_MOST_UNNAMED_ROWS = 1000
+
+
+class Driver(Protocol):
+    """Who completes handles: the engine."""
+
+    refusal: Callable[[], CollectivesError] | None
+    """Makes the error of every further call, once there can be none."""
+
+    in_flight: InFlight
+
+    def wait(self, handle: Handle, timeout: float | None = None) -> None:
+        """Return when the handle is done."""
+
+
+class Handle(Generic[Result]):
+    """One operation, or a group of operations that complete together.
+
+    Attributes:
+        entry: what is asked for.
+        source, out: where the elements are read and written, 1-D arrays or `collectives.tensors.cuda_tensors.DeviceArray`; replaced when the
+            operation runs, where only then is known.
+        deliver: makes the caller's result once the operation is done.
+        members: the operations of a group.
+        done: whether it is complete; then ``error`` or ``result`` is final.
+        key: its name, or its number among the unnamed; given by the engine. Of a member: its group's.
+        place: of a member: in its group; None: no member.
+        reads, writes: views of the program's memory that the operation reads, or writes, while it is in flight.
+        extents: of a group, the memory that its members use, sorted.
+        claim: its number among those in flight that use memory of the program's; 0: it is none (`collectives.engine.overlaps`).
+        rows: of allgather and all-to-all: what this rank contributes, to all or to each.
+        gathered: of allgather and all-to-all, once done: how many rows came from each rank; of device tensors the result and these.
+        ready, fence: of device tensors: the event behind the caller's work, and what is between the operation and what the caller does next
+            (`collectives.cuda`).
+    """
+
+    __slots__ = (
+        "_callbacks",
+        "_code",
+        "_line",
+        "claim",
+        "deliver",
+        "done",
+        "engine",
+        "entry",
+        "error",
+        "extents",
+        "fence",
+        "gathered",
+        "keep",
+        "key",
+        "members",
+        "out",
+        "place",
+        "reads",
+        "ready",
+        "result",
+        "rows",
+        "source",
+        "submitted",
+        "told",
+        "writes",
+    )
+
+    def __init__(
+        self,
+        entry: Entry,
+        source: Any,
+        out: Any,
+        deliver: Callable[[Handle], Any],
+        keep: Any = None,
+        members: Sequence[Handle] = (),
+        rows: Sequence[int] = (),
+        reads: Any = None,
+        writes: Any = None,
+    ) -> None:
+        self.entry = entry
+        self.source: Any = source
+        self.out: Any = out
+        self.deliver = deliver
+        self.keep = keep
+        self.members = members
+        self.rows = rows
+        self.reads, self.writes = reads, writes
+        self.extents: Sequence[Extent] = ()
+        self.claim = 0
+        self.done = False
+        self.told = False
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self.ready: Any = None
+        self.fence: Any = None
+        self.gathered: Any = None
+        self.key: str | int = ""
+        self.place: int | None = None
+        self.engine: Driver | None = None
+        self.submitted = time.monotonic()
+        self._callbacks: list[Callable[[Handle], object]] | None = None
+        self._code: CodeType | None = None
+        self._line = 0
+
+    @property
+    def name(self) -> str:
+        """As messages call it; ``gradients[2]``: a member of a group."""
+        request, place = self.entry.request, "" if self.place is None else f"[{self.place}]"
+        if request.name is not None or (isinstance(self.key, str) and self.key):
+            return f"{self.key if request.name is None else request.name}{place}"
+        number = f" number {self.key}" if self.key != "" else ""
+        return f"{'grouped_' if place else ''}{request.collective}{number}{place}, unnamed"
+
+    @property
+    def row(self) -> str:
+        """As Horovod's timeline calls the tensor: ``allreduce.loss``, or ``allreduce.noname.7``; a thousand of the latter."""
+        collective, place = self.entry.request.collective, "" if self.place is None else f"[{self.place}]"
+        name = f"noname.{self.key % _MOST_UNNAMED_ROWS}{place}" if isinstance(self.key, int) else self.name
+        return f"{collective}.{name}"
+
+    @property
+    def phase(self) -> str:
+        """As Horovod's timeline calls the operation: ``ALLREDUCE``."""
+        request = self.entry.request
+        return "ADASUM" if request.op == "adasum" else request.collective.upper()
+
+    @property
+    def title(self) -> str:
+        """Its collective and its name, as in ``allreduce 'loss'``."""
+        name = self.name
+        return name if name.endswith(", unnamed") else f"{self.entry.request.collective} {name!r}"
+
+    def wait(self, timeout: float | None = None) -> Result:
+        """`collectives.synchronize`."""
+        if not self.done:
+            assert self.engine is not None
+            self.engine.wait(self, timeout)
+        if self.error is not None:
+            raise self.error
+        return self.fetch()
+
+    def fetch(self) -> Result:
+        """The result of what is done, ordered before what the calling thread does next on its device."""
+        if self.fence is not None:
+            return self.fence.pass_through(set())
+        if self.members and any(member.fence is not None for member in self.members):
+            ordered: set[Any] = set()
+            results: Any = [member.result if member.fence is None else member.fence.pass_through(ordered) for member in self.members]
+            return results
+        return self.result
+
+    def poll(self) -> bool:
+        """`collectives.poll`."""
+        if self.done:
+            return all(part.fence is None or part.fence.passed() for part in (self, *self.members))
+        return self.engine is not None and self.engine.refusal is not None
+
+    def add_done_callback(self, callback: Callable[[Handle], object]) -> None:
+        """Have ``callback(handle)`` called once when the operation is complete, or has failed; at once if it is.
+
+        It is called by the thread that completes it, in the middle of the engine's work: it should be quick, and may neither wait for an
+        operation nor call one. On a GPU the work may be under way still; `wait` orders what follows behind it. What it raises is logged.
+        """
+        with _adding:
+            if self._callbacks is None:
+                self._callbacks = []
+        self._callbacks.append(callback)
+        if self.done:  # looked at last: who completes it looks at the callbacks last, so that one of the two sees this one
+            self._call_back()
+
+    def _call_back(self) -> None:
+        callbacks = self._callbacks
+        while callbacks:
+            try:
+                callback = callbacks.pop(0)
+            except IndexError:  # the other thread has taken it
+                return
+            try:
+                callback(self)
+            except Exception:
+                logger.exception("%s: what was to be called when it is done has failed", self.name)
+
+    def locate(self) -> None:
+        """Note the line of the program that submits this operation: the nearest caller outside of this package."""
+        frame = sys._getframe(2)
+        while frame.f_code.co_filename.startswith(_PACKAGE) and frame.f_back is not None:
+            frame = frame.f_back
+        self._code, self._line = frame.f_code, frame.f_lineno
+
+    @property
+    def where(self) -> str:
+        """The line that submitted it, as ``train.py:12 in step``; empty where it was not noted."""
+        if self._code is None:
+            return ""
+        return f"{self._code.co_filename}:{self._line} in {self._code.co_name}"
+
+    def finish(self) -> None:
+        """The operation is carried out: make the result."""
+        if self.done:
+            return  # it was agreed on, but could not be carried out, on any rank
+        try:
+            for member in self.members:
+                member.finish()
+                if member.error is not None and self.error is None:
+                    self.error = member.error  # not raised: its traceback would keep alive what the engine's frames refer to
+            if self.error is None:
+                self.result = self.deliver(self)
+        except Exception as error:  # making the caller's type is the framework's business: its error is the caller's
+            self.error = error
+        except BaseException as error:
+            self.fail(error)
+            raise
+        self._end()
+
+    def fail(self, error: BaseException) -> None:
+        """The operation is not going to be carried out."""
+        if not self.done:
+            self.error = error
+            self._end()
+
+    def _end(self) -> None:
+        """The operation is in flight no longer, and uses no memory of the program's: whoever sees that it is done may submit another."""
+        self.keep = self.reads = self.writes = None
+        if self.claim:
+            assert self.engine is not None
+            self.engine.in_flight.operations.pop(self.claim, None)
+        self.done = True
+        if self._callbacks:
+            self._call_back()
+
+    def __repr__(self) -> str:
+        state = "pending" if not self.done else "failed" if self.error is not None else "done"
+        tensors = f" of {len(self.members)} tensors" if self.members else ""
+        return f"<Handle {self.title}{tensors}: {state}>"

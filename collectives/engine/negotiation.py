@@ -1,0 +1,303 @@
+"""What ranks ask for, and how they find out what all of them ask for.
+
+Ranks may submit operations in any order, at any time. A *round* begins when a rank proposes to carry out what it has, as one number
+that stands for the whole list. If all ranks propose the same list, that is all there is to it: the list is carried out. If not, the
+ranks compare:
+
+    bits     each rank shows which entries of the cache it has submitted; what all of them have is ready
+    news     whoever has something that is not in the cache tells it in full, once
+
+and from these every rank draws the same conclusion, with the same pure function: what is ready, and what all ranks ask for but not
+alike, which is an error on every rank. What is ready is proposed by all in the next round. There is no coordinator.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields, replace
+
+from collectives.base.errors import MismatchError
+
+_MOST_PASSED = 1024
+"""Names that ranks have waited for in vain, of which the latest are remembered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """All that must be alike on every rank for a call to make sense.
+
+    Attributes:
+        collective: the operation's name, or "invalid" if the rank was given arguments that it had to refuse.
+        shape: of the tensor; without the first dimension where ranks may differ in it.
+        device: the kind of device that the tensor lies on; None: the CPU.
+        wire: the dtype in which elements travel; None: their own.
+        members: the requests of a group, which are carried out together.
+        parts: the shapes of the tensors that lie one behind the other in this one, if there are several.
+        detail: an "invalid" request's error.
+    """
+
+    collective: str
+    name: str | None = None
+    dtype: str | None = None
+    shape: tuple[int, ...] | None = None
+    op: str | None = None
+    root: int | None = None
+    prescale: float = 1.0
+    postscale: float = 1.0
+    algorithm: str | None = None
+    transport: str | None = None
+    device: str | None = None
+    wire: str | None = None
+    members: tuple[Request, ...] = ()
+    parts: tuple[tuple[int, ...], ...] = ()
+    detail: str = field(default="", compare=False)
+
+    def signature(self) -> int:
+        """47 bits of a hash over everything but ``detail``."""
+        text = repr([getattr(self, f.name) for f in fields(self) if f.name != "detail"])
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") & 0x7FFF_FFFF_FFFF
+
+    def describe(self) -> str:
+        """One line for people."""
+        if self.collective == "invalid":
+            return f"refused its arguments: {self.detail}"
+        if self.members:
+            name = f"name={self.name!r}, " if self.name is not None else ""
+            alike = replace(self.members[0], name=None, dtype=None, shape=None, parts=()).describe()
+            tensors = [f"{member.dtype}{list(shape or ())}" for member in self.members for shape in member.parts or (member.shape,)]
+            return f"{self.collective}({name}{len(tensors)} tensors: {', '.join(tensors)}; each {alike})"
+        said = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self)[1:] if getattr(self, f.name) not in (f.default, None)]
+        return f"{self.collective}({', '.join(said)})"
+
+
+STARVING = Request("starving").signature()
+"""Said in place of a list, or of a task in it, by a rank that was refused memory."""
+
+
+UNNAMED = (
+    "Unnamed operations are matched by the order of calls: a rank that has passed over one, as by an exception that it has caught, stays "
+    "apart from the others; name the operations, or call shutdown() and init() on every rank."
+)
+"""What to do about ranks that are at different places."""
+
+
+def mismatch(rank: int, requests: Sequence[Request | None], names: Sequence[int] | None = None) -> MismatchError:
+    """The error for ranks that asked for different things: what differs, and what each rank asked for.
+
+    Args:
+        rank: that raises it.
+        requests: of every rank; None where a rank has joined.
+        names: the ranks' numbers in messages; theirs in the group by default.
+    """
+    asked = {(names or range(len(requests)))[peer]: request for peer, request in enumerate(requests) if request is not None}
+    first = next(iter(asked.values()))
+    compared = [f.name for f in fields(Request) if f.name != "detail"]
+    differing = [name for name in compared if any(getattr(request, name) != getattr(first, name) for request in asked.values())]
+    tensors = sorted({request.name for request in asked.values() if request.name})
+    subject = f" for tensor {' / '.join(map(repr, tensors))}" if tensors else ""
+    ranks_by_request: dict[str, list[int]] = {}
+    for peer, request in asked.items():
+        ranks_by_request.setdefault(request.describe(), []).append(peer)
+    lines = [f"  rank {_ranges(ranks)}: {said}" for said, ranks in ranks_by_request.items()]
+    return MismatchError(
+        f"rank {rank}: the ranks disagree{subject} in {', '.join(differing) or 'their requests'}; no tensor was touched:\n"
+        + "\n".join(lines)
+        + "\nEvery rank must make the same call with the same arguments."
+        + ("" if all(request.name for request in asked.values()) else f" {UNNAMED}")
+    )
+
+
+Key = str | int
+"""What identifies an operation in flight on all ranks: its name, or, of the unnamed ones, its number in the order of calls."""
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """What a rank says of itself when the ranks compare what they have.
+
+    Attributes:
+        bits: bit p is set if this rank has submitted what entry p of the cache stands for.
+        news: whether it has submitted something that it has not told yet and that is not in the cache.
+        joined: whether it has run out of data.
+        stuck: whether all its threads wait, so that it will submit nothing more by itself.
+        starving: whether it was refused memory, which the others may hold.
+    """
+
+    bits: int
+    news: bool
+    joined: bool
+    stuck: bool
+    starving: bool = False
+
+    def to_words(self, capacity: int) -> memoryview:
+        """As 64-bit words: the flags, then the bits."""
+        flags = self.news | self.joined << 1 | self.stuck << 2 | self.starving << 3
+        data = flags.to_bytes(8, "little") + self.bits.to_bytes(8 * -(-capacity // 64), "little")
+        return memoryview(data).cast("q")
+
+    @classmethod
+    def from_words(cls, words: Sequence[int] | memoryview) -> Frame:
+        """The inverse of `to_words`."""
+        data = (
+            words.tobytes() if isinstance(words, memoryview) else b"".join((w & 0xFFFF_FFFF_FFFF_FFFF).to_bytes(8, "little") for w in words)
+        )
+        flags = int.from_bytes(data[:8], "little")
+        return cls(int.from_bytes(data[8:], "little"), bool(flags & 1), bool(flags & 2), bool(flags & 4), bool(flags & 8))
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """What all ranks do next.
+
+    Attributes:
+        ready: the operations that every rank which still has data asks for alike, in the order in which they are carried out.
+        refused: those that all ask for, but not alike; with each rank's request (None where it has joined).
+    """
+
+    ready: list[tuple[Key, Request]]
+    refused: list[tuple[Key, list[Request | None]]]
+
+
+class Ledger:
+    """What all ranks know alike about what each of them has asked for. Equal on all ranks, because all feed it the same.
+
+    A request that is new is told to all ranks once, in full. What has been carried out once under a name is kept in a cache, and
+    from then on one bit says that a rank asks for the same again. `respond` is a pure function of the ledger and of the frames.
+
+    Args:
+        size: the number of ranks.
+        capacity: of the cache; the entry that was not used for the longest time makes room.
+    """
+
+    def __init__(self, size: int, capacity: int) -> None:
+        self._size = size
+        self.capacity = capacity
+        self.generation = 0
+        """Changes when the cache does, so that whoever knows it need not look again."""
+        self._cache: dict[str, tuple[int, int, int]] = {}
+        """By name: the position, the signature, and the generation in which it was used last; the oldest first."""
+        self._slots: list[Request | None] = []
+        self._told: dict[Key, dict[int, Request]] = {}
+        self._passed: dict[Key, set[int]] = {}
+        """The ranks that have waited in vain for a name that has never been carried out."""
+        self._names_recur = False
+        """Whether a rank has waited in vain for a name that may have been carried out before: one may be a step ahead."""
+
+    def position(self, key: Key, signature: int) -> int | None:
+        """The cache entry that stands for this very request under this name; None if there is none."""
+        known = self._cache.get(key) if type(key) is str else None
+        return known[0] if known is not None and known[1] == signature else None
+
+    def remember(self, requests: Sequence[tuple[Key, Request, int]]) -> None:
+        """These requests (key, request, signature) have been carried out: the named ones are the cache's newest entries.
+
+        Doing it again while the cache has not changed does nothing, so that whoever knows that need not do it: all ranks' caches stay
+        alike although some skip it.
+        """
+        if not self.capacity:
+            return
+        named = [(key, request, signature) for key, request, signature in requests if type(key) is str]
+        if all((known := self._cache.get(key)) is not None and known[1:] == (signature, self.generation) for key, _, signature in named):
+            return
+        self.generation += 1
+        for key, request, signature in named:
+            known = self._cache.pop(key, None)
+            if known is not None:
+                position = known[0]
+            elif len(self._slots) < self.capacity:
+                position = len(self._slots)
+                self._slots.append(None)
+            else:
+                position = self._cache.pop(next(iter(self._cache)))[0]
+            self._slots[position] = request
+            self._passed.pop(key, None)
+            self._cache[key] = (position, signature, self.generation)
+
+    def respond(self, frames: Sequence[Frame], news: Sequence[Sequence[tuple[Key, Request]]]) -> Response:
+        """Take in what the ranks have told, and say what is to be done."""
+        for rank, told in enumerate(news):
+            for key, request in told:
+                self._told.setdefault(key, {})[rank] = request
+        active = [rank for rank, frame in enumerate(frames) if not frame.joined]
+        response = Response([], [])
+        if not active:
+            return response
+        common = frames[active[0]].bits
+        for rank in active[1:]:
+            common &= frames[rank].bits
+        while common:
+            position = (common & -common).bit_length() - 1
+            common &= common - 1
+            known = self._slots[position]
+            assert known is not None and known.name is not None
+            response.ready.append((known.name, known))
+        for key, by_rank in list(self._told.items()):
+            requests = [by_rank.get(rank) or self._cached(key, frames[rank]) for rank in range(self._size)]
+            asked = [requests[rank] for rank in active]
+            if any(request is None for request in asked):
+                continue
+            first = asked[0]
+            assert first is not None
+            if all(request == first for request in asked) and first.collective != "invalid":
+                response.ready.append((key, first))  # and remains told until it has been carried out
+            else:
+                del self._told[key]
+                response.refused.append((key, requests))
+        return response
+
+    def changes_with(self, name: str | None, signature: int) -> bool:
+        """Whether carrying this out changes anything here."""
+        if self._told:
+            return True
+        return name is not None and ((known := self._cache.get(name)) is None or known[1] != signature or known[2] != self.generation)
+
+    def settle(self, key: Key) -> None:
+        """An operation has been carried out."""
+        if self._told:
+            self._told.pop(key, None)
+
+    def told(self, key: Key) -> dict[int, Request]:
+        """What ranks have told about a key."""
+        return self._told.get(key, {})
+
+    def asking(self, key: Key, frames: Sequence[Frame]) -> set[int]:
+        """The ranks that ask for what a key stands for, and those that have joined."""
+        told = self.told(key)
+        return {rank for rank, frame in enumerate(frames) if rank in told or frame.joined or self._cached(key, frame) is not None}
+
+    def knows(self, key: Key) -> bool:
+        """Whether an operation of this key may have been carried out: a full cache has forgotten some that have."""
+        return len(self._slots) >= self.capacity or key in self._cache
+
+    def passed(self, key: Key) -> set[int]:
+        """The ranks that have waited in vain for a key, if they are past it; none where names recur, and they may come to it again."""
+        return set() if self._names_recur else self._passed.get(key, set())
+
+    def give_up(self, key: Key, ranks: Iterable[int]) -> None:
+        """Ranks take back what they have asked for under a key, because they waited for it in vain."""
+        by_rank = self._told.get(key, {})
+        for rank in ranks:
+            by_rank.pop(rank, None)
+            if isinstance(key, str):
+                self._names_recur |= self.knows(key)
+                self._passed.setdefault(key, set()).add(rank)
+        if not by_rank:
+            self._told.pop(key, None)
+        while len(self._passed) > _MOST_PASSED:
+            del self._passed[next(iter(self._passed))]
+
+    def _cached(self, key: Key, frame: Frame) -> Request | None:
+        known = self._cache.get(key) if type(key) is str else None
+        return self._slots[known[0]] if known is not None and frame.bits >> known[0] & 1 else None
+
+
+def _ranges(ranks: Sequence[int]) -> str:
+    """Ranks as people write them: ``0-2, 5``."""
+    parts: list[list[int]] = []
+    for rank in ranks:
+        if parts and rank == parts[-1][-1] + 1:
+            parts[-1][1:] = [rank]
+        else:
+            parts.append([rank])
+    return ", ".join("-".join(map(str, part)) for part in parts)

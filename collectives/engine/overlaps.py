@@ -1,0 +1,199 @@
+"""Memory of operations in flight: what one of them writes, no other may read or write.
+
+An operation is in flight from its submission until it is complete. Memory that is only read may be shared by any number of
+operations, and broadcasts from the same root may share what they write: the root only reads it, and the others write the same
+bytes to it. Within one group every member reads what was submitted, and results are written in the order of the members:
+`separate` gives those that share memory copies of their own.
+
+Which tensors share memory is a fact of one rank. So a violation is refused before anything leaves the rank, and what the ranks
+plan and agree on never depends on it.
+
+Extents that lie apart from all others, which is nearly always all of them, are kept sorted by address; the few that do not are
+looked at one by one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from bisect import bisect_left
+from collections.abc import Sequence
+from operator import itemgetter
+from typing import TYPE_CHECKING
+
+from collectives.tensors.detection import Extent, Strided, share_a_byte
+
+if TYPE_CHECKING:
+    from collectives.engine.handles import Handle
+
+Span = tuple[int, int, bool, Strided | None, int]
+"""An extent, and the number of the operation that uses it."""
+
+_ROOM = 256
+"""Spans from which those of complete operations are looked for and dropped."""
+
+
+class InFlight:
+    """The memory of all operations in flight of one rank, its process sets included. Any thread may use it.
+
+    Attributes:
+        operations: those in flight that use memory of the program's, by the number that ``handle.claim`` has. Whoever completes one
+            takes it out, which needs no lock; its spans are dropped by whoever meets them.
+    """
+
+    def __init__(self) -> None:
+        self.operations: dict[int, Handle] = {}
+        self._numbers = itertools.count(1)
+        self._apart: list[Span] = []
+        """Spans of which no two overlap, sorted."""
+        self._entangled: list[Span] = []
+        """Spans that overlap others, as they may."""
+        self._room = _ROOM
+        self._lock = threading.RLock()  # a signal handler may submit an operation while its thread is in here
+
+    def claim(self, handle: Handle) -> str | None:
+        """Note the memory of an operation, until `Handle` takes the operation out.
+
+        Returns:
+            None; or why the operation must not be submitted, and what to do. Nothing is noted then.
+        """
+        extents = _extents(handle)
+        if not extents:
+            return None
+        operations, apart = self.operations, self._apart
+        handle.claim = number = next(self._numbers)
+        with self._lock:
+            if not operations:
+                apart.clear()
+                self._entangled.clear()
+            elif len(apart) > self._room:
+                self._drop_complete()
+            operations[number] = handle
+            try:
+                if not self._entangled:
+                    # One that lies between two others, as nearly all do.
+                    start, end = extents[0][0], extents[-1][1]
+                    at = bisect_left(apart, (end,))
+                    if not at or apart[at - 1][1] <= start:
+                        if len(extents) == 1:
+                            apart.insert(at, (*extents[0], number))
+                            return None
+                        if _lie_apart(extents):
+                            apart[at:at] = [(*extent, number) for extent in extents]
+                            return None
+                for extent in extents:
+                    other = self._insert((*extent, number))
+                    if other is not None:
+                        del operations[number]
+                        return _refusal(handle, extent, other, operations.get(other[4]))
+            except BaseException:  # an interrupt, with only some of the spans noted
+                operations.pop(number, None)
+                raise
+        return None
+
+    def _insert(self, span: Span) -> Span | None:
+        """Add a span, unless one is there that it must not overlap, which is returned."""
+        start, end, apart = span[0], span[1], self._apart
+        at = bisect_left(apart, (end,))
+        overlaps = False
+        while at and apart[at - 1][1] > start:
+            at -= 1
+            other = apart[at]
+            if other[4] not in self.operations:
+                del apart[at]
+            elif self._conflict(span, other):
+                return other
+            else:
+                overlaps = True
+        for other in self._entangled:
+            if other[0] < end and start < other[1] and self._conflict(span, other):
+                return other
+        if overlaps:
+            self._entangled.append(span)
+            if len(self._entangled) > self._room:
+                self._drop_complete()
+        else:
+            apart.insert(at, span)
+        return None
+
+    def _conflict(self, one: Span, other: Span) -> bool:
+        """Whether two spans whose addresses overlap may not be in flight together."""
+        mine, its = self.operations[one[4]], self.operations.get(other[4])
+        if its is None or its is mine or not (one[2] or other[2]):
+            return False
+        root = mine.entry.request.root
+        if root is not None and root == its.entry.request.root and mine.engine is its.engine:
+            return False
+        return share_a_byte(one[:4], other[:4])
+
+    def _drop_complete(self) -> None:
+        operations = self.operations
+        self._apart[:] = [span for span in self._apart if span[4] in operations]
+        self._entangled[:] = [span for span in self._entangled if span[4] in operations]
+        self._room = 2 * (len(self._apart) + len(self._entangled)) + _ROOM
+
+
+def separate(group: Handle) -> None:
+    """Let every member of a group read what was submitted: of those that write memory which another one uses, all but the first one
+    work on copies, which are brought back when the group completes."""
+    group.extents = sorted([extent for member in group.members for extent in _extents(member)], key=_start)
+    if _lie_apart(group.extents) or not any(extent[2] for extent in group.extents):
+        return
+    found = sorted([(*extent, at) for at, member in enumerate(group.members) for extent in _extents(member)], key=_start)
+    end, before = 0, -1
+    cluster: set[int] = set()
+    """Members whose extents overlap one another, or one in between."""
+    for start, last, _, _, at in found:
+        if start < end:
+            cluster |= {before, at}
+        elif cluster:
+            _detach_all_but_first(group, cluster)
+            cluster = set()
+        end, before = max(end, last), at
+    _detach_all_but_first(group, cluster)
+
+
+def _detach_all_but_first(group: Handle, members: set[int]) -> None:
+    for at in sorted(members)[1:]:
+        member = group.members[at]
+        view = member.writes
+        if view is not None and not view.copied and member.out is view.array:
+            view.detach()
+            member.source = member.out = view.array
+
+
+def _extents(handle: Handle) -> Sequence[Extent]:
+    """The program's memory that an operation uses while it is in flight, sorted. Copies and results are the operation's own."""
+    read, written = handle.reads, handle.writes
+    if written is None or not written.nbytes:
+        return handle.extents if read is None or read.copied or not read.nbytes else (read.extent(False),)
+    if read is None or read.copied or not read.nbytes:
+        return (written.extent(True),)
+    return sorted((read.extent(False), written.extent(True)), key=_start)
+
+
+_start = itemgetter(0)
+
+
+def _lie_apart(extents: Sequence[Extent]) -> bool:
+    """Whether no two of several extents, which are sorted, overlap."""
+    end = 0
+    for extent in extents:
+        if extent[0] < end:
+            return False
+        end = extent[1]
+    return True
+
+
+def _refusal(handle: Handle, mine: Extent, other: Span, first: Handle | None) -> str:
+    its = "one that has just completed" if first is None else f"{first.entry.request.describe()}{_place(first)}"
+    number = next((at for at, member in enumerate(handle.members) if mine in _extents(member)), None)
+    which = "its memory" if number is None else f"the memory of its tensor number {number}"
+    return (
+        f"{handle.entry.request.describe()}{_place(handle)}: {which}, which it {'writes' if mine[2] else 'reads'}, is "
+        f"{'written' if other[2] else 'read'} by an operation in flight: {its}; synchronize that one first, or pass one of the two a copy"
+    )
+
+
+def _place(handle: Handle) -> str:
+    return f" (submitted at {handle.where})" if handle.where else ""

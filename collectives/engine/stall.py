@@ -1,0 +1,106 @@
+"""The stall inspector: says which operations wait for which ranks, and where the program submitted them.
+
+A rank that never submits what the others wait for shows in no error: everybody is alive, and waits. After a while that is
+reported once for each operation, and, if so configured, ends the wait with an error.
+
+Whether a rank will submit anything more depends on what its other threads do: `parked` and `processor_seconds` say what can be seen.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+from collectives.base.errors import CollectiveTimeoutError
+from collectives.engine.handles import Handle
+
+_log = logging.getLogger("collectives")
+
+LOOK_EVERY = 0.25
+"""Seconds between two looks at what waits."""
+
+_WAITS = ("wait", "join", "_wait_for_tstate_lock", "_shutdown")
+"""The functions of `threading` in which a thread waits for another."""
+
+
+def parked(threads: Iterable[threading.Thread]) -> set[threading.Thread]:
+    """Those of the threads that wait for another thread of this process without a bound: in a join, an event, a queue, a future."""
+    frames = sys._current_frames()
+    found = set()
+    for thread in threads:
+        frame = frames.get(thread.ident or 0)
+        if frame is None or frame.f_code.co_filename != threading.__file__ or frame.f_code.co_name not in _WAITS:
+            continue
+        bounded = False
+        while frame is not None and frame.f_code.co_filename == threading.__file__:
+            bounded = bounded or frame.f_locals.get("timeout") not in (None, -1)
+            frame = frame.f_back
+        if not bounded:
+            found.add(thread)
+    return found
+
+
+def processor_seconds(thread: threading.Thread) -> float:
+    """The processor time that a thread has used; 0 where the system does not tell."""
+    try:
+        with open(f"/proc/self/task/{thread.native_id}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError):
+        return 0.0
+
+
+class StallInspector:
+    """Looks at the operations in flight now and then.
+
+    Args:
+        rank: for the report.
+        warning: seconds after which an operation is reported; 0: never.
+        shutdown: seconds after which waiting is an error; 0: never.
+    """
+
+    def __init__(self, rank: int, warning: float, shutdown: float) -> None:
+        self._rank = rank
+        self._warning = warning
+        self._shutdown = shutdown
+        self._reported: set[int] = set()
+
+    def look(self, handles: Iterable[Handle], missing: Callable[[Handle], Sequence[int]]) -> None:
+        """Report what has waited for too long.
+
+        Args:
+            handles: the operations in flight.
+            missing: the ranks that have not submitted one; empty if that cannot be known.
+
+        Raises:
+            CollectiveTimeoutError: an operation has waited longer than ``shutdown``.
+        """
+        now = time.monotonic()
+        waiting = list(handles)
+        late = [
+            handle for handle in waiting if self._warning and now - handle.submitted > self._warning and id(handle) not in self._reported
+        ]
+        if late:
+            _log.warning(
+                "one or more tensors wait for ranks that have not submitted them for more than %g s; either those ranks do other "
+                "work meanwhile, or they never submit them, and then the program hangs:\n%s",
+                self._warning,
+                "\n".join(self._describe(handle, now, missing(handle)) for handle in late),
+            )
+        self._reported = {id(handle) for handle in waiting} & (self._reported | {id(handle) for handle in late})
+        if self._shutdown:
+            for handle in waiting:
+                if now - handle.submitted > self._shutdown:
+                    raise CollectiveTimeoutError(
+                        f"rank {self._rank}: a tensor has waited for more than {self._shutdown:g} s (COLLECTIVES_STALL_SHUTDOWN):\n"
+                        + self._describe(handle, now, missing(handle))
+                    )
+
+    def _describe(self, handle: Handle, now: float, missing: Sequence[int]) -> str:
+        who = f"missing ranks: {', '.join(map(str, missing))}" if missing else "missing ranks: not known"
+        where = f"; submitted on rank {self._rank} at {handle.where}" if handle.where else ""
+        return f"  {handle.name} ({handle.entry.request.collective}), waiting for {now - handle.submitted:.1f} s; {who}{where}"

@@ -1,0 +1,364 @@
+"""The timeline: what each rank did and when, as a trace that ui.perfetto.dev and chrome://tracing open.
+
+The file is Chrome's JSON array format, one event a line, whole after every write (`tracefile`). A rank is a process of the trace; a track
+is a thread of it. Hosts that share no file system get a file each; `read` reads what ``cat`` makes of them.
+
+    X      a span on a track; spans on one track nest, or the track gets another lane
+    b, e   a span beside the tracks; these may overlap: the waiting times of tensors
+    i      a mark at one moment of the rank
+    M      the names of ranks, tracks and tensors
+
+Beside the ranks each tensor is a process, a row, as in the timelines of Horovod, whose readers look for these:
+
+    B, E   the tensor's phases: ``NEGOTIATE_ALLREDUCE``, then ``ALLREDUCE``; on rank 0
+    X      a tick, named by its number, for each rank that submits the tensor
+
+What is recorded is written by a thread of its own some 20 ms later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import operator
+import os
+import socket
+import threading
+import time
+import weakref
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from collectives.base.errors import InvalidArgumentError
+from collectives.engine.trace_file import TraceFile
+
+_PERIOD = 0.02
+"""Seconds after which what is recorded is written: a write of 64 KiB takes some 30 µs."""
+_MOST_BYTES = 1 << 20
+"""Bytes that may wait; then whoever records writes them, and does not wait for another rank to leave the file."""
+_PATIENCE = 0.5
+"""Seconds that opening and closing wait for the lock."""
+_MOST_LANES = 200
+_REMEMBERED_SPANS = 32
+_ROUNDS = 8
+FIRST_ROW = 1 << 20
+"""From this process id on, processes of a trace are tensors and no ranks."""
+_ROW_NUMBERS = 1 << 30
+_MOST_ROWS = 10_000
+
+_log = logging.getLogger("collectives")
+
+
+class Timeline:
+    """Records what one rank does; calls may come from several threads.
+
+    A recording call takes a few microseconds and never raises: if the file cannot be written any more, a warning is logged and
+    the timeline is off.
+
+    Args:
+        path: the file. All ranks may name the same one.
+        rank: of the process; the process id in the trace.
+        host: shown behind the rank.
+        offset: what to add to this rank's clock to get rank 0's, in seconds; see ``align``.
+        first: empty the file and begin it. One rank does, before the others open it.
+
+    Raises:
+        InvalidArgumentError: the file cannot be opened for writing.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        rank: int,
+        *,
+        host: str = "",
+        offset: float = 0.0,
+        first: bool = True,
+    ) -> None:
+        self._rank, self._offset = rank, offset
+        self._path = os.fspath(path)
+        self._lock, self._writing = threading.Lock(), threading.Lock()
+        self._lines: list[str] = []
+        self._waiting_bytes = 0
+        self._tracks: dict[str, list[_Lane]] = {}
+        self._lanes = 0
+        self._async_spans = 0
+        self._rows: dict[tuple[str, str], int] = {}
+        self._due = threading.Event()
+        begin = [self._name("process_name", 0, name=f"rank {rank} ({host})" if host else f"rank {rank}")]
+        begin.append(self._name("process_sort_index", 0, sort_index=rank))
+        try:
+            self._file: TraceFile | None = TraceFile(path, first)
+            self._file.add(begin, _PATIENCE, at_any_rate=True)
+        except OSError as error:
+            raise InvalidArgumentError(f"rank {rank}: the timeline {self._path!r} cannot be written: {error.strerror}") from error
+        # Named as the engine's own threads are, which submit nothing.
+        name = f"collectives rank {rank}: timeline"
+        threading.Thread(target=_write_what_is_due, args=(weakref.ref(self), self._due), name=name, daemon=True).start()
+        weakref.finalize(self, self._due.set)
+
+    def span(self, track: str, name: str, begin: float, end: float, **args: object) -> None:
+        """Record what lasted from ``begin`` to ``end``, in seconds of ``time.monotonic``, on a named track.
+
+        A span that overlaps an earlier one of its track without nesting goes to another lane of it. Beyond 200 lanes a rank's spans
+        are recorded beside the tracks, like those of ``async_span``.
+        """
+        values = _values(args)
+        with self._lock:
+            start, stop = self._times(begin, end)
+            lane = self._lane(track, start, stop)
+            if lane is None:
+                self._add_async("more tracks", name, start, stop, _values({"track": track, **args}))
+            else:
+                self._add(f'{lane.head}"ts":{_us(start)},"dur":{_us(stop - start)},"name":{_quoted(name)},"args":{values}}}')
+        self._relieve()
+
+    def async_span(self, category: str, name: str, begin: float, end: float, **args: object) -> None:
+        """Record what lasted from ``begin`` to ``end`` and may overlap anything, such as a tensor that waits to be agreed on."""
+        values = _values(args)
+        with self._lock:
+            self._add_async(category, name, *self._times(begin, end), values)
+        self._relieve()
+
+    def mark(self, name: str, at: float, **args: object) -> None:
+        """Record a moment of the rank, such as the begin of a cycle."""
+        values = _values(args)
+        with self._lock:
+            stamp = _us(self._times(at, at)[0])
+            self._add(f'{{"ph":"i","pid":{self._rank},"tid":0,"s":"p","ts":{stamp},"name":{_quoted(name)},"args":{values}}}')
+        self._relieve()
+
+    def phase(self, scope: str, row: str, name: str, begin: float, end: float, **args: object) -> None:
+        """Record a phase of a tensor on its own row, such as ``ALLREDUCE``.
+
+        Args:
+            scope: what tells tensors of one name apart, such as the ranks of a process set.
+            row: the tensor's name.
+            name: of the phase.
+            begin, end: as for ``span``. Phases of one tensor nest or do not overlap.
+        """
+        values = _values(args)
+        with self._lock:
+            pid = self._row(scope, row)
+            if pid is not None:
+                start, stop = self._times(begin, end)
+                self._add(f'{{"ph":"B","pid":{pid},"tid":0,"ts":{_us(start)},"name":{_quoted(name)}}}')
+                self._add(f'{{"ph":"E","pid":{pid},"tid":0,"ts":{_us(stop)},"args":{values}}}')
+        self._relieve()
+
+    def tick(self, scope: str, row: str, at: float) -> None:
+        """Record on a tensor's row that this rank has submitted it."""
+        with self._lock:
+            pid = self._row(scope, row)
+            if pid is not None:
+                self._add(f'{{"ph":"X","pid":{pid},"tid":0,"ts":{_us(self._times(at, at)[0])},"dur":0,"name":"{self._rank}"}}')
+        self._relieve()
+
+    def _row(self, scope: str, row: str) -> int | None:
+        """The process id of a tensor's row, which is alike on all ranks without asking; None where there are too many."""
+        key = (scope, row)
+        pid = self._rows.get(key)
+        if pid is None and len(self._rows) < _MOST_ROWS:
+            pid = self._rows[key] = FIRST_ROW + zlib.crc32(f"{scope} {row}".encode(errors="replace")) % _ROW_NUMBERS
+            self._add(self._name("process_name", 0, pid, name=row))
+            self._add(self._name("process_sort_index", 0, pid, sort_index=FIRST_ROW + len(self._rows)))
+        return pid
+
+    def flush(self) -> None:
+        """Write what was recorded, now."""
+        self._write(_PATIENCE)
+
+    def close(self) -> None:
+        """Write what was recorded and close the file. Later calls record nothing; closing again does nothing."""
+        self._write(_PATIENCE, at_any_rate=True)
+        with self._writing, self._lock:
+            if self._file is not None:
+                self._file.close()
+                self._file = None
+        self._due.set()
+
+    def _times(self, begin: float, end: float) -> tuple[int, int]:
+        """In whole nanoseconds of rank 0's clock, so that spans which touch do not overlap by rounding."""
+        start = round((begin + self._offset) * 1e9)
+        return start, max(start, round((end + self._offset) * 1e9))
+
+    def _lane(self, track: str, start: int, stop: int) -> _Lane | None:
+        lanes = self._tracks.get(track, ())
+        for lane in lanes:
+            if lane.takes(start, stop):
+                return lane
+        if self._lanes == _MOST_LANES:
+            return None
+        self._lanes += 1
+        tid = self._lanes
+        self._add(self._name("thread_name", tid, name=f"{track} ({len(lanes) + 1})" if lanes else track))
+        self._add(self._name("thread_sort_index", tid, sort_index=tid))
+        lane = _Lane(f'{{"ph":"X","pid":{self._rank},"tid":{tid},"cat":{_quoted(track)},', start, stop)
+        self._tracks.setdefault(track, []).append(lane)
+        return lane
+
+    def _name(self, what: str, tid: int, pid: int | None = None, **args: object) -> str:
+        return f'{{"ph":"M","pid":{self._rank if pid is None else pid},"tid":{tid},"name":"{what}","args":{_values(args)}}}'
+
+    def _add_async(self, category: str, name: str, start: int, stop: int, values: str) -> None:
+        # Ids are one space for all processes of a trace.
+        self._async_spans += 1
+        number = f"0x{self._rank << 40 | self._async_spans:x}"
+        common = f'"pid":{self._rank},"tid":0,"id":"{number}","cat":{_quoted(category)},"name":{_quoted(name)},"ts":'
+        self._add(f'{{"ph":"b",{common}{_us(start)},"args":{values}}}')
+        self._add(f'{{"ph":"e",{common}{_us(stop)}}}')
+
+    def _add(self, line: str) -> None:
+        if self._file is None:
+            return
+        self._lines.append(line)
+        self._waiting_bytes += len(line)
+        if not self._due.is_set():
+            self._due.set()
+
+    def _relieve(self) -> None:
+        """Write if too much waits because the thread that writes has not come to it; called without the lock."""
+        if self._waiting_bytes >= _MOST_BYTES:
+            self._write(0.0, at_any_rate=True)
+
+    def _write(self, patience: float, at_any_rate: bool = False) -> None:
+        with self._writing:
+            with self._lock:
+                lines, self._lines, self._waiting_bytes = self._lines, [], 0
+            if self._file is None or not lines:
+                return
+            try:
+                if not self._file.add(lines, patience, at_any_rate):
+                    with self._lock:
+                        self._lines[:0] = lines
+                        self._waiting_bytes += sum(map(len, lines))
+                        self._due.set()
+            except OSError as error:
+                _log.warning("the timeline %r ends here, it cannot be written: %s", self._path, error.strerror)
+                self._file.close()
+                self._file = None
+
+
+def _write_what_is_due(reference: weakref.ref[Timeline], due: threading.Event) -> None:
+    """The thread of a timeline; it does not keep it alive."""
+    while True:
+        due.wait()
+        time.sleep(_PERIOD)  # what comes meanwhile is written with it
+        due.clear()
+        recorder = reference()
+        if recorder is None or recorder._file is None:
+            return
+        recorder.flush()
+        del recorder
+
+
+class _Lane:
+    """One thread of the trace: spans on it nest or do not overlap. The last few are remembered, to compare new ones with."""
+
+    __slots__ = ("_latest", "_recent", "head")
+
+    def __init__(self, head: str, start: int, stop: int) -> None:
+        self.head = head
+        self._latest = stop
+        self._recent = deque([(start, stop)], maxlen=_REMEMBERED_SPANS)
+
+    def takes(self, start: int, stop: int) -> bool:
+        """Whether the span fits; if so, it is taken."""
+        if start < self._latest and any(a < start < b < stop or start < a < stop < b for a, b in self._recent):
+            return False
+        self._latest = max(self._latest, stop)
+        self._recent.append((start, stop))
+        return True
+
+
+def read(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """Read the events of a trace; tolerates a missing bracket, a comma at the end, and lines that are torn, which are left out.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    text = Path(path).read_text(encoding="utf-8", errors="replace").strip()
+    try:
+        found = json.loads(text if text.endswith("]") else text.removesuffix(",") + "]")
+    except ValueError:
+        found = _events_by_line(text)
+    return [event for event in found if isinstance(event, dict)]
+
+
+def align(exchange: Callable[[Any], Sequence[Any]], now: Callable[[], float] = time.monotonic) -> float:
+    """Find what to add to this rank's clock to get rank 0's, in seconds. Every rank calls it at the same time.
+
+    Ranks that share rank 0's clock get exactly 0. For others rank 0's clock is bounded from both sides, as in NTP: rank 0 reads it
+    after it left one exchange, hence after this rank had entered that one, and before this rank leaves the next.
+
+        this rank    entered k-1 .............................. left k
+        rank 0                      left k-1   reads   enters k
+
+    The bounds of all rounds together hold the difference; their middle is wrong by half their distance at most.
+
+    Args:
+        exchange: a collective; takes a value and returns those of all ranks by rank, once all have given theirs.
+        now: this rank's clock.
+    """
+    own = _clock_name()
+    places = exchange(own)
+    if all(place == places[0] for place in places):
+        return 0.0
+    least, most = float("-inf"), float("inf")
+    entered = now()
+    exchange(entered)
+    for _ in range(_ROUNDS):
+        reading = now()
+        at_rank_0 = exchange(reading)[0]
+        least, most = max(least, at_rank_0 - now()), min(most, at_rank_0 - entered)
+        entered = reading
+    return 0.0 if own == places[0] else (least + most) / 2
+
+
+def _clock_name() -> tuple[str, ...]:
+    """What names the clock behind ``time.monotonic``: the host, its boot, and the time namespace of a container."""
+    boot = namespace = ""
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    with contextlib.suppress(OSError):
+        namespace = os.readlink("/proc/self/ns/time")
+    return socket.gethostname(), boot, namespace
+
+
+def _events_by_line(text: str) -> Iterator[Any]:
+    for line in text.split("\n"):
+        with contextlib.suppress(ValueError):
+            yield json.loads(line.strip().removesuffix(","))
+
+
+def _us(nanoseconds: int) -> str:
+    """Microseconds to the last nanosecond; a float would lose it after some months of uptime."""
+    return f"{nanoseconds // 1000}.{nanoseconds % 1000:03d}"
+
+
+_quoted = json.encoder.encode_basestring_ascii
+
+
+def _values(args: dict[str, object]) -> str:
+    if not args:
+        return "{}"
+    try:
+        return _encode(args)
+    except (TypeError, ValueError):
+        # NaN and infinity are no JSON; neither is a dictionary with odd keys.
+        return _encode({key: str(value) for key, value in args.items()})
+
+
+def _plain(value: object) -> object:
+    """NumPy's integers as integers; what JSON has no word for as text."""
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return str(value)
+
+
+_encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False, default=_plain).encode

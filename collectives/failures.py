@@ -1,0 +1,299 @@
+"""How a rank leaves: a failure is told to the peers and ends the job; a clean exit never leaves a peer waiting.
+
+Under plain ``mpirun`` a rank that raises, or calls ``sys.exit(3)``, hangs: it waits for its peers in ``MPI_Finalize``, while
+they wait for it in a collective. ``install`` therefore watches how this process ends.
+
+    uncaught exception    the traceback is printed as always, recorded, and published to the peers; once they have
+    or ``sys.exit(3)``    ended too, or after a bounded moment, ``abort`` ends the job with the exit code
+    exit code 0           ``leave`` tells the peers that this rank will not come to any further collective
+    a forked child        nothing is touched: the child ends before any clean-up of MPI can run in it
+
+What a process cannot know about itself (``os._exit``, a signal, ``raise SystemExit(3)`` without ``sys.exit``) is seen by
+``collectivesrun`` from outside; such a ``SystemExit`` counts as a clean exit here. Threads are left alone: an exception
+that ends a thread does not end the process.
+
+This module knows no MPI. What it calls is given to it, and it changes nothing before ``install``.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import fcntl
+import functools
+import json
+import os
+import socket
+import stat
+import sys
+import termios
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, NoReturn
+
+from collectives.base.errors import CollectiveTimeoutError, RankFailedError
+
+RECORDS = "COLLECTIVES_RECORDS"
+"""The variable by which ``collectivesrun`` names where a rank's failure record goes."""
+
+_MOST_TEXT = 10_000
+"""Most characters of a record's text: whatever they are, the record fits into a pipe."""
+_PAUSE = 0.005
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why this process ends: its exit code, the text to show, and whether another rank's failure is the cause."""
+
+    code: int
+    text: str
+    consequence: bool = False
+
+
+class Hooks:
+    """The installed hooks. ``remove`` takes them out again; it is idempotent."""
+
+    def __init__(
+        self,
+        rank: int,
+        abort: Callable[[int], None],
+        publish: Callable[[str], None],
+        records: str | None,
+        all_left: Callable[[], bool],
+        leave: Callable[[], None],
+        grace: float,
+    ) -> None:
+        self._rank, self._abort, self._publish, self._records = rank, abort, publish, records
+        self._all_left, self._leave, self._grace = all_left, leave, grace
+        self._watcher = _Watcher(self._on_failure, self._at_exit)
+
+    def remove(self) -> None:
+        """Take the hooks out; whoever chained to them since keeps working, because removed hooks only pass on."""
+        self._watcher.remove()
+
+    def _on_failure(self, failure: Failure) -> None:
+        """The process is about to end: tell everybody who can be told. The job is ended later, at exit."""
+        if self._records:
+            record(self._records, self._rank, failure)
+        with _reporting(self._rank, "telling the other ranks"):
+            self._publish(failure.text)
+
+    def _at_exit(self, failure: Failure | None) -> None:
+        # The culprit ends the job, so that its exit code is the job's. Whoever fails because of it gives it time to do so.
+        consequence = failure is not None and failure.consequence
+        end = time.monotonic() + self._grace * (2 if consequence else 1)
+        if failure is not None:
+            _flush_logs()
+        # The last words go out first: once all ranks have left, the job may be ended at any moment.
+        _flush_streams()
+        _wait_until_read(self._records)
+        with _reporting(self._rank, "leaving"):
+            self._leave()
+        if failure is None:
+            return
+        while time.monotonic() < end and (consequence or not self._alone()):
+            time.sleep(_PAUSE)  # the others leave on the board, which can only be looked at
+        self._abort(failure.code)
+
+    def _alone(self) -> bool:
+        alone = True
+        with _reporting(self._rank, "waiting for the other ranks"):
+            alone = self._all_left()
+        return alone
+
+
+def install(
+    rank: int,
+    abort: Callable[[int], None],
+    publish: Callable[[str], None],
+    records: str | None = None,
+    *,
+    all_left: Callable[[], bool] = lambda: True,
+    leave: Callable[[], None] = lambda: None,
+    grace: float = 2.0,
+) -> Hooks:
+    """Watch how this process ends, and make sure that its peers do not wait for it.
+
+    Args:
+        rank: this rank, for records and messages.
+        abort: ends the whole job with an exit code, such as ``MPI.COMM_WORLD.Abort``. Called last.
+        publish: makes the text of a failure known to the peers, whose waits then raise ``RankFailedError``. Must not block.
+        records: where the failure record goes, normally ``os.environ.get(RECORDS)``; None: no record.
+        all_left: whether all peers have left, as their `leave` says, or died. That they know of the failure is not enough: their
+            programs are yet to be told, and to say or save something. Must not block.
+        leave: tells the peers that this rank has gone, whatever its exit code. Must not block for long.
+        grace: seconds, at most, to wait until all have left (twice that for a rank that fails because another did).
+
+    Returns:
+        The hooks; ``remove()`` them when the world is shut down.
+    """
+    _guard_forked_children()
+    return Hooks(rank, abort, publish, records, all_left, leave, grace)
+
+
+def record(path: str, rank: int, failure: Failure) -> None:
+    """Append a record, a line of JSON, to a file or to the pipe of ``collectivesrun``. A reader that has gone is no error."""
+    entry = {
+        "rank": rank,
+        "code": failure.code,
+        "text": failure.text[-_MOST_TEXT:],
+        "consequence": failure.consequence,
+        "time": time.time(),
+        "host": socket.gethostname(),
+    }
+    with contextlib.suppress(OSError):
+        # A pipe that nobody empties must not hold up the exit.
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK, 0o600)
+        try:
+            os.write(file, json.dumps(entry).encode() + b"\n")
+        finally:
+            os.close(file)
+
+
+class _Watcher:
+    """Finds out how this process ends: calls ``on_failure`` as soon as that is known, and ``at_exit`` when the interpreter exits.
+
+    Chains to the hooks that it finds. In a process forked from the one that made it, it only passes on.
+    """
+
+    def __init__(self, on_failure: Callable[[Failure], None], at_exit: Callable[[Failure | None], None]) -> None:
+        self._on_failure, self._call_at_exit = on_failure, at_exit
+        self._pid = os.getpid()
+        self._failure: Failure | None = None
+        self._previous_hook, self._previous_exit = sys.excepthook, sys.exit
+        self._hook, self._exit = self._excepthook, self._sys_exit
+        sys.excepthook, sys.exit = self._hook, self._exit
+        atexit.register(self._at_exit)
+
+    def remove(self) -> None:
+        """Become inert, and take back what nobody has chained to since."""
+        self._pid = -1
+        if sys.excepthook == self._hook:
+            sys.excepthook = self._previous_hook
+        if sys.exit == self._exit:
+            sys.exit = self._previous_exit
+        atexit.unregister(self._at_exit)
+        # Every thread keeps the hook under which it was started for as long as it lives, which must not keep the world alive.
+        self._on_failure = self._call_at_exit = lambda failure: None
+
+    def _active(self) -> bool:
+        """Whether an error ends the process that is watched, and does not go back to a prompt."""
+        return os.getpid() == self._pid and not hasattr(sys, "ps1") and not sys.flags.interactive
+
+    def _excepthook(self, kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
+        self._previous_hook(kind, value, trace)
+        if self._active():
+            code = 130 if issubclass(kind, KeyboardInterrupt) else 1
+            text = "".join(traceback.format_exception(kind, value, trace))
+            self._fail(Failure(code, text, issubclass(kind, (RankFailedError, CollectiveTimeoutError))))
+
+    def _sys_exit(self, status: Any = None, /) -> NoReturn:
+        try:
+            self._previous_exit(status)
+        except SystemExit as leaving:
+            failure = _failure_of(leaving.code)
+            if failure is not None and self._active():
+                leaving.__dict__["_collectives_rider"] = _Rider(failure, self._fail)
+            raise
+
+    def _fail(self, failure: Failure) -> None:
+        if self._active():
+            self._failure = failure
+            self._on_failure(failure)
+
+    def _at_exit(self) -> None:
+        if os.getpid() == self._pid:
+            self._pid = -1
+            self._call_at_exit(self._failure)
+
+
+class _Rider:
+    """Rides on a ``SystemExit`` and finds out whether it was caught.
+
+    An exception that nobody caught is freed by the interpreter when no Python frame is left, and the process ends. One that
+    was caught is freed (or kept) by the code that caught it, and does not count.
+    """
+
+    __slots__ = ("_failure", "_tell")
+
+    def __init__(self, failure: Failure, tell: Callable[[Failure], None]) -> None:
+        self._failure, self._tell = failure, tell
+
+    def __del__(self) -> None:
+        if sys._getframe().f_back is None:
+            self._tell(self._failure)
+
+
+@functools.cache
+def _guard_forked_children() -> None:
+    """From now on, a forked child ends before MPI's own clean-up can run in it.
+
+    mpi4py finalises MPI at the very end of the interpreter, in the child too: there Open MPI hangs, and MPICH ends the whole
+    job. Exit handlers that the child registered itself still run; the parent's do not, as in ``multiprocessing``.
+    """
+
+    def end(failure: Failure | None) -> None:
+        _flush_logs()
+        _flush_streams()
+        os._exit(0 if failure is None else failure.code)
+
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=lambda: _Watcher(lambda failure: None, end))
+
+
+def _failure_of(code: object) -> Failure | None:
+    """Return what ``SystemExit(code)`` means; None for success. Text as a code means 1, as the interpreter has it."""
+    if code is None or code == 0:
+        return None
+    number = code if isinstance(code, int) else 1
+    shown = "" if isinstance(code, int) else f": {code}"
+    # The system keeps the low byte; a code whose low byte is 0 still means success there, so it is kept as it is.
+    return Failure(number & 0xFF, f"sys.exit({number}){shown}\n") if number & 0xFF else None
+
+
+def _flush_logs() -> None:
+    """Write out what the handlers of ``logging`` hold, if it is in use; an abrupt end would lose it."""
+    logging = sys.modules.get("logging")
+    with contextlib.suppress(Exception):
+        if logging is not None:
+            logging.shutdown()
+
+
+def _flush_streams() -> None:
+    """Write out what the standard streams hold."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+
+
+def _wait_until_read(records: str | None, seconds: float = 0.5) -> None:
+    """Wait, at most so long, until the launcher has read what was written last: MPICH's drops it when a job is aborted."""
+    end = time.monotonic() + seconds
+    streams = [1, 2]
+    with contextlib.ExitStack() as stack:
+        if records:
+            with contextlib.suppress(OSError):
+                # An empty line is read by ``collectivesrun`` when everything before it has been passed on.
+                streams.append(os.open(records, os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK))
+                stack.callback(os.close, streams[-1])
+                os.write(streams[-1], b"\n")
+        for stream in streams:
+            with contextlib.suppress(OSError):
+                while stat.S_ISFIFO(os.fstat(stream).st_mode) and time.monotonic() < end:
+                    unread = int.from_bytes(fcntl.ioctl(stream, termios.FIONREAD, bytes(4)), sys.byteorder)
+                    if not unread:
+                        break
+                    time.sleep(_PAUSE)  # a pipe does not tell its writer that it has been read
+
+
+@contextlib.contextmanager
+def _reporting(rank: int, doing: str) -> Iterator[None]:
+    """Print an error instead of raising it: an exit goes on whatever happens, but never in silence."""
+    try:
+        yield
+    except Exception:
+        print(f"collectives: rank {rank} failed while {doing}:", file=sys.stderr)
+        traceback.print_exc()

@@ -1,0 +1,63 @@
+"""The process sets that `init` is given: what ranks each consists of, and which of them the ranks make together.
+
+A communicator has other members on other ranks, as when all ranks have split one. So each element of the list stands for as many
+sets as there are different ones, in the order of the ranks, and every rank makes them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from collectives.base.errors import InvalidArgumentError, MismatchError
+from collectives.process_sets import ProcessSet
+from collectives.world import World
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+Ranks = tuple[int, ...]
+
+
+def ranks_of(members: ProcessSet, comm: MPI.Intracomm | Sequence[int] | None) -> Ranks:
+    """The ranks of a set, as numbers in the world that `init` makes of ``comm``.
+
+    Raises:
+        InvalidArgumentError: its communicator has others.
+    """
+    if members.mpi_comm is None:
+        return tuple(members.ranks or ())
+    from mpi4py import MPI
+
+    everybody: Any = comm.Get_group() if isinstance(comm, MPI.Comm) else MPI.COMM_WORLD.Get_group()
+    if comm is not None and not isinstance(comm, MPI.Comm):
+        everybody = everybody.Incl(list(comm))
+    group = members.mpi_comm.Get_group()
+    found = group.Translate_ranks(list(range(group.Get_size())), everybody)
+    if MPI.UNDEFINED in found:
+        raise InvalidArgumentError(f"process_sets: the communicator {members.mpi_comm!r} has ranks that do not take part in this init()")
+    return tuple(sorted(found))
+
+
+def agreed(root: World, mine: Sequence[tuple[Ranks, bool]]) -> list[Ranks]:
+    """The sets that all ranks make, in order, each once.
+
+    Args:
+        root: of all ranks.
+        mine: the ranks of each element of this rank's list, and whether it is a communicator.
+
+    Raises:
+        MismatchError: the lists have different lengths, or name different ranks other than by communicators.
+    """
+    everyone = root.allgather_object(list(mine), name="init.process_sets")
+    made: dict[Ranks, None] = {}
+    for place in range(max(map(len, everyone))):
+        asked = [theirs[place] if place < len(theirs) else None for theirs in everyone]
+        if len(set(asked)) > 1 and not all(each is not None and each[1] for each in asked):
+            said = "; ".join(f"rank {root.ranks[rank]}: {'none' if each is None else list(each[0])}" for rank, each in enumerate(asked))
+            raise MismatchError(
+                f"rank {root.ranks[root.rank]}: init: process_sets[{place}] is not the same on every rank: {said}; "
+                f"every rank must give the same ranks, or communicators"
+            )
+        made |= dict.fromkeys(each[0] for each in asked if each is not None)
+    return list(made)

@@ -1,0 +1,248 @@
+"""The executor: runs any program over any transport, block by block.
+
+A collective of S segments and K rounds is done in groups: round k of segment s belongs to group ``s * stride + k``. With a
+stride of K a group is one round, and a segment goes through all its rounds while it is in cache. With a stride of 1 segments
+follow each other closely: a rank reads what its peer finished a group ago and seldom waits, and several messages travel at once:
+
+    group      0        1        2        3                 stride = 1, K = 3
+    segment 0  round 0  round 1  round 2
+    segment 1           round 0  round 1  round 2
+    segment 2                    round 0  round 1  round 2
+
+A window has `SLOTS` slots, so no more segments than that may be on their way if they live there: `stride_for` sees to it.
+After each group the rank writes its progress on the board.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from collectives.fusion import Lists, Pieces
+from collectives.plan.binder import Binder, BoundRound, Plan
+from collectives.plan.fast_paths import Kernel, Scale, State
+from collectives.plan.lowering import Program
+from collectives.transport.base import SLOTS, WINDOW_BYTES, Array
+from collectives.transport.group import Group
+
+Trace = Callable[[str, float, float], None]
+
+
+def stride_for(rounds: int, segments: int, overlap: bool, uses_windows: bool) -> int:
+    """How many groups lie between the starts of two segments.
+
+    Args:
+        rounds: of the program, at least 1.
+        segments: of the plan.
+        overlap: whether segments may overlap at all.
+        uses_windows: whether segments live in window slots on any rank; one slot is always left to be emptied.
+    """
+    if not overlap or segments == 1:
+        return rounds
+    return -(-rounds // (SLOTS - 1)) if uses_windows else 1
+
+
+class Executor:
+    """Runs plans for one rank of a group. Not thread-safe: the world admits one call at a time.
+
+    Attributes:
+        state: set ``input`` and ``output`` (1-D arrays of the plan's dtype) before `run`.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self.state = State(group.size)
+        self.trace: Trace | None = None
+        """Told of every group of steps: its name, its beginning and its end, as `time.monotonic` has them."""
+        self._group = group
+        self._board = group.memory.board if group.memory is not None else None
+        windows = group.memory.windows if group.memory is not None else ()
+        self._windows: Sequence[Array | None] = windows or [
+            np.empty(WINDOW_BYTES, np.uint8) if rank == group.rank else None for rank in range(group.size)
+        ]
+        self._free_at = [0] * SLOTS
+        self._scratch = np.empty(0, np.uint8)
+        self._scratch_views: dict[np.dtype[Any], list[Array]] = {}
+
+    def bind(
+        self,
+        program: Program,
+        dtype: np.dtype[Any],
+        block: int,
+        segments: int,
+        stride: int,
+        staged: bool,
+        kernel: Kernel | None,
+        finish: Scale | None,
+        description: str = "",
+        reads_outputs: bool = False,
+        pieces: Pieces | None = None,
+        lists: Lists | None = None,
+    ) -> Plan:
+        """Make a plan: every action of the program becomes a closure that takes the segment's number."""
+        self._grow_scratch((program.messages + (kernel is not None)) * block * dtype.itemsize)
+        scratch = self._scratch_as(dtype)
+        binder = Binder(
+            self.state, self._group, self._windows, scratch, dtype, block, segments, stride, staged, kernel, finish, pieces, lists
+        )
+        rounds = [binder.round(r) for r in program.rounds]
+        return Plan(program, rounds, segments, stride, staged, description, reads_outputs)
+
+    def release(self) -> None:
+        """Drop the windows and views of the board, so that they can be unmapped, and the scratch memory."""
+        self.state.addresses.clear()
+        self._windows = ()
+        self._scratch = np.empty(0, np.uint8)
+        self._scratch_views.clear()
+
+    def _scratch_as(self, dtype: np.dtype[Any]) -> list[Array]:
+        """The scratch memory as a list of one array of ``dtype``, which is replaced when the memory grows."""
+        if dtype not in self._scratch_views:
+            self._scratch_views[dtype] = [self._scratch.view(dtype)]
+        return self._scratch_views[dtype]
+
+    def _grow_scratch(self, nbytes: int) -> None:
+        if nbytes > self._scratch.nbytes:
+            self._scratch = np.empty(-(-nbytes // 64) * 64, np.uint8)
+            self.state.scratch_at = self._scratch.ctypes.data
+            for dtype, holder in self._scratch_views.items():
+                holder[0] = self._scratch.view(dtype)
+
+    def stage(self, plan: Plan) -> None:
+        """Copy segment 0 into the window, before the call is entered; only for staged plans."""
+        if plan.uses_window:
+            self._claim(0, plan)
+        for _, do in plan.rounds[0].rest:
+            do(0)
+
+    def run(self, plan: Plan, staged_first: bool = False) -> None:
+        """Run a plan that every rank has agreed on; returns when the result is in the output and the input may change.
+
+        Args:
+            staged_first: segment 0 was staged before the call was entered, so that nobody waits for it.
+
+        Raises:
+            RankFailedError, CollectiveTimeoutError, TransportError: as the transports; arrays are undefined then.
+        """
+        state, board = self.state, self._board
+        state.entered_staged = staged_first
+        base = state.base
+        if self.trace is not None:
+            self._run_traced(plan, staged_first, self.trace)
+        elif plan.stride == len(plan.rounds):
+            self._run_in_sequence(plan, staged_first)
+        else:
+            for group in range(plan.groups):
+                self._run_group(plan, group, staged_first)
+                if board is not None:
+                    board.advance(base + group + 1)
+        if board is not None:
+            for peer, groups in plan.touched_by:
+                if board.seen[peer] < base + groups:
+                    board.wait(peer, base + groups)
+        self._leave_slots(plan)
+        state.base = base + plan.groups
+
+    def _run_traced(self, plan: Plan, staged_first: bool, trace: Trace) -> None:
+        """Group by group, with a record of when each began and ended."""
+        base, board, rounds = self.state.base, self._board, len(plan.rounds)
+        for group in range(plan.groups):
+            begun = time.monotonic()
+            self._run_group(plan, group, staged_first)
+            if board is not None:
+                board.advance(base + group + 1)
+            which = [(k, (group - k) // plan.stride) for k in range(group % plan.stride, rounds, plan.stride)]
+            which = [(k, segment) for k, segment in which if 0 <= segment < plan.segments]
+            trace(", ".join(f"round {k} of segment {segment}" for k, segment in which), begun, time.monotonic())
+
+    def _run_in_sequence(self, plan: Plan, staged_first: bool) -> None:
+        """Every round of a segment, then the next segment: each round is a group."""
+        board, progress = self._board, self.state.base
+        skip = staged_first
+        for segment in range(plan.segments):
+            if plan.uses_window and not skip:
+                self._claim(segment, plan)
+            for bound in plan.rounds:
+                progress += 1
+                if skip:
+                    skip = False
+                    continue
+                for do in bound.posts:
+                    do(segment)
+                for do in bound.pushes:
+                    do(segment)
+                if bound.has_messages:
+                    self._finish_round(bound, segment)
+                else:
+                    for _, do in bound.rest:
+                        do(segment)
+                if board is not None:
+                    board.advance(progress)
+
+    def _run_group(self, plan: Plan, group: int, staged_first: bool) -> None:
+        """The rounds of different segments that share a group: all messages first, so that they travel together."""
+        stride, segments, rounds = plan.stride, plan.segments, plan.rounds
+        active: list[tuple[BoundRound, int]] = []
+        for number in range(group % stride, len(rounds), stride):
+            segment = (group - number) // stride
+            if segment < 0:
+                break
+            if segment >= segments or (staged_first and segment == 0 and number == 0):
+                continue
+            if number == 0 and plan.uses_window:
+                self._claim(segment, plan)
+            bound = rounds[number]
+            active.append((bound, segment))
+            for do in bound.posts:
+                do(segment)
+        for bound, segment in active:
+            for do in bound.pushes:
+                do(segment)
+        for bound, segment in active:
+            if bound.has_messages:
+                self._finish_round(bound, segment)
+            else:
+                for _, do in bound.rest:
+                    do(segment)
+
+    def _finish_round(self, bound: BoundRound, segment: int) -> None:
+        messages = self._group.messages
+        assert messages is not None
+        drained = False
+        if bound.drain_first:
+            messages.drain()
+            drained = True
+        for by_message, do in bound.rest:
+            if by_message and not drained:
+                messages.drain()
+                drained = True
+            do(segment)
+        if not drained:
+            messages.drain()
+
+    def _claim(self, segment: int, plan: Plan) -> None:
+        """Wait until no peer reads the slot any more that a segment is about to fill."""
+        board = self._board
+        if board is None:
+            return
+        state = self.state
+        if segment < SLOTS:
+            free = self._free_at[(state.slot + segment) % SLOTS]
+        else:
+            free = state.base + (segment - SLOTS) * plan.stride + len(plan.rounds)
+        seen = board.seen
+        for peer in board.peers:
+            if seen[peer] < free:
+                board.wait(peer, free)
+
+    def _leave_slots(self, plan: Plan) -> None:
+        state, segments = self.state, plan.segments
+        if segments == 1:
+            self._free_at[state.slot] = state.base + len(plan.rounds)
+            state.slot = (state.slot + 1) % SLOTS
+            return
+        for segment in range(max(0, segments - SLOTS), segments):
+            self._free_at[(state.slot + segment) % SLOTS] = state.base + segment * plan.stride + len(plan.rounds)
+        state.slot = (state.slot + segments) % SLOTS

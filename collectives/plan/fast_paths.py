@@ -1,0 +1,189 @@
+"""Shortcuts: the few closures that most calls consist of, written out where every step of Python shows.
+
+They do what `binder` would do in general, with all that can be known looked up beforehand: the whole of an action in plans of
+one segment, whose blocks never move within a slot, and the two halves of the direct all-reduce over direct reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from collectives.fusion import Lists
+from collectives.plan.lowering import Action, Place, Space
+from collectives.transport.base import Array
+
+Kernel = Callable[[Array, Array, Array], object]
+Scale = Callable[[Array, Array], object]
+Do = Callable[[int], None]
+
+
+class State:
+    """What changes from call to call: the caller's arrays, the peers' addresses, and how far the world has come."""
+
+    __slots__ = ("addresses", "base", "entered_staged", "input", "input_at", "output", "output_at", "scratch_at", "slot")
+
+    def __init__(self, size: int) -> None:
+        self.input: Array = np.empty(0)
+        self.output: Array = np.empty(0)
+        self.input_at = 0
+        self.output_at = 0
+        self.addresses: list[Sequence[int]] = [(0, 0)] * size
+        self.scratch_at = 0
+        """Where the scratch memory begins."""
+        self.base = 0
+        """Groups finished before this call, by every rank alike."""
+        self.slot = 0
+        """The window slot of segment 0."""
+        self.entered_staged = False
+        """Segment 0 was in the window before the call was entered, so that nobody waits for it."""
+
+
+Move = Callable[[int, int, int, int], None]
+"""`MemoryTransport.fetch` or ``store``: peer, its address, the own address, bytes."""
+
+
+def stage(state: State, views: Sequence[Array], source: Place, size: int) -> Do:
+    """Copy a block of the input into the window: ``views`` of its place, by slot."""
+    own = slice(source.offset, source.offset + size)
+
+    def stage(segment: int) -> None:
+        views[state.slot][...] = state.input[own]
+
+    return stage if size else _nothing
+
+
+def take_from_window(state: State, views: Sequence[Array], target: Place, size: int, wait: Do) -> Do:
+    """Copy a block of a peer's window into the output."""
+    here = slice(target.offset, target.offset + size)
+
+    def take(segment: int) -> None:
+        wait(0)
+        state.output[here] = views[state.slot]
+
+    return take if size else _nothing
+
+
+def reduce_from_window(
+    state: State, views: Sequence[Array], operand: Place, target: Place, size: int, wait: Do, kernel: Kernel, finish: Scale | None
+) -> Do:
+    """Combine a block of the input with one of a peer's window, into the output."""
+    here, own = slice(target.offset, target.offset + size), slice(operand.offset, operand.offset + size)
+
+    def reduce(segment: int) -> None:
+        wait(0)
+        out = state.output[here]
+        kernel(state.input[own], views[state.slot], out)
+        if finish is not None:
+            finish(out, out)
+
+    return reduce if size else _nothing
+
+
+def reduce_directly(
+    state: State, fetch: Move, scratch: Sequence[Array], action: Action, block: int, itemsize: int, kernel: Kernel, finish: Scale | None
+) -> Do:
+    """Combine an own block with one of a peer's private memory, which is brought into scratch memory first; nobody is waited for."""
+    source, operand, target = action.source, action.operand, action.target
+    assert source is not None and operand is not None and target is not None
+    peer, size, which = action.peer, action.size, 0 if source.space is Space.INPUT else 1
+    there, here, own, from_input = source.offset, target.offset, operand.offset, operand.space is Space.INPUT
+
+    def reduce(segment: int) -> None:
+        at = segment * block
+        n = size - at
+        if n > block:
+            n = block
+        elif n <= 0:
+            return
+        fetch(peer, state.addresses[peer][which] + (there + at) * itemsize, state.scratch_at, n * itemsize)
+        output = state.output
+        mine = state.input if from_input else output
+        out = output[here + at : here + at + n]
+        kernel(out if mine is output and own == here else mine[own + at : own + at + n], scratch[0][:n], out)
+        if finish is not None:
+            finish(out, out)
+
+    return reduce
+
+
+def push_directly(state: State, store: Move, action: Action, block: int, itemsize: int) -> Do:
+    """Write an own block into a peer's output."""
+    source, target = action.source, action.target
+    assert source is not None and target is not None
+    peer, size, here, there = action.peer, action.size, source.offset, target.offset
+    from_input = source.space is Space.INPUT
+
+    def push(segment: int) -> None:
+        at = segment * block
+        n = size - at
+        if n > block:
+            n = block
+        elif n <= 0:
+            return
+        own = state.input_at if from_input else state.output_at
+        store(peer, state.addresses[peer][1] + (there + at) * itemsize, own + (here + at) * itemsize, n * itemsize)
+
+    return push
+
+
+def reduce_lists(
+    state: State,
+    fetch_list: Callable[..., None],
+    scratch: Sequence[Array],
+    action: Action,
+    block: int,
+    itemsize: int,
+    kernel: Kernel,
+    finish: Scale | None,
+    lists: Lists,
+) -> Do:
+    """`reduce_directly` for a block that is a list of pieces: one system call brings them all, then each is combined by itself."""
+    operand = action.operand
+    assert operand is not None
+    from_input, peer, pieces = operand.space is Space.INPUT, action.peer, lists.pieces
+    theirs = lists.inputs
+    cuts = [(lists.block(at, n), n * itemsize, pieces.cut(at, n)) for at, n in _blocks_of(operand.offset, action.size, block)]
+
+    def reduce(segment: int) -> None:
+        if segment >= len(cuts):
+            return
+        (first, count), nbytes, cut = cuts[segment]
+        fetch_list(peer, theirs(peer), first, count, state.scratch_at, nbytes)
+        mine, outs, fetched = pieces.sources if from_input else pieces.outs, pieces.outs, scratch[0]
+        for number, start, end, at, until in cut:
+            source, out = mine[number], outs[number]
+            if source is out:
+                source = out = out[start:end]
+            else:
+                source, out = source[start:end], out[start:end]
+            kernel(source, fetched[at:until], out)
+            if finish is not None:
+                finish(out, out)
+
+    return reduce
+
+
+def push_lists(store_list: Callable[..., None], rank: int, action: Action, block: int, itemsize: int, lists: Lists) -> Do:
+    """`push_directly` for a block that is a list of pieces."""
+    source = action.source
+    assert source is not None
+    peer, outputs = action.peer, lists.outputs
+    cuts = [(lists.block(at, n), n * itemsize) for at, n in _blocks_of(source.offset, action.size, block)]
+
+    def push(segment: int) -> None:
+        if segment < len(cuts):
+            (first, count), nbytes = cuts[segment]
+            store_list(peer, outputs(peer), outputs(rank), first, count, nbytes)
+
+    return push
+
+
+def _blocks_of(start: int, size: int, block: int) -> list[tuple[int, int]]:
+    """Where each segment's block of a chunk begins, and its elements."""
+    return [(start + done, min(block, size - done)) for done in range(0, size, block)]
+
+
+def _nothing(segment: int) -> None:
+    """A block without elements."""

@@ -1,0 +1,120 @@
+"""Packing: what the blocks of a fused plan over windows are made of, and where they go.
+
+A window's block is contiguous; the tensors' part of it is a list of pieces. A block of few and large pieces is handled piece by
+piece, without an intermediate copy. One of many small pieces is gathered by one call, combined by one call, and scattered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from collectives.fusion import Piece, Pieces
+from collectives.plan.fast_paths import Do, Kernel, Scale
+from collectives.transport.base import Array
+
+Block = Callable[[int, int], Array]
+"""A contiguous block, by segment and length."""
+Length = Callable[[int], int]
+
+_LARGE_PIECE = 16 << 10
+"""Bytes from which handling a piece by itself costs less than copying it once more."""
+
+
+def pack(pieces: Pieces, start: int, block: int, length: Length, window: Block) -> Do:
+    """Gather a block of the inputs in the window, where peers read it."""
+
+    def pack(segment: int) -> None:
+        n = length(segment)
+        if n > 0:
+            pieces.gather(start + segment * block, n, window(segment, n))
+
+    return pack
+
+
+def unpack(pieces: Pieces, value: Block, into: Block | None, outputs: int | None, block: int, length: Length, wait: Do) -> Do:
+    """Copy a peer's block to the outputs, into the own window, or both."""
+
+    def unpack(segment: int) -> None:
+        n = length(segment)
+        if n <= 0:
+            return
+        wait(segment)
+        theirs = value(segment, n)
+        if into is not None:
+            into(segment, n)[...] = theirs
+        if outputs is not None:
+            _scatter(pieces, pieces.cut(outputs + segment * block, n), theirs)
+
+    return unpack
+
+
+def reduce(
+    pieces: Pieces,
+    value: Block,
+    own: Block | None,
+    inputs: tuple[int, bool],
+    into: Block | None,
+    outputs: int | None,
+    block: int,
+    length: Length,
+    wait: Do,
+    kernel: Kernel,
+    finish: Scale | None,
+    scratch: Sequence[Array],
+) -> Do:
+    """Combine the own value with a peer's block.
+
+    Args:
+        value: the peer's.
+        own: the own value, if it lies in the window; otherwise it is in the tensors, where ``inputs`` says: from which element on,
+            and whether of the inputs or of the outputs.
+        into: the window's block that takes the result, if any.
+        outputs: from which element on the outputs take the result, if they do.
+        scratch: one array, with room for a block.
+    """
+    start, from_inputs = inputs
+
+    def reduce(segment: int) -> None:
+        n = length(segment)
+        if n <= 0:
+            return
+        wait(segment)
+        theirs, at = value(segment, n), segment * block
+        if own is None:
+            mine = pieces.operands if from_inputs else pieces.outs
+            cut = pieces.cut(start + at, n)
+            if _are_large(cut, theirs):
+                result = into(segment, n) if into is not None else None
+                for number, first, last, begin, end in cut:
+                    out = result[begin:end] if result is not None else pieces.outs[number][first:last]
+                    kernel(mine[number][first:last], theirs[begin:end], out)
+                    if finish is not None:
+                        finish(out, out)
+                if result is not None and outputs is not None:
+                    _scatter(pieces, pieces.cut(outputs + at, n), result)
+                return
+            result = into(segment, n) if into is not None else scratch[0][:n]
+            pieces.gather_from(mine, start + at, n, result)
+            kernel(result, theirs, result)
+        else:
+            result = into(segment, n) if into is not None else scratch[0][:n]
+            kernel(own(segment, n), theirs, result)
+        if finish is not None:
+            finish(result, result)
+        if outputs is not None:
+            _scatter(pieces, pieces.cut(outputs + at, n), result)
+
+    return reduce
+
+
+def _are_large(cut: Sequence[Piece], block: Array) -> bool:
+    return len(cut) * _LARGE_PIECE <= block.nbytes + _LARGE_PIECE
+
+
+def _scatter(pieces: Pieces, cut: Sequence[Piece], block: Array) -> None:
+    outs, counts = pieces.outs, pieces.counts
+    for number, first, last, begin, end in cut:
+        if last - first == counts[number]:
+            outs[number][...] = block[begin:end]
+        else:
+            outs[number][first:last] = block[begin:end]

@@ -1,0 +1,86 @@
+"""All-reduce in two levels: within the hosts over memory, across them over the network, so that no byte crosses twice.
+
+Equal hosts, here two hosts of three ranks (L = 3 local ranks, H = 2 hosts); rank l of each host looks after slice l:
+
+    1. within each host    rank l reduces slice l from its L - 1 neighbours               direct
+    2. across hosts        the ranks l of all hosts all-reduce slice l in a ring          H chunks per slice
+    3. within each host    rank l gives slice l to its neighbours                         direct, pushed
+
+A host sends and receives 2(H-1)/H * S bytes in all, in equal shares by each of its ranks: as little as if it were one rank.
+2(H-1) + 2 rounds.
+
+Unequal hosts have no common slices. There each host's first rank, its leader, collects the host's sum, the leaders all-reduce
+it in a ring, and give it to their neighbours. The network carries as little; the leader's memory carries more.
+
+Source: the hierarchical all-reduce of Horovod and of NCCL 1; A. Sergeev and M. Del Balso, arXiv:1802.05799 (2018).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from collectives import ring
+from collectives.schedules.schedule import Kind, Round, Schedule, Step, copy, receive, reduce, send
+
+
+def allreduce(rank: int, hosts: Sequence[Sequence[int]]) -> Schedule:
+    """All-reduce over hosts, given as the ranks on each."""
+    host = next(number for number, ranks in enumerate(hosts) if rank in ranks)
+    size = sum(map(len, hosts))
+    if size == 1:
+        return Schedule("allreduce", "hierarchical", rank, size, 1, ((copy(rank, 0),),))
+    if len({len(ranks) for ranks in hosts}) == 1:
+        chunks, rounds = len(hosts) * len(hosts[0]), _by_slices(rank, host, hosts)
+    else:
+        chunks, rounds = len(hosts) * max(map(len, hosts)), _by_leaders(rank, host, hosts)
+    return Schedule("allreduce", "hierarchical", rank, size, chunks, rounds)
+
+
+def _by_slices(rank: int, host: int, hosts: Sequence[Sequence[int]]) -> tuple[Round, ...]:
+    width = len(hosts)  # chunks of a slice
+    local = hosts[host]
+    mine = local.index(rank)
+    neighbours = [local[(mine + distance) % len(local)] for distance in range(1, len(local))]
+    rounds: list[Round] = []
+    if neighbours:
+        rounds.append(
+            (
+                *(send(peer, local.index(peer) * width, width) for peer in neighbours),
+                *(reduce(peer, mine * width, width) for peer in neighbours),
+            )
+        )
+    rounds += _across(host, [ranks[mine] for ranks in hosts], mine * width, 1)
+    if neighbours:
+        rounds.append(
+            (
+                *(send(peer, mine * width, width, push=True) for peer in neighbours),
+                *(receive(peer, local.index(peer) * width, width, push=True) for peer in neighbours),
+            )
+        )
+    return tuple(rounds)
+
+
+def _by_leaders(rank: int, host: int, hosts: Sequence[Sequence[int]]) -> tuple[Round, ...]:
+    span = max(map(len, hosts))  # chunks that a leader's ring treats as one
+    chunks = len(hosts) * span
+    leader, *followers = hosts[host]
+    across = _across(host, [ranks[0] for ranks in hosts], 0, span)
+    if rank != leader:
+        idle: list[Round] = [()] * len(across)
+        return ((send(leader, 0, chunks),), *idle, (receive(leader, 0, chunks),))
+    return (
+        tuple(reduce(peer, 0, chunks) for peer in followers),
+        *across,
+        tuple(send(peer, 0, chunks) for peer in followers),
+    )
+
+
+def _across(host: int, ranks: Sequence[int], first: int, span: int) -> list[Round]:
+    """The ring all-reduce among one rank of each host, over its chunks from ``first`` on, ``span`` at a time."""
+    if len(ranks) == 1:
+        return []
+
+    def renamed(step: Step) -> Step:
+        return Step(step.kind, ranks[step.peer], first + step.chunk * span, span, step.push)
+
+    return [tuple(renamed(step) for step in steps if step.kind is not Kind.COPY) for steps in ring.allreduce(host, len(ranks)).rounds]

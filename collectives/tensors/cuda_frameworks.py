@@ -1,0 +1,325 @@
+"""The frameworks whose tensors live on GPUs: where a tensor lies, which stream its program works on, and how results are made.
+
+torch and CuPy say so themselves; all others speak DLPack or ``__cuda_array_interface__``. Where a framework is no help, the device's
+own arrays are: results are such arrays, handed over through DLPack, and with CuPy they also copy tensors of any layout.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from collectives.base import dtypes
+from collectives.base.errors import InvalidTypeError
+from collectives.device.protocol import Device, Provider, active
+from collectives.tensors import detection, dlpack, streams
+from collectives.tensors.dlpack_export import Export
+
+
+class Found(NamedTuple):
+    """A tensor's memory.
+
+    Attributes:
+        address: of the first element.
+        shape, strides: the latter in bytes; None: contiguous.
+        dtype: not checked yet.
+        device: on which it lies.
+        writable: whether in-place operations may write to it.
+        stream: after whose work it may be read.
+        memory: keeps it alive.
+    """
+
+    address: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...] | None
+    dtype: np.dtype[Any]
+    device: Device
+    writable: bool
+    stream: int
+    memory: Any
+
+
+class Framework:
+    """What does for every framework that has no better way.
+
+    Args:
+        from_dlpack: makes the framework's tensor from an object with ``__dlpack__``; None: results stay arrays of the device's own type.
+    """
+
+    def __init__(self, from_dlpack: Callable[[Any], Any] | None = None) -> None:
+        self._from_dlpack = from_dlpack
+
+    def read(self, tensor: Any, argument: str, provider: Provider, given: int | None) -> Found:
+        """Find a tensor's memory; ``given`` is the stream that the caller named."""
+        if hasattr(tensor, "__dlpack__"):
+            return _by_dlpack(tensor, tensor.__dlpack__, argument, provider, given)
+        return _by_interface(tensor, argument, provider, given)
+
+    def current_stream(self, device: Device) -> int:
+        """The stream that the calling thread's program works on."""
+        with active(device):
+            return device.current_stream()
+
+    def contiguous(self, found: Found, argument: str) -> tuple[Any, int]:
+        """A copy in C order, made on the tensor's stream, and its address."""
+        with active(found.device):
+            strided = _strided(found)
+            if strided is None:
+                raise InvalidTypeError(
+                    f"{argument}: expected a contiguous tensor, got one of shape {found.shape} and strides {found.strides} (bytes);"
+                    " make it contiguous first"
+                )
+            with _on_own_stream(found.device, found.stream):
+                copy = sys.modules["cupy"].ascontiguousarray(strided)
+        return copy, copy.data.ptr
+
+    def store(self, found: Found, copy: Any, stream: int) -> None:
+        """Bring a copy in C order back into the tensor."""
+        with active(found.device):
+            if found.strides is None or detection.is_contiguous(found.shape, found.strides, found.dtype.itemsize):
+                at = copy.__cuda_array_interface__["data"][0]
+                found.device.copy(found.address, at, math.prod(found.shape) * found.dtype.itemsize, stream)
+                return
+            strided = _strided(found)
+            with _on_own_stream(found.device, stream):
+                strided[...] = copy
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any], device: Device, stream: int) -> tuple[Any, int]:
+        """Memory for a result, and its address."""
+        with active(device):
+            result = device.empty(shape, dtype, stream)
+        return result, result.__cuda_array_interface__["data"][0]
+
+    def wrap(self, result: Any, dtype: np.dtype[Any], device: Device, made_on: int, used_on: int) -> Any:
+        """What `empty` gave as the caller's type, when everything that fills it has been ordered before the stream ``used_on``."""
+        if self._from_dlpack is None:
+            return result
+        with active(device):
+            return self._from_dlpack(Export(result, dtype, device, used_on))
+
+
+# ---- torch -----------------------------------------------------------------------------------------------------------------
+
+
+class Torch(Framework):
+    def read(self, tensor: Any, argument: str, provider: Provider, given: int | None) -> Found:
+        torch: Any = sys.modules["torch"]
+        if tensor.device.type != "cuda" or torch.version.hip is not None:
+            raise detection.misplaced(tensor, argument, f"{tensor.device}{' (ROCm)' if torch.version.hip is not None else ''}")
+        if tensor.layout is not torch.strided:
+            raise InvalidTypeError(f"{argument}: expected a dense tensor, got layout {tensor.layout}; pass {argument}.to_dense()")
+        index = tensor.device.index
+        stream = torch.cuda.current_stream(index).cuda_stream if given is None else given
+        dtype = _from_torch(tensor.dtype, argument)
+        plain = tensor.detach() if tensor.requires_grad else tensor
+        lazy = plain.is_conj() or plain.is_neg()  # conjugated or negated only when read: its memory holds other numbers
+        if lazy:
+            with self._on(stream, index):
+                plain = plain.resolve_conj().resolve_neg()
+        strides = None if plain.is_contiguous() else tuple(step * dtype.itemsize for step in plain.stride())
+        try:
+            address = plain.data_ptr()
+        except RuntimeError as error:
+            raise InvalidTypeError(f"{argument}: {detection.describe(tensor)} has no memory of its own: {error}") from error
+        return Found(address, tuple(plain.shape), strides, dtype, provider.device(index), not lazy, stream, plain)
+
+    def current_stream(self, device: Device) -> int:
+        stream: int = sys.modules["torch"].cuda.current_stream(device.index).cuda_stream
+        return stream
+
+    def contiguous(self, found: Found, argument: str) -> tuple[Any, int]:
+        with self._on(found.stream, found.device.index):
+            copy = found.memory.contiguous()
+        return copy, copy.data_ptr()
+
+    def store(self, found: Found, copy: Any, stream: int) -> None:
+        with self._on(stream, found.device.index):
+            found.memory.copy_(copy)
+        self._keep(copy, found.device, found.stream, stream)
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any], device: Device, stream: int) -> tuple[Any, int]:
+        torch: Any = sys.modules["torch"]
+        with self._on(stream, device.index):
+            result = torch.empty(shape, dtype=getattr(torch, dtypes.name(dtype)), device=torch.device("cuda", device.index))
+        return result, result.data_ptr()
+
+    def wrap(self, result: Any, dtype: np.dtype[Any], device: Device, made_on: int, used_on: int) -> Any:
+        self._keep(result, device, made_on, used_on)
+        return result
+
+    def _keep(self, tensor: Any, device: Device, made_on: int, used_on: int) -> None:
+        """torch gives freed memory away in the order of the stream it was made on: tell it of the other stream that uses it."""
+        if used_on != made_on:
+            tensor.record_stream(self._stream(used_on, device.index))
+
+    def _on(self, stream: int, index: int) -> contextlib.AbstractContextManager[Any]:
+        """What is allocated and launched inside belongs to this stream."""
+        torch: Any = sys.modules["torch"]
+        if torch.cuda.current_stream(index).cuda_stream == stream:
+            return contextlib.nullcontext()
+        context: contextlib.AbstractContextManager[Any] = torch.cuda.stream(self._stream(stream, index))
+        return context
+
+    def _stream(self, stream: int, index: int) -> Any:
+        torch: Any = sys.modules["torch"]
+        # An ExternalStream of 0 is a new stream of torch's pool, not the default stream.
+        return torch.cuda.ExternalStream(stream, device=index) if stream else torch.cuda.default_stream(index)
+
+
+@functools.lru_cache(maxsize=64)
+def _from_torch(dtype: Any, argument: str) -> np.dtype[Any]:
+    name = str(dtype).removeprefix("torch.")
+    if name not in dtypes.NAMES:
+        raise InvalidTypeError(f"{argument}: dtype {dtype} is not supported; expected one of {', '.join(dtypes.NAMES)}")
+    return dtypes.resolve(name)
+
+
+# ---- CuPy ------------------------------------------------------------------------------------------------------------------
+
+
+class Cupy(Framework):
+    def read(self, tensor: Any, argument: str, provider: Provider, given: int | None) -> Found:
+        device = provider.device(tensor.device.id)
+        stream = self.current_stream(device) if given is None else given
+        strides = None if tensor.flags.c_contiguous else tensor.strides
+        return Found(tensor.data.ptr, tensor.shape, strides, tensor.dtype, device, True, stream, tensor)
+
+    def current_stream(self, device: Device) -> int:
+        stream: int = sys.modules["cupy"].cuda.get_current_stream(device.index).ptr
+        return stream
+
+
+_BITS = {1: np.dtype(np.uint8), 2: np.dtype(np.uint16), 4: np.dtype(np.uint32), 8: np.dtype(np.uint64), 16: np.dtype(np.complex128)}
+
+
+def _strided(found: Found) -> Any:
+    """A tensor's memory as a CuPy array of elements of that size; None if CuPy is not what the device's arrays are of."""
+    cupy: Any = sys.modules.get("cupy")
+    if cupy is None or not isinstance(found.device.empty((0,), np.dtype(np.uint8), found.stream), cupy.ndarray):
+        return None
+    memory = cupy.cuda.UnownedMemory(found.address, found.dtype.itemsize, found.memory, found.device.index)
+    return cupy.ndarray(found.shape, _BITS[found.dtype.itemsize], cupy.cuda.MemoryPointer(memory, 0), strides=found.strides)
+
+
+@contextlib.contextmanager
+def _on_own_stream(device: Device, stream: int) -> Iterator[None]:
+    """What CuPy does inside, on its current stream, comes after what the stream was given before and before what it is given after."""
+    current = device.current_stream()
+    streams.order(device, stream, current)
+    yield
+    streams.order(device, current, stream)
+
+
+# ---- JAX and TensorFlow ------------------------------------------------------------------------------------------------------
+
+
+class Jax(Framework):
+    """Arrays are immutable: results are new ones."""
+
+    def read(self, tensor: Any, argument: str, provider: Provider, given: int | None) -> Found:
+        if len(tensor.devices()) != 1:
+            raise InvalidTypeError(
+                f"{argument}: expected a jax array on one device, got one spread over {len(tensor.devices())} devices;"
+                " pass the data of each of its addressable_shards"
+            )
+        return _by_dlpack(tensor, tensor.__dlpack__, argument, provider, given)._replace(writable=False)
+
+    def wrap(self, result: Any, dtype: np.dtype[Any], device: Device, made_on: int, used_on: int) -> Any:
+        with active(device):
+            return sys.modules["jax"].dlpack.from_dlpack(Export(result, dtype, device, used_on))
+
+
+class TensorFlow(Framework):
+    """Tensors are immutable. TensorFlow tells nobody its stream: it waits itself when it exports, and is waited for when it imports."""
+
+    def read(self, tensor: Any, argument: str, provider: Provider, given: int | None) -> Found:
+        tensorflow: Any = sys.modules["tensorflow"]
+        plain = tensorflow.convert_to_tensor(tensor)  # of a Variable: its value
+
+        def export(**options: Any) -> Any:
+            return tensorflow.experimental.dlpack.to_dlpack(plain)
+
+        return _by_dlpack(plain, export, argument, provider, given)._replace(writable=False)
+
+    def wrap(self, result: Any, dtype: np.dtype[Any], device: Device, made_on: int, used_on: int) -> Any:
+        tensorflow: Any = sys.modules["tensorflow"]
+        with active(device):
+            device.drain(used_on)
+            return tensorflow.experimental.dlpack.from_dlpack(Export(result, dtype, device, used_on).__dlpack__(stream=-1))
+
+
+# ---- protocols ---------------------------------------------------------------------------------------------------------------
+
+
+def _by_dlpack(tensor: Any, export: Callable[..., Any], argument: str, provider: Provider, given: int | None) -> Found:
+    """Through DLPack, for use on the stream that the caller named, or on the device's current one."""
+    name = detection.describe(tensor)
+    device, stream = _place(provider.device(tensor.__dlpack_device__()[1]), given, argument)
+    try:
+        capsule = _capsule(export, stream or 1)  # 1 is the default stream there, and 0 is forbidden
+    except (RuntimeError, TypeError, ValueError, BufferError) as error:
+        raise InvalidTypeError(f"{argument}: {name} cannot be read through DLPack: {error}") from error
+    memory = dlpack.read(capsule, argument=f"{argument} ({name})")
+    if memory.kind not in (dlpack.CUDA, dlpack.MANAGED):
+        raise detection.misplaced(tensor, argument, f"DLPack device kind {memory.kind}")
+    return Found(memory.address, memory.shape, memory.strides, memory.dtype, device, not memory.read_only, stream, memory.capsule)
+
+
+def _capsule(export: Callable[..., Any], stream: int) -> Any:
+    try:
+        return export(stream=stream, max_version=dlpack.VERSION)
+    except TypeError:  # an exporter from before there were versions
+        return export(stream=stream)
+
+
+def _by_interface(tensor: Any, argument: str, provider: Provider, given: int | None) -> Found:
+    """Through ``__cuda_array_interface__``, versions 2 and 3."""
+    kind = detection.describe(tensor)
+    interface = getattr(tensor, "__cuda_array_interface__", None)
+    if not isinstance(interface, dict) or interface.get("version") not in (2, 3):
+        raise InvalidTypeError(f"{argument}: expected a {kind} whose __cuda_array_interface__ is of version 2 or 3, got {interface!r}")
+    if interface.get("mask") is not None:
+        raise InvalidTypeError(f"{argument}: a masked {kind} is refused because its mask would be lost")
+    address, read_only = interface["data"]
+    dtype = np.dtype(interface["typestr"])
+    if dtype.kind == "V":  # bfloat16 has no name of its own there
+        dtype = np.dtype(getattr(tensor, "dtype", dtype))
+    device, stream = _place(provider.device_of(address) if address else provider.device(0), given, argument)
+    made_on = interface.get("stream")
+    if made_on is not None:
+        made_on = streams.handle(made_on, argument=f"{argument} ({kind}): stream")
+        if given is None and made_on != streams.PER_THREAD:
+            stream = made_on
+        else:
+            with active(device):
+                streams.free_of_capture(device, made_on, argument, streams.OUTSIDE)
+                streams.order(device, made_on, stream)
+    strides = interface.get("strides")
+    return Found(address, tuple(interface["shape"]), strides and tuple(strides), dtype, device, not read_only, stream, tensor)
+
+
+def _place(device: Device, given: int | None, argument: str) -> tuple[Device, int]:
+    """A device, and the stream on which its tensor is to be used, which is about to be made to wait for the tensor's own."""
+    with active(device):
+        stream = device.current_stream() if given is None else given
+        streams.free_of_capture(device, stream, argument, streams.OUTSIDE)
+        return device, stream
+
+
+_KNOWN: dict[str | None, Framework] = {"torch": Torch(), "cupy": Cupy(), "jax": Jax(), "tensorflow": TensorFlow()}
+
+
+def of(tensor: Any) -> Framework:
+    """The framework of a tensor."""
+    kind: Any = type(tensor)
+    known = _KNOWN.get(detection.framework(kind))
+    if known is not None:
+        return known
+    module = detection.namespace(tensor)
+    return Framework(None if module is None else module.from_dlpack)

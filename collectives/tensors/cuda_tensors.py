@@ -1,0 +1,214 @@
+"""The door for tensors on GPUs: any framework's tensor becomes one kind of view, and results leave as the caller's type.
+
+The counterpart of `collectives.tensors.arrays`, by the same rules: below the door memory is 1-D and contiguous, the caller's own whenever that is
+possible; otherwise it is a copy, which ``DeviceView.store`` brings back after an in-place operation.
+
+Nothing here waits. A view says after whose work its memory may be read; who fills a result says before whose work it is filled.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from collectives.base.dtypes import SUPPORTED, resolve
+from collectives.base.errors import InvalidTypeError, MissingDependencyError
+from collectives.device import selection
+from collectives.device.protocol import Array, Device, Provider, active
+from collectives.tensors import cuda_frameworks, detection, streams
+from collectives.tensors.detection import Extent
+
+
+class DeviceArray:
+    """Elements on a GPU, one behind the other.
+
+    Attributes:
+        address: of the first; 0 may stand for none.
+        size: how many.
+        dtype: a supported one, in native byte order.
+        device: on which they lie.
+        owner: keeps the memory alive.
+    """
+
+    __slots__ = ("address", "device", "dtype", "owner", "size")
+
+    def __init__(self, address: int, size: int, dtype: np.dtype[Any], device: Device, owner: Any) -> None:
+        self.address = address
+        self.size = size
+        self.dtype = dtype
+        self.device = device
+        self.owner = owner
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * self.dtype.itemsize
+
+    def part(self, start: int, count: int) -> DeviceArray:
+        """``count`` of the elements, from ``start`` on."""
+        return DeviceArray(self.address + start * self.dtype.itemsize, count, self.dtype, self.device, self.owner)
+
+    def __repr__(self) -> str:
+        return f"DeviceArray({self.size} {SUPPORTED[self.dtype]} at {self.address:#x} of device {self.device.index})"
+
+
+class DeviceView:
+    """A tensor on a GPU as the engine sees it.
+
+    Attributes:
+        array: its elements in C order; the caller's memory unless ``copied``.
+        shape: the tensor's shape; ``()`` for scalars.
+        dtype: a supported dtype in native byte order.
+        nbytes: bytes in ``array``.
+        device: on which it lies.
+        stream: the caller's when the view was made: ``array`` may be read after the work that it has been given so far.
+        copied: ``array`` is not the caller's memory.
+        writable: an in-place operation may write ``array`` and then call ``store``.
+    """
+
+    __slots__ = ("_copy", "_found", "_framework", "_given", "array", "copied", "device", "dtype", "nbytes", "shape", "stream", "writable")
+
+    def __init__(self, framework: cuda_frameworks.Framework, found: cuda_frameworks.Found, array: DeviceArray, copied: bool, given: bool) -> None:
+        self.array = array
+        self.shape = found.shape
+        self.dtype = array.dtype
+        self.nbytes = array.nbytes
+        self.device = array.device
+        self.stream = found.stream
+        self.copied = copied
+        self.writable = found.writable
+        self._framework = framework
+        self._found = found
+        self._copy = array.owner
+        self._given = given
+
+    def current_stream(self) -> int:
+        """The stream before whose later work a result must be ready: the one that the caller named when the view was made, else the
+        one that the calling thread's program works on now; raises as `streams.usable`."""
+        return self.stream if self._given else streams.usable(self._framework.current_stream(self.device))
+
+    def store(self) -> None:
+        """After an in-place operation: bring ``array`` into the caller's tensor, on `current_stream`, which must have been made to wait
+        for the operation. Nothing to do where it is the same memory."""
+        if self.copied and self.writable:
+            self._framework.store(self._found, self._copy, self.current_stream())
+
+    def extent(self, writes: bool) -> Extent:
+        """As `collectives.tensors.arrays.View.extent`."""
+        found = self._found
+        if not self.copied or found.strides is None:
+            return found.address, found.address + self.nbytes, writes, None
+        return detection.strided_extent(found.address, self.shape, found.strides, self.dtype.itemsize, writes)
+
+    def detach(self) -> None:
+        """Work on a copy from here on, made on ``stream``, which ``store`` brings back."""
+        with active(self.device):
+            self._copy, array = self.empty(self.shape)
+            self.device.copy(array.address, self.array.address, self.nbytes, self.stream)
+        self.array, self.copied = array, True
+
+    def fill(self, values: DeviceView) -> None:
+        """Copy the elements of another view, of the same dtype and number, into ``array``, on `current_stream`."""
+        if values.dtype != self.dtype:
+            raise InvalidTypeError(f"expected elements of dtype {self.dtype}, got {values.dtype}")
+        with active(self.device):
+            self.device.copy(self.array.address, values.array.address, self.nbytes, self.current_stream())
+
+    def on_host(self) -> Array:
+        """The elements as a 1-D NumPy array, when the work that made them is done; raises as `streams.free_of_capture`."""
+        with active(self.device):
+            streams.free_of_capture(self.device, self.stream, "tensor", streams.OUTSIDE)
+            found = self.device.pinned(max(1, self.nbytes))[: self.nbytes]
+            self.device.copy(found.ctypes.data, self.array.address, self.nbytes, self.stream)
+            self.device.drain(self.stream)
+        return found.view(self.dtype)
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any] | None = None) -> tuple[Any, DeviceArray]:
+        """A place for a result.
+
+        Its memory may have been in use before: it may be written after the work that ``stream`` has been given when this returns.
+
+        Args:
+            shape: of the result.
+            dtype: of its elements; None: the tensor's.
+
+        Returns:
+            What `wrap` takes, and its elements.
+        """
+        kind = self.dtype if dtype is None else dtype
+        result, address = self._framework.empty(shape, kind, self.device, self.stream)
+        return result, DeviceArray(address, math.prod(shape), kind, self.device, result)
+
+    def wrap(self, result: Any, dtype: np.dtype[Any] | None = None) -> Any:
+        """A result as the caller's type; `current_stream` must have been made to wait for the operation that fills it.
+
+        Args:
+            result: the first of what `empty` returned.
+            dtype: that was given there.
+        """
+        return self._framework.wrap(result, self.dtype if dtype is None else dtype, self.device, self.stream, self.current_stream())
+
+    def __repr__(self) -> str:
+        return (
+            f"DeviceView(shape={self.shape}, dtype={SUPPORTED[self.dtype]}, device={self.device.index}, stream={self.stream:#x},"
+            f" copied={self.copied}, writable={self.writable})"
+        )
+
+
+def view(tensor: Any, *, argument: str = "tensor", writable: bool = False, stream: Any = None) -> DeviceView:
+    """Look at a tensor on a GPU, without a copy if possible.
+
+    Args:
+        tensor: a torch tensor, a CuPy array, or anything on an NVIDIA GPU with DLPack (jax, TensorFlow, ...) or
+            ``__cuda_array_interface__`` (numba, ...). Any shape and strides.
+        argument: what messages call it.
+        writable: an in-place operation is going to write to it.
+        stream: after whose work the tensor may be read, and before whose work a result must be ready: see `streams.handle`; None: the
+            one that the tensor's framework works on.
+
+    Raises:
+        InvalidTypeError: a type or dtype that cannot be used, or memory that is not an NVIDIA GPU's.
+        InvalidArgumentError: ``writable`` and the tensor is read-only or its elements overlap; or a stream that cannot be used.
+        MissingDependencyError: GPUs cannot be used here; the message says what is missing.
+    """
+    given = None if stream is None else streams.usable(streams.handle(stream))
+    framework = cuda_frameworks.of(tensor)
+    found = framework.read(tensor, argument, _provider(tensor, argument), given)
+    if given is None:
+        streams.usable(found.stream, argument)
+    dtype = found.dtype
+    if dtype not in SUPPORTED:
+        dtype = _resolve(tensor, dtype, argument)
+    shape, strides = found.shape, found.strides
+    if writable and not found.writable:
+        raise detection.frozen(tensor, argument, shape, dtype)
+    contiguous = strides is None or detection.is_contiguous(shape, strides, dtype.itemsize)
+    if found.address % dtype.itemsize:
+        raise InvalidTypeError(
+            f"{argument}: expected elements at multiples of their size ({dtype.itemsize} bytes), got a {detection.describe(tensor)} at"
+            f" address {found.address:#x}; copy it first"
+        )
+    memory, address = found.memory, found.address
+    if not contiguous:
+        if writable and detection.may_overlap(shape, strides or (), dtype.itemsize):
+            raise detection.overlapping(tensor, argument, shape, strides or ())
+        memory, address = framework.contiguous(found, argument)
+    array = DeviceArray(address, math.prod(shape), dtype, found.device, memory)
+    return DeviceView(framework, found, array, not contiguous, given is not None)
+
+
+def _provider(tensor: Any, argument: str) -> Provider:
+    try:
+        return selection.provider()
+    except MissingDependencyError as error:
+        raise MissingDependencyError(f"{argument}: got a {detection.describe(tensor)} on a GPU, but {error}") from None
+
+
+def _resolve(tensor: Any, dtype: np.dtype[Any], argument: str) -> np.dtype[Any]:
+    """A dtype that is not known yet: bfloat16 at its first use, or one to refuse."""
+    kind = f"{argument} ({detection.describe(tensor)})"
+    found = resolve(dtype, argument=kind)
+    if not dtype.isnative:
+        raise InvalidTypeError(f"{kind}: byte-swapped dtype {dtype} is not supported on a GPU; convert it to {found} first")
+    return found

@@ -1,0 +1,134 @@
+"""DLPack without a framework: where another library's tensor lies.
+
+A capsule holds a structure of C; `read` looks into it. The capsule stays unconsumed: it is kept, under its own name, as what keeps
+the memory alive, and its own destructor gives the memory back.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from collectives.base.dtypes import NAMES, resolve
+from collectives.base.errors import InvalidTypeError
+
+CUDA, MANAGED = 2, 13
+VERSION = (1, 0)
+"""The newest structure that is understood here."""
+
+_READ_ONLY = 1
+BFLOAT = 4
+_KINDS = {0: "int", 1: "uint", 2: "float", BFLOAT: "bfloat", 5: "complex", 6: "bool"}
+
+
+class _Place(ctypes.Structure):
+    _fields_ = (("kind", ctypes.c_int32), ("index", ctypes.c_int32))
+
+
+class _Type(ctypes.Structure):
+    _fields_ = (("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16))
+
+
+class _Tensor(ctypes.Structure):
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("place", _Place),
+        ("ndim", ctypes.c_int32),
+        ("dtype", _Type),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    )
+
+
+class _Managed(ctypes.Structure):
+    _fields_ = (("tensor", _Tensor), ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p))
+
+
+class _Versioned(ctypes.Structure):
+    _fields_ = (
+        ("major", ctypes.c_uint32),
+        ("minor", ctypes.c_uint32),
+        ("context", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p),
+        ("flags", ctypes.c_uint64),
+        ("tensor", _Tensor),
+    )
+
+
+# Functions of our own: those of ctypes.pythonapi are shared with whoever else sets their argument types.
+_is_valid = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_char_p)(("PyCapsule_IsValid", ctypes.pythonapi))
+_get_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(("PyCapsule_GetPointer", ctypes.pythonapi))
+
+
+class Memory(NamedTuple):
+    """What a capsule says.
+
+    Attributes:
+        address: of the first element.
+        shape, strides: the latter in bytes.
+        dtype: a supported one.
+        kind, number: of the device, as DLPack counts them.
+        read_only: whether the exporter forbids writing.
+        capsule: keeps the memory alive.
+    """
+
+    address: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: np.dtype[Any]
+    kind: int
+    number: int
+    read_only: bool
+    capsule: Any
+
+
+def read(capsule: Any, *, argument: str = "tensor") -> Memory:
+    """Look into a capsule that ``__dlpack__`` gave.
+
+    Raises:
+        InvalidTypeError: it is no such capsule, it has been consumed, or its elements are no supported numbers.
+    """
+    tensor, flags = structure(capsule, argument)
+    dtype = _dtype(tensor.dtype, argument)
+    shape = tuple(tensor.shape[: tensor.ndim]) if tensor.ndim else ()
+    if tensor.ndim and tensor.strides:
+        strides = tuple(step * dtype.itemsize for step in tensor.strides[: tensor.ndim])
+    else:
+        strides = _packed(shape, dtype.itemsize)
+    address = (tensor.data or 0) + tensor.byte_offset
+    return Memory(address, shape, strides, dtype, tensor.place.kind, tensor.place.index, bool(flags & _READ_ONLY), capsule)
+
+
+def structure(capsule: Any, argument: str) -> tuple[_Tensor, int]:
+    """The structure inside, which lives as long as the capsule, and its flags."""
+    if _is_valid(capsule, b"dltensor_versioned"):
+        versioned = _Versioned.from_address(_get_pointer(capsule, b"dltensor_versioned"))
+        if versioned.major > VERSION[0]:
+            raise InvalidTypeError(
+                f"{argument}: expected a DLPack capsule of version {VERSION[0]}, got version {versioned.major}.{versioned.minor}"
+            )
+        return versioned.tensor, versioned.flags
+    if _is_valid(capsule, b"dltensor"):
+        return _Managed.from_address(_get_pointer(capsule, b"dltensor")).tensor, 0
+    raise InvalidTypeError(f"{argument}: expected a DLPack capsule that has not been consumed, got {capsule!r}")
+
+
+def _dtype(given: _Type, argument: str) -> np.dtype[Any]:
+    kind = _KINDS.get(given.code, f"type code {given.code} of ")
+    name = "bool" if kind == "bool" and given.bits == 8 else f"{kind}{given.bits}"
+    if name not in NAMES or given.lanes != 1:
+        vector = f" in vectors of {given.lanes}" if given.lanes != 1 else ""
+        raise InvalidTypeError(f"{argument}: DLPack dtype {name}{vector} is not supported; expected one of {', '.join(NAMES)}")
+    return resolve(name)
+
+
+def _packed(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    """The strides of C order, which a structure may leave out."""
+    strides = []
+    for length in reversed(shape):
+        strides.append(itemsize)
+        itemsize *= length
+    return tuple(reversed(strides))

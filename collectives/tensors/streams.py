@@ -1,0 +1,85 @@
+"""Callers' streams: what they call one, how one is made to wait for another, and which cannot be used.
+
+A stream is the driver's number. The legacy default stream has two, 0 and 1; here it is always 0. The per-thread default stream is another
+stream in every thread under one number: other threads, which carry operations out, cannot name the caller's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from collectives.base.errors import InvalidArgumentError, InvalidTypeError
+from collectives.device.protocol import Device
+from collectives.tensors.detection import describe
+
+LEGACY, PER_THREAD = 0, 2
+OUTSIDE = "call collectives outside of the capture"
+
+
+def handle(stream: Any, *, argument: str = "stream") -> int:
+    """The number of a stream.
+
+    Args:
+        stream: the number itself, a ``cupy.cuda.Stream``, a ``torch.cuda.Stream``, or anything with ``__cuda_stream__``.
+        argument: what messages call it.
+
+    Raises:
+        InvalidTypeError: it is none of these.
+        InvalidArgumentError: a negative number.
+    """
+    number = stream
+    if hasattr(stream, "__cuda_stream__"):
+        protocol = stream.__cuda_stream__
+        number = (protocol() if callable(protocol) else protocol)[1]
+    elif hasattr(stream, "cuda_stream"):
+        number = stream.cuda_stream
+    elif hasattr(stream, "ptr"):
+        number = stream.ptr
+    if isinstance(number, bool) or not hasattr(number, "__index__"):
+        raise InvalidTypeError(
+            f"{argument}: expected a CUDA stream (the driver's number, a cupy.cuda.Stream, a torch.cuda.Stream or an object with"
+            f" __cuda_stream__), got {describe(stream)}"
+        )
+    number = int(number)
+    if number < 0:
+        raise InvalidArgumentError(f"{argument}: expected the number of a CUDA stream, 0 or more, got {number}")
+    return LEGACY if number == 1 else number
+
+
+def usable(stream: int, argument: str = "stream") -> int:
+    """The stream itself.
+
+    Raises:
+        InvalidArgumentError: it is the per-thread default stream.
+    """
+    if stream == PER_THREAD:
+        raise InvalidArgumentError(
+            f"{argument}: expected a stream that is the same in every thread, got the per-thread default stream (number 2, with CuPy from "
+            f"CUPY_CUDA_PER_THREAD_DEFAULT_STREAM=1), for which other threads cannot wait; make another one current, such as "
+            f"cupy.cuda.Stream(non_blocking=True), or pass it as stream="
+        )
+    return stream
+
+
+def free_of_capture(device: Device, stream: int, whose: str, advice: str) -> None:
+    """Refuse a stream that is being captured, before a wait in it would invalidate the capture. The device must be active.
+
+    Raises:
+        InvalidArgumentError: it is being captured; the message is ``whose``, the reason and ``advice``.
+    """
+    if device.capturing(stream):
+        raise InvalidArgumentError(
+            f"{whose}: its stream is being captured into a CUDA graph, which cannot hold work that waits for other ranks; {advice}"
+        )
+
+
+def order(device: Device, first: int, then: int) -> None:
+    """What the second stream is given from now on waits for what the first was given so far. The device must be active."""
+    if first == then:
+        return
+    event = device.create_event()
+    try:
+        device.record(event, first)
+        device.wait(then, event)
+    finally:
+        device.destroy_event(event)

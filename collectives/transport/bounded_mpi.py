@@ -1,0 +1,157 @@
+"""Waiting for MPI within a bound: posted requests are tested, and calls that MPI has in a blocking form only run in a thread of their own.
+
+An interrupt, a failed peer or the bound ends a wait, never the call itself: a rank whose program lives on after an exception
+does not leave its peers inside a call of MPI.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Hashable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from collectives.base.errors import CollectiveTimeoutError, TransportError
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+_SPINS, _YIELDS = 200, 200
+_NAP, _LONGEST_NAP = 20e-6, 1e-3
+_LAZY_NAP = 0.1
+_FAILURE_SHOWS_WITHIN = 1.0
+"""Seconds that the death of a peer may take to show after MPI has reported an error because of it."""
+_THREAD_NAME = "collectives rank: MPI call"
+
+_under_way: dict[Hashable, _Call] = {}
+"""Calls that have been made and whose result nobody has used; whoever asks for the same call again gets that one."""
+
+
+class Patience:
+    """Waits for MPI: looks often at first, then yields, then naps longer and longer, within a bound.
+
+    Args:
+        rank: as messages call this rank.
+        timeout: seconds.
+
+    Attributes:
+        check: called between two looks; what it raises ends the wait.
+    """
+
+    def __init__(self, rank: int, timeout: float) -> None:
+        self._rank = rank
+        self._timeout = timeout
+        self.check: Callable[[], None] = lambda: None
+
+    def wait(self, request: MPI.Request, what: str) -> None:
+        """Return when the request is complete.
+
+        Raises:
+            CollectiveTimeoutError: it did not complete in time; names ``what`` was waited for.
+            RankFailedError: as `check` has it.
+            TransportError: MPI reported an error, and every peer is alive.
+        """
+        self.until(request.Test, what)
+
+    def wait_all(self, requests: Sequence[MPI.Request], what: str) -> None:
+        """`wait` for all of several requests."""
+        from mpi4py import MPI
+
+        self.until(lambda: bool(MPI.Request.Testall(requests)), what)
+
+    def until(self, done: Callable[[], bool], what: str) -> None:
+        """`wait` until ``done()``, which asks MPI."""
+        from mpi4py import MPI
+
+        try:
+            if not done():
+                self._wait(done, what)
+        except MPI.Exception as error:
+            self._explain(error, what)
+
+    def call(self, function: Callable[[], Any], what: str, key: Hashable = None) -> Any:
+        """Call a function that blocks inside MPI, in a thread of its own, and return its result.
+
+        Args:
+            function: blocks at most until every rank calls it too.
+            what: is waited for, for messages.
+            key: names the call: until `forget`, another `call` with this key waits for the same one, so that an exception here does
+                not put this rank out of step with its peers. A call without a key is made once.
+
+        Raises:
+            As `wait`.
+        """
+        call = _under_way.get(key) if key is not None else None
+        if call is None:
+            call = _Call(function)
+            if key is not None:
+                _under_way[key] = call
+        if call.ident is None:
+            call.start()
+        self._wait(call.done.is_set, what)
+        if call.error is not None:
+            forget(key)
+            self._explain(call.error, what)
+        return call.result
+
+    def _wait(self, done: Callable[[], bool], what: str) -> None:
+        for _ in range(_SPINS):
+            if done():
+                return
+        for _ in range(_YIELDS):
+            os.sched_yield()
+            if done():
+                return
+        begun = time.monotonic()
+        nap = _NAP
+        while not done():
+            self.check()
+            if time.monotonic() - begun > self._timeout:
+                raise CollectiveTimeoutError(
+                    f"rank {self._rank}: waited {self._timeout:g} s for {what}; see what the other ranks are doing, "
+                    f"or raise COLLECTIVES_TIMEOUT"
+                )
+            time.sleep(nap)
+            nap = min(nap * 1.2, _LONGEST_NAP)
+
+    def _explain(self, error: BaseException, what: str) -> None:
+        """Raise what an error of MPI comes from: a rank that is gone, or MPI itself."""
+        end = time.monotonic() + _FAILURE_SHOWS_WITHIN
+        while time.monotonic() < end:
+            self.check()
+            time.sleep(_LONGEST_NAP)
+        raise TransportError(f"rank {self._rank}: MPI failed while this rank waited for {what}: {error}") from error
+
+
+def forget(key: Hashable) -> None:
+    """The result of a call is in use, and the next `Patience.call` with this key makes a call of its own."""
+    _under_way.pop(key, None)
+
+
+def barrier_then(barrier: Callable[[], MPI.Request], function: Callable[[], Any]) -> Any:
+    """Run ``function`` once every rank has come to the barrier; naps until then, where a blocking call of MPI would use up a core."""
+    request = barrier()
+    begun = time.monotonic()
+    while not request.Test():
+        # A rank that has not come yet; nobody rings. One that never comes costs ever less.
+        time.sleep(min(max(_NAP, (time.monotonic() - begun) / 50), _LAZY_NAP))
+    return function()
+
+
+class _Call(threading.Thread):
+    """A function running in a thread; Python delivers signals to the main thread alone, so no interrupt reaches it."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        super().__init__(name=_THREAD_NAME, daemon=True)
+        self._call = function
+        self.done = threading.Event()
+        self.result: Any = None
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            self.result = self._call()
+        except BaseException as error:  # raised by whoever waits for the call
+            self.error = error
+        self.done.set()

@@ -1,0 +1,1 @@
+"""Settings that move more bytes per second, found while the program runs."""

@@ -1,0 +1,186 @@
+"""Tuning while the program runs: the autotuner's proposals, tried by all ranks between the same two operations.
+
+Rank 0 measures, proposes and keeps the log; what it proposes is passed to the others in an exchange after every sample, so that all
+ranks always have the same settings. A sample is some steps of the training, which are told apart by the operations that come again
+(`collectives.tuning.steps`); the score is bytes per second, over the time in which something was in flight.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from collectives.base.config import Config
+from collectives.engine.batches import Batch
+from collectives.engine.engine import Engine
+from collectives.engine.handles import Handle
+from collectives.plan.planner import Crossovers, Planner
+from collectives.tuning.search import Settings, Space, Tuner
+from collectives.tuning.steps import Steps
+
+_SAMPLES_FOR_ALL = 30
+"""With fewer samples than this, block sizes and crossovers stay as they are: too many settings for too few samples."""
+_BY_HAND = ("fusion_threshold", "segment", "algorithm", "cycle_time")
+"""Settings that the environment may have set."""
+
+_log = logging.getLogger("collectives")
+
+
+class Tuning:
+    """Tunes the settings of one world.
+
+    Args:
+        engine, planner: of the world.
+        config: what is set there by hand is left alone.
+        start: what to change to begin with, by name; then nothing counts as set by hand.
+    """
+
+    def __init__(self, engine: Engine, planner: Planner, config: Config, start: Mapping[str, Any] | None = None) -> None:
+        self._engine = engine
+        self._planner = planner
+        self._control = engine.context.control
+        self._steps, self._warmup = config.autotune_steps, config.autotune_warmup
+        crossovers, default = planner.crossovers, Config()
+        in_force = Settings(
+            config.fusion_threshold,
+            config.segment,
+            crossovers.window,
+            crossovers.one_shot_pair if engine.context.size == 2 else crossovers.one_shot,
+            config.algorithm,
+            config.cycle_time,
+        )
+        self.settings = replace(in_force, **(start or {}))
+        """What is in force."""
+        self._tuner: Tuner | None = None
+        if engine.context.rank == 0:
+            left_alone = {name for name in _BY_HAND if start is None and getattr(config, name) != getattr(default, name)}
+            if config.autotune_samples < _SAMPLES_FOR_ALL:
+                left_alone |= {"segment", "window", "one_shot"}
+            one_host = planner.placement.one_host
+            algorithms = ("auto", "ring", "recursive-doubling") if one_host else ("auto", "ring", "direct", "hierarchical")
+            algorithms = tuple(dict.fromkeys((*algorithms, self.settings.algorithm)))
+            self._tuner = Tuner(
+                Space({name: getattr(self.settings, name) for name in left_alone}, algorithms),
+                self.settings,
+                warmup=config.autotune_warmup,
+                samples=config.autotune_samples,
+                noise=config.autotune_noise,
+                log=_writable(config.autotune_log),
+            )
+        self.samples = 0
+        """Samples taken so far."""
+        self._training = Steps()
+        self._steps_seen = 0
+        self._steps_done = -1
+        self._bytes = 0
+        self._seconds = self._ended = 0.0
+        if start:
+            self._apply(self.settings)
+        engine.on_batch = self._after
+        engine.hinder("tuning")
+
+    @property
+    def done(self) -> bool:
+        """Whether the search is over, and the best settings are in force."""
+        return self._engine.on_batch is None
+
+    def _after(self, batch: Batch, handles: Sequence[Handle], submitted: float) -> None:
+        """A batch has been carried out; by every rank, whatever its own clock says."""
+        now = time.monotonic()
+        if self._training.begins([_known(handle) for handle in handles]):
+            self._end_step()
+            if self._engine.on_batch is None:
+                return
+        self._bytes += batch.nbytes
+        # Not what it waited for the batches before it.
+        self._seconds += now - max(submitted, self._ended)
+        self._ended = now
+
+    def _end_step(self) -> None:
+        self._steps_seen += 1
+        self._steps_done += 1
+        if self._steps_done == 0:
+            self._bytes, self._seconds = 0, 0.0  # new settings make new plans, once: that is not what they are judged by
+            return
+        if self._steps_done < self._steps:
+            return
+        proposal: tuple[Settings, bool] | None = None
+        if self._tuner is not None:
+            score, phase = self._bytes / max(self._seconds, 1e-9), self._tuner.phase
+            self._tuner.observe(score)
+            _log.info("autotune: %s: %.4g GB/s over %d steps with %s", phase, score / 1e9, self._steps, self.settings)
+            proposal = (self._tuner.best if self._tuner.done else self._tuner.propose(), self._tuner.done)
+        agreed = self._control.exchange(proposal)[0]
+        assert agreed is not None
+        settings, done = agreed
+        self.samples += 1
+        self._steps_done, self._bytes, self._seconds = 0, 0, 0.0
+        if self._tuner is not None and not done:
+            self._tuner.adopt(settings)
+        if settings != self.settings:
+            self._apply(settings)
+        if done:
+            self._engine.on_batch = None
+            self._engine.hinder("tuning", False)
+            if self._tuner is not None:
+                _log.info("autotune: chosen after %d samples, at %.4g GB/s: %s", self._tuner.taken, self._tuner.best_score / 1e9, settings)
+
+    def close(self) -> None:
+        """The world ends: say what has not been sampled, and why; once, and on rank 0, which knows."""
+        tuner, self._tuner = self._tuner, None
+        if tuner is None or self.done:
+            return
+        if tuner.taken:
+            _log.info("autotune: ended after %d of %d samples; the best so far: %s", tuner.taken, tuner.samples, tuner.best)
+            return
+        if not self._training.repeats:
+            why = "no operation has come twice, so that no step of a training could be told"
+        elif self._steps_seen < (needed := 1 + self._steps * (self._warmup + 1)):
+            why = (
+                f"{self._steps_seen} steps were seen, and the first sample ends after {needed} "
+                f"(COLLECTIVES_AUTOTUNE_STEPS={self._steps} for each sample, COLLECTIVES_AUTOTUNE_WARMUP={self._warmup} samples discarded)"
+            )
+        else:
+            why = "the steps moved no bytes"
+        _log.warning("autotune: nothing was sampled: %s; settings stay as they were: %s", why, self.settings)
+
+    def _apply(self, settings: Settings) -> None:
+        self.settings = settings
+        self._steps_done = -1
+        crossovers = self._planner.crossovers
+        pair = self._engine.context.size == 2
+        self._planner.change(
+            algorithm=settings.algorithm,
+            segment=settings.segment,
+            crossovers=Crossovers(
+                one_shot=crossovers.one_shot if pair else settings.one_shot,
+                one_shot_pair=settings.one_shot if pair else crossovers.one_shot_pair,
+                window=settings.window,
+                window_moves=crossovers.window_moves,
+                flat_broadcast=crossovers.flat_broadcast,
+                native=crossovers.native,
+                doubling=crossovers.doubling,
+            ),
+        )
+        self._engine.change(settings.fusion_threshold, settings.cycle_time)
+
+
+def _known(handle: Handle) -> tuple[str | int, int]:
+    """What an operation is known by, and its bytes, which are alike on all ranks: not the rows that each contributes by itself."""
+    parts = handle.members or (handle,)
+    nbytes = sum(part.entry.nbytes for part in parts if part.entry.request.collective not in ("allgather", "alltoall"))
+    return handle.entry.name or handle.entry.signature, nbytes
+
+
+def _writable(path: str) -> str:
+    """The path of the log, or none: that it cannot be written is no reason to stop the ranks."""
+    if path:
+        try:
+            with open(path, "a"):
+                return path
+        except OSError as error:
+            _log.warning("autotune: the log cannot be written: %s", error)
+    return ""

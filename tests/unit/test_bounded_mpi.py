@@ -1,0 +1,66 @@
+"""Calls that run apart from the thread that waits for them; no MPI is needed for that."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from collectives.base.errors import CollectiveTimeoutError, RankFailedError, TransportError
+from collectives.transport import bounded_mpi
+from collectives.transport.bounded_mpi import Patience, barrier_then, forget
+
+
+def gone() -> None:
+    raise RankFailedError("rank 1 has failed")
+
+
+def test_a_call_whose_wait_ends_early_is_made_once_and_goes_on() -> None:
+    calls, gate = [], threading.Event()
+
+    def slow() -> int:
+        calls.append(threading.current_thread())
+        assert gate.wait(20)
+        return len(calls)
+
+    waiting = Patience(0, 20.0)
+    waiting.check = gone
+    with pytest.raises(RankFailedError, match="rank 1"):
+        waiting.call(slow, "the others", "meeting")
+    waiting.check = gate.set
+    assert waiting.call(slow, "the others", "meeting") == 1
+    assert waiting.call(slow, "the others", "meeting") == 1, "its result counts until it is in use"
+    forget("meeting")
+    assert waiting.call(slow, "the others", "meeting") == 2
+    forget("meeting")
+    assert threading.current_thread() not in calls and not bounded_mpi._under_way
+
+
+def test_a_call_is_bounded_and_names_what_was_waited_for() -> None:
+    gate = threading.Event()
+    with pytest.raises(CollectiveTimeoutError, match=r"rank 3: waited 0.05 s for the others.*COLLECTIVES_TIMEOUT"):
+        Patience(3, 0.05).call(lambda: gate.wait(20), "the others")
+    gate.set()
+
+
+def test_an_error_of_mpi_is_the_failure_of_a_rank_if_one_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounded_mpi, "_FAILURE_SHOWS_WITHIN", 0.05)
+    waiting = Patience(3, 20.0)
+    with pytest.raises(TransportError, match="rank 3: MPI failed while this rank waited for the others: division by zero"):
+        waiting.call(lambda: 1 / 0, "the others", "meeting")
+    waiting.check = gone
+    with pytest.raises(RankFailedError, match="rank 1"):
+        waiting.call(lambda: 1 / 0, "the others", "meeting")
+    assert not bounded_mpi._under_way
+
+
+def test_a_function_runs_when_all_have_come() -> None:
+    class Request:
+        looks = 0
+
+        def Test(self) -> bool:
+            self.looks += 1
+            return self.looks == 3
+
+    request = Request()
+    assert barrier_then(lambda: request, lambda: request.looks) == 3  # type: ignore[arg-type,return-value]

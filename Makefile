@@ -50,6 +50,7 @@ test: setup lint  ## Set up, then ruff, mypy, and every test that this machine c
 
 lint: .venv/.installed  ## ruff and mypy
 	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
 	.venv/bin/mypy
 
 demo: .venv/.installed  ## All-reduce real gradients on 2 ranks; table and plots in demo-output/

@@ -11,7 +11,17 @@ from typing import Any
 import numpy as np
 
 import collectives
-from benchmarks.collective import OUT_OF_PLACE, Case, Collective, Forced, Result, bytes_of_peers, per_rank, share_of_peers, whole
+from benchmarks.collective import (
+    OUT_OF_PLACE,
+    Case,
+    Collective,
+    Forced,
+    Result,
+    bytes_of_peers,
+    per_rank,
+    share_of_peers,
+    whole,
+)
 from benchmarks.peers import Cupyx, Mpi, Torch
 from benchmarks.run import main
 from benchmarks.values import Values

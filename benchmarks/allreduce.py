@@ -11,7 +11,18 @@ from typing import Any
 import numpy as np
 
 import collectives
-from benchmarks.collective import IN_PLACE, OPERATIONS, OUT_OF_PLACE, Case, Collective, Forced, Result, Unavailable, share_of_peers, whole
+from benchmarks.collective import (
+    IN_PLACE,
+    OPERATIONS,
+    OUT_OF_PLACE,
+    Case,
+    Collective,
+    Forced,
+    Result,
+    Unavailable,
+    share_of_peers,
+    whole,
+)
 from benchmarks.peers import Cupyx, Mpi, Torch
 from benchmarks.run import main
 from benchmarks.values import Values

@@ -1,7 +1,7 @@
 """All-to-all: ``collectivesrun -np 2 python -m benchmarks.alltoall -b 64K -e 64M -f 4 --peers mpi``.
 
-S is the whole input of a rank. busbw = algbw * (n-1)/n. The limit: a memcpy of S(n-1)/n bytes on every rank at once, what
-a rank receives from its peers; the block that it keeps is left out.
+S is the whole input of a rank. busbw = algbw * (n-1)/n. The limit: a memcpy of S(n-1)/n bytes on every rank at once,
+what a rank receives from its peers; the block that it keeps is left out.
 """
 
 from __future__ import annotations
@@ -11,7 +11,16 @@ from typing import Any
 import numpy as np
 
 import collectives
-from benchmarks.collective import OUT_OF_PLACE, Case, Collective, Forced, Result, bytes_of_peers, per_rank, share_of_peers
+from benchmarks.collective import (
+    OUT_OF_PLACE,
+    Case,
+    Collective,
+    Forced,
+    Result,
+    bytes_of_peers,
+    per_rank,
+    share_of_peers,
+)
 from benchmarks.peers import Cupyx, Mpi, Torch
 from benchmarks.run import main
 from benchmarks.values import Values

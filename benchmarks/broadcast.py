@@ -1,7 +1,7 @@
 """Broadcast: ``collectivesrun -np 2 python -m benchmarks.broadcast -b 64K -e 64M -f 4 -r 0 --peers mpi``.
 
-busbw = algbw. The limit: a memcpy of S(n-1)/n bytes on every rank at once: S bytes must reach each of n-1 ranks, and all
-n ranks can share that work.
+busbw = algbw. The limit: a memcpy of S(n-1)/n bytes on every rank at once: S bytes must reach each of n-1 ranks, and
+all n ranks can share that work.
 """
 
 from __future__ import annotations
@@ -11,7 +11,17 @@ from typing import Any
 import numpy as np
 
 import collectives
-from benchmarks.collective import IN_PLACE, OUT_OF_PLACE, Case, Collective, Forced, Result, Unavailable, bytes_of_peers, whole
+from benchmarks.collective import (
+    IN_PLACE,
+    OUT_OF_PLACE,
+    Case,
+    Collective,
+    Forced,
+    Result,
+    Unavailable,
+    bytes_of_peers,
+    whole,
+)
 from benchmarks.peers import Cupyx, Mpi, Torch
 from benchmarks.run import main
 from benchmarks.values import Values

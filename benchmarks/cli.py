@@ -106,7 +106,9 @@ def names(kind: str, known: Sequence[str], everything: bool = False) -> Callable
         words = tuple(dict.fromkeys(word for word in text.split(",") if word))
         for word in words:
             if word not in known:
-                raise argparse.ArgumentTypeError(f"unknown {kind} {word!r}; expected {', '.join(known)}{', all' if everything else ''}")
+                raise argparse.ArgumentTypeError(
+                    f"unknown {kind} {word!r}; expected {', '.join(known)}{', all' if everything else ''}"
+                )
         if not words:
             raise argparse.ArgumentTypeError(f"expected at least one {kind} out of {', '.join(known)}")
         return words
@@ -132,12 +134,15 @@ def find_dtype(name: str) -> np.dtype:
     except TypeError:
         dtype = np.dtype(object)
     if dtype.name != "bfloat16" and (dtype.kind not in "biufc" or dtype.char in "gG"):
-        raise argparse.ArgumentTypeError(f"unknown type {name!r}; expected {', '.join(NCCL_TYPES)}, all, or a NumPy name such as complex64")
+        raise argparse.ArgumentTypeError(
+            f"unknown type {name!r}; expected {', '.join(NCCL_TYPES)}, all, or a NumPy name such as complex64"
+        )
     return dtype
 
 
 def sweep(smallest: int, largest: int, factor: float, step: int) -> tuple[int, ...]:
-    """The sizes of a run: from ``smallest`` to ``largest``, times ``factor`` if that is above 1, otherwise ``step`` further."""
+    """The sizes of a run: from ``smallest`` to ``largest``, times ``factor`` if that is above 1, otherwise ``step``
+    further."""
     sizes = [smallest]
     while (following := max(sizes[-1] + 1, int(sizes[-1] * factor)) if factor > 1 else sizes[-1] + step) <= largest:
         sizes.append(following)
@@ -146,27 +151,59 @@ def sweep(smallest: int, largest: int, factor: float, step: int) -> tuple[int, .
 
 def parser(collective: str, reduces: bool, rooted: bool) -> Parser:
     """The flags of one collective's benchmark."""
-    flags = Parser(prog=f"benchmarks.{collective}", description=f"Time and check {collective}, with nccl-tests' flags and columns.")
+    flags = Parser(
+        prog=f"benchmarks.{collective}", description=f"Time and check {collective}, with nccl-tests' flags and columns."
+    )
     flags.add_argument("-b", "--minbytes", type=size, default="32M", metavar="SIZE", help="smallest size")
-    flags.add_argument("-e", "--maxbytes", type=size, default=None, metavar="SIZE", help="largest size (default: the smallest, or 32M)")
-    flags.add_argument("-f", "--stepfactor", type=float, default=1.0, metavar="FACTOR", help="next size = size * FACTOR, if above 1")
-    flags.add_argument("-i", "--stepbytes", type=size, default="1M", metavar="SIZE", help="next size = size + SIZE, if there is no factor")
+    flags.add_argument(
+        "-e", "--maxbytes", type=size, default=None, metavar="SIZE", help="largest size (default: the smallest, or 32M)"
+    )
+    flags.add_argument(
+        "-f", "--stepfactor", type=float, default=1.0, metavar="FACTOR", help="next size = size * FACTOR, if above 1"
+    )
+    flags.add_argument(
+        "-i",
+        "--stepbytes",
+        type=size,
+        default="1M",
+        metavar="SIZE",
+        help="next size = size + SIZE, if there is no factor",
+    )
     flags.add_argument("-n", "--iters", type=whole_number(1), default=20, metavar="N", help="timed calls per row")
-    flags.add_argument("-w", "--warmup_iters", type=whole_number(0), default=5, metavar="N", help="untimed calls before them")
+    flags.add_argument(
+        "-w", "--warmup_iters", type=whole_number(0), default=5, metavar="N", help="untimed calls before them"
+    )
     kinds = ", ".join(NCCL_TYPES) + ", all, or NumPy's names"
     flags.add_argument("-d", "--datatype", type=dtype_names, default="float", metavar="TYPE", help=kinds)
     if reduces:
         flags.add_argument(
-            "-o", "--op", type=names("reduction", list(OPERATIONS), True), default="sum", metavar="OP", help=", ".join(OPERATIONS) + ", all"
+            "-o",
+            "--op",
+            type=names("reduction", list(OPERATIONS), True),
+            default="sum",
+            metavar="OP",
+            help=", ".join(OPERATIONS) + ", all",
         )
     if rooted:
         flags.add_argument("-r", "--root", type=whole_number(0), default=0, metavar="RANK", help="the rank that sends")
-    flags.add_argument("-c", "--check", type=int, choices=(0, 1), default=1, help="compare every result with its expected values")
+    flags.add_argument(
+        "-c", "--check", type=int, choices=(0, 1), default=1, help="compare every result with its expected values"
+    )
     flags.add_argument("-z", "--blocking", type=int, default=1, metavar="0|1", help="ignored: every call blocks")
-    flags.add_argument("--evict", type=size, default="0", metavar="SIZE", help="bytes that each rank writes before each call: cold caches")
+    flags.add_argument(
+        "--evict",
+        type=size,
+        default="0",
+        metavar="SIZE",
+        help="bytes that each rank writes before each call: cold caches",
+    )
     add_contestants(flags)
-    flags.add_argument("-J", "--json", type=Path, default=None, metavar="FILE", help="write everything measured to FILE")
-    flags.add_argument("--plot", type=Path, default=None, metavar="FILE", help="write the bandwidth curves, as PNG and as SVG")
+    flags.add_argument(
+        "-J", "--json", type=Path, default=None, metavar="FILE", help="write everything measured to FILE"
+    )
+    flags.add_argument(
+        "--plot", type=Path, default=None, metavar="FILE", help="write the bandwidth curves, as PNG and as SVG"
+    )
     return flags
 
 
@@ -175,7 +212,9 @@ def add_device(flags: Parser, peers: Mapping[str, Sequence[str]]) -> None:
     every = [name for group in peers.values() for name in group]
     told = "; ".join(f"{device}: {', '.join(group)}" for device, group in peers.items())
     flags.add_argument("--device", choices=DEVICES, default="cpu", help="where the buffers lie")
-    flags.add_argument("--peers", type=names("peer", every), default=(), metavar="LIST", help=f"also time these ({told})")
+    flags.add_argument(
+        "--peers", type=names("peer", every), default=(), metavar="LIST", help=f"also time these ({told})"
+    )
     flags.set_defaults(peers_of=peers)
 
 
@@ -183,10 +222,18 @@ def add_contestants(flags: Parser) -> None:
     """Who takes part besides ours: peers, and ours with algorithms and transports forced."""
     add_device(flags, PEERS)
     flags.add_argument(
-        "--algorithm", type=names("algorithm", ALGORITHMS), default=(), metavar="LIST", help="also time ours with: " + ", ".join(ALGORITHMS)
+        "--algorithm",
+        type=names("algorithm", ALGORITHMS),
+        default=(),
+        metavar="LIST",
+        help="also time ours with: " + ", ".join(ALGORITHMS),
     )
     flags.add_argument(
-        "--transport", type=names("transport", TRANSPORTS), default=(), metavar="LIST", help="also time ours over: " + ", ".join(TRANSPORTS)
+        "--transport",
+        type=names("transport", TRANSPORTS),
+        default=(),
+        metavar="LIST",
+        help="also time ours over: " + ", ".join(TRANSPORTS),
     )
 
 
@@ -205,7 +252,9 @@ def settings(flags: Parser, arguments: Sequence[str] | None) -> Settings:
     """Parse the command line; an argument that cannot be right ends the process with status 2."""
     given = flags.parse_args(arguments)
     check_device(flags, given)
-    largest = max(given.minbytes, 32 << 20 if given.maxbytes is None and given.minbytes < 32 << 20 else given.maxbytes or 0)
+    largest = max(
+        given.minbytes, 32 << 20 if given.maxbytes is None and given.minbytes < 32 << 20 else given.maxbytes or 0
+    )
     if given.maxbytes is not None and given.maxbytes < given.minbytes:
         flags.error(f"argument -e/--maxbytes: {given.maxbytes} is less than -b/--minbytes {given.minbytes}")
     if given.stepbytes < 1:

@@ -24,8 +24,8 @@ class Unavailable(Exception):
 class Case:
     """One row of the table, and the two private buffers that all contestants share.
 
-    ``send`` is this rank's input and is never written during a measurement; ``work`` takes the peers' results, or is the
-    tensor of an in-place call. Both are 1-D arrays of ``dtype``, NumPy's or CuPy's.
+    ``send`` is this rank's input and is never written during a measurement; ``work`` takes the peers' results, or is
+    the tensor of an in-place call. Both are 1-D arrays of ``dtype``, NumPy's or CuPy's.
     """
 
     dtype: np.dtype
@@ -47,7 +47,8 @@ Forced = dict[str, Any]
 """``algorithm=`` and ``transport=``, as far as they are forced."""
 
 Result = Callable[[], Any]
-"""A call that is ready to be timed; returns the array that holds this rank's result, which a GPU may still be writing."""
+"""A call that is ready to be timed; returns the array that holds this rank's result, which a GPU may still be
+writing."""
 
 
 @dataclass(frozen=True)

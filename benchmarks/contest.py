@@ -29,7 +29,15 @@ Peers = dict[str, Peer]
 class Contest:
     """A collective, its contestants, and the two buffers that all rows use: allocated once, for the largest size."""
 
-    def __init__(self, collective: Collective, settings: Settings, ranks: Ranks, peers: Peers, largest: int, memory: Memory = HOST) -> None:
+    def __init__(
+        self,
+        collective: Collective,
+        settings: Settings,
+        ranks: Ranks,
+        peers: Peers,
+        largest: int,
+        memory: Memory = HOST,
+    ) -> None:
         self.collective, self.settings, self.ranks, self.memory = collective, settings, ranks, memory
         self._buffers = memory.zeros(largest, np.uint8), memory.zeros(largest, np.uint8)
         self.contestants: dict[str, Prepare] = {OURS: partial(collective.ours, {})}
@@ -52,7 +60,9 @@ class Contest:
         size = self.ranks.size
         send, work = (
             buffer[: count * parts(size) * dtype.itemsize].view(dtype)
-            for buffer, parts in zip(self._buffers, (self.collective.send_parts, self.collective.receive_parts), strict=True)
+            for buffer, parts in zip(
+                self._buffers, (self.collective.send_parts, self.collective.receive_parts), strict=True
+            )
         )
         return Case(dtype, op, self.settings.root, self.ranks.rank, size, count, send, work)
 
@@ -68,7 +78,9 @@ class Contest:
             else:
                 calls[name], wrong[name] = outcome
         settings = self.settings
-        seconds = alternate(self.ranks, list(calls.values()), settings.warmup, settings.iterations, tick, settings.evict, self.memory)
+        seconds = alternate(
+            self.ranks, list(calls.values()), settings.warmup, settings.iterations, tick, settings.evict, self.memory
+        )
         times = dict(zip(calls, seconds * 1e6, strict=True))
         limit = Summary.of(times[FLOOR]).median if FLOOR in times else None
         common: dict[str, Any] = {
@@ -88,15 +100,19 @@ class Contest:
                 records.append(Record(contestant=name, unavailable=reasons[name], **common))
                 continue
             ratio = Summary.of(times[name] / times[OURS]) if OURS in times and name != OURS else None
-            records.append(Record(contestant=name, wrong=wrong[name], time=Summary.of(times[name]), ratio=ratio, limit=limit, **common))
+            records.append(
+                Record(
+                    contestant=name, wrong=wrong[name], time=Summary.of(times[name]), ratio=ratio, limit=limit, **common
+                )
+            )
         return records
 
     def attempt(self, name: str, case: Case, mode: str) -> tuple[Result, int | None] | str:
         """Prepare a contestant and call it once with fresh values.
 
         Returns:
-            The call and its wrong values on all ranks (None if unchecked), or the reason why a rank cannot do it; the same
-            kind on every rank.
+            The call and its wrong values on all ranks (None if unchecked), or the reason why a rank cannot do it; the
+            same kind on every rank.
         """
         values = Values(case.dtype, case.op, case.size)
         for array in (case.send, case.work):
@@ -108,8 +124,8 @@ class Contest:
         except Unavailable as error:
             reason = str(error)
         except Exception as error:
-            # A dtype that a peer refuses, an algorithm that does not fit these ranks: not this row, but the run goes on.
-            # Ours may refuse an argument; any other failure of it must end the run.
+            # A dtype that a peer refuses, an algorithm that does not fit these ranks: not this row, but the run goes
+            # on. Ours may refuse an argument; any other failure of it must end the run.
             if name == OURS and not isinstance(error, (TypeError, ValueError)):
                 raise
             reason = f"{name}: {type(error).__name__}: {error}"

@@ -1,4 +1,5 @@
-"""``make demo``: two ranks, a short bandwidth table with its plot, and real gradients all-reduced. One process starts it.
+"""``make demo``: two ranks, a short bandwidth table with its plot, and real gradients all-reduced. One process starts
+it.
 
 Writes into ``demo-output/``: allreduce.json, .png and .svg; training.png; the weights of both training runs.
 """
@@ -24,7 +25,9 @@ _ACCURACY = 0.95
 
 def main() -> None:
     """Run both parts; ends with status 1 if the training does not come out as it must."""
-    flags = Parser(prog="benchmarks.demo", description="A bandwidth table and a data-parallel training, on this machine.")
+    flags = Parser(
+        prog="benchmarks.demo", description="A bandwidth table and a data-parallel training, on this machine."
+    )
     flags.add_argument("-np", "--ranks", type=whole_number(1), default=2, metavar="N", help="ranks")
     flags.add_argument("--output", type=Path, default=ROOT / "demo-output", metavar="FOLDER", help="where the files go")
     given = flags.parse_args()
@@ -53,15 +56,19 @@ def _training(ranks: int, output: Path) -> None:
     _run("The same training in a single process, for comparison", [sys.executable, program, "--save", str(alone)])
     with np.load(together) as parallel, np.load(alone) as single:
         names = [name for name in single.files if not name.startswith("history.")]
-        difference = max(float(np.abs(parallel[name] - single[name]).max() / np.abs(single[name]).max()) for name in names)
+        difference = max(
+            float(np.abs(parallel[name] - single[name]).max() / np.abs(single[name]).max()) for name in names
+        )
         accuracy = float(parallel["history.test_accuracy"][-1])
         _draw({f"{ranks} ranks": dict(parallel), "1 process": dict(single)}, output / "training.png")
     print(
-        f"\ntest accuracy {accuracy:.4f}; largest relative difference of the weights between {ranks} ranks and 1 process: {difference:.1e}"
+        f"\ntest accuracy {accuracy:.4f}; largest relative difference of the weights between {ranks} ranks and 1 "
+        f"process: {difference:.1e}"
     )
     if not (difference <= _TOLERANCE and accuracy > _ACCURACY):
         print(
-            f"benchmarks.demo: error: expected a difference of at most {_TOLERANCE:g} and a test accuracy above {_ACCURACY}",
+            f"benchmarks.demo: error: expected a difference of at most {_TOLERANCE:g} and a test accuracy above "
+            f"{_ACCURACY}",
             file=sys.stderr,
         )
         sys.exit(1)
@@ -104,7 +111,8 @@ def _launch(title: str, ranks: int, program: list[str]) -> None:
 def _run(title: str, command: list[str]) -> None:
     """Show and run a command from the checkout's root; a failure ends the demo with its status."""
     print(f"\n=== {title}\n", flush=True)
-    # One thread of linear algebra a rank: the ranks share the cores, and threads that spin would take them from each other.
+    # One thread of linear algebra a rank: the ranks share the cores, and threads that spin would take them from each
+    # other.
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
     status = subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
     if status:

@@ -1,7 +1,9 @@
-"""Where a benchmark's buffers lie: in the host's memory, or on a GPU. The contestants and the stopwatch know no other difference.
+"""Where a benchmark's buffers lie: in the host's memory, or on a GPU. The contestants and the stopwatch know no other
+difference.
 
-A call on a GPU returns before its work is done, so what is timed there is the call and the synchronisation of the current stream: the
-host's clock then covers the launch, the device's work, and the wait, as a program that needs the result would see them.
+A call on a GPU returns before its work is done, so what is timed there is the call and the synchronisation of the
+current stream: the host's clock then covers the launch, the device's work, and the wait, as a program that needs the
+result would see them.
 """
 
 from __future__ import annotations
@@ -109,7 +111,8 @@ class Cuda:
         return free
 
     def shared_by(self, local_size: int) -> str | None:
-        """Why NCCL cannot connect this many ranks of the host, or None: it wants a GPU for each, or to be asked for the mode without."""
+        """Why NCCL cannot connect this many ranks of the host, or None: it wants a GPU for each, or to be asked for the
+        mode without."""
         nccl = importlib.import_module("cupy.cuda.nccl")
         if not nccl.available:
             return "CuPy finds no NCCL: pip install nvidia-nccl-cu13 (or -cu12)"
@@ -118,7 +121,9 @@ class Cuda:
         version = nccl.get_version()
         if version >= 23000 and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1":
             return None
-        return f"{local_size} ranks on {self.gpus} GPU: needs NCCL 2.30 (found {version}) and NCCL_MULTI_RANK_GPU_ENABLE=1"
+        return (
+            f"{local_size} ranks on {self.gpus} GPU: needs NCCL 2.30 (found {version}) and NCCL_MULTI_RANK_GPU_ENABLE=1"
+        )
 
 
 def why_not(device: str) -> str | None:

@@ -1,8 +1,8 @@
 """A training step's gradients: ``collectivesrun -np 2 python -m benchmarks.gradients --peers mpi,flat,gloo``.
 
-Each parameter of a model has a gradient in memory of its own. A step submits them all, the last layer first, as a backward pass
-brings them forth, and waits for all. The contestants do the same sums on the same tensors, and take turns step by step; only
-``flat`` sums one buffer of the same size, which is what packing would cost nothing for.
+Each parameter of a model has a gradient in memory of its own. A step submits them all, the last layer first, as a
+backward pass brings them forth, and waits for all. The contestants do the same sums on the same tensors, and take turns
+step by step; only ``flat`` sums one buffer of the same size, which is what packing would cost nothing for.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ class Gradients:
         self._values = Values(np.dtype(np.float32), "sum", size)
 
     def fill(self) -> None:
-        """Give every tensor its values; they differ from rank to rank and from tensor to tensor, so that none can stand for another."""
+        """Give every tensor its values; they differ from rank to rank and from tensor to tensor, so that none can stand
+        for another."""
         self.place.fill(self.flat, lambda out: self._values.fill(out, self._rank))
         start = 0
         for tensor in self.tensors:
@@ -77,20 +78,33 @@ class Gradients:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and print, on rank 0; wrong values end the process with status 1."""
-    flags = cli.Parser(prog="benchmarks.gradients", description="Time a training step's all-reduces of all gradients of a model.")
+    flags = cli.Parser(
+        prog="benchmarks.gradients", description="Time a training step's all-reduces of all gradients of a model."
+    )
     flags.add_argument("--model", choices=tuple(MODELS), default="resnet50", help="whose parameters")
     cli.add_device(flags, PEERS)
-    flags.add_argument("-n", "--steps", type=cli.whole_number(1), default=20, metavar="N", help="timed steps per contestant")
-    flags.add_argument("-w", "--warmup", type=cli.whole_number(0), default=5, metavar="N", help="untimed steps before them")
+    flags.add_argument(
+        "-n", "--steps", type=cli.whole_number(1), default=20, metavar="N", help="timed steps per contestant"
+    )
+    flags.add_argument(
+        "-w", "--warmup", type=cli.whole_number(0), default=5, metavar="N", help="untimed steps before them"
+    )
     flags.add_argument("--out-of-place", action="store_true", help="ours returns new arrays; the peers go on in place")
     flags.add_argument("--blocking", action="store_true", help="ours waits for each tensor before the next")
-    flags.add_argument("-J", "--json", type=Path, default=None, metavar="FILE", help="write everything measured to FILE")
+    flags.add_argument(
+        "-J", "--json", type=Path, default=None, metavar="FILE", help="write everything measured to FILE"
+    )
     given = flags.parse_args(arguments)
     cli.check_device(flags, given)
     with session() as ranks:
         content = measure(given, ranks)
         if given.json and ranks.rank == 0:
-            head = {"benchmark": "gradients", "ranks": ranks.size, "machine": report.machine(), "unit": "milliseconds per step"}
+            head = {
+                "benchmark": "gradients",
+                "ranks": ranks.size,
+                "machine": report.machine(),
+                "unit": "milliseconds per step",
+            }
             report.write(given.json, {**head, **content})
     if any(record["wrong"] for record in content["records"]):
         sys.exit(1)
@@ -111,8 +125,16 @@ def measure(given: Any, ranks: Ranks) -> dict[str, Any]:
             else:
                 steps[name] = outcome
         kind = f"{'blocking' if given.blocking else 'asynchronous'}, {'out of place' if given.out_of_place else 'in place'}"
-        say(ranks, f"# gradients of {given.model}: {count} float32 tensors, {nbytes / 1e6:.1f} MB; ours: {kind}; {ranks.size} ranks")
-        say(ranks, f"# {report.mpi_library() or 'no MPI'}; medians of {given.steps} steps of the slowest rank, the contestants in turn")
+        say(
+            ranks,
+            f"# gradients of {given.model}: {count} float32 tensors, {nbytes / 1e6:.1f} MB; ours: {kind}; "
+            f"{ranks.size} ranks",
+        )
+        say(
+            ranks,
+            f"# {report.mpi_library() or 'no MPI'}; medians of {given.steps} steps of the slowest rank, the "
+            f"contestants in turn",
+        )
         wrong = {name: None if name == FLOOR else _check(step, gradients, ranks) for name, step in steps.items()}
         gradients.clear()
         with Progress(given.warmup + given.steps, ranks.rank == 0 and watched()) as progress:
@@ -219,7 +241,8 @@ def of_cupyx(peer: Cupyx, gradients: Gradients) -> Step:
 
 
 def of_floor(gradients: Gradients) -> Step:
-    """One plain copy of as many bytes on every rank at once: what would be left of a step if it did nothing but move bytes."""
+    """One plain copy of as many bytes on every rank at once: what would be left of a step if it did nothing but move
+    bytes."""
     source = gradients.place.zeros(gradients.flat.nbytes, np.uint8)
     # Written once: untouched zeros would all be read from one page.
     source.fill(0)
@@ -287,7 +310,10 @@ def cost_per_tensor(ranks: Ranks, count: int, steps: int, blocking: bool, place:
                 collectives.allreduce_(tensor, average=False, name=name)
             submitted = perf_counter()
         else:
-            handles = [collectives.allreduce_async_(tensor, average=False, name=name) for tensor, name in zip(tensors, names, strict=True)]
+            handles = [
+                collectives.allreduce_async_(tensor, average=False, name=name)
+                for tensor, name in zip(tensors, names, strict=True)
+            ]
             submitted = perf_counter()
             for handle in handles:
                 collectives.synchronize(handle)
@@ -310,7 +336,8 @@ def _count(step: Step, ranks: Ranks) -> dict[str, float]:
 
 
 def table(records: Sequence[dict[str, Any]]) -> str:
-    """A line per contestant: its time, its bandwidth, how it compares with ours in the same round, and its wrong values."""
+    """A line per contestant: its time, its bandwidth, how it compares with ours in the same round, and its wrong
+    values."""
     width = max(10, *(len(record["contestant"]) for record in records))
     heads = f"{'ms':>10}{'p25':>10}{'p75':>10}{'GB/s':>8}{'x ours':>9}{'p25':>8}{'p75':>8}{'#wrong':>8}"
     lines = [f"#{'contestant':<{width}}{heads}"]

@@ -9,10 +9,10 @@ First float32 sums of several sizes, eager and in a compiled program. The contes
     mpi4py          MPI's Allreduce on numpy.asarray(x) into new memory, and what JAX makes of it
     engine          collectives.allreduce of the NumPy view of x: what our calls cannot be quicker than
 
-Then what all gradients of a step cost beyond the engine's own time, as 25 tensors of 1,000,000 elements and as 161 small ones: a compiled
-program adds to its operands, combines them, and multiplies. ``alone`` is that very program for a process set of this rank only, which
-moves nothing; a call's cost is its time minus that of ``alone`` in the same round, and what is beyond the engine's is that minus the
-engine's grouped call of the same round.
+Then what all gradients of a step cost beyond the engine's own time, as 25 tensors of 1,000,000 elements and as 161
+small ones: a compiled program adds to its operands, combines them, and multiplies. ``alone`` is that very program for a
+process set of this rank only, which moves nothing; a call's cost is its time minus that of ``alone`` in the same round,
+and what is beyond the engine's is that minus the engine's grouped call of the same round.
 """
 
 from __future__ import annotations
@@ -45,22 +45,38 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and print, on rank 0; wrong sums end the process with status 1."""
     flags = cli.Parser(prog="benchmarks.jax_bandwidth", description="All-reduces on JAX arrays, eager and compiled.")
     flags.add_argument("-n", "--iterations", type=cli.whole_number(1), default=30, metavar="N", help="timed rounds")
-    flags.add_argument("-w", "--warmup", type=cli.whole_number(0), default=5, metavar="N", help="untimed rounds before them")
-    flags.add_argument("--largest", type=cli.whole_number(1), default=SIZES[-1], metavar="BYTES", help="leave larger sizes out")
-    flags.add_argument("-J", "--json", type=Path, default=None, metavar="FILE", help="write everything measured to FILE")
+    flags.add_argument(
+        "-w", "--warmup", type=cli.whole_number(0), default=5, metavar="N", help="untimed rounds before them"
+    )
+    flags.add_argument(
+        "--largest", type=cli.whole_number(1), default=SIZES[-1], metavar="BYTES", help="leave larger sizes out"
+    )
+    flags.add_argument(
+        "-J", "--json", type=Path, default=None, metavar="FILE", help="write everything measured to FILE"
+    )
     given = flags.parse_args(arguments)
     hvd.init()
     try:
         with session() as ranks:
             say(
                 ranks,
-                f"# {ranks.size} ranks; jax {jax.__version__}; microseconds: medians of {given.iterations} rounds, the slowest rank's",
+                f"# {ranks.size} ranks; jax {jax.__version__}; microseconds: medians of {given.iterations} rounds, "
+                f"the slowest rank's",
             )
             rows, wrong = sizes(given, ranks)
             alone = [hvd.add_process_set([rank]) for rank in range(ranks.size)][ranks.rank]
-            steps = [step(name, lengths, alone, given, ranks) for name, lengths in STEPS.items() if max(lengths) * 4 <= given.largest]
+            steps = [
+                step(name, lengths, alone, given, ranks)
+                for name, lengths in STEPS.items()
+                if max(lengths) * 4 <= given.largest
+            ]
             if given.json and ranks.rank == 0:
-                head = {"benchmark": "jax_bandwidth", "ranks": ranks.size, "machine": report.machine(), "unit": "microseconds"}
+                head = {
+                    "benchmark": "jax_bandwidth",
+                    "ranks": ranks.size,
+                    "machine": report.machine(),
+                    "unit": "microseconds",
+                }
                 report.write(given.json, {**head, "records": rows, "steps": steps})
     finally:
         hvd.shutdown()
@@ -68,7 +84,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(1)
 
 
-# ---- one tensor ------------------------------------------------------------------------------------------------------------------------
+# ---- one tensor
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 def sizes(given: Any, ranks: Ranks) -> tuple[list[dict[str, Any]], int]:
@@ -91,7 +108,9 @@ def sizes(given: Any, ranks: Ranks) -> tuple[list[dict[str, Any]], int]:
         }
         peers = [name for name in ("mpi4jax", "mpi4py") if name in seconds]
         row["ratio"] = {
-            f"{ours}/{peer}": float(np.median(seconds[ours] / seconds[peer if ours == "eager" or peer == "mpi4py" else f"{peer}-jit"]))
+            f"{ours}/{peer}": float(
+                np.median(seconds[ours] / seconds[peer if ours == "eager" or peer == "mpi4py" else f"{peer}-jit"])
+            )
             for peer in peers
             for ours in ("eager", "jit", "jit-named")
         }
@@ -99,7 +118,12 @@ def sizes(given: Any, ranks: Ranks) -> tuple[list[dict[str, Any]], int]:
             heads = "".join(f"{name:>13}" for name in seconds) + "".join(f"{name:>19}" for name in row["ratio"])
             say(ranks, f"#    bytes{heads} #wrong")
         shown = "".join(f"{row['time'][name]['median']:>13.1f}" for name in seconds)
-        say(ranks, f"{nbytes:>10}{shown}" + "".join(f"{ratio:>19.2f}" for ratio in row["ratio"].values()) + f"{sum(bad.values()):>7}")
+        say(
+            ranks,
+            f"{nbytes:>10}{shown}"
+            + "".join(f"{ratio:>19.2f}" for ratio in row["ratio"].values())
+            + f"{sum(bad.values()):>7}",
+        )
         rows.append(row)
     return rows, wrong
 
@@ -140,7 +164,8 @@ def contestants(x: Any, ranks: Ranks) -> dict[str, Call]:
     return calls
 
 
-# ---- all gradients of a step -----------------------------------------------------------------------------------------------------------
+# ---- all gradients of a step
+# -----------------------------------------------------------------------------------------------------------
 
 
 def step(name: str, lengths: Sequence[int], own: Any, given: Any, ranks: Ranks) -> dict[str, Any]:
@@ -169,9 +194,17 @@ def step(name: str, lengths: Sequence[int], own: Any, given: Any, ranks: Ranks) 
         "eager": seconds["eager"] - seconds["engine"],
     }
     shown = ", ".join(f"{each} {np.median(times):.0f}" for each, times in seconds.items())
-    say(ranks, f"# {name}: {shown}; beyond the engine: " + ", ".join(f"{each} {np.median(times):+.0f}" for each, times in beyond.items()))
+    say(
+        ranks,
+        f"# {name}: {shown}; beyond the engine: "
+        + ", ".join(f"{each} {np.median(times):+.0f}" for each, times in beyond.items()),
+    )
     found = {each: Summary.of(times).as_dict() for each, times in seconds.items()}
-    return {"step": name, "time": found, "beyond": {each: Summary.of(times).as_dict() for each, times in beyond.items()}}
+    return {
+        "step": name,
+        "time": found,
+        "beyond": {each: Summary.of(times).as_dict() for each, times in beyond.items()},
+    }
 
 
 def timed(calls: dict[str, Call], given: Any, ranks: Ranks) -> dict[str, np.ndarray]:

@@ -1,14 +1,15 @@
 """Keras ``fit``: ``KERAS_BACKEND=tensorflow collectivesrun -np 2 python -m benchmarks.keras_fit``.
 
-What does communication add to a step of ``model.fit``? The contestants train the same network on the same batch, and take turns fit by fit:
+What does communication add to a step of ``model.fit``? The contestants train the same network on the same batch, and
+take turns fit by fit:
 
     alone          Keras 3 with a plain optimizer: every rank for itself
     collectives    Keras 3 with our DistributedOptimizer
     legacy         tf_keras (Keras 2) with a plain optimizer
     strategy       tf_keras in a MultiWorkerMirroredStrategy, rings over gRPC: Keras 3 has none for several workers
 
-What ours adds is its time minus that of ``alone`` in the same round, and what the strategy adds its time minus that of ``legacy``.
-On the JAX and torch backends only the first two run.
+What ours adds is its time minus that of ``alone`` in the same round, and what the strategy adds its time minus that of
+``legacy``. On the JAX and torch backends only the first two run.
 """
 
 from __future__ import annotations
@@ -44,15 +45,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
     flags.add_argument("--batch", type=cli.whole_number(1), default=32, metavar="N", help="samples of a rank's batch")
     flags.add_argument("--steps", type=cli.whole_number(1), default=20, metavar="N", help="steps of a fit")
     flags.add_argument("-n", "--iterations", type=cli.whole_number(1), default=10, metavar="N", help="timed rounds")
-    flags.add_argument("-w", "--warmup", type=cli.whole_number(1), default=2, metavar="N", help="untimed rounds before them")
-    flags.add_argument("-J", "--json", type=Path, default=None, metavar="FILE", help="write everything measured to FILE")
+    flags.add_argument(
+        "-w", "--warmup", type=cli.whole_number(1), default=2, metavar="N", help="untimed rounds before them"
+    )
+    flags.add_argument(
+        "-J", "--json", type=Path, default=None, metavar="FILE", help="write everything measured to FILE"
+    )
     given = flags.parse_args(arguments)
     # On other backends there is no such peer, and TensorFlow may not be there.
-    given.peers = (STRATEGY,) if os.environ.get("KERAS_BACKEND", "tensorflow") == "tensorflow" and not given.alone else ()
+    given.peers = (
+        (STRATEGY,) if os.environ.get("KERAS_BACKEND", "tensorflow") == "tensorflow" and not given.alone else ()
+    )
     with session() as ranks:
         content = measure(given, ranks)
         if given.json and ranks.rank == 0:
-            head = {"benchmark": "keras_fit", "ranks": ranks.size, "machine": report.machine(), "unit": "milliseconds per step"}
+            head = {
+                "benchmark": "keras_fit",
+                "ranks": ranks.size,
+                "machine": report.machine(),
+                "unit": "milliseconds per step",
+            }
             report.write(given.json, {**head, **content})
 
 
@@ -86,8 +98,16 @@ def measure(given: Any, ranks: Ranks) -> dict[str, Any]:
         machine = report.machine()
         where = f"{ranks.size} ranks, each on {machine['usable_cores']} of {machine['cores']} cores"
         parameters = ours.count_params()
-        say(ranks, f"# {given.model}: {parameters} parameters; {where}; Keras {keras.__version__} on {keras.backend.backend()}")
-        say(ranks, f"# medians of {given.iterations} fits of {given.steps} steps, the slowest rank's time, milliseconds per step")
+        say(
+            ranks,
+            f"# {given.model}: {parameters} parameters; {where}; Keras {keras.__version__} on "
+            f"{keras.backend.backend()}",
+        )
+        say(
+            ranks,
+            f"# medians of {given.iterations} fits of {given.steps} steps, the slowest rank's time, milliseconds per "
+            f"step",
+        )
         with Progress(given.warmup + given.iterations, ranks.rank == 0 and watched()) as progress:
             seconds = alternate(ranks, fits, given.warmup, given.iterations, progress.tick)
     records = summarize(dict(zip(trained, seconds * 1e3 / given.steps, strict=True)))
@@ -132,7 +152,9 @@ def summarize(times: dict[str, np.ndarray]) -> list[dict[str, Any]]:
 
 def table(records: Sequence[dict[str, Any]]) -> str:
     """A line per contestant, and ours against theirs."""
-    lines = [f"#{'contestant':<12}" + "".join(f"{head:>10}" for head in ("step ms", "p25", "p75", "adds ms", "p25", "p75"))]
+    lines = [
+        f"#{'contestant':<12}" + "".join(f"{head:>10}" for head in ("step ms", "p25", "p75", "adds ms", "p25", "p75"))
+    ]
     for record in records:
         cells = [
             f"{found[key]:>10.3f}" if (found := record[part]) else f"{'-':>10}"

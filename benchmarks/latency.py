@@ -1,8 +1,9 @@
 """Blocking small all-reduces in a tight loop: ``collectivesrun -np 2 python -m benchmarks.latency --peers mpi,gloo``.
 
-One sample is a batch: a barrier, then the same in-place call many times over, as a training loop would make it; its time
-divided by the number of calls, and the slowest rank counts. Batches of the contestants alternate. The tensor is zero, so
-that a sum repeated a million times stays what it is. On a GPU each call is followed by the wait for its stream.
+One sample is a batch: a barrier, then the same in-place call many times over, as a training loop would make it; its
+time divided by the number of calls, and the slowest rank counts. Batches of the contestants alternate. The tensor is
+zero, so that a sum repeated a million times stays what it is. On a GPU each call is followed by the wait for its
+stream.
 """
 
 from __future__ import annotations
@@ -28,14 +29,22 @@ from benchmarks.ranks import Ranks
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and print, on rank 0."""
-    flags = cli.Parser(prog="benchmarks.latency", description="Microseconds per blocking in-place all-reduce in a tight loop.")
+    flags = cli.Parser(
+        prog="benchmarks.latency", description="Microseconds per blocking in-place all-reduce in a tight loop."
+    )
     flags.add_argument("-b", "--minbytes", type=cli.size, default="4", metavar="SIZE", help="smallest size")
     flags.add_argument("-e", "--maxbytes", type=cli.size, default="64K", metavar="SIZE", help="largest size")
-    flags.add_argument("-f", "--stepfactor", type=cli.whole_number(2), default=4, metavar="FACTOR", help="next size = size * FACTOR")
-    flags.add_argument("-n", "--batches", type=cli.whole_number(1), default=21, metavar="N", help="timed batches per contestant")
+    flags.add_argument(
+        "-f", "--stepfactor", type=cli.whole_number(2), default=4, metavar="FACTOR", help="next size = size * FACTOR"
+    )
+    flags.add_argument(
+        "-n", "--batches", type=cli.whole_number(1), default=21, metavar="N", help="timed batches per contestant"
+    )
     flags.add_argument("-m", "--calls", type=cli.whole_number(1), default=200, metavar="N", help="calls per batch")
     cli.add_contestants(flags)
-    flags.add_argument("-J", "--json", type=Path, default=None, metavar="FILE", help="write everything measured to FILE")
+    flags.add_argument(
+        "-J", "--json", type=Path, default=None, metavar="FILE", help="write everything measured to FILE"
+    )
     given = flags.parse_args(arguments)
     cli.check_device(flags, given)
     settings = cli.Settings(
@@ -68,7 +77,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if started:
             collectives.shutdown()
     if given.json and ranks.rank == 0:
-        content = {"benchmark": "latency", "ranks": ranks.size, "machine": report.machine(), "unit": "microseconds per call"}
+        content = {
+            "benchmark": "latency",
+            "ranks": ranks.size,
+            "machine": report.machine(),
+            "unit": "microseconds per call",
+        }
         report.write(given.json, {**content, "batches": given.batches, "calls": given.calls, "records": results})
 
 
@@ -78,10 +92,15 @@ def measure(settings: cli.Settings, calls: int, ranks: Ranks, peers: Peers, plac
     names = [name for name in contest.contestants if name != FLOOR]
     say = print if ranks.rank == 0 else _silent
     say(f"# in-place float32 sum, {ranks.size} ranks; {report.mpi_library() or 'no MPI'}")
-    say(f"# microseconds per call: median (p25 - p75) of {settings.iterations} batches of {calls} calls, the contestants' batches in turn")
+    say(
+        f"# microseconds per call: median (p25 - p75) of {settings.iterations} batches of {calls} calls, the "
+        f"contestants' batches in turn"
+    )
     say(f"#{'size':>11}" + "".join(f"{name:>32}" for name in names), flush=True)
     results: list[dict[str, Any]] = []
-    with Progress(len(settings.sizes) * (settings.warmup + settings.iterations), ranks.rank == 0 and watched()) as progress:
+    with Progress(
+        len(settings.sizes) * (settings.warmup + settings.iterations), ranks.rank == 0 and watched()
+    ) as progress:
         for size in settings.sizes:
             case = contest.case(np.dtype(np.float32), "sum", size // 4)
             batches: dict[str, Callable[[], None]] = {}
@@ -93,9 +112,19 @@ def measure(settings: cli.Settings, calls: int, ranks: Ranks, peers: Peers, plac
                 else:
                     batches[name] = _batch(place.finished(outcome[0]), calls)
             case.work.fill(0)
-            samples = alternate(ranks, list(batches.values()), settings.warmup, settings.iterations, progress.tick) / calls * 1e6
+            samples = (
+                alternate(ranks, list(batches.values()), settings.warmup, settings.iterations, progress.tick)
+                / calls
+                * 1e6
+            )
             found = {name: Summary.of(row) for name, row in zip(batches, samples, strict=True)}
-            results.append({"size": size, "unavailable": reasons, "contestants": {name: times.as_dict() for name, times in found.items()}})
+            results.append(
+                {
+                    "size": size,
+                    "unavailable": reasons,
+                    "contestants": {name: times.as_dict() for name, times in found.items()},
+                }
+            )
             progress.clear()
             say(f" {size:>11}" + "".join(f"{_cell(found.get(name)):>32}" for name in names), flush=True)
     for reason in dict.fromkeys(reason for result in results for reason in result["unavailable"].values()):

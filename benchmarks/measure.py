@@ -1,7 +1,8 @@
-"""The stopwatch: contestants take turns call by call, so that whatever the machine does meanwhile hits all of them alike.
+"""The stopwatch: contestants take turns call by call, so that whatever the machine does meanwhile hits all of them
+alike.
 
-Time of a call: a barrier outside the timed part, then the clock around one call on each rank; the slowest rank counts. On a GPU a call
-lasts until its stream has done the work.
+Time of a call: a barrier outside the timed part, then the clock around one call on each rank; the slowest rank counts.
+On a GPU a call lasts until its stream has done the work.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ def alternate(
 ) -> np.ndarray:
     """Time every call ``iterations`` times after ``warmup`` untimed rounds.
 
-    The order rotates from round to round, so that nobody always finds the cache as the same neighbour left it. With ``evict``
-    every rank overwrites that many bytes before each call, so that everybody's buffers have left the nearest caches.
+    The order rotates from round to round, so that nobody always finds the cache as the same neighbour left it. With
+    ``evict`` every rank overwrites that many bytes before each call, so that everybody's buffers have left the nearest
+    caches.
 
     Returns:
         Seconds, float64, shape (calls, iterations), the maximum over the ranks; the same on every rank.

@@ -1,11 +1,11 @@
 """What an all-reduce costs in memory: ``collectivesrun -np 2 python -m benchmarks.memory``.
 
 Three questions. How far does resident memory rise above the tensors during a call (peak, from the kernel's high-water
-mark)? Does it stay flat over very many calls? And what does the Python side allocate per call (tracemalloc, which NumPy's
-buffers report to as well)? The largest value of all ranks is shown.
+mark)? Does it stay flat over very many calls? And what does the Python side allocate per call (tracemalloc, which
+NumPy's buffers report to as well)? The largest value of all ranks is shown.
 
-``--operations 1000000`` asks instead whether resident memory stays flat over so many small operations, first asynchronous and
-named, then blocking.
+``--operations 1000000`` asks instead whether resident memory stays flat over so many small operations, first
+asynchronous and named, then blocking.
 """
 
 from __future__ import annotations
@@ -40,19 +40,32 @@ def main(arguments: Sequence[str] | None = None) -> None:
     flags = cli.Parser(prog="benchmarks.memory", description="Memory that all-reduces need: peak, growth, allocations.")
     flags.add_argument("-b", "--minbytes", type=cli.size, default="1M", metavar="SIZE", help="smallest size")
     flags.add_argument("-e", "--maxbytes", type=cli.size, default="256M", metavar="SIZE", help="largest size")
-    flags.add_argument("-f", "--stepfactor", type=cli.whole_number(2), default=4, metavar="FACTOR", help="next size = size * FACTOR")
-    flags.add_argument("-n", "--calls", type=cli.whole_number(10), default=100_000, metavar="N", help="calls in the test of flatness")
     flags.add_argument(
-        "-m", "--operations", type=cli.whole_number(_SAMPLES * _NAMES), default=None, metavar="N", help="only the flatness of N operations"
+        "-f", "--stepfactor", type=cli.whole_number(2), default=4, metavar="FACTOR", help="next size = size * FACTOR"
     )
-    flags.add_argument("-J", "--json", type=Path, default=None, metavar="FILE", help="write everything measured to FILE")
+    flags.add_argument(
+        "-n", "--calls", type=cli.whole_number(10), default=100_000, metavar="N", help="calls in the test of flatness"
+    )
+    flags.add_argument(
+        "-m",
+        "--operations",
+        type=cli.whole_number(_SAMPLES * _NAMES),
+        default=None,
+        metavar="N",
+        help="only the flatness of N operations",
+    )
+    flags.add_argument(
+        "-J", "--json", type=Path, default=None, metavar="FILE", help="write everything measured to FILE"
+    )
     given = flags.parse_args(arguments)
     started = not collectives.is_initialized()
     if started:
         collectives.init()
     ranks = Ranks()
     try:
-        problem = ranks.agree(check_memory(max(given.minbytes, given.maxbytes), False, ranks.local_size, available_bytes()))
+        problem = ranks.agree(
+            check_memory(max(given.minbytes, given.maxbytes), False, ranks.local_size, available_bytes())
+        )
         results = None if problem else flatness(given.operations, ranks) if given.operations else measure(given, ranks)
     finally:
         if started:
@@ -78,8 +91,13 @@ def measure(given: Any, ranks: Ranks) -> list[dict[str, Any]]:
         inside = _peak(ranks, partial(collectives.allreduce_, tensor, op=collectives.Sum))
         outside = _peak(ranks, partial(collectives.allreduce, tensor, op=collectives.Sum)) - tensor.nbytes
         allocated, _ = _traced(ranks, tensor, 10)
-        results.append({"size": tensor.nbytes, "in_place": inside, "out_of_place": outside, "allocated_per_call": allocated})
-        say(f" {short_bytes(size):>9}{inside / 2**20:>24.2f}{max(0, outside) / 2**20:>16.2f}{allocated / 2**20:>32.4f}", flush=True)
+        results.append(
+            {"size": tensor.nbytes, "in_place": inside, "out_of_place": outside, "allocated_per_call": allocated}
+        )
+        say(
+            f" {short_bytes(size):>9}{inside / 2**20:>24.2f}{max(0, outside) / 2**20:>16.2f}{allocated / 2**20:>32.4f}",
+            flush=True,
+        )
         del tensor
     tensor = np.zeros(_SMALL // 4, np.float32)
     allocated, kept = _traced(ranks, tensor, 1000)
@@ -89,7 +107,9 @@ def measure(given: Any, ranks: Ranks) -> list[dict[str, Any]]:
         collectives.allreduce_(tensor, op=collectives.Sum)
     gc.collect()
     growth = int(ranks.maximum(np.array([resident() - before], np.float64))[0])
-    results.append({"calls": given.calls, "size": _SMALL, "growth": growth, "allocated_per_call": allocated, "kept_per_call": kept})
+    results.append(
+        {"calls": given.calls, "size": _SMALL, "growth": growth, "allocated_per_call": allocated, "kept_per_call": kept}
+    )
     say(f"# {given.calls} calls of {short_bytes(_SMALL)} in place: resident memory grew by {growth / 1024:.0f} KiB")
     return results
 
@@ -101,7 +121,10 @@ def flatness(operations: int, ranks: Ranks) -> list[dict[str, Any]]:
     names = [f"tensor {index}" for index in range(_NAMES)]
 
     def asynchronous() -> None:
-        handles = [collectives.allreduce_async_(tensor, op=collectives.Sum, name=name) for tensor, name in zip(tensors, names, strict=True)]
+        handles = [
+            collectives.allreduce_async_(tensor, op=collectives.Sum, name=name)
+            for tensor, name in zip(tensors, names, strict=True)
+        ]
         for handle in handles:
             collectives.synchronize(handle)
 
@@ -109,7 +132,10 @@ def flatness(operations: int, ranks: Ranks) -> list[dict[str, Any]]:
         for tensor in tensors:
             collectives.allreduce_(tensor, op=collectives.Sum)
 
-    say(f"# {operations} operations on {short_bytes(_SMALL)} in place, {_NAMES} names or none, {ranks.size} ranks: KiB that resident")
+    say(
+        f"# {operations} operations on {short_bytes(_SMALL)} in place, {_NAMES} names or none, {ranks.size} ranks: "
+        f"KiB that resident"
+    )
     say("# memory has grown since the first batch, after each tenth of them; the largest of all ranks", flush=True)
     results: list[dict[str, Any]] = []
     for kind, batch in (("asynchronous", asynchronous), ("blocking", blocking)):
@@ -120,7 +146,8 @@ def flatness(operations: int, ranks: Ranks) -> list[dict[str, Any]]:
 
 
 def grown(batch: Callable[[], object], times: int) -> list[int]:
-    """By how many bytes resident memory has grown since the first of ``times`` calls, looked at ten times, evenly spread."""
+    """By how many bytes resident memory has grown since the first of ``times`` calls, looked at ten times, evenly
+    spread."""
     batch()
     gc.collect()
     before = resident()
@@ -138,7 +165,8 @@ def _silent(*text: object, **options: object) -> None:
 
 
 def _peak(ranks: Ranks, call: Callable[[], object]) -> int:
-    """Bytes by which the peak of resident memory during a call is above what it was before; the largest of all ranks."""
+    """Bytes by which the peak of resident memory during a call is above what it was before; the largest of all
+    ranks."""
     gc.collect()
     ranks.barrier()
     _forget_peak()
@@ -149,7 +177,8 @@ def _peak(ranks: Ranks, call: Callable[[], object]) -> int:
 
 
 def _traced(ranks: Ranks, tensor: np.ndarray, calls: int) -> tuple[int, float]:
-    """(the most that one call held at a time, what each of many kept on average), in bytes, the largest of all ranks."""
+    """(the most that one call held at a time, what each of many kept on average), in bytes, the largest of all
+    ranks."""
     collectives.allreduce_(tensor, op=collectives.Sum)
     tracemalloc.start()
     try:

@@ -1,7 +1,8 @@
-"""The shapes of models' parameters: what a data-parallel training all-reduces at each step. By construction, so that they can be checked.
+"""The shapes of models' parameters: what a data-parallel training all-reduces at each step. By construction, so that
+they can be checked.
 
-ResNet-50 is written as torchvision has it (stride in the 3x3 convolution, no bias before a batch normalisation): He et al.,
-"Deep Residual Learning for Image Recognition", 2015, table 1.
+ResNet-50 is written as torchvision has it (stride in the 3x3 convolution, no bias before a batch normalisation): He et
+al., "Deep Residual Learning for Image Recognition", 2015, table 1.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 """Communication beside computation: ``collectivesrun -np 2 python -m benchmarks.overlap --peers mpi,gloo``.
 
-Two questions. How much of an asynchronous all-reduce disappears behind a compute phase that gives the interpreter lock away?
+Two questions. How much of an asynchronous all-reduce disappears behind a compute phase that gives the interpreter lock
+away?
 
     hidden = 1 - (both - compute) / blocking
 
-where ``both`` is the time of submit, compute, synchronize: 100 % where the communication costs nothing, 0 % where it might as well
-have blocked, less where the two disturb each other. And how much longer does the all-reduce take while the main thread runs
-pure Python, and so holds that lock, than while it sleeps?
+where ``both`` is the time of submit, compute, synchronize: 100 % where the communication costs nothing, 0 % where it
+might as well have blocked, less where the two disturb each other. And how much longer does the all-reduce take while
+the main thread runs pure Python, and so holds that lock, than while it sleeps?
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ Call = Callable[[], object]
 
 @dataclass(frozen=True)
 class Contestant:
-    """One library's all-reduce of the same tensor: the whole call, and its beginning, which returns what waits for the end."""
+    """One library's all-reduce of the same tensor: the whole call, and its beginning, which returns what waits for the
+    end."""
 
     name: str
     blocking: Call
@@ -53,16 +55,30 @@ class Contestant:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and print, on rank 0."""
-    flags = cli.Parser(prog="benchmarks.overlap", description="How much of an asynchronous all-reduce hides behind computation.")
+    flags = cli.Parser(
+        prog="benchmarks.overlap", description="How much of an asynchronous all-reduce hides behind computation."
+    )
     flags.add_argument("-b", "--bytes", type=cli.size, default="64M", metavar="SIZE", help="size of the tensor")
     flags.add_argument("-n", "--rounds", type=cli.whole_number(1), default=15, metavar="N", help="timed rounds")
-    flags.add_argument("-w", "--warmup", type=cli.whole_number(0), default=3, metavar="N", help="untimed rounds before them")
-    flags.add_argument("-f", "--factor", type=float, default=2.0, metavar="FACTOR", help="compute phase = blocking time * FACTOR")
-    flags.add_argument("--compute", type=cli.names("kind", COMPUTE), default=COMPUTE, metavar="LIST", help=", ".join(COMPUTE))
     flags.add_argument(
-        "--peers", type=cli.names("peer", PEERS["cpu"]), default=(), metavar="LIST", help="also measure: " + ", ".join(PEERS["cpu"])
+        "-w", "--warmup", type=cli.whole_number(0), default=3, metavar="N", help="untimed rounds before them"
     )
-    flags.add_argument("-J", "--json", type=Path, default=None, metavar="FILE", help="write everything measured to FILE")
+    flags.add_argument(
+        "-f", "--factor", type=float, default=2.0, metavar="FACTOR", help="compute phase = blocking time * FACTOR"
+    )
+    flags.add_argument(
+        "--compute", type=cli.names("kind", COMPUTE), default=COMPUTE, metavar="LIST", help=", ".join(COMPUTE)
+    )
+    flags.add_argument(
+        "--peers",
+        type=cli.names("peer", PEERS["cpu"]),
+        default=(),
+        metavar="LIST",
+        help="also measure: " + ", ".join(PEERS["cpu"]),
+    )
+    flags.add_argument(
+        "-J", "--json", type=Path, default=None, metavar="FILE", help="write everything measured to FILE"
+    )
     given = flags.parse_args(arguments)
     with session() as ranks:
         records = measure(given, ranks)
@@ -91,7 +107,10 @@ def measure(given: Any, ranks: Ranks) -> list[dict[str, Any]]:
         machine = report.machine()
         where = f"{ranks.size} ranks, each on {machine['usable_cores']} of {machine['cores']} cores"
         say(ranks, f"# {short_bytes(tensor.nbytes)} float32 sum in place; {where}; milliseconds, medians")
-        say(ranks, f"#{'compute':<9}{'contestant':<14}{'blocking':>10}{'compute':>10}{'both':>10}{'hidden %':>10}{'p25':>8}{'p75':>8}")
+        say(
+            ranks,
+            f"#{'compute':<9}{'contestant':<14}{'blocking':>10}{'compute':>10}{'both':>10}{'hidden %':>10}{'p25':>8}{'p75':>8}",
+        )
         records = [overlap(kind, contestant, given, ranks) for contestant in contestants for kind in given.compute]
         records.append(beside_python(tensor, given, ranks))
     finally:
@@ -161,7 +180,8 @@ def hidden_share(communication: float, computation: float, both: float) -> float
 
 
 def phase(kind: str, seconds: float, ranks: Ranks) -> tuple[Call, AbstractContextManager[Any]]:
-    """A compute phase of about so many seconds, the same work in every round and on every rank, and what it is to run within."""
+    """A compute phase of about so many seconds, the same work in every round and on every rank, and what it is to run
+    within."""
     if kind == "device":
         return lambda: _wait_for_device(seconds), nullcontext()
     limits = _one_thread(ranks)
@@ -200,7 +220,8 @@ def _one_thread(ranks: Ranks) -> AbstractContextManager[Any]:
 
 
 def beside_python(tensor: np.ndarray, given: Any, ranks: Ranks) -> dict[str, Any]:
-    """Time our all-reduce from its submission until it is done: the main thread blocks in it, sleeps, or runs pure Python."""
+    """Time our all-reduce from its submission until it is done: the main thread blocks in it, sleeps, or runs pure
+    Python."""
 
     def submit() -> Any:
         return collectives.allreduce_async_(tensor, average=False, name="beside")
@@ -224,7 +245,10 @@ def beside_python(tensor: np.ndarray, given: Any, ranks: Ranks) -> dict[str, Any
     blocked, slept, ran = (Summary.of(row * 1e3) for row in times)
     ratio = Summary.of(times[2] / times[1])
     say(ranks, "# from submission until done, the main thread:")
-    say(ranks, f"#{'in synchronize':>16}{'sleeping':>12}{'in Python':>12}{'p25':>10}{'p75':>10}{'x sleeping':>12}{'p25':>8}{'p75':>8}")
+    say(
+        ranks,
+        f"#{'in synchronize':>16}{'sleeping':>12}{'in Python':>12}{'p25':>10}{'p75':>10}{'x sleeping':>12}{'p25':>8}{'p75':>8}",
+    )
     say(
         ranks,
         f" {blocked.median:>16.3f}{slept.median:>12.3f}{ran.median:>12.3f}{ran.p25:>10.3f}{ran.p75:>10.3f}"

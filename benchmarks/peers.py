@@ -1,5 +1,6 @@
-"""The others in the race, each called as its users call it: mpi4py's collectives and torch.distributed's gloo on the CPU; on a GPU
-torch.distributed over NCCL, and CuPy's own cupyx.distributed. (NCCL itself is one of our planner's choices, and called through us.)
+"""The others in the race, each called as its users call it: mpi4py's collectives and torch.distributed's gloo on the
+CPU; on a GPU torch.distributed over NCCL, and CuPy's own cupyx.distributed. (NCCL itself is one of our planner's
+choices, and called through us.)
 """
 
 from __future__ import annotations
@@ -88,7 +89,9 @@ class Torch:
         self.distributed: Any = distributed
         # Renamed in torch 2.13, where the older names warn.
         self.all_gather: Any = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
-        self.reduce_scatter: Any = getattr(distributed, "reduce_scatter_single", None) or distributed.reduce_scatter_tensor
+        self.reduce_scatter: Any = (
+            getattr(distributed, "reduce_scatter_single", None) or distributed.reduce_scatter_tensor
+        )
         reduction = distributed.ReduceOp
         self._operations = {
             "sum": reduction.SUM,

@@ -1,4 +1,5 @@
-"""The plot: bus bandwidth against size, one line a contestant. ``python -m benchmarks.plot RESULTS.json PICTURE.png``."""
+"""The plot: bus bandwidth against size, one line a contestant. ``python -m benchmarks.plot RESULTS.json
+PICTURE.png``."""
 
 from __future__ import annotations
 
@@ -46,14 +47,21 @@ def plot(content: dict[str, Any], file: Path) -> tuple[Path, Path]:
     }
     with matplotlib.rc_context(style):
         figure, grid = pyplot.subplots(
-            1, max(1, len(modes)), figsize=(2.2 + 4.9 * max(1, len(modes)), 4.9), sharey=True, squeeze=False, layout="constrained"
+            1,
+            max(1, len(modes)),
+            figsize=(2.2 + 4.9 * max(1, len(modes)), 4.9),
+            sharey=True,
+            squeeze=False,
+            layout="constrained",
         )
         styles = _styles(records)
         handles: dict[str, Any] = {}
         for axes, mode in zip(grid[0], modes, strict=False):
             for (dtype, op, contestant), points in _lines(records, mode).items():
                 label = _label(records, dtype, op, contestant)
-                (handles[label],) = axes.plot(*zip(*sorted(points), strict=True), label=label, **styles[dtype, op, contestant])
+                (handles[label],) = axes.plot(
+                    *zip(*sorted(points), strict=True), label=label, **styles[dtype, op, contestant]
+                )
             axes.set_title(mode, fontsize=10, loc="left")
             axes.set_xlabel("size")
             axes.set_xscale("log", base=2)
@@ -82,7 +90,9 @@ def _lines(records: list[dict[str, Any]], mode: str) -> dict[tuple[str, str, str
     lines: dict[tuple[str, str, str], list[tuple[float, float]]] = {}
     for record in records:
         if record["mode"] == mode and record["busbw"] > 0:
-            lines.setdefault((record["dtype"], record["op"], record["contestant"]), []).append((record["size"], record["busbw"]))
+            lines.setdefault((record["dtype"], record["op"], record["contestant"]), []).append(
+                (record["size"], record["busbw"])
+            )
     return lines
 
 
@@ -96,13 +106,25 @@ def _styles(records: list[dict[str, Any]]) -> dict[tuple[str, str, str], dict[st
     for contestant in contestants:
         for place, kind in enumerate(kinds):
             if contestant == OURS:
-                look: dict[str, Any] = {"color": _OUR_COLOUR, "linewidth": 2.4, "marker": "o", "markersize": 5, "zorder": 4}
+                look: dict[str, Any] = {
+                    "color": _OUR_COLOUR,
+                    "linewidth": 2.4,
+                    "marker": "o",
+                    "markersize": 5,
+                    "zorder": 4,
+                }
             elif contestant == FLOOR:
                 look = {"color": "#888888", "linewidth": 1.2, "marker": "", "zorder": 2}
             else:
                 index = others.index(contestant)
                 marker = _MARKERS[index % len(_MARKERS)]
-                look = {"color": _COLOURS[index % len(_COLOURS)], "linewidth": 1.6, "marker": marker, "markersize": 4.5, "zorder": 3}
+                look = {
+                    "color": _COLOURS[index % len(_COLOURS)],
+                    "linewidth": 1.6,
+                    "marker": marker,
+                    "markersize": 4.5,
+                    "zorder": 3,
+                }
             dash = (0, (6, 3)) if contestant == FLOOR and len(kinds) == 1 else dashes[place % len(dashes)]
             styles[(*kind, contestant)] = {**look, "linestyle": dash}
     return styles

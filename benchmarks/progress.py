@@ -14,7 +14,8 @@ _PAUSE = 0.2
 
 
 class Progress:
-    """Counts steps, and shows them when ``visible`` and rich is installed. Draws between measurements only: no thread."""
+    """Counts steps, and shows them when ``visible`` and rich is installed. Draws between measurements only: no
+    thread."""
 
     def __init__(self, total: int, visible: bool) -> None:
         self._bar: Any = None
@@ -26,7 +27,8 @@ class Progress:
                 from rich.console import Console
             except ImportError:
                 return
-            # A rank's standard error is a pipe to the launcher, from which no width can be read: the console is told one.
+            # A rank's standard error is a pipe to the launcher, from which no width can be read: the console is told
+            # one.
             width = None if sys.stderr.isatty() else 80
             columns = (progress.BarColumn(), progress.TaskProgressColumn(), progress.TimeRemainingColumn())
             self._bar = progress.Progress(

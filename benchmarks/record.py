@@ -13,7 +13,8 @@ OURS = "collectives"
 
 @dataclass(frozen=True)
 class Record:
-    """Times in microseconds, bandwidths in GB/s (1e9 bytes), sizes in bytes. ``time`` is None where a contestant cannot."""
+    """Times in microseconds, bandwidths in GB/s (1e9 bytes), sizes in bytes. ``time`` is None where a contestant
+    cannot."""
 
     collective: str
     contestant: str

@@ -1,7 +1,7 @@
 """Reduce-scatter: ``collectivesrun -np 2 python -m benchmarks.reducescatter -b 64K -e 64M -f 4 --peers mpi``.
 
-S is the whole input of a rank. busbw = algbw * (n-1)/n. The limit: a memcpy of S(n-1)/n bytes on every rank at once, what
-a rank must read of its peers' inputs.
+S is the whole input of a rank. busbw = algbw * (n-1)/n. The limit: a memcpy of S(n-1)/n bytes on every rank at once,
+what a rank must read of its peers' inputs.
 """
 
 from __future__ import annotations

@@ -24,8 +24,12 @@ _PACKAGES = ("numpy", "mpi4py", "numkong", "ml_dtypes", "torch", "tensorflow", "
 
 
 def machine() -> dict[str, Any]:
-    """What the figures depend on: processor, cores, caches, system, MPI library, versions. No names of hosts or users."""
-    model = next((line.split(":", 1)[1].strip() for line in read("/proc/cpuinfo").splitlines() if line.startswith("model name")), "")
+    """What the figures depend on: processor, cores, caches, system, MPI library, versions. No names of hosts or
+    users."""
+    model = next(
+        (line.split(":", 1)[1].strip() for line in read("/proc/cpuinfo").splitlines() if line.startswith("model name")),
+        "",
+    )
     caches = {
         f"L{read(f'{folder}/level').strip()} {read(f'{folder}/type').strip()}": read(f"{folder}/size").strip()
         for folder in sorted(str(path) for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*"))
@@ -39,7 +43,8 @@ def machine() -> dict[str, Any]:
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "python": platform.python_version(),
         "mpi": mpi_library(),
-        "packages": {"collectives": collectives.__version__} | {name: found for name in _PACKAGES if (found := _version(name))},
+        "packages": {"collectives": collectives.__version__}
+        | {name: found for name in _PACKAGES if (found := _version(name))},
     }
 
 

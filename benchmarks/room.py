@@ -37,6 +37,7 @@ def check_memory(largest: int, peers: bool, ranks_here: int, available: int | No
     if available is None or needed <= available:
         return None
     return (
-        f"-e {largest}: {ranks_here} ranks on this host need about {needed / 2**30:.1f} GiB, but {available / 2**30:.1f} GiB are free; "
+        f"-e {largest}: {ranks_here} ranks on this host need about {needed / 2**30:.1f} GiB, but "
+        f"{available / 2**30:.1f} GiB are free; "
         "choose a smaller -e, fewer ranks, or no --peers"
     )

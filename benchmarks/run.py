@@ -111,10 +111,12 @@ def _preamble(collective: Collective, ranks: Ranks, settings: cli.Settings) -> s
     machine = report.machine()
     versions = ", ".join(f"{name} {found}" for name, found in machine["packages"].items() if name != "collectives")
     return (
-        f"# collectives {machine['packages'].get('collectives', '(not installed)')}, {collective.name}, {ranks.size} ranks, "
+        f"# collectives {machine['packages'].get('collectives', '(not installed)')}, {collective.name}, {ranks.size} "
+        f"ranks, "
         f"{ranks.local_size} on this host with {machine['usable_cores']} cores of {machine['processor']}\n"
         f"# {machine['mpi'] or 'no MPI'}, python {machine['python']}, {versions}\n"
-        f"# minbytes {settings.sizes[0]} maxbytes {settings.sizes[-1]} warmup iters {settings.warmup} iters {settings.iterations} "
+        f"# minbytes {settings.sizes[0]} maxbytes {settings.sizes[-1]} warmup iters {settings.warmup} iters "
+        f"{settings.iterations} "
         f"validation {int(settings.check)} device {settings.device}"
         + (f"; {settings.evict} bytes written before each call" if settings.evict else "")
     )

@@ -1,11 +1,12 @@
-"""Scaling of any command that prints a throughput: more ranks with fixed work (strong), with fixed work per rank (weak), or a sweep.
+"""Scaling of any command that prints a throughput: more ranks with fixed work (strong), with fixed work per rank
+(weak), or a sweep.
 
-    python -m benchmarks.scaling strong -np 1,2,4 --total 64 --gradient-bytes 100M -- python train.py --batch-size {batch}
-    python -m benchmarks.scaling weak -np 1,2,4 --batch 32 --pattern 'images/sec: ([\\d.]+)' -- python train.py
+    python -m benchmarks.scaling strong -np 1,2,4 --total 64 --gradient-bytes 100M -- python train.py --batch-size
+    {batch} python -m benchmarks.scaling weak -np 1,2,4 --batch 32 --pattern 'images/sec: ([\\d.]+)' -- python train.py
     python -m benchmarks.scaling sweep -np 1,2 --values 8,16,32 --batch value -- python train.py --batch-size {value}
 
-Starts the ranks by itself, with ``collectivesrun``. The configurations take turns, run by run. What is behind the figures stands
-in `benchmarks.scaling_model`.
+Starts the ranks by itself, with ``collectivesrun``. The configurations take turns, run by run. What is behind the
+figures stands in `benchmarks.scaling_model`.
 """
 
 from __future__ import annotations
@@ -32,7 +33,11 @@ ROOT = Path(__file__).resolve().parent.parent
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a study; ends with status 1 if a run has failed, and with 2 if it cannot be what is meant."""
     settings, plan = settings_of(parser(), list(sys.argv[1:] if arguments is None else arguments))
-    for doubt in (*doubts(settings.mode, settings.command), *shared_cores(settings, plan, cores()), *others(load(), cores())):
+    for doubt in (
+        *doubts(settings.mode, settings.command),
+        *shared_cores(settings, plan, cores()),
+        *others(load(), cores()),
+    ):
         print(f"benchmarks.scaling: warning: {doubt}", file=sys.stderr, flush=True)
     # A batch system that takes the machine back leaves time for the table of what there is.
     study = Runs(settings, plan, Interruption())
@@ -49,7 +54,10 @@ def shared_cores(settings: Settings, plan: Sequence[Case], have: int) -> list[st
     most = max(case.ranks for case in plan)
     if names_hosts(settings.launch) or most <= have:
         return []
-    return [f"{most} ranks on {have} cores: the machine is oversubscribed; what is found there is not what {most} cores would do"]
+    return [
+        f"{most} ranks on {have} cores: the machine is oversubscribed; what is found there is not what {most} cores "
+        f"would do"
+    ]
 
 
 def load() -> float:
@@ -61,7 +69,9 @@ def others(wanted: float, have: int) -> list[str]:
     """A warning where other programs run on this host already."""
     if wanted < max(0.5, 0.25 * have):
         return []
-    return [f"something else is running: {wanted:.1f} of {have} cores are wanted already; expect unsteady figures, or wait"]
+    return [
+        f"something else is running: {wanted:.1f} of {have} cores are wanted already; expect unsteady figures, or wait"
+    ]
 
 
 class Runs:
@@ -80,7 +90,8 @@ class Runs:
         self.failed = False
 
     def run(self) -> None:
-        """Every configuration once per repeat; and so the communication of each, where it is known how much there is."""
+        """Every configuration once per repeat; and so the communication of each, where it is known how much there
+        is."""
         for repeat, indices in enumerate(order(len(self.plan), self.settings.repeats), 1):
             for index in indices:
                 if index not in self.broken:
@@ -94,7 +105,9 @@ class Runs:
         log = self.logs / f"{settings.mode}-{index + 1}-{case.slug}-run-{repeat}.txt"
         command = launcher(case.ranks, settings.launch, case.command)
         outcome = run(command, log, settings.timeout, interruption=self.interruption)
-        record = self._record(outcome, kind="throughput", repeat=repeat, ranks=case.ranks, value=case.value, work=case.work, load=before)
+        record = self._record(
+            outcome, kind="throughput", repeat=repeat, ranks=case.ranks, value=case.value, work=case.work, load=before
+        )
         rate, problem = 0.0, outcome.problem
         if not problem:
             try:
@@ -106,18 +119,29 @@ class Runs:
         if self._went_wrong(index, f"{case.label}, run {repeat}", outcome, problem, record):
             return
         self.rates[index].append(rate)
-        print(f"# {case.label}, run {repeat}: {rate:,.1f} {self.unit or 'items'}/s ({outcome.seconds:.1f} s)", flush=True)
+        print(
+            f"# {case.label}, run {repeat}: {rate:,.1f} {self.unit or 'items'}/s ({outcome.seconds:.1f} s)", flush=True
+        )
 
     def _note(self, record: dict[str, Any], reading: Reading, rate: float) -> None:
         self.unit = self.unit or reading.unit
         meaning = "seconds per step" if reading.times else "items per second"
-        record |= {"figures": reading.figures, "figures_are": meaning, "per_rank": reading.per_rank, "pattern": reading.pattern}
+        record |= {
+            "figures": reading.figures,
+            "figures_are": meaning,
+            "per_rank": reading.per_rank,
+            "pattern": reading.pattern,
+        }
         record["rate"] = rate
 
     def _cost_of(self, index: int) -> tuple[int, int] | None:
         """(ranks, bytes) of a configuration's all-reduce; None where there is none, or no throughput to go with it."""
         case = self.plan[index]
-        return (case.ranks, case.gradients) if case.ranks > 1 and case.gradients is not None and self.rates[index] else None
+        return (
+            (case.ranks, case.gradients)
+            if case.ranks > 1 and case.gradients is not None and self.rates[index]
+            else None
+        )
 
     def _communication(self, key: tuple[int, int], repeat: int) -> None:
         (ranks, nbytes), settings = key, self.settings
@@ -127,7 +151,9 @@ class Runs:
         log = self.logs / f"communication-{nbytes}-bytes-{ranks}-ranks-run-{repeat}.txt"
         # The ranks import the benchmarks from where this process has, whatever folder they are started in.
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        outcome = run(launcher(ranks, settings.launch, program), log, settings.timeout, {"PYTHONPATH": path}, self.interruption)
+        outcome = run(
+            launcher(ranks, settings.launch, program), log, settings.timeout, {"PYTHONPATH": path}, self.interruption
+        )
         record = self._record(outcome, kind="communication", repeat=repeat, ranks=ranks, bytes=nbytes)
         cost, problem = 0.0, outcome.problem
         if not problem:
@@ -182,7 +208,9 @@ class Runs:
         if not points:
             print("benchmarks.scaling: error: no run has given a throughput", file=sys.stderr)
             return 1
-        found = analyse(settings.mode, settings.command, self.unit or "items", settings.work.divided, points, settings.predict)
+        found = analyse(
+            settings.mode, settings.command, self.unit or "items", settings.work.divided, points, settings.predict
+        )
         print(text(found, settings.repeats))
         content = document(found, settings.as_dict(), self.records)
         mpi = find()

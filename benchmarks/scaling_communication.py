@@ -1,7 +1,9 @@
-"""C(W), the communication of a training step by itself: ``collectivesrun -np 2 python -m benchmarks.scaling_communication --bytes 100M``.
+"""C(W), the communication of a training step by itself: ``collectivesrun -np 2 python -m
+benchmarks.scaling_communication --bytes 100M``.
 
-The gradients, float32, are submitted asynchronously, the last layer first, and waited for: the step of `benchmarks.gradients`,
-for any number of bytes. ``benchmarks.scaling`` starts this for each number of ranks and reads the line that it prints.
+The gradients, float32, are submitted asynchronously, the last layer first, and waited for: the step of
+`benchmarks.gradients`, for any number of bytes. ``benchmarks.scaling`` starts this for each number of ranks and reads
+the line that it prints.
 """
 
 from __future__ import annotations
@@ -26,13 +28,19 @@ _READ = re.compile(r"^communication: .* ranks: ([\d.]+) ms a step", re.MULTILINE
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, and print one line on rank 0; wrong values end the process with status 1."""
-    flags = cli.Parser(prog="benchmarks.scaling_communication", description="Time the all-reduce of a step's gradients by itself.")
+    flags = cli.Parser(
+        prog="benchmarks.scaling_communication", description="Time the all-reduce of a step's gradients by itself."
+    )
     flags.add_argument("--bytes", type=cli.size, default=None, metavar="SIZE", help="of all gradients together")
     flags.add_argument("--tensors", type=cli.whole_number(1), default=1, metavar="N", help="over which they are spread")
-    flags.add_argument("--model", choices=tuple(MODELS), default=None, help="instead of --bytes: the gradients of this model")
+    flags.add_argument(
+        "--model", choices=tuple(MODELS), default=None, help="instead of --bytes: the gradients of this model"
+    )
     flags.add_argument("--device", choices=DEVICES, default="cpu", help="where the gradients lie")
     flags.add_argument("-n", "--iters", type=cli.whole_number(1), default=30, metavar="N", help="timed steps")
-    flags.add_argument("-w", "--warmup", type=cli.whole_number(0), default=5, metavar="N", help="untimed steps before them")
+    flags.add_argument(
+        "-w", "--warmup", type=cli.whole_number(0), default=5, metavar="N", help="untimed steps before them"
+    )
     flags.set_defaults(peers=(), peers_of={})
     given = flags.parse_args(arguments)
     if (given.bytes is None) == (given.model is None):
@@ -55,7 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def spread(nbytes: int, tensors: int) -> Shapes:
-    """So many bytes, rounded up to whole elements, over tensors whose sizes differ by at most one element; none is empty."""
+    """So many bytes, rounded up to whole elements, over tensors whose sizes differ by at most one element; none is
+    empty."""
     count = max(tensors, -(-nbytes // ITEM))
     return {f"gradient{index}": (count // tensors + (index < count % tensors),) for index in range(tensors)}
 

@@ -1,4 +1,5 @@
-"""One run: ``collectivesrun -np N`` of a command, bounded, its output in a file, and nothing left of it when its time is up."""
+"""One run: ``collectivesrun -np N`` of a command, bounded, its output in a file, and nothing left of it when its time
+is up."""
 
 from __future__ import annotations
 
@@ -42,7 +43,11 @@ class Outcome:
         """What went wrong; empty: nothing."""
         if self.status == 0:
             return ""
-        return f"not finished after {self.seconds:.0f} s, and ended" if self.status is None else f"exit status {self.status}"
+        return (
+            f"not finished after {self.seconds:.0f} s, and ended"
+            if self.status is None
+            else f"exit status {self.status}"
+        )
 
     def tail(self) -> str:
         """The command and the last lines of what it printed."""
@@ -82,7 +87,8 @@ def names_hosts(options: Sequence[str]) -> bool:
 
 
 class Interruption:
-    """Notes SIGINT and SIGTERM from now on. An exception out of the handler would be lost where Python ignores them, as while it forks."""
+    """Notes SIGINT and SIGTERM from now on. An exception out of the handler would be lost where Python ignores them, as
+    while it forks."""
 
     def __init__(self) -> None:
         self.came = False

@@ -8,9 +8,9 @@
     C(W)  communication: an all-reduce of the step's bytes, measured by itself; C(1) = 0
     G     what a step computes, in seconds of one rank: fitted, by least squares of T(W) - C(W)
 
-A step's work is divided among the ranks (strong scaling), T = G/W + C(W); or each rank has its own (weak scaling), T = G + C(W).
-In a sweep G depends on the value v that is varied: G = g0 + g1 v. Nothing is hidden in this model: a program that communicates
-while it computes is faster.
+A step's work is divided among the ranks (strong scaling), T = G/W + C(W); or each rank has its own (weak scaling), T =
+G + C(W). In a sweep G depends on the value v that is varied: G = g0 + g1 v. Nothing is hidden in this model: a program
+that communicates while it computes is faster.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class Point:
     oversubscribed: bool = False
     """More ranks than cores: they take the cores from each other, so that no model of W workers holds."""
     best: bool = False
-    """Whether the quickest run counts, and the quickest communication, instead of the medians: what disturbs a run only slows it."""
+    """Whether the quickest run counts, and the quickest communication, instead of the medians: what disturbs a run only
+    slows it."""
 
     @property
     def rate(self) -> float:
@@ -79,8 +80,9 @@ class Comparison:
 def compare(point: Point, points: Sequence[Point]) -> Comparison:
     """S(W) and E(W) against the fewest ranks (with the same value).
 
-    A sweep's value that ran on one number of ranks has nothing to be compared with so: there S is its throughput against that of the
-    first value, and E = 1 - C/T, the share of a step that is not communication; None where C or T is not known.
+    A sweep's value that ran on one number of ranks has nothing to be compared with so: there S is its throughput
+    against that of the first value, and E = 1 - C/T, the share of a step that is not communication; None where C or T
+    is not known.
     """
     alike = [other for other in points if other.value == point.value]
     if point.value is not None and len(alike) == 1:
@@ -128,7 +130,11 @@ def fit(points: Sequence[Point], divided: bool) -> Fit | str:
         return "it is not known how many items a step has: give --total, or --batch"
     if not any(point.communications for point in points):
         return "C(W) was not measured: say with --gradient-bytes or --gradient-model what a step all-reduces, for more than one rank"
-    known = [point for point in points if point.step is not None and point.communication is not None and not point.oversubscribed]
+    known = [
+        point
+        for point in points
+        if point.step is not None and point.communication is not None and not point.oversubscribed
+    ]
     if not known:
         return "no configuration with enough cores for its ranks has both a throughput and a measured C(W)"
     values = [point.value for point in known]
@@ -139,7 +145,11 @@ def fit(points: Sequence[Point], divided: bool) -> Fit | str:
         return "G = g0 + g1 v needs at least two values"
     times = np.array([point.step for point in known], np.float64)
     shares = np.array([1 / point.ranks if divided else 1.0 for point in known])
-    rows = np.column_stack([shares, shares * np.array([float(value or 0) for value in values])]) if sweeps else shares[:, None]
+    rows = (
+        np.column_stack([shares, shares * np.array([float(value or 0) for value in values])])
+        if sweeps
+        else shares[:, None]
+    )
     communications = np.array([point.communication for point in known], np.float64)
     coefficients = np.linalg.lstsq(rows, times - communications, rcond=None)[0]
     noise = max((max(point.rates) - min(point.rates)) / point.rate for point in known)
@@ -151,7 +161,8 @@ def _judge(coefficients: np.ndarray, times: np.ndarray, modelled: np.ndarray, di
     worst = float(np.abs(errors).max())
     spread = float(((times - times.mean()) ** 2).sum())
     free = len(times) - len(coefficients)
-    # R² compares a model with a constant. It says nothing where the times are nearly constant, or G itself is the constant: weak scaling.
+    # R² compares a model with a constant. It says nothing where the times are nearly constant, or G itself is the
+    # constant: weak scaling.
     differ = float(np.ptp(times)) > TOLERANCE * float(times.mean()) and (divided or len(coefficients) > 1)
     r_squared = 1 - float(((times - modelled) ** 2).sum()) / spread if free > 0 and differ else None
     problem = ""
@@ -160,7 +171,11 @@ def _judge(coefficients: np.ndarray, times: np.ndarray, modelled: np.ndarray, di
     elif free <= 0:
         problem = "no more points than unknowns: it fits whatever was measured"
     elif worst > TOLERANCE or (r_squared is not None and r_squared < _R_SQUARED):
-        unsteady = f"; the runs of one configuration differ by up to {noise:.0%} (more --repeats, or --best)" if noise > TOLERANCE else ""
+        unsteady = (
+            f"; the runs of one configuration differ by up to {noise:.0%} (more --repeats, or --best)"
+            if noise > TOLERANCE
+            else ""
+        )
         poor = "" if r_squared is None or r_squared >= _R_SQUARED else f", R² is {r_squared:.2f}"
         problem = f"off by {worst:.0%} at worst{poor}{unsteady}; the model leaves out {_LEFT_OUT}"
     return Fit(tuple(map(float, coefficients)), divided, len(times), r_squared, worst, problem)
@@ -175,7 +190,8 @@ def _is_number(text: str) -> bool:
 
 @dataclass(frozen=True)
 class RingCost:
-    """C(W) for numbers of ranks that were not measured, as a ring costs it: latency (W - 1) + transfer (W - 1)/W, in seconds."""
+    """C(W) for numbers of ranks that were not measured, as a ring costs it: latency (W - 1) + transfer (W - 1)/W, in
+    seconds."""
 
     latency: float
     transfer: float
@@ -185,7 +201,8 @@ class RingCost:
 
 
 def ring_cost(points: Sequence[Point]) -> RingCost | None:
-    """Least squares of the measured C(W), neither part below 0; with one measurement all of it is transfer. None: nothing measured."""
+    """Least squares of the measured C(W), neither part below 0; with one measurement all of it is transfer. None:
+    nothing measured."""
     known = [point for point in points if point.ranks > 1 and point.communications and not point.oversubscribed]
     if not known:
         return None
@@ -198,7 +215,11 @@ def ring_cost(points: Sequence[Point]) -> RingCost | None:
     latency, transfer = np.linalg.lstsq(np.column_stack([hops, share]), costs, rcond=None)[0]
     if latency < 0:
         return only_transfer
-    return RingCost(float(latency), float(transfer)) if transfer >= 0 else RingCost(float(hops @ costs / (hops @ hops)), 0.0)
+    return (
+        RingCost(float(latency), float(transfer))
+        if transfer >= 0
+        else RingCost(float(hops @ costs / (hops @ hops)), 0.0)
+    )
 
 
 @dataclass(frozen=True)
@@ -214,7 +235,8 @@ class Prediction:
 
 
 def predict(model: Fit, cost: RingCost, ranks: Sequence[int], points: Sequence[Point]) -> list[Prediction]:
-    """Strong or weak scaling to other numbers of ranks; speed-up and efficiency refer to the smallest that was measured."""
+    """Strong or weak scaling to other numbers of ranks; speed-up and efficiency refer to the smallest that was
+    measured."""
     first = min(points, key=lambda point: point.ranks)
     assert first.work is not None
     found = []

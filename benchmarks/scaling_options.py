@@ -22,7 +22,8 @@ _EPILOG = """\
 placeholders in the command: {ranks}; {batch} or {per_rank}, the items of a step of one rank; {total}, those of all ranks; {value}
 """
 _PATTERN = (
-    "finds the throughput: its first group, or (?P<rate>...); or (?P<seconds>...), (?P<milliseconds>...), (?P<microseconds>...), the time "
+    "finds the throughput: its first group, or (?P<rate>...); or (?P<seconds>...), (?P<milliseconds>...), "
+    "(?P<microseconds>...), the time "
     "of a step; default: the usual ways to print one, Horovod's and Keras's among them"
 )
 _BYTES = "what a step all-reduces: C(W) is measured with so many; in a sweep also one for each value, comma-separated"
@@ -60,28 +61,76 @@ class Settings:
 
 def parser() -> cli.Parser:
     usage = "MODE -np N,N,... [options] -- COMMAND [arguments]"
-    flags = cli.Parser(prog="benchmarks.scaling", description="Strong and weak scaling, and sweeps, of a command that prints a throughput.")
+    flags = cli.Parser(
+        prog="benchmarks.scaling",
+        description="Strong and weak scaling, and sweeps, of a command that prints a throughput.",
+    )
     flags.usage = f"python -m benchmarks.scaling {usage}"
     flags.epilog = _EPILOG
-    flags.add_argument("mode", choices=MODES, help="strong: fixed work, more ranks; weak: fixed work per rank; sweep: over --values")
+    flags.add_argument(
+        "mode", choices=MODES, help="strong: fixed work, more ranks; weak: fixed work per rank; sweep: over --values"
+    )
     flags.add_argument("-np", "--ranks", type=counts, required=True, metavar="N,N,...", help="numbers of ranks")
-    flags.add_argument("--total", type=cli.whole_number(1), default=None, metavar="N", help="items of a step of all ranks together")
-    flags.add_argument("--batch", type=batch, default=None, metavar="N", help="items of a step of one rank; 'value': what a sweep varies")
-    flags.add_argument("--values", type=values, default=(), metavar="V,V,...", help="what a sweep puts in {value}; V@N: on N ranks")
+    flags.add_argument(
+        "--total", type=cli.whole_number(1), default=None, metavar="N", help="items of a step of all ranks together"
+    )
+    flags.add_argument(
+        "--batch",
+        type=batch,
+        default=None,
+        metavar="N",
+        help="items of a step of one rank; 'value': what a sweep varies",
+    )
+    flags.add_argument(
+        "--values", type=values, default=(), metavar="V,V,...", help="what a sweep puts in {value}; V@N: on N ranks"
+    )
     flags.add_argument("--pattern", default=None, metavar="REGEX", help=_PATTERN)
-    flags.add_argument("--per-rank", action="store_true", help="the pattern finds the throughput of one rank, not that of all together")
-    flags.add_argument("--take", choices=tuple(TAKE), default="median", help="of several figures in a run; sum: each rank prints its own")
-    flags.add_argument("--unit", default=None, metavar="WORD", help="what is counted (default: as the output says, or items)")
-    flags.add_argument("--repeats", type=cli.whole_number(1), default=3, metavar="N", help="runs of each configuration, in turn")
-    flags.add_argument("--best", action="store_true", help="the quickest of those runs counts, not the median: for a machine in use")
-    flags.add_argument("--timeout", type=cli.whole_number(1), default=900, metavar="SECONDS", help="after which a run is ended")
-    flags.add_argument("--launch", default=None, metavar="OPTIONS", help="options of collectivesrun, in one word: '-H host1:4,host2:4'")
+    flags.add_argument(
+        "--per-rank", action="store_true", help="the pattern finds the throughput of one rank, not that of all together"
+    )
+    flags.add_argument(
+        "--take",
+        choices=tuple(TAKE),
+        default="median",
+        help="of several figures in a run; sum: each rank prints its own",
+    )
+    flags.add_argument(
+        "--unit", default=None, metavar="WORD", help="what is counted (default: as the output says, or items)"
+    )
+    flags.add_argument(
+        "--repeats", type=cli.whole_number(1), default=3, metavar="N", help="runs of each configuration, in turn"
+    )
+    flags.add_argument(
+        "--best", action="store_true", help="the quickest of those runs counts, not the median: for a machine in use"
+    )
+    flags.add_argument(
+        "--timeout", type=cli.whole_number(1), default=900, metavar="SECONDS", help="after which a run is ended"
+    )
+    flags.add_argument(
+        "--launch", default=None, metavar="OPTIONS", help="options of collectivesrun, in one word: '-H host1:4,host2:4'"
+    )
     flags.add_argument("--gradient-bytes", type=sizes, default=(), metavar="SIZE", help=_BYTES)
-    flags.add_argument("--gradient-tensors", type=cli.whole_number(1), default=1, metavar="N", help="over which those bytes are spread")
-    flags.add_argument("--gradient-model", choices=tuple(MODELS), default=None, help="instead: the gradients of this model")
+    flags.add_argument(
+        "--gradient-tensors", type=cli.whole_number(1), default=1, metavar="N", help="over which those bytes are spread"
+    )
+    flags.add_argument(
+        "--gradient-model", choices=tuple(MODELS), default=None, help="instead: the gradients of this model"
+    )
     flags.add_argument("--gradient-device", choices=DEVICES, default="cpu", help="where C(W) is measured")
-    flags.add_argument("--predict", type=counts, default=(), metavar="N,N,...", help="ranks to predict (default: 2, 4, 8 times the most)")
-    flags.add_argument("--output", type=Path, default=Path("scaling-output"), metavar="FOLDER", help="for the table's JSON, plot and logs")
+    flags.add_argument(
+        "--predict",
+        type=counts,
+        default=(),
+        metavar="N,N,...",
+        help="ranks to predict (default: 2, 4, 8 times the most)",
+    )
+    flags.add_argument(
+        "--output",
+        type=Path,
+        default=Path("scaling-output"),
+        metavar="FOLDER",
+        help="for the table's JSON, plot and logs",
+    )
     return flags
 
 
@@ -95,7 +144,11 @@ def settings_of(flags: cli.Parser, arguments: Sequence[str]) -> tuple[Settings, 
     if given.gradient_model and given.gradient_bytes:
         flags.error("arguments --gradient-bytes and --gradient-model: give one of them")
     if given.per_rank and (given.pattern is None or given.take == "sum"):
-        why = "with --take sum it is already all ranks' figures that are added up" if given.pattern else "it says what --pattern finds"
+        why = (
+            "with --take sum it is already all ranks' figures that are added up"
+            if given.pattern
+            else "it says what --pattern finds"
+        )
         flags.error(f"argument --per-rank: {why}")
     batch_is_value = given.batch == "value"
     if batch_is_value and given.mode != SWEEP:
@@ -135,7 +188,10 @@ def settings_of(flags: cli.Parser, arguments: Sequence[str]) -> tuple[Settings, 
 
 def launched_by_mpi() -> bool:
     """Whether this process is itself one of several ranks."""
-    return any(os.environ.get(name, "").isdigit() and int(os.environ[name]) > 1 for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"))
+    return any(
+        os.environ.get(name, "").isdigit() and int(os.environ[name]) > 1
+        for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+    )
 
 
 def counts(text: str) -> tuple[int, ...]:

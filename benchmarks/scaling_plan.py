@@ -22,7 +22,8 @@ class Case:
     command: tuple[str, ...]
     """The user's, filled in."""
     work: int | None = None
-    """Items of one step of all ranks together; None: not known, so that there are throughputs but no times of a step."""
+    """Items of one step of all ranks together; None: not known, so that there are throughputs but no times of a
+    step."""
     value: str | None = None
     """What a sweep varies."""
     gradients: int | None = None
@@ -58,7 +59,8 @@ class Work:
         return self.total is not None
 
     def of(self, ranks: int, value: str | None) -> tuple[int | None, int | None]:
-        """(items of all ranks together, items of one rank) of a step; a rank's are None where they are no whole number."""
+        """(items of all ranks together, items of one rank) of a step; a rank's are None where they are no whole
+        number."""
         if self.total is not None:
             return self.total, self.total // ranks if self.total % ranks == 0 else None
         each = int(value) if self.batch_is_value and value is not None else self.batch
@@ -109,10 +111,14 @@ def cases(
     return found
 
 
-def _check(mode: str, command: Sequence[str], work: Work, values: Sequence[tuple[str, int | None]], gradients: Sequence[int]) -> None:
+def _check(
+    mode: str, command: Sequence[str], work: Work, values: Sequence[tuple[str, int | None]], gradients: Sequence[int]
+) -> None:
     names = set(used(command))
     if not command:
-        raise ValueError("no command: put it behind --, as in: strong -np 1,2 --total 64 -- python train.py --batch-size {batch}")
+        raise ValueError(
+            "no command: put it behind --, as in: strong -np 1,2 --total 64 -- python train.py --batch-size {batch}"
+        )
     if mode == SWEEP and not values:
         raise ValueError("argument --values: a sweep needs the values to go over, such as --values 8,16,32")
     if mode != SWEEP and values:
@@ -120,20 +126,31 @@ def _check(mode: str, command: Sequence[str], work: Work, values: Sequence[tuple
     if mode == SWEEP and "value" not in names:
         raise ValueError("the command has no {value}, where a sweep puts its values")
     if mode == STRONG and work.batch is not None:
-        raise ValueError("argument --batch: strong scaling divides fixed work among the ranks; give all of it as --total")
+        raise ValueError(
+            "argument --batch: strong scaling divides fixed work among the ranks; give all of it as --total"
+        )
     if mode == WEAK and work.total is not None:
         raise ValueError("argument --total: weak scaling gives each rank the same work; give that as --batch")
     if work.total is not None and (work.batch is not None or work.batch_is_value):
-        raise ValueError("arguments --total and --batch: give the items of all ranks together, or those of each rank, not both")
+        raise ValueError(
+            "arguments --total and --batch: give the items of all ranks together, or those of each rank, not both"
+        )
     if work == Work() and names & {"per_rank", "batch", "total"}:
-        wanted = "--total, the items of a step of all ranks together" if mode == STRONG else "--batch, the items of a step of one rank"
+        wanted = (
+            "--total, the items of a step of all ranks together"
+            if mode == STRONG
+            else "--batch, the items of a step of one rank"
+        )
         raise ValueError(f"the command has {{{sorted(names & {'per_rank', 'batch', 'total'})[0]}}}: give {wanted}")
     if mode != SWEEP and "value" in names:
         raise ValueError(f"the command has {{value}}, which only a sweep has, not {mode} scaling")
     if work.batch_is_value and not all(value.isdigit() and int(value) for value, _ in values):
         raise ValueError("argument --batch value: the sweep's values are to be numbers of items, 1 or more")
     if len(gradients) > 1 and len(gradients) != len(values):
-        raise ValueError(f"argument --gradient-bytes: expected one number, or one for each of {len(values)} values, got {len(gradients)}")
+        raise ValueError(
+            f"argument --gradient-bytes: expected one number, or one for each of {len(values)} values, got "
+            f"{len(gradients)}"
+        )
 
 
 def _check_division(total: int, ranks: Sequence[int]) -> None:
@@ -153,9 +170,14 @@ def doubts(mode: str, command: Sequence[str]) -> list[str]:
     """What is probably not meant."""
     names = used(command)
     known = ", ".join(f"{{{name}}}" for name in PLACEHOLDERS)
-    said = [f"{{{name}}} is passed on as it is; the placeholders are {known}" for name in names if name not in PLACEHOLDERS]
+    said = [
+        f"{{{name}}} is passed on as it is; the placeholders are {known}" for name in names if name not in PLACEHOLDERS
+    ]
     if mode == STRONG and not set(names) & set(PLACEHOLDERS):
-        said.append("the command has no placeholder: unless the program divides the work among the ranks by itself, this is weak scaling")
+        said.append(
+            "the command has no placeholder: unless the program divides the work among the ranks by itself, this is "
+            "weak scaling"
+        )
     return said
 
 

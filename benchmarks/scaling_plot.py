@@ -1,4 +1,5 @@
-"""A scaling study's plot. ``python -m benchmarks.scaling_plot scaling-output/scaling.json picture.png`` draws it again."""
+"""A scaling study's plot. ``python -m benchmarks.scaling_plot scaling-output/scaling.json picture.png`` draws it
+again."""
 
 from __future__ import annotations
 
@@ -44,7 +45,9 @@ def plot(content: dict[str, Any], file: Path) -> tuple[Path, Path]:
             panels = [_throughput_of_values, _efficiency_of_values, _step_of_values]
         if not any(point["step"] for point in content["points"]):
             del panels[2]
-        figure, grid = pyplot.subplots(1, len(panels), figsize=(4.6 * len(panels) + 0.4, 4.9), squeeze=False, layout="constrained")
+        figure, grid = pyplot.subplots(
+            1, len(panels), figsize=(4.6 * len(panels) + 0.4, 4.9), squeeze=False, layout="constrained"
+        )
         for axes, draw in zip(grid[0], panels, strict=True):
             draw(axes, content)
             axes.grid(True, axis="y", color=_PALE, linewidth=0.6)
@@ -56,7 +59,9 @@ def plot(content: dict[str, Any], file: Path) -> tuple[Path, Path]:
             handles, labels = axes.get_legend_handles_labels()
             if handles:
                 # Below the picture: there is no corner that is free in every study.
-                axes.legend(handles, labels, frameon=False, fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=2)
+                axes.legend(
+                    handles, labels, frameon=False, fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=2
+                )
         figure.suptitle(_title(content), x=0.01, ha="left", fontsize=11)
         written = file.with_suffix(".png"), file.with_suffix(".svg")
         figure.savefig(written[0], dpi=160)
@@ -89,7 +94,8 @@ def _fitted(content: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _modelled(content: dict[str, Any]) -> list[tuple[int, float]]:
-    """(ranks, model's step) of strong or weak scaling, measured and predicted; not of ranks that shared cores, as C did then."""
+    """(ranks, model's step) of strong or weak scaling, measured and predicted; not of ranks that shared cores, as C did
+    then."""
     found = [(point["ranks"], point["modelled"]) for point in _fitted(content) if point["modelled"]]
     return sorted(found + [(point["ranks"], point["step"]) for point in content["predictions"]])
 
@@ -123,7 +129,10 @@ Scale = Callable[[float, int], float]
 def _model_line(axes: Any, content: dict[str, Any], scale: Scale) -> None:
     """The model's throughput at every number of ranks, if there is a model."""
     first, fewest = _relative(content)
-    works = {count: first["work"] if content["divided"] else first["work"] / fewest * count for count, _ in _modelled(content)}
+    works = {
+        count: first["work"] if content["divided"] else first["work"] / fewest * count
+        for count, _ in _modelled(content)
+    }
     if works:
         line = [scale(works[count] / step, count) for count, step in _modelled(content)]
         axes.plot(list(works), line, label="model", **_MODEL)
@@ -144,7 +153,10 @@ def _looks(content: dict[str, Any]) -> list[tuple[dict[str, Any], list[dict[str,
     points = sorted(content["points"], key=lambda point: point["ranks"])
     own: dict[str, Any] = {"linewidth": 2.2, "label": "measured"}
     shared: dict[str, Any] = {"linestyle": "", "markerfacecolor": "white", "label": "measured, more ranks than cores"}
-    groups = [(own, [p for p in points if not p["oversubscribed"]]), (shared, [p for p in points if p["oversubscribed"]])]
+    groups = [
+        (own, [p for p in points if not p["oversubscribed"]]),
+        (shared, [p for p in points if p["oversubscribed"]]),
+    ]
     return [({"color": _COLOURS[0], "marker": "o", "zorder": 4, **look}, found) for look, found in groups if found]
 
 
@@ -158,7 +170,9 @@ def _speedup(axes: Any, content: dict[str, Any]) -> None:
     ticks = sorted({1.0, *(count / fewest for count in ranks)})
     axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.set_yticks([], minor=True)
-    axes.set_title(f"speed-up against {first['ranks']} rank{'s' if first['ranks'] > 1 else ''}", fontsize=10, loc="left")
+    axes.set_title(
+        f"speed-up against {first['ranks']} rank{'s' if first['ranks'] > 1 else ''}", fontsize=10, loc="left"
+    )
 
 
 def _efficiency(axes: Any, content: dict[str, Any]) -> None:
@@ -183,8 +197,12 @@ def _step(axes: Any, content: dict[str, Any]) -> None:
     if model := _modelled(content):
         ranks, steps = zip(*model, strict=True)
         compute = [(step - costs[count]) * 1e3 for count, step in model]
-        axes.fill_between(ranks, 0, compute, color="#56B4E9", alpha=0.45, linewidth=0, label="G/W" if content["divided"] else "G")
-        axes.fill_between(ranks, compute, [step * 1e3 for step in steps], color="#E69F00", alpha=0.5, linewidth=0, label="C(W)")
+        axes.fill_between(
+            ranks, 0, compute, color="#56B4E9", alpha=0.45, linewidth=0, label="G/W" if content["divided"] else "G"
+        )
+        axes.fill_between(
+            ranks, compute, [step * 1e3 for step in steps], color="#E69F00", alpha=0.5, linewidth=0, label="C(W)"
+        )
         axes.plot(ranks, [step * 1e3 for step in steps], label="model", **_MODEL)
     axes.set_title("a step (ms)", fontsize=10, loc="left")
 
@@ -215,7 +233,9 @@ def _lines_of_values(axes: Any, content: dict[str, Any], key: str, scale: float)
         known = sorted((places[point["value"]], point[key] * scale) for point in points if point[key] is not None)
         if known:
             label = f"{ranks} rank{'s' if ranks > 1 else ''}"
-            axes.plot(*zip(*known, strict=True), color=_COLOURS[index % len(_COLOURS)], linewidth=2.0, marker="o", label=label)
+            axes.plot(
+                *zip(*known, strict=True), color=_COLOURS[index % len(_COLOURS)], linewidth=2.0, marker="o", label=label
+            )
 
 
 def _throughput_of_values(axes: Any, content: dict[str, Any]) -> None:
@@ -232,7 +252,9 @@ def _step_of_values(axes: Any, content: dict[str, Any]) -> None:
     _lines_of_values(axes, content, "step", 1e3)
     places = _values_axis(axes, content)
     for index, points in enumerate(_series(content).values()):
-        known = sorted((places[point["value"]], point["modelled"] * 1e3) for point in points if point["modelled"] is not None)
+        known = sorted(
+            (places[point["value"]], point["modelled"] * 1e3) for point in points if point["modelled"] is not None
+        )
         if known:
             label = {"label": "model"} if index == 0 else {}
             axes.plot(*zip(*known, strict=True), color=_INK, linewidth=1.3, linestyle=(0, (5, 2)), **label)
@@ -241,7 +263,9 @@ def _step_of_values(axes: Any, content: dict[str, Any]) -> None:
 
 def main() -> None:
     """Draw a JSON file again."""
-    flags = Parser(prog="benchmarks.scaling_plot", description="Draw the JSON file of a scaling study, as PNG and as SVG.")
+    flags = Parser(
+        prog="benchmarks.scaling_plot", description="Draw the JSON file of a scaling study, as PNG and as SVG."
+    )
     flags.add_argument("results", type=Path, help="scaling.json")
     flags.add_argument("picture", type=Path, help="where to draw; .png and .svg are both written")
     given = flags.parse_args()

@@ -19,7 +19,8 @@ DEFINITIONS = {
     "where a sweep's value ran on one number of ranks: its throughput / that of the first value",
     "efficiency": "E(W) = S(W) W0 / W; where a sweep's value ran on one number of ranks: 1 - C/T",
     "communication": "C(W), the all-reduce of a step's gradients, measured by itself under the same launcher; C(1) = 0",
-    "model": "T = G/W + C(W) where the ranks share a step's work, T = G + C(W) where each has its own; G by least squares of T - C; "
+    "model": "T = G/W + C(W) where the ranks share a step's work, T = G + C(W) where each has its own; G by least "
+    "squares of T - C; "
     "in a sweep over v, G = g0 + g1 v",
 }
 
@@ -48,7 +49,9 @@ class Study:
         return self.fit.compute(point.ranks, point.value) + point.communication
 
 
-def analyse(mode: str, command: Sequence[str], unit: str, divided: bool, points: Sequence[Point], further: Sequence[int]) -> Study:
+def analyse(
+    mode: str, command: Sequence[str], unit: str, divided: bool, points: Sequence[Point], further: Sequence[int]
+) -> Study:
     """Fit the model, and predict numbers of ranks of strong or weak scaling where there is a fit.
 
     Args:
@@ -109,7 +112,8 @@ def _model(study: Study) -> list[str]:
     r_squared = "" if model.r_squared is None else f", R² {model.r_squared:.4f}"
     verdict = "BAD FIT: " + model.problem.replace("; ", "\n# ") if model.problem else "good fit"
     return [
-        f"# model {study.formula}, {found}; least squares over {model.points} points{r_squared}, largest error {model.worst:.1%}",
+        f"# model {study.formula}, {found}; least squares over {model.points} points{r_squared}, largest error "
+        f"{model.worst:.1%}",
         f"# {verdict}",
     ]
 
@@ -119,7 +123,8 @@ def _predictions(study: Study) -> list[str]:
         return []
     doubt = ", by a model that fits badly" if study.fit.problem else ""
     lines = [
-        f"# PREDICTED, not measured{doubt}; C(W) = {study.cost.latency * 1e3:.3f} ms (W-1) + {study.cost.transfer * 1e3:.3f} ms (W-1)/W, "
+        f"# PREDICTED, not measured{doubt}; C(W) = {study.cost.latency * 1e3:.3f} ms (W-1) + "
+        f"{study.cost.transfer * 1e3:.3f} ms (W-1)/W, "
         "a ring's cost through the measured C:",
     ]
     for found in study.predictions:

@@ -1,4 +1,5 @@
-"""Throughput out of what a program printed: by the user's regular expression, or by those of the programs that are well known."""
+"""Throughput out of what a program printed: by the user's regular expression, or by those of the programs that are well
+known."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ def _known(text: str, per_rank: bool = False) -> Pattern:
 
 
 KNOWN = (
-    # Horovod's synthetic benchmarks, and ours: "Total img/sec on 2 GPU(s): 240.1 +-3.2"; tf_cnn_benchmarks: "total images/sec: 240.1".
+    # Horovod's synthetic benchmarks, and ours: "Total img/sec on 2 GPU(s): 240.1 +-3.2"; tf_cnn_benchmarks: "total
+    # images/sec: 240.1".
     _known(rf"total {_UNIT}[^:=\n]*[:=]\s*{_NUMBER}"),
     # "Img/sec per GPU: 120.0 +-1.6", and before that "Iter #3: 120.4 img/sec per GPU".
     _known(rf"{_UNIT} per \w+\s*[:=]\s*{_NUMBER}", per_rank=True),
@@ -50,7 +52,9 @@ KNOWN = (
     # "240.1 samples/s".
     _known(rf"(?<![\w.]){_NUMBER}\s*{_UNIT}"),
     # Keras's line at the end of an epoch: "45/45 - 1s - 12ms/step", with or without a bar in it.
-    _known(r"(?<!\d)(?P<steps>\d+)/(?P=steps)(?!\d)[^\n]*?(?<![\w.])(?P<time>\d+(?:\.\d+)?)(?P<scale>ns|us|µs|μs|ms|s)/step"),
+    _known(
+        r"(?<!\d)(?P<steps>\d+)/(?P=steps)(?!\d)[^\n]*?(?<![\w.])(?P<time>\d+(?:\.\d+)?)(?P<scale>ns|us|µs|μs|ms|s)/step"
+    ),
 )
 """Tried one after the other, whatever the case of letters; the first that is found anywhere counts alone."""
 
@@ -91,7 +95,9 @@ class Reading:
         choose = TAKE[take]
         if self.times:
             if work is None:
-                raise ValueError("the program prints the time of a step; say with --total or --batch how many items a step has")
+                raise ValueError(
+                    "the program prints the time of a step; say with --total or --batch how many items a step has"
+                )
             return work / choose(self.figures)
         # Each rank's own figures, added up, are those of all ranks already.
         return choose(self.figures) * (ranks if self.per_rank and take != "sum" else 1)
@@ -113,7 +119,9 @@ def read(text: str, patterns: Sequence[Pattern]) -> Reading:
             return Reading(figures, pattern.per_rank, times[0], _plural(word) if word else "", pattern.regex.pattern)
     if len(patterns) == 1:
         raise ValueError(f"no throughput in the output: --pattern {patterns[0].regex.pattern!r} is not in it")
-    raise ValueError("no throughput in the output; give --pattern with a group around the figure, such as 'images/sec: ([\\d.]+)'")
+    raise ValueError(
+        "no throughput in the output; give --pattern with a group around the figure, such as 'images/sec: ([\\d.]+)'"
+    )
 
 
 def _plural(word: str) -> str:

@@ -1,4 +1,5 @@
-"""What the engine's benchmarks share: a started engine with its ranks, one voice, and the engine's counters as plain numbers."""
+"""What the engine's benchmarks share: a started engine with its ranks, one voice, and the engine's counters as plain
+numbers."""
 
 from __future__ import annotations
 

@@ -18,8 +18,10 @@ def header(collective: Collective, iterations: int, warmup: int) -> str:
     side = f"{'time':>10}{'algbw':>8}{'busbw':>8}{'#wrong':>7}"
     units = f"{'(us)':>10}{'(GB/s)':>8}{'(GB/s)':>8}{'':>7}"
     return (
-        f"# time: median of {iterations} calls after {warmup} untimed; a call lasts until its slowest rank has returned\n"
-        f"# limit: one memcpy of {collective.limit_text}, timed in turn with the calls (median); % of limit = memcpy / call\n"
+        f"# time: median of {iterations} calls after {warmup} untimed; a call lasts until its slowest rank has "
+        f"returned\n"
+        f"# limit: one memcpy of {collective.limit_text}, timed in turn with the calls (median); % of limit = memcpy "
+        f"/ call\n"
         "#\n"
         f"#{'':50}{OUT_OF_PLACE:^34} {IN_PLACE:^34}{'limit':>12}{'% of limit':>14}\n"
         f"#{'size':>12}{'count':>13}{'type':>11}{'redop':>8}{'root':>6}{side} {side}{'time':>12}{'out':>8}{'in':>6}\n"
@@ -54,11 +56,13 @@ def _percent(record: Record | None) -> str:
 
 
 def comparison(records: Sequence[Record]) -> str:
-    """The second table: every contestant of every row, and how it compares with ours, call against neighbouring call."""
+    """The second table: every contestant of every row, and how it compares with ours, call against neighbouring
+    call."""
     width = max(len(record.contestant) for record in records)
     lines = [
         "#",
-        "# the contestants, taking turns call by call; x ours = its time / our time in the same round (above 1: ours is faster)",
+        "# the contestants, taking turns call by call; x ours = its time / our time in the same round (above 1: ours "
+        "is faster)",
         f"#{'size':>12}{'type':>11}{'redop':>8}  {'mode':<14}{'contestant':<{width}}{'time':>11}{'p25':>10}{'p75':>10}"
         f"{'busbw':>9}{'#wrong':>8}{'x ours':>9}{'p25':>8}{'p75':>8}{'% limit':>9}",
     ]

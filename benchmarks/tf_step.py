@@ -8,8 +8,8 @@ Inside ``tf.function``, the tensors of a model are summed over the ranks. The co
     strategy       tf.distribute.MultiWorkerMirroredStrategy, rings over gRPC, inside tf.function
     memcpy         one copy of as many bytes on every rank: the least that an all-reduce moves
 
-``beyond`` is what our way into and out of the graph costs: the time of ``collectives`` minus those of ``engine`` and ``function`` in the
-same round.
+``beyond`` is what our way into and out of the graph costs: the time of ``collectives`` minus those of ``engine`` and
+``function`` in the same round.
 """
 
 from __future__ import annotations
@@ -61,8 +61,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     flags.add_argument("--model", choices=tuple(SHAPES), default="large", help="whose gradients")
     flags.add_argument("--peers", type=cli.names("peer", PEERS), default=PEERS, metavar="LIST", help=", ".join(PEERS))
     flags.add_argument("-n", "--iterations", type=cli.whole_number(1), default=20, metavar="N", help="timed rounds")
-    flags.add_argument("-w", "--warmup", type=cli.whole_number(0), default=5, metavar="N", help="untimed rounds before them")
-    flags.add_argument("-J", "--json", type=Path, default=None, metavar="FILE", help="write everything measured to FILE")
+    flags.add_argument(
+        "-w", "--warmup", type=cli.whole_number(0), default=5, metavar="N", help="untimed rounds before them"
+    )
+    flags.add_argument(
+        "-J", "--json", type=Path, default=None, metavar="FILE", help="write everything measured to FILE"
+    )
     given = flags.parse_args(arguments)
     with session() as ranks:
         content = measure(given, ranks)
@@ -94,7 +98,11 @@ def measure(given: Any, ranks: Ranks) -> dict[str, Any]:
         machine = report.machine()
         nbytes = sum(array.nbytes for array in arrays)
         where = f"{ranks.size} ranks, each on {machine['usable_cores']} of {machine['cores']} cores"
-        say(ranks, f"# {given.model}: {len(arrays)} float32 tensors, {nbytes / 1e6:.3f} MB; {where}; TensorFlow {tf.__version__}")
+        say(
+            ranks,
+            f"# {given.model}: {len(arrays)} float32 tensors, {nbytes / 1e6:.3f} MB; {where}; TensorFlow "
+            f"{tf.__version__}",
+        )
         say(ranks, f"# medians of {given.iterations} rounds, the slowest rank's time, milliseconds")
         unchanged = tf.function(lambda: [tf.identity(tensor) for tensor in tensors])
         expected = [index % 7 * ranks.size + sum(range(ranks.size)) for index in range(len(arrays))]
@@ -113,11 +121,14 @@ def measure(given: Any, ranks: Ranks) -> dict[str, Any]:
 
 def differing(found: Sequence[Any], expected: Sequence[float]) -> int:
     """How many elements are not what they should be."""
-    return sum(int(np.count_nonzero(np.asarray(tensor) != number)) for tensor, number in zip(found, expected, strict=True))
+    return sum(
+        int(np.count_nonzero(np.asarray(tensor) != number)) for tensor, number in zip(found, expected, strict=True)
+    )
 
 
 def summarize(times: dict[str, np.ndarray], wrong: dict[str, int]) -> list[dict[str, Any]]:
-    """From the milliseconds of all rounds: each contestant's time and its ratio to ours, and what ours takes beyond its parts."""
+    """From the milliseconds of all rounds: each contestant's time and its ratio to ours, and what ours takes beyond its
+    parts."""
     return [
         {
             "contestant": name,

@@ -1,4 +1,5 @@
-"""TensorFlow's own data parallelism as a contestant: MultiWorkerMirroredStrategy, one worker per rank, rings over gRPC."""
+"""TensorFlow's own data parallelism as a contestant: MultiWorkerMirroredStrategy, one worker per rank, rings over
+gRPC."""
 
 from __future__ import annotations
 
@@ -24,12 +25,18 @@ def strategy(ranks: Ranks) -> Iterator[Any]:
     import tensorflow as tf
 
     if ranks.local_size != ranks.size:
-        raise ValueError(f"MultiWorkerMirroredStrategy: expected all {ranks.size} ranks on one host, found {ranks.local_size} on this one")
+        raise ValueError(
+            f"MultiWorkerMirroredStrategy: expected all {ranks.size} ranks on one host, found {ranks.local_size} on "
+            f"this one"
+        )
     with socket.socket() as reserved:
         reserved.bind((HOST, 0))
         port = reserved.getsockname()[1]
         ports = [port] if ranks.comm is None else ranks.comm.allgather(port)
-    cluster = {"cluster": {"worker": [f"{HOST}:{port}" for port in ports]}, "task": {"type": "worker", "index": ranks.rank}}
+    cluster = {
+        "cluster": {"worker": [f"{HOST}:{port}" for port in ports]},
+        "task": {"type": "worker", "index": ranks.rank},
+    }
     os.environ["TF_CONFIG"] = json.dumps(cluster)
     try:
         yield tf.distribute.MultiWorkerMirroredStrategy(communication_options=options())
@@ -50,6 +57,8 @@ def sum_of(strategy: Any, tensors: Sequence[Any]) -> Any:
     import tensorflow as tf
 
     def reduce() -> Any:
-        return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, list(tensors), options=options())
+        return tf.distribute.get_replica_context().all_reduce(
+            tf.distribute.ReduceOp.SUM, list(tensors), options=options()
+        )
 
     return strategy.run(reduce)

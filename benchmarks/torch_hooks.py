@@ -1,8 +1,9 @@
-"""What the distributed optimizer's Python costs in a backward pass: ``collectivesrun -np 2 python -m benchmarks.torch_hooks``.
+"""What the distributed optimizer's Python costs in a backward pass: ``collectivesrun -np 2 python -m
+benchmarks.torch_hooks``.
 
-torch calls a hook for a parameter whose gradient is there. Rank 0 makes its backward pass while the others wait at a barrier, so that
-what can be submitted is submitted and nothing can travel: what is measured is the caller's Python, and not the communication. Then the
-others follow.
+torch calls a hook for a parameter whose gradient is there. Rank 0 makes its backward pass while the others wait at a
+barrier, so that what can be submitted is submitted and nothing can travel: what is measured is the caller's Python, and
+not the communication. Then the others follow.
 
     call       a clock around each call of a hook, less what the clock itself shows; also of those that complete a bucket and submit it
     parameter  all calls of a backward pass together, divided by the parameters: tiny ones share one hook
@@ -42,17 +43,29 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and print, on rank 0."""
-    flags = cli.Parser(prog="benchmarks.torch_hooks", description="What each parameter costs in Python during a backward pass in torch.")
+    flags = cli.Parser(
+        prog="benchmarks.torch_hooks",
+        description="What each parameter costs in Python during a backward pass in torch.",
+    )
     flags.add_argument("--model", choices=tuple(MODELS), default="mlp", help="whose parameters")
     flags.add_argument("-n", "--steps", type=cli.whole_number(1), default=50, metavar="N", help="timed steps")
-    flags.add_argument("-w", "--warmup", type=cli.whole_number(0), default=5, metavar="N", help="untimed steps before them")
-    flags.add_argument("-J", "--json", type=Path, default=None, metavar="FILE", help="write everything measured to FILE")
+    flags.add_argument(
+        "-w", "--warmup", type=cli.whole_number(0), default=5, metavar="N", help="untimed steps before them"
+    )
+    flags.add_argument(
+        "-J", "--json", type=Path, default=None, metavar="FILE", help="write everything measured to FILE"
+    )
     given = flags.parse_args(arguments)
     torch.set_num_threads(1)
     with session() as ranks:
         records = measure(given, ranks)
         if given.json and ranks.rank == 0:
-            head = {"benchmark": "torch_hooks", "ranks": ranks.size, "machine": report.machine(), "unit": "microseconds per parameter"}
+            head = {
+                "benchmark": "torch_hooks",
+                "ranks": ranks.size,
+                "machine": report.machine(),
+                "unit": "microseconds per parameter",
+            }
             report.write(given.json, {**head, "model": given.model, "records": records})
 
 
@@ -62,8 +75,15 @@ def measure(given: Any, ranks: Ranks) -> list[dict[str, Any]]:
     torch.manual_seed(0)
     model = make()
     inputs = torch.randn(shape, generator=torch.Generator().manual_seed(1 + ranks.rank))
-    say(ranks, f"# {given.model}: {len(list(model.parameters()))} parameters; {ranks.size} ranks, torch {torch.__version__}")
-    say(ranks, f"# microseconds per parameter on rank 0, {given.steps} steps, nothing travels; wanted: a median of at most {TARGET:g}")
+    say(
+        ranks,
+        f"# {given.model}: {len(list(model.parameters()))} parameters; {ranks.size} ranks, torch {torch.__version__}",
+    )
+    say(
+        ranks,
+        f"# microseconds per parameter on rank 0, {given.steps} steps, nothing travels; wanted: a median of at most "
+        f"{TARGET:g}",
+    )
     heads = f"{'calls':>7}{'call':>10}{'p25':>8}{'p75':>8}{'parameter':>12}{'p25':>8}{'p75':>8}{'backward':>12}{'p25':>8}{'p75':>8}"
     say(ranks, f"#{'':<10}{heads}")
     records: list[dict[str, Any]] = []
@@ -80,11 +100,14 @@ def measure(given: Any, ranks: Ranks) -> list[dict[str, Any]]:
     return records
 
 
-def variant(model: Any, inputs: Any, options: dict[str, Any], given: Any, ranks: Ranks) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def variant(
+    model: Any, inputs: Any, options: dict[str, Any], given: Any, ranks: Ranks
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Train ``steps`` steps.
 
     Returns:
-        Microseconds: of each call of a hook; of each backward pass, all calls divided by the parameters; and what the pass took longer,
+        Microseconds: of each call of a hook; of each backward pass, all calls divided by the parameters; and what the
+            pass took longer,
         divided by the parameters.
     """
     plain, hooked, clocked = (copy.deepcopy(model) for _ in range(3))
@@ -117,7 +140,9 @@ def distributed(model: Any, options: dict[str, Any]) -> Any:
     """Our optimizer, which leaves the weights as they are."""
     import collectives.torch as hvd
 
-    return hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), named_parameters=model.named_parameters(), **options)
+    return hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.0), named_parameters=model.named_parameters(), **options
+    )
 
 
 def backward(model: Any, inputs: Any) -> float:

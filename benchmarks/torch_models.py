@@ -1,4 +1,5 @@
-"""Models in torch whose training steps are timed: the real ResNet-50 on small images, its gradients alone, and many tiny layers."""
+"""Models in torch whose training steps are timed: the real ResNet-50 on small images, its gradients alone, and many
+tiny layers."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from torch.nn import functional
 from benchmarks.models import Shapes, resnet50
 
 IMAGE = 64
-"""Rows and columns of an image: the last layers then see 2 x 2 positions, enough for a batch normalisation of a single image."""
+"""Rows and columns of an image: the last layers then see 2 x 2 positions, enough for a batch normalisation of a single
+image."""
 WIDTH, DEPTH = 16, 100
 
 
@@ -29,7 +31,10 @@ class ResNet50(nn.Module):  # type: ignore[misc]
         inputs = 64
         for layer, (blocks, width) in enumerate(((3, 64), (4, 128), (6, 256), (3, 512)), 1):
             stride = 1 if layer == 1 else 2
-            first, *rest = [_Bottleneck(inputs if block == 0 else 4 * width, width, stride if block == 0 else 1) for block in range(blocks)]
+            first, *rest = [
+                _Bottleneck(inputs if block == 0 else 4 * width, width, stride if block == 0 else 1)
+                for block in range(blocks)
+            ]
             setattr(self, f"layer{layer}", nn.Sequential(first, *rest))
             inputs = 4 * width
         self.fc = nn.Linear(inputs, 1000)
@@ -56,7 +61,9 @@ class _Bottleneck(nn.Module):  # type: ignore[misc]
         self.conv3, self.bn3 = nn.Conv2d(width, 4 * width, 1, bias=False), _normalisation(4 * width)
         self.downsample: Any = None
         if inputs != 4 * width or stride != 1:
-            self.downsample = nn.Sequential(nn.Conv2d(inputs, 4 * width, 1, stride, bias=False), _normalisation(4 * width))
+            self.downsample = nn.Sequential(
+                nn.Conv2d(inputs, 4 * width, 1, stride, bias=False), _normalisation(4 * width)
+            )
 
     def forward(self, rows: Any) -> Any:
         shortcut = rows if self.downsample is None else self.downsample(rows)
@@ -66,7 +73,8 @@ class _Bottleneck(nn.Module):  # type: ignore[misc]
 
 
 class Gradients(nn.Module):  # type: ignore[misc]
-    """Parameters of given shapes in a model that computes next to nothing: the loss is the dot product of all of them with the input."""
+    """Parameters of given shapes in a model that computes next to nothing: the loss is the dot product of all of them
+    with the input."""
 
     def __init__(self, shapes: Shapes) -> None:
         super().__init__()
@@ -80,7 +88,8 @@ class Gradients(nn.Module):  # type: ignore[misc]
 
 
 class Tiny(nn.Module):  # type: ignore[misc]
-    """DEPTH layers of WIDTH x WIDTH, 200 tensors: what each tensor costs outweighs its bytes. Shortcuts keep gradients from vanishing."""
+    """DEPTH layers of WIDTH x WIDTH, 200 tensors: what each tensor costs outweighs its bytes. Shortcuts keep gradients
+    from vanishing."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """Training steps in torch: ``collectivesrun -np 2 python -m benchmarks.torch_step --model resnet50``.
 
-What does communication add to a step (forward, backward, optimizer)? The contestants train copies of one model on the same input, and
-take turns step by step:
+What does communication add to a step (forward, backward, optimizer)? The contestants train copies of one model on the
+same input, and take turns step by step:
 
     alone               a plain optimizer: every rank for itself
     collectives         our DistributedOptimizer
@@ -64,17 +64,34 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and print, on rank 0; wrong gradients end the process with status 1."""
     flags = cli.Parser(prog="benchmarks.torch_step", description="What communication adds to a training step in torch.")
     flags.add_argument("--model", choices=tuple(MODELS), default="resnet50", help="what is trained")
-    flags.add_argument("--peers", type=cli.names("peer", PEERS), default=("ddp", "ddp-view", FLOOR), metavar="LIST", help=", ".join(PEERS))
+    flags.add_argument(
+        "--peers",
+        type=cli.names("peer", PEERS),
+        default=("ddp", "ddp-view", FLOOR),
+        metavar="LIST",
+        help=", ".join(PEERS),
+    )
     flags.add_argument("-n", "--steps", type=cli.whole_number(1), default=20, metavar="N", help="timed rounds")
-    flags.add_argument("-w", "--warmup", type=cli.whole_number(0), default=5, metavar="N", help="untimed rounds before them")
-    flags.add_argument("--block", type=cli.whole_number(1), default=1, metavar="N", help="steps of a contestant in a round")
-    flags.add_argument("-J", "--json", type=Path, default=None, metavar="FILE", help="write everything measured to FILE")
+    flags.add_argument(
+        "-w", "--warmup", type=cli.whole_number(0), default=5, metavar="N", help="untimed rounds before them"
+    )
+    flags.add_argument(
+        "--block", type=cli.whole_number(1), default=1, metavar="N", help="steps of a contestant in a round"
+    )
+    flags.add_argument(
+        "-J", "--json", type=Path, default=None, metavar="FILE", help="write everything measured to FILE"
+    )
     given = flags.parse_args(arguments)
     torch.set_num_threads(1)
     with session() as ranks:
         content = measure(given, ranks)
         if given.json and ranks.rank == 0:
-            head = {"benchmark": "torch_step", "ranks": ranks.size, "machine": report.machine(), "unit": "milliseconds per step"}
+            head = {
+                "benchmark": "torch_step",
+                "ranks": ranks.size,
+                "machine": report.machine(),
+                "unit": "milliseconds per step",
+            }
             report.write(given.json, {**head, **content})
     if any(record["wrong"] for record in content["records"]):
         sys.exit(1)
@@ -96,9 +113,17 @@ def measure(given: Any, ranks: Ranks) -> dict[str, Any]:
             say(ranks, f"# {gloo}")
         machine = report.machine()
         where = f"{ranks.size} ranks, each on {machine['usable_cores']} of {machine['cores']} cores"
-        say(ranks, f"# {given.model}: {len(sizes)} float32 tensors, {4 * sum(sizes) / 1e6:.1f} MB; {where}; torch {torch.__version__}")
+        say(
+            ranks,
+            f"# {given.model}: {len(sizes)} float32 tensors, {4 * sum(sizes) / 1e6:.1f} MB; {where}; torch "
+            f"{torch.__version__}",
+        )
         rounds = f"{given.steps} rounds" + (f" of {given.block} steps" if given.block > 1 else "")
-        say(ranks, f"# medians of {rounds}, the slowest rank's time; adds = step - {ALONE}, and its quartiles, in the same round")
+        say(
+            ranks,
+            f"# medians of {rounds}, the slowest rank's time; adds = step - {ALONE}, and its quartiles, in the same "
+            f"round",
+        )
         wrong = check(contestants, ranks)
         steps = {contestant.name: contestant.step for contestant in contestants}
         if FLOOR in given.peers:
@@ -130,7 +155,9 @@ def ours(model: Any, inputs: Any, view: bool) -> Contestant:
     import collectives.torch as hvd
 
     model = copy.deepcopy(model)
-    optimizer = hvd.DistributedOptimizer(plain(model), named_parameters=model.named_parameters(), gradient_as_bucket_view=view)
+    optimizer = hvd.DistributedOptimizer(
+        plain(model), named_parameters=model.named_parameters(), gradient_as_bucket_view=view
+    )
     return Contestant(VIEW if view else OURS, model, training(model, inputs, optimizer))
 
 
@@ -148,7 +175,8 @@ def of_ddp(name: str, model: Any, inputs: Any) -> Contestant:
 
 
 def plain(model: Any) -> Any:
-    """The same optimizer for everybody. It does its work and leaves the weights as they are, so that all steps are the same."""
+    """The same optimizer for everybody. It does its work and leaves the weights as they are, so that all steps are the
+    same."""
     return torch.optim.SGD(model.parameters(), lr=0.0)
 
 
@@ -174,7 +202,8 @@ def repeated(step: Step, times: int) -> Step:
 
 
 def check(contestants: Sequence[Contestant], ranks: Ranks) -> dict[str, int | None]:
-    """Each contestant's wrong gradients on all ranks after one step, by the ranks' own gradients and MPI's sum of them."""
+    """Each contestant's wrong gradients on all ranks after one step, by the ranks' own gradients and MPI's sum of
+    them."""
     first, *others = contestants
     first.step()
     expected = [gradient.double().numpy() for gradient in first.gradients()]
@@ -210,7 +239,8 @@ def count(step: Step, ranks: Ranks) -> dict[str, float]:
 
 
 def summarize(times: dict[str, np.ndarray], wrong: dict[str, int | None]) -> list[dict[str, Any]]:
-    """From the milliseconds of all rounds: each contestant's step, what it adds to the one alone, and that against the peer ``ddp``."""
+    """From the milliseconds of all rounds: each contestant's step, what it adds to the one alone, and that against the
+    peer ``ddp``."""
     records: list[dict[str, Any]] = []
     theirs = float(np.median(times["ddp"] - times[ALONE])) if "ddp" in times else None
     for name, row in times.items():

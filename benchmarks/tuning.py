@@ -1,8 +1,9 @@
 """The autotuner from a bad start: ``collectivesrun -np 2 python -m benchmarks.tuning``.
 
-Three worlds in one process, over the same ranks: one that tunes itself, one with the defaults, which were tuned by hand, and one
-that stays as badly set as the first began. The first makes training steps until it has chosen; then all three take turns step by
-step. In one process, because two runs an hour apart on a shared machine differ by more than what is to be seen here.
+Three worlds in one process, over the same ranks: one that tunes itself, one with the defaults, which were tuned by
+hand, and one that stays as badly set as the first began. The first makes training steps until it has chosen; then all
+three take turns step by step. In one process, because two runs an hour apart on a shared machine differ by more than
+what is to be seen here.
 """
 
 from __future__ import annotations
@@ -31,15 +32,27 @@ TUNED, DEFAULTS, START = "tuned", "defaults", "start"
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and print, on rank 0."""
-    flags = cli.Parser(prog="benchmarks.tuning", description="What the autotuner reaches from a bad start, against the defaults.")
+    flags = cli.Parser(
+        prog="benchmarks.tuning", description="What the autotuner reaches from a bad start, against the defaults."
+    )
     flags.add_argument("--model", choices=tuple(MODELS), default="resnet50", help="whose gradients")
     flags.add_argument("-n", "--steps", type=cli.whole_number(1), default=40, metavar="N", help="steps while it tunes")
-    flags.add_argument("-m", "--rounds", type=cli.whole_number(1), default=20, metavar="N", help="rounds of the final comparison")
-    flags.add_argument("--threshold", type=cli.size, default="1M", metavar="SIZE", help="fusion threshold to begin with")
+    flags.add_argument(
+        "-m", "--rounds", type=cli.whole_number(1), default=20, metavar="N", help="rounds of the final comparison"
+    )
+    flags.add_argument(
+        "--threshold", type=cli.size, default="1M", metavar="SIZE", help="fusion threshold to begin with"
+    )
     flags.add_argument("--algorithm", choices=ALGORITHMS, default="native", help="algorithm to begin with")
-    flags.add_argument("--sample", type=cli.whole_number(1), default=1, metavar="N", help="steps of a sample; one more is discarded")
-    flags.add_argument("--samples", type=cli.whole_number(1), default=18, metavar="N", help="samples until it has chosen")
-    flags.add_argument("-J", "--json", type=Path, default=None, metavar="FILE", help="write everything measured to FILE")
+    flags.add_argument(
+        "--sample", type=cli.whole_number(1), default=1, metavar="N", help="steps of a sample; one more is discarded"
+    )
+    flags.add_argument(
+        "--samples", type=cli.whole_number(1), default=18, metavar="N", help="samples until it has chosen"
+    )
+    flags.add_argument(
+        "-J", "--json", type=Path, default=None, metavar="FILE", help="write everything measured to FILE"
+    )
     given = flags.parse_args(arguments)
     with session() as ranks:
         if ranks.size == 1:
@@ -47,7 +60,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
             return
         content = measure(given, ranks)
         if given.json and ranks.rank == 0:
-            head = {"benchmark": "tuning", "ranks": ranks.size, "machine": report.machine(), "unit": "milliseconds per step"}
+            head = {
+                "benchmark": "tuning",
+                "ranks": ranks.size,
+                "machine": report.machine(),
+                "unit": "milliseconds per step",
+            }
             report.write(given.json, {**head, **content})
 
 
@@ -73,7 +91,11 @@ def measure(given: Any, ranks: Ranks) -> dict[str, Any]:
             if name == TUNED:
                 world.tune(fusion_threshold=given.threshold, algorithm=given.algorithm)
             steps[name] = step_of(world, gradients)
-        say(ranks, f"# gradients of {given.model}, {ranks.size} ranks; begins with {given.algorithm}, fusion threshold {given.threshold}")
+        say(
+            ranks,
+            f"# gradients of {given.model}, {ranks.size} ranks; begins with {given.algorithm}, fusion threshold "
+            f"{given.threshold}",
+        )
         tuning = alternate(ranks, [steps[TUNED]], 0, given.steps, _nothing)[0] * 1e3
         say(ranks, "# milliseconds per step while it tunes, ten a line; the median in front")
         say(ranks, lines_of(tuning, 10))

@@ -3,7 +3,8 @@
 Every rank has its own values, so that a contribution that is lost and another that is counted twice cannot cancel out.
 They are small integers: their sum over all ranks is exact in every dtype, whatever the order of the additions, so that
 a result is compared for equality. (An average is compared to within two roundings.) The values repeat after a prime
-number of elements: one table per rank is enough for a buffer of any size, and no chunk boundary falls into step with it.
+number of elements: one table per rank is enough for a buffer of any size, and no chunk boundary falls into step with
+it.
 """
 
 from __future__ import annotations
@@ -15,12 +16,20 @@ import numpy as np
 PERIOD = 65_521
 """Elements after which the values repeat: the largest prime below 2**16."""
 
-_EXACT = {"float16": 2**11, "bfloat16": 2**8, "float32": 2**24, "float64": 2**53, "complex64": 2**24, "complex128": 2**53}
+_EXACT = {
+    "float16": 2**11,
+    "bfloat16": 2**8,
+    "float32": 2**24,
+    "float64": 2**53,
+    "complex64": 2**24,
+    "complex128": 2**53,
+}
 """The integers up to which a floating-point dtype has them all."""
 
 
 class Values:
-    """The values of ``size`` ranks for one dtype and operation (``sum``, ``prod``, ``min``, ``max``, ``avg`` or ``none``)."""
+    """The values of ``size`` ranks for one dtype and operation (``sum``, ``prod``, ``min``, ``max``, ``avg`` or
+    ``none``)."""
 
     def __init__(self, dtype: np.dtype, op: str, size: int) -> None:
         self.dtype, self.op, self.size = dtype, op, size
@@ -53,7 +62,9 @@ def _differing(result: np.ndarray, expected: np.ndarray, rounding: float) -> int
             wide = np.complex128 if block.dtype.kind == "c" else np.float64
             wanted = wanted.astype(wide)
             # Written so that a NaN counts as wrong.
-            wrong += int(block.size - np.count_nonzero(np.abs(block.astype(wide) - wanted) <= rounding * np.abs(wanted)))
+            wrong += int(
+                block.size - np.count_nonzero(np.abs(block.astype(wide) - wanted) <= rounding * np.abs(wanted))
+            )
         else:
             wrong += int(np.count_nonzero(block != wanted))
     return wrong
@@ -85,7 +96,9 @@ def _reduced(dtype: np.dtype, op: str, size: int) -> np.ndarray:
         wide: np.dtype = np.dtype(bool)
         combine: np.ufunc = np.logical_or if op in ("sum", "max") else np.logical_and
     else:
-        wide = {"u": np.dtype(np.uint64), "i": np.dtype(np.int64), "c": np.dtype(np.complex128)}.get(dtype.kind, np.dtype(np.float64))
+        wide = {"u": np.dtype(np.uint64), "i": np.dtype(np.int64), "c": np.dtype(np.complex128)}.get(
+            dtype.kind, np.dtype(np.float64)
+        )
         others: dict[str, np.ufunc] = {"prod": np.multiply, "min": np.minimum, "max": np.maximum}
         combine = others.get(op, np.add)
     result: np.ndarray = _table(dtype, op, size, 0).astype(wide)

@@ -1,8 +1,8 @@
 """What waiting costs: ``collectivesrun -np 3 python -m benchmarks.waiting``.
 
 Rank 0 is late, as a rank is that computes longer than the others. What do its peers' processors do meanwhile? Does
-``synchronize(timeout=...)`` come back in time? What does the background thread cost when there is nothing to do? And, with three
-ranks and more, do the others get on with their own process set?
+``synchronize(timeout=...)`` come back in time? What does the background thread cost when there is nothing to do? And,
+with three ranks and more, do the others get on with their own process set?
 
 Shares are of one core, of all threads of the process together.
 """
@@ -55,15 +55,33 @@ class Usage:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and print, on rank 0."""
-    flags = cli.Parser(prog="benchmarks.waiting", description="Processor time of ranks that wait, timeouts, and idleness.")
-    flags.add_argument("-s", "--seconds", type=float, default=3.0, metavar="S", help="how long rank 0 is late, and how long all are idle")
-    flags.add_argument("-t", "--timeout", type=float, default=0.5, metavar="S", help="the bound of the wait that is meant to time out")
-    flags.add_argument("-J", "--json", type=Path, default=None, metavar="FILE", help="write everything measured to FILE")
+    flags = cli.Parser(
+        prog="benchmarks.waiting", description="Processor time of ranks that wait, timeouts, and idleness."
+    )
+    flags.add_argument(
+        "-s",
+        "--seconds",
+        type=float,
+        default=3.0,
+        metavar="S",
+        help="how long rank 0 is late, and how long all are idle",
+    )
+    flags.add_argument(
+        "-t", "--timeout", type=float, default=0.5, metavar="S", help="the bound of the wait that is meant to time out"
+    )
+    flags.add_argument(
+        "-J", "--json", type=Path, default=None, metavar="FILE", help="write everything measured to FILE"
+    )
     given = flags.parse_args(arguments)
     with session() as ranks:
         content = measure(given, ranks)
         if given.json and ranks.rank == 0:
-            head = {"benchmark": "waiting", "ranks": ranks.size, "machine": report.machine(), "unit": "seconds; shares of a core"}
+            head = {
+                "benchmark": "waiting",
+                "ranks": ranks.size,
+                "machine": report.machine(),
+                "unit": "seconds; shares of a core",
+            }
             report.write(given.json, {**head, **content})
 
 
@@ -87,12 +105,20 @@ def measure(given: Any, ranks: Ranks) -> dict[str, Any]:
 
     least, most = timed_out(tensor, given.timeout, ranks)
     found |= {"timeout": given.timeout, "timed_out_after": [least, most]}
-    say(ranks, f"# synchronize(timeout={given.timeout:g}) came back after {least:.4f} to {most:.4f} s, and a second wait with the result")
+    say(
+        ranks,
+        f"# synchronize(timeout={given.timeout:g}) came back after {least:.4f} to {most:.4f} s, and a second wait "
+        f"with the result",
+    )
 
     if ranks.size > 2:
         alone, beside = set_goes_on(given.seconds, ranks)
         found |= {"set_calls": alone, "set_calls_while_late": beside}
-        say(ranks, f"# a process set of the other {ranks.size - 1}, blocking all-reduces of 8 bytes: {alone:.0f} a second by itself,")
+        say(
+            ranks,
+            f"# a process set of the other {ranks.size - 1}, blocking all-reduces of 8 bytes: {alone:.0f} a second "
+            f"by itself,",
+        )
         say(ranks, f"# {beside:.0f} a second while an operation of all ranks waits for rank 0")
     else:
         say(ranks, "# a process set that goes on beside a late rank: needs 3 ranks")
@@ -148,7 +174,8 @@ def timed_out(tensor: np.ndarray, timeout: float, ranks: Ranks) -> tuple[float, 
 
 
 def set_goes_on(seconds: float, ranks: Ranks) -> tuple[float, float]:
-    """Blocking calls a second of a set of all ranks but 0: while rank 0 owes nothing, and while an operation waits for it.
+    """Blocking calls a second of a set of all ranks but 0: while rank 0 owes nothing, and while an operation waits for
+    it.
 
     Medians of periods that take turns, so long together for each.
     """
@@ -171,7 +198,8 @@ def set_goes_on(seconds: float, ranks: Ranks) -> tuple[float, float]:
 
 
 def _calls_a_second(seconds: float, members: Any) -> float:
-    """All-reduces for so long; what they reduce is whether all members still want to go on, so that all make the same number."""
+    """All-reduces for so long; what they reduce is whether all members still want to go on, so that all make the same
+    number."""
     start = perf_counter()
     calls, going = 0, np.ones(1)
     while going[0]:

@@ -1,8 +1,9 @@
 """The functions that users call: the operations of the default world, or of a process set's.
 
-Memory that an operation in flight writes may not be read or written by another one, whichever names, process sets or views they have; it
-is refused with an InvalidArgumentError that names both, and the other ranks get a MismatchError. Memory that is only read may be shared.
-So may what broadcasts from the same root write. An operation is in flight from its submission until it is complete.
+Memory that an operation in flight writes may not be read or written by another one, whichever names, process sets or
+views they have; it is refused with an InvalidArgumentError that names both, and the other ranks get a MismatchError.
+Memory that is only read may be shared. So may what broadcasts from the same root write. An operation is in flight from
+its submission until it is complete.
 """
 
 from __future__ import annotations
@@ -42,31 +43,32 @@ def allreduce(
     Every rank gets the same result, bit for bit; apart from NaN's payload, and zeros' signs in Min and Max.
 
     Args:
-        tensor: equal shape and dtype on every rank: a NumPy array or scalar, a number, anything on the CPU with the buffer
-            protocol, ``__array_interface__`` or DLPack, or anything on an NVIDIA GPU with DLPack or ``__cuda_array_interface__``
-            (CuPy, torch, JAX, ...). Left unchanged.
+        tensor: equal shape and dtype on every rank: a NumPy array or scalar, a number, anything on the CPU with the
+            buffer protocol, ``__array_interface__`` or DLPack, or anything on an NVIDIA GPU with DLPack or
+            ``__cuda_array_interface__`` (CuPy, torch, JAX, ...). Left unchanged.
         average: another way to say ``op``: True for Average, False for Sum. Only one of the two may be given.
         op: Average (the default), Sum, Min, Max, Product, or Adasum (see `collectives.engine.adasum`).
-        name: of the tensor. Ranks may call operations of different names in different orders; unnamed ones are matched by
-            order of call.
+        name: of the tensor. Ranks may call operations of different names in different orders; unnamed ones are matched
+            by order of call.
         prescale_factor: multiplies each rank's tensor first.
         postscale_factor: multiplies the result.
-        compression: `Compression.fp16` or ``bf16``, in which float32 and float64 travel; or an own class with ``compress`` and
-            ``decompress``.
+        compression: `Compression.fp16` or ``bf16``, in which float32 and float64 travel; or an own class with
+            ``compress`` and ``decompress``.
         process_set: the ranks that take part; all by default.
         algorithm: "ring", "direct", "one-shot", "recursive-doubling", "hierarchical" or "native"; chosen by default.
-        transport: "window", "direct-read" or "mpi" for the ranks of one host; of GPU tensors "cuda-ipc", "nccl" or "host"; chosen
-            by default.
-        stream: of a GPU tensor: the CUDA stream after whose work it is read, and before whose later work the result is ready; the
-            framework's current one by default. Nobody needs to synchronise.
+        transport: "window", "direct-read" or "mpi" for the ranks of one host; of GPU tensors "cuda-ipc", "nccl" or
+            "host"; chosen by default.
+        stream: of a GPU tensor: the CUDA stream after whose work it is read, and before whose later work the result is
+            ready; the framework's current one by default. Nobody needs to synchronise.
 
     Returns:
-        A new tensor of the caller's type, shape and dtype. float16 and bfloat16 are combined in float32 and rounded in every
-        step. Integer averages truncate toward zero; integers wrap on overflow. For bool, Sum and Max mean "or"; Product, Min
-        and Average mean "and".
+        A new tensor of the caller's type, shape and dtype. float16 and bfloat16 are combined in float32 and rounded in
+        every step. Integer averages truncate toward zero; integers wrap on overflow. For bool, Sum and Max mean "or";
+        Product, Min and Average mean "and".
 
     Raises:
-        NotInitializedError, InvalidTypeError, InvalidArgumentError: an argument that no rank can accept; both ``average`` and ``op``.
+        NotInitializedError, InvalidTypeError, InvalidArgumentError: an argument that no rank can accept; both
+            ``average`` and ``op``.
         MismatchError: the ranks asked for different things; raised on every rank, nothing was touched.
         RankFailedError, CollectiveTimeoutError: another rank failed, or did not come.
     """
@@ -137,11 +139,12 @@ def allreduce_async(
     """Begin an `allreduce` and return at once.
 
     Returns:
-        A handle for `synchronize` and `poll`. The tensor must not change until the operation is done; others may read it meanwhile.
+        A handle for `synchronize` and `poll`. The tensor must not change until the operation is done; others may read
+        it meanwhile.
 
     Raises:
-        InvalidArgumentError: an operation of this name is in flight, or one that writes memory of this tensor's; and what `allreduce`
-            raises for its arguments. What ranks can only find out together is raised by `synchronize`.
+        InvalidArgumentError: an operation of this name is in flight, or one that writes memory of this tensor's; and
+            what `allreduce` raises for its arguments. What ranks can only find out together is raised by `synchronize`.
     """
     return world_of(process_set).allreduce_async(
         tensor,
@@ -174,8 +177,8 @@ def allreduce_async_(
     """Begin an `allreduce_` and return at once; the tensor must be left alone until it is done.
 
     Raises:
-        InvalidArgumentError: as `allreduce_async`; or an operation in flight reads or writes memory of this tensor's: synchronize that one
-            first, or pass one of the two a copy.
+        InvalidArgumentError: as `allreduce_async`; or an operation in flight reads or writes memory of this tensor's:
+            synchronize that one first, or pass one of the two a copy.
     """
     return world_of(process_set).allreduce_async_(
         tensor,
@@ -208,7 +211,8 @@ def grouped_allreduce(
     """`allreduce` of several tensors that are carried out, and complete, together.
 
     Args:
-        tensors: a list or tuple; equally many on every rank, each with equal shape and dtype there. dtypes may be mixed.
+        tensors: a list or tuple; equally many on every rank, each with equal shape and dtype there. dtypes may be
+            mixed.
         average, op, name, ...: as for `allreduce`, for all of them.
 
     Returns:
@@ -247,8 +251,8 @@ def grouped_allreduce_(
 ) -> list[Tensor]:
     """`grouped_allreduce` in place; returns the very tensors.
 
-    Tensors of the group may share memory, as tied gradients do: each is reduced as it was when it was passed, and where they overlap the
-    last one's result stands.
+    Tensors of the group may share memory, as tied gradients do: each is reduced as it was when it was passed, and where
+    they overlap the last one's result stands.
     """
     return world_of(process_set).grouped_allreduce_(
         tensors,
@@ -337,8 +341,10 @@ def reducescatter(
     """Combine the ranks' tensors and give each rank its share of the rows.
 
     Args:
-        tensor: of shape ``(rows, ...)``, equal on every rank. Rows that do not divide evenly go to the first ranks, one each.
-        op, name, prescale_factor, postscale_factor, process_set, algorithm, transport: as for `allreduce`, without Adasum;
+        tensor: of shape ``(rows, ...)``, equal on every rank. Rows that do not divide evenly go to the first ranks, one
+            each.
+        op, name, prescale_factor, postscale_factor, process_set, algorithm, transport: as for `allreduce`, without
+        Adasum;
             algorithms "ring" and "direct".
 
     Returns:
@@ -468,7 +474,9 @@ def allgather_async(
     stream: Any = None,
 ) -> Handle[Tensor]:
     """Begin an `allgather` and return its handle at once."""
-    return world_of(process_set).allgather_async(tensor, name=name, algorithm=algorithm, transport=transport, stream=stream)
+    return world_of(process_set).allgather_async(
+        tensor, name=name, algorithm=algorithm, transport=transport, stream=stream
+    )
 
 
 def grouped_allgather(
@@ -481,7 +489,9 @@ def grouped_allgather(
     stream: Any = None,
 ) -> list[Tensor]:
     """`allgather` of several tensors that complete together; the results in order."""
-    return world_of(process_set).grouped_allgather(tensors, name=name, algorithm=algorithm, transport=transport, stream=stream)
+    return world_of(process_set).grouped_allgather(
+        tensors, name=name, algorithm=algorithm, transport=transport, stream=stream
+    )
 
 
 def grouped_allgather_async(
@@ -494,7 +504,9 @@ def grouped_allgather_async(
     stream: Any = None,
 ) -> Handle[list[Tensor]]:
     """Begin a `grouped_allgather`; one handle for all tensors."""
-    return world_of(process_set).grouped_allgather_async(tensors, name=name, algorithm=algorithm, transport=transport, stream=stream)
+    return world_of(process_set).grouped_allgather_async(
+        tensors, name=name, algorithm=algorithm, transport=transport, stream=stream
+    )
 
 
 def broadcast(
@@ -522,7 +534,12 @@ def broadcast(
         InvalidArgumentError: there is no such rank; and all that `allreduce` raises.
     """
     return world_of(process_set).broadcast(
-        tensor, root_in(process_set, root_rank, name), name=name, algorithm=algorithm, transport=transport, stream=stream
+        tensor,
+        root_in(process_set, root_rank, name),
+        name=name,
+        algorithm=algorithm,
+        transport=transport,
+        stream=stream,
     )
 
 
@@ -545,7 +562,12 @@ def broadcast_(
         InvalidArgumentError: the tensor is read-only, also on the root; and all that `broadcast` raises.
     """
     return world_of(process_set).broadcast_(
-        tensor, root_in(process_set, root_rank, name), name=name, algorithm=algorithm, transport=transport, stream=stream
+        tensor,
+        root_in(process_set, root_rank, name),
+        name=name,
+        algorithm=algorithm,
+        transport=transport,
+        stream=stream,
     )
 
 
@@ -561,7 +583,12 @@ def broadcast_async(
 ) -> Handle[Tensor]:
     """Begin a `broadcast` and return its handle at once."""
     return world_of(process_set).broadcast_async(
-        tensor, root_in(process_set, root_rank, name), name=name, algorithm=algorithm, transport=transport, stream=stream
+        tensor,
+        root_in(process_set, root_rank, name),
+        name=name,
+        algorithm=algorithm,
+        transport=transport,
+        stream=stream,
     )
 
 
@@ -577,11 +604,16 @@ def broadcast_async_(
 ) -> Handle[Tensor]:
     """Begin a `broadcast_` and return its handle at once.
 
-    Several broadcasts from the same root may write the same memory, as for the state of a model with tied weights; all else as for
-    `allreduce_async_`.
+    Several broadcasts from the same root may write the same memory, as for the state of a model with tied weights; all
+    else as for `allreduce_async_`.
     """
     return world_of(process_set).broadcast_async_(
-        tensor, root_in(process_set, root_rank, name), name=name, algorithm=algorithm, transport=transport, stream=stream
+        tensor,
+        root_in(process_set, root_rank, name),
+        name=name,
+        algorithm=algorithm,
+        transport=transport,
+        stream=stream,
     )
 
 
@@ -635,7 +667,9 @@ def alltoall(
     Raises:
         InvalidArgumentError: the tensor has no dimension, or the splits do not fit it; and all that `allreduce` raises.
     """
-    return world_of(process_set).alltoall(tensor, splits, name=name, algorithm=algorithm, transport=transport, stream=stream)
+    return world_of(process_set).alltoall(
+        tensor, splits, name=name, algorithm=algorithm, transport=transport, stream=stream
+    )
 
 
 def alltoall_async(
@@ -649,7 +683,9 @@ def alltoall_async(
     stream: Any = None,
 ) -> Handle[Any]:
     """Begin an `alltoall` and return its handle at once."""
-    return world_of(process_set).alltoall_async(tensor, splits, name=name, algorithm=algorithm, transport=transport, stream=stream)
+    return world_of(process_set).alltoall_async(
+        tensor, splits, name=name, algorithm=algorithm, transport=transport, stream=stream
+    )
 
 
 def barrier(*, process_set: ProcessSet | None = None) -> None:
@@ -661,8 +697,11 @@ def barrier(*, process_set: ProcessSet | None = None) -> None:
     world_of(process_set).barrier()
 
 
-def broadcast_object(value: Tensor, root_rank: int = 0, *, name: str | None = None, process_set: ProcessSet | None = None) -> Tensor:
-    """Give every rank the root's (picklable) object; what other ranks pass is ignored. Returns it, on the root the same object."""
+def broadcast_object(
+    value: Tensor, root_rank: int = 0, *, name: str | None = None, process_set: ProcessSet | None = None
+) -> Tensor:
+    """Give every rank the root's (picklable) object; what other ranks pass is ignored. Returns it, on the root the same
+    object."""
     return world_of(process_set).broadcast_object(value, root_in(process_set, root_rank, name), name=name)
 
 
@@ -693,8 +732,8 @@ def synchronize(handle: Handle[Tensor], timeout: float | None = None) -> Tensor:
 def join(*, process_set: ProcessSet | None = None) -> int:
     """Say that this rank has run out of data, and help the others until all have.
 
-    To every operation of the others this rank contributes elements that change nothing (zeros to a sum; no rows to allgather and
-    alltoall); Average divides by the number of all ranks still.
+    To every operation of the others this rank contributes elements that change nothing (zeros to a sum; no rows to
+    allgather and alltoall); Average divides by the number of all ranks still.
 
     Returns:
         The last rank to join; of several at once, the highest.
@@ -720,14 +759,16 @@ def check_consistency(tensors: Any, *, process_set: ProcessSet | None = None) ->
 def empty_cache(*, process_set: ProcessSet | None = None) -> int:
     """Release GPU memory that is held but not in use; every rank calls it.
 
-    A rank maps the memory of its peers' tensors where it lies, and keeps the mapping. Until it is given back, memory that a peer has
-    freed stays allocated there. What is used again is mapped again. Before the engine itself is refused memory, it does the same.
+    A rank maps the memory of its peers' tensors where it lies, and keeps the mapping. Until it is given back, memory
+    that a peer has freed stays allocated there. What is used again is mapped again. Before the engine itself is refused
+    memory, it does the same.
 
-    Call it after large tensors were dropped, and before ``torch.cuda.empty_cache()`` or ``free_all_blocks()`` is expected to help. Each
-    process set has mappings of its own.
+    Call it after large tensors were dropped, and before ``torch.cuda.empty_cache()`` or ``free_all_blocks()`` is
+    expected to help. Each process set has mappings of its own.
 
     Returns:
-        The bytes of device memory that this rank no longer holds: its peers' that it had mapped, and buffers of its own that it has
+        The bytes of device memory that this rank no longer holds: its peers' that it had mapped, and buffers of its own
+            that it has
         outgrown. 0 where no GPU tensor was used.
 
     Raises:

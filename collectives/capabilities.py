@@ -1,7 +1,7 @@
 """What there is to work with: Horovod's questions, from ``mpi_built`` to ``rocm_built``, answered for this engine.
 
-Horovod is compiled with or without a library. Nothing is compiled here; "built" means that the library can be loaded in this process
-and that the engine would use it.
+Horovod is compiled with or without a library. Nothing is compiled here; "built" means that the library can be loaded in
+this process and that the engine would use it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ def mpi_library() -> str:
 
     environment = {**os.environ, "MPI4PY_RC_INITIALIZE": "0"}
     try:
-        shown = subprocess.run([sys.executable, "-c", _LIBRARY], capture_output=True, text=True, timeout=30, env=environment, check=False)
+        shown = subprocess.run(
+            [sys.executable, "-c", _LIBRARY], capture_output=True, text=True, timeout=30, env=environment, check=False
+        )
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return shown.stdout.strip().rpartition("\n")[2] if shown.returncode == 0 else ""
@@ -45,7 +47,8 @@ def mpi_enabled() -> bool:
 
 
 def mpi_threads_supported() -> bool:
-    """Whether MPI lets several threads call it, so that the program may use mpi4py beside the collectives. False without an MPI.
+    """Whether MPI lets several threads call it, so that the program may use mpi4py beside the collectives. False
+    without an MPI.
 
     Where there is one rank, for which MPI has not been started, this starts it: whoever asks is about to use it.
 

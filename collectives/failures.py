@@ -1,16 +1,16 @@
 """How a rank leaves: a failure is told to the peers and ends the job; a clean exit never leaves a peer waiting.
 
-Under plain ``mpirun`` a rank that raises, or calls ``sys.exit(3)``, hangs: it waits for its peers in ``MPI_Finalize``, while
-they wait for it in a collective. ``install`` therefore watches how this process ends.
+Under plain ``mpirun`` a rank that raises, or calls ``sys.exit(3)``, hangs: it waits for its peers in ``MPI_Finalize``,
+while they wait for it in a collective. ``install`` therefore watches how this process ends.
 
     uncaught exception    the traceback is printed as always, recorded, and published to the peers; once they have
     or ``sys.exit(3)``    ended too, or after a bounded moment, ``abort`` ends the job with the exit code
     exit code 0           ``leave`` tells the peers that this rank will not come to any further collective
     a forked child        nothing is touched: the child ends before any clean-up of MPI can run in it
 
-What a process cannot know about itself (``os._exit``, a signal, ``raise SystemExit(3)`` without ``sys.exit``) is seen by
-``collectivesrun`` from outside; such a ``SystemExit`` counts as a clean exit here. Threads are left alone: an exception
-that ends a thread does not end the process.
+What a process cannot know about itself (``os._exit``, a signal, ``raise SystemExit(3)`` without ``sys.exit``) is seen
+by ``collectivesrun`` from outside; such a ``SystemExit`` counts as a clean exit here. Threads are left alone: an
+exception that ends a thread does not end the process.
 
 This module knows no MPI. What it calls is given to it, and it changes nothing before ``install``.
 """
@@ -82,7 +82,8 @@ class Hooks:
             self._publish(failure.text)
 
     def _at_exit(self, failure: Failure | None) -> None:
-        # The culprit ends the job, so that its exit code is the job's. Whoever fails because of it gives it time to do so.
+        # The culprit ends the job, so that its exit code is the job's. Whoever fails because of it gives it time to do
+        # so.
         consequence = failure is not None and failure.consequence
         end = time.monotonic() + self._grace * (2 if consequence else 1)
         if failure is not None:
@@ -120,10 +121,11 @@ def install(
     Args:
         rank: this rank, for records and messages.
         abort: ends the whole job with an exit code, such as ``MPI.COMM_WORLD.Abort``. Called last.
-        publish: makes the text of a failure known to the peers, whose waits then raise ``RankFailedError``. Must not block.
+        publish: makes the text of a failure known to the peers, whose waits then raise ``RankFailedError``. Must not
+            block.
         records: where the failure record goes, normally ``os.environ.get(RECORDS)``; None: no record.
-        all_left: whether all peers have left, as their `leave` says, or died. That they know of the failure is not enough: their
-            programs are yet to be told, and to say or save something. Must not block.
+        all_left: whether all peers have left, as their `leave` says, or died. That they know of the failure is not
+            enough: their programs are yet to be told, and to say or save something. Must not block.
         leave: tells the peers that this rank has gone, whatever its exit code. Must not block for long.
         grace: seconds, at most, to wait until all have left (twice that for a rank that fails because another did).
 
@@ -135,7 +137,8 @@ def install(
 
 
 def record(path: str, rank: int, failure: Failure) -> None:
-    """Append a record, a line of JSON, to a file or to the pipe of ``collectivesrun``. A reader that has gone is no error."""
+    """Append a record, a line of JSON, to a file or to the pipe of ``collectivesrun``. A reader that has gone is no
+    error."""
     entry = {
         "rank": rank,
         "code": failure.code,
@@ -154,7 +157,8 @@ def record(path: str, rank: int, failure: Failure) -> None:
 
 
 class _Watcher:
-    """Finds out how this process ends: calls ``on_failure`` as soon as that is known, and ``at_exit`` when the interpreter exits.
+    """Finds out how this process ends: calls ``on_failure`` as soon as that is known, and ``at_exit`` when the
+    interpreter exits.
 
     Chains to the hooks that it finds. In a process forked from the one that made it, it only passes on.
     """
@@ -176,7 +180,8 @@ class _Watcher:
         if sys.exit == self._exit:
             sys.exit = self._previous_exit
         atexit.unregister(self._at_exit)
-        # Every thread keeps the hook under which it was started for as long as it lives, which must not keep the world alive.
+        # Every thread keeps the hook under which it was started for as long as it lives, which must not keep the world
+        # alive.
         self._on_failure = self._call_at_exit = lambda failure: None
 
     def _active(self) -> bool:
@@ -213,8 +218,8 @@ class _Watcher:
 class _Rider:
     """Rides on a ``SystemExit`` and finds out whether it was caught.
 
-    An exception that nobody caught is freed by the interpreter when no Python frame is left, and the process ends. One that
-    was caught is freed (or kept) by the code that caught it, and does not count.
+    An exception that nobody caught is freed by the interpreter when no Python frame is left, and the process ends. One
+    that was caught is freed (or kept) by the code that caught it, and does not count.
     """
 
     __slots__ = ("_failure", "_tell")
@@ -231,8 +236,8 @@ class _Rider:
 def _guard_forked_children() -> None:
     """From now on, a forked child ends before MPI's own clean-up can run in it.
 
-    mpi4py finalises MPI at the very end of the interpreter, in the child too: there Open MPI hangs, and MPICH ends the whole
-    job. Exit handlers that the child registered itself still run; the parent's do not, as in ``multiprocessing``.
+    mpi4py finalises MPI at the very end of the interpreter, in the child too: there Open MPI hangs, and MPICH ends the
+    whole job. Exit handlers that the child registered itself still run; the parent's do not, as in ``multiprocessing``.
     """
 
     def end(failure: Failure | None) -> None:
@@ -270,7 +275,8 @@ def _flush_streams() -> None:
 
 
 def _wait_until_read(records: str | None, seconds: float = 0.5) -> None:
-    """Wait, at most so long, until the launcher has read what was written last: MPICH's drops it when a job is aborted."""
+    """Wait, at most so long, until the launcher has read what was written last: MPICH's drops it when a job is
+    aborted."""
     end = time.monotonic() + seconds
     streams = [1, 2]
     with contextlib.ExitStack() as stack:

@@ -6,12 +6,14 @@ A bucket is a list of tensors that are reduced alike; for the schedule it is one
     chunks     |        rank 0's half         |        rank 1's half       |
     blocks     |  block 0  |  block 1  |  ... cut wherever they fall, through tensors, each block a list of pieces
 
-There is no buffer of that size. Through windows, a block is packed where the peers read it: the pack is the send. With direct
-reads nothing is packed at all: one system call brings the pieces of a block from the peer's tensors, another writes the results
-back into them. Only where messages are all there is are small tensors copied into one buffer, and large ones sent as they are.
+There is no buffer of that size. Through windows, a block is packed where the peers read it: the pack is the send. With
+direct reads nothing is packed at all: one system call brings the pieces of a block from the peer's tensors, another
+writes the results back into them. Only where messages are all there is are small tensors copied into one buffer, and
+large ones sent as they are.
 
-`plan` cuts what was agreed on into buckets: alike in dtype, operation and scale factors, in the order of the list but looking past
-what does not fit, none above the threshold. It depends on nothing but the list, so every rank makes the same buckets.
+`plan` cuts what was agreed on into buckets: alike in dtype, operation and scale factors, in the order of the list but
+looking past what does not fit, none above the threshold. It depends on nothing but the list, so every rank makes the
+same buckets.
 """
 
 from __future__ import annotations
@@ -65,7 +67,8 @@ class Pieces:
     Attributes:
         total: elements of all tensors.
         sources, outs: each tensor's input and output, 1-D arrays of one dtype; set before every run.
-        operands: where the own value is found when it is combined: the inputs, or the outputs if they have been scaled there.
+        operands: where the own value is found when it is combined: the inputs, or the outputs if they have been scaled
+            there.
         unstaged: start and length of what no peer reads from this rank's window.
         scale: what is applied to whatever is packed, or None.
     """
@@ -139,8 +142,8 @@ class Pieces:
 class Lists:
     """Blocks of `Pieces` as lists of addresses, for system calls that take such lists.
 
-    The lists' lengths are known when a plan is made; the addresses are those of the tensors of each call, the own and the peers',
-    and filled in by one NumPy operation for all blocks.
+    The lists' lengths are known when a plan is made; the addresses are those of the tensors of each call, the own and
+    the peers', and filled in by one NumPy operation for all blocks.
 
     Args:
         pieces: the tensors.

@@ -1,7 +1,7 @@
 """The process sets that `init` is given: what ranks each consists of, and which of them the ranks make together.
 
-A communicator has other members on other ranks, as when all ranks have split one. So each element of the list stands for as many
-sets as there are different ones, in the order of the ranks, and every rank makes them all.
+A communicator has other members on other ranks, as when all ranks have split one. So each element of the list stands
+for as many sets as there are different ones, in the order of the ranks, and every rank makes them all.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ def ranks_of(members: ProcessSet, comm: MPI.Intracomm | Sequence[int] | None) ->
     group = members.mpi_comm.Get_group()
     found = group.Translate_ranks(list(range(group.Get_size())), everybody)
     if MPI.UNDEFINED in found:
-        raise InvalidArgumentError(f"process_sets: the communicator {members.mpi_comm!r} has ranks that do not take part in this init()")
+        raise InvalidArgumentError(
+            f"process_sets: the communicator {members.mpi_comm!r} has ranks that do not take part in this init()"
+        )
     return tuple(sorted(found))
 
 
@@ -54,7 +56,10 @@ def agreed(root: World, mine: Sequence[tuple[Ranks, bool]]) -> list[Ranks]:
     for place in range(max(map(len, everyone))):
         asked = [theirs[place] if place < len(theirs) else None for theirs in everyone]
         if len(set(asked)) > 1 and not all(each is not None and each[1] for each in asked):
-            said = "; ".join(f"rank {root.ranks[rank]}: {'none' if each is None else list(each[0])}" for rank, each in enumerate(asked))
+            said = "; ".join(
+                f"rank {root.ranks[rank]}: {'none' if each is None else list(each[0])}"
+                for rank, each in enumerate(asked)
+            )
             raise MismatchError(
                 f"rank {root.ranks[root.rank]}: init: process_sets[{place}] is not the same on every rank: {said}; "
                 f"every rank must give the same ranks, or communicators"

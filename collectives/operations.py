@@ -1,7 +1,7 @@
 """The collectives as methods of a world: each makes a handle, or is refused, and begins it or waits for it.
 
-A refused argument is told to the other ranks as well, so that they stay in step: each of them gets an exception, and the next call
-works.
+A refused argument is told to the other ranks as well, so that they stay in step: each of them gets an exception, and
+the next call works.
 """
 
 from __future__ import annotations
@@ -43,10 +43,12 @@ class Operations:
     _use_devices: Callable[[], DeviceSide]
 
     def memory(self, count: int, dtype: Any) -> Any:
-        """Memory for results that an adapter passes as ``out``: 1-D, uninitialised, aligned to 64 bytes, used again when it is dropped."""
+        """Memory for results that an adapter passes as ``out``: 1-D, uninitialised, aligned to 64 bytes, used again
+        when it is dropped."""
         return self._pool.aligned(count, dtype)
 
-    # ---- all-reduce ----------------------------------------------------------------------------------------------------------
+    # ---- all-reduce
+    # ----------------------------------------------------------------------------------------------------------
 
     def allreduce(
         self,
@@ -68,12 +70,25 @@ class Operations:
             return self._wait(
                 name,
                 lambda: self._door.allreduce(
-                    tensor, average, op, name, prescale_factor, postscale_factor, compression, algorithm, transport, stream, False, out
+                    tensor,
+                    average,
+                    op,
+                    name,
+                    prescale_factor,
+                    postscale_factor,
+                    compression,
+                    algorithm,
+                    transport,
+                    stream,
+                    False,
+                    out,
                 ),
             )
         try:
             view: arrays.View = arrays.view(tensor)  # type: ignore[assignment]  # what is on a device was sent elsewhere above
-            entry = self._entries.reducing("allreduce", view, average, op, name, prescale_factor, postscale_factor, algorithm, transport)
+            entry = self._entries.reducing(
+                "allreduce", view, average, op, name, prescale_factor, postscale_factor, algorithm, transport
+            )
             if out is None:
                 out = self._pool.empty(view.shape, view.dtype)
         except Exception as error:
@@ -106,12 +121,24 @@ class Operations:
             return self._wait(
                 name,
                 lambda: self._door.allreduce(
-                    tensor, average, op, name, prescale_factor, postscale_factor, compression, algorithm, transport, stream, True
+                    tensor,
+                    average,
+                    op,
+                    name,
+                    prescale_factor,
+                    postscale_factor,
+                    compression,
+                    algorithm,
+                    transport,
+                    stream,
+                    True,
                 ),
             )
         try:
             view: arrays.View = arrays.view(tensor, writable=True)  # type: ignore[assignment]  # as above
-            entry = self._entries.reducing("allreduce", view, average, op, name, prescale_factor, postscale_factor, algorithm, transport)
+            entry = self._entries.reducing(
+                "allreduce", view, average, op, name, prescale_factor, postscale_factor, algorithm, transport
+            )
         except Exception as error:
             raise self.refused(error, name) from None
         source = view.array
@@ -144,7 +171,17 @@ class Operations:
         try:
             handle = self._marked(
                 self._door.allreduce(
-                    tensor, average, op, name, prescale_factor, postscale_factor, compression, algorithm, transport, stream, False
+                    tensor,
+                    average,
+                    op,
+                    name,
+                    prescale_factor,
+                    postscale_factor,
+                    compression,
+                    algorithm,
+                    transport,
+                    stream,
+                    False,
                 )
             )
         except Exception as error:
@@ -169,26 +206,45 @@ class Operations:
         try:
             handle = self._marked(
                 self._door.allreduce(
-                    tensor, average, op, name, prescale_factor, postscale_factor, compression, algorithm, transport, stream, True
+                    tensor,
+                    average,
+                    op,
+                    name,
+                    prescale_factor,
+                    postscale_factor,
+                    compression,
+                    algorithm,
+                    transport,
+                    stream,
+                    True,
                 )
             )
         except Exception as error:
             raise self.refused(error, name) from None
         return self._submit(handle)
 
-    def grouped_allreduce(self, tensors: Sequence[Tensor], average: bool | None = None, **keywords: Any) -> list[Tensor]:
-        """See `collectives.grouped_allreduce`; ``out`` and ``parts`` are sequences of what `Door.allreduce` says, for adapters."""
+    def grouped_allreduce(
+        self, tensors: Sequence[Tensor], average: bool | None = None, **keywords: Any
+    ) -> list[Tensor]:
+        """See `collectives.grouped_allreduce`; ``out`` and ``parts`` are sequences of what `Door.allreduce` says, for
+        adapters."""
         return self._group_of_allreduces(tensors, average, False, **keywords).wait()
 
-    def grouped_allreduce_(self, tensors: Sequence[Tensor], average: bool | None = None, **keywords: Any) -> list[Tensor]:
+    def grouped_allreduce_(
+        self, tensors: Sequence[Tensor], average: bool | None = None, **keywords: Any
+    ) -> list[Tensor]:
         """See `collectives.grouped_allreduce_`."""
         return self._group_of_allreduces(tensors, average, True, **keywords).wait()
 
-    def grouped_allreduce_async(self, tensors: Sequence[Tensor], average: bool | None = None, **keywords: Any) -> Handle[list[Tensor]]:
+    def grouped_allreduce_async(
+        self, tensors: Sequence[Tensor], average: bool | None = None, **keywords: Any
+    ) -> Handle[list[Tensor]]:
         """See `collectives.grouped_allreduce_async`."""
         return self._group_of_allreduces(tensors, average, False, **keywords)
 
-    def grouped_allreduce_async_(self, tensors: Sequence[Tensor], average: bool | None = None, **keywords: Any) -> Handle[list[Tensor]]:
+    def grouped_allreduce_async_(
+        self, tensors: Sequence[Tensor], average: bool | None = None, **keywords: Any
+    ) -> Handle[list[Tensor]]:
         """See `collectives.grouped_allreduce_async_`."""
         return self._group_of_allreduces(tensors, average, True, **keywords)
 
@@ -210,20 +266,36 @@ class Operations:
         parts: Sequence[Any] | None = None,
     ) -> Handle:
         try:
-            how = average, op, None, prescale_factor, postscale_factor, compression, algorithm, transport, stream, in_place
+            how = (
+                average,
+                op,
+                None,
+                prescale_factor,
+                postscale_factor,
+                compression,
+                algorithm,
+                transport,
+                stream,
+                in_place,
+            )
             given = self._door.tensors(tensors)
             members = [
                 self._door.allreduce(tensor, *how, result, shapes)
-                for tensor, result, shapes in zip(given, out or (None,) * len(given), parts or ((),) * len(given), strict=True)
+                for tensor, result, shapes in zip(
+                    given, out or (None,) * len(given), parts or ((),) * len(given), strict=True
+                )
             ]
             handle = self._marked(self._door.group("grouped_allreduce", name, members))
         except Exception as error:
             raise self.refused(error, name) from None
         return self._submit(handle)
 
-    # ---- the other collectives -------------------------------------------------------------------------------------------------
+    # ---- the other collectives
+    # -------------------------------------------------------------------------------------------------
 
-    def reducescatter(self, tensor: Tensor, op: Op | None = Op.AVERAGE, *, name: str | None = None, **keywords: Any) -> Tensor:
+    def reducescatter(
+        self, tensor: Tensor, op: Op | None = Op.AVERAGE, *, name: str | None = None, **keywords: Any
+    ) -> Tensor:
         """See `collectives.reducescatter`."""
         return self._wait(name, lambda: self._reducescatter(tensor, op, name, **keywords))
 
@@ -261,7 +333,9 @@ class Operations:
         transport: str | None = None,
         stream: Any = None,
     ) -> Handle:
-        return self._door.reducescatter(tensor, op, name, prescale_factor, postscale_factor, algorithm, transport, stream)
+        return self._door.reducescatter(
+            tensor, op, name, prescale_factor, postscale_factor, algorithm, transport, stream
+        )
 
     def broadcast(
         self,
@@ -274,7 +348,9 @@ class Operations:
         stream: Any = None,
     ) -> Tensor:
         """See `collectives.broadcast`."""
-        return self._wait(name, lambda: self._door.broadcast(tensor, root_rank, name, algorithm, transport, stream, False))
+        return self._wait(
+            name, lambda: self._door.broadcast(tensor, root_rank, name, algorithm, transport, stream, False)
+        )
 
     def broadcast_(
         self,
@@ -287,7 +363,9 @@ class Operations:
         stream: Any = None,
     ) -> Tensor:
         """See `collectives.broadcast_`."""
-        return self._wait(name, lambda: self._door.broadcast(tensor, root_rank, name, algorithm, transport, stream, True))
+        return self._wait(
+            name, lambda: self._door.broadcast(tensor, root_rank, name, algorithm, transport, stream, True)
+        )
 
     def broadcast_async(
         self,
@@ -300,7 +378,9 @@ class Operations:
         stream: Any = None,
     ) -> Handle[Tensor]:
         """See `collectives.broadcast_async`."""
-        return self._begin(name, lambda: self._door.broadcast(tensor, root_rank, name, algorithm, transport, stream, False))
+        return self._begin(
+            name, lambda: self._door.broadcast(tensor, root_rank, name, algorithm, transport, stream, False)
+        )
 
     def broadcast_async_(
         self,
@@ -313,16 +393,30 @@ class Operations:
         stream: Any = None,
     ) -> Handle[Tensor]:
         """See `collectives.broadcast_async_`."""
-        return self._begin(name, lambda: self._door.broadcast(tensor, root_rank, name, algorithm, transport, stream, True))
+        return self._begin(
+            name, lambda: self._door.broadcast(tensor, root_rank, name, algorithm, transport, stream, True)
+        )
 
     def allgather(
-        self, tensor: Tensor, *, name: str | None = None, algorithm: str | None = None, transport: str | None = None, stream: Any = None
+        self,
+        tensor: Tensor,
+        *,
+        name: str | None = None,
+        algorithm: str | None = None,
+        transport: str | None = None,
+        stream: Any = None,
     ) -> Tensor:
         """See `collectives.allgather`."""
         return self._wait(name, lambda: self._door.allgather(tensor, name, algorithm, transport, stream))
 
     def allgather_async(
-        self, tensor: Tensor, *, name: str | None = None, algorithm: str | None = None, transport: str | None = None, stream: Any = None
+        self,
+        tensor: Tensor,
+        *,
+        name: str | None = None,
+        algorithm: str | None = None,
+        transport: str | None = None,
+        stream: Any = None,
     ) -> Handle[Tensor]:
         """See `collectives.allgather_async`."""
         return self._begin(name, lambda: self._door.allgather(tensor, name, algorithm, transport, stream))
@@ -343,7 +437,10 @@ class Operations:
         """See `collectives.grouped_allgather_async`."""
 
         def make() -> Handle:
-            members = [self._door.allgather(tensor, None, algorithm, transport, stream) for tensor in self._door.tensors(tensors)]
+            members = [
+                self._door.allgather(tensor, None, algorithm, transport, stream)
+                for tensor in self._door.tensors(tensors)
+            ]
             return self._door.group("grouped_allgather", name, members)
 
         return self._begin(name, make)
@@ -385,7 +482,8 @@ class Operations:
         return value if self.rank == root_rank else pickle.loads(buffer.data)
 
     def broadcast_bytes(self, data: bytes, root_rank: int, *, name: str | None = None) -> npt.NDArray[np.uint8]:
-        """The root's ``data`` on every rank, whatever its length; two operations, the first called by ``name`` and "length"."""
+        """The root's ``data`` on every rank, whatever its length; two operations, the first called by ``name`` and
+        "length"."""
         length = self.broadcast(np.array([len(data)], np.int64), root_rank, name=name and f"{name}.length")
         with self.ahead_of(name):
             buffer = np.empty(int(length[0]), np.uint8)
@@ -399,7 +497,10 @@ class Operations:
         lengths = self.allgather(np.array([len(data)], np.int64), name=name and f"{name}.length")
         everything = self.allgather(data, name=name)
         ends = np.cumsum(lengths)
-        return [pickle.loads(everything[end - length : end].data) for end, length in zip(ends.tolist(), lengths.tolist(), strict=True)]
+        return [
+            pickle.loads(everything[end - length : end].data)
+            for end, length in zip(ends.tolist(), lengths.tolist(), strict=True)
+        ]
 
     def join(self) -> int:
         """See `collectives.join`."""
@@ -415,7 +516,8 @@ class Operations:
             raise self.refused(error, None) from None
         consistency.compare(self.ranks[self.rank], self.allgather_object(mine), self.ranks)
 
-    # ---- handles ---------------------------------------------------------------------------------------------------------------
+    # ---- handles
+    # ---------------------------------------------------------------------------------------------------------------
 
     def poll(self, handle: Handle) -> bool:
         """See `collectives.poll`."""
@@ -459,7 +561,8 @@ class Operations:
             self._engine._guarded(handle.finish)  # which may be a meeting of all ranks
         return handle.wait()
 
-    # ---- refusals ---------------------------------------------------------------------------------------------------------------
+    # ---- refusals
+    # ---------------------------------------------------------------------------------------------------------------
 
     def _check_state(self) -> None:
         if self._engine.refusal is not None:
@@ -477,7 +580,8 @@ class Operations:
 
     @contextlib.contextmanager
     def ahead_of(self, name: str | None) -> Iterator[None]:
-        """Something of this rank's own, such as taking memory, after which every rank goes on with the operation ``name``.
+        """Something of this rank's own, such as taking memory, after which every rank goes on with the operation
+        ``name``.
 
         If it fails, the other ranks are told in place of that operation, and stay in step.
         """
@@ -489,10 +593,11 @@ class Operations:
 
     @contextlib.contextmanager
     def composed(self, names: Iterable[str]) -> Iterator[Callable[[str], str]]:
-        """Carry out operations of ``names``, on which the ranks have agreed, without waiting for one before the next is begun.
+        """Carry out operations of ``names``, on which the ranks have agreed, without waiting for one before the next is
+        begun.
 
-        Where something fails meanwhile, or an operation does, the other ranks are told in place of all that have not been begun. They do
-        likewise, as soon as one of theirs fails, so that nothing is left over.
+        Where something fails meanwhile, or an operation does, the other ranks are told in place of all that have not
+        been begun. They do likewise, as soon as one of theirs fails, so that nothing is left over.
 
         Yields:
             A function to pass each name through when its operation is begun.
@@ -512,17 +617,27 @@ class Operations:
 
     def _tell(self, error: BaseException, name: Any, always: bool = False) -> None:
         """Submit the mark of a call that this rank cannot make, unless every rank knows, or is told ``always``."""
-        if self._engine.refusal is not None or self.size == 1 or (isinstance(error, (MismatchError, RankFailedError)) and not always):
+        if (
+            self._engine.refusal is not None
+            or self.size == 1
+            or (isinstance(error, (MismatchError, RankFailedError)) and not always)
+        ):
             return
-        mark = self._door.meeting("invalid", name=name if isinstance(name, str) else None, detail=in_words(self.ranks[self.rank], error))
-        with contextlib.suppress(CollectivesError):  # an operation of that name is in flight, and goes on; or the world has just failed
+        mark = self._door.meeting(
+            "invalid", name=name if isinstance(name, str) else None, detail=in_words(self.ranks[self.rank], error)
+        )
+        with contextlib.suppress(
+            CollectivesError
+        ):  # an operation of that name is in flight, and goes on; or the world has just failed
             self._engine.submit(mark)
 
     def _pickled(self, value: Any, name: str | None) -> bytes:
         try:
             return _dumps(value)
         except Exception as error:
-            raise self.refused(InvalidTypeError(f"object: {type(value).__name__} cannot be pickled: {error}"), name) from error
+            raise self.refused(
+                InvalidTypeError(f"object: {type(value).__name__} cannot be pickled: {error}"), name
+            ) from error
 
 
 def _dumps(value: Any) -> bytes:

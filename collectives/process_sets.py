@@ -1,7 +1,7 @@
 """Process sets: groups of ranks that communicate among themselves.
 
-A process set is named by the ranks of the world that it consists of. Each has a world of its own: own rounds, own memory, own order of
-operations, so that disjoint and overlapping sets run at the same time.
+A process set is named by the ranks of the world that it consists of. Each has a world of its own: own rounds, own
+memory, own order of operations, so that disjoint and overlapping sets run at the same time.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class ProcessSet:
     """Some of the ranks; usable once `collectives.add_process_set` has made it known to all of them.
 
     Args:
-        ranks_or_comm: numbers of ranks of the whole world, or an mpi4py communicator of them, with which sets can be given to `init`;
-            None: all of them.
+        ranks_or_comm: numbers of ranks of the whole world, or an mpi4py communicator of them, with which sets can be
+            given to `init`; None: all of them.
 
     Attributes:
         process_set_id: 0 for all ranks, then 1, 2, ... as the sets are added, the first that is free; None before.
@@ -32,13 +32,17 @@ class ProcessSet:
 
     def __init__(self, ranks_or_comm: Iterable[int] | MPI.Comm | None) -> None:
         mpi = sys.modules.get("mpi4py.MPI")
-        self.mpi_comm: MPI.Comm | None = ranks_or_comm if mpi is not None and isinstance(ranks_or_comm, mpi.Comm) else None
+        self.mpi_comm: MPI.Comm | None = (
+            ranks_or_comm if mpi is not None and isinstance(ranks_or_comm, mpi.Comm) else None
+        )
         self._ranks: tuple[int, ...] | None = None
         try:
             if ranks_or_comm is not None and self.mpi_comm is None:
                 self._ranks = tuple(sorted(int(rank.__index__()) for rank in ranks_or_comm))  # type: ignore[union-attr]
         except (TypeError, AttributeError):
-            raise InvalidTypeError(f"ranks: expected a sequence of ranks or an mpi4py communicator, got {ranks_or_comm!r}") from None
+            raise InvalidTypeError(
+                f"ranks: expected a sequence of ranks or an mpi4py communicator, got {ranks_or_comm!r}"
+            ) from None
         self.process_set_id: int | None = None
         self._root: World | None = None
         self._world: World | None = None
@@ -79,7 +83,8 @@ class ProcessSet:
             self._check()
             assert self._root is not None
             raise InvalidArgumentError(
-                f"process_set: rank {self._root.rank} is not in {self}; only its ranks may call operations on it (see included())"
+                f"process_set: rank {self._root.rank} is not in {self}; only its ranks may call operations on it "
+                f"(see included())"
             )
         return self._world
 
@@ -94,7 +99,9 @@ class ProcessSet:
             return rank
         number = int(rank.__index__())
         if number not in self._ranks:
-            raise InvalidArgumentError(f"root_rank: expected a rank of {self}, got {number}; ranks are those of the whole world")
+            raise InvalidArgumentError(
+                f"root_rank: expected a rank of {self}, got {number}; ranks are those of the whole world"
+            )
         return self._ranks.index(number) if world is not None else number
 
     def attach(self, number: int, root: World, world: World | None, ranks: Iterable[int] | None = None) -> None:

@@ -4,8 +4,8 @@
         ^             |            round k: rank r sends to r + 1 and receives from r - 1
         +------ 3 <---+
 
-All-reduce is a reduce-scatter followed by an allgather. For four ranks, what rank r holds of each chunk (letters are the
-ranks whose contributions are in it):
+All-reduce is a reduce-scatter followed by an allgather. For four ranks, what rank r holds of each chunk (letters are
+the ranks whose contributions are in it):
 
     reduce-scatter: in round k rank r passes on chunk r-k-1, and reduces chunk r-k-2
 
@@ -16,11 +16,11 @@ ranks whose contributions are in it):
 
     allgather: in round k rank r passes on chunk r-k, and receives chunk r-k-1
 
-Cost for N ranks and S bytes: 2(N-1) rounds, in which each rank sends and receives 2(N-1)/N * S bytes: no all-reduce can move
-less. Reduce-scatter and allgather take half of each.
+Cost for N ranks and S bytes: 2(N-1) rounds, in which each rank sends and receives 2(N-1)/N * S bytes: no all-reduce can
+move less. Reduce-scatter and allgather take half of each.
 
-Source: P. Patarasuk and X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", J. Parallel Distrib.
-Comput. 69 (2009); made popular for deep learning by Baidu's allreduce (2017).
+Source: P. Patarasuk and X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", J. Parallel
+Distrib. Comput. 69 (2009); made popular for deep learning by Baidu's allreduce (2017).
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from collectives.schedules.schedule import Round, Schedule, copy, receive, reduc
 
 
 def allreduce(rank: int, size: int) -> Schedule:
-    """All-reduce: chunks 0 to ``size`` - 1, 2(N-1) rounds. Each chunk is summed on one path, so all ranks get the same bits."""
+    """All-reduce: chunks 0 to ``size`` - 1, 2(N-1) rounds. Each chunk is summed on one path, so all ranks get the same
+    bits."""
     rounds = (*_reduce_scatter(rank, size), *_allgather(rank, size)) if size > 1 else ((copy(rank, 0),),)
     return Schedule("allreduce", "ring", rank, size, size, rounds)
 
@@ -51,8 +52,8 @@ def allgather(rank: int, size: int) -> Schedule:
 def broadcast(rank: int, size: int, root: int) -> Schedule:
     """Broadcast along the chain root, root + 1, ...: one chunk, N-1 rounds; round k crosses the k-th link.
 
-    By itself that is slow; cut into G segments whose rounds overlap, it takes N-2+G rounds of S/G bytes, and every link is
-    busy all the time: S bytes in all, whatever N is.
+    By itself that is slow; cut into G segments whose rounds overlap, it takes N-2+G rounds of S/G bytes, and every link
+    is busy all the time: S bytes in all, whatever N is.
     """
     place = (rank - root) % size
     rounds: list[Round] = []

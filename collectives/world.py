@@ -1,8 +1,8 @@
 """A world: the ranks of one group and all its state. Its collectives are `collectives.operations`.
 
-Every operation goes the same way, on every rank: the door makes a handle of it, or refuses its arguments; the engine brings the
-ranks together and carries it out; the result leaves as the caller's type. A blocking call waits for its handle, and a process set is
-a world of its own.
+Every operation goes the same way, on every rank: the door makes a handle of it, or refuses its arguments; the engine
+brings the ranks together and carries it out; the result leaves as the caller's type. A blocking call waits for its
+handle, and a process set is a world of its own.
 
 A failure in the middle of a call ends the world.
 """
@@ -70,7 +70,9 @@ class World(Operations):
         ranks: the ranks' numbers in the outermost world; messages call them by these.
     """
 
-    def __init__(self, group: Group, config: Config | None = None, *, turn: Turn | None = None, in_flight: InFlight | None = None) -> None:
+    def __init__(
+        self, group: Group, config: Config | None = None, *, turn: Turn | None = None, in_flight: InFlight | None = None
+    ) -> None:
         config = config or Config()
         self.config = config
         self.rank = group.rank
@@ -93,7 +95,9 @@ class World(Operations):
             shares_memory=group.memory is not None,
             reads_private=group.memory is not None and group.memory.reads_private,
         )
-        self.planner = Planner(placement, algorithm=config.algorithm, transport=config.transport, segment=config.segment)
+        self.planner = Planner(
+            placement, algorithm=config.algorithm, transport=config.transport, segment=config.segment
+        )
         executor = Executor(group)
         plans = Plans(placement, executor)
         native = group.messages if isinstance(group.messages, Native) else None
@@ -134,7 +138,8 @@ class World(Operations):
                 self._devices = side.DeviceSide(self._context, self.config, self.local_rank, self._turn, failed)
             return self._devices
 
-    # ---- process sets -----------------------------------------------------------------------------------------------------------
+    # ---- process sets
+    # -----------------------------------------------------------------------------------------------------------
 
     def add_process_set(self, ranks: Sequence[int]) -> World | None:
         """Make a world of some of this world's ranks; every rank of this world calls it.
@@ -150,7 +155,9 @@ class World(Operations):
         try:
             chosen = tuple(sorted(int(rank.__index__()) for rank in ranks))
             if not chosen or len(set(chosen)) != len(chosen) or not all(0 <= rank < self.size for rank in chosen):
-                raise InvalidArgumentError(f"ranks: expected different ranks from 0 to {self.size - 1}, got {list(ranks)}")
+                raise InvalidArgumentError(
+                    f"ranks: expected different ranks from 0 to {self.size - 1}, got {list(ranks)}"
+                )
         except AttributeError:
             raise self.refused(InvalidTypeError(f"ranks: expected a sequence of ranks, got {ranks!r}"), None) from None
         except InvalidArgumentError as error:
@@ -171,7 +178,9 @@ class World(Operations):
                 elif group is not None:
                     group.control.leave()
                     group.close()
-                raise TransportError(f"rank {self.ranks[self.rank]}: the process set {list(chosen)} cannot be made: {problem}")
+                raise TransportError(
+                    f"rank {self.ranks[self.rank]}: the process set {list(chosen)} cannot be made: {problem}"
+                )
             return child
 
         def make() -> Handle:
@@ -198,7 +207,8 @@ class World(Operations):
             self._children.remove(child)
             child.shutdown()
 
-    # ---- memory -----------------------------------------------------------------------------------------------------------------
+    # ---- memory
+    # -----------------------------------------------------------------------------------------------------------------
 
     def empty_cache(self) -> int:
         """See `collectives.empty_cache`."""
@@ -215,15 +225,18 @@ class World(Operations):
         released: int = self._wait(None, make)
         return released
 
-    # ---- tuning -----------------------------------------------------------------------------------------------------------------
+    # ---- tuning
+    # -----------------------------------------------------------------------------------------------------------------
 
     def tune(self, **start: Any) -> None:
-        """Search for better settings from here on, whatever was set by hand; every rank calls it, with the same arguments.
+        """Search for better settings from here on, whatever was set by hand; every rank calls it, with the same
+        arguments.
 
         What `Config` calls ``autotune`` does the same, but leaves alone what was set by hand.
 
         Args:
-            start: settings to begin with, such as ``fusion_threshold=1 << 20``; names as in `collectives.tuning.search.Settings`.
+            start: settings to begin with, such as ``fusion_threshold=1 << 20``; names as in
+                `collectives.tuning.search.Settings`.
         """
 
         def begin(_: Handle) -> None:
@@ -247,7 +260,8 @@ class World(Operations):
         """The search for better settings; None if there is none."""
         return self._tuning
 
-    # ---- the timeline ------------------------------------------------------------------------------------------------------------
+    # ---- the timeline
+    # ------------------------------------------------------------------------------------------------------------
 
     def start_timeline(self, path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
         """See `collectives.start_timeline`."""
@@ -303,7 +317,8 @@ class World(Operations):
             world._engine.hinder("timeline")
             world._engine.timeline_cycles = mark_cycles
 
-    # ---- life ---------------------------------------------------------------------------------------------------------------------
+    # ---- life
+    # ------------------------------------------------------------------------------------------------------------------
 
     @property
     def statistics(self) -> Statistics:
@@ -311,9 +326,11 @@ class World(Operations):
         return self._engine.statistics
 
     def shutdown(self) -> None:
-        """Leave the group; collectives called afterwards are refused, and operations in flight fail. Does nothing the second time.
+        """Leave the group; collectives called afterwards are refused, and operations in flight fail. Does nothing the
+        second time.
 
-        From a signal handler in the middle of a call, the world is only marked as failed: the call still uses its memory.
+        From a signal handler in the middle of a call, the world is only marked as failed: the call still uses its
+        memory.
         """
         engine = self._engine
         if engine.leads():
@@ -361,9 +378,12 @@ class World(Operations):
         return True
 
     def fail(self, text: str) -> None:
-        """Tell the other ranks that this one is about to end; their waits raise a RankFailedError that carries ``text``."""
+        """Tell the other ranks that this one is about to end; their waits raise a RankFailedError that carries
+        ``text``."""
         rank = self.ranks[self.rank]
-        self._engine.refusal = self._engine.refusal or (lambda: RankFailedError(f"rank {rank}: this world has failed:\n{text}"))
+        self._engine.refusal = self._engine.refusal or (
+            lambda: RankFailedError(f"rank {rank}: this world has failed:\n{text}")
+        )
         self._engine.hinder("refusal")
         self._control.fail(text)
         for child in self._children:

@@ -87,7 +87,10 @@ def train(options: argparse.Namespace) -> tuple[Weights, list[dict[str, float]]]
     history = []
     if rank == 0:
         print(f"{size} rank{'s' * (size > 1)}, {len(labels)} pictures, batches of {options.batch}, {dtype.name}")
-        print(f"{'epoch':>5} {'loss':>9} {'accuracy':>9} {'test loss':>10} {'test accuracy':>14} {'seconds':>8}", flush=True)
+        print(
+            f"{'epoch':>5} {'loss':>9} {'accuracy':>9} {'test loss':>10} {'test accuracy':>14} {'seconds':>8}",
+            flush=True,
+        )
     for epoch in range(1, options.epochs + 1):
         begin = perf_counter()
         order = random.permutation(len(labels))
@@ -106,7 +109,10 @@ def train(options: argparse.Namespace) -> tuple[Weights, list[dict[str, float]]]
         test_loss, test_accuracy = score(weights, test_pictures, test_labels)
         history.append({"loss": loss, "accuracy": accuracy, "test_loss": test_loss, "test_accuracy": test_accuracy})
         if rank == 0:
-            print(f"{epoch:>5} {loss:>9.4f} {accuracy:>9.4f} {test_loss:>10.4f} {test_accuracy:>14.4f} {seconds:>8.3f}", flush=True)
+            print(
+                f"{epoch:>5} {loss:>9.4f} {accuracy:>9.4f} {test_loss:>10.4f} {test_accuracy:>14.4f} {seconds:>8.3f}",
+                flush=True,
+            )
     return weights, history
 
 

@@ -1,6 +1,7 @@
 """Runs the tests of a framework's adapter under mpirun: all of its files in one run for each number of ranks.
 
-Starting a framework takes longer than most of its tests, so that the ranks go through all files without ending in between.
+Starting a framework takes longer than most of its tests, so that the ranks go through all files without ending in
+between.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ def run_adapter(name: str, n: int, which: str = "*") -> None:
         pytest.skip(f"{', '.join(missing)} not installed")
     files = sorted(str(path) for path in FOLDER.glob(f"test_{framework}_{which}.py"))
     assert files
-    result = run_ranks(n, ["-m", "pytest", "--with-mpi", "-q", "-x", "-p", "no:cacheprovider", *files], timeout=540, env=environment)
+    result = run_ranks(
+        n, ["-m", "pytest", "--with-mpi", "-q", "-x", "-p", "no:cacheprovider", *files], timeout=540, env=environment
+    )
     assert all(" passed" in output for output in result.ranks), str(result)
 
 

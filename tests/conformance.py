@@ -1,7 +1,7 @@
 """What every transport must do, whatever it is made of: checks on one group's rank, run by all of its ranks at once.
 
-`memory_checks` hold for any `MemoryTransport`, `message_checks` for any `MessageTransport`, `control_checks` for any `Control`.
-A new transport is done when it passes them on threads, under mpirun, or wherever its ranks live.
+`memory_checks` hold for any `MemoryTransport`, `message_checks` for any `MessageTransport`, `control_checks` for any
+`Control`. A new transport is done when it passes them on threads, under mpirun, or wherever its ranks live.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ def pattern(nbytes: int, rank: int, peer: int) -> np.ndarray:
     return np.random.default_rng([nbytes, rank, peer]).integers(0, 256, nbytes, np.uint8)
 
 
-# ---- control -------------------------------------------------------------------------------------------------------------
+# ---- control
+# -------------------------------------------------------------------------------------------------------------
 
 
 def all_enter_with_the_same_token(group: Group) -> None:
@@ -48,7 +49,9 @@ def words_travel(group: Group) -> None:
             assert group.control.agree(count, words)
             for peer in range(group.size):
                 if peer != group.rank:
-                    assert list(group.control.words_of(peer)) == [peer * 1000 + call * 100 + k - 50 for k in range(count)]
+                    assert list(group.control.words_of(peer)) == [
+                        peer * 1000 + call * 100 + k - 50 for k in range(count)
+                    ]
 
 
 def values_are_exchanged(group: Group) -> None:
@@ -73,7 +76,8 @@ control_checks: list[Callable[[Group], None]] = [
     a_call_waits_for_everyone,
 ]
 
-# ---- memory --------------------------------------------------------------------------------------------------------------
+# ---- memory
+# --------------------------------------------------------------------------------------------------------------
 
 
 def windows_show_what_was_written_before_the_progress(group: Group) -> None:
@@ -131,7 +135,8 @@ memory_checks: list[Callable[[Group], None]] = [
     ranks_elsewhere_have_no_window,
 ]
 
-# ---- messages ------------------------------------------------------------------------------------------------------------
+# ---- messages
+# ------------------------------------------------------------------------------------------------------------
 
 
 def blocks_arrive_whole(group: Group) -> None:
@@ -190,11 +195,13 @@ message_checks: list[Callable[[Group], None]] = [
     draining_nothing_returns,
 ]
 
-# ---- failure; the last check of a group, because it ends it -----------------------------------------------------------------
+# ---- failure; the last check of a group, because it ends it
+# -----------------------------------------------------------------
 
 
 def a_failure_reaches_every_wait(group: Group) -> None:
-    """The last rank fails; the others wait for it, see why, and acknowledge by failing as well. Only then do they leave."""
+    """The last rank fails; the others wait for it, see why, and acknowledge by failing as well. Only then do they
+    leave."""
     if group.size == 1:
         return
     if group.rank == group.size - 1:

@@ -16,7 +16,8 @@ from tests import host_kernels
 # Hundreds of interpreters start, and may keep what they compile for the next ones, whatever the user's own do.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-# Ranks must draw the same examples, or they would call different collectives; and examples on a slow machine have no deadline.
+# Ranks must draw the same examples, or they would call different collectives; and examples on a slow machine have no
+# deadline.
 settings.register_profile("one-process", deadline=None)
 settings.register_profile("ranks", deadline=None, derandomize=True, database=None)
 _UNDER_MPI = any(name in os.environ for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK"))
@@ -32,14 +33,16 @@ if not _UNDER_MPI:
 
 @pytest.fixture(scope="module", autouse=True)
 def garbage_of_this_module() -> None:
-    """Collecting garbage, which many tests do, looks at what the module's own tests have made: all else takes several times as long."""
+    """Collecting garbage, which many tests do, looks at what the module's own tests have made: all else takes several
+    times as long."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(scope="module", autouse=True)
 def gradients_of_this_module() -> Iterator[None]:
-    """Importing `horovod` chooses its gradients for this process and those that it starts: not for the tests of other modules."""
+    """Importing `horovod` chooses its gradients for this process and those that it starts: not for the tests of other
+    modules."""
     before = os.environ.get("COLLECTIVES_GRADIENTS")
     yield
     if before is None:
@@ -48,7 +51,8 @@ def gradients_of_this_module() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def kernels() -> None:
-    """The device's kernels are there for the CPU: compiled all at once, which is several times quicker than each when it is needed."""
+    """The device's kernels are there for the CPU: compiled all at once, which is several times quicker than each when
+    it is needed."""
     if host_kernels.COMPILER is None:
         pytest.skip(host_kernels.MISSING)
     host_kernels.prepare()

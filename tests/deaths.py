@@ -5,9 +5,9 @@
     python -m tests.deaths --part 2/5               # the second fifth of them
     python -m tests.deaths --where synchronize --how SIGKILL --mpi mpich
 
-One rank of two or three arms itself at a place, and after a pseudo-random moment a signal makes it die in the chosen way. Each
-injection is right if the job ends within the bound with an exit code that tells of it (under collectivesrun: the victim's own, and
-the victim named), and leaves no process and no file behind. Exit code 1 if anything is wrong.
+One rank of two or three arms itself at a place, and after a pseudo-random moment a signal makes it die in the chosen
+way. Each injection is right if the job ends within the bound with an exit code that tells of it (under collectivesrun:
+the victim's own, and the victim named), and leaves no process and no file behind. Exit code 1 if anything is wrong.
 """
 
 from __future__ import annotations
@@ -185,7 +185,11 @@ def inject(injection: Injection) -> Outcome:
         (folder / "program.py").write_text(PROGRAM)
         (folder / "tmp").mkdir()
         python = str(prefix / "bin" / "python")
-        start = [str(prefix / "bin" / "mpirun"), "-n"] if injection.launcher == "mpirun" else [python, "-m", "collectives.launch", "-np"]
+        start = (
+            [str(prefix / "bin" / "mpirun"), "-n"]
+            if injection.launcher == "mpirun"
+            else [python, "-m", "collectives.launch", "-np"]
+        )
         command = [*start, str(injection.ranks), python, str(folder / "program.py")]
         command += [name, injection.where, str(int(number)), how, str(injection.victim)]
         env = {"TMPDIR": str(folder / "tmp"), "COLLECTIVES_LOCAL_SIZE": "1" if "hosts" in injection.where else "0"}
@@ -205,7 +209,9 @@ def inject(injection: Injection) -> Outcome:
         killer.join()
         died = folder / "died"
         seconds = ended - float(died.read_text()) if died.exists() else float("nan")
-        new = {name for name in os.listdir("/dev/shm") if injection.mpi == "mpich" or not name.startswith("mpich_")} - before
+        new = {
+            name for name in os.listdir("/dev/shm") if injection.mpi == "mpich" or not name.startswith("mpich_")
+        } - before
         # MPICH leaves its own memory behind when a job dies; collectivesrun sweeps it up, mpirun does not.
         left = [*os.listdir(folder / "tmp"), *_unused(filter(_LEFT[injection.launcher].match, new))]
     if left:
@@ -258,13 +264,15 @@ def _kill(folder: Path, number: signal.Signals, delay: float, notes_itself: bool
 def possible(where: str, mpi: str, launcher: str) -> bool:
     """Whether the launcher is able to notice.
 
-    MPICH's mpirun never ends a job one of whose processes ends before it has called MPI_Init: the others wait in MPI_Init for ever,
-    in any program.
+    MPICH's mpirun never ends a job one of whose processes ends before it has called MPI_Init: the others wait in
+    MPI_Init for ever, in any program.
     """
     return (where, mpi, launcher) != ("before init", "mpich", "mpirun")
 
 
-def draw(seed: int, wheres: Sequence[str], hows: Sequence[str], mpis: Sequence[str], launchers: Sequence[str]) -> Iterator[Injection]:
+def draw(
+    seed: int, wheres: Sequence[str], hows: Sequence[str], mpis: Sequence[str], launchers: Sequence[str]
+) -> Iterator[Injection]:
     """Injections without end: every way at every place in turn, over all MPIs, launchers, and numbers of ranks."""
     rng = random.Random(seed)
     settings = {where: [s for s in itertools.product(mpis, launchers) if possible(where, *s)] for where in wheres}
@@ -283,7 +291,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tests.deaths", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--count", type=int, default=2 * len(WHERES) * len(HOWS), help="number of injections; %(default)s by default")
+    parser.add_argument(
+        "--count", type=int, default=2 * len(WHERES) * len(HOWS), help="number of injections; %(default)s by default"
+    )
     parser.add_argument("--seed", type=int, default=13, help="of what is drawn; %(default)s by default")
     parser.add_argument("--part", default="1/1", metavar="I/N", help="only the I-th of N parts")
     parser.add_argument("--where", action="append", choices=WHERES, help="only there; may be repeated")
@@ -293,13 +303,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--verbose", action="store_true", help="print the output of jobs that went wrong")
     asked = parser.parse_args(arguments)
     part, parts = map(int, asked.part.split("/"))
-    endless = draw(asked.seed, asked.where or [*WHERES], asked.how or [*HOWS], asked.mpi or IMPLEMENTATIONS, asked.launcher or LAUNCHERS)
+    endless = draw(
+        asked.seed,
+        asked.where or [*WHERES],
+        asked.how or [*HOWS],
+        asked.mpi or IMPLEMENTATIONS,
+        asked.launcher or LAUNCHERS,
+    )
     chosen = list(itertools.islice(endless, asked.count))[part - 1 :: parts]
     outcomes = []
     for injection in chosen:
         outcome = inject(injection)
         outcomes.append(outcome)
-        print(f"{injection}  {outcome.seconds:6.2f} s  rc {outcome.code}  {'; '.join(outcome.problems) or 'ok'}", flush=True)
+        print(
+            f"{injection}  {outcome.seconds:6.2f} s  rc {outcome.code}  {'; '.join(outcome.problems) or 'ok'}",
+            flush=True,
+        )
         if outcome.problems and asked.verbose:
             print(outcome.text, flush=True)
     _summarise(outcomes)
@@ -309,10 +328,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _summarise(outcomes: Sequence[Outcome]) -> None:
     wrong = [outcome for outcome in outcomes if outcome.problems]
     hangs = sum("hangs" in outcome.problems for outcome in outcomes)
-    print(f"\n{len(outcomes)} deaths: {len(outcomes) - len(wrong)} as they should be, {len(wrong)} wrong, {hangs} hangs")
+    print(
+        f"\n{len(outcomes)} deaths: {len(outcomes) - len(wrong)} as they should be, {len(wrong)} wrong, {hangs} hangs"
+    )
     print("seconds from the death to the end of the job:")
     for where in WHERES:
-        times = sorted(outcome.seconds for outcome in outcomes if outcome.injection.where == where and outcome.seconds == outcome.seconds)
+        times = sorted(
+            outcome.seconds
+            for outcome in outcomes
+            if outcome.injection.where == where and outcome.seconds == outcome.seconds
+        )
         if times:
             print(f"    {where:24} {len(times):3} deaths, median {times[len(times) // 2]:5.2f}, worst {times[-1]:5.2f}")
 

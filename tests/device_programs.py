@@ -2,10 +2,11 @@
 
     python -m tests.device_programs 0 1000        the programs of seeds 0 to 999; stops a seed that hangs, with all stacks
 
-What is added to a program of `tests.programs`: each tensor lies on the host or on the rank's device, where it is made, passed, fetched and
-read on streams of the rank's own choice. After a result has been ordered behind a stream, that stream may overwrite everything the
-operation has read or written, and drop it, though the device is still at work: only what is missing in the engine's own ordering makes that
-wrong. Ways (``algorithm``, ``transport``) are forced now and then; such an operation may be refused, but only on all ranks.
+What is added to a program of `tests.programs`: each tensor lies on the host or on the rank's device, where it is made,
+passed, fetched and read on streams of the rank's own choice. After a result has been ordered behind a stream, that
+stream may overwrite everything the operation has read or written, and drop it, though the device is still at work: only
+what is missing in the engine's own ordering makes that wrong. Ways (``algorithm``, ``transport``) are forced now and
+then; such an operation may be refused, but only on all ranks.
 
 A `Setting` says where the program runs: hosts, devices, what NCCL and CUDA IPC can do, and the settings of the engine.
 """
@@ -32,7 +33,13 @@ from typing import Any
 import numpy as np
 
 from collectives.base.config import ALGORITHMS, DEVICE_TRANSPORTS, Config
-from collectives.base.errors import CollectivesError, InvalidArgumentError, MismatchError, RankFailedError, TransportError
+from collectives.base.errors import (
+    CollectivesError,
+    InvalidArgumentError,
+    MismatchError,
+    RankFailedError,
+    TransportError,
+)
 from collectives.base.reduce_op import Op
 from collectives.device.protocol import active
 from collectives.engine import adasum
@@ -101,7 +108,8 @@ class Setting:
     config: Mapping[str, Any] = field(default_factory=dict)
 
 
-# ---- drawing -------------------------------------------------------------------------------------------------------------------
+# ---- drawing
+# -------------------------------------------------------------------------------------------------------------------
 
 
 def draw(seed: int, size: int) -> Program:
@@ -136,7 +144,9 @@ def draw_setting(seed: int, size: int) -> Setting:
 
 
 class _Drawing(programs._Drawing):
-    def _filled(self, kind: str, ranks: tuple[int, ...], name: str | None, blocking: bool, active: tuple[int, ...]) -> Operation:
+    def _filled(
+        self, kind: str, ranks: tuple[int, ...], name: str | None, blocking: bool, active: tuple[int, ...]
+    ) -> Operation:
         plain = super()._filled(kind, ranks, name, blocking, active)
         random = self._random
         given = {one.name: getattr(plain, one.name) for one in dataclasses.fields(plain)}
@@ -147,7 +157,9 @@ class _Drawing(programs._Drawing):
             transport = random.choice((*DEVICE_TRANSPORTS, *DEVICE_TRANSPORTS, "auto"))
             algorithm = random.choice(ALGORITHMS) if random.random() < 0.3 else None
         compression = random.choice(("fp16", "bf16")) if "allreduce" in kind and random.random() < 0.2 else ""
-        operation = DeviceOperation(**given, on_device=on_device, algorithm=algorithm, transport=transport, compression=compression)
+        operation = DeviceOperation(
+            **given, on_device=on_device, algorithm=algorithm, transport=transport, compression=compression
+        )
         if "allreduce" in kind and all(tensor.dtype.kind in "fV" for tensor in plain.tensors) and random.random() < 0.1:
             operation = dataclasses.replace(operation, op=Op.ADASUM, algorithm=None, transport=None, compression="")
         return operation
@@ -187,7 +199,8 @@ def wanted(program: Program, operation: Operation, rank: int) -> list[Array]:
     return results
 
 
-# ---- running -------------------------------------------------------------------------------------------------------------------
+# ---- running
+# -------------------------------------------------------------------------------------------------------------------
 
 
 def carry_out(program: Program, setting: Setting) -> None:
@@ -226,7 +239,8 @@ def carry_out(program: Program, setting: Setting) -> None:
 
 
 def check(device: EmulatedDevice) -> None:
-    """Nothing went wrong on a device whose worlds are shut down, and nothing of theirs is left, though no garbage has been collected."""
+    """Nothing went wrong on a device whose worlds are shut down, and nothing of theirs is left, though no garbage has
+    been collected."""
     assert device.failure is None, device.failure
     assert device.violations == []
     left = {what: count for what, count in device.held().items() if count}
@@ -305,7 +319,8 @@ class _Run(programs._Run):
         self._used: list[tuple[EmulatedArray, int]] = []
         """Tensors that are to be used again, and the streams that may."""
 
-    # ---- calling ------------------------------------------------------------------------------------------------------------------
+    # ---- calling
+    # ------------------------------------------------------------------------------------------------------------------
 
     def _prepare(self, operation: Operation) -> tuple[programs._Pending, str, list[Any], dict[str, Any]]:
         assert isinstance(operation, DeviceOperation)
@@ -361,7 +376,9 @@ class _Run(programs._Run):
                 del self._used[number]
                 self._device.order(before, stream)
                 old.set(array, stream)
-                self._device.order(stream, old.stream)  # whoever is given it as a tensor waits for the stream that it was made on
+                self._device.order(
+                    stream, old.stream
+                )  # whoever is given it as a tensor waits for the stream that it was made on
                 return old
         if not inside:
             return EmulatedArray.of(self._device, array, stream)
@@ -395,13 +412,20 @@ class _Run(programs._Run):
             operation = pending.operation
             assert isinstance(operation, DeviceOperation)
             plain = not operation.mistake and not operation.forced and operation.kind in ("allreduce_", "broadcast_")
-            if plain and pending.tensors and pending.handle is not None and operation.on_device[0] and pending.world.poll(pending.handle):
+            if (
+                plain
+                and pending.tensors
+                and pending.handle is not None
+                and operation.on_device[0]
+                and pending.world.poll(pending.handle)
+            ):
                 self.doing = operation
                 # The device is done with it, so that any stream may read it.
                 right = wanted(self._program, operation, self._rank(operation))[0]
                 self._compare(operation, pending.tensors[0].host.copy(), right, 0)
 
-    # ---- judging ------------------------------------------------------------------------------------------------------------------
+    # ---- judging
+    # ------------------------------------------------------------------------------------------------------------------
 
     def _judge(self, pending: programs._Pending, result: Callable[[], Any]) -> None:
         operation = pending.operation
@@ -414,7 +438,9 @@ class _Run(programs._Run):
             raise
         except CollectivesError as error:
             if operation.mistake:
-                assert isinstance(error, (ValueError, TypeError) if refused else MismatchError), f"a {type(error).__name__}: {error}"
+                assert isinstance(error, (ValueError, TypeError) if refused else MismatchError), (
+                    f"a {type(error).__name__}: {error}"
+                )
             else:
                 allowed = self._may_be_refused(operation) and isinstance(error, (InvalidArgumentError, TransportError))
                 if not allowed or not _REFUSAL.search(str(error)):
@@ -422,7 +448,9 @@ class _Run(programs._Run):
                 self._refusals[operation.uid] = type(error).__name__
             if operation.mistake or len(operation.tensors) == 1:
                 for index, tensor in enumerate(pending.tensors):
-                    self._see(operation, tensor, pending.made, functools.partial(self._unchanged, operation, index, "touched"))
+                    self._see(
+                        operation, tensor, pending.made, functools.partial(self._unchanged, operation, index, "touched")
+                    )
             return
         if operation.mistake:
             raise AssertionError(f"rank {operation.odd} of the set made a mistake, but here came {got!r}")
@@ -438,11 +466,14 @@ class _Run(programs._Run):
         operation = pending.operation
         assert isinstance(operation, DeviceOperation) and isinstance(pending, _Pending)
         rank, size = self._rank(operation), len(operation.ranks)
-        # The result is ready for what this stream is given from now on; so may be everything else that the operation has used.
+        # The result is ready for what this stream is given from now on; so may be everything else that the operation
+        # has used.
         stream = pending.stream if pending.stream >= 0 else self._device.current_stream()
         if operation.splits:
             result, received = result
-            assert list(received) == [programs._splits(operation, peer)[rank] if peer in operation.active else 0 for peer in range(size)]
+            assert list(received) == [
+                programs._splits(operation, peer)[rank] if peer in operation.active else 0 for peer in range(size)
+            ]
         results = result if operation.kind.startswith("grouped") else [result]
         expected = wanted(self._program, operation, rank)
         assert len(results) == len(expected), f"{len(results)} results"
@@ -452,7 +483,9 @@ class _Run(programs._Run):
             dtype = operation.tensors[index].dtype
             kind = EmulatedArray if operation.on_device[index] else np.ndarray
             assert isinstance(got, kind), f"tensor {index}: a {type(got).__name__} came back"
-            assert got.dtype == dtype and got.shape == right.shape, f"tensor {index}: {got.dtype}{got.shape}, not {right.shape}"
+            assert got.dtype == dtype and got.shape == right.shape, (
+                f"tensor {index}: {got.dtype}{got.shape}, not {right.shape}"
+            )
 
             def judge(seen: Array, right: Array = right, index: int = index) -> None:
                 self._compare(operation, seen, right, index)
@@ -465,7 +498,12 @@ class _Run(programs._Run):
             if operation.kind.endswith("_"):
                 assert got is tensor, "in place, another tensor came back"
             else:
-                self._see(operation, tensor, stream, functools.partial(self._unchanged, operation, index, "the input was changed"))
+                self._see(
+                    operation,
+                    tensor,
+                    stream,
+                    functools.partial(self._unchanged, operation, index, "the input was changed"),
+                )
                 self._use_up(tensor, stream)
             self._use_up(got, stream)
 
@@ -480,7 +518,8 @@ class _Run(programs._Run):
             self._used.append((tensor, stream))
 
     def _see(self, operation: Operation, tensor: Any, stream: int, judge: Callable[[Array], None]) -> None:
-        """Judge what a tensor holds, as the stream sees it; on the device perhaps later, when the program has gone on."""
+        """Judge what a tensor holds, as the stream sees it; on the device perhaps later, when the program has gone
+        on."""
         if not isinstance(tensor, EmulatedArray):
             judge(tensor)
             return
@@ -537,7 +576,8 @@ class _Run(programs._Run):
             assert not differing, f"the operations with uid {differing} went otherwise on rank {rank}"
 
 
-# ---- by hand -------------------------------------------------------------------------------------------------------------------
+# ---- by hand
+# -------------------------------------------------------------------------------------------------------------------
 
 
 def size_of(seed: int) -> int:
@@ -566,8 +606,19 @@ def main() -> None:
         return
     seed, last, failed, begun = given.first, given.first + given.count, [], time.monotonic()
     while seed < last:
-        command = [sys.executable, "-m", "tests.device_programs", str(seed), str(last - seed), "--seconds", str(given.seconds), "--inside"]
-        done = subprocess.run(command, capture_output=True, text=True, env=dict(os.environ, PYTHONDONTWRITEBYTECODE="1"))
+        command = [
+            sys.executable,
+            "-m",
+            "tests.device_programs",
+            str(seed),
+            str(last - seed),
+            "--seconds",
+            str(given.seconds),
+            "--inside",
+        ]
+        done = subprocess.run(
+            command, capture_output=True, text=True, env=dict(os.environ, PYTHONDONTWRITEBYTECODE="1")
+        )
         reached = int(done.stdout.split()[-1])
         if done.returncode:
             failed.append(reached)

@@ -1,7 +1,8 @@
-"""`EmulatedArray`: what CuPy's ndarray is to a GPU, this is to an emulated one; for the door by which any framework's tensors come in.
+"""`EmulatedArray`: what CuPy's ndarray is to a GPU, this is to an emulated one; for the door by which any framework's
+tensors come in.
 
-It offers ``__cuda_array_interface__`` (version 3) and DLPack. Its memory can be looked at from the host, being host memory; but only its
-stream knows when what is in it is right.
+It offers ``__cuda_array_interface__`` (version 3) and DLPack. Its memory can be looked at from the host, being host
+memory; but only its stream knows when what is in it is right.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ _CUDA = 2
 
 
 class EmulatedArray:
-    """An array of an emulated device; made by `EmulatedDevice.empty` and `of`. Slices, transposes and reshapes share its memory.
+    """An array of an emulated device; made by `EmulatedDevice.empty` and `of`. Slices, transposes and reshapes share
+    its memory.
 
     Attributes:
         device: on which it lies.
@@ -169,7 +171,8 @@ def _span(host: Array) -> int:
     return int(host.itemsize + sum((n - 1) * stride for n, stride in zip(host.shape, host.strides, strict=True)))
 
 
-# ---- DLPack ----------------------------------------------------------------------------------------------------------------------------
+# ---- DLPack
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 class _Tensor(ctypes.Structure):
@@ -209,9 +212,13 @@ _CODES = {"i": 0, "u": 1, "f": 2, "V": 4, "c": 5, "b": 6}
 """V: bfloat16, of which NumPy knows no kind."""
 
 # Prototypes of our own: what ctypes.pythonapi gives out is shared with everybody who sets its argument types.
-_new_capsule = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)(("PyCapsule_New", ctypes.pythonapi))
+_new_capsule = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)(
+    ("PyCapsule_New", ctypes.pythonapi)
+)
 _is_valid = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_char_p)(("PyCapsule_IsValid", ctypes.pythonapi))
-_pointer_of = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p)(("PyCapsule_GetPointer", ctypes.pythonapi))
+_pointer_of = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p)(
+    ("PyCapsule_GetPointer", ctypes.pythonapi)
+)
 
 _lent: dict[int, tuple[Any, ...]] = {}
 """By the address of the managed tensor: what must live until its deleter is called."""
@@ -246,10 +253,14 @@ def _lend(array: EmulatedArray, *, versioned: bool) -> Any:
     tensor = managed.tensor
     tensor.data, tensor.device_type, tensor.device_index = array.address, *array.__dlpack_device__()
     tensor.ndim, tensor.code, tensor.bits, tensor.lanes = ndim, _CODES[dtype.kind], 8 * dtype.itemsize, 1
-    tensor.shape, tensor.strides = (ctypes.cast(numbers, ctypes.POINTER(ctypes.c_int64)) for numbers in (shape, strides))
+    tensor.shape, tensor.strides = (
+        ctypes.cast(numbers, ctypes.POINTER(ctypes.c_int64)) for numbers in (shape, strides)
+    )
     managed.deleter = _give_back_pointer
     if isinstance(managed, _ManagedVersioned):
         managed.major, managed.minor = 1, 0
     at = ctypes.addressof(managed)
     _lent[at] = (managed, array, shape, strides)
-    return _new_capsule(at, b"dltensor_versioned" if versioned else b"dltensor", ctypes.cast(_drop_capsule_pointer, ctypes.c_void_p))
+    return _new_capsule(
+        at, b"dltensor_versioned" if versioned else b"dltensor", ctypes.cast(_drop_capsule_pointer, ctypes.c_void_p)
+    )

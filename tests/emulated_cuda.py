@@ -1,4 +1,5 @@
-"""A GPU on the CPU: `EmulatedDevice` is a `Device` with CUDA's rules, so that what relies on more than those fails in a test.
+"""A GPU on the CPU: `EmulatedDevice` is a `Device` with CUDA's rules, so that what relies on more than those fails in a
+test.
 
     device = EmulatedDevice(delays=7)
     device.activate()
@@ -7,8 +8,8 @@
     assert device.violations == []
     device.close()
 
-Its parts are in ``emulated_memory.py``, ``emulated_streams.py`` and ``emulated_array.py``. Kernels are the CUDA sources themselves,
-compiled by g++ (``host_kernels.py``).
+Its parts are in ``emulated_memory.py``, ``emulated_streams.py`` and ``emulated_array.py``. Kernels are the CUDA sources
+themselves, compiled by g++ (``host_kernels.py``).
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ _handles = count(0x7E0001)
 _streams: dict[int, Stream] = {}
 _events: dict[int, Event] = {}
 _current = threading.local()
-"""Of the calling thread: the device that is current, by its identity, and the mode in which captures keep it from calls."""
+"""Of the calling thread: the device that is current, by its identity, and the mode in which captures keep it from
+calls."""
 _captures: list[Capture] = []
 """Those under way in this process."""
 _MOST_THREADS = 1024
@@ -52,13 +54,15 @@ class EmulatedDevice:
         patience: seconds after which a stream that waits for an event makes the device count as broken.
         refuse_peers: kernels cannot reach other GPUs' memory, as where there is no link that they could.
         refuse_sharing: exporting and importing are refused, as in some containers.
-        reuse_addresses: new allocations lie where freed ones of that size were, as with the real driver. A use after free is then silent.
+        reuse_addresses: new allocations lie where freed ones of that size were, as with the real driver. A use after
+            free is then silent.
 
     Attributes:
         launches: how many kernels were launched or captured so far; what graphs repeat is not counted.
         graphs: that were made and not destroyed.
-        violations: what a program must not do and a GPU need not notice: touching freed memory, writing beyond an end, calling from a
-            thread in which the device is not current. Touching memory that does not exist also breaks the device.
+        violations: what a program must not do and a GPU need not notice: touching freed memory, writing beyond an end,
+            calling from a thread in which the device is not current. Touching memory that does not exist also breaks
+            the device.
     """
 
     def __init__(
@@ -105,7 +109,8 @@ class EmulatedDevice:
     def deactivate(self, previous: tuple[str | None, int]) -> None:
         _current.identity, _current.mode = previous
 
-    # ---- memory -------------------------------------------------------------------------------------------------------------------
+    # ---- memory
+    # ------------------------------------------------------------------------------------------------------------------
 
     def allocate(self, nbytes: int, *, shared: bool = False) -> int:
         self._check_current()
@@ -157,7 +162,8 @@ class EmulatedDevice:
         self._check_current()
         return self.empty_array(shape, dtype, stream)
 
-    # ---- streams and events -------------------------------------------------------------------------------------------------------
+    # ---- streams and events
+    # -------------------------------------------------------------------------------------------------------
 
     def create_stream(self) -> int:
         self._check_current()
@@ -214,7 +220,8 @@ class EmulatedDevice:
         self._check_not_capturing("wait for an event")
         self._event(event).synchronize(self._health)
 
-    # ---- sharing with other processes of the host -----------------------------------------------------------------------------------
+    # ---- sharing with other processes of the host
+    # -----------------------------------------------------------------------------------
 
     def export_memory(self, base: int) -> bytes:
         self._check_sharing()
@@ -250,7 +257,8 @@ class EmulatedDevice:
             raise TransportError(f"kernels of device {self.index} cannot reach the memory of device {peer}")
         self._peers.add(peer)
 
-    # ---- kernels ------------------------------------------------------------------------------------------------------------------
+    # ---- kernels
+    # ------------------------------------------------------------------------------------------------------------------
 
     def function(self, source: str, name: str) -> int:
         from tests import host_kernels  # here: only what launches kernels needs a compiler
@@ -271,7 +279,10 @@ class EmulatedDevice:
             raise TransportError(f"a launch of {grid} blocks of {threads} threads: CUDA refuses this configuration")
         pointers = (ctypes.c_void_p * len(kernel.argument_sizes)).from_address(parameters)
         # Read now and kept until the kernel runs, when the caller's are long gone.
-        values = [ctypes.create_string_buffer(ctypes.string_at(p or 0, n), n) for p, n in zip(pointers, kernel.argument_sizes, strict=True)]
+        values = [
+            ctypes.create_string_buffer(ctypes.string_at(p or 0, n), n)
+            for p, n in zip(pointers, kernel.argument_sizes, strict=True)
+        ]
         kept = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
 
         def run() -> None:
@@ -286,7 +297,8 @@ class EmulatedDevice:
         self.launches += 1
         self._stream(stream).submit(run)
 
-    # ---- graphs -------------------------------------------------------------------------------------------------------------------
+    # ---- graphs
+    # ------------------------------------------------------------------------------------------------------------------
 
     def begin_capture(self, stream: int) -> None:
         self.capture(stream, THREAD_LOCAL)
@@ -313,7 +325,8 @@ class EmulatedDevice:
     def destroy_graph(self, graph: int) -> None:
         del self.graphs[graph]
 
-    # ---- what tests need beside a device's own methods --------------------------------------------------------------------------------
+    # ---- what tests need beside a device's own methods
+    # --------------------------------------------------------------------------------
 
     @contextmanager
     def use_stream(self, stream: int) -> Iterator[int]:
@@ -362,7 +375,8 @@ class EmulatedDevice:
                 raise TransportError(f"illegal memory access: {what} {problem.text}")
 
     def forbid(self) -> None:
-        """Captures of other threads keep the calling thread from calls, as in CUDA they do where nobody has said otherwise."""
+        """Captures of other threads keep the calling thread from calls, as in CUDA they do where nobody has said
+        otherwise."""
         _current.mode = GLOBAL
 
     def finish(self, stream: int) -> None:
@@ -370,8 +384,13 @@ class EmulatedDevice:
         self._stream(stream).drain()
 
     def held(self) -> dict[str, int]:
-        """What was made here and not given back so far. Allocations that belong to the pool of arrays are not counted."""
-        return {"streams": sum(s.handle in _streams for s in self._streams), "events": len(self._events), **SPACE.held(self)}
+        """What was made here and not given back so far. Allocations that belong to the pool of arrays are not
+        counted."""
+        return {
+            "streams": sum(s.handle in _streams for s in self._streams),
+            "events": len(self._events),
+            **SPACE.held(self),
+        }
 
     @property
     def failure(self) -> str | None:
@@ -396,16 +415,19 @@ class EmulatedDevice:
                 event.close()
         self.violations += SPACE.free_all(self)
 
-    # ---- private ------------------------------------------------------------------------------------------------------------------
+    # ---- private
+    # ------------------------------------------------------------------------------------------------------------------
 
     def _check_current(self) -> None:
         if getattr(_current, "identity", None) != self.identity and not getattr(self._local, "warned", False):
             self._local.warned = True
-            self.violations.append(f"thread {threading.current_thread().name} uses device {self.index} without activate()")
+            self.violations.append(
+                f"thread {threading.current_thread().name} uses device {self.index} without activate()"
+            )
 
     def _check_not_capturing(self, what: str) -> None:
-        """CUDA forbids whatever could wait for the device: to the thread that captures, unless its own mode is relaxed; and where the
-        capture is of the global mode to all other threads that are in it too. It spoils the capture."""
+        """CUDA forbids whatever could wait for the device: to the thread that captures, unless its own mode is relaxed;
+        and where the capture is of the global mode to all other threads that are in it too. It spoils the capture."""
         mode, thread = getattr(_current, "mode", GLOBAL), threading.get_ident()
         for capture in list(_captures):
             own = capture.thread == thread and RELAXED not in (mode, capture.mode)
@@ -418,7 +440,8 @@ class EmulatedDevice:
         owner = piece.owner if piece is not None and piece.kind == "device" and not piece.freed else None
         if isinstance(owner, EmulatedDevice) and owner.identity != self.identity and owner.index not in self._peers:
             raise TransportError(
-                f"illegal memory access: kernel {kernel} of device {self.index} at {address:#x} of device {owner.index}: no peer access"
+                f"illegal memory access: kernel {kernel} of device {self.index} at {address:#x} of device "
+                f"{owner.index}: no peer access"
             )
 
     def _check_sharing(self) -> None:
@@ -468,12 +491,15 @@ class EmulatedDevice:
             self._trim()
         with self._lock:
             if self._capacity is not None and self._used + SPACE.still_mapped(self) + nbytes > self._capacity:
-                raise OutOfMemoryError(f"out of device memory: {nbytes} bytes asked for, {self._capacity - self._used} are free")
+                raise OutOfMemoryError(
+                    f"out of device memory: {nbytes} bytes asked for, {self._capacity - self._used} are free"
+                )
             self._used += nbytes
         return SPACE.allocate(nbytes, self, again=self._reuse)
 
     def _trim(self) -> None:
-        """Free what the pool keeps for nobody; like the driver's own way of freeing, this waits for the whole device."""
+        """Free what the pool keeps for nobody; like the driver's own way of freeing, this waits for the whole
+        device."""
         alive = [stream for stream in self._streams if stream.handle == 0 or stream.handle in _streams]
         if any(stream.capture for stream in alive):  # by another thread
             return

@@ -20,7 +20,8 @@ class Gate:
         assert self._opened.wait(20), "nobody opened the gate"
 
     def holds(self, stream: int) -> bool:
-        """Whether a stream stands still because of it, with all that it has been given: for a tenth of a second at least."""
+        """Whether a stream stands still because of it, with all that it has been given: for a tenth of a second at
+        least."""
         event = self._device.create_event()
         self._device.record(event, stream)
         patience = time.monotonic() + 0.1

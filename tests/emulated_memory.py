@@ -1,11 +1,12 @@
 """The memory of the emulated GPUs: real host memory that other processes can map, with the rules of a GPU's.
 
-Nothing is zero by itself: what is new, what was given back, and what lies between allocations holds the byte ``GARBAGE``. Memory that was
-freed stays mapped, as garbage, so that a use after free shows in the data and is told by name instead of ending the process. What other
-processes have mapped stays allocated until they have unmapped it.
+Nothing is zero by itself: what is new, what was given back, and what lies between allocations holds the byte
+``GARBAGE``. Memory that was freed stays mapped, as garbage, so that a use after free shows in the data and is told by
+name instead of ending the process. What other processes have mapped stays allocated until they have unmapped it.
 
-Arrays come from a pool, as CuPy's do: several share an allocation, one that is dropped goes back at once, to the stream it was made for,
-and is handed out again there. Its garbage is written *in that stream's order*: who still reads it on another stream, reads garbage.
+Arrays come from a pool, as CuPy's do: several share an allocation, one that is dropped goes back at once, to the stream
+it was made for, and is handed out again there. Its garbage is written *in that stream's order*: who still reads it on
+another stream, reads garbage.
 """
 
 from __future__ import annotations
@@ -105,12 +106,15 @@ class Space:
         self._serials = count(1)
         self._freed: deque[Piece] = deque()
         self._freed_mappings = 0
-        self._dropped: deque[Piece] = deque()  # pinned memory whose array has gone; filled by finalizers, which may take no lock
+        self._dropped: deque[Piece] = (
+            deque()
+        )  # pinned memory whose array has gone; filled by finalizers, which may take no lock
         self._garbage = -1
         self._lingering: list[tuple[int, Piece]] = []
         """What was freed here and may be mapped elsewhere, with its files."""
 
-    # ---- making and freeing -------------------------------------------------------------------------------------------------------
+    # ---- making and freeing
+    # -------------------------------------------------------------------------------------------------------
 
     def allocate(self, nbytes: int, owner: object, *, again: bool = False) -> Piece:
         """New memory full of garbage; ``again``: where some of that size was freed before, if there was any."""
@@ -120,7 +124,11 @@ class Space:
             fd = os.memfd_create(_name(os.getpid(), serial))
             try:
                 os.ftruncate(fd, mapped)
-                old = next((p for p in reversed(self._freed) if p.mapped == mapped and p.kind == "device"), None) if again else None
+                old = (
+                    next((p for p in reversed(self._freed) if p.mapped == mapped and p.kind == "device"), None)
+                    if again
+                    else None
+                )
                 base = _map(mapped, mmap.MAP_SHARED, fd, old.base if old else None)
             except BaseException:
                 os.close(fd)
@@ -177,15 +185,20 @@ class Space:
     def free_all(self, owner: object) -> list[str]:
         with self._lock:
             self._settle()
-            mine = [piece for piece in self._pieces if piece.owner is owner and not piece.freed and piece.kind != "pinned"]
+            mine = [
+                piece for piece in self._pieces if piece.owner is owner and not piece.freed and piece.kind != "pinned"
+            ]
             return [text for piece in mine if (text := self.free(piece))]
 
-    # ---- other processes ------------------------------------------------------------------------------------------------------------
+    # ---- other processes
+    # ------------------------------------------------------------------------------------------------------------
 
     def export(self, base: int) -> bytes:
         piece = self.find(base)
         if piece is None or piece.freed or piece.kind != "device" or piece.base != base:
-            raise TransportError(f"cannot share the memory at {base:#x}: it is not where an allocation of this process begins")
+            raise TransportError(
+                f"cannot share the memory at {base:#x}: it is not where an allocation of this process begins"
+            )
         piece.exported = True
         return _MEMORY.pack(_MAGIC, os.getpid(), piece.fd, piece.nbytes, piece.serial).ljust(HANDLE, b"\0")
 
@@ -194,7 +207,9 @@ class Space:
         if magic != _MAGIC or len(handle) != HANDLE:
             raise TransportError("cannot open shared memory: this is no handle of it")
         if pid == os.getpid():
-            raise TransportError("cannot open shared memory in the process that it belongs to: there its own address is to be used")
+            raise TransportError(
+                "cannot open shared memory in the process that it belongs to: there its own address is to be used"
+            )
         with self._lock:
             if known := self._imported.get((pid, serial)):
                 known.references += 1
@@ -207,7 +222,9 @@ class Space:
             except BaseException:
                 os.close(fd)
                 raise
-            piece = self._add(Piece(base, nbytes, mapped, next(self._serials), "imported", owner, fd, key=(pid, serial)))
+            piece = self._add(
+                Piece(base, nbytes, mapped, next(self._serials), "imported", owner, fd, key=(pid, serial))
+            )
             self._imported[piece.key] = piece
             return piece
 
@@ -217,7 +234,8 @@ class Space:
             if piece.references == 0:
                 self.free(piece)
 
-    # ---- looking up -------------------------------------------------------------------------------------------------------------------
+    # ---- looking up
+    # ------------------------------------------------------------------------------------------------------------------
 
     def find(self, address: int) -> Piece | None:
         """What an address belongs to, or belonged to when it was freed."""
@@ -250,12 +268,18 @@ class Space:
             block = piece.blocks[at] if at >= 0 else None
             if block is None or address + nbytes > block.address + block.nbytes:
                 return Illegal(f"{where}: beyond the end of the array that begins before it", True)
-            return Illegal(f"{where}: memory of an array that has gone back to the pool", False) if block.freed else None
+            return (
+                Illegal(f"{where}: memory of an array that has gone back to the pool", False) if block.freed else None
+            )
 
     def held(self, owner: object) -> dict[str, int]:
         """How many allocations and imports of an owner there are, without what belongs to a pool."""
         with self._lock:
-            kinds = [piece.kind for piece in self._pieces if piece.owner is owner and not piece.freed and piece.blocks is None]
+            kinds = [
+                piece.kind
+                for piece in self._pieces
+                if piece.owner is owner and not piece.freed and piece.blocks is None
+            ]
         return {"allocations": kinds.count("device"), "imports": kinds.count("imported")}
 
     def _add(self, piece: Piece) -> Piece:
@@ -291,7 +315,10 @@ class Pool:
     """
 
     def __init__(
-        self, new: Callable[[int], Piece], submit: Callable[[int, Callable[[], None]], None], violation: Callable[[str], None]
+        self,
+        new: Callable[[int], Piece],
+        submit: Callable[[int, Callable[[], None]], None],
+        violation: Callable[[str], None],
     ) -> None:
         self._new, self._submit, self._violation = new, submit, violation
         self._lock = threading.RLock()  # `new` may call `trim`
@@ -300,7 +327,8 @@ class Pool:
         self._returned: deque[tuple[int, Block]] = deque()
 
     def array(self, nbytes: int, stream: int) -> Array:
-        """Bytes full of whatever was there before, for the stream; they go back to it when the last view of them is dropped."""
+        """Bytes full of whatever was there before, for the stream; they go back to it when the last view of them is
+        dropped."""
         with self._lock:
             self._settle()
             # A margin of garbage behind every array, as behind allocations.
@@ -346,7 +374,9 @@ class Pool:
             if not block.piece.freed:
                 margin = ctypes.string_at(block.address + nbytes, block.capacity - nbytes)
                 if margin.strip(bytes([GARBAGE])):
-                    self._violation(f"something wrote beyond the end of an array of {nbytes} bytes at {block.address:#x}")
+                    self._violation(
+                        f"something wrote beyond the end of an array of {nbytes} bytes at {block.address:#x}"
+                    )
                 block.freed = True
                 ctypes.memset(block.address, GARBAGE, block.capacity)
             block.arrived += 1  # last: from then on the block may be somebody else's

@@ -1,10 +1,11 @@
 """NCCL among threads of one process, on emulated devices: its rules, and none of its forgiveness.
 
-An operation is given to a stream and carried out there later; a group is one operation, whose parts wait for each other's peers all
-together. The operations of a communicator follow one another in the order in which they were issued, whatever their streams. A send
-blocks its stream until it is received. What NCCL leaves undefined (counts that do not match, collectives in different orders) makes
-every rank's communicator fail here, and so does a wait that takes too long; `check` tells. An abort ends the own operations only: the
-peers go on waiting, as they do in NCCL. To close and to abort waits until no graph refers to the communicator.
+An operation is given to a stream and carried out there later; a group is one operation, whose parts wait for each
+other's peers all together. The operations of a communicator follow one another in the order in which they were issued,
+whatever their streams. A send blocks its stream until it is received. What NCCL leaves undefined (counts that do not
+match, collectives in different orders) makes every rank's communicator fail here, and so does a wait that takes too
+long; `check` tells. An abort ends the own operations only: the peers go on waiting, as they do in NCCL. To close and to
+abort waits until no graph refers to the communicator.
 """
 
 from __future__ import annotations
@@ -69,7 +70,11 @@ class Operation:
         return [(address, nbytes) for address, nbytes in ((self.source, source), (self.target, target)) if nbytes]
 
     def __str__(self) -> str:
-        with_whom = {"send": f" to rank {self.peer}", "receive": f" from rank {self.peer}", "broadcast": f" from rank {self.peer}"}
+        with_whom = {
+            "send": f" to rank {self.peer}",
+            "receive": f" from rank {self.peer}",
+            "broadcast": f" from rank {self.peer}",
+        }
         op = f", {self.op.value}" if self.op else ""
         return f"{self.kind}({self.count} x {dtypes.name(self.dtype)}{op}){with_whom.get(self.kind, '')}"
 
@@ -106,9 +111,13 @@ class EmulatedNccl:
     def make_id(self) -> bytes:
         return next(self._ids).to_bytes(128, "little")
 
-    def connect(self, rank: int, size: int, unique_id: bytes, timeout: float, device: Streams, *, sharers: int = 1) -> EmulatedCommunicator:
+    def connect(
+        self, rank: int, size: int, unique_id: bytes, timeout: float, device: Streams, *, sharers: int = 1
+    ) -> EmulatedCommunicator:
         if not 0 <= rank < size <= self.size or len(unique_id) != 128:
-            raise TransportError(f"rank {rank} of {size}, with an id of {len(unique_id)} bytes: expected at most {self.size} ranks")
+            raise TransportError(
+                f"rank {rank} of {size}, with an id of {len(unique_id)} bytes: expected at most {self.size} ranks"
+            )
         with self._lock:
             clique = self._cliques.setdefault(unique_id, _Clique(size, self._timeout))
         clique.meet(rank, size, device, timeout, shares=self._shares)
@@ -116,7 +125,8 @@ class EmulatedNccl:
 
 
 class _Groups(threading.local):
-    """A thread's open group. It spans all communicators that the thread uses, as in NCCL; if a call in it fails, all of it does."""
+    """A thread's open group. It spans all communicators that the thread uses, as in NCCL; if a call in it fails, all of
+    it does."""
 
     depth = 0
     failed = False
@@ -144,7 +154,8 @@ class _Clique:
         with self.changed:
             if rank in self._devices or size != self.size:
                 raise TransportError(
-                    f"rank {rank} of {size} does not fit among {self.size} ranks, of which {sorted(self._devices)} are here"
+                    f"rank {rank} of {size} does not fit among {self.size} ranks, of which {sorted(self._devices)} "
+                    f"are here"
                 )
             self._devices[rank] = device
             self.changed.notify_all()
@@ -160,7 +171,8 @@ class _Clique:
         self.changed.notify_all()
 
     def post(self, rank: int, operation: Operation) -> None:
-        """Let the peers find an operation. A rank's collectives are counted: those of the same number belong together."""
+        """Let the peers find an operation. A rank's collectives are counted: those of the same number belong
+        together."""
         if operation.kind == "send":
             self._sends[rank, operation.peer].append(operation)
         elif operation.kind == "receive":
@@ -263,13 +275,17 @@ class EmulatedCommunicator:
         issued, groups.issued = groups.issued, []
         failed, groups.failed = groups.failed, False
         if failed:
-            raise TransportError(f"rank {self.rank}: ncclInvalidUsage (5): a call in this group had failed: nothing of it is carried out")
+            raise TransportError(
+                f"rank {self.rank}: ncclInvalidUsage (5): a call in this group had failed: nothing of it is carried out"
+            )
         by_communicator: dict[EmulatedCommunicator, list[tuple[Operation, int]]] = {}
         for communicator, operation, stream in issued:
             by_communicator.setdefault(communicator, []).append((operation, stream))
         for communicator, parts in by_communicator.items():
             if len({stream for _, stream in parts}) > 1:
-                raise TransportError(f"rank {communicator.rank}: the emulation takes one stream per communicator and group")
+                raise TransportError(
+                    f"rank {communicator.rank}: the emulation takes one stream per communicator and group"
+                )
             communicator._enqueue([operation for operation, _ in parts], parts[0][1])
 
     def check(self) -> None:
@@ -291,7 +307,8 @@ class EmulatedCommunicator:
         with self._clique.changed:
             if self._ended is None:
                 self._clique.changed.wait_for(
-                    lambda: self._released() or (self._carried_out == self._issued and not self._busy), self._clique.timeout
+                    lambda: self._released() or (self._carried_out == self._issued and not self._busy),
+                    self._clique.timeout,
                 )
                 self._ended = "closed"
                 self._clique.withdraw(self.rank)
@@ -305,7 +322,8 @@ class EmulatedCommunicator:
             if time.monotonic() > deadline:
                 violations: list[str] = getattr(self._device, "violations", [])
                 violations.append(
-                    f"rank {self.rank}'s communicator ends while a CUDA graph refers to it: NCCL waits for that without a bound"
+                    f"rank {self.rank}'s communicator ends while a CUDA graph refers to it: NCCL waits for that "
+                    f"without a bound"
                 )
                 return
             time.sleep(1e-3)
@@ -321,7 +339,9 @@ class EmulatedCommunicator:
     def _issue(self, operation: Operation, stream: int) -> None:
         self._usable(operation.kind)
         dtypes.name(operation.dtype)
-        if operation.count < 0 or (operation.kind in ("send", "receive", "broadcast") and not 0 <= operation.peer < self.size):
+        if operation.count < 0 or (
+            operation.kind in ("send", "receive", "broadcast") and not 0 <= operation.peer < self.size
+        ):
             self._groups.failed = self._groups.depth > 0
             raise TransportError(f"rank {self.rank}: ncclInvalidArgument (4): {operation} among {self.size} ranks")
         if self._groups.depth:
@@ -354,7 +374,9 @@ class EmulatedCommunicator:
                 for operation in operations:
                     clique.post(self.rank, operation)
                 clique.match()
-                clique.changed.wait_for(lambda: self._released() or all(operation.done for operation in operations), clique.timeout)
+                clique.changed.wait_for(
+                    lambda: self._released() or all(operation.done for operation in operations), clique.timeout
+                )
                 self._busy = False
             waiting = [str(operation) for operation in operations if not operation.done]
             if waiting and not self._released():
@@ -375,7 +397,8 @@ def _array(address: int, count: int, dtype: Dtype) -> Array:
 
 
 def _carry_out(calls: list[Operation]) -> None:
-    """A collective of all ranks, in rank order; every source is read before any target is written, because they may be the same."""
+    """A collective of all ranks, in rank order; every source is read before any target is written, because they may be
+    the same."""
     kind, count, dtype, op = calls[0].kind, calls[0].count, calls[0].dtype, calls[0].op
     given = count * len(calls) if kind == "reduce_scatter" else count
     readers = calls if kind != "broadcast" else [calls[calls[0].peer]]

@@ -1,4 +1,5 @@
-"""Ranks with emulated GPUs: each program runs on a stream of its own, and afterwards nothing may be wrong with the devices or left on them.
+"""Ranks with emulated GPUs: each program runs on a stream of its own, and afterwards nothing may be wrong with the
+devices or left on them.
 
     with emulated(count=2, delays=3) as provider:
         on_threads(2, lambda world, maker: ..., provider)
@@ -55,8 +56,8 @@ def on_threads(
     hosts: Sequence[Sequence[int]] | None = None,
     config: Config | None = None,
 ) -> list[Any]:
-    """Call ``program(world, maker)`` on ranks that are threads and shut them down; the results in rank order. The ranks use the devices
-    in turns."""
+    """Call ``program(world, maker)`` on ranks that are threads and shut them down; the results in rank order. The ranks
+    use the devices in turns."""
 
     def make_world(group: Group) -> World:
         # Here, since whatever the engine does with a device it must do with that device current.
@@ -78,7 +79,8 @@ def on_threads(
 
 @contextlib.contextmanager
 def own_stream(device: EmulatedDevice) -> Iterator[None]:
-    """The calling thread's program works on a stream of its own: what orders it with other ranks is only what the engine does."""
+    """The calling thread's program works on a stream of its own: what orders it with other ranks is only what the
+    engine does."""
     device.forbid()
     stream = device.create_stream()
     try:
@@ -99,8 +101,8 @@ def check(device: EmulatedDevice) -> None:
 
 
 def own_device(**options: Any) -> EmulatedDevice:
-    """The emulated device of this process, which is a rank: current, and where tensors come from. Ranks share the GPU unless they are given
-    an ``identity``. There is no NCCL, which among processes is not emulated."""
+    """The emulated device of this process, which is a rank: current, and where tensors come from. Ranks share the GPU
+    unless they are given an ``identity``. There is no NCCL, which among processes is not emulated."""
     provider = EmulatedProvider(1, **({"patience": PATIENCE} | options))
     selection.use(provider)
     nccl.use(EmulatedNccl(1, missing="NCCL is not emulated among processes"))

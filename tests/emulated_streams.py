@@ -1,7 +1,8 @@
 """Streams, events and graphs of the emulated GPUs: CUDA's ordering, and none beyond it.
 
-A stream is a thread that carries out what it is given, in order, later; with a seed it dawdles before each piece of work, differently in
-every stream, so that whatever is not ordered by an event happens in the wrong order sooner or later.
+A stream is a thread that carries out what it is given, in order, later; with a seed it dawdles before each piece of
+work, differently in every stream, so that whatever is not ordered by an event happens in the wrong order sooner or
+later.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ _SLOTS = mmap.PAGESIZE // 8 - 1
 
 
 class Health:
-    """Whether a device still works. After the first failure it carries out nothing more, and says so whenever it is waited for."""
+    """Whether a device still works. After the first failure it carries out nothing more, and says so whenever it is
+    waited for."""
 
     def __init__(self, patience: float) -> None:
         self.patience = patience
@@ -136,8 +138,8 @@ class Stream:
 class Page:
     """A shared event's state, in memory that other processes map.
 
-    The first number is how often it was recorded. Record n is done when slot ``n % SLOTS`` has reached n: records may pass in another
-    order than they were made, on different streams.
+    The first number is how often it was recorded. Record n is done when slot ``n % SLOTS`` has reached n: records may
+    pass in another order than they were made, on different streams.
     """
 
     _serials = count(1)
@@ -161,7 +163,9 @@ class Page:
         if magic != _MAGIC or len(handle) != HANDLE:
             raise TransportError("cannot open a shared event: this is no handle of one")
         if pid == os.getpid():
-            raise TransportError("cannot open a shared event in the process that made it: there it is to be used itself")
+            raise TransportError(
+                "cannot open a shared event in the process that made it: there it is to be used itself"
+            )
         fd = open_shared(pid, theirs, f"emulated-event-{pid}-{serial}")
         try:
             return Page(fd)
@@ -213,7 +217,9 @@ class Event:
         theirs: the page of another process's event.
     """
 
-    def __init__(self, owner: str, page: Page | None = None, fd: int = -1, handle: bytes = b"", theirs: Page | None = None) -> None:
+    def __init__(
+        self, owner: str, page: Page | None = None, fd: int = -1, handle: bytes = b"", theirs: Page | None = None
+    ) -> None:
         self.owner, self.page, self.fd, self.handle, self.theirs = owner, page, fd, handle, theirs
         self._latest: Mark | Point | None = None
 
@@ -231,7 +237,9 @@ class Event:
         latest, health = self._latest, stream.health
         if stream.capture is not None and not isinstance(latest, Point):
             if self.theirs or latest is not None:
-                stream.capture.refuse("what is being captured cannot wait for what is not: another process, or work given before")
+                stream.capture.refuse(
+                    "what is being captured cannot wait for what is not: another process, or work given before"
+                )
             return
         if isinstance(latest, Point):
             latest.capture.join(stream, latest.nodes)
@@ -260,14 +268,16 @@ class Event:
 
     def _settled(self) -> Mark:
         if isinstance(self._latest, Point):
-            raise TransportError("an event recorded during a capture stands for nothing that could be waited for by the host")
+            raise TransportError(
+                "an event recorded during a capture stands for nothing that could be waited for by the host"
+            )
         assert self._latest is not None
         return self._latest
 
 
 GLOBAL, THREAD_LOCAL, RELAXED = range(3)
-"""CUDA's modes of capture: of a capture, which threads must not make calls that could wait for the device; and of a thread, whose
-captures keep it from them."""
+"""CUDA's modes of capture: of a capture, which threads must not make calls that could wait for the device; and of a
+thread, whose captures keep it from them."""
 
 
 class Capture:
@@ -297,7 +307,9 @@ class Capture:
     def join(self, stream: Stream, nodes: frozenset[int]) -> None:
         """What the stream is given from now on is captured too, and comes after these."""
         if self._over or stream.capture not in (None, self):
-            raise TransportError("an event recorded during a capture is of use only to streams of the same capture, while it lasts")
+            raise TransportError(
+                "an event recorded during a capture is of use only to streams of the same capture, while it lasts"
+            )
         if stream.capture is None:
             stream.capture, stream.last = self, frozenset()
             self._streams.append(stream)
@@ -320,7 +332,9 @@ class Capture:
         if self._refused is not None:
             raise TransportError(f"the capture was spoilt: {self._refused}")
         if set(range(len(self._nodes))) - followed - self.origin.last:
-            raise TransportError("the capture has work of another stream, for which the stream that began it never waits")
+            raise TransportError(
+                "the capture has work of another stream, for which the stream that began it never waits"
+            )
         return Graph(self._nodes, self.users)
 
 

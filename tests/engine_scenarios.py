@@ -1,7 +1,8 @@
 """What the engine must do on every world: run by threads in one process and by processes under mpirun.
 
-As in `scenarios`, each is a function of a world that asserts by itself, and inputs differ from rank to rank. Where one rank must
-come late for certain, it does so after a barrier that the others enter only when they have seen what they came to see.
+As in `scenarios`, each is a function of a world that asserts by itself, and inputs differ from rank to rank. Where one
+rank must come late for certain, it does so after a barrier that the others enter only when they have seen what they
+came to see.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ def works(world: World) -> None:
     np.testing.assert_array_equal(world.allreduce(mine(world), op=Op.SUM, name="in step"), total(world))
 
 
-# ---- handles -------------------------------------------------------------------------------------------------------------------
+# ---- handles
+# -------------------------------------------------------------------------------------------------------------------
 
 
 def handles(world: World) -> None:
@@ -97,7 +99,8 @@ def a_failed_handle_fails_each_time(world: World) -> None:
 
 
 def kinds(world: World, name: str | None) -> Iterator[tuple[Any, Callable[[Any], None]]]:
-    """One asynchronous operation of every kind: its handle, and what checks its result. Submitted as they are asked for."""
+    """One asynchronous operation of every kind: its handle, and what checks its result. Submitted as they are asked
+    for."""
     rank, size = world.rank, world.size
 
     def named(kind: str) -> str | None:
@@ -121,10 +124,16 @@ def kinds(world: World, name: str | None) -> Iterator[tuple[Any, Callable[[Any],
     group = [mine(world), mine(world, 3, 2.0).astype(np.float32), np.array([rank, 1])]
     sums = [np.full(10, total(world)), np.full(3, total(world, 2.0)), [ranks.sum(), size]]
     yield world.grouped_allreduce_async(group, op=Op.SUM, name=named("grouped_allreduce")), all_same(sums)
-    yield world.grouped_allreduce_async_([t.copy() for t in group], op=Op.SUM, name=named("grouped_allreduce_")), all_same(sums)
+    yield (
+        world.grouped_allreduce_async_([t.copy() for t in group], op=Op.SUM, name=named("grouped_allreduce_")),
+        all_same(sums),
+    )
     yield world.allgather_async(np.full(rank + 1, rank), name=named("allgather")), same(gathered)
     parts = [np.full(rank + 1, rank), np.full((2, 2), float(rank))]
-    yield world.grouped_allgather_async(parts, name=named("grouped_allgather")), all_same([gathered, np.repeat(ranks, 4).reshape(-1, 2)])
+    yield (
+        world.grouped_allgather_async(parts, name=named("grouped_allgather")),
+        all_same([gathered, np.repeat(ranks, 4).reshape(-1, 2)]),
+    )
     yield world.broadcast_async(mine(world), size - 1, name=named("broadcast")), same(np.full(10, float(size)))
     yield world.broadcast_async_(mine(world), 0, name=named("broadcast_")), same(np.ones(10))
     rows = np.arange(2.0 * size).reshape(size, 2)
@@ -149,14 +158,18 @@ def every_kind(world: World) -> None:
             check(world.synchronize(handle))
 
 
-# ---- matching ------------------------------------------------------------------------------------------------------------------
+# ---- matching
+# ------------------------------------------------------------------------------------------------------------------
 
 
 def names_in_any_order(world: World) -> None:
     numbers = list(range(40))
     for step in range(3):
         order = np.random.default_rng([world.rank, step]).permutation(numbers)
-        submitted = {k: world.allreduce_async(mine(world, 1 + k, k + step), op=Op.SUM, name=f"tensor {k}") for k in order.tolist()}
+        submitted = {
+            k: world.allreduce_async(mine(world, 1 + k, k + step), op=Op.SUM, name=f"tensor {k}")
+            for k in order.tolist()
+        }
         for k in np.random.default_rng([world.rank, step, 1]).permutation(numbers).tolist():
             np.testing.assert_array_equal(world.synchronize(submitted[k]), np.full(1 + k, total(world, k + step)))
 
@@ -179,7 +192,8 @@ def unnamed_in_the_order_of_calls(world: World) -> None:
 
 
 def groups_complete_together(world: World) -> None:
-    """Until the last rank has submitted the group, none of its tensors is touched; members are told apart by the group's name."""
+    """Until the last rank has submitted the group, none of its tensors is touched; members are told apart by the
+    group's name."""
     late = world.rank == world.size - 1
     tensors = [mine(world, count, 1.0 + k) for k, count in enumerate((5, 0, 1000, 40_000, 3))]
     handle = None
@@ -200,7 +214,8 @@ def groups_complete_together(world: World) -> None:
 
 
 def duplicate_names(world: World) -> None:
-    """A name in flight is refused, by every kind of call; the operation in flight is not disturbed, and the name is free after it."""
+    """A name in flight is refused, by every kind of call; the operation in flight is not disturbed, and the name is
+    free after it."""
     late = world.size > 1 and world.rank == world.size - 1
     for _ in range(2):
         handle = None
@@ -248,11 +263,13 @@ def more_names_than_the_cache_has_entries(world: World) -> None:
             assert world.synchronize(handle).tolist() == [k * world.size + sum(range(world.size))]
 
 
-# ---- mistakes ------------------------------------------------------------------------------------------------------------------
+# ---- mistakes
+# ------------------------------------------------------------------------------------------------------------------
 
 
 def mistakes_in_flight(world: World) -> None:
-    """Each mistake fails on every rank, names the tensor and shows what each rank asked for; nothing else in flight is lost."""
+    """Each mistake fails on every rank, names the tensor and shows what each rank asked for; nothing else in flight is
+    lost."""
     if world.size == 1:
         return
     odd = world.rank == world.size - 1
@@ -264,11 +281,23 @@ def mistakes_in_flight(world: World) -> None:
 
     table: dict[str, tuple[Callable[[str | None], Any], str, str]] = {
         "shape": (lambda name: world.allreduce_async_(data(50 if odd else 100), name=name), "100", "50"),
-        "dtype": (lambda name: world.allreduce_async_(data().astype(np.float32) if odd else data(), name=name), "float64", "float32"),
+        "dtype": (
+            lambda name: world.allreduce_async_(data().astype(np.float32) if odd else data(), name=name),
+            "float64",
+            "float32",
+        ),
         "op": (lambda name: world.allreduce_async_(data(), op=Op.MAX if odd else Op.SUM, name=name), "'sum'", "'max'"),
         "root": (lambda name: world.broadcast_async_(data(), 1 if odd else 0, name=name), "root=0", "root=1"),
-        "prescale": (lambda name: world.allreduce_async_(data(), prescale_factor=4.0 if odd else 1.0, name=name), "allreduce", "4.0"),
-        "postscale": (lambda name: world.allreduce_async_(data(), postscale_factor=4.0 if odd else 1.0, name=name), "allreduce", "4.0"),
+        "prescale": (
+            lambda name: world.allreduce_async_(data(), prescale_factor=4.0 if odd else 1.0, name=name),
+            "allreduce",
+            "4.0",
+        ),
+        "postscale": (
+            lambda name: world.allreduce_async_(data(), postscale_factor=4.0 if odd else 1.0, name=name),
+            "allreduce",
+            "4.0",
+        ),
         "collective": (
             lambda name: world.allgather_async(data(), name=name) if odd else world.allreduce_async_(data(), name=name),
             "allreduce",
@@ -284,7 +313,11 @@ def mistakes_in_flight(world: World) -> None:
             "float64[7]",
             "float64[6]",
         ),
-        "row shape": (lambda name: world.allgather_async(data().reshape(50, 2) if odd else data(), name=name), "allgather", "(2,)"),
+        "row shape": (
+            lambda name: world.allgather_async(data().reshape(50, 2) if odd else data(), name=name),
+            "allgather",
+            "(2,)",
+        ),
     }
     for named in (True, False):
         good = [world.allreduce_async(mine(world, 20 + k), op=Op.SUM, name=f"good {k}") for k in range(4)]
@@ -305,7 +338,8 @@ def mistakes_in_flight(world: World) -> None:
 
 
 def refused_on_one_rank(world: World) -> None:
-    """One rank's arguments are refused: it is told why, at once or when it waits; the others that it was; nothing else is lost."""
+    """One rank's arguments are refused: it is told why, at once or when it waits; the others that it was; nothing else
+    is lost."""
     if world.size == 1:
         return
     data = mine(world, 2 * world.size)
@@ -315,11 +349,26 @@ def refused_on_one_rank(world: World) -> None:
     calls: list[tuple[Callable[[str | None], Any], Callable[[str | None], Any]]] = [
         (lambda name: world.allreduce_async("text", name=name), lambda name: world.allreduce_async(data, name=name)),
         (lambda name: world.allreduce_async_(frozen, name=name), lambda name: world.allreduce_async_(data, name=name)),
-        (lambda name: world.broadcast_async(data, world.size, name=name), lambda name: world.broadcast_async(data, 0, name=name)),
-        (lambda name: world.allgather_async(np.array(1.0), name=name), lambda name: world.allgather_async(data, name=name)),
-        (lambda name: world.alltoall_async(data, [1] * world.size, name=name), lambda name: world.alltoall_async(data, name=name)),
-        (lambda name: world.grouped_allreduce_async([None], name=name), lambda name: world.grouped_allreduce_async([data], name=name)),
-        (lambda name: world.allreduce_async(data, op=no_op, name=name), lambda name: world.allreduce_async(data, name=name)),
+        (
+            lambda name: world.broadcast_async(data, world.size, name=name),
+            lambda name: world.broadcast_async(data, 0, name=name),
+        ),
+        (
+            lambda name: world.allgather_async(np.array(1.0), name=name),
+            lambda name: world.allgather_async(data, name=name),
+        ),
+        (
+            lambda name: world.alltoall_async(data, [1] * world.size, name=name),
+            lambda name: world.alltoall_async(data, name=name),
+        ),
+        (
+            lambda name: world.grouped_allreduce_async([None], name=name),
+            lambda name: world.grouped_allreduce_async([data], name=name),
+        ),
+        (
+            lambda name: world.allreduce_async(data, op=no_op, name=name),
+            lambda name: world.allreduce_async(data, name=name),
+        ),
     ]
     for (wrong, right), name in itertools.product(calls, ("refused", None)):
         before = world.allreduce_async(mine(world), op=Op.SUM, name="before")
@@ -337,15 +386,18 @@ def refused_on_one_rank(world: World) -> None:
 
 
 def the_same_memory_twice(world: World) -> None:
-    """In a group every member reads what was submitted; broadcasts from one root share memory; all else in flight is refused on every rank.
-    Small and large, so that windows, direct reads and messages all take part."""
+    """In a group every member reads what was submitted; broadcasts from one root share memory; all else in flight is
+    refused on every rank. Small and large, so that windows, direct reads and messages all take part."""
     for count in (6, 300_000):
         values = np.arange(1.0, count + 1)
         b = values * (world.rank + 1)
         world.grouped_allreduce_([b, b, b[1:3], mine(world)], op=Op.SUM)
         np.testing.assert_array_equal(b, total(world) * values)
         b = values * (world.rank + 1)
-        handles = [world.broadcast_async_(part, world.size - 1, name=f"tied {k}") for k, part in enumerate((b, b, b[1:3], b[::2]))]
+        handles = [
+            world.broadcast_async_(part, world.size - 1, name=f"tied {k}")
+            for k, part in enumerate((b, b, b[1:3], b[::2]))
+        ]
         for handle in handles:
             handle.wait()
         np.testing.assert_array_equal(b, world.size * values)
@@ -355,7 +407,10 @@ def the_same_memory_twice(world: World) -> None:
         if world.rank > 0:
             world.barrier()  # until then rank 0 is alone with the first one, which cannot be complete
         first = world.allreduce_async_(b, op=Op.SUM, name="first")
-        with pytest.raises(InvalidArgumentError if world.rank == 0 else MismatchError, match=r"(?s)second.*an operation in flight.*first"):
+        with pytest.raises(
+            InvalidArgumentError if world.rank == 0 else MismatchError,
+            match=r"(?s)second.*an operation in flight.*first",
+        ):
             world.allreduce_async_(b[2:] if world.rank == 0 else b[2:].copy(), name="second").wait()
         if world.rank == 0:
             world.barrier()
@@ -364,7 +419,8 @@ def the_same_memory_twice(world: World) -> None:
 
 
 def ranks_that_wait_for_each_other(world: World) -> None:
-    """Rank 0 waits for "a", the others for "b": all are told at once what everybody waits for. What could meet, has met."""
+    """Rank 0 waits for "a", the others for "b": all are told at once what everybody waits for. What could meet, has
+    met."""
     if world.size == 1:
         return
     own = "a" if world.rank == 0 else "b"
@@ -386,7 +442,8 @@ def ranks_that_wait_for_each_other(world: World) -> None:
         works(world)
 
 
-# ---- process sets --------------------------------------------------------------------------------------------------------------
+# ---- process sets
+# --------------------------------------------------------------------------------------------------------------
 
 
 def halves(size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -462,7 +519,8 @@ def a_process_set_of_one(world: World) -> None:
     np.testing.assert_array_equal(world.synchronize(handle), total(world))
 
 
-# ---- joining -------------------------------------------------------------------------------------------------------------------
+# ---- joining
+# -------------------------------------------------------------------------------------------------------------------
 
 
 def everybody_joins(world: World) -> None:
@@ -489,7 +547,11 @@ def every_reduction_after_a_join(world: World) -> None:
                     wanted = expected(op, parts)
                 own = parts[world.rank - 1]
                 assert_close(world.allreduce(own, op=op), wanted, world.size)
-                assert_close(world.synchronize(world.allreduce_async_(own.copy(), op=op, name=f"{dtype} {op}")), wanted, world.size)
+                assert_close(
+                    world.synchronize(world.allreduce_async_(own.copy(), op=op, name=f"{dtype} {op}")),
+                    wanted,
+                    world.size,
+                )
                 shares = [np.array_split(wanted, world.size)[world.rank]] * 2
                 for result in (world.reducescatter(own, op), world.grouped_reducescatter([own], op=op)[0]):
                     assert_close(result, shares.pop(), world.size)
@@ -568,7 +630,8 @@ def mistakes_after_a_join(world: World) -> None:
     works(world)
 
 
-# ---- the steady state ------------------------------------------------------------------------------------------------------------
+# ---- the steady state
+# ------------------------------------------------------------------------------------------------------------
 
 
 def a_training_loop(world: World) -> None:
@@ -580,7 +643,10 @@ def a_training_loop(world: World) -> None:
     group: list[np.ndarray[Any, Any]] = [np.zeros(40), np.zeros(50, np.float32)]
     counts = []
     for step in range(5):
-        gradients = [mine(world, int(np.prod(shape)), step + k).astype(np.float32).reshape(shape) for k, shape in enumerate(shapes)]
+        gradients = [
+            mine(world, int(np.prod(shape)), step + k).astype(np.float32).reshape(shape)
+            for k, shape in enumerate(shapes)
+        ]
         submitted = [world.allreduce_async_(gradient, name=f"gradient {k}") for k, gradient in enumerate(gradients)]
         submitted.append(world.grouped_allreduce_async([part + world.rank for part in group], name="group"))
         submitted.append(world.broadcast_async(np.array([step + world.rank]), 0))
@@ -599,11 +665,14 @@ def a_training_loop(world: World) -> None:
 
 
 def a_training_loop_in_orders_of_their_own(world: World) -> None:
-    """Ranks whose gradients become ready in another order compare them, but tell and plan nothing after the second step."""
+    """Ranks whose gradients become ready in another order compare them, but tell and plan nothing after the second
+    step."""
     counts = []
     order = np.random.default_rng(world.rank).permutation(30).tolist()
     for step in range(5):
-        submitted = {k: world.allreduce_async(mine(world, 10 + k, step), op=Op.SUM, name=f"gradient {k}") for k in order}
+        submitted = {
+            k: world.allreduce_async(mine(world, 10 + k, step), op=Op.SUM, name=f"gradient {k}") for k in order
+        }
         for k, handle in submitted.items():
             np.testing.assert_array_equal(world.synchronize(handle), np.full(10 + k, total(world, step)))
         counts.append(world.statistics.copy())

@@ -1,8 +1,9 @@
 """One rank that runs examples one after the other: ``mpirun -n 2 python -m tests.example_ranks FOLDER JOBS``.
 
-Starting a framework takes longer than most examples, so that they share one process. JOBS is a list in JSON of lists of commands, each a
-script and its flags: the first one is run by all ranks together, and then the second one, if there is one, by each of them alone. What a
-script's ``main()`` has trained is kept in FOLDER: ``NAME-SIZE-RANK.npz`` holds the parameters in their order. Alone, only rank 0 prints.
+Starting a framework takes longer than most examples, so that they share one process. JOBS is a list in JSON of lists of
+commands, each a script and its flags: the first one is run by all ranks together, and then the second one, if there is
+one, by each of them alone. What a script's ``main()`` has trained is kept in FOLDER: ``NAME-SIZE-RANK.npz`` holds the
+parameters in their order. Alone, only rank 0 prints.
 """
 
 from __future__ import annotations

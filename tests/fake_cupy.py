@@ -1,6 +1,8 @@
-"""A CuPy without a GPU, and a driver's library without a driver: what the real device calls, held to the real signatures.
+"""A CuPy without a GPU, and a driver's library without a driver: what the real device calls, held to the real
+signatures.
 
-The signatures are those of CuPy 14.2, word for word as its functions' docstrings begin; where CuPy is installed a test compares them.
+The signatures are those of CuPy 14.2, word for word as its functions' docstrings begin; where CuPy is installed a test
+compares them.
 """
 
 from __future__ import annotations
@@ -258,8 +260,8 @@ CUresult cuMemGetAddressRange_v2(CUdeviceptr *base, size_t *size, CUdeviceptr ad
 def build_library(folder: Path, compiler: str) -> Path:
     """Make a ``libcuda.so.1`` that answers as the environment says.
 
-    FAKE_CUDA is the driver's version (13000), FAKE_GPUS how many there are, FAKE_INIT the error that it starts with, and FAKE_IN_USE
-    the GPU that the process uses already.
+    FAKE_CUDA is the driver's version (13000), FAKE_GPUS how many there are, FAKE_INIT the error that it starts with,
+    and FAKE_IN_USE the GPU that the process uses already.
     """
     source, library = folder / "libcuda.c", folder / "libcuda.so.1"
     source.write_text(_LIBRARY)

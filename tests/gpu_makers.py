@@ -1,4 +1,5 @@
-"""Device tensors for the scenarios, of whichever kind: CuPy arrays and torch tensors on a GPU, emulated arrays without one."""
+"""Device tensors for the scenarios, of whichever kind: CuPy arrays and torch tensors on a GPU, emulated arrays without
+one."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ class Maker(Protocol):
 
     Attributes:
         dtypes: that this kind of tensor can have.
-        strided: whether tensors need not be contiguous: those of a framework that the engine knows, which can copy them.
+        strided: whether tensors need not be contiguous: those of a framework that the engine knows, which can copy
+            them.
     """
 
     dtypes: Sequence[np.dtype[Any]]
@@ -67,10 +69,11 @@ class CupyMaker:
         return isinstance(tensor, self.cupy.ndarray)
 
     def warm(self, rank: int) -> str:
-        """Have CuPy's pool carve what this stream asks for next out of one allocation, from an offset of this rank's own.
+        """Have CuPy's pool carve what this stream asks for next out of one allocation, from an offset of this rank's
+        own.
 
-        The engine maps an allocation of 2 MiB or more where it is, and copies smaller ones; and a small tensor from an empty pool has an
-        allocation of its own. So without this, hardly a tensor would be mapped, and each at offset 0.
+        The engine maps an allocation of 2 MiB or more where it is, and copies smaller ones; and a small tensor from an
+        empty pool has an allocation of its own. So without this, hardly a tensor would be mapped, and each at offset 0.
 
         Returns:
             Where the next arrays are, for the log.
@@ -80,7 +83,9 @@ class CupyMaker:
         del whole
         self._filler = self.cupy.empty(_POOL_STEP * (2 * rank + 1), np.uint8)
         offset = self.cupy.empty(1, np.uint8).data.ptr - begin
-        assert 0 < offset < _POOL_BYTES, f"CuPy's pool did not carve: expected an offset in {_POOL_BYTES} bytes, found {offset}"
+        assert 0 < offset < _POOL_BYTES, (
+            f"CuPy's pool did not carve: expected an offset in {_POOL_BYTES} bytes, found {offset}"
+        )
         return f"arrays begin at offset {offset} of an allocation of {_POOL_BYTES >> 20} MiB"
 
 

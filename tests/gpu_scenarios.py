@@ -1,7 +1,8 @@
-"""What every world must do with device tensors: run on a GPU by `tests.gpu.ranks`, and without one on the emulated device.
+"""What every world must do with device tensors: run on a GPU by `tests.gpu.ranks`, and without one on the emulated
+device.
 
-As in `scenarios`, each asserts by itself, and every rank's values differ. A scenario knows no framework: its tensors come from a `Maker`,
-and what is forced (``algorithm``, ``transport``) is handed to every call.
+As in `scenarios`, each asserts by itself, and every rank's values differ. A scenario knows no framework: its tensors
+come from a `Maker`, and what is forced (``algorithm``, ``transport``) is handed to every call.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ def check(maker: Maker, result: Any, wanted: Array, dtype: np.dtype[Any], size: 
     """A result is a tensor of the caller's kind, with these values."""
     assert maker.is_mine(result), f"expected a tensor of the caller's kind, got {type(result)}"
     values = maker.host(result)
-    assert values.dtype == dtype and values.shape == wanted.shape, f"{values.dtype}{values.shape} for {dtype}{wanted.shape}"
+    assert values.dtype == dtype and values.shape == wanted.shape, (
+        f"{values.dtype}{values.shape} for {dtype}{wanted.shape}"
+    )
     assert_close(values, wanted, size)
 
 
@@ -72,7 +75,8 @@ def _digest(values: Array) -> int:
 
 
 def every_algorithm(world: World, maker: Maker, forced: Forced) -> None:
-    """Each of this transport's algorithms, for several dtypes; one that a collective does not have here is refused on every rank."""
+    """Each of this transport's algorithms, for several dtypes; one that a collective does not have here is refused on
+    every rank."""
     if "algorithm" in forced:
         return
     for dtype in (FLOAT, *HALVES, np.dtype(np.int64)):
@@ -101,7 +105,11 @@ def odd_addresses_and_layouts(world: World, maker: Maker, forced: Forced) -> Non
     """Tensors that begin in the middle of a vector, that are strided, transposed, 0-d."""
     for dtype in (FLOAT, *HALVES, np.dtype(np.int8)):
         parts = parts_of(world, dtype, (24, 21))
-        views: list[Callable[[Any], Any]] = [lambda t: t.reshape(-1)[1:], lambda t: t.reshape(-1)[3:402], lambda t: t[5, 7, ...]]
+        views: list[Callable[[Any], Any]] = [
+            lambda t: t.reshape(-1)[1:],
+            lambda t: t.reshape(-1)[3:402],
+            lambda t: t[5, 7, ...],
+        ]
         strided: list[Callable[[Any], Any]] = [lambda t: t[::2, 1::3], lambda t: t.T]
         for view in (*views, *strided) if maker.strided else views:
             wanted = expected(Op.SUM, [np.asarray(view(part)) for part in parts])
@@ -172,7 +180,9 @@ def fused_buckets(world: World, maker: Maker, forced: Forced) -> None:
     tensors = [maker.device(values) for values in every[world.rank]]
     for result, right in zip(world.grouped_allreduce(tensors, **forced), wanted, strict=True):
         check(maker, result, right, result_dtype(maker, result), world.size)
-    for result, tensor, right in zip(world.grouped_allreduce_(tensors, name="bucket", **forced), tensors, wanted, strict=True):
+    for result, tensor, right in zip(
+        world.grouped_allreduce_(tensors, name="bucket", **forced), tensors, wanted, strict=True
+    ):
         assert result is tensor
         check(maker, result, right, result_dtype(maker, result), world.size)
 
@@ -183,7 +193,8 @@ def result_dtype(maker: Maker, tensor: Any) -> np.dtype[Any]:
 
 
 def asynchronous(world: World, maker: Maker, forced: Forced) -> None:
-    """Named operations in another order on every rank, in flight at once, in place; fetched in yet another order. Twice, by memory."""
+    """Named operations in another order on every rank, in flight at once, in place; fetched in yet another order.
+    Twice, by memory."""
     for step in range(2):
         order = np.random.default_rng([world.rank, step]).permutation(24).tolist()
         tensors = {k: maker.device(sample(FLOAT, 100 + 501 * k, world.rank, k)) for k in order}
@@ -197,11 +208,18 @@ def asynchronous(world: World, maker: Maker, forced: Forced) -> None:
     share = np.array_split(expected(Op.SUM, parts_of(world, FLOAT, (9, 2))), world.size)[world.rank]
     check(maker, world.synchronize(shared), share, FLOAT, world.size)
     check(maker, world.synchronize(sent), sample(FLOAT, 77, world.size - 1), FLOAT, 1)
-    check(maker, world.synchronize(gathered), np.concatenate([sample(FLOAT, r + 1, r) for r in range(world.size)]), FLOAT, 1)
+    check(
+        maker,
+        world.synchronize(gathered),
+        np.concatenate([sample(FLOAT, r + 1, r) for r in range(world.size)]),
+        FLOAT,
+        1,
+    )
 
 
 def shared_memory(world: World, maker: Maker, forced: Forced) -> None:
-    """Members of a group read what was submitted, broadcasts from one root share memory, all else in flight at once is refused."""
+    """Members of a group read what was submitted, broadcasts from one root share memory, all else in flight at once is
+    refused."""
     parts = parts_of(world, FLOAT, 10_007)
     total = expected(Op.SUM, parts)
     tensor, other = maker.device(parts[world.rank]), maker.device(parts[world.rank])
@@ -209,7 +227,10 @@ def shared_memory(world: World, maker: Maker, forced: Forced) -> None:
     for result in world.grouped_allreduce_([*pair, tensor[5:99]], average=False, **forced)[:2]:
         check(maker, result, total, FLOAT, world.size)
     tensor = maker.device(parts[world.rank])
-    for handle in [world.broadcast_async_(part, world.size - 1, name=f"tied {k}", **forced) for k, part in enumerate((tensor, tensor[3:]))]:
+    for handle in [
+        world.broadcast_async_(part, world.size - 1, name=f"tied {k}", **forced)
+        for k, part in enumerate((tensor, tensor[3:]))
+    ]:
         handle.wait()
     np.testing.assert_array_equal(maker.host(tensor), parts[-1])
     if world.size == 1:
@@ -241,14 +262,18 @@ def compressed(world: World, maker: Maker, forced: Forced) -> None:
             ):
                 values = maker.host(result)
                 assert values.dtype == dtype
-                np.testing.assert_allclose(values, expected(Op.AVERAGE, parts), rtol=4 * precision, atol=4 * world.size * precision)
+                np.testing.assert_allclose(
+                    values, expected(Op.AVERAGE, parts), rtol=4 * precision, atol=4 * world.size * precision
+                )
 
 
 def adasum(world: World, maker: Maker, forced: Forced) -> None:
     """As the engine has it for host memory."""
     own = sample(FLOAT, 1003, world.rank)
     wanted = world.allreduce(own, op=Op.ADASUM)
-    np.testing.assert_allclose(maker.host(world.allreduce(maker.device(own), op=Op.ADASUM)), wanted, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(
+        maker.host(world.allreduce(maker.device(own), op=Op.ADASUM)), wanted, rtol=1e-5, atol=1e-5
+    )
 
 
 def process_sets(world: World, maker: Maker, forced: Forced) -> None:
@@ -274,7 +299,10 @@ def process_sets(world: World, maker: Maker, forced: Forced) -> None:
 def results_are_independent(world: World, maker: Maker, forced: Forced) -> None:
     """A result stays what it is while later calls use the memory of dropped ones."""
     total = sum(range(world.size))
-    kept = [world.allreduce(maker.device(np.full(300_001, float(k + world.rank))), average=False, **forced) for k in range(4)]
+    kept = [
+        world.allreduce(maker.device(np.full(300_001, float(k + world.rank))), average=False, **forced)
+        for k in range(4)
+    ]
     for _ in range(5):
         world.allreduce(maker.device(np.full(300_001, -1.0)), **forced)
     for k, result in enumerate(kept):
@@ -312,15 +340,24 @@ def mistakes(world: World, maker: Maker, forced: Forced) -> None:
 
 
 def joining(world: World, maker: Maker, forced: Forced) -> None:
-    """Rank 0 has no more data: it is as if it gave neutral elements; an average still divides by all. Then all go on."""
+    """Rank 0 has no more data: it is as if it gave neutral elements; an average still divides by all. Then all go
+    on."""
     if world.size > 1 and world.rank > 0:
         for op in (Op.SUM, Op.AVERAGE, Op.MIN, Op.PRODUCT):
             parts = [sample(FLOAT, 701, rank) for rank in range(1, world.size)]
             wanted = expected(Op.SUM, parts) / world.size if op is Op.AVERAGE else expected(op, parts)
-            check(maker, world.allreduce(maker.device(parts[world.rank - 1]), op=op, **forced), wanted, FLOAT, world.size)
+            check(
+                maker, world.allreduce(maker.device(parts[world.rank - 1]), op=op, **forced), wanted, FLOAT, world.size
+            )
     world.join()
     parts = parts_of(world, FLOAT, 33)
-    check(maker, world.allreduce(maker.device(parts[world.rank]), **forced), expected(Op.AVERAGE, parts), FLOAT, world.size)
+    check(
+        maker,
+        world.allreduce(maker.device(parts[world.rank]), **forced),
+        expected(Op.AVERAGE, parts),
+        FLOAT,
+        world.size,
+    )
 
 
 QUICK: list[Scenario] = [every_size, odd_addresses_and_layouts, broadcasts, allgathers, fused_buckets, asynchronous]

@@ -1,8 +1,9 @@
-"""CUDA kernels on the CPU: their sources compiled by g++ (see ``cuda_on_host.h``), for tests and for the emulated device.
+"""CUDA kernels on the CPU: their sources compiled by g++ (see ``cuda_on_host.h``), for tests and for the emulated
+device.
 
-A library is kept under the system's temporary directory, by the hash of what it was made of, so that many tests and the ranks of
-many runs share one compilation. What `g++` takes longest for is the text that all kernels have in common: so those of one dtype are
-compiled together as soon as one of them is needed, and `prepare` compiles all that there are.
+A library is kept under the system's temporary directory, by the hash of what it was made of, so that many tests and the
+ranks of many runs share one compilation. What `g++` takes longest for is the text that all kernels have in common: so
+those of one dtype are compiled together as soon as one of them is needed, and `prepare` compiles all that there are.
 """
 
 from __future__ import annotations
@@ -29,13 +30,15 @@ COMPILER = shutil.which("g++")
 MISSING = "needs g++, which compiles the CUDA kernels for the CPU"
 
 _HEADER = Path(__file__).with_name("cuda_on_host.h")
-# No strict aliasing, wrapping integers, no fused multiply-add: as the CUDA compiler has it, or as the kernels ask it to.
+# No strict aliasing, wrapping integers, no fused multiply-add: as the CUDA compiler has it, or as the kernels ask it
+# to.
 _OPTIONS = ("-std=c++17", "-O1", "-shared", "-fPIC", "-fno-strict-aliasing", "-fwrapv", "-ffp-contract=off", "-w")
 _KERNEL = re.compile(r"__global__\s+void\s+(?:__launch_bounds__\s*\([^)]*\)\s*)?(\w+)\s*\(")
 _MOST_ARGUMENTS = 256
 
 Launch = Callable[[tuple[int, int], int, int], None]
-"""``launch(grid, threads, parameters)``: blocks in x and y, threads of a block, the address of an array of pointers to the arguments."""
+"""``launch(grid, threads, parameters)``: blocks in x and y, threads of a block, the address of an array of pointers to
+the arguments."""
 
 
 @functools.cache
@@ -65,7 +68,11 @@ def compile(source: str) -> ctypes.CDLL:
 def _compile(text: str, library: Path) -> None:
     unfinished = library.with_suffix(".unfinished")
     done = subprocess.run(
-        [str(COMPILER), *_OPTIONS, "-x", "c++", "-", "-o", str(unfinished)], input=text, capture_output=True, text=True, timeout=250
+        [str(COMPILER), *_OPTIONS, "-x", "c++", "-", "-o", str(unfinished)],
+        input=text,
+        capture_output=True,
+        text=True,
+        timeout=250,
     )
     if done.returncode:
         raise RuntimeError(f"g++ refuses the kernels:\n{done.stderr[:5000]}")
@@ -73,7 +80,8 @@ def _compile(text: str, library: Path) -> None:
 
 
 def prepare() -> None:
-    """Compile whatever kernels the engine may ask for, two bundles at a time; does nothing where that was done before."""
+    """Compile whatever kernels the engine may ask for, two bundles at a time; does nothing where that was done
+    before."""
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda bundle: compile(kernel_sources.source(*bundle)), set(_bundles().values())))
 
@@ -89,7 +97,8 @@ def _bundles() -> dict[str, tuple[Kernel, ...]]:
 
 
 def _kernels_of(name: str) -> Iterator[Kernel]:
-    """The kernels for elements of a dtype: operations, and for each way of scaling a sum, a copy, and the way through a buffer."""
+    """The kernels for elements of a dtype: operations, and for each way of scaling a sum, a copy, and the way through a
+    buffer."""
     dtype = dtypes.resolve(name)
     operations = ["Or", "And"] if dtypes.is_bool(dtype) else ["Sum", "Product", "Min", "Max"]
     if dtypes.is_complex(dtype):
@@ -97,13 +106,18 @@ def _kernels_of(name: str) -> Iterator[Kernel]:
         yield kernel_sources.combine("Product", name, "Unscaled")
         return
     floating = dtypes.is_floating(dtype)
-    scalings = ["Multiply", "Divide"] if floating else ["Truncate"] if dtypes.is_bool(dtype) else ["Truncate", "Quotient"]
+    scalings = (
+        ["Multiply", "Divide"] if floating else ["Truncate"] if dtypes.is_bool(dtype) else ["Truncate", "Quotient"]
+    )
     moves = (kernel_sources.pack, kernel_sources.unpack)
     yield from (kernel_sources.combine(operation, name, "Unscaled") for operation in operations)
     yield kernel_sources.copy(bits(dtype)[0], "Unscaled")
     yield from (move(bits(dtype)[0], bits(dtype)[0], "Unscaled") for move in moves)
     for scaling in scalings:
-        yield from (kernel_sources.combine(operation, name, scaling) for operation in (operations if dtypes.is_bool(dtype) else ["Sum"]))
+        yield from (
+            kernel_sources.combine(operation, name, scaling)
+            for operation in (operations if dtypes.is_bool(dtype) else ["Sum"])
+        )
         yield kernel_sources.copy(name, scaling)
         yield from (move(name, name, scaling) for move in moves)
     if name in ("float32", "float64"):
@@ -122,7 +136,8 @@ class HostKernel:
     """One kernel of a source, as `run` runs it.
 
     Attributes:
-        argument_sizes: in bytes; whoever runs the kernel later than it was asked for copies the arguments, as CUDA does.
+        argument_sizes: in bytes; whoever runs the kernel later than it was asked for copies the arguments, as CUDA
+            does.
     """
 
     def __init__(self, library: ctypes.CDLL, name: str) -> None:

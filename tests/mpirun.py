@@ -37,18 +37,32 @@ IMPLEMENTATIONS = ("openmpi", "mpich")
 
 _TOKEN = "COLLECTIVES_TEST_TOKEN"
 _ANNOUNCES = {"openmpi": "Open MPI", "mpich": "HYDRA"}
-_FOREIGN = ("COLLECTIVES_", "HYDRA_", "HYDI_", "MPI_LOCAL", "MPIEXEC_", "MPIR_", "OMPI_", "PMI_", "PMIX_", "PRTE_", "PYTEST_")
+_FOREIGN = (
+    "COLLECTIVES_",
+    "HYDRA_",
+    "HYDI_",
+    "MPI_LOCAL",
+    "MPIEXEC_",
+    "MPIR_",
+    "OMPI_",
+    "PMI_",
+    "PMIX_",
+    "PRTE_",
+    "PYTEST_",
+)
 _RANK = """
 rank=${OMPI_COMM_WORLD_RANK:-${PMIX_RANK:-${PMI_RANK:-${SLURM_PROCID:-0}}}}
 echo $$ > "$0/rank-$rank.pid"
 exec "$@" >> "$0/rank-$rank.out" 2>&1
 """
-"""What stands before each rank: sends its output into a file of its own, in the folder that comes first, and becomes the command."""
+"""What stands before each rank: sends its output into a file of its own, in the folder that comes first, and becomes
+the command."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a command. ``returncode`` is as in ``subprocess``; ``output`` is the launcher's stdout and stderr."""
+    """What came of a command. ``returncode`` is as in ``subprocess``; ``output`` is the launcher's stdout and
+    stderr."""
 
     command: list[str]
     returncode: int
@@ -58,7 +72,12 @@ class Result:
     """Each rank's stdout and stderr, in the order in which they were written."""
 
     def __str__(self) -> str:
-        parts = [f"$ {' '.join(self.command)}", f"exit code {self.returncode} after {self.seconds:.1f} s", "--- launcher", self.output]
+        parts = [
+            f"$ {' '.join(self.command)}",
+            f"exit code {self.returncode} after {self.seconds:.1f} s",
+            "--- launcher",
+            self.output,
+        ]
         for rank, text in enumerate(self.ranks):
             parts += [f"--- rank {rank}", text]
         return "\n".join(parts)
@@ -91,8 +110,11 @@ def python_for(implementation: str) -> Path:
 
 
 def rank_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the environment for a launcher: this one without any outer launcher's variables, more ranks than cores allowed."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN) and name not in VARIABLES}
+    """Return the environment for a launcher: this one without any outer launcher's variables, more ranks than cores
+    allowed."""
+    kept = {
+        name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN) and name not in VARIABLES
+    }
     return {
         **kept,
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
@@ -231,7 +253,8 @@ def _show_stacks(ranks: tuple[Path, int] | None) -> None:
     for file in ranks[0].glob("rank-*.pid") if ranks else ():
         with contextlib.suppress(ValueError, psutil.Error):
             told.append(psutil.Process(int(file.read_text())))
-    # The launchers are stopped first: MPICH's kills the other ranks as soon as it sees one end, before they have written anything.
+    # The launchers are stopped first: MPICH's kills the other ranks as soon as it sees one end, before they have
+    # written anything.
     for launcher in {parent for process in told for parent in _launchers(process)}:
         with contextlib.suppress(psutil.Error):
             launcher.suspend()

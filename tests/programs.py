@@ -2,14 +2,17 @@
 
 Every rank draws the same program and takes its own part from it. A program is a list of epochs:
 
-- `Epoch`: segments, one after the other. In a segment a rank first submits its asynchronous operations, the named ones in an
-  order of its own, the unnamed ones of each set in everybody's order; between them it polls, and synchronizes what every rank
-  has submitted by then. A segment may end with a blocking operation, at the same place on all its ranks. A *late* operation
-  is submitted one segment later by one rank, so that it is certainly in flight when another rank tries to submit it twice.
+- `Epoch`: segments, one after the other. In a segment a rank first submits its asynchronous operations, the named ones
+in an
+  order of its own, the unnamed ones of each set in everybody's order; between them it polls, and synchronizes what
+  every rank has submitted by then. A segment may end with a blocking operation, at the same place on all its ranks. A
+  *late* operation is submitted one segment later by one rank, so that it is certainly in flight when another rank tries
+  to submit it twice.
 - `JoinPhase`: ranks run out of data one after another and join; the others go on.
 
-Nothing can wait in a circle, because nothing is synchronized before the place where all ranks have submitted it. Mistakes are
-part of the program: what one rank does wrong fails on every rank, and all else in flight must come out right.
+Nothing can wait in a circle, because nothing is synchronized before the place where all ranks have submitted it.
+Mistakes are part of the program: what one rank does wrong fails on every rank, and all else in flight must come out
+right.
 """
 
 from __future__ import annotations
@@ -33,7 +36,14 @@ from tests.scenarios import DTYPES, assert_close, expected, sample
 
 Array = np.ndarray[Any, Any]
 
-REDUCTIONS = ("allreduce", "allreduce_", "grouped_allreduce", "grouped_allreduce_", "reducescatter", "grouped_reducescatter")
+REDUCTIONS = (
+    "allreduce",
+    "allreduce_",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "reducescatter",
+    "grouped_reducescatter",
+)
 KINDS = (*REDUCTIONS, "allgather", "grouped_allgather", "broadcast", "broadcast_", "alltoall")
 OPS = (Op.AVERAGE, Op.SUM, Op.MIN, Op.MAX, Op.PRODUCT)
 SETS: Mapping[int, tuple[tuple[int, ...], ...]] = {
@@ -43,7 +53,8 @@ SETS: Mapping[int, tuple[tuple[int, ...], ...]] = {
     4: ((0, 1), (2, 3), (0, 2, 3), (1, 2), (3,)),
     5: ((0, 1), (2, 3, 4), (0, 2, 4), (1, 3), (4,)),
 }
-"""The process sets that a program may use, by the number of ranks: disjoint, overlapping, single, and all ranks once more."""
+"""The process sets that a program may use, by the number of ranks: disjoint, overlapping, single, and all ranks once
+more."""
 
 _SIZES = (0, 1, 2, 63, 1000, 10_007, 50_021, 200_003, 1_500_001, 2_200_003)
 _WEIGHTS = (30, 60, 40, 80, 80, 60, 14, 14, 2, 1)
@@ -73,7 +84,8 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation of a set of ranks. ``root``, ``odd``, ``late``, ``duplicate`` and ``active`` are numbered within the set.
+    """One operation of a set of ranks. ``root``, ``odd``, ``late``, ``duplicate`` and ``active`` are numbered within
+    the set.
 
     Attributes:
         uid: tells operations apart, and their data.
@@ -104,7 +116,11 @@ class Operation:
 
     def __repr__(self) -> str:
         """What differs from the defaults, for people."""
-        given = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if getattr(self, field.name) != field.default}
+        given = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if getattr(self, field.name) != field.default
+        }
         return f"{given.pop('kind')}({', '.join(f'{name}={value}' for name, value in given.items())})"
 
 
@@ -141,7 +157,8 @@ class Program:
     phases: tuple[Epoch | JoinPhase, ...]
 
 
-# ---- drawing -------------------------------------------------------------------------------------------------------------------
+# ---- drawing
+# -------------------------------------------------------------------------------------------------------------------
 
 
 def draw(seed: int, size: int, menu: Menu = Menu()) -> Program:
@@ -172,7 +189,11 @@ class _Drawing:
         first = []
         for _ in range(random.choice((1, 1, 2, 3))):
             operations = [self._operation(self._ranks(), names, blocking=False) for _ in range(self._number())]
-            blocking = self._operation(self._ranks(), names, blocking=True) if random.random() < 0.6 or not operations else None
+            blocking = (
+                self._operation(self._ranks(), names, blocking=True)
+                if random.random() < 0.6 or not operations
+                else None
+            )
             first.append(Segment(tuple(operations), blocking))
         order, same_order = random.getrandbits(30), random.random() < 0.5
         epochs = []
@@ -200,7 +221,9 @@ class _Drawing:
         operations = []
         for k in range(count):
             active = tuple(rank for rank, limit in enumerate(limits) if limit > k)
-            operations.append(self._with_mistake(self._operation(ranks, names, random.random() > self._menu.asynchronous / 2, active)))
+            operations.append(
+                self._with_mistake(self._operation(ranks, names, random.random() > self._menu.asynchronous / 2, active))
+            )
         return JoinPhase(ranks, tuple(operations), tuple(limits))
 
     def _number(self) -> int:
@@ -210,12 +233,20 @@ class _Drawing:
         return self._random.choice(self._sets) if self._sets and self._random.random() < 0.4 else self._world
 
     def _operation(
-        self, ranks: tuple[int, ...], names: Mapping[tuple[int, ...], list[str]], blocking: bool, active: tuple[int, ...] | None = None
+        self,
+        ranks: tuple[int, ...],
+        names: Mapping[tuple[int, ...], list[str]],
+        blocking: bool,
+        active: tuple[int, ...] | None = None,
     ) -> Operation:
         name = names[ranks].pop() if self._random.random() < 0.6 else None
-        return self._filled(self._random.choice(self._menu.kinds), ranks, name, blocking, active or tuple(range(len(ranks))))
+        return self._filled(
+            self._random.choice(self._menu.kinds), ranks, name, blocking, active or tuple(range(len(ranks)))
+        )
 
-    def _filled(self, kind: str, ranks: tuple[int, ...], name: str | None, blocking: bool, active: tuple[int, ...]) -> Operation:
+    def _filled(
+        self, kind: str, ranks: tuple[int, ...], name: str | None, blocking: bool, active: tuple[int, ...]
+    ) -> Operation:
         """An operation of a kind under a name, with tensors and all that belongs to them drawn afresh."""
         random, size = self._random, len(ranks)
         self._uid += 1
@@ -223,11 +254,18 @@ class _Drawing:
         splits = None
         if kind == "alltoall":
             scale = random.choice((1, 1, 7, 300, 3000))
-            splits = tuple(tuple(random.randint(0, 3) * scale for _ in ranks) for _ in ranks) if random.random() < 0.7 else None
+            splits = (
+                tuple(tuple(random.randint(0, 3) * scale for _ in ranks) for _ in ranks)
+                if random.random() < 0.7
+                else None
+            )
             rows = [sum(row) for row in splits] if splits else [random.randint(0, 3) * scale * size for _ in ranks]
             tensors = [self._with_rows(self._dtype(), rows, size)]
         elif "allgather" in kind:
-            tensors = [self._with_rows(self._dtype(), [self._count() // (size * number) for _ in ranks], size) for _ in range(number)]
+            tensors = [
+                self._with_rows(self._dtype(), [self._count() // (size * number) for _ in ranks], size)
+                for _ in range(number)
+            ]
         else:
             tensors = [self._alike(self._dtype(), kind, size, number) for _ in range(number)]
         dtypes = [tensor.dtype for tensor in tensors]
@@ -240,7 +278,9 @@ class _Drawing:
             blocking,
             tuple(tensors),
             active,
-            op=random.choice([op for op in OPS if op not in (Op.MIN, Op.MAX) or all(dtype.kind != "c" for dtype in dtypes)]),
+            op=random.choice(
+                [op for op in OPS if op not in (Op.MIN, Op.MAX) or all(dtype.kind != "c" for dtype in dtypes)]
+            ),
             prescale=random.choice((0.5, 2.0)) if scaled else 1.0,
             postscale=random.choice((1.0, 0.25, 3.0)) if scaled else 1.0,
             root=random.choice(active),
@@ -286,7 +326,9 @@ class _Drawing:
             mistakes += ["members"]
         if operation.kind.startswith("broadcast"):
             mistakes += ["root"]
-        return dataclasses.replace(operation, mistake=self._random.choice(mistakes), odd=self._random.choice(operation.active))
+        return dataclasses.replace(
+            operation, mistake=self._random.choice(mistakes), odd=self._random.choice(operation.active)
+        )
 
     def _delayed(self, operation: Operation, blocking: Operation | None, *, last: bool) -> Operation:
         """Sometimes let one rank come late, and another try to submit twice what is in flight until then."""
@@ -299,14 +341,16 @@ class _Drawing:
         return dataclasses.replace(operation, late=late, duplicate=other if certain and random.random() < 0.5 else -1)
 
 
-# ---- what must come of it ------------------------------------------------------------------------------------------------------
+# ---- what must come of it
+# ------------------------------------------------------------------------------------------------------
 
 
 def values(program: Program, operation: Operation, rank: int) -> list[Array]:
     """What a rank of the set puts in; as it is asked by that rank."""
     asked = as_asked(operation, rank)
     return [
-        _numbers(tensor.dtype, tensor.shapes[rank], program.seed, operation.uid, index, rank) for index, tensor in enumerate(asked.tensors)
+        _numbers(tensor.dtype, tensor.shapes[rank], program.seed, operation.uid, index, rank)
+        for index, tensor in enumerate(asked.tensors)
     ]
 
 
@@ -319,7 +363,8 @@ def _numbers(dtype: np.dtype[Any], shape: tuple[int, ...], *key: int) -> Array:
 
 @functools.cache
 def _pool(dtype: np.dtype[Any]) -> Array:
-    """Numbers to cut from: drawing afresh would take longer than the operations. The period is a prime, unlike all blocks."""
+    """Numbers to cut from: drawing afresh would take longer than the operations. The period is a prime, unlike all
+    blocks."""
     return np.resize(sample(dtype, _PERIOD, 0, 11), 2 * _PERIOD)
 
 
@@ -329,7 +374,9 @@ def as_asked(operation: Operation, rank: int) -> Operation:
         return operation
     first, rest = operation.tensors[0], operation.tensors[1:]
     if operation.mistake == "shape":
-        return dataclasses.replace(operation, tensors=(Tensor(first.dtype, tuple((*shape, 2) for shape in first.shapes)), *rest))
+        return dataclasses.replace(
+            operation, tensors=(Tensor(first.dtype, tuple((*shape, 2) for shape in first.shapes)), *rest)
+        )
     if operation.mistake == "dtype":
         other = np.dtype(np.float64 if first.dtype == np.int32 else np.int32)
         return dataclasses.replace(operation, tensors=(Tensor(other, first.shapes), *rest))
@@ -349,7 +396,8 @@ def as_asked(operation: Operation, rank: int) -> Operation:
 
 
 def wanted(program: Program, operation: Operation, rank: int) -> list[Array]:
-    """What a rank of the set must get, halves in float64. Ranks that have joined give no rows, and nothing to a reduction."""
+    """What a rank of the set must get, halves in float64. Ranks that have joined give no rows, and nothing to a
+    reduction."""
     size = len(operation.ranks)
     inputs = {peer: values(program, operation, peer) for peer in operation.active}
     results = []
@@ -363,7 +411,9 @@ def wanted(program: Program, operation: Operation, rank: int) -> list[Array]:
         elif operation.kind.startswith("broadcast"):
             results.append(inputs[operation.root][index])
         elif operation.kind == "alltoall":
-            results.append(np.concatenate([part[_window(operation, peer, rank)] for peer, part in _by_rank(operation, parts)]))
+            results.append(
+                np.concatenate([part[_window(operation, peer, rank)] for peer, part in _by_rank(operation, parts)])
+            )
         else:
             results.append(np.concatenate(parts))
     return results
@@ -402,7 +452,8 @@ def _window(operation: Operation, peer: int, rank: int) -> slice:
     return slice(sum(counts[:rank]), sum(counts[: rank + 1]))
 
 
-# ---- running -------------------------------------------------------------------------------------------------------------------
+# ---- running
+# -------------------------------------------------------------------------------------------------------------------
 
 
 def make_sets(world: World, sets: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], World | None]:
@@ -492,7 +543,11 @@ class _Run:
         self.doing = phase
         assert world.allgather_object(last) == [last] * world.size, "the ranks do not agree on who joined last"
         # Who took part in the last blocking operation that others had joined before joined later than they.
-        met = [operation.active for operation in phase.operations if operation.blocking and len(operation.active) < world.size]
+        met = [
+            operation.active
+            for operation in phase.operations
+            if operation.blocking and len(operation.active) < world.size
+        ]
         assert phase.ranks.index(last) in (met[-1] if met else range(world.size)), f"rank {last} did not join last"
 
     def compare_bits(self) -> None:
@@ -550,7 +605,8 @@ class _Run:
         self._judge(pending, lambda: getattr(pending.world, kind)(*arguments, **keywords))
 
     def _look_at(self, ripe: list[_Pending]) -> None:
-        """Now and then, poll or synchronize one of the operations that every rank has submitted or will without waiting."""
+        """Now and then, poll or synchronize one of the operations that every rank has submitted or will without
+        waiting."""
         if not ripe or self._random.random() < 0.6:
             return
         chosen = self._random.randrange(len(ripe))
@@ -588,7 +644,9 @@ class _Run:
             raise
         except CollectivesError as error:
             refused = operation.mistake == "refused" and rank == operation.odd
-            assert isinstance(error, (ValueError, TypeError) if refused else MismatchError), f"a {type(error).__name__}: {error}"
+            assert isinstance(error, (ValueError, TypeError) if refused else MismatchError), (
+                f"a {type(error).__name__}: {error}"
+            )
             for tensor, given in zip(pending.tensors, values(self._program, operation, rank), strict=True):
                 np.testing.assert_array_equal(tensor, given, "touched in spite of the mistake")
         else:
@@ -599,18 +657,28 @@ class _Run:
         rank, size = self._rank(operation), len(operation.ranks)
         if operation.splits:
             result, received = result
-            assert list(received) == [_splits(operation, peer)[rank] if peer in operation.active else 0 for peer in range(size)]
+            assert list(received) == [
+                _splits(operation, peer)[rank] if peer in operation.active else 0 for peer in range(size)
+            ]
         results = result if operation.kind.startswith("grouped") else [result]
         tolerance = math.ceil(size * max(1.0, operation.prescale) * max(1.0, operation.postscale))
-        for index, (tensor, got, right) in enumerate(zip(pending.tensors, results, wanted(self._program, operation, rank), strict=True)):
-            assert got.dtype == tensor.dtype and got.shape == right.shape, f"tensor {index}: {got.dtype}{got.shape}, not {right.shape}"
+        for index, (tensor, got, right) in enumerate(
+            zip(pending.tensors, results, wanted(self._program, operation, rank), strict=True)
+        ):
+            assert got.dtype == tensor.dtype and got.shape == right.shape, (
+                f"tensor {index}: {got.dtype}{got.shape}, not {right.shape}"
+            )
             assert_close(got, right, tolerance)
             if operation.kind.endswith("_"):
                 assert got is tensor, "in place, another tensor came back"
             else:
-                np.testing.assert_array_equal(tensor, values(self._program, operation, rank)[index], "the input was changed")
+                np.testing.assert_array_equal(
+                    tensor, values(self._program, operation, rank)[index], "the input was changed"
+                )
         if "allreduce" in operation.kind and operation.op is not Op.PRODUCT:
-            self._digests[operation.uid] = hashlib.blake2b(b"".join(got.tobytes() for got in results), digest_size=8).digest()
+            self._digests[operation.uid] = hashlib.blake2b(
+                b"".join(got.tobytes() for got in results), digest_size=8
+            ).digest()
 
 
 def _laid_out(array: Array, strided: bool) -> Array:
@@ -625,5 +693,8 @@ def _shuffled(operations: list[Operation], random: Random) -> list[Operation]:
     """Named operations in an order of this rank's own; the unnamed ones of each set stay in everybody's."""
     order = list(operations)
     random.shuffle(order)
-    turns = {ranks: iter([one for one in operations if one.name is None and one.ranks == ranks]) for ranks in {o.ranks for o in operations}}
+    turns = {
+        ranks: iter([one for one in operations if one.name is None and one.ranks == ranks])
+        for ranks in {o.ranks for o in operations}
+    }
     return [operation if operation.name is not None else next(turns[operation.ranks]) for operation in order]

@@ -1,7 +1,8 @@
 """What every world must do, whatever its ranks are: run by threads in one process and by processes under mpirun.
 
-A scenario is a function of a world that asserts by itself. Every rank can compute every rank's input, so each checks its own
-result against NumPy; inputs differ from rank to rank, so that a contribution lost here and doubled there cannot cancel out.
+A scenario is a function of a world that asserts by itself. Every rank can compute every rank's input, so each checks
+its own result against NumPy; inputs differ from rank to rank, so that a contribution lost here and doubled there cannot
+cancel out.
 """
 
 from __future__ import annotations
@@ -15,7 +16,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from collectives.base.errors import CollectivesError, InvalidArgumentError, MismatchError, OperationError, TransportError
+from collectives.base.errors import (
+    CollectivesError,
+    InvalidArgumentError,
+    MismatchError,
+    OperationError,
+    TransportError,
+)
 from collectives.base.reduce_op import Op
 from collectives.plan.planner import algorithms
 from collectives.world import World
@@ -52,7 +59,13 @@ def expected(op: Op, parts: list[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
         function = np.logical_or if op in (Op.SUM, Op.MAX) else np.logical_and
         return functools.reduce(function, parts)
     if dtype.kind in "iu":
-        functions = {Op.SUM: np.add, Op.AVERAGE: np.add, Op.MIN: np.minimum, Op.MAX: np.maximum, Op.PRODUCT: np.multiply}
+        functions = {
+            Op.SUM: np.add,
+            Op.AVERAGE: np.add,
+            Op.MIN: np.minimum,
+            Op.MAX: np.maximum,
+            Op.PRODUCT: np.multiply,
+        }
         total = functools.reduce(functions[op], parts)
         return (np.trunc(total.astype(np.float64) / size)).astype(dtype) if op is Op.AVERAGE else total
     wide = [part.astype(np.complex128 if dtype.kind == "c" else np.float64) for part in parts]
@@ -107,7 +120,8 @@ def every_dtype_and_operation(world: World) -> None:
                 np.testing.assert_array_equal(own, parts[world.rank])
                 mine = own.copy()
                 assert world.allreduce_(mine, op=op) is mine
-                # To the bit, but for products of complex numbers, whose last bit depends on where NumPy's loop finds them.
+                # To the bit, but for products of complex numbers, whose last bit depends on where NumPy's loop finds
+                # them.
                 if dtype.kind == "c" and op is Op.PRODUCT:
                     assert_close(mine, wanted, world.size)
                 else:
@@ -184,21 +198,34 @@ def alltoalls(world: World) -> None:
         for scale in (1, 9000):
             table = [[(i * 3 + j * 5) % 4 * scale for j in range(world.size)] for i in range(world.size)]
             parts = [sample(np.dtype(np.int16), (sum(table[rank]), 2), rank) for rank in range(world.size)]
-            result, received = world.alltoall(parts[world.rank], table[world.rank], algorithm=algorithm, transport=transport)
+            result, received = world.alltoall(
+                parts[world.rank], table[world.rank], algorithm=algorithm, transport=transport
+            )
             starts = [sum(table[rank][: world.rank]) for rank in range(world.size)]
             wanted = [parts[rank][starts[rank] : starts[rank] + table[rank][world.rank]] for rank in range(world.size)]
             np.testing.assert_array_equal(result, np.concatenate(wanted))
             assert list(received) == [table[rank][world.rank] for rank in range(world.size)]
             even = [sample(np.dtype(np.float64), (2 * world.size,), rank) for rank in range(world.size)]
             result = world.alltoall(even[world.rank], algorithm=algorithm, transport=transport)
-            np.testing.assert_array_equal(result, np.concatenate([part[2 * world.rank : 2 * world.rank + 2] for part in even]))
+            np.testing.assert_array_equal(
+                result, np.concatenate([part[2 * world.rank : 2 * world.rank + 2] for part in even])
+            )
 
 
 def layouts(world: World) -> None:
     """0-d, empty, strided, Fortran-ordered, byte-swapped, read-only: all work; in place, all that can be written."""
     total = sum(range(1, world.size + 1))
     base = np.arange(24, dtype=np.float64).reshape(4, 6) * (world.rank + 1)
-    for view in (base, base[::2], base[:, 1::2], base.T, np.asfortranarray(base), base.astype(">f8"), base[::-1], base[:0]):
+    for view in (
+        base,
+        base[::2],
+        base[:, 1::2],
+        base.T,
+        np.asfortranarray(base),
+        base.astype(">f8"),
+        base[::-1],
+        base[:0],
+    ):
         wanted = np.asarray(view, np.float64) / (world.rank + 1) * total
         np.testing.assert_allclose(world.allreduce(view, average=False), wanted)
         mine = view.copy(order="K") if view.flags.f_contiguous or view.dtype.byteorder == ">" else view
@@ -254,7 +281,8 @@ def objects(world: World) -> None:
 
 
 def mistakes(world: World) -> None:
-    """Every kind of disagreement: an error on every rank that shows both sides; nothing touched; the next call works."""
+    """Every kind of disagreement: an error on every rank that shows both sides; nothing touched; the next call
+    works."""
     if world.size == 1:
         return
     odd = world.rank == world.size - 1
@@ -269,7 +297,14 @@ def mistakes(world: World) -> None:
         (lambda: world.allreduce_(data, name="b" if odd else "a"), "name"),
         (lambda: world.allreduce_(data, postscale_factor=2.0 if odd else 1.0), "postscale"),
         (lambda: world.allgather(data.reshape(10, 10) if odd else data), "shape"),
-        (lambda: world.alltoall(data.reshape(-1, 1), [100] + [0] * (world.size - 1)) if odd else world.reducescatter(data), "collective"),
+        (
+            lambda: (
+                world.alltoall(data.reshape(-1, 1), [100] + [0] * (world.size - 1))
+                if odd
+                else world.reducescatter(data)
+            ),
+            "collective",
+        ),
         (lambda: world.allreduce_(data, algorithm="ring" if odd else "direct"), "algorithm"),
     ]
     for call, what in disagreements:
@@ -282,7 +317,8 @@ def mistakes(world: World) -> None:
 
 
 def refusals(world: World) -> None:
-    """Arguments that no rank could accept, on all ranks and on one: an exception on every rank, and the next call works."""
+    """Arguments that no rank could accept, on all ranks and on one: an exception on every rank, and the next call
+    works."""
     data = np.ones((4, world.size), np.float32)
     frozen = data.copy()
     frozen.flags.writeable = False
@@ -362,7 +398,9 @@ def many_calls_in_a_row(world: World) -> None:
             middle[:] = call - world.rank
             world.allreduce_(middle, average=False)
             assert middle[-1] == call * world.size - sum(range(world.size))
-            assert world.broadcast(np.array([call * (world.rank + 1)]), call % world.size)[0] == call * (call % world.size + 1)
+            assert world.broadcast(np.array([call * (world.rank + 1)]), call % world.size)[0] == call * (
+                call % world.size + 1
+            )
 
 
 SCENARIOS: list[Callable[[World], None]] = [

@@ -1,4 +1,5 @@
-"""A process that a launcher started as one of several, and that finds no other, is refused: it would train by itself in silence."""
+"""A process that a launcher started as one of several, and that finds no other, is refused: it would train by itself in
+silence."""
 
 from __future__ import annotations
 
@@ -32,7 +33,11 @@ SEVERAL = {
 def test_one_of_several_that_is_alone_is_refused(environment: dict[str, str]) -> None:
     shown = run_command([sys.executable, "-c", PROGRAM], env=environment).output
     variable, text = next(iter(environment.items()))
-    assert f"refused: {variable}={text}" in shown and "collectivesrun -np" in shown and "COLLECTIVES_ALLOW_SINGLE=1" in shown, shown
+    assert (
+        f"refused: {variable}={text}" in shown
+        and "collectivesrun -np" in shown
+        and "COLLECTIVES_ALLOW_SINGLE=1" in shown
+    ), shown
 
 
 def test_the_launcher_of_another_mpi_is_named() -> None:
@@ -47,6 +52,10 @@ def test_it_may_be_meant(name: str) -> None:
 
 
 def test_ranks_that_find_each_other_are_not_asked() -> None:
-    program = PROGRAM + 'hvd.shutdown()\nif OTHERS.rank == 0:\n    hvd.init([0])\n    print("alone, as asked:", hvd.size())\n'
-    result = run_ranks(2, "from mpi4py import MPI\nOTHERS = MPI.COMM_WORLD\n" + program, env={"WORLD_SIZE": "4", "SLURM_NTASKS": "8"})
+    program = (
+        PROGRAM + 'hvd.shutdown()\nif OTHERS.rank == 0:\n    hvd.init([0])\n    print("alone, as asked:", hvd.size())\n'
+    )
+    result = run_ranks(
+        2, "from mpi4py import MPI\nOTHERS = MPI.COMM_WORLD\n" + program, env={"WORLD_SIZE": "4", "SLURM_NTASKS": "8"}
+    )
     assert all("a world of 2" in text for text in result.ranks) and "alone, as asked: 1" in result.ranks[0], str(result)

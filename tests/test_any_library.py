@@ -1,7 +1,8 @@
 """Whatever holds the numbers: `allreduce(tensor, average=True)` gives back what it was given.
 
-Every row says what a user has and what they expect to get. Both ranks go through all rows in one run, and each names the rows that
-failed. Nobody wrote code for array-api-strict: it stands for every library that speaks DLPack and the array API.
+Every row says what a user has and what they expect to get. Both ranks go through all rows in one run, and each names
+the rows that failed. Nobody wrote code for array-api-strict: it stands for every library that speaks DLPack and the
+array API.
 """
 
 from __future__ import annotations
@@ -14,27 +15,68 @@ NUMBERS = "[[1, 2, 3], [4, 5, 6]]"
 ROWS = [
     # what it is, library, how a user makes it of NUMBERS times factor, the type that comes back
     ("a NumPy array", "numpy", "np.array({0}, np.float32) * factor", "np.ndarray"),
-    ("a NumPy array that Fortran would like", "numpy", "np.asfortranarray(np.array({0}, np.float32)) * factor", "np.ndarray"),
-    ("every other column of a NumPy array", "numpy", "np.repeat(np.array({0}, np.float32), 2, axis=1)[:, ::2] * factor", "np.ndarray"),
-    ("a NumPy array of bfloat16", "ml_dtypes", "np.array({0}, 'bfloat16') * np.array(factor, 'bfloat16')", "np.ndarray"),
+    (
+        "a NumPy array that Fortran would like",
+        "numpy",
+        "np.asfortranarray(np.array({0}, np.float32)) * factor",
+        "np.ndarray",
+    ),
+    (
+        "every other column of a NumPy array",
+        "numpy",
+        "np.repeat(np.array({0}, np.float32), 2, axis=1)[:, ::2] * factor",
+        "np.ndarray",
+    ),
+    (
+        "a NumPy array of bfloat16",
+        "ml_dtypes",
+        "np.array({0}, 'bfloat16') * np.array(factor, 'bfloat16')",
+        "np.ndarray",
+    ),
     ("a Python float", "numpy", "3.0 * factor", "float"),
     ("a NumPy scalar", "numpy", "np.float64(3.0) * factor", "np.float64"),
     ("an array of Python's array module", "numpy", "array.array('d', [factor, 2 * factor])", "array.array"),
     ("a CuPy array on a GPU", "cupy", "cupy.array({0}, 'float32') * factor", "cupy.ndarray"),
     ("a torch tensor", "torch", "torch.tensor({0}, dtype=torch.float32) * factor", "torch.Tensor"),
     ("a torch tensor of bfloat16", "torch", "torch.tensor({0}, dtype=torch.bfloat16) * factor", "torch.Tensor"),
-    ("a torch parameter", "torch", "torch.nn.Parameter(torch.tensor({0}, dtype=torch.float32) * factor)", "torch.Tensor"),
+    (
+        "a torch parameter",
+        "torch",
+        "torch.nn.Parameter(torch.tensor({0}, dtype=torch.float32) * factor)",
+        "torch.Tensor",
+    ),
     ("a TensorFlow tensor", "tensorflow", "tensorflow.constant({0}, 'float32') * factor", "tensorflow.Tensor"),
-    ("a TensorFlow tensor of bfloat16", "tensorflow", "tensorflow.constant({0}, 'bfloat16') * factor", "tensorflow.Tensor"),
-    ("a TensorFlow variable", "tensorflow", "tensorflow.Variable(tensorflow.constant({0}, 'float32') * factor)", "tensorflow.Tensor"),
+    (
+        "a TensorFlow tensor of bfloat16",
+        "tensorflow",
+        "tensorflow.constant({0}, 'bfloat16') * factor",
+        "tensorflow.Tensor",
+    ),
+    (
+        "a TensorFlow variable",
+        "tensorflow",
+        "tensorflow.Variable(tensorflow.constant({0}, 'float32') * factor)",
+        "tensorflow.Tensor",
+    ),
     ("a JAX array", "jax", "jax.numpy.array({0}, 'float32') * factor", "jax.Array"),
     ("a JAX array of bfloat16", "jax", "jax.numpy.array({0}, 'bfloat16') * factor", "jax.Array"),
-    ("what keras.ops makes", "keras", "keras.ops.convert_to_tensor(np.array({0}, np.float32)) * factor", "type(keras.ops.ones(1))"),
-    ("a Keras variable's value", "keras", "keras.Variable(np.array({0}, np.float32) * factor).value", "type(keras.ops.ones(1))"),
+    (
+        "what keras.ops makes",
+        "keras",
+        "keras.ops.convert_to_tensor(np.array({0}, np.float32)) * factor",
+        "type(keras.ops.ones(1))",
+    ),
+    (
+        "a Keras variable's value",
+        "keras",
+        "keras.Variable(np.array({0}, np.float32) * factor).value",
+        "type(keras.ops.ones(1))",
+    ),
     (
         "an array of a library that nobody wrote code for",
         "array_api_strict",
-        "array_api_strict.asarray({0}, dtype=array_api_strict.float32) * array_api_strict.asarray(factor, dtype=array_api_strict.float32)",
+        "array_api_strict.asarray({0}, dtype=array_api_strict.float32) * array_api_strict.asarray(factor, "
+        "dtype=array_api_strict.float32)",
         "type(array_api_strict.ones(1))",
     ),
 ]

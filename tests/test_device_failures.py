@@ -49,7 +49,9 @@ WAYS = {
     "host": {"COLLECTIVES_DEVICE_TRANSPORT": "host"},
     "hosts": {"COLLECTIVES_DEVICE_HOST_UNTIL": "0", "COLLECTIVES_LOCAL_SIZE": "2"},
 }
-MEDIA = pytest.mark.parametrize(("way", "mpi"), [("cuda-ipc", "openmpi"), ("host", "mpich"), ("hosts", "openmpi"), ("hosts", "mpich")])
+MEDIA = pytest.mark.parametrize(
+    ("way", "mpi"), [("cuda-ipc", "openmpi"), ("host", "mpich"), ("hosts", "openmpi"), ("hosts", "mpich")]
+)
 
 
 @MEDIA

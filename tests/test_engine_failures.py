@@ -1,4 +1,5 @@
-"""What happens to operations in flight when a rank raises, leaves, stalls, forks, is interrupted, or has many threads: under mpirun."""
+"""What happens to operations in flight when a rank raises, leaves, stalls, forks, is interrupted, or has many threads:
+under mpirun."""
 
 from __future__ import annotations
 
@@ -31,11 +32,14 @@ def until_marked(name):
 """Programs get a folder, in which one rank leaves a mark for another, without communicating."""
 
 MEDIA = {"memory": {}, "messages": {"COLLECTIVES_TRANSPORT": "mpi"}, "hosts": {"COLLECTIVES_LOCAL_SIZE": "1"}}
-# MPI ends a job in its own way over any medium; between hosts and where there are messages only, it also carries control, in the same way.
+# MPI ends a job in its own way over any medium; between hosts and where there are messages only, it also carries
+# control, in the same way.
 EITHER_MPI = pytest.mark.parametrize(
     ("medium", "mpi"), [("memory", "openmpi"), ("memory", "mpich"), ("hosts", "openmpi"), ("messages", "mpich")]
 )
-EVERY_MEDIUM = pytest.mark.parametrize(("medium", "mpi"), [("memory", "openmpi"), ("hosts", "openmpi"), ("messages", "mpich")])
+EVERY_MEDIUM = pytest.mark.parametrize(
+    ("medium", "mpi"), [("memory", "openmpi"), ("hosts", "openmpi"), ("messages", "mpich")]
+)
 
 
 @EITHER_MPI
@@ -76,7 +80,8 @@ except hvd.RankFailedError:
 
 @EITHER_MPI
 def test_a_program_that_is_told_of_a_failure_has_time_for_its_last_words(medium: str, mpi: str, tmp_path: Path) -> None:
-    """One waits and then tidies up; the other is busy when its background thread learns of the failure, and asks later."""
+    """One waits and then tidies up; the other is busy when its background thread learns of the failure, and asks
+    later."""
     program = (
         PREAMBLE
         + """
@@ -97,7 +102,15 @@ except hvd.RankFailedError as error:
     print("saved")
 """
     )
-    result = run_ranks(3, program, mpi=mpi, env={**MEDIA[medium], "PYTHONUNBUFFERED": ""}, timeout=60, expect=None, args=[str(tmp_path)])
+    result = run_ranks(
+        3,
+        program,
+        mpi=mpi,
+        env={**MEDIA[medium], "PYTHONUNBUFFERED": ""},
+        timeout=60,
+        expect=None,
+        args=[str(tmp_path)],
+    )
     assert result.returncode != 0
     assert all("saved" in result.ranks[rank] for rank in (0, 2)), str(result)
     assert "the model exploded" in result.ranks[1], str(result)
@@ -105,7 +118,8 @@ except hvd.RankFailedError as error:
 
 @EITHER_MPI
 def test_a_rank_is_told_of_a_failure_although_a_third_one_is_busy(medium: str, mpi: str, tmp_path: Path) -> None:
-    """And has nothing in flight, so that it hears of nothing: neither the rank that waits nor the end of the job waits for it."""
+    """And has nothing in flight, so that it hears of nothing: neither the rank that waits nor the end of the job waits
+    for it."""
     program = (
         PREAMBLE
         + """
@@ -131,7 +145,9 @@ except hvd.RankFailedError as error:
 
 
 @EITHER_MPI
-@pytest.mark.parametrize(("ending", "code"), [("pass", 0), ("sys.exit(3)", 3), ("hvd.shutdown()", 0)], ids=["ends", "exits", "shuts-down"])
+@pytest.mark.parametrize(
+    ("ending", "code"), [("pass", 0), ("sys.exit(3)", 3), ("hvd.shutdown()", 0)], ids=["ends", "exits", "shuts-down"]
+)
 def test_a_rank_may_leave_with_handles_pending(medium: str, mpi: str, ending: str, code: int, tmp_path: Path) -> None:
     """It ends by itself, with its own exit code; who waits for it is told that it left."""
     program = (
@@ -207,7 +223,9 @@ assert (hvd.synchronize(handle) == sum(range(size))).all()
 print("went on")
 """
     )
-    result = run_ranks(2, program, mpi=mpi, env={**MEDIA[medium], "COLLECTIVES_STALL_WARNING": "1"}, timeout=60, args=[str(tmp_path)])
+    result = run_ranks(
+        2, program, mpi=mpi, env={**MEDIA[medium], "COLLECTIVES_STALL_WARNING": "1"}, timeout=60, args=[str(tmp_path)]
+    )
     line = next(number for number, text in enumerate(program.splitlines(), 1) if "# on this line" in text)
     said = result.ranks[0]
     assert "grad" in said and "missing ranks: 1" in said and f"program.py:{line}" in said, str(result)
@@ -232,7 +250,9 @@ elif rank == 1:
 assert (hvd.allreduce(data, op=hvd.Sum, name="weights") == sum(range(size))).all()  # on this line
 """
     )
-    result = run_ranks(3, program, mpi=mpi, env={**MEDIA[medium], "COLLECTIVES_STALL_WARNING": "1"}, timeout=60, args=[str(tmp_path)])
+    result = run_ranks(
+        3, program, mpi=mpi, env={**MEDIA[medium], "COLLECTIVES_STALL_WARNING": "1"}, timeout=60, args=[str(tmp_path)]
+    )
     line = next(number for number, text in enumerate(program.splitlines(), 1) if "# on this line" in text)
     said = result.ranks[0]
     assert "weights" in said and "missing ranks: 1" in said and f"program.py:{line}" in said, str(result)
@@ -264,7 +284,9 @@ else:
 """
     )
     settings = {"COLLECTIVES_STALL_WARNING": "1", "COLLECTIVES_STALL_SHUTDOWN": "2"}
-    result = run_ranks(2, program, mpi=mpi, env={**MEDIA[medium], **settings}, timeout=60, expect=None, args=[str(tmp_path)])
+    result = run_ranks(
+        2, program, mpi=mpi, env={**MEDIA[medium], **settings}, timeout=60, expect=None, args=[str(tmp_path)]
+    )
     assert "given up" in result.ranks[0] and "refused" in result.ranks[0] and "told" in result.ranks[1], str(result)
 
 
@@ -321,7 +343,8 @@ print("correct")
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("transport", ["direct-read", "window", "mpi"])
 def test_an_interrupt_while_waiting_for_a_handle_corrupts_nobody(transport: str, size: int, tmp_path: Path) -> None:
-    """Rank 1 is interrupted at many moments of waiting for reductions in place, and then uses the memory that it freed."""
+    """Rank 1 is interrupted at many moments of waiting for reductions in place, and then uses the memory that it
+    freed."""
     program = (
         "import gc\n"
         + PREAMBLE

@@ -44,13 +44,19 @@ def test_mnist_learns_and_resumes_as_if_it_had_never_stopped(tmp_path: Path) -> 
     first, second = tmp_path / "first", tmp_path / "second"
     first.mkdir()
     second.mkdir()
-    output = example("pytorch/pytorch_mnist.py", "--epochs 10", "--checkpoint-format", first / "checkpoint-{epoch}.pth.tar")
+    output = example(
+        "pytorch/pytorch_mnist.py", "--epochs 10", "--checkpoint-format", first / "checkpoint-{epoch}.pth.tar"
+    )
     assert numbers(r"Accuracy: ([\d.]+)%", output)[-1] > 95
     assert "Resuming" not in output
-    assert sorted(path.name for path in first.iterdir()) == sorted(f"checkpoint-{epoch}.pth.tar" for epoch in range(1, 11))
+    assert sorted(path.name for path in first.iterdir()) == sorted(
+        f"checkpoint-{epoch}.pth.tar" for epoch in range(1, 11)
+    )
 
     shutil.copy(first / "checkpoint-9.pth.tar", second)
-    resumed = example("pytorch/pytorch_mnist.py", "--epochs 10", "--checkpoint-format", second / "checkpoint-{epoch}.pth.tar")
+    resumed = example(
+        "pytorch/pytorch_mnist.py", "--epochs 10", "--checkpoint-format", second / "checkpoint-{epoch}.pth.tar"
+    )
     assert resumed.count("Resuming after epoch 9 from") == 1
     assert set(numbers(r"Train Epoch: (\d+)", resumed)) == {10}
     ends = [torch.load(folder / "checkpoint-10.pth.tar", weights_only=True) for folder in (first, second)]
@@ -59,7 +65,9 @@ def test_mnist_learns_and_resumes_as_if_it_had_never_stopped(tmp_path: Path) -> 
 
 def test_mnist_in_mixed_precision_on_ranks_that_it_starts_by_itself() -> None:
     flags = "--num-proc 2 --no-cuda --epochs 3 --use-mixed-precision --fp16-allreduce --gradient-predivide-factor 2"
-    result = run_command([str(python_for("openmpi")), str(EXAMPLES / "pytorch/pytorch_mnist.py"), *flags.split()], timeout=120)
+    result = run_command(
+        [str(python_for("openmpi")), str(EXAMPLES / "pytorch/pytorch_mnist.py"), *flags.split()], timeout=120
+    )
     assert result.output.count(AGREED) == 1, str(result)
     losses = numbers(r"Average loss: ([\d.]+)", result.output)
     assert len(losses) == 3 and losses[-1] < losses[0] / 2
@@ -68,17 +76,28 @@ def test_mnist_in_mixed_precision_on_ranks_that_it_starts_by_itself() -> None:
 def test_synthetic_benchmark_prints_what_horovods_does() -> None:
     flags = "--batch-size 4 --num-warmup-batches 1 --num-batches-per-iter 2 --num-iters 3"
     output = example("pytorch/pytorch_synthetic_benchmark.py", flags)
-    head = ["Model: small", "Parameters: 1019384", "Batch size: 4", "Number of CPUs: 2", "Running warmup...", "Running benchmark..."]
+    head = [
+        "Model: small",
+        "Parameters: 1019384",
+        "Batch size: 4",
+        "Number of CPUs: 2",
+        "Running warmup...",
+        "Running benchmark...",
+    ]
     assert "\n".join(head) in output
     assert re.findall(r"^Iter #(\d): [\d.]+ img/sec per CPU$", output, re.MULTILINE) == ["0", "1", "2"]
     each = re.search(r"^Img/sec per CPU: ([\d.]+) \+-([\d.]+)$", output, re.MULTILINE)
     total = re.search(r"^Total img/sec on 2 CPU\(s\): ([\d.]+) \+-([\d.]+)$", output, re.MULTILINE)
     assert each and total
     # Each is rounded to a tenth after it was multiplied.
-    assert [float(found) for found in total.groups()] == pytest.approx([2 * float(found) for found in each.groups()], abs=0.16)
+    assert [float(found) for found in total.groups()] == pytest.approx(
+        [2 * float(found) for found in each.groups()], abs=0.16
+    )
 
 
-@pytest.mark.parametrize(("model", "parameters"), [("resnet50", 25_557_032), ("resnet101", 44_549_160), ("resnet152", 60_192_808)])
+@pytest.mark.parametrize(
+    ("model", "parameters"), [("resnet50", 25_557_032), ("resnet101", 44_549_160), ("resnet152", 60_192_808)]
+)
 def test_the_benchmarks_models_are_those_of_the_paper(model: str, parameters: int) -> None:
     benchmark = runpy.run_path(str(EXAMPLES / "pytorch/pytorch_synthetic_benchmark.py"))
     blocks, width, pixels = benchmark["MODELS"][model]
@@ -115,7 +134,11 @@ VARIANTS = [  # an example, its flags, what it then prints
     (BENCHMARK, "--batch-size 2 --num-warmup-batches 1 --num-iters 1 --use-adasum", "Total img/sec on 2 CPU(s): "),
     (BENCHMARK, "--batch-size 2 --num-warmup-batches 1 --num-iters 1 --fp16-allreduce --sync-batch-norm", "Iter #0: "),
     ("pytorch/pytorch_gan.py", "--epochs 1 --fp16-allreduce", "Train Epoch: 1\tDistance: "),
-    ("pytorch/pytorch_transformer.py", "--steps 6 --batches-per-allreduce 2 --use-mixed-precision", "Step: 6\tTest loss: "),
+    (
+        "pytorch/pytorch_transformer.py",
+        "--steps 6 --batches-per-allreduce 2 --use-mixed-precision",
+        "Step: 6\tTest loss: ",
+    ),
     ("pytorch/pytorch_transformer.py", "--steps 3 --compile aot_eager", "Step: 3\tTest loss: "),
     ("adasum/adasum_small_model.py", "--mode cubic --op Adasum", "Adasum: loss after 50 steps "),
 ]
@@ -129,7 +152,10 @@ def test_as_horovod_with_nothing_changed_but_the_import(tmp_path: Path) -> None:
         source = (EXAMPLES / name).read_text()
         assert source.count("import collectives.torch as hvd") == 1
         script.write_text(source.replace("import collectives.torch as hvd", "import horovod.torch as hvd"))
-        lines += [f"sys.argv = {[str(script), '--no-cuda', *flags.split()]!r}", f"runpy.run_path({str(script)!r}, run_name='__main__')"]
+        lines += [
+            f"sys.argv = {[str(script), '--no-cuda', *flags.split()]!r}",
+            f"runpy.run_path({str(script)!r}, run_name='__main__')",
+        ]
     program = tmp_path / "all.py"
     program.write_text("\n".join(lines))
 

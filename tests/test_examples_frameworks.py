@@ -1,7 +1,8 @@
-"""The examples for TensorFlow, Keras, JAX and clusters: on two ranks and on one with the same batch, and by Horovod's names.
+"""The examples for TensorFlow, Keras, JAX and clusters: on two ranks and on one with the same batch, and by Horovod's
+names.
 
-Starting a framework takes longer than most examples, so that those of one framework share a job (`tests.example_ranks`). Each example
-compares the parameters of its ranks bit by bit, by itself.
+Starting a framework takes longer than most examples, so that those of one framework share a job
+(`tests.example_ranks`). Each example compares the parameters of its ranks bit by bit, by itself.
 """
 
 from __future__ import annotations
@@ -44,7 +45,10 @@ HPC_KERAS: Job = ("hpc/hpc_keras.py", "--epochs 2 --global-batch-size 128", "--e
 HPC_PYTORCH: Job = ("hpc/hpc_pytorch.py", "--epochs 2 --global-batch-size 128", "--epochs 2 --global-batch-size 128")
 JAX: Job = ("jax/jax_mnist.py", "--seed 1 --epochs 2 --batch-size 64", "--seed 1 --epochs 2 --batch-size 128 --lr 0.05")
 
-OLD_LINES = {"opt.variables,": "opt.variables(),", 'metrics=["accuracy"])': 'metrics=["accuracy"], experimental_run_tf_function=False)'}
+OLD_LINES = {
+    "opt.variables,": "opt.variables(),",
+    'metrics=["accuracy"])': 'metrics=["accuracy"], experimental_run_tf_function=False)',
+}
 """What Keras 3 takes, and how the same was written for Horovod."""
 
 
@@ -59,7 +63,8 @@ def as_it_is(example: str) -> str:
 
 
 def for_horovod(example: str, folder: Path, old: bool = False) -> str:
-    """The example with Horovod's import line, and if ``old`` with lines that only Keras 2 takes; returns where it is."""
+    """The example with Horovod's import line, and if ``old`` with lines that only Keras 2 takes; returns where it
+    is."""
     source = (EXAMPLES / example).read_text()
     assert source.count("import collectives.") == 1
     source = source.replace("import collectives.", "import horovod.")
@@ -70,11 +75,16 @@ def for_horovod(example: str, folder: Path, old: bool = False) -> str:
     return str(script)
 
 
-def together(jobs: list[list[str]], folder: Path, launcher: list[str], timeout: float, **settings: str) -> dict[str, str]:
-    """Run commands on two ranks, each followed by another one alone, if there is one; returns what they printed, by ``NAME SIZE``."""
+def together(
+    jobs: list[list[str]], folder: Path, launcher: list[str], timeout: float, **settings: str
+) -> dict[str, str]:
+    """Run commands on two ranks, each followed by another one alone, if there is one; returns what they printed, by
+    ``NAME SIZE``."""
     listed = json.dumps([[command.split() for command in job] for job in jobs])
     command = [*launcher, str(python_for("openmpi")), "-m", "tests.example_ranks", str(folder), listed]
-    result = run_command(command, timeout=timeout, env={"TF_CPP_MIN_LOG_LEVEL": "2", "TF_ENABLE_ONEDNN_OPTS": "0", **settings})
+    result = run_command(
+        command, timeout=timeout, env={"TF_CPP_MIN_LOG_LEVEL": "2", "TF_ENABLE_ONEDNN_OPTS": "0", **settings}
+    )
     parts = re.split(r"^### (.*)\n", result.output, flags=re.MULTILINE)[1:]
     outputs = dict(zip(parts[::2], parts[1::2], strict=True))
     assert len(outputs) == sum(map(len, jobs)), str(result)
@@ -107,11 +117,14 @@ def assert_alike(job: Job, folder: Path, outputs: dict[str, str]) -> None:
 
 @pytest.mark.timeout(300)
 def test_tensorflow(tmp_path: Path) -> None:
-    """On two ranks by Horovod's names. TensorFlow 1's way comes last, because it changes TensorFlow for all that comes after."""
+    """On two ranks by Horovod's names. TensorFlow 1's way comes last, because it changes TensorFlow for all that comes
+    after."""
     needs("tensorflow")
     jobs = [TF2, TF_KERAS, KERAS, TF1]
     commands = [[f"{for_horovod(name, tmp_path)} {flags}", f"{as_it_is(name)} {alone}"] for name, flags, alone in jobs]
-    commands.insert(0, [f"{as_it_is(BENCHMARK)} --batch-size 4 --num-warmup-batches 1 --num-batches-per-iter 2 --num-iters 3"])
+    commands.insert(
+        0, [f"{as_it_is(BENCHMARK)} --batch-size 4 --num-warmup-batches 1 --num-batches-per-iter 2 --num-iters 3"]
+    )
     outputs = together(commands, tmp_path, by_our_launcher("--as-horovod"), 280)
     for job in jobs:
         assert_alike(job, tmp_path, outputs)
@@ -120,23 +133,37 @@ def test_tensorflow(tmp_path: Path) -> None:
 
 
 def assert_horovods_lines(output: str) -> None:
-    head = ["Model: small", "Parameters: 227160", "Batch size: 4", "Number of CPUs: 2", "Running warmup...", "Running benchmark..."]
+    head = [
+        "Model: small",
+        "Parameters: 227160",
+        "Batch size: 4",
+        "Number of CPUs: 2",
+        "Running warmup...",
+        "Running benchmark...",
+    ]
     assert "\n".join(head) in output
     assert re.findall(r"^Iter #(\d): [\d.]+ img/sec per CPU$", output, re.MULTILINE) == ["0", "1", "2"]
     each = re.search(r"^Img/sec per CPU: ([\d.]+) \+-([\d.]+)$", output, re.MULTILINE)
     total = re.search(r"^Total img/sec on 2 CPU\(s\): ([\d.]+) \+-([\d.]+)$", output, re.MULTILINE)
     assert each and total
     # Each is rounded to a tenth after it was multiplied.
-    assert [float(found) for found in total.groups()] == pytest.approx([2 * float(found) for found in each.groups()], abs=0.16)
+    assert [float(found) for found in total.groups()] == pytest.approx(
+        [2 * float(found) for found in each.groups()], abs=0.16
+    )
 
 
 @pytest.mark.timeout(240)
 def test_old_lines_run_with_keras_2(tmp_path: Path) -> None:
-    """Scripts as they were written for Horovod. Without ``--seed``, so that the ranks begin differently and get rank 0's parameters."""
+    """Scripts as they were written for Horovod. Without ``--seed``, so that the ranks begin differently and get rank
+    0's parameters."""
     needs("tensorflow", "tf_keras")
     scripts = [for_horovod(name, tmp_path, old=True) for name in (TF2[0], TF_KERAS[0], TF1[0])]
     assert ["opt.variables()" in Path(script).read_text() for script in scripts] == [True, False, False]
-    assert ["experimental_run_tf_function=False" in Path(script).read_text() for script in scripts] == [False, True, False]
+    assert ["experimental_run_tf_function=False" in Path(script).read_text() for script in scripts] == [
+        False,
+        True,
+        False,
+    ]
     saved = tmp_path / "saved"
     flags = [
         f"--steps 400 --fp16-allreduce --checkpoint-dir {saved}/tf2",

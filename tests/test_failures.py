@@ -1,4 +1,5 @@
-"""What happens when a rank dies, raises, leaves, forks, is interrupted, or calls from two threads: under real mpirun."""
+"""What happens when a rank dies, raises, leaves, forks, is interrupted, or calls from two threads: under real
+mpirun."""
 
 from __future__ import annotations
 
@@ -61,7 +62,9 @@ def test_a_death_ends_the_job_and_is_named(where: str, how: str, mpi: str, launc
 def test_mpi_ends_without_messages_that_nobody_has_read() -> None:
     """Rank 0 ends long before rank 1, and neither calls shutdown(). UCX, under MPICH, complains of what it finds."""
     program = PREAMBLE + "time.sleep(0.5 * rank)\n"
-    result = run_ranks(2, program, mpi="mpich", env={"COLLECTIVES_LOCAL_SIZE": "1", "MPIR_CVAR_NOLOCAL": "1"}, timeout=40)
+    result = run_ranks(
+        2, program, mpi="mpich", env={"COLLECTIVES_LOCAL_SIZE": "1", "MPIR_CVAR_NOLOCAL": "1"}, timeout=40
+    )
     assert "UCX" not in str(result), str(result)
 
 
@@ -238,7 +241,9 @@ finally:
     assert run_ranks(3, program, mpi=mpi, timeout=28, expect=code).seconds < BOUND
 
 
-@pytest.mark.parametrize(("env", "mpi"), [({}, "openmpi"), ({"COLLECTIVES_LOCAL_SIZE": "1"}, "mpich")], ids=["memory", "hosts"])
+@pytest.mark.parametrize(
+    ("env", "mpi"), [({}, "openmpi"), ({"COLLECTIVES_LOCAL_SIZE": "1"}, "mpich")], ids=["memory", "hosts"]
+)
 def test_init_may_be_interrupted_and_tried_again(env: dict[str, str], mpi: str) -> None:
     """Rank 1 is interrupted at many moments of init(), while its peers wait for it in the middle of theirs."""
     program = """

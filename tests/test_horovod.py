@@ -1,4 +1,5 @@
-"""Programs written for Horovod, unchanged, and functions called on several ranks: real jobs, with Open MPI and MPICH."""
+"""Programs written for Horovod, unchanged, and functions called on several ranks: real jobs, with Open MPI and
+MPICH."""
 
 from __future__ import annotations
 
@@ -112,7 +113,9 @@ def script(folder: Path, text: str) -> str:
 
 def as_horovod(mpi: str, program: str, n: int = 2) -> Result:
     python = str(python_for(mpi))
-    return run_command([python, "-m", "collectives.launch", "--as-horovod", "-np", str(n), python, program], timeout=120)
+    return run_command(
+        [python, "-m", "collectives.launch", "--as-horovod", "-np", str(n), python, program], timeout=120
+    )
 
 
 @BOTH
@@ -124,7 +127,9 @@ def test_a_program_is_given_collectives(mpi: str, tmp_path: Path) -> None:
 @BOTH
 def test_under_plain_mpirun_a_path_does_it(mpi: str) -> None:
     result = run_ranks(2, COMMON, mpi=mpi, env={"PYTHONPATH": os.pathsep.join([str(FOLDER), str(ROOT)])})
-    assert [f"rank {rank} caught MismatchError, told {[None] * 6}" in text for rank, text in enumerate(result.ranks)] == [True, True]
+    assert [
+        f"rank {rank} caught MismatchError, told {[None] * 6}" in text for rank, text in enumerate(result.ranks)
+    ] == [True, True]
 
 
 @needs_torch
@@ -167,7 +172,17 @@ if __name__ == "__main__":
 def test_horovodrun_as_a_module(mpi: str, tmp_path: Path) -> None:
     python = str(python_for(mpi))
     program = "import collectives as hvd\nhvd.init()\nprint(f'sum {hvd.allreduce(1.0, op=hvd.Sum)}')"
-    command = [python, "-m", "horovod.runner.launch", "-np", "2", "-H", "localhost:2", python, script(tmp_path, program)]
+    command = [
+        python,
+        "-m",
+        "horovod.runner.launch",
+        "-np",
+        "2",
+        "-H",
+        "localhost:2",
+        python,
+        script(tmp_path, program),
+    ]
     result = run_command(command, timeout=60, env={"PYTHONPATH": os.pathsep.join([str(ROOT / "compat"), str(ROOT)])})
     assert result.output.count("sum 2.0") == 2
 
@@ -232,8 +247,16 @@ def test_a_function_returns_by_rank(mpi: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("mpi", "body", "words"),
     [
-        ("openmpi", "if hvd.rank() == 1: raise ValueError('no data')", ["run: rank 1 on", "in function", "ValueError: no data"]),
-        ("mpich", "if hvd.rank() == 1: raise ValueError('no data')", ["run: rank 1 on", "in function", "ValueError: no data"]),
+        (
+            "openmpi",
+            "if hvd.rank() == 1: raise ValueError('no data')",
+            ["run: rank 1 on", "in function", "ValueError: no data"],
+        ),
+        (
+            "mpich",
+            "if hvd.rank() == 1: raise ValueError('no data')",
+            ["run: rank 1 on", "in function", "ValueError: no data"],
+        ),
         ("mpich", "if hvd.rank() == 1: sys.exit(3)", ["run: rank 1 on", "SystemExit: 3"]),
         ("mpich", "sys.exit()", ["run: rank", "SystemExit"]),
         ("mpich", "os._exit(0)", ["run: rank 0 ended without returning"]),

@@ -1,6 +1,8 @@
-"""Real jobs, with Open MPI and MPICH: however a rank fails, all end, its traceback comes last, and its exit code is returned.
+"""Real jobs, with Open MPI and MPICH: however a rank fails, all end, its traceback comes last, and its exit code is
+returned.
 
-The ranks use mpi4py and ``collectives.failures`` only, but those on several hosts. The harness bounds every job and finds what is left behind.
+The ranks use mpi4py and ``collectives.failures`` only, but those on several hosts. The harness bounds every job and
+finds what is left behind.
 """
 
 from __future__ import annotations
@@ -70,9 +72,13 @@ def test_a_failure_ends_the_job_and_is_shown_last(mpi: str, failure: str, code: 
 
     assert result.output.rstrip().endswith(last.format(host=socket.gethostname())), str(result)
     assert "collectivesrun: rank 1 on" in result.output
-    assert not re.search("MPI_ABORT|MPI_Abort|has exited|BAD TERMINATION|YOUR APPLICATION|Primary job|-----", result.output), str(result)
+    assert not re.search(
+        "MPI_ABORT|MPI_Abort|has exited|BAD TERMINATION|YOUR APPLICATION|Primary job|-----", result.output
+    ), str(result)
     if "deep" in failure:
-        assert "in deep" in result.output.rpartition("collectivesrun: rank 1")[2] and result.output.count("Traceback") == 1
+        assert (
+            "in deep" in result.output.rpartition("collectivesrun: rank 1")[2] and result.output.count("Traceback") == 1
+        )
     made = [Path(line) for rank in range(3) for line in (tmp_path / f"shared-{rank}").read_text().split()]
     assert made and (leftovers.users_may_be_hidden() or not any(path.exists() for path in made))
 
@@ -84,10 +90,14 @@ def test_a_failure_before_mpi_is_started_ends_the_job(mpi: str, tmp_path: Path) 
 
 def test_a_good_job_shows_what_its_ranks_print_and_takes_options(mpi: str, tmp_path: Path) -> None:
     # One string, so that it is written in one piece: the output of the two ranks is not in any order.
-    program = "import os\nfrom mpi4py import MPI\nprint(f'rank {MPI.COMM_WORLD.rank} ' + os.environ['COLLECTIVES_ALGORITHM'])"
+    program = (
+        "import os\nfrom mpi4py import MPI\nprint(f'rank {MPI.COMM_WORLD.rank} ' + os.environ['COLLECTIVES_ALGORITHM'])"
+    )
     result = collectivesrun(mpi, tmp_path, program, "--verbose", "--algorithm", "ring", n=2)
     assert "rank 0 ring" in result.output and "rank 1 ring" in result.output
-    assert f"collectivesrun: {'Open MPI' if mpi == 'openmpi' else 'MPICH'} " in result.output and " -n 2 " in result.output
+    assert (
+        f"collectivesrun: {'Open MPI' if mpi == 'openmpi' else 'MPICH'} " in result.output and " -n 2 " in result.output
+    )
 
 
 def test_settings_reach_the_ranks_and_their_output_goes_into_files(mpi: str, tmp_path: Path) -> None:
@@ -101,7 +111,14 @@ print(f"rank {MPI.COMM_WORLD.rank} {config.fusion_threshold >> 20} {config.cycle
 print("an error", file=sys.stderr)
 """
     folder = tmp_path / "out"
-    options = ["--config-file", str(tmp_path / "settings.yaml"), "--cycle-time-ms", "8", "--output-filename", str(folder)]
+    options = [
+        "--config-file",
+        str(tmp_path / "settings.yaml"),
+        "--cycle-time-ms",
+        "8",
+        "--output-filename",
+        str(folder),
+    ]
     result = collectivesrun(mpi, tmp_path, program, *options, n=2, env={"HOROVOD_CACHE_CAPACITY": "9"})
     for rank in range(2):
         assert (folder / f"rank.{rank}" / "stdout").read_text() == f"rank {rank} 3 8.0 9\n"
@@ -114,7 +131,9 @@ def test_a_signal_ends_all_ranks(mpi: str, number: signal.Signals, code: int, tm
     collectivesrun(mpi, tmp_path, _waiting(tmp_path), expect=code, timeout=30, interrupt=(tmp_path / "ready", number))
 
 
-@pytest.mark.parametrize("stubborn", ["signal.signal(signal.SIGINT, signal.SIG_IGN)", "signal.signal(signal.SIGTERM, signal.SIG_IGN)"])
+@pytest.mark.parametrize(
+    "stubborn", ["signal.signal(signal.SIGINT, signal.SIG_IGN)", "signal.signal(signal.SIGTERM, signal.SIG_IGN)"]
+)
 def test_ranks_that_do_not_listen_are_killed(mpi: str, stubborn: str, tmp_path: Path) -> None:
     number = signal.SIGINT if "SIGINT" in stubborn else signal.SIGTERM
     program = f"import signal\n{stubborn}\n{_waiting(tmp_path)}"
@@ -124,7 +143,9 @@ def test_ranks_that_do_not_listen_are_killed(mpi: str, stubborn: str, tmp_path: 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent was killed")
 def test_killing_collectivesrun_itself_leaves_nothing_behind(mpi: str, tmp_path: Path) -> None:
     interrupt = (tmp_path / "ready", signal.SIGKILL)
-    collectivesrun(mpi, tmp_path, _waiting(tmp_path), expect=-9, timeout=30, interrupt=interrupt, env={"TMPDIR": str(tmp_path)})
+    collectivesrun(
+        mpi, tmp_path, _waiting(tmp_path), expect=-9, timeout=30, interrupt=interrupt, env={"TMPDIR": str(tmp_path)}
+    )
     assert not list(tmp_path.glob("collectives*"))
 
 
@@ -148,7 +169,25 @@ else:
     assert all(f"code {code} sum 2" in output for output in result.ranks), str(result)
 
 
-HOSTILE = [":", "", "a b", "x\ny", "'\"$(touch pwned);", "-np", "7", "--", "--mca", "btl", "-x", "=", "%3A", "é", "--verbose", ":", "pwned"]
+HOSTILE = [
+    ":",
+    "",
+    "a b",
+    "x\ny",
+    "'\"$(touch pwned);",
+    "-np",
+    "7",
+    "--",
+    "--mca",
+    "btl",
+    "-x",
+    "=",
+    "%3A",
+    "é",
+    "--verbose",
+    ":",
+    "pwned",
+]
 
 
 def test_any_argument_is_passed_on_and_no_line_is_mixed_with_another(mpi: str, tmp_path: Path) -> None:
@@ -163,7 +202,9 @@ for _ in range(3000):
 """
     (tmp_path / "program.py").write_text(program)
     python = str(python_for(mpi))
-    result = run_command([python, "-m", "collectives", "-np", "2", python, str(tmp_path / "program.py"), *HOSTILE], timeout=30)
+    result = run_command(
+        [python, "-m", "collectives", "-np", "2", python, str(tmp_path / "program.py"), *HOSTILE], timeout=30
+    )
     assert [json.loads((tmp_path / f"arguments-{rank}").read_text()) for rank in range(2)] == [HOSTILE] * 2
     lines = result.output.splitlines()
     assert len(lines) == 6000 and all(re.fullmatch(r"\[0\] a+|\[1\] b+", line) for line in lines)
@@ -195,7 +236,9 @@ def hosts() -> Iterator[Callable[..., list[str]]]:
     if not os.access(cluster, os.X_OK):
         pytest.skip("needs a program that makes hosts; COLLECTIVES_TEST_CLUSTER names it")
     environment = {**os.environ, "CLUSTER_STATE": f"/run/collectives-test-{os.getpid()}"}
-    up = subprocess.run([cluster, "up", "2"], env=environment, capture_output=True, text=True, timeout=60, check=False, cwd=ROOT)
+    up = subprocess.run(
+        [cluster, "up", "2"], env=environment, capture_output=True, text=True, timeout=60, check=False, cwd=ROOT
+    )
     try:
         if up.returncode:
             pytest.skip(f"cannot make hosts: {(up.stderr.strip() or up.stdout.strip())[-200:]}")
@@ -206,13 +249,17 @@ def hosts() -> Iterator[Callable[..., list[str]]]:
 
 
 def test_the_rank_that_failed_first_is_named_from_another_host(mpi: str, hosts: Callable[..., list[str]]) -> None:
-    program = "import collectives as c\nc.init()\nc.barrier()\nif c.rank() == 3: raise ValueError('no good')\nc.barrier()"
+    program = (
+        "import collectives as c\nc.init()\nc.barrier()\nif c.rank() == 3: raise ValueError('no good')\nc.barrier()"
+    )
     python = python_for(mpi)
     # The hosts' shells know nothing of this environment: mpirun's own programs are found by the PATH that is passed on.
     environment = {"PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}"}
     command = hosts(str(python), "-m", "collectives", "-H", "host1:2,host2:2", str(python), "-c", program)
     shown = run_command(command, timeout=60, expect=1, env=environment).output
-    assert "collectivesrun: rank 3 on host2 failed with exit code 1:" in shown and shown.rstrip().endswith("ValueError: no good"), shown
+    assert "collectivesrun: rank 3 on host2 failed with exit code 1:" in shown and shown.rstrip().endswith(
+        "ValueError: no good"
+    ), shown
     assert shown.count("Traceback") == 1 and "failed ranks 0, 1, 2 (" in shown, shown
 
 

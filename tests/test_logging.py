@@ -1,4 +1,5 @@
-"""What a job says of itself: one line at ``info``, each new plan at ``debug``, and every record with its rank and host."""
+"""What a job says of itself: one line at ``info``, each new plan at ``debug``, and every record with its rank and
+host."""
 
 from __future__ import annotations
 

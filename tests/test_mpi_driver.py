@@ -1,7 +1,7 @@
 """Runs the files of tests/mpi that are marked ``mpi`` under mpirun: 1 to 4 ranks, Open MPI and MPICH.
 
-All files for a number of ranks go into one run, since starting Python, pytest and MPI takes ranks longer than most of the tests.
-A file may narrow the number of ranks with a line of its own: ``RANKS = (2, 3)``.
+All files for a number of ranks go into one run, since starting Python, pytest and MPI takes ranks longer than most of
+the tests. A file may narrow the number of ranks with a line of its own: ``RANKS = (2, 3)``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ DEFAULT_RANKS = (1, 2, 3, 4)
 def _ranks(file: Path) -> tuple[int, ...]:
     """Return the numbers of ranks that a file wants, without importing it; none if it is not marked ``mpi``."""
     tree = ast.parse(file.read_text())
-    assigned = {ast.unparse(node.targets[0]): ast.unparse(node.value) for node in tree.body if isinstance(node, ast.Assign)}
+    assigned = {
+        ast.unparse(node.targets[0]): ast.unparse(node.value) for node in tree.body if isinstance(node, ast.Assign)
+    }
     if "pytest.mark.mpi" not in assigned.get("pytestmark", ""):
         return ()
     return tuple(ast.literal_eval(assigned.get("RANKS", repr(DEFAULT_RANKS))))

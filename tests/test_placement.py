@@ -1,4 +1,5 @@
-"""Worlds of other shapes: pretended hosts, messages only, windows only, subsets, several inits, no MPI library at all."""
+"""Worlds of other shapes: pretended hosts, messages only, windows only, subsets, several inits, no MPI library at
+all."""
 
 from __future__ import annotations
 
@@ -11,7 +12,9 @@ from tests.mpirun import IMPLEMENTATIONS, ROOT, run_command, run_ranks
 SCENARIOS = ROOT / "tests" / "mpi" / "test_world.py"
 
 
-@pytest.mark.parametrize(("size", "local_size", "mpi"), [(4, 2, "openmpi"), (4, 2, "mpich"), (3, 2, "mpich"), (2, 1, "openmpi")])
+@pytest.mark.parametrize(
+    ("size", "local_size", "mpi"), [(4, 2, "openmpi"), (4, 2, "mpich"), (3, 2, "mpich"), (2, 1, "openmpi")]
+)
 def test_pretended_hosts(size: int, local_size: int, mpi: str) -> None:
     run_ranks(size, SCENARIOS, mpi=mpi, env={"COLLECTIVES_LOCAL_SIZE": str(local_size)}, timeout=150)
 

@@ -1,7 +1,8 @@
 """The README's blocks run as they stand: every program in it, and every command that needs nothing but the checkout.
 
-A comment before a block says what its test needs to know: ``<!-- test: 3 ranks -->`` (2 by default), ``<!-- test: saved as NAME -->`` for
-what later commands run, ``<!-- test: file NAME: TEXT -->`` for a file that is the reader's own, ``<!-- test: skip, REASON -->``.
+A comment before a block says what its test needs to know: ``<!-- test: 3 ranks -->`` (2 by default), ``<!-- test: saved
+as NAME -->`` for what later commands run, ``<!-- test: file NAME: TEXT -->`` for a file that is the reader's own,
+``<!-- test: skip, REASON -->``.
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ def test_every_block_is_of_a_kind_that_is_run_and_every_note_is_understood() -> 
 
 
 STARTED = {ranks: [block for block in PROGRAMS if block.note == note] for ranks, note in ((2, ""), (3, "3 ranks"))}
-"""The programs that ``collectivesrun`` starts, by their number of ranks; those that are saved are run by the commands."""
+"""The programs that ``collectivesrun`` starts, by their number of ranks; those that are saved are run by the
+commands."""
 DRIVER = """
 import contextlib, io, runpy, sys
 for path in sys.argv[1:]:
@@ -85,7 +87,9 @@ def test_programs_run_as_they_stand_and_print_something(ranks: int, tmp_path: Pa
     for block in STARTED[ranks]:
         if "collectives.run(" in block.text:
             continue  # starts its ranks itself
-        needed = {module for module in re.findall(r"^import (\w+)", block.text, re.MULTILINE) if find_spec(module) is None}
+        needed = {
+            module for module in re.findall(r"^import (\w+)", block.text, re.MULTILINE) if find_spec(module) is None
+        }
         if not needed:
             names.append(f"line{block.line}.py")
             (tmp_path / names[-1]).write_text(block.text)

@@ -1,4 +1,5 @@
-"""A scaling study with real ranks: every run is started, read, kept and bounded; what fails is shown, and the rest is analysed."""
+"""A scaling study with real ranks: every run is started, read, kept and bounded; what fails is shown, and the rest is
+analysed."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ total = hvd.allreduce(batch, op=hvd.Sum)
 if hvd.rank() == 0:
     print(f"Total img/sec on {hvd.size()} CPU(s): {10 * total * hvd.size():.1f} +-0.1" if task != "mumble" else "quick enough")
 """
-"""Claims 10 batches a second on each of its ranks, and so a perfect scaling that no machine disturbs, twice over if work is fixed."""
+"""Claims 10 batches a second on each of its ranks, and so a perfect scaling that no machine disturbs, twice over if
+work is fixed."""
 
 
 def study(
@@ -35,7 +37,20 @@ def study(
     worker, output = tmp_path / "worker.py", tmp_path / "output"
     worker.write_text(WORKER)
     python = str(python_for("openmpi"))
-    command = [python, "-m", "benchmarks.scaling", mode, *words, "--output", str(output), "--", python, str(worker), "{batch}", task]
+    command = [
+        python,
+        "-m",
+        "benchmarks.scaling",
+        mode,
+        *words,
+        "--output",
+        str(output),
+        "--",
+        python,
+        str(worker),
+        "{batch}",
+        task,
+    ]
     interrupt = (output / terminate_at, signal.SIGTERM) if terminate_at else None
     return run_command(command, expect=expect, timeout=120, interrupt=interrupt), output
 
@@ -64,7 +79,9 @@ def test_strong_scaling_from_the_command_to_the_files(tmp_path: Path) -> None:
 
 def test_a_failed_run_is_shown_and_the_others_are_analysed(tmp_path: Path) -> None:
     result, output = study(tmp_path, "weak", "-np", "1,2", "--batch", "8", "--repeats", "2", task="crash", expect=1)
-    assert "error: 2 ranks, run 1: exit status 1" in result.output and "KeyError: 'no such sample'" in result.output, str(result)
+    assert "error: 2 ranks, run 1: exit status 1" in result.output and "KeyError: 'no such sample'" in result.output, (
+        str(result)
+    )
     assert "2 ranks, run 2" not in result.output, "what has failed is not tried again"
     content = json.loads((output / "scaling.json").read_text())
     assert [(point["ranks"], point["rates"]) for point in content["points"]] == [(1, [80.0, 80.0])]

@@ -1,6 +1,7 @@
 """What type checkers know of results. Read by mypy, with everything else; never imported.
 
-The frameworks' own types are not looked at (see ``pyproject.toml``), so classes of this file stand for tensors and optimizers.
+The frameworks' own types are not looked at (see ``pyproject.toml``), so classes of this file stand for tensors and
+optimizers.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """``python -m benchmarks.gpu``: every GPU check, within a budget; a table at the end, and everything as JSON.
 
-``--device cpu`` rehearses it where there is no GPU: the same parts in the same order, those that can on emulated GPUs or on the CPU; what
-cannot run is named, with the reason.
+``--device cpu`` rehearses it where there is no GPU: the same parts in the same order, those that can on emulated GPUs
+or on the CPU; what cannot run is named, with the reason.
 
-Exit status: 0 if all is well; 1 if something failed, missed its bar, took too long, or was not reached; 2 without a GPU.
+Exit status: 0 if all is well; 1 if something failed, missed its bar, took too long, or was not reached; 2 without a
+GPU.
 """
 
 from __future__ import annotations
@@ -25,11 +26,23 @@ from benchmarks.gpu.runner import Outcome, Part, run_all
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the chosen parts and report."""
-    flags = argparse.ArgumentParser(prog="benchmarks.gpu", description="Every check that needs a GPU.", allow_abbrev=False)
+    flags = argparse.ArgumentParser(
+        prog="benchmarks.gpu", description="Every check that needs a GPU.", allow_abbrev=False
+    )
     folder = os.environ.get("OUT") or "gpu-output"
-    flags.add_argument("--output", type=Path, default=Path(folder), metavar="DIR", help=f"for what it leaves behind (default: {folder})")
-    flags.add_argument("--budget", type=float, default=330.0, metavar="SECONDS", help="for everything together (default: 330)")
-    flags.add_argument("--only", default="", metavar="LIST", help="parts and groups of parts by their names, comma-separated")
+    flags.add_argument(
+        "--output",
+        type=Path,
+        default=Path(folder),
+        metavar="DIR",
+        help=f"for what it leaves behind (default: {folder})",
+    )
+    flags.add_argument(
+        "--budget", type=float, default=330.0, metavar="SECONDS", help="for everything together (default: 330)"
+    )
+    flags.add_argument(
+        "--only", default="", metavar="LIST", help="parts and groups of parts by their names, comma-separated"
+    )
     flags.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: rehearse without a GPU")
     flags.add_argument("--list", action="store_true", help="name the parts and end")
     given = flags.parse_args(arguments)
@@ -38,7 +51,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.device == "cpu":
         chosen = [part.rehearsed() for part in chosen]
     if given.list:
-        print("\n".join(f"{part.name:<16}{part.timeout:>4.0f} s  {part.why_not() or ' '.join(part.command)}" for part in chosen))
+        print(
+            "\n".join(
+                f"{part.name:<16}{part.timeout:>4.0f} s  {part.why_not() or ' '.join(part.command)}" for part in chosen
+            )
+        )
         print("\n".join(f"{name:<16}        = {', '.join(names)}" for name, names in all_parts.GROUPS.items()))
         return 0
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as logs:
@@ -51,7 +68,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return check(rest, given.budget - (time.monotonic() - begun), given.output, Path(logs), found, [first])
 
 
-def check(chosen: Sequence[Part], budget: float, output: Path, logs: Path, found: Mapping[str, Any], before: Sequence[Outcome] = ()) -> int:
+def check(
+    chosen: Sequence[Part],
+    budget: float,
+    output: Path,
+    logs: Path,
+    found: Mapping[str, Any],
+    before: Sequence[Outcome] = (),
+) -> int:
     """Run the parts and report.
 
     Args:
@@ -83,7 +107,10 @@ def _choose(flags: argparse.ArgumentParser, words: Sequence[str]) -> list[Part]:
     except KeyError as error:
         word, known = error.args[0], [*(part.name for part in every), *all_parts.GROUPS]
         near = difflib.get_close_matches(word, known, 1)
-        flags.error(f"argument --only: no part is called {word!r}{f'; did you mean {near[0]!r}?' if near else ''} --list names all")
+        flags.error(
+            f"argument --only: no part is called {word!r}{f'; did you mean {near[0]!r}?' if near else ''} --list "
+            f"names all"
+        )
     return [part for part in every if not words or part.name in names]
 
 

@@ -1,7 +1,8 @@
 """A program that captures CUDA graphs beside the engine: ``collectivesrun -np 2 python -m benchmarks.gpu.captures``.
 
-torch captures in CUDA's global mode, in which a query, an allocation or the loading of a kernel by any thread of the process invalidates
-the capture. So a thread of its own all-reduces all the while, and asynchronous operations are in flight when a capture begins.
+torch captures in CUDA's global mode, in which a query, an allocation or the loading of a kernel by any thread of the
+process invalidates the capture. So a thread of its own all-reduces all the while, and asynchronous operations are in
+flight when a capture begins.
 """
 
 from __future__ import annotations
@@ -44,30 +45,40 @@ def main() -> None:
         ranks.barrier()
         if ranks.rank == 0:
             publish([], captures=_CAPTURES)
-            print(f"{_CAPTURES} graphs captured and replayed beside operations in flight; a captured collective is refused: all right")
+            print(
+                f"{_CAPTURES} graphs captured and replayed beside operations in flight; a captured collective is "
+                f"refused: all right"
+            )
 
 
 def captures(torch: Any, rank: int, size: int) -> None:
     """Graphs of the program's own work give right results, and so do the operations that are in flight meanwhile."""
     weights = torch.full((_COUNT,), 2.0, device="cuda")
     for run in range(_CAPTURES):
-        handle = collectives.allreduce_async(torch.full((_COUNT,), float(rank + run), device="cuda"), average=False, name=f"flying {run}")
+        handle = collectives.allreduce_async(
+            torch.full((_COUNT,), float(rank + run), device="cuda"), average=False, name=f"flying {run}"
+        )
         time.sleep(0.02 * (run % 2))  # so that captures begin both in the midst of the operation and well after it
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             result = weights * 3 + run
         graph.replay()
-        assert bool((result == 6 + run).all()), f"capture {run}: the replay gave {result[:3].tolist()}, expected {6 + run}"
+        assert bool((result == 6 + run).all()), (
+            f"capture {run}: the replay gave {result[:3].tolist()}, expected {6 + run}"
+        )
         total, wanted = collectives.synchronize(handle), size * run + size * (size - 1) / 2
-        assert bool((total == wanted).all()), f"capture {run}: expected {wanted} of the all-reduce in flight, got {total[:3].tolist()}"
+        assert bool((total == wanted).all()), (
+            f"capture {run}: expected {wanted} of the all-reduce in flight, got {total[:3].tolist()}"
+        )
 
 
 @contextmanager
 def all_reducing(torch: Any, rank: int) -> Iterator[None]:
-    """Within, another thread all-reduces on a stream of its own; all ranks stop after the same operation, when rank 0 is asked to.
+    """Within, another thread all-reduces on a stream of its own; all ranks stop after the same operation, when rank 0
+    is asked to.
 
-    But for the engine it calls nothing of CUDA, which would be its own fault: its memory is there beforehand, and the end is agreed on
-    through host memory.
+    But for the engine it calls nothing of CUDA, which would be its own fault: its memory is there beforehand, and the
+    end is agreed on through host memory.
     """
     stop, failures = threading.Event(), []
     stream, tensor = torch.cuda.Stream(), torch.ones(_COUNT, device="cuda")

@@ -1,4 +1,5 @@
-"""What a part of the GPU check hands to the command that runs it: figures with their bars, or the reason why it cannot run here."""
+"""What a part of the GPU check hands to the command that runs it: figures with their bars, or the reason why it cannot
+run here."""
 
 from __future__ import annotations
 
@@ -41,7 +42,10 @@ class Figure:
     @property
     def bar(self) -> str:
         """The bar, for people."""
-        parts = [f">= {self.least:g}" if self.least is not None else "", f"<= {self.most:g}" if self.most is not None else ""]
+        parts = [
+            f">= {self.least:g}" if self.least is not None else "",
+            f"<= {self.most:g}" if self.most is not None else "",
+        ]
         return " ".join(filter(None, parts))
 
     def as_dict(self) -> dict[str, Any]:
@@ -64,7 +68,8 @@ def skip(reason: str, rank: int = 0) -> NoReturn:
 
 
 def attempt(call: Callable[[], object], rank: int = 0) -> None:
-    """Make a call on all ranks that shows whether its transport can be had here; skip this part where the planner says that it cannot."""
+    """Make a call on all ranks that shows whether its transport can be had here; skip this part where the planner says
+    that it cannot."""
     try:
         call()
     except TransportError as error:

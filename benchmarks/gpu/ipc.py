@@ -1,9 +1,12 @@
-"""All-reduces of ranks that are processes on one GPU, beside its memory's limit: ``collectivesrun -np 2 python -m benchmarks.gpu.ipc``.
+"""All-reduces of ranks that are processes on one GPU, beside its memory's limit: ``collectivesrun -np 2 python -m
+benchmarks.gpu.ipc``.
 
-The limit: every rank's tensor is read once and written once, and all of it in one memory: ranks * 2 * bytes / the bandwidth of a copy
-within the device, which one rank measures while the others are quiet. Processes on one GPU take turns: what a turn costs is told too.
+The limit: every rank's tensor is read once and written once, and all of it in one memory: ranks * 2 * bytes / the
+bandwidth of a copy within the device, which one rank measures while the others are quiet. Processes on one GPU take
+turns: what a turn costs is told too.
 
-``--device cpu`` measures all-reduces of ranks on the cores of the CPU in the same way, beside MPI's with ``--peers mpi``.
+``--device cpu`` measures all-reduces of ranks on the cores of the CPU in the same way, beside MPI's with ``--peers
+mpi``.
 """
 
 from __future__ import annotations
@@ -67,9 +70,13 @@ def main() -> None:
             device=given.device,
         )
         contest = Contest(ALLREDUCE, settings, ranks, peers, max(sizes), place)
-        # Only what is asked for, in ours's place: the planner's own choice may be the very transport whose hang must cost no other figures.
+        # Only what is asked for, in ours's place: the planner's own choice may be the very transport whose hang must
+        # cost no other figures.
         forced = "/".join(filter(None, (given.algorithm, given.transport)))
-        contest.contestants = {OURS: contest.contestants[forced or OURS], **{name: contest.contestants[name] for name in peers}}
+        contest.contestants = {
+            OURS: contest.contestants[forced or OURS],
+            **{name: contest.contestants[name] for name in peers},
+        }
         attempt(contest.contestants[OURS](contest.case(np.dtype(np.float32), "sum", 1), IN_PLACE), ranks.rank)
         figures, records, wrong = measure(contest, forced or "the planner's choice", ranks, place)
         if ranks.rank == 0:
@@ -80,7 +87,9 @@ def main() -> None:
             raise SystemExit(f"{wrong} wrong values")
 
 
-def measure(contest: Contest, forced: str, ranks: Ranks, place: Cuda | Host) -> tuple[list[Figure], list[dict[str, Any]], int]:
+def measure(
+    contest: Contest, forced: str, ranks: Ranks, place: Cuda | Host
+) -> tuple[list[Figure], list[dict[str, Any]], int]:
     """The figures, the records of every row, and how many values were wrong."""
     cuda = place if isinstance(place, Cuda) else None
     rate = copy_rate(cuda, ranks) if cuda else 0.0
@@ -102,7 +111,9 @@ def measure(contest: Contest, forced: str, ranks: Ranks, place: Cuda | Host) -> 
             figures.append(Figure(f"{name}: of the limit, {limit:.0f} us", share, "%", least=bar, record=shared))
         for other in others:
             if other.time is not None:
-                figures.append(Figure(f"{other.contestant}, {ranks.size} ranks, {size_in_words}: busbw", other.busbw, "GB/s"))
+                figures.append(
+                    Figure(f"{other.contestant}, {ranks.size} ranks, {size_in_words}: busbw", other.busbw, "GB/s")
+                )
         found += [{**record.as_dict(), "limit": limit} for record in (ours, *others)]
         wrong += sum(record.wrong or 0 for record in (ours, *others))
     if cuda:
@@ -124,7 +135,8 @@ def copy_rate(memory: Cuda, ranks: Ranks) -> float:
 
 
 def turns(memory: Cuda, ranks: Ranks) -> list[Figure]:
-    """What it costs that the GPU turns from one process to another: an empty kernel and the wait for it, here and there in turn."""
+    """What it costs that the GPU turns from one process to another: an empty kernel and the wait for it, here and there
+    in turn."""
     cupy: Any = importlib.import_module("cupy")
     nothing = cupy.RawKernel('extern "C" __global__ void nothing() {}', "nothing")
     launch = memory.finished(lambda: nothing((1,), (1,), ()))
@@ -134,7 +146,9 @@ def turns(memory: Cuda, ranks: Ranks) -> list[Figure]:
     if ranks.rank == 0:
         alone[0] = np.median([_seconds(launch) for _ in range(_TURNS)])
     ranks.barrier()
-    there_and_back, message = (np.median([_seconds(partial(_ball, ranks, work)) for _ in range(_TURNS)]) for work in (launch, _nothing))
+    there_and_back, message = (
+        np.median([_seconds(partial(_ball, ranks, work)) for _ in range(_TURNS)]) for work in (launch, _nothing)
+    )
     ranks.barrier()
     return [
         Figure("an empty kernel and the wait for it, one process alone", alone[0] * 1e6, "us"),

@@ -1,7 +1,8 @@
 """Packing and unpacking beside the device's own copy: ``python -m benchmarks.gpu.kernels``.
 
-ResNet-50's 161 gradients go into one buffer and back; several sets of them, in turn, so that none is found in the cache. Bandwidths count
-bytes read and bytes written; the copy is one of 512 MiB within the device. All are timed with events, around several launches, in turn.
+ResNet-50's 161 gradients go into one buffer and back; several sets of them, in turn, so that none is found in the
+cache. Bandwidths count bytes read and bytes written; the copy is one of 512 MiB within the device. All are timed with
+events, around several launches, in turn.
 """
 
 from __future__ import annotations
@@ -41,8 +42,12 @@ def main() -> None:
             figures.append(Figure(f"{name}: of the copy's bandwidth", 100 * rates[name] / rates["copy"], "%", least=85))
     fused, flat = launches(cupy)
     figures.append(Figure("kernel launches of an all-reduce of one tensor as large", flat, "launches"))
-    figures.append(Figure("kernel launches of a fused all-reduce of 161 tensors besides these", fused - flat, "launches", most=2))
-    publish(figures, times={name: {"milliseconds": found.as_dict(), "bytes": moved[name]} for name, found in times.items()})
+    figures.append(
+        Figure("kernel launches of a fused all-reduce of 161 tensors besides these", fused - flat, "launches", most=2)
+    )
+    publish(
+        figures, times={name: {"milliseconds": found.as_dict(), "bytes": moved[name]} for name, found in times.items()}
+    )
 
 
 def contestants(cupy: Any, device: Any) -> tuple[dict[str, Callable[[], None]], dict[str, int]]:
@@ -108,7 +113,8 @@ def timed(cupy: Any, calls: list[Callable[[], None]]) -> np.ndarray:
 
 
 def launches(cupy: Any) -> list[float]:
-    """Kernels that a rank launches in an all-reduce of 161 tensors, and of one as large; two ranks that are threads, the mean of three."""
+    """Kernels that a rank launches in an all-reduce of 161 tensors, and of one as large; two ranks that are threads,
+    the mean of three."""
     import threading
 
     from collectives.base.reduce_op import Op

@@ -1,7 +1,8 @@
-"""A 4-byte all-reduce on the device: ``collectivesrun -np 2 python -m benchmarks.gpu.latency --transport auto,cuda-ipc,host``.
+"""A 4-byte all-reduce on the device: ``collectivesrun -np 2 python -m benchmarks.gpu.latency --transport
+auto,cuda-ipc,host``.
 
-Timed from the call to the end of the wait for its stream. The transports take turns call by call; ``auto`` is the planner's choice.
-``--device cpu`` does the same with memory of the host.
+Timed from the call to the end of the wait for its stream. The transports take turns call by call; ``auto`` is the
+planner's choice. ``--device cpu`` does the same with memory of the host.
 """
 
 from __future__ import annotations
@@ -79,7 +80,8 @@ def _call(tensor: Any, transport: str) -> Callable[[], Any]:
 
 
 def measure(ranks: Ranks, calls: list[Callable[[], Any]], place: Cuda | Host) -> np.ndarray:
-    """Microseconds, shape (2, calls, rounds): until the call returns, and until its stream has done the work; the slowest rank."""
+    """Microseconds, shape (2, calls, rounds): until the call returns, and until its stream has done the work; the
+    slowest rank."""
     finish = place.cupy.cuda.get_current_stream().synchronize if isinstance(place, Cuda) else _nothing
     seconds = np.zeros((2, len(calls), _ROUNDS))
     for turn in range(-_WARMUP, _ROUNDS):

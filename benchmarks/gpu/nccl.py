@@ -1,6 +1,8 @@
-"""Our ring over NCCL's send and receive beside NCCL's own collectives, through one communicator: ``python -m benchmarks.gpu.nccl``.
+"""Our ring over NCCL's send and receive beside NCCL's own collectives, through one communicator: ``python -m
+benchmarks.gpu.nccl``.
 
-Two ranks are threads of this process, each with a stream, on one GPU: so they run side by side, and not in turn as processes would.
+Two ranks are threads of this process, each with a stream, on one GPU: so they run side by side, and not in turn as
+processes would.
 """
 
 from __future__ import annotations
@@ -56,7 +58,9 @@ def main() -> None:
     if problem:
         skip(problem)
     ranks = ThreadRanks(_RANKS)
-    publish(threads.run(_RANKS, lambda world: measure(world, ranks.of(world.rank)), timeout=_PATIENCE, make_world=World)[0])
+    publish(
+        threads.run(_RANKS, lambda world: measure(world, ranks.of(world.rank)), timeout=_PATIENCE, make_world=World)[0]
+    )
 
 
 def measure(world: World, ranks: Any) -> list[Figure]:
@@ -82,7 +86,9 @@ def measure(world: World, ranks: Any) -> list[Figure]:
                 what = f"{name}, {nbytes >> 20} MiB"
                 for who, times in (("our ring", ring), ("NCCL's own", native)):
                     figures.append(Figure(f"{what}, {who}: algbw", bandwidth(nbytes, float(np.median(times))), "GB/s"))
-                figures.append(Figure(f"{what}: our bandwidth / NCCL's", Summary.of(native / ring).median, "", least=0.8))
+                figures.append(
+                    Figure(f"{what}: our bandwidth / NCCL's", Summary.of(native / ring).median, "", least=0.8)
+                )
         issued = _issue(cupy, ranks, lambda: world.allreduce_(work, average=False, algorithm="ring", transport="nccl"))
         what = "host time to issue one ring of 1 GiB, two ranks in one process"
         figures.append(Figure(what, issued, "us", most=60, record="both ranks need the interpreter's lock"))

@@ -1,7 +1,7 @@
 """The parts of the GPU check, in their order. Each is a program of its own, so that a hang costs one part.
 
-First the figures and the scenarios over CUDA IPC, which need nothing but a GPU; then what may hang or takes long: NCCL between ranks that
-share a GPU, and compute-sanitizer. Last what needs cores and no GPU.
+First the figures and the scenarios over CUDA IPC, which need nothing but a GPU; then what may hang or takes long: NCCL
+between ranks that share a GPU, and compute-sanitizer. Last what needs cores and no GPU.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _SEVERAL_RANKS = {
     "NCCL_DEBUG": "WARN",
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",
 }
-"""NCCL 2.30 lets ranks share a GPU only when asked; with more thread blocks a rank they starve each other, and with few hardware queues one
-rank's kernel may be behind another's wait."""
+"""NCCL 2.30 lets ranks share a GPU only when asked; with more thread blocks a rank they starve each other, and with few
+hardware queues one rank's kernel may be behind another's wait."""
 _MEMCHECK, _RACECHECK = ("--tool", "memcheck"), ("--tool", "racecheck")
 _SANITIZER = ("compute-sanitizer", "--error-exitcode", "9", "--report-api-errors", "no", "--print-limit", "20")
 _PYTEST = ("pytest", "-q", "-p", "no:cacheprovider", "-rs")
@@ -81,10 +81,20 @@ def parts() -> list[Part]:
         ),
         Part("tests-one", python(_SCENARIOS, "--makers", "cupy,torch"), 45, rehearsal=python(_SCENARIOS, *_CPU)),
         Part("torch-streams", ranks(2, "benchmarks.gpu.streams"), 60),
-        Part("torch-training", ranks(2, "benchmarks.gpu.training"), 60, rehearsal=ranks(2, "benchmarks.gpu.training", *_CPU)),
+        Part(
+            "torch-training",
+            ranks(2, "benchmarks.gpu.training"),
+            60,
+            rehearsal=ranks(2, "benchmarks.gpu.training", *_CPU),
+        ),
         Part("torch-captures", ranks(2, "benchmarks.gpu.captures"), 45),
         Part("tests-auto", ranks(2, _SCENARIOS), 45, rehearsal=ranks(2, _SCENARIOS, *_CPU)),
-        Part("tests-host", ranks(2, _SCENARIOS, "--transport", "host"), 45, rehearsal=ranks(2, _SCENARIOS, *_CPU, "--transport", "host")),
+        Part(
+            "tests-host",
+            ranks(2, _SCENARIOS, "--transport", "host"),
+            45,
+            rehearsal=ranks(2, _SCENARIOS, *_CPU, "--transport", "host"),
+        ),
         Part("tests-threads", python(*_PYTEST, "tests/gpu/test_threads.py"), 60, _SEVERAL_RANKS),
         Part("tests-nccl-2", ranks(2, _SCENARIOS, "--transport", "nccl"), 60, _SEVERAL_RANKS),
         Part("nccl", python("benchmarks.gpu.nccl"), 60, _SEVERAL_RANKS),

@@ -1,4 +1,5 @@
-"""What a GPU check leaves behind: three files, however many parts there are, because some machines hand back only a few.
+"""What a GPU check leaves behind: three files, however many parts there are, because some machines hand back only a
+few.
 
 gpu-check.json    what it ran on, every part, every figure
 gpu-check.txt     the same as tables, for people
@@ -46,9 +47,18 @@ def table(outcomes: Sequence[Outcome]) -> str:
     lines += ["", f"{'part':<18}{'figure':<72}{'value':>12} {'unit':<10}{'bar':<10}met"]
     for each in outcomes:
         for figure in each.result.get("figures", ()):
-            met = f"not judged: {figure['record']}" if figure["record"] else {True: "yes", False: "NO", None: "-"}[figure["met"]]
-            lines.append(f"{each.name:<18}{figure['what']:<72}{figure['value']:>12.2f} {figure['unit']:<10}{figure['bar'] or '-':<10}{met}")
+            met = (
+                f"not judged: {figure['record']}"
+                if figure["record"]
+                else {True: "yes", False: "NO", None: "-"}[figure["met"]]
+            )
+            lines.append(
+                f"{each.name:<18}{figure['what']:<72}{figure['value']:>12.2f} "
+                f"{figure['unit']:<10}{figure['bar'] or '-':<10}{met}"
+            )
     counted = Counter(each.status for each in outcomes)
     missed = sum(figure["met"] is False for each in outcomes for figure in each.result.get("figures", ()))
     said = [f"{number} {status}" for status, number in counted.items()] + [f"{missed} bars missed"]
-    return "\n".join([*lines, "", f"{len(outcomes)} parts in {sum(each.seconds for each in outcomes):.0f} s: {', '.join(said)}"])
+    return "\n".join(
+        [*lines, "", f"{len(outcomes)} parts in {sum(each.seconds for each in outcomes):.0f} s: {', '.join(said)}"]
+    )

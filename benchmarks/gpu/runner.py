@@ -1,10 +1,10 @@
 """Run parts one after another, each bounded, each with processes of its own, none of which outlives its part.
 
-A part is a command in a session of its own. An MPI launcher puts its ranks into further process groups, so that ending the command's
-group would not reach them: every descendant is known by a token in its environment, and looked for in /proc. When a part's time is up,
-its Python processes are aborted first, because then each writes where all its threads were. Then, or when this process is interrupted or
-ended, its group is asked to end (an MPI launcher then tidies up), and whatever remains is killed. Should this process itself be killed, the
-system ends the command in its place.
+A part is a command in a session of its own. An MPI launcher puts its ranks into further process groups, so that ending
+the command's group would not reach them: every descendant is known by a token in its environment, and looked for in
+/proc. When a part's time is up, its Python processes are aborted first, because then each writes where all its threads
+were. Then, or when this process is interrupted or ended, its group is asked to end (an MPI launcher then tidies up),
+and whatever remains is killed. Should this process itself be killed, the system ends the command in its place.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ PASSED, FAILED, TIMED_OUT, SKIPPED, NOT_RUN = "passed", "failed", "timed out", "
 
 _TOKEN = "COLLECTIVES_CHECK_TOKEN"
 _TO_TIDY_UP = 3.0
-"""Seconds between being asked to end and being killed; a part that ended by itself leaves its processes that long, too."""
+"""Seconds between being asked to end and being killed; a part that ended by itself leaves its processes that long,
+too."""
 _TO_DIE = 10.0
 _LEAST = 5.0
 """Seconds of the budget below which no further part is begun."""
@@ -44,7 +45,8 @@ _LAUNCHER = ("collectives.launch ", "launch/rank.py ")
 _PR_SET_PDEATHSIG = 1
 
 _ENVIRONMENT = {"COLLECTIVES_TIMEOUT": "20", "PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"}
-"""Of every part, unless this process's own says otherwise: a rank that waits in vain says so before its part's time is up."""
+"""Of every part, unless this process's own says otherwise: a rank that waits in vain says so before its part's time is
+up."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,8 @@ class Part:
         needs: a program that must be on the PATH.
         cores: that this process must be able to use.
         gpu: whether it needs a GPU.
-        rehearsal: the command in place of ``command`` where there is no GPU; empty: there is nothing that it could do then.
+        rehearsal: the command in place of ``command`` where there is no GPU; empty: there is nothing that it could do
+            then.
         lacks: why it cannot run, where that is known beforehand.
     """
 
@@ -105,7 +108,9 @@ class Outcome:
     @property
     def good(self) -> bool:
         """Nothing was found wrong, and nothing remained unchecked that could have been."""
-        return self.status in (PASSED, SKIPPED) and all(figure["met"] is not False for figure in self.result.get("figures", ()))
+        return self.status in (PASSED, SKIPPED) and all(
+            figure["met"] is not False for figure in self.result.get("figures", ())
+        )
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -217,7 +222,8 @@ def _end(process: subprocess.Popen[bytes] | None, token: str) -> list[str]:
 
 
 def _dump_stacks(process: subprocess.Popen[bytes] | None, token: str) -> None:
-    """Abort what hangs, so that ``faulthandler`` writes all stacks; not the launcher's own processes, which pass them on and tidy up."""
+    """Abort what hangs, so that ``faulthandler`` writes all stacks; not the launcher's own processes, which pass them
+    on and tidy up."""
     for pid in _carriers(token):
         if _is_python(pid) and not any(word in _command(pid, 1 << 12) for word in _LAUNCHER):
             with contextlib.suppress(OSError):
@@ -261,14 +267,16 @@ def _command(pid: int, most: int = 120) -> str:
 
 
 def _end_with_parent() -> None:
-    """In the child: be sent SIGTERM when this process dies, however it dies; and leave no image of the memory behind, which takes long."""
+    """In the child: be sent SIGTERM when this process dies, however it dies; and leave no image of the memory behind,
+    which takes long."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 @contextmanager
 def signals_as_exceptions() -> Iterator[None]:
-    """Being interrupted, ended, or left by the terminal unwinds the stack, once; what ends the parts is then not disturbed again."""
+    """Being interrupted, ended, or left by the terminal unwinds the stack, once; what ends the parts is then not
+    disturbed again."""
     watched = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
     def unwind(number: int, frame: FrameType | None) -> None:

@@ -1,7 +1,9 @@
-"""torch tensors, streams that are late, and memory that is reused: ``collectivesrun -np 2 python -m benchmarks.gpu.streams``.
+"""torch tensors, streams that are late, and memory that is reused: ``collectivesrun -np 2 python -m
+benchmarks.gpu.streams``.
 
-Every run begins on a stream that is held up for a random time before it makes its tensor, so that an all-reduce that did not wait for its
-tensor, or whose result was used too early, would show. Dropped inputs are at once overwritten by new tensors of the same size.
+Every run begins on a stream that is held up for a random time before it makes its tensor, so that an all-reduce that
+did not wait for its tensor, or whose result was used too early, would show. Dropped inputs are at once overwritten by
+new tensors of the same size.
 """
 
 from __future__ import annotations
@@ -43,7 +45,10 @@ def main() -> None:
         ranks.barrier()
         if ranks.rank == 0:
             publish([], runs=_RUNS, stress=_STRESS)
-            print(f"{_RUNS} runs equal to the bit under random delays; {_STRESS} operations under a stress of allocations: all right")
+            print(
+                f"{_RUNS} runs equal to the bit under random delays; {_STRESS} operations under a stress of "
+                f"allocations: all right"
+            )
 
 
 def equal_bits(torch: Any, streams: list[Any], delays: random.Random, rank: int, size: int) -> None:
@@ -75,7 +80,8 @@ def equal_bits(torch: Any, streams: list[Any], delays: random.Random, rank: int,
 
 
 def reused_memory(torch: Any, streams: list[Any], delays: random.Random, rank: int, size: int) -> None:
-    """Inputs are dropped while they are in flight, and their memory is asked for again by tensors of the same size, on other streams."""
+    """Inputs are dropped while they are in flight, and their memory is asked for again by tensors of the same size, on
+    other streams."""
     drawn = random.Random(size)  # the same on every rank: the sizes must be
     flying: list[tuple[Any, float]] = []
     for step in range(_STRESS):
@@ -83,7 +89,12 @@ def reused_memory(torch: Any, streams: list[Any], delays: random.Random, rank: i
         with torch.cuda.stream(delays.choice(streams)):
             torch.cuda._sleep(delays.randrange(_CYCLES // 20))
             tensor = torch.full((count,), float(step + rank), device="cuda")
-            flying.append((collectives.allreduce_async(tensor, average=False, name=f"flying {step}"), size * step + size * (size - 1) / 2))
+            flying.append(
+                (
+                    collectives.allreduce_async(tensor, average=False, name=f"flying {step}"),
+                    size * step + size * (size - 1) / 2,
+                )
+            )
             del tensor
             torch.full((count,), float("nan"), device="cuda")
         if len(flying) > 8 or step == _STRESS - 1:
@@ -93,7 +104,8 @@ def reused_memory(torch: Any, streams: list[Any], delays: random.Random, rank: i
                     result = collectives.synchronize(handle)
                     right = bool((result == wanted).all().item())
                 assert right, (
-                    f"step {step}: expected {wanted} in all {result.numel()} elements, got {result[result != wanted][:3].tolist()}"
+                    f"step {step}: expected {wanted} in all {result.numel()} elements, got "
+                    f"{result[result != wanted][:3].tolist()}"
                 )
 
 

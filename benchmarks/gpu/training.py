@@ -1,7 +1,8 @@
 """The PyTorch adapter on a GPU: ``collectivesrun -np 2 python -m benchmarks.gpu.training``.
 
-Every rank trains a model on its share of each batch, and a plain copy of it on the whole batch; both must end alike. So must a
-`SyncBatchNorm` on shares and a ``BatchNorm`` on the whole, with their gradients. ``--device cpu`` runs the same without a GPU.
+Every rank trains a model on its share of each batch, and a plain copy of it on the whole batch; both must end alike. So
+must a `SyncBatchNorm` on shares and a ``BatchNorm`` on the whole, with their gradients. ``--device cpu`` runs the same
+without a GPU.
 """
 
 from __future__ import annotations
@@ -61,7 +62,9 @@ def trains_alike(device: str, **options: Any) -> None:
         for param in model.parameters():
             param.data.zero_()
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), model.named_parameters(), **options)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), model.named_parameters(), **options
+    )
     reference = torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.9)
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     tolerance = 2e-2 if "compression" in options else 1e-5
@@ -72,7 +75,9 @@ def trains_alike(device: str, **options: Any) -> None:
             net(rows).square().mean().backward()
             tuner.step()
     for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            ours, theirs, rtol=tolerance, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
+        )
     hvd.check_consistency([param.detach().cpu() for param in model.parameters()])
 
 
@@ -128,7 +133,9 @@ def _model() -> Any:
         def __init__(self) -> None:
             super().__init__()
             self.table = torch.nn.Embedding(50, 8, sparse=True)
-            self.layers = torch.nn.Sequential(torch.nn.Linear(8, 600), torch.nn.Tanh(), torch.nn.Linear(600, 600), torch.nn.Linear(600, 1))
+            self.layers = torch.nn.Sequential(
+                torch.nn.Linear(8, 600), torch.nn.Tanh(), torch.nn.Linear(600, 600), torch.nn.Linear(600, 1)
+            )
 
         def forward(self, rows: Any) -> Any:
             return self.layers(self.table(rows))
@@ -140,7 +147,9 @@ CHECKS: dict[str, Callable[[str], None]] = {
     "training": trains_alike,
     "training, gradients as views": lambda device: trains_alike(device, gradient_as_bucket_view=True),
     "training, sparse as dense, in groups": lambda device: trains_alike(device, sparse_as_dense=True, groups=2),
-    "training, bfloat16 on the way": lambda device: trains_alike(device, compression=collectives.Compression.bf16, sparse_as_dense=True),
+    "training, bfloat16 on the way": lambda device: trains_alike(
+        device, compression=collectives.Compression.bf16, sparse_as_dense=True
+    ),
     "gradients of operations": gradients_go_through,
     "batch normalisation": batch_norm_over_all_ranks,
 }

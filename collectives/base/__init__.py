@@ -1,1 +1,2 @@
-"""What every other module may use: errors, settings, messages, element types, what launchers say in the environment. Imports nothing above."""
+"""What every other module may use: errors, settings, messages, element types, what launchers say in the environment.
+Imports nothing above."""

@@ -1,8 +1,8 @@
 """Settings: the environment, read once at ``init()`` into a frozen dataclass.
 
 Names and defaults are documented in the README. A value that cannot be understood is an error that names the variable,
-because a setting that is silently ignored is worse than none. Where Horovod has the same setting, its variable is read too; ours
-wins where both are set.
+because a setting that is silently ignored is worse than none. Where Horovod has the same setting, its variable is read
+too; ours wins where both are set.
 """
 
 from __future__ import annotations
@@ -168,8 +168,8 @@ def _setting(
         default: its value if no variable says otherwise.
         parse: reads the text; its docstring says what is expected.
         alias: Horovod's name for the same, with the same meaning of the text.
-        others: Horovod's variables that mean something else by their text, with what reads it; None from that: it says nothing.
-            They come before ``alias``.
+        others: Horovod's variables that mean something else by their text, with what reads it; None from that: it says
+            nothing. They come before ``alias``.
         alike: whether all ranks must have the same.
         of_rank_0: whether rank 0's holds for all ranks, whatever theirs is.
     """
@@ -193,7 +193,8 @@ class Config:
     local_size: int = _setting("COLLECTIVES_LOCAL_SIZE", 0, _count)
     """Pretend that each host holds this many consecutive ranks; 0: ask the system."""
     allow_single: bool = _setting("COLLECTIVES_ALLOW_SINGLE", False, parse_bool, alike=False)
-    """Whether a process that a launcher started as one of several, and that finds no other, makes a world of its own."""
+    """Whether a process that a launcher started as one of several, and that finds no other, makes a world of its
+    own."""
     gradients: str = _setting("COLLECTIVES_GRADIENTS", "exact", _choice(*GRADIENTS))
     """The gradients of PyTorch's and TensorFlow's collectives: the exact adjoints, or what Horovod takes for them."""
     result_pool: int = _setting("COLLECTIVES_RESULT_POOL", 256 << 20, _size, alike=False)
@@ -222,7 +223,9 @@ class Config:
         alike=False,
     )
     """After how long such an operation ends the job; 0: never."""
-    timeline: str = _setting("COLLECTIVES_TIMELINE", "", _path, others={"HOROVOD_TIMELINE": _horovod_timeline}, of_rank_0=True)
+    timeline: str = _setting(
+        "COLLECTIVES_TIMELINE", "", _path, others={"HOROVOD_TIMELINE": _horovod_timeline}, of_rank_0=True
+    )
     """The file in which a timeline is recorded from ``init()`` on; empty: none."""
     timeline_mark_cycles: bool = _setting(
         "COLLECTIVES_TIMELINE_MARK_CYCLES", False, parse_bool, alias="HOROVOD_TIMELINE_MARK_CYCLES", of_rank_0=True
@@ -234,7 +237,9 @@ class Config:
     """The file in which what was tried is recorded; empty: none."""
     autotune_warmup: int = _setting("COLLECTIVES_AUTOTUNE_WARMUP", 3, _count, alias="HOROVOD_AUTOTUNE_WARMUP_SAMPLES")
     """Samples that are discarded at first."""
-    autotune_steps: int = _setting("COLLECTIVES_AUTOTUNE_STEPS", 10, _positive, alias="HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE")
+    autotune_steps: int = _setting(
+        "COLLECTIVES_AUTOTUNE_STEPS", 10, _positive, alias="HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE"
+    )
     """Steps (batches) that make one sample."""
     autotune_samples: int = _setting(
         "COLLECTIVES_AUTOTUNE_SAMPLES", 20, _positive, alias="HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES", alike=False
@@ -249,9 +254,11 @@ class Config:
     device_transport: str = _setting("COLLECTIVES_DEVICE_TRANSPORT", "auto", _choice("auto", *DEVICE_TRANSPORTS))
     """How tensors on GPUs travel; ``auto`` lets the planner choose."""
     host_until: int = _setting("COLLECTIVES_DEVICE_HOST_UNTIL", -1, _size_or_measured)
-    """Bytes up to which an all-reduce of a GPU tensor goes through host memory; -1: measured when the GPUs are first used."""
+    """Bytes up to which an all-reduce of a GPU tensor goes through host memory; -1: measured when the GPUs are first
+    used."""
     cuda_graphs: bool = _setting("COLLECTIVES_CUDA_GRAPHS", False, parse_bool)
-    """Whether NCCL operations that come again with the same tensors are replayed as CUDA graphs, where each rank has a GPU of its own."""
+    """Whether NCCL operations that come again with the same tensors are replayed as CUDA graphs, where each rank has a
+    GPU of its own."""
     log_level: str = _setting("COLLECTIVES_LOG_LEVEL", "warning", _level, alias="HOROVOD_LOG_LEVEL", alike=False)
     """The least severe of the package's messages that are let through (``logging.getLogger("collectives")``)."""
 
@@ -265,7 +272,8 @@ class Config:
         """Read the settings; unset or empty variables keep their defaults.
 
         Raises:
-            InvalidArgumentError: a variable's text cannot be understood; names the variable, the text, and what is expected.
+            InvalidArgumentError: a variable's text cannot be understood; names the variable, the text, and what is
+                expected.
         """
         return cls(**given(os.environ if environment is None else environment))
 
@@ -295,10 +303,16 @@ def given(environment: Mapping[str, str]) -> dict[str, Any]:
 def unknown(environment: Mapping[str, str]) -> list[str]:
     """Sentences about variables that look like settings and are none, with the setting that is spelt most alike."""
     known = [attribute.metadata["variable"] for attribute in Config.__dataclass_fields__.values()]
-    strange = [name for name in environment if name.startswith(_PREFIX) and name not in known and not name.startswith(_INTERNAL)]
+    strange = [
+        name
+        for name in environment
+        if name.startswith(_PREFIX) and name not in known and not name.startswith(_INTERNAL)
+    ]
     said = []
     for name in sorted(strange):
         # The prefix, which all share, would make any two names alike.
-        alike = difflib.get_close_matches(name.removeprefix(_PREFIX), [word.removeprefix(_PREFIX) for word in known], n=1)
+        alike = difflib.get_close_matches(
+            name.removeprefix(_PREFIX), [word.removeprefix(_PREFIX) for word in known], n=1
+        )
         said.append(f"{name} is no setting" + (f"; did you mean {_PREFIX}{alike[0]}?" if alike else " of collectives"))
     return said

@@ -1,7 +1,7 @@
 """Which element types collectives reduces and moves, what they are called, and what they are accumulated in.
 
-bfloat16 is ``ml_dtypes.bfloat16``. An array of it cannot exist before its program has imported ml_dtypes, so that nothing
-here imports it: only the *name* "bfloat16" (a benchmark's flag, say) does.
+bfloat16 is ``ml_dtypes.bfloat16``. An array of it cannot exist before its program has imported ml_dtypes, so that
+nothing here imports it: only the *name* "bfloat16" (a benchmark's flag, say) does.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ NAMES = (
 """Every supported dtype by name, in the order in which messages list them."""
 
 SUPPORTED: dict[np.dtype[Any], str] = {np.dtype(name): name for name in NAMES if name != "bfloat16"}
-"""Native dtypes to names; bfloat16 joins at its first use. A byte-swapped dtype is not in it: a lookup tells both at once."""
+"""Native dtypes to names; bfloat16 joins at its first use. A byte-swapped dtype is not in it: a lookup tells both at
+once."""
 
 _FLOAT16 = np.dtype(np.float16)
 
@@ -34,7 +35,8 @@ def resolve(dtype: Any, *, argument: str = "dtype") -> np.dtype[Any]:
         argument: what a message calls it.
 
     Raises:
-        InvalidTypeError: not a dtype, or one that cannot be reduced or moved (objects, strings, dates, structures, longdouble).
+        InvalidTypeError: not a dtype, or one that cannot be reduced or moved (objects, strings, dates, structures,
+            longdouble).
         MissingDependencyError: the name "bfloat16" was given and ml_dtypes is not installed.
     """
     if isinstance(dtype, np.dtype):

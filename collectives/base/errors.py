@@ -1,8 +1,8 @@
 """The exception tree: every error that collectives raises, in one place.
 
-An argument that can never be right is a ``ValueError`` or a ``TypeError`` and is raised before anything leaves the rank.
-What only the ranks together can find out (a mismatch, a failed or missing rank) is a ``RuntimeError`` and is raised on
-every rank. Each message names the rank, the tensor, what was expected, what came, and what to do about it.
+An argument that can never be right is a ``ValueError`` or a ``TypeError`` and is raised before anything leaves the
+rank. What only the ranks together can find out (a mismatch, a failed or missing rank) is a ``RuntimeError`` and is
+raised on every rank. Each message names the rank, the tensor, what was expected, what came, and what to do about it.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def in_words(rank: int, error: BaseException) -> str:
 class CollectivesError(Exception):
     """Base of every error raised by collectives."""
 
-    # The bases' own would do. But TensorFlow's AutoGraph raises an error of the same type again, with a text that tells where, only if this
-    # is what makes it. mypy would take instances for anything.
+    # The bases' own would do. But TensorFlow's AutoGraph raises an error of the same type again, with a text that tells
+    # where, only if this is what makes it. mypy would take instances for anything.
     if not TYPE_CHECKING:
         __init__ = Exception.__init__
 
@@ -54,11 +54,13 @@ class OperationError(CollectivesError, RuntimeError):
 
 
 class InvalidSplitsError(InvalidTypeError, InvalidArgumentError):
-    """The splits of an alltoall are no integers. Also a ``ValueError``, which Horovod raises here and its users catch."""
+    """The splits of an alltoall are no integers. Also a ``ValueError``, which Horovod raises here and its users
+    catch."""
 
 
 class UnsupportedError(InvalidArgumentError, OperationError):
-    """A collective has no such form, as Adasum of a reduce-scatter. Also what Horovod's users catch here: `OperationError`."""
+    """A collective has no such form, as Adasum of a reduce-scatter. Also what Horovod's users catch here:
+    `OperationError`."""
 
 
 class MismatchError(OperationError):

@@ -1,7 +1,8 @@
 """Which launcher started this process, and whether as one of several: what the environment says.
 
-A process that was started as one of several and finds no other would train by itself: weights diverge, and nothing that the process
-can compare shows it. So a world of one rank is made only where no launcher says "several", or the user says that it is meant.
+A process that was started as one of several and finds no other would train by itself: weights diverge, and nothing that
+the process can compare shows it. So a world of one rank is made only where no launcher says "several", or the user says
+that it is meant.
 """
 
 from __future__ import annotations
@@ -72,7 +73,8 @@ _JOBS: _Family = {
     "Flux": (_Row("FLUX_JOB_SIZE", _size),),
 }
 _MPI: _Family = {**_MPIRUN, **_JOBS}
-"""Launchers whose processes MPI may join, the innermost first: an ``mpirun`` within a job of Slurm's knows better what it started."""
+"""Launchers whose processes MPI may join, the innermost first: an ``mpirun`` within a job of Slurm's knows better what
+it started."""
 
 _PMIX: _Family = {"a launcher with PMIx (prterun, srun)": (_Row("PMIX_RANK", _rank),)}
 _TORCH: _Family = {
@@ -105,7 +107,8 @@ def several(environment: Mapping[str, str]) -> Sign | None:
 
 
 def mpi_may_join(environment: Mapping[str, str]) -> bool:
-    """Whether MPI has to be asked for the number of ranks, because a launcher that it knows may have started more than one."""
+    """Whether MPI has to be asked for the number of ranks, because a launcher that it knows may have started more than
+    one."""
     mpirun = _first(environment, _MPIRUN)
     if mpirun is not None:
         return mpirun.processes > 1

@@ -1,8 +1,8 @@
 """The package's messages: ``logging.getLogger("collectives")``, at the level that the settings ask for.
 
-Every record says where it comes from: ``record.place`` is "rank 3 on host1", or "process 4711 on host1" before `init`; ``record.rank`` is
-None then. A library leaves it to the program where messages go, so nothing is set up on the root logger. Where the program sets nothing
-up either, the handler here shows them on stderr.
+Every record says where it comes from: ``record.place`` is "rank 3 on host1", or "process 4711 on host1" before `init`;
+``record.rank`` is None then. A library leaves it to the program where messages go, so nothing is set up on the root
+logger. Where the program sets nothing up either, the handler here shows them on stderr.
 """
 
 from __future__ import annotations
@@ -71,5 +71,6 @@ def place(rank: int | None) -> None:
 
 
 def warn_on_first_rank(message: str, *arguments: object) -> None:
-    """A warning that is the same on every rank: from the first one, or from a process that has no rank. Information from the others."""
+    """A warning that is the same on every rank: from the first one, or from a process that has no rank. Information
+    from the others."""
     logger.log(logging.INFO if _place.rank else logging.WARNING, message, *arguments)

@@ -33,8 +33,11 @@ def check(op: Op, dtype: np.dtype[Any]) -> None:
         InvalidTypeError: Adasum, which is not element by element; Min or Max of complex numbers, which have no order.
     """
     if op is Op.ADASUM:
-        raise InvalidTypeError("op=Adasum combines whole tensors and not elements: allreduce has it, other collectives do not")
+        raise InvalidTypeError(
+            "op=Adasum combines whole tensors and not elements: allreduce has it, other collectives do not"
+        )
     if dtypes.is_complex(dtype) and op in (Op.MIN, Op.MAX):
         raise InvalidTypeError(
-            f"op={op!r} is not defined for dtype {dtypes.name(dtype)}, because complex numbers have no order; reduce .real and .imag"
+            f"op={op!r} is not defined for dtype {dtypes.name(dtype)}, because complex numbers have no order; reduce "
+            f".real and .imag"
         )

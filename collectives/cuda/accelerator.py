@@ -1,7 +1,8 @@
 """All that a world has for device tensors: the GPU, streams, kernels, and the ways to its peers.
 
-It is made when the first device tensor comes, and connected when all ranks carry out the first operation on one: then they show each other
-their GPUs, try to reach each other's memory, and agree on what works. NCCL is connected when an operation first needs it.
+It is made when the first device tensor comes, and connected when all ranks carry out the first operation on one: then
+they show each other their GPUs, try to reach each other's memory, and agree on what works. NCCL is connected when an
+operation first needs it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,14 @@ import numpy as np
 
 from collectives.base import dtypes
 from collectives.base.config import Config
-from collectives.base.errors import CollectivesError, CollectiveTimeoutError, InvalidArgumentError, TransportError, bare, of_rank
+from collectives.base.errors import (
+    CollectivesError,
+    CollectiveTimeoutError,
+    InvalidArgumentError,
+    TransportError,
+    bare,
+    of_rank,
+)
 from collectives.base.logging import logger
 from collectives.base.reduce_op import Op
 from collectives.cuda.builder import DevicePlans
@@ -43,11 +51,13 @@ _SPINS = 200
 _NAP = 20e-6
 _LOOK_EVERY = 0.1
 _CONNECT_WITHIN = 120.0
-"""Seconds for NCCL to connect ranks that are all there: one that cannot is found out before users give up, and done without."""
+"""Seconds for NCCL to connect ranks that are all there: one that cannot is found out before users give up, and done
+without."""
 
 
 _unsettled: list[Any] = []
-"""Page-locked memory of worlds whose GPU work has not been seen to end, with what uses it: nobody else may have it until then."""
+"""Page-locked memory of worlds whose GPU work has not been seen to end, with what uses it: nobody else may have it
+until then."""
 
 
 class ConnectError(TransportError):
@@ -79,7 +89,9 @@ class Accelerator:
         calibrated: whether they have found out what is quickest for tiny tensors.
     """
 
-    def __init__(self, context: Context, config: Config, local_rank: int, turn: Turn, on_failure: Callable[[Exception], None]) -> None:
+    def __init__(
+        self, context: Context, config: Config, local_rank: int, turn: Turn, on_failure: Callable[[Exception], None]
+    ) -> None:
         self.context = context
         self.config = config
         self.connected = self.calibrated = False
@@ -103,11 +115,13 @@ class Accelerator:
 
     @property
     def device(self) -> Device:
-        """That this rank uses: that of the first device tensor, or, where a rank has none, the one that is its by number."""
+        """That this rank uses: that of the first device tensor, or, where a rank has none, the one that is its by
+        number."""
         assert self._device is not None
         return self._device
 
-    # ---- the device ----------------------------------------------------------------------------------------------------------------
+    # ---- the device
+    # ----------------------------------------------------------------------------------------------------------------
 
     def use(self, device: Device | None) -> Device:
         """Use this device from now on; None: whichever is this rank's.
@@ -121,8 +135,10 @@ class Accelerator:
                 self._make(device or selection.provider().device(selection.choose(self._local_rank, override)))
             elif device is not None and device is not self._device:
                 raise InvalidArgumentError(
-                    f"tensor: expected device {self.device.index}, on which this rank's first tensor was, got device {device.index}: "
-                    f"a rank uses one GPU; give it one with CUDA_VISIBLE_DEVICES, torch.cuda.set_device or cupy.cuda.Device"
+                    f"tensor: expected device {self.device.index}, on which this rank's first tensor was, got device "
+                    f"{device.index}: "
+                    f"a rank uses one GPU; give it one with CUDA_VISIBLE_DEVICES, torch.cuda.set_device or "
+                    f"cupy.cuda.Device"
                 )
             return self.device
 
@@ -139,7 +155,9 @@ class Accelerator:
             self.executor = DeviceExecutor(device, context.rank, context.executor.state, board, self._row)
             self.carrier = Carrier(context.rank, context.size, context.control, device, self.executor, self.memory)
             self.plans = DevicePlans(context.planner.placement, self.kernels)
-            self.planner = DevicePlanner(context.planner.placement, DeviceFacts("not connected yet", "not connected yet"))
+            self.planner = DevicePlanner(
+                context.planner.placement, DeviceFacts("not connected yet", "not connected yet")
+            )
             check, abandon = partial(context.control.check, deep=True), self.executor.abandon_graphs
             self._watch = Watch(device, self._communicators, check, self._on_failure, abandon)
             _unsettled.append(self._staging)
@@ -149,7 +167,8 @@ class Accelerator:
         """This rank's device is the calling thread's current one."""
         return active(self.device)
 
-    # ---- between the caller's stream and ours ----------------------------------------------------------------------------------------
+    # ---- between the caller's stream and ours
+    # ----------------------------------------------------------------------------------------
 
     def mark(self, stream: int) -> Completion:
         """All that the caller's stream has been given so far."""
@@ -182,7 +201,8 @@ class Accelerator:
                 control.check(deep=True)
                 if now > deadline:
                     raise CollectiveTimeoutError(
-                        f"rank {self.context.rank}: waited {self.config.timeout:g} s for the GPU, whose work waits for another rank; "
+                        f"rank {self.context.rank}: waited {self.config.timeout:g} s for the GPU, whose work waits "
+                        f"for another rank; "
                         f"see what that is doing, or raise COLLECTIVES_TIMEOUT"
                     )
 
@@ -216,15 +236,16 @@ class Accelerator:
         return found[:nbytes].view(dtype)
 
     def adopt(self, packing: Packing, user: Any) -> Packing:
-        """Give the tables back when their user is no more and the GPU is done with everything, by `tidy`; or else at the end."""
+        """Give the tables back when their user is no more and the GPU is done with everything, by `tidy`; or else at
+        the end."""
         self._packings.add(packing)
         # Not at exit: the driver may be gone by then, and takes everything back anyway.
         weakref.finalize(user, self._retired.append, packing).atexit = False
         return packing
 
     def tidy(self) -> None:
-        """Give back what was retired, if the GPU is done. Called before the ranks meet for an operation: to free makes the driver wait for
-        the whole device, and no kernel there may be one that waits for this rank."""
+        """Give back what was retired, if the GPU is done. Called before the ranks meet for an operation: to free makes
+        the driver wait for the whole device, and no kernel there may be one that waits for this rank."""
         if self._retired and (self._last is None or self._last.passed()):
             while self._retired:
                 packing = self._retired.pop()
@@ -238,23 +259,28 @@ class Accelerator:
         return self.context.entries.reducing("allreduce", shape, None, plain, None, 1.0, 1.0, None, None)
 
     def take_turn(self) -> None:
-        """No other world of these ranks has NCCL work under way from now on, until this one's is done: see `collectives.transport.issue_order`."""
+        """No other world of these ranks has NCCL work under way from now on, until this one's is done: see
+        `collectives.transport.issue_order`."""
         if not self._turn.needed:
             return
         for rank in range(self.context.size):
             if rank == self.context.rank:
                 self._issuing = True  # before it is taken: the next one who wants it may ask at any moment
-                self._turn.take(self, self.context.rank, self.config.timeout, lambda: self.context.control.check(deep=True))
+                self._turn.take(
+                    self, self.context.rank, self.config.timeout, lambda: self.context.control.check(deep=True)
+                )
             self.context.meet(_TURN)
 
     def busy(self) -> bool:
         """See `turn.Holder`."""
         return self._issuing or (self._last is not None and not self._last.passed())
 
-    # ---- connecting --------------------------------------------------------------------------------------------------------------------
+    # ---- connecting
+    # ------------------------------------------------------------------------------------------------------------------
 
     def connect(self) -> None:
-        """Meet the other ranks with their devices; all ranks are in the same operation. Does nothing the second time."""
+        """Meet the other ranks with their devices; all ranks are in the same operation. Does nothing the second
+        time."""
         if self.connected:
             return
         context, device = self.context, self.device
@@ -275,7 +301,10 @@ class Accelerator:
         if not no_ipc:
             try:
                 if memory is not None:
-                    memory.connect({peer: card for peer in group.local if (card := every[peer].card) is not None}, self.executor.main)
+                    memory.connect(
+                        {peer: card for peer in group.local if (card := every[peer].card) is not None},
+                        self.executor.main,
+                    )
             except CollectivesError as error:
                 no_ipc = str(error)
             no_ipc = next(filter(None, exchange(no_ipc)), "")
@@ -295,7 +324,11 @@ class Accelerator:
                 memory.close()
         else:
             self.executor.memory = memory
-        if not no_nccl and self.config.device_transport in ("auto", "nccl") and (not shares or no_ipc or len(group.hosts) > 1):
+        if (
+            not no_nccl
+            and self.config.device_transport in ("auto", "nccl")
+            and (not shares or no_ipc or len(group.hosts) > 1)
+        ):
             # The planner is going to choose it: better to find out now whether it works, while there is another way.
             try:
                 self.communicator()
@@ -306,7 +339,8 @@ class Accelerator:
         if group.messages is not None and len(group.hosts) > 1:
             self._staged = StagedMessages(device, group.messages, self.wait)
             self._staging.append(self._staged)
-        # Ranks that share a GPU take turns; what a graph holds back from the scheduler could make one wait for another for ever.
+        # Ranks that share a GPU take turns; what a graph holds back from the scheduler could make one wait for another
+        # for ever.
         self.executor.graphs = self.config.cuda_graphs and not shares
         self._say(facts, every)
         self.connected = True
@@ -320,7 +354,9 @@ class Accelerator:
         logger.info("GPU tensors: %d ranks on %d GPUs; %s", len(every), len({one.identity for one in every}), how)
         if facts.shares_gpus:
             gpus = len({one.identity for one in every})
-            logger.warning("%d ranks share %d GPU%s: they take turns on it, by CUDA IPC", len(every), gpus, "s" * (gpus > 1))
+            logger.warning(
+                "%d ranks share %d GPU%s: they take turns on it, by CUDA IPC", len(every), gpus, "s" * (gpus > 1)
+            )
         if facts.ipc and len(self.context.group.local) > 1:
             detour = "through NCCL" if not facts.nccl else "through host memory, which is slower"
             logger.warning("CUDA IPC cannot be used (%s): GPU tensors go %s", facts.ipc, detour)
@@ -338,7 +374,12 @@ class Accelerator:
             return self._communicator
         if self._refusal is not None:
             raise self._refusal
-        library, rank, size, timeout = nccl.library(), self.context.rank, self.context.size, min(_CONNECT_WITHIN, self.config.timeout)
+        library, rank, size, timeout = (
+            nccl.library(),
+            self.context.rank,
+            self.context.size,
+            min(_CONNECT_WITHIN, self.config.timeout),
+        )
         connect = partial(library.connect, sharers=self._sharers)
         made: list[Communicator] = []
         # Allocated before any rank's kernel can wait for this rank: see `carrier.Memory`.
@@ -358,7 +399,8 @@ class Accelerator:
         return made[0]
 
     def _together(self, step: Callable[[], Any]) -> Any:
-        """Take a step towards NCCL that may fail on one rank alone: then it fails on all, at once, and for the same reason."""
+        """Take a step towards NCCL that may fail on one rank alone: then it fails on all, at once, and for the same
+        reason."""
         result, problem = None, ""
         try:
             result = step()
@@ -366,7 +408,9 @@ class Accelerator:
             problem = str(error)
         problem = next(filter(None, self.context.control.exchange(problem)), "")
         if problem:
-            raise ConnectError(f"rank {self.context.rank}: NCCL cannot connect these ranks: {bare(self.context.rank, problem)}")
+            raise ConnectError(
+                f"rank {self.context.rank}: NCCL cannot connect these ranks: {bare(self.context.rank, problem)}"
+            )
         return result
 
     def use_messages(self, transport: str) -> None:
@@ -379,7 +423,8 @@ class Accelerator:
         return self._watch.failure
 
     def release(self) -> int:
-        """Give back the tensors of operations that are done, and the peers' memory; the bytes of the latter that are mapped no more."""
+        """Give back the tensors of operations that are done, and the peers' memory; the bytes of the latter that are
+        mapped no more."""
         if self._device is None:
             return 0
         with self.active():

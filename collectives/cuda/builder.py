@@ -30,7 +30,9 @@ class DevicePlans:
         self._kernels = kernels
         self._rank, self._size = placement.rank, placement.size
 
-    def allreduce(self, count: int, dtype: np.dtype[Any], op: Op, choice: DeviceChoice, finish: Scaling | None) -> DevicePlan:
+    def allreduce(
+        self, count: int, dtype: np.dtype[Any], op: Op, choice: DeviceChoice, finish: Scaling | None
+    ) -> DevicePlan:
         """``count`` elements, at the same places in input and output."""
         chunks = schedules("allreduce", choice.algorithm, self._placement)(self._rank).chunks
         return self._compile("allreduce", layouts.whole((count,), dtype, chunks), dtype, choice, op, finish)
@@ -71,7 +73,13 @@ class DevicePlans:
         segments = -(-largest // block)
         between = self._between(choice)
         program = compile_program(
-            schedules(collective, choice.algorithm, self._placement, root), self._rank, layout, block, between, False, False
+            schedules(collective, choice.algorithm, self._placement, root),
+            self._rank,
+            layout,
+            block,
+            between,
+            False,
+            False,
         )
 
         def combine(shapes: Sequence[tuple[int, int, int]], scaled: bool) -> Combination:

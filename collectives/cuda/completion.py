@@ -1,7 +1,8 @@
 """When the GPU has done what was issued, and who must wait for it.
 
-An operation on device tensors is complete, for the engine, when its work has been given to the world's stream. What follows on the
-caller's stream is put behind it there, when the caller asks for the result; what the work reads and writes is kept until it is done.
+An operation on device tensors is complete, for the engine, when its work has been given to the world's stream. What
+follows on the caller's stream is put behind it there, when the caller asks for the result; what the work reads and
+writes is kept until it is done.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ class Events:
         """By event; all that there are."""
 
     def lend(self, completion: Completion) -> int:
-        """An event for as long as the completion exists. Whoever was made to wait for it waits for what it stood for then."""
+        """An event for as long as the completion exists. Whoever was made to wait for it waits for what it stood for
+        then."""
         try:
             event = self._idle.pop().event
         except IndexError:
@@ -117,14 +119,17 @@ class Fence:
             with active(self.view.device):
                 stream = self.view.current_stream()
                 if (completion, stream) not in ordered:
-                    free_of_capture(self.view.device, stream, self.whose, "synchronize before the capture begins, or after it")
+                    free_of_capture(
+                        self.view.device, stream, self.whose, "synchronize before the capture begins, or after it"
+                    )
                     completion.before(stream)
                     ordered.add((completion, stream))
         with self._lock:
             if self._finish is not None:
                 self._result, self._finish = self._finish(), None
                 if completion is not None and self.view.copied:
-                    # What was just copied into the caller's tensor, others who fetch it on other streams must come after as well.
+                    # What was just copied into the caller's tensor, others who fetch it on other streams must come
+                    # after as well.
                     with active(self.view.device):
                         self.completion = Completion(completion.events, stream)
             return self._result

@@ -3,10 +3,10 @@
     this rank's stream      ... wait for the peers' event 0 | launches of stage 0 | record event 1 | wait for a peer's event 1 | ...
     this rank's thread      ... all ranks are here          |                     | progress + 1   | a peer's progress reached  | ...
 
-The thread only ever waits for the peers' threads. Whether the GPUs have done what the threads have issued is the streams' business, who
-wait for the peers' events (`transport.cuda_ipc`). There are two rows of events that alternate from one run to the next: while one row is
-recorded anew, a slow peer may still be about to wait for the other, but never for the one before it, because all ranks meet between
-two runs.
+The thread only ever waits for the peers' threads. Whether the GPUs have done what the threads have issued is the
+streams' business, who wait for the peers' events (`transport.cuda_ipc`). There are two rows of events that alternate
+from one run to the next: while one row is recorded anew, a slow peer may still be about to wait for the other, but
+never for the one before it, because all ranks meet between two runs.
 
 Where nothing but messages is used, the reductions of one segment run on a second stream while the next segment travels.
 """
@@ -33,7 +33,14 @@ _ABANDON_WITHIN = 5.0
 class DeviceMessages(Protocol):
     """Messages between device memories; both sides name the same number of elements."""
 
-    def exchange(self, receives: Sequence[Letter], sends: Sequence[Letter], table: Array, dtype: np.dtype[np.generic], stream: int) -> None:
+    def exchange(
+        self,
+        receives: Sequence[Letter],
+        sends: Sequence[Letter],
+        table: Array,
+        dtype: np.dtype[np.generic],
+        stream: int,
+    ) -> None:
         """Receive and send all of these at once; ordered on the stream like any other work."""
 
 
@@ -88,8 +95,8 @@ class DeviceExecutor:
             self._device.record(self.memory.events[self._rank][self._row], self.main)
 
     def standing(self, plan: DevicePlan, table: Array) -> int:
-        """How this rank stands with a plan at these addresses, for the ranks to compare: 0, it has not come yet; 1, it has; more: the
-        number of the graph into which all ranks have captured it."""
+        """How this rank stands with a plan at these addresses, for the ranks to compare: 0, it has not come yet; 1, it
+        has; more: the number of the graph into which all ranks have captured it."""
         seen = self._seen.get((id(plan), table.tobytes()))
         return 0 if seen is None else seen.standing
 
@@ -122,7 +129,9 @@ class DeviceExecutor:
     def _run_over_memory(self, plan: DevicePlan, table: Array, dtype: np.dtype[np.generic]) -> None:
         device, memory, board, main, row = self._device, self.memory, self._board, self.main, self._row
         if memory is None or board is None or len(plan.stages) >= self._events:
-            raise TransportError(f"rank {self._rank}: a plan over device memory has come where there is none: {plan.description}")
+            raise TransportError(
+                f"rank {self._rank}: a plan over device memory has come where there is none: {plan.description}"
+            )
         events, own, base = memory.events, memory.events[self._rank], self._state.base
         for peer in plan.partners:
             device.wait(main, events[peer][row])
@@ -178,15 +187,19 @@ class DeviceExecutor:
         if last > waited:
             device.wait(main, self._reduced[last])
 
-    def _exchange(self, receives: Sequence[Letter], sends: Sequence[Letter], table: Array, dtype: np.dtype[np.generic]) -> None:
+    def _exchange(
+        self, receives: Sequence[Letter], sends: Sequence[Letter], table: Array, dtype: np.dtype[np.generic]
+    ) -> None:
         if self.messages is None:
             raise TransportError(f"rank {self._rank}: a device plan with messages has come where there are none")
         self.messages.exchange(receives, sends, table, dtype, self.main)
 
     def _replay(self, plan: DevicePlan, table: Array, dtype: np.dtype[np.generic], standings: Sequence[int]) -> None:
-        """What all ranks have issued before with the addresses that they have now is captured, and replayed from then on.
+        """What all ranks have issued before with the addresses that they have now is captured, and replayed from then
+        on.
 
-        NCCL wants all ranks to capture an operation, and to replay the graphs of one and the same capture, or none to do so.
+        NCCL wants all ranks to capture an operation, and to replay the graphs of one and the same capture, or none to
+        do so.
         """
         if self._abandoned:
             raise TransportError(f"rank {self._rank}: the work of this world has been aborted")
@@ -235,7 +248,8 @@ class DeviceExecutor:
             self._forget_graphs()
 
     def abandon_graphs(self) -> None:
-        """Destroy all graphs although they may be at work, and make no more: the communicator is being aborted, which waits for that."""
+        """Destroy all graphs although they may be at work, and make no more: the communicator is being aborted, which
+        waits for that."""
         self._abandoned = True
         if self._replaying.acquire(timeout=_ABANDON_WITHIN):  # a call that hangs in there is ended by the abort
             try:

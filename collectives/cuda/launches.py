@@ -1,12 +1,12 @@
 """From a program to kernel launches: the actions of a round become the jobs of as few launches as possible.
 
-A job reads some blocks, combines them, and writes the result to some places: the rank's own memory, or a peer's that is mapped here. So
-a reduction from all peers is one job, whose sources are read once and whose result is written once; and where the next round only
-pushes that result to the peers, they are further targets of the same job. The direct all-reduce is then one launch, and moves what it
-must: every byte is read once and written once.
+A job reads some blocks, combines them, and writes the result to some places: the rank's own memory, or a peer's that is
+mapped here. So a reduction from all peers is one job, whose sources are read once and whose result is written once; and
+where the next round only pushes that result to the peers, they are further targets of the same job. The direct
+all-reduce is then one launch, and moves what it must: every byte is read once and written once.
 
-Everything that the steady state needs is counted out here. What changes from call to call is one table of addresses: each rank's input,
-output and window, and the scratch memory that messages are received into.
+Everything that the steady state needs is counted out here. What changes from call to call is one table of addresses:
+each rank's input, output and window, and the scratch memory that messages are received into.
 """
 
 from __future__ import annotations
@@ -163,8 +163,9 @@ class Binder:
         """All stages.
 
         Args:
-            pipelined: a stage is one round of one segment, and segments take turns, so that one is reduced while another
-                travels; otherwise rounds of different segments travel together, each one round behind the one before.
+            pipelined: a stage is one round of one segment, and segments take turns, so that one is reduced while
+                another travels; otherwise rounds of different segments travel together, each one round behind the one
+                before.
         """
         rounds, touched = self._merged() if self.merges else (self.program.rounds, dict(self.program.touched_by))
         stages: list[Stage] = []
@@ -179,7 +180,11 @@ class Binder:
                 together = [(rounds[k], group - k) for k in range(len(rounds)) if 0 <= group - k < self.segments]
                 stages.append(self._stage(together))
         itemsize, partners = self.dtype.itemsize, self._partners(rounds, touched)
-        leave = dict.fromkeys(partners, len(stages)) if self.program.uses_window else {peer: last + 1 for peer, last in touched.items()}
+        leave = (
+            dict.fromkeys(partners, len(stages))
+            if self.program.uses_window
+            else {peer: last + 1 for peer, last in touched.items()}
+        )
         return DevicePlan(
             stages=stages,
             pipelined=pipelined,
@@ -194,11 +199,14 @@ class Binder:
         )
 
     def _partners(self, rounds: Sequence[RoundProgram], touched: dict[int, int]) -> tuple[int, ...]:
-        acting = (a for r in rounds for a in (*r.pushes, *r.rest) if a.medium is not Medium.MESSAGE and a.peer != self.rank)
+        acting = (
+            a for r in rounds for a in (*r.pushes, *r.rest) if a.medium is not Medium.MESSAGE and a.peer != self.rank
+        )
         return tuple(sorted({a.peer for a in acting} | set(touched)))
 
     def _merged(self) -> tuple[Sequence[RoundProgram], dict[int, int]]:
-        """The direct all-reduce as one round: what is reduced is pushed at once, because nobody else reads what is overwritten.
+        """The direct all-reduce as one round: what is reduced is pushed at once, because nobody else reads what is
+        overwritten.
 
         A job has `WAYS` targets; with more ranks the pushes remain a round of their own.
         """
@@ -217,7 +225,9 @@ class Binder:
             for action in program.receives:
                 count = self._count(action, segment)
                 if action.detour:
-                    raise ValueError(f"a block of {action} arrives where its old value is still on its way out: not on devices")
+                    raise ValueError(
+                        f"a block of {action} arrives where its old value is still on its way out: not on devices"
+                    )
                 if action.verb is Verb.REDUCE:
                     number = segment * self.program.messages + len(letters)
                     letters[id(action)] = where = (self.size * SPACES, number * self.block * self.dtype.itemsize)
@@ -229,7 +239,9 @@ class Binder:
             for action in program.sends:
                 assert action.source is not None
                 if self._count(action, segment) > 0:
-                    stage.sends.append(Letter(action.peer, self._own(action.source, segment), self._count(action, segment)))
+                    stage.sends.append(
+                        Letter(action.peer, self._own(action.source, segment), self._count(action, segment))
+                    )
             pushes = [] if self._merges_in(program) else program.pushes
             for action in (*pushes, *program.rest):
                 if action.after >= 0 and action.medium is not Medium.MESSAGE and action.peer != self.rank:
@@ -251,7 +263,8 @@ class Binder:
         return self.merges and bool(program.pushes) and bool(program.rest)
 
     def _add(self, launches: list[list[Job]], action: Action, segment: int, letter: Where | None) -> None:
-        """Make a job of the action, or a further source of the job before it; in a launch of its own if it must come after that one."""
+        """Make a job of the action, or a further source of the job before it; in a launch of its own if it must come
+        after that one."""
         count, target = self._count(action, segment), self._target(action, segment)
         assert action.target is not None
         if action.also is not None:
@@ -262,7 +275,9 @@ class Binder:
             return  # it has arrived where it belongs
         else:
             assert action.source is not None
-            value = self._at(action.source, self.rank if action.verb in (Verb.PUSH, Verb.STAGE) else action.peer, segment)
+            value = self._at(
+                action.source, self.rank if action.verb in (Verb.PUSH, Verb.STAGE) else action.peer, segment
+            )
         if action.verb is not Verb.REDUCE:
             if value != target:
                 self._append(launches, Job([value], [target], count, action.finish))
@@ -288,7 +303,8 @@ class Binder:
         launches[-1].append(job)
 
     def _memory(self, where: Where) -> Where:
-        """The same for places that may be the same memory: of a tensor that is reduced in place input and output are one."""
+        """The same for places that may be the same memory: of a tensor that is reduced in place input and output are
+        one."""
         entry, offset = where
         return (entry - 1, offset) if entry < self.size * SPACES and entry % SPACES == _SPACES[Space.OUTPUT] else where
 

@@ -1,7 +1,8 @@
 """Messages between device memories: through NCCL, or through page-locked host memory and MPI.
 
-Staged messages are cut into pieces, so that while one piece is on the network the next is copied from the device and the one before to
-it. A round's pieces travel in order, piece k of all its messages at once; both sides of each message have the same pieces.
+Staged messages are cut into pieces, so that while one piece is on the network the next is copied from the device and
+the one before to it. A round's pieces travel in order, piece k of all its messages at once; both sides of each message
+have the same pieces.
 """
 
 from __future__ import annotations
@@ -27,7 +28,14 @@ class NcclMessages:
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
 
-    def exchange(self, receives: Sequence[Letter], sends: Sequence[Letter], table: Array, dtype: np.dtype[np.generic], stream: int) -> None:
+    def exchange(
+        self,
+        receives: Sequence[Letter],
+        sends: Sequence[Letter],
+        table: Array,
+        dtype: np.dtype[np.generic],
+        stream: int,
+    ) -> None:
         """See `executor.DeviceMessages`."""
         communicator, addresses = self._communicator, table.tolist()
         with Group(communicator):
@@ -57,8 +65,16 @@ class StagedMessages:
         self._copied: list[Completion | None] = [None] * _BANKS
         self._emptied: list[Completion | None] = [None] * _BANKS
 
-    def exchange(self, receives: Sequence[Letter], sends: Sequence[Letter], table: Array, dtype: np.dtype[np.generic], stream: int) -> None:
-        """See `executor.DeviceMessages`; returns when everything has arrived in host memory and is on its way to the device."""
+    def exchange(
+        self,
+        receives: Sequence[Letter],
+        sends: Sequence[Letter],
+        table: Array,
+        dtype: np.dtype[np.generic],
+        stream: int,
+    ) -> None:
+        """See `executor.DeviceMessages`; returns when everything has arrived in host memory and is on its way to the
+        device."""
         device, messages, itemsize = self._device, self._messages, dtype.itemsize
         letters = [*receives, *sends]
         most = max(letter.count for letter in letters) * itemsize
@@ -111,7 +127,10 @@ class StagedMessages:
                 self._finish(emptied)
             self._staging = self._device.pinned(_BANKS * letters * step)
         at = iter(range(0, _BANKS * letters * step, step))
-        return [[self._staging[begin : begin + piece] for _, begin in zip(range(letters), at, strict=False)] for _ in range(_BANKS)]
+        return [
+            [self._staging[begin : begin + piece] for _, begin in zip(range(letters), at, strict=False)]
+            for _ in range(_BANKS)
+        ]
 
     def _finish(self, completion: Completion | None) -> None:
         if completion is not None:

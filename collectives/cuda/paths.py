@@ -1,6 +1,7 @@
 """Ways: how one operation between blocks of device memory is carried out, once it is known by which transport.
 
-Each has the two halves of a task (`collectives.engine.tasks`): `prepare` before the ranks meet, whose words travel with them, and `run` after.
+Each has the two halves of a task (`collectives.engine.tasks`): `prepare` before the ranks meet, whose words travel with
+them, and `run` after.
 
     Planned   one of our schedules, over mapped memory or messages (`launches`, `executor`)
     Native    NCCL's own collective
@@ -90,7 +91,9 @@ class Native:
 
     description = "NCCL's own"
 
-    def __init__(self, accelerator: Accelerator, collective: str, op: Op | None, root: int, dtype: np.dtype[Any], count: int) -> None:
+    def __init__(
+        self, accelerator: Accelerator, collective: str, op: Op | None, root: int, dtype: np.dtype[Any], count: int
+    ) -> None:
         self._accelerator = accelerator
         self._collective = collective
         self._op = op
@@ -121,7 +124,9 @@ class Native:
             return
         assert self._op is not None
         if self._collective == "reducescatter":
-            communicator.reduce_scatter(source.address, out.address, count // communicator.size, dtype, self._op, stream)
+            communicator.reduce_scatter(
+                source.address, out.address, count // communicator.size, dtype, self._op, stream
+            )
         else:
             communicator.all_reduce(source.address, out.address, count, dtype, self._op, stream)
         if self._finishing is not None:
@@ -167,7 +172,13 @@ class Hosted:
 
 
 def allreduce_by(
-    choice: DeviceChoice, accelerator: Accelerator, count: int, dtype: np.dtype[Any], op: Op, finish: Scaling | None, host: Entry
+    choice: DeviceChoice,
+    accelerator: Accelerator,
+    count: int,
+    dtype: np.dtype[Any],
+    op: Op,
+    finish: Scaling | None,
+    host: Entry,
 ) -> Way:
     """How an all-reduce is carried out as the planner has chosen.
 

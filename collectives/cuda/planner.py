@@ -4,8 +4,9 @@
     nccl       our schedules over NCCL's send and receive, or NCCL's own collectives (algorithm "native")
     host       copied to page-locked host memory, carried out there by the host's engine, and copied back
 
-As in `collectives.plan.planner` the choice depends on what all ranks know alike: the bytes, where the ranks and their GPUs are, what works
-here, and up to how many bytes the detour through the host was measured to be the quickest, which the ranks have compared.
+As in `collectives.plan.planner` the choice depends on what all ranks know alike: the bytes, where the ranks and their
+GPUs are, what works here, and up to how many bytes the detour through the host was measured to be the quickest, which
+the ranks have compared.
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ from collectives.plan.planner import Placement
 MIB = 1 << 20
 
 _PIPELINE_FROM = 4 * MIB
-"""Bytes of a chunk from which reducing one half while the other travels gains more than its launches cost (about 20 µs)."""
+"""Bytes of a chunk from which reducing one half while the other travels gains more than its launches cost (about 20
+µs)."""
 _CHAIN_SEGMENT = 4 * MIB
 _MOST_CHAIN_SEGMENTS = 16
 _DIRECT_UNTIL = 4 * MIB
-"""All-reduces up to here go by one kernel of ours even where every rank has a GPU of its own; beyond, by NCCL, which knows the links."""
+"""All-reduces up to here go by one kernel of ours even where every rank has a GPU of its own; beyond, by NCCL, which
+knows the links."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +76,13 @@ class DevicePlanner:
         self.facts = replace(self.facts, host_until=host_until)
 
     def choose(
-        self, collective: str, nbytes: int, *, native: bool = False, algorithm: str | None = None, transport: str | None = None
+        self,
+        collective: str,
+        nbytes: int,
+        *,
+        native: bool = False,
+        algorithm: str | None = None,
+        transport: str | None = None,
     ) -> DeviceChoice:
         """Decide for one call.
 
@@ -97,9 +106,13 @@ class DevicePlanner:
         name = forced or self._choose_algorithm(collective, nbytes, chosen, native)
         if name == "native" and (chosen != "nccl" or not native):
             why = "has no such collective for these elements" if chosen == "nccl" else "is not the transport"
-            raise InvalidArgumentError(f"algorithm='native' is NCCL's own collective, and NCCL {why}; use ring or direct")
+            raise InvalidArgumentError(
+                f"algorithm='native' is NCCL's own collective, and NCCL {why}; use ring or direct"
+            )
         if name == "hierarchical" and chosen == "nccl":
-            raise InvalidArgumentError("algorithm='hierarchical' works with transport='cuda-ipc'; NCCL has its own ('native')")
+            raise InvalidArgumentError(
+                "algorithm='hierarchical' works with transport='cuda-ipc'; NCCL has its own ('native')"
+            )
         if chosen == "cuda-ipc" and not self._placement.one_host and (name != "hierarchical" or name not in known):
             across = "use 'hierarchical', 'nccl' or 'host'" if "hierarchical" in known else "use 'nccl' or 'host'"
             raise TransportError(f"transport='cuda-ipc': {collective} with {name} stays on one host; {across}")
@@ -117,7 +130,9 @@ class DevicePlanner:
         forced = self._transport if transport in (None, "auto") else transport
         if forced != "auto":
             if forced not in TRANSPORTS:
-                raise InvalidArgumentError(f"transport={forced!r}: expected one of auto, {', '.join(TRANSPORTS)} for GPU tensors")
+                raise InvalidArgumentError(
+                    f"transport={forced!r}: expected one of auto, {', '.join(TRANSPORTS)} for GPU tensors"
+                )
             why = {"cuda-ipc": facts.ipc, "nccl": facts.nccl}.get(str(forced), "")
             if why:
                 raise TransportError(f"transport={forced!r}: {why}")
@@ -133,14 +148,21 @@ class DevicePlanner:
             return "host" if facts.ipc else "cuda-ipc"
         if facts.nccl:
             return "cuda-ipc" if nearby else "host"
-        # Ranks that share a GPU are seldom helped by NCCL; and over several hosts nothing else knows the network's GPU path.
+        # Ranks that share a GPU are seldom helped by NCCL; and over several hosts nothing else knows the network's GPU
+        # path.
         if nearby and one_host and (facts.shares_gpus or nbytes <= _DIRECT_UNTIL or not native):
             return "cuda-ipc"
         return "nccl"
 
     def _choose_algorithm(self, collective: str, nbytes: int, transport: str, native: bool) -> str:
         if transport == "nccl":
-            return "native" if native else "ring" if collective in ("allreduce", "reducescatter", "allgather", "broadcast") else "direct"
+            return (
+                "native"
+                if native
+                else "ring"
+                if collective in ("allreduce", "reducescatter", "allgather", "broadcast")
+                else "direct"
+            )
         if not self._placement.one_host:
             return "hierarchical"
         return "direct"
@@ -151,6 +173,10 @@ class DevicePlanner:
             return choice
         if collective == "broadcast" and choice.algorithm == "ring" and size > 2:
             return replace(choice, segments=max(1, min(_MOST_CHAIN_SEGMENTS, nbytes // _CHAIN_SEGMENT)))
-        if collective in ("allreduce", "reducescatter") and choice.algorithm == "ring" and nbytes // size >= _PIPELINE_FROM:
+        if (
+            collective in ("allreduce", "reducescatter")
+            and choice.algorithm == "ring"
+            and nbytes // size >= _PIPELINE_FROM
+        ):
             return replace(choice, segments=2, pipelined=True)
         return choice

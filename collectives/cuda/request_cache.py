@@ -1,7 +1,7 @@
 """What is known about a request for device tensors after it was made once.
 
-Each has a twin: the entry of the same request for host memory, which has checked the arguments, and which carries the operation out where
-the way leads through the host.
+Each has a twin: the entry of the same request for host memory, which has checked the arguments, and which carries the
+operation out where the way leads through the host.
 """
 
 from __future__ import annotations
@@ -86,10 +86,26 @@ class DeviceEntries:
         algorithm: str | None,
         transport: str | None,
     ) -> DeviceEntry:
-        """The entry of an all-reduce or a reduce-scatter; raises as `collectives.engine.request_cache.Entries.reducing`."""
+        """The entry of an all-reduce or a reduce-scatter; raises as
+        `collectives.engine.request_cache.Entries.reducing`."""
         if type(prescale) is not float or type(postscale) is not float:
-            prescale, postscale = arguments.factor("prescale_factor", prescale), arguments.factor("postscale_factor", postscale)
-        key = (collective, view.dtype.num, view.shape, op, average, name, prescale, postscale, compressor, algorithm, transport)
+            prescale, postscale = (
+                arguments.factor("prescale_factor", prescale),
+                arguments.factor("postscale_factor", postscale),
+            )
+        key = (
+            collective,
+            view.dtype.num,
+            view.shape,
+            op,
+            average,
+            name,
+            prescale,
+            postscale,
+            compressor,
+            algorithm,
+            transport,
+        )
         known = self._look_up(key)
         if known is not None:
             return known
@@ -104,19 +120,38 @@ class DeviceEntries:
             raise InvalidArgumentError("op=Adasum: has an algorithm of its own; leave algorithm and transport out")
         travels = None if wire == view.dtype else dtypes.name(wire)
         request = replace(
-            host.request, dtype=dtypes.name(view.dtype), device="cuda", wire=travels, algorithm=algorithm, transport=transport
+            host.request,
+            dtype=dtypes.name(view.dtype),
+            device="cuda",
+            wire=travels,
+            algorithm=algorithm,
+            transport=transport,
         )
         entry = DeviceEntry(request, self._planner, host, wire)
         entry.dtype, entry.nbytes = view.dtype, view.nbytes
-        if host.op is not None and (not adasum or self._size == 1):  # an Adasum of several ranks is scaled by the host's engine
+        if host.op is not None and (
+            not adasum or self._size == 1
+        ):  # an Adasum of several ranks is scaled by the host's engine
             entry.scale = kernels.prescale(view.dtype, prescale)
             entry.divide = kernels.finish(host.op, view.dtype, self._size, postscale)
         entry.packs = collective == "allreduce" and (entry.scale is not None or travels is not None) and not adasum
         if collective == "allreduce" and entry.moves and not adasum:
-            entry.fuses_with = ("cuda", view.dtype.num, view.dtype.str, wire.num, host.op, prescale, postscale, algorithm, transport)
+            entry.fuses_with = (
+                "cuda",
+                view.dtype.num,
+                view.dtype.str,
+                wire.num,
+                host.op,
+                prescale,
+                postscale,
+                algorithm,
+                transport,
+            )
         return self._remember(key, entry)
 
-    def broadcasting(self, view: DeviceView, root: Any, name: str | None, algorithm: str | None, transport: str | None) -> DeviceEntry:
+    def broadcasting(
+        self, view: DeviceView, root: Any, name: str | None, algorithm: str | None, transport: str | None
+    ) -> DeviceEntry:
         """The entry of a broadcast; raises as above."""
         if type(root) is not int:
             root = arguments.root(root, self._size)
@@ -127,11 +162,18 @@ class DeviceEntries:
         _check_forced(algorithm, transport)
         shape: Any = Shape(view.shape, view.array.size, view.dtype)
         host = self._entries.broadcasting(shape, root, name, None, None)
-        entry = DeviceEntry(replace(host.request, device="cuda", algorithm=algorithm, transport=transport), self._planner, host, view.dtype)
+        entry = DeviceEntry(
+            replace(host.request, device="cuda", algorithm=algorithm, transport=transport),
+            self._planner,
+            host,
+            view.dtype,
+        )
         entry.dtype, entry.nbytes = view.dtype, view.nbytes
         return self._remember(key, entry)
 
-    def gathering(self, collective: str, view: DeviceView, name: str | None, algorithm: str | None, transport: str | None) -> DeviceEntry:
+    def gathering(
+        self, collective: str, view: DeviceView, name: str | None, algorithm: str | None, transport: str | None
+    ) -> DeviceEntry:
         """The entry of an allgather or an all-to-all; raises as above."""
         key = (collective, view.dtype.num, view.shape[1:], name, algorithm, transport)
         known = self._look_up(key)
@@ -140,7 +182,12 @@ class DeviceEntries:
         _check_forced(algorithm, transport)
         shape: Any = Shape(view.shape, view.array.size, view.dtype)
         host = self._entries.gathering(collective, shape, name, None, None)
-        entry = DeviceEntry(replace(host.request, device="cuda", algorithm=algorithm, transport=transport), self._planner, host, view.dtype)
+        entry = DeviceEntry(
+            replace(host.request, device="cuda", algorithm=algorithm, transport=transport),
+            self._planner,
+            host,
+            view.dtype,
+        )
         entry.dtype = view.dtype
         return self._remember(key, entry)
 
@@ -168,7 +215,9 @@ def _check_forced(algorithm: Any, transport: Any) -> None:
         if value is not None and not isinstance(value, str):
             raise InvalidArgumentError(f"{argument}: expected a string or None, got {value!r}")
     if transport not in (None, "auto", *TRANSPORTS):
-        raise InvalidArgumentError(f"transport={transport!r}: expected one of auto, {', '.join(TRANSPORTS)} for GPU tensors")
+        raise InvalidArgumentError(
+            f"transport={transport!r}: expected one of auto, {', '.join(TRANSPORTS)} for GPU tensors"
+        )
 
 
 _MOST_ENTRIES = 2048

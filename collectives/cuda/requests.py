@@ -1,7 +1,8 @@
-"""The door for device tensors: what a caller passes becomes a handle, or is refused. The counterpart of `collectives.engine.requests`.
+"""The door for device tensors: what a caller passes becomes a handle, or is refused. The counterpart of
+`collectives.engine.requests`.
 
-The handle notes where the caller's stream is, so that the operation comes after the work that made the tensor, and has a fence, which puts
-what the caller does next behind the operation.
+The handle notes where the caller's stream is, so that the operation comes after the work that made the tensor, and has
+a fence, which puts what the caller does next behind the operation.
 """
 
 from __future__ import annotations
@@ -59,7 +60,9 @@ class DeviceDoor:
         transport: str | None,
         in_place: bool,
     ) -> Handle:
-        entry = self._entries.reducing("allreduce", view, average, op, name, prescale, postscale, compressor, algorithm, transport)
+        entry = self._entries.reducing(
+            "allreduce", view, average, op, name, prescale, postscale, compressor, algorithm, transport
+        )
         if in_place:
             return self._in_place(entry, view, tensor)
         return self._out_of_place(entry, view, view.shape)
@@ -75,11 +78,20 @@ class DeviceDoor:
         transport: str | None,
     ) -> Handle:
         arguments.with_rows(view, "reducescatter")
-        entry = self._entries.reducing("reducescatter", view, None, op, name, prescale, postscale, None, algorithm, transport)
+        entry = self._entries.reducing(
+            "reducescatter", view, None, op, name, prescale, postscale, None, algorithm, transport
+        )
         return self._out_of_place(entry, view, self._share(view.shape))
 
     def broadcast(
-        self, view: DeviceView, tensor: Any, root: int, name: str | None, algorithm: str | None, transport: str | None, in_place: bool
+        self,
+        view: DeviceView,
+        tensor: Any,
+        root: int,
+        name: str | None,
+        algorithm: str | None,
+        transport: str | None,
+        in_place: bool,
     ) -> Handle:
         entry = self._entries.broadcasting(view, root, name, algorithm, transport)
         if in_place:
@@ -91,7 +103,9 @@ class DeviceDoor:
         entry = self._entries.gathering("allgather", view, name, algorithm, transport)
         return self._gathered(entry, view, (view.shape[0],), lambda result, received: result)
 
-    def alltoall(self, view: DeviceView, splits: Any, name: str | None, algorithm: str | None, transport: str | None) -> Handle:
+    def alltoall(
+        self, view: DeviceView, splits: Any, name: str | None, algorithm: str | None, transport: str | None
+    ) -> Handle:
         arguments.with_rows(view, "alltoall")
         rows = arguments.splits(splits, view.shape[0], self._size)
         entry = self._entries.gathering("alltoall", view, name, algorithm, transport)
@@ -136,7 +150,8 @@ class DeviceDoor:
             return self._in_place(entry, view, None)
         return self._out_of_place(entry, view, self._share(shape))
 
-    # ---- handles -------------------------------------------------------------------------------------------------------------------
+    # ---- handles
+    # ------------------------------------------------------------------------------------------------------------------
 
     def _in_place(self, entry: DeviceEntry, view: DeviceView, tensor: Any, stores: bool = True) -> Handle:
         def finish() -> Any:
@@ -151,7 +166,9 @@ class DeviceDoor:
             result, out = view.empty(shape)
         return self._handle(entry, view, out, lambda: view.wrap(result), (view, result))
 
-    def _gathered(self, entry: DeviceEntry, view: DeviceView, rows: tuple[int, ...], finish: Callable[[Any, Any], Any]) -> Handle:
+    def _gathered(
+        self, entry: DeviceEntry, view: DeviceView, rows: tuple[int, ...], finish: Callable[[Any, Any], Any]
+    ) -> Handle:
         def make() -> Any:
             result, received = handle.gathered
             return finish(view.wrap(result), received)
@@ -161,17 +178,26 @@ class DeviceDoor:
         return handle
 
     def _handle(
-        self, entry: DeviceEntry, view: DeviceView, out: DeviceArray, finish: Callable[[], Any], keep: Any, writes: bool = False
+        self,
+        entry: DeviceEntry,
+        view: DeviceView,
+        out: DeviceArray,
+        finish: Callable[[], Any],
+        keep: Any,
+        writes: bool = False,
     ) -> Handle:
         accelerator = self._accelerator
         accelerator.use(view.device)
-        handle = Handle(entry, view.array, out, _nothing, keep, reads=None if writes else view, writes=view if writes else None)
+        handle = Handle(
+            entry, view.array, out, _nothing, keep, reads=None if writes else view, writes=view if writes else None
+        )
         handle.fence = Fence(view, finish, lambda: accelerator.failure)
         handle.fence.whose = f"rank {self._rank}: {entry.request.name or entry.request.collective}"
         return handle
 
     def mark(self, handle: Handle) -> None:
-        """Note where the caller's streams are, before the operation is submitted: it comes after what they have been given so far.
+        """Note where the caller's streams are, before the operation is submitted: it comes after what they have been
+        given so far.
 
         Raises:
             InvalidArgumentError: a stream is being captured into a graph.
@@ -193,7 +219,8 @@ class DeviceDoor:
         """The shape of this rank's rows."""
         return (partition.rows(shape[0], self._size)[self._rank], *shape[1:])
 
-    # ---- a world of one rank ---------------------------------------------------------------------------------------------------------
+    # ---- a world of one rank
+    # ---------------------------------------------------------------------------------------------------------
 
     def alone(self, handle: Handle) -> None:
         """Carry an operation out without anybody else."""
@@ -209,7 +236,9 @@ class DeviceDoor:
                 accelerator.follow(accelerator.mark(handle.fence.view.stream))
                 handle.gathered = (result, [rows])
             if handle.gathered is not None:
-                accelerator.device.copy(handle.out.address, handle.source.address, handle.out.nbytes, accelerator.executor.main)
+                accelerator.device.copy(
+                    handle.out.address, handle.source.address, handle.out.nbytes, accelerator.executor.main
+                )
             elif handle.source.size:
                 entry.step = entry.step or _Alone(accelerator, entry, handle.source.size, handle.out.size)
                 entry.step.run(handle.source.address, handle.out.address)
@@ -230,12 +259,18 @@ class _Alone:
         self._packing: Packing | None = None
         self._steps: list[Combination] = []
         if entry.packs:
-            packing = Packing(accelerator.device, accelerator.kernels, [source], entry.dtype, entry.wire, entry.scale, entry.divide)
+            packing = Packing(
+                accelerator.device, accelerator.kernels, [source], entry.dtype, entry.wire, entry.scale, entry.divide
+            )
             self._packing = accelerator.adopt(packing, self)
             self._nbytes = packing.total * entry.wire.itemsize
         else:
-            scalings: list[Scaling | None] = [scaling for scaling in (entry.scale, entry.divide) if scaling is not None] or [None]
-            self._steps = [accelerator.kernels.combination(None, entry.dtype, [(1, 1, out)], scaling) for scaling in scalings]
+            scalings: list[Scaling | None] = [
+                scaling for scaling in (entry.scale, entry.divide) if scaling is not None
+            ] or [None]
+            self._steps = [
+                accelerator.kernels.combination(None, entry.dtype, [(1, 1, out)], scaling) for scaling in scalings
+            ]
             self._copies = scalings == [None]
 
     def run(self, source: int, out: int) -> None:

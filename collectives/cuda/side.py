@@ -1,4 +1,5 @@
-"""The device side of a world, in one piece: it is made when the first tensor on a GPU comes, and nothing of it is imported before."""
+"""The device side of a world, in one piece: it is made when the first tensor on a GPU comes, and nothing of it is
+imported before."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ from collectives.engine.context import Context
 from collectives.transport.issue_order import Turn
 
 _ALONE_FROM = 16 << 20
-"""Bytes from which a tensor is reduced where it is: packing it would move four bytes more for each of its own, which takes longer than an
-operation of its own costs."""
+"""Bytes from which a tensor is reduced where it is: packing it would move four bytes more for each of its own, which
+takes longer than an operation of its own costs."""
 
 
 class DeviceSide(DeviceDoor):
@@ -29,9 +30,13 @@ class DeviceSide(DeviceDoor):
         on_failure: told when work on the device has been aborted.
     """
 
-    def __init__(self, context: Context, config: Config, local_rank: int, turn: Turn, on_failure: Callable[[Exception], None]) -> None:
+    def __init__(
+        self, context: Context, config: Config, local_rank: int, turn: Turn, on_failure: Callable[[Exception], None]
+    ) -> None:
         self.accelerator = Accelerator(context, config, local_rank, turn, on_failure)
-        super().__init__(context.rank, context.size, DeviceEntries(context.size, context.planner, context.entries), self.accelerator)
+        super().__init__(
+            context.rank, context.size, DeviceEntries(context.size, context.planner, context.entries), self.accelerator
+        )
         context.device_tasks = self._tasks
         context.release_devices = self.release
 
@@ -40,7 +45,8 @@ class DeviceSide(DeviceDoor):
         return self.accelerator.settle(within)
 
     def release(self) -> int:
-        """Give back the peers' memory, which is mapped again where it is used again; the bytes that are mapped no more."""
+        """Give back the peers' memory, which is mapped again where it is used again; the bytes that are mapped no
+        more."""
         return self.accelerator.release()
 
     def trim(self) -> int:

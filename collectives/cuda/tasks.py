@@ -4,8 +4,8 @@
     DeviceBucket    all-reduces of several tensors as one: packed by one kernel, reduced in the buffer, unpacked by one kernel
     DeviceRows      an allgather or an all-to-all: how many rows move is found out on the way
 
-Before the first half of the first task of a world there is nothing to prepare with: the ranks then connect their devices in the second
-half, where all of them are, and meet once more.
+Before the first half of the first task of a world there is nothing to prepare with: the ranks then connect their
+devices in the second half, where all of them are, and meet once more.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ Words = Sequence[int] | memoryview
 
 
 class _RefusedError(Exception):
-    """The planner's answer to what was asked for. All ranks ask for the same and know the same, so that all of them are given it.
+    """The planner's answer to what was asked for. All ranks ask for the same and know the same, so that all of them are
+    given it.
 
     Whatever else goes wrong, memory that runs out, say, does so on one rank, and must end the world on all.
     """
@@ -102,7 +103,8 @@ class DeviceTask:
             accelerator.tidy()
             try:
                 if not self._decided:
-                    # To load kernels and to allocate may make the driver wait for the whole device: see `carrier.Memory`.
+                    # To load kernels and to allocate may make the driver wait for the whole device: see
+                    # `carrier.Memory`.
                     accelerator.wait()
                 self._decide(handles[0])
                 self._decided = True
@@ -125,12 +127,16 @@ class DeviceTask:
         request, accelerator = self.entry.request, self.accelerator
         try:
             algorithm, transport = request.algorithm, request.transport
-            choice = accelerator.planner.choose(collective, nbytes, native=native, algorithm=algorithm, transport=transport)
+            choice = accelerator.planner.choose(
+                collective, nbytes, native=native, algorithm=algorithm, transport=transport
+            )
         except (InvalidArgumentError, TransportError) as error:
             raise _RefusedError(error, handle, accelerator.context.rank) from None
         if nbytes and accelerator.context.rank == 0:
             asked = " (as asked for)" if algorithm or transport else ""
-            logger.debug("%s of %d bytes on GPUs: %s over %s%s", collective, nbytes, choice.algorithm, choice.transport, asked)
+            logger.debug(
+                "%s of %d bytes on GPUs: %s over %s%s", collective, nbytes, choice.algorithm, choice.transport, asked
+            )
         return choice
 
 
@@ -146,7 +152,11 @@ class DeviceOne(DeviceTask):
         entry, accelerator = self.entry, self.accelerator
         collective, dtype, op, count = entry.request.collective, entry.dtype, entry.op, entry.count
         shape, size = entry.request.shape or (), accelerator.context.size
-        share = math.prod((_rows(shape, size, accelerator.context.rank), *shape[1:])) if collective == "reducescatter" else count
+        share = (
+            math.prod((_rows(shape, size, accelerator.context.rank), *shape[1:]))
+            if collective == "reducescatter"
+            else count
+        )
         if op is Op.ADASUM:
             self._way = Hosted(accelerator, accelerator.context, entry.host, count, share)
             return
@@ -161,7 +171,9 @@ class DeviceOne(DeviceTask):
         elif choice.transport == "host":
             self._way = Hosted(accelerator, accelerator.context, entry.host, count, share)
         elif choice.algorithm == "native":
-            self._way = Native(accelerator, collective, op, entry.request.root or 0, dtype, count).finished_by(entry.divide)
+            self._way = Native(accelerator, collective, op, entry.request.root or 0, dtype, count).finished_by(
+                entry.divide
+            )
         elif collective == "broadcast":
             plan = accelerator.plans.broadcast(count, dtype, entry.request.root or 0, choice)
             self._way = Planned(accelerator, plan, dtype, messages_of(choice))
@@ -221,7 +233,9 @@ class DeviceBucket(DeviceTask):
 
     def _pack_with(self, scale: Any) -> Packing:
         entry, accelerator = self.entry, self.accelerator
-        packing = Packing(accelerator.device, accelerator.kernels, self._counts, entry.dtype, entry.wire, scale, entry.divide)
+        packing = Packing(
+            accelerator.device, accelerator.kernels, self._counts, entry.dtype, entry.wire, scale, entry.divide
+        )
         return accelerator.adopt(packing, self)
 
     def _begin(self, handles: Sequence[Handle]) -> Words:
@@ -272,7 +286,8 @@ class DeviceRows(DeviceTask):
         handle, accelerator, entry = handles[0], self.accelerator, self.entry
         context = accelerator.context
         every: list[Sequence[int]] = [
-            handle.rows if peer == context.rank else context.control.words_of(peer)[WORDS:] for peer in range(context.size)
+            handle.rows if peer == context.rank else context.control.words_of(peer)[WORDS:]
+            for peer in range(context.size)
         ]
         gathers = entry.request.collective == "allgather"
         received = [words[0] if gathers else words[context.rank] for words in every]

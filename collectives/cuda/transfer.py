@@ -1,6 +1,8 @@
-"""Carrying a plan out between addresses: what is told to the peers before, and what is found out from them after the ranks have met.
+"""Carrying a plan out between addresses: what is told to the peers before, and what is found out from them after the
+ranks have met.
 
-Memory that cannot be shared with other processes (some allocators map it piecemeal) is copied to memory that can, and the result back.
+Memory that cannot be shared with other processes (some allocators map it piecemeal) is copied to memory that can, and
+the result back.
 """
 
 from __future__ import annotations
@@ -23,12 +25,13 @@ _NOWHERE = (0,) * WORDS
 
 
 class Memory:
-    """Pieces of device memory by name, that grow when they must and stay until the world ends, because peers may have mapped them.
+    """Pieces of device memory by name, that grow when they must and stay until the world ends, because peers may have
+    mapped them.
 
     Args:
         device: whose memory it is.
-        idle: waits until the device is done with all that was issued. To allocate may make the driver wait for the whole device, and where
-            ranks are threads of one process it would wait for kernels that wait for this rank.
+        idle: waits until the device is done with all that was issued. To allocate may make the driver wait for the
+            whole device, and where ranks are threads of one process it would wait for kernels that wait for this rank.
     """
 
     def __init__(self, device: Device, idle: Callable[[], None]) -> None:
@@ -41,7 +44,9 @@ class Memory:
         """The address of at least ``nbytes`` bytes; what they held is lost when they grow."""
         address, size = self._pieces.get(name, (0, 0))
         if size < nbytes:
-            larger = max(1 << 16, 1 << (nbytes - 1).bit_length() if nbytes <= 1 << 30 else -(-nbytes // (1 << 26)) << 26)
+            larger = max(
+                1 << 16, 1 << (nbytes - 1).bit_length() if nbytes <= 1 << 30 else -(-nbytes // (1 << 26)) << 26
+            )
             self._idle()
             found = self._device.allocate(larger, shared=True)
             if address:
@@ -84,7 +89,9 @@ class Carrier:
         memory: of the world.
     """
 
-    def __init__(self, rank: int, size: int, control: Control, device: Device, executor: DeviceExecutor, memory: Memory) -> None:
+    def __init__(
+        self, rank: int, size: int, control: Control, device: Device, executor: DeviceExecutor, memory: Memory
+    ) -> None:
         self._rank, self._size = rank, size
         self._control = control
         self._device = device
@@ -96,7 +103,8 @@ class Carrier:
     def prepare(self, plan: DevicePlan, source: Block, out: Block, *, replayed: bool) -> Sequence[int]:
         """Everything that peers will read has been given to the stream; the words by which they find it.
 
-        ``replayed``: the plan uses nothing but NCCL on any rank, and may be replayed as a graph, of which the ranks must have the same.
+        ``replayed``: the plan uses nothing but NCCL on any rank, and may be replayed as a graph, of which the ranks
+        must have the same.
         """
         own = self._table[entry_of(self._rank, Space.INPUT) :]
         self._back = None
@@ -150,7 +158,8 @@ class Carrier:
             self._back = None
 
     def describe(self, block: Block) -> Sequence[int]:
-        """A block that peers are going to read, in words; copied to where they can if need be. Zeros where memory is not shared."""
+        """A block that peers are going to read, in words; copied to where they can if need be. Zeros where memory is
+        not shared."""
         if self._executor.memory is None:
             return _NOWHERE
         address, words = self._shared("source", block, copies=True)

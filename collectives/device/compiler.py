@@ -1,7 +1,7 @@
 """From a kernel's source to the code of one kind of GPU: NVRTC, and the result kept on disk beside CuPy's own.
 
-NVRTC is called directly and not through CuPy's compiler, because that flushes subnormal numbers to zero (``-ftz=true``): bfloat16 has
-the exponents of float32, so its small values would be lost on a GPU and kept on a CPU.
+NVRTC is called directly and not through CuPy's compiler, because that flushes subnormal numbers to zero
+(``-ftz=true``): bfloat16 has the exponents of float32, so its small values would be lost on a GPU and kept on a CPU.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from cupy.cuda import nvrtc, runtime
 
 from collectives.base.errors import MissingDependencyError, TransportError
 
-# Without fused multiply-adds a sum has the very bits that NumPy gives it; the kernels wait for memory, so nothing is lost.
+# Without fused multiply-adds a sum has the very bits that NumPy gives it; the kernels wait for memory, so nothing is
+# lost.
 _OPTIONS = ("--std=c++17", "--fmad=false")
 
 
@@ -35,10 +36,13 @@ def compiled(source: str, capability: int) -> bytes:
         major, minor = nvrtc.getVersion()
         served = nvrtc.getSupportedArchs()
     except RuntimeError as error:
-        raise MissingDependencyError(f"NVRTC, which compiles the kernels, cannot be loaded: {error}; {_install()}") from error
+        raise MissingDependencyError(
+            f"NVRTC, which compiles the kernels, cannot be loaded: {error}; {_install()}"
+        ) from error
     if capability < min(served):
         raise TransportError(
-            f"NVRTC {major}.{minor} compiles for GPUs of compute capability {min(served)} and newer, this one has {capability}; "
+            f"NVRTC {major}.{minor} compiles for GPUs of compute capability {min(served)} and newer, this one has "
+            f"{capability}; "
             "install a CuPy for an older CUDA: pip install cupy-cuda12x"
         )
     # A GPU newer than this NVRTC gets portable code, which its driver finishes.
@@ -62,7 +66,9 @@ def _compile(source: str, options: tuple[str, ...], *, exact: bool) -> bytes:
     except nvrtc.NVRTCError as error:
         log = nvrtc.getProgramLog(program)
         if "open source file" in log:
-            raise MissingDependencyError(f"NVRTC does not find CUDA's headers: {log.splitlines()[0]}; {_install()}") from error
+            raise MissingDependencyError(
+                f"NVRTC does not find CUDA's headers: {log.splitlines()[0]}; {_install()}"
+            ) from error
         raise TransportError(f"a kernel does not compile ({error}, {' '.join(options)}):\n{log}") from error
     finally:
         nvrtc.destroyProgram(program)
@@ -92,7 +98,8 @@ def _read(path: Path) -> bytes | None:
 
 
 def _write(path: Path, code: bytes) -> None:
-    # Other ranks do the same at this moment, so the file appears all at once. Where nothing can be written, every process compiles.
+    # Other ranks do the same at this moment, so the file appears all at once. Where nothing can be written, every
+    # process compiles.
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:

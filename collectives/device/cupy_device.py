@@ -30,15 +30,18 @@ _CAPABILITY = (75, 76)
 _PRIORITY = -100
 """Above all that there are; CUDA takes the highest instead."""
 _SHARED_UNIT = 2 << 20
-"""CUDA cuts smaller allocations from blocks of this size, and shares whole blocks: what is shared has blocks of its own."""
+"""CUDA cuts smaller allocations from blocks of this size, and shares whole blocks: what is shared has blocks of its
+own."""
 
 _OUT_OF_MEMORY = (
     "; the memory is taken by this process, its framework's pool (which can give back what it does not use: "
-    "torch.cuda.empty_cache(), cupy.get_default_memory_pool().free_all_blocks()), other ranks that have mapped what was freed "
+    "torch.cuda.empty_cache(), cupy.get_default_memory_pool().free_all_blocks()), other ranks that have mapped what "
+    "was freed "
     "(collectives.empty_cache(), on every rank), or other processes (nvidia-smi lists them)"
 )
 _BROKEN = (
-    "; work given to this GPU has failed, perhaps earlier, and perhaps the program's own: this process must be started anew; "
+    "; work given to this GPU has failed, perhaps earlier, and perhaps the program's own: this process must be "
+    "started anew; "
     "compute-sanitizer, or CUDA_LAUNCH_BLOCKING=1, shows which work it was"
 )
 _ADVICE = {
@@ -50,8 +53,10 @@ _ADVICE = {
     "CUDA_ERROR_LAUNCH_FAILED": _BROKEN,
     "cudaErrorMisalignedAddress": _BROKEN,
     "CUDA_ERROR_MISALIGNED_ADDRESS": _BROKEN,
-    "CUDA_ERROR_NO_BINARY_FOR_GPU": "; the driver is older than CuPy's CUDA: update the driver, or install the CuPy for its CUDA",
-    "CUDA_ERROR_UNSUPPORTED_PTX_VERSION": "; the driver is older than CuPy's CUDA: update the driver, or install the CuPy for its CUDA",
+    "CUDA_ERROR_NO_BINARY_FOR_GPU": "; the driver is older than CuPy's CUDA: update the driver, or install the CuPy "
+    "for its CUDA",
+    "CUDA_ERROR_UNSUPPORTED_PTX_VERSION": "; the driver is older than CuPy's CUDA: update the driver, or install the "
+    "CuPy for its CUDA",
 }
 _SHARING = frozenset(
     f"cudaError{name}"
@@ -69,7 +74,8 @@ _SHARING = frozenset(
 )
 """With these CUDA refuses to share memory or events."""
 _SHARING_ADVICE = (
-    "; memory of expandable segments (PYTORCH_CUDA_ALLOC_CONF) and of cudaMallocAsync's pools cannot be shared; both processes must see "
+    "; memory of expandable segments (PYTORCH_CUDA_ALLOC_CONF) and of cudaMallocAsync's pools cannot be shared; both "
+    "processes must see "
     "both GPUs (CUDA_VISIBLE_DEVICES); containers need --ipc=host, and --pid=host where each has its own"
 )
 
@@ -103,7 +109,8 @@ class CupyDevice:
     """`device.Device` by CuPy. To be made by `devices.provider` alone, which has checked that all it needs is there.
 
     Raises:
-        TransportError: everywhere, if CUDA refuses; names CUDA's error, what was tried, and what to do where that is known.
+        TransportError: everywhere, if CUDA refuses; names CUDA's error, what was tried, and what to do where that is
+            known.
     """
 
     def __init__(self, index: int) -> None:
@@ -124,7 +131,8 @@ class CupyDevice:
         mode = libcuda.capture_mode(libcuda.RELAXED)
         try:
             previous: int = runtime.getDevice()
-            # Once in each thread even if it is the same: a thread that has never used CUDA says 0, but has no context yet.
+            # Once in each thread even if it is the same: a thread that has never used CUDA says 0, but has no context
+            # yet.
             if previous != self.index or not hasattr(self._known_to, "thread"):
                 runtime.setDevice(self.index)
                 self._known_to.thread = True
@@ -143,7 +151,8 @@ class CupyDevice:
             if libcuda.in_use(index):
                 runtime.setDevice(index)
 
-    # ---- memory ----------------------------------------------------------------------------------------------------------------
+    # ---- memory
+    # ----------------------------------------------------------------------------------------------------------------
 
     def allocate(self, nbytes: int, *, shared: bool = False) -> int:
         with _Attempt(self, f"allocate {nbytes} bytes"):
@@ -164,7 +173,8 @@ class CupyDevice:
             return Allocation(base, nbytes, libcuda.attribute(address, libcuda.BUFFER_ID))
         except TransportError as error:
             raise TransportError(
-                f"GPU {self.index} ({self.name}): {address:#x} is not device memory that the driver knows as one piece: {error}"
+                f"GPU {self.index} ({self.name}): {address:#x} is not device memory that the driver knows as one "
+                f"piece: {error}"
             ) from error
 
     def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
@@ -180,7 +190,8 @@ class CupyDevice:
             raise self._refused(f"clear {nbytes} bytes at {target:#x}", error) from error
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any], stream: int) -> Any:
-        # CuPy's pool gives memory out by stream: what was freed on one is used again on it, and so after its last use there.
+        # CuPy's pool gives memory out by stream: what was freed on one is used again on it, and so after its last use
+        # there.
         with _Attempt(self, f"make an array of {shape} {dtype}"), self._stream(stream):
             return cupy.empty(shape, dtype)
 
@@ -190,7 +201,8 @@ class CupyDevice:
             found = self._streams.setdefault(number, streams.Stream.from_external(_Foreign(number)))
         return found
 
-    # ---- streams and events ------------------------------------------------------------------------------------------------------
+    # ---- streams and events
+    # ------------------------------------------------------------------------------------------------------
 
     def create_stream(self) -> int:
         with _Attempt(self, "create a stream"):
@@ -212,7 +224,8 @@ class CupyDevice:
         try:
             return bool(runtime.streamIsCapturing(stream))
         except RuntimeError as error:
-            # The legacy default stream, while a stream that waits for it is being captured: work given to it would be part of that.
+            # The legacy default stream, while a stream that waits for it is being captured: work given to it would be
+            # part of that.
             if str(error).startswith("cudaErrorStreamCaptureImplicit"):
                 return True
             raise self._refused("look at a stream", error) from error
@@ -263,7 +276,8 @@ class CupyDevice:
         except RuntimeError as error:
             raise self._refused("wait for an event", error) from error
 
-    # ---- sharing with other processes of the host ----------------------------------------------------------------------------------
+    # ---- sharing with other processes of the host
+    # ----------------------------------------------------------------------------------
 
     def export_memory(self, base: int) -> bytes:
         with _Attempt(self, f"share the memory at {base:#x} with other processes", sharing=True):
@@ -293,16 +307,20 @@ class CupyDevice:
         with _Attempt(self, f"reach the memory of GPU {peer}", sharing=True):
             if not runtime.deviceCanAccessPeer(self.index, peer):
                 raise TransportError(
-                    f"GPU {self.index} ({self.name}): its kernels cannot reach the memory of GPU {peer}: nvidia-smi topo -p2p r shows "
+                    f"GPU {self.index} ({self.name}): its kernels cannot reach the memory of GPU {peer}: nvidia-smi "
+                    f"topo -p2p r shows "
                     f"which GPUs can"
                 )
             try:
                 runtime.deviceEnablePeerAccess(peer)
             except RuntimeError as error:
-                if not str(error).startswith("cudaErrorPeerAccessAlreadyEnabled"):  # by another world, or by the program
+                if not str(error).startswith(
+                    "cudaErrorPeerAccessAlreadyEnabled"
+                ):  # by another world, or by the program
                     raise
 
-    # ---- kernels -----------------------------------------------------------------------------------------------------------------
+    # ---- kernels
+    # -----------------------------------------------------------------------------------------------------------------
 
     def function(self, source: str, name: str) -> int:
         found = self._functions.get((source, name))
@@ -321,13 +339,17 @@ class CupyDevice:
         try:
             _launch(function, grid[0], grid[1], 1, threads, 1, 1, 0, stream, parameters, 0)
         except RuntimeError as error:
-            raise self._refused(f"launch a kernel of {grid[0]} x {grid[1]} blocks of {threads} threads", error) from error
+            raise self._refused(
+                f"launch a kernel of {grid[0]} x {grid[1]} blocks of {threads} threads", error
+            ) from error
 
-    # ---- graphs -------------------------------------------------------------------------------------------------------------------
+    # ---- graphs
+    # ------------------------------------------------------------------------------------------------------------------
 
     def begin_capture(self, stream: int) -> None:
         with _Attempt(self, "capture the work of a stream"):
-            # Of this thread: the program's other threads may go on with what a capture does not allow, such as cudaMalloc.
+            # Of this thread: the program's other threads may go on with what a capture does not allow, such as
+            # cudaMalloc.
             runtime.streamBeginCapture(stream, runtime.streamCaptureModeThreadLocal)
 
     def end_capture(self, stream: int) -> int:

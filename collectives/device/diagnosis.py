@@ -1,4 +1,5 @@
-"""What is missing before GPU tensors can be used, and what to do about it. Nothing here raises, or does work on a GPU."""
+"""What is missing before GPU tensors can be used, and what to do about it. Nothing here raises, or does work on a
+GPU."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ class Row(NamedTuple):
 def report() -> list[Row]:
     """What GPUs need, one row each, in the order in which it would be mended.
 
-    Imports CuPy if it is there, and starts the driver: not for a process that goes on to ``fork`` others which use GPUs.
+    Imports CuPy if it is there, and starts the driver: not for a process that goes on to ``fork`` others which use
+    GPUs.
     """
     driver, cuda = _driver()
     cupy = _cupy(cuda)
@@ -61,7 +63,9 @@ def _driver() -> tuple[Row, tuple[int, int] | None]:
     try:
         cuda = libcuda.version()
     except (AttributeError, TransportError) as error:
-        return Row("driver", None, f"{libcuda.LIBRARY} does not work ({error}): reinstall NVIDIA's driver", stops=True), None
+        return Row(
+            "driver", None, f"{libcuda.LIBRARY} does not work ({error}): reinstall NVIDIA's driver", stops=True
+        ), None
     found = f"for CUDA {cuda[0]}.{cuda[1]}"
     if cuda[0] < _OLDEST_CUDA:
         return Row("driver", found, f"too old: update it to one for CUDA {_OLDEST_CUDA} or newer", stops=True), cuda
@@ -100,13 +104,23 @@ def _cupy(cuda: tuple[int, int] | None) -> Row:
         return Row("CuPy", None, f"it is installed, but lacks a package: pip install {error.name}", stops=True)
     except Exception as error:
         said = [line.strip() for line in str(error).splitlines() if line.strip("= ")]
-        return Row("CuPy", None, f"it is installed, but cannot be imported: {said[-1] if said else type(error).__name__}", stops=True)
+        return Row(
+            "CuPy",
+            None,
+            f"it is installed, but cannot be imported: {said[-1] if said else type(error).__name__}",
+            stops=True,
+        )
     package = next((name for name in _CUPY if _version(name)), "cupy")
     found = f"{package} {number}"
     if int(number.partition(".")[0]) < _OLDEST_CUPY:
         return Row("CuPy", found, f"too old: pip install --upgrade {package}", stops=True)
     if cuda is not None and cuda[0] < built:
-        return Row("CuPy", found, f"too new for the driver: update the driver, or pip uninstall {package} and {install}", stops=True)
+        return Row(
+            "CuPy",
+            found,
+            f"too new for the driver: update the driver, or pip uninstall {package} and {install}",
+            stops=True,
+        )
     return Row("CuPy", found)
 
 

@@ -1,8 +1,9 @@
 """The CUDA C++ of the kernels: one text of templates, and under it one line for each kernel that a program uses.
 
-It needs no header, so that NVRTC compiles a kernel in a fraction of a second; and nothing but threads that do not know of each
-other (no shared memory, no warps), so that the tests compile the same text for the CPU. Rounding is the same everywhere: to the
-nearest, ties to even, and no product is fused with a sum, so that two ranks that combine the same numbers get the same bits.
+It needs no header, so that NVRTC compiles a kernel in a fraction of a second; and nothing but threads that do not know
+of each other (no shared memory, no warps), so that the tests compile the same text for the CPU. Rounding is the same
+everywhere: to the nearest, ties to even, and no product is fused with a sum, so that two ranks that combine the same
+numbers get the same bits.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ WAYS = 8
 JOBS = 8
 """The most jobs of a launch."""
 COMBINE_THREADS = 512
-"""Threads of a block that combines. Two such blocks fill half of a multiprocessor's threads, each with eight loads in flight: enough
-for the memory's full bandwidth, with room beside it for the program's own kernels."""
+"""Threads of a block that combines. Two such blocks fill half of a multiprocessor's threads, each with eight loads in
+flight: enough for the memory's full bandwidth, with room beside it for the program's own kernels."""
 PACK_THREADS = 256
 TILE_BYTES = 16384
-"""What a block packs: a piece of one tensor, in bytes of the wider of its two dtypes; four 16-byte words for each thread."""
+"""What a block packs: a piece of one tensor, in bytes of the wider of its two dtypes; four 16-byte words for each
+thread."""
 
 ITEMS = {
     "bool": "Bool", "int8": "Plain<signed char>", "int16": "Plain<short>", "int32": "Plain<int>", "int64": "Plain<long long>",
@@ -59,7 +61,14 @@ def unpack(dtype: str, wire: str, scaling: str) -> Kernel:
 def source(*kernels: Kernel) -> str:
     """The whole text of these kernels."""
     constants = (("WAYS", WAYS), ("JOBS", JOBS), ("TILE_BYTES", TILE_BYTES))
-    return "\n".join([*(f"#define {name} {value}" for name, value in constants), _TEMPLATES, *(kernel.line for kernel in kernels), ""])
+    return "\n".join(
+        [
+            *(f"#define {name} {value}" for name, value in constants),
+            _TEMPLATES,
+            *(kernel.line for kernel in kernels),
+            "",
+        ]
+    )
 
 
 def _jobs(name: str, template: str) -> Kernel:
@@ -70,12 +79,16 @@ def _jobs(name: str, template: str) -> Kernel:
 def _move(direction: str, dtype: str, wire: str, scaling: str) -> Kernel:
     packs = "true" if direction == "pack" else "false"
     call = f"move_tile<{packs}, {ITEMS[dtype]}, {ITEMS[wire]}, {scaling}>(tiles, scaling)"
-    return _kernel(f"{direction}_{dtype}_{wire}_{scaling}", PACK_THREADS, 4, "const Tiles tiles, const Scaling scaling", call)
+    return _kernel(
+        f"{direction}_{dtype}_{wire}_{scaling}", PACK_THREADS, 4, "const Tiles tiles, const Scaling scaling", call
+    )
 
 
 def _kernel(name: str, threads: int, blocks: int, parameters: str, call: str) -> Kernel:
     name = name.lower()
-    return Kernel(name, f'extern "C" __global__ void __launch_bounds__({threads}, {blocks}) {name}({parameters}) {{ {call}; }}')
+    return Kernel(
+        name, f'extern "C" __global__ void __launch_bounds__({threads}, {blocks}) {name}({parameters}) {{ {call}; }}'
+    )
 
 
 _TEMPLATES = r"""
@@ -83,7 +96,7 @@ _TEMPLATES = r"""
 
 typedef long long Int64;
 
-// ---- dtypes: what an item is in memory, and in what it is computed -----------------------------------------------------------------
+// ---- dtypes: what an item is in memory, and in what it is computed --------------------------------------------------
 
 union FloatBits {
     float number;
@@ -172,7 +185,7 @@ struct Complex {
     Real real, imaginary;
 };
 
-// ---- operations ---------------------------------------------------------------------------------------------------------------
+// ---- operations -----------------------------------------------------------------------------------------------------
 
 template <int BYTES> struct Modular { typedef unsigned Type; };
 template <> struct Modular<8> { typedef unsigned long long Type; };
@@ -222,7 +235,7 @@ struct And {
     static INLINE bool combine(bool a, bool b) { return a & b; }
 };
 
-// ---- scalings: in the dtype that is computed in ---------------------------------------------------------------------------------
+// ---- scalings: in the dtype that is computed in ---------------------------------------------------------------------
 
 struct Scaling {
     double factor;
@@ -253,7 +266,7 @@ struct Truncate {
     template <class T> static INLINE T apply(T value, const Scaling &by) { return T(double(value) * by.factor); }
 };
 
-// ---- memory: several neighbouring items as one word of up to 16 bytes --------------------------------------------------------------
+// ---- memory: several neighbouring items as one word of up to 16 bytes -----------------------------------------------
 
 template <int BYTES> struct Word;
 template <> struct Word<16> { struct alignas(16) Type { unsigned a, b, c, d; }; };
@@ -278,7 +291,7 @@ struct Group<Item, 1> {
     INLINE void store(char *address) const { *(Item *)address = items[0]; }
 };
 
-// ---- combine ----------------------------------------------------------------------------------------------------------------------
+// ---- combine --------------------------------------------------------------------------------------------------------
 
 struct Pointers {
     Int64 at[JOBS][2 * WAYS];  // of each job: the sources, then the targets
@@ -370,7 +383,7 @@ INLINE void copy(const Int64 *at, const Shape &shape, const Scaling &scaling) {
     combine_job<Dtype, First, Scale, 1>(at, 1, shape.targets[blockIdx.y], shape.counts[blockIdx.y], scaling);
 }
 
-// ---- pack and unpack ------------------------------------------------------------------------------------------------------------
+// ---- pack and unpack ------------------------------------------------------------------------------------------------
 
 struct Tile {
     int tensor, number;

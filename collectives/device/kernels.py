@@ -1,10 +1,12 @@
-"""Kernels: what a device does to the elements of blocks. They are combined, scaled, and written to as many places as need them.
+"""Kernels: what a device does to the elements of blocks. They are combined, scaled, and written to as many places as
+need them.
 
-A job is ``target[i] = scaled(source_0[i] op source_1[i] op ...)``, for up to eight sources and eight targets, which may be other
-GPUs' memory. One launch does up to eight jobs. Where a job has one source there is nothing to combine: it is copied, and scaled.
+A job is ``target[i] = scaled(source_0[i] op source_1[i] op ...)``, for up to eight sources and eight targets, which may
+be other GPUs' memory. One launch does up to eight jobs. Where a job has one source there is nothing to combine: it is
+copied, and scaled.
 
-Results are those of `collectives.tensors.reduction`, with one difference: halves are summed in float32 over all sources, scaled there, and
-rounded once.
+Results are those of `collectives.tensors.reduction`, with one difference: halves are summed in float32 over all
+sources, scaled there, and rounded once.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ _OPERATIONS = {Op.SUM: "Sum", Op.AVERAGE: "Sum", Op.PRODUCT: "Product", Op.MIN: 
 _OPERATIONS_OF_BOOL = {Op.SUM: "Or", Op.MAX: "Or", Op.AVERAGE: "And", Op.MIN: "And", Op.PRODUCT: "And"}
 
 
-# ---- scaling -------------------------------------------------------------------------------------------------------------
+# ---- scaling
+# -------------------------------------------------------------------------------------------------------------
 
 
 class Kind(Enum):
@@ -46,7 +49,8 @@ class Kind(Enum):
 
 
 class Scaling(NamedTuple):
-    """What is done to every element of a finished block. Halves do it in float32; complex numbers to both of their parts."""
+    """What is done to every element of a finished block. Halves do it in float32; complex numbers to both of their
+    parts."""
 
     kind: Kind
     factor: float = 1.0
@@ -54,7 +58,8 @@ class Scaling(NamedTuple):
 
 
 def finish(op: Op, dtype: _Dtype, size: int, postscale: float = 1.0) -> Scaling | None:
-    """`reduction.finish` on a device: what is applied to a block that ``size`` ranks have fully reduced, or None if that is nothing."""
+    """`reduction.finish` on a device: what is applied to a block that ``size`` ranks have fully reduced, or None if
+    that is nothing."""
     average = op is Op.AVERAGE and not dtypes.is_bool(dtype)
     if not average or size == 1:
         return prescale(dtype, postscale)
@@ -87,7 +92,8 @@ def scaling_argument(scaling: Scaling | None) -> Array:
 
 
 def elements(dtype: _Dtype) -> tuple[str, int]:
-    """The dtype in which elements are added and scaled, and how many of those make one: complex numbers are two real ones."""
+    """The dtype in which elements are added and scaled, and how many of those make one: complex numbers are two real
+    ones."""
     if dtypes.is_complex(dtype):
         return f"float{dtype.itemsize * 4}", 2
     return dtypes.name(dtype), 1
@@ -99,7 +105,8 @@ def bits(dtype: _Dtype) -> tuple[str, int]:
     return f"uint{dtype.itemsize // width * 8}", width
 
 
-# ---- combinations ----------------------------------------------------------------------------------------------------------
+# ---- combinations
+# ----------------------------------------------------------------------------------------------------------
 
 
 class Kernels:
@@ -122,7 +129,8 @@ class Kernels:
         """Jobs that are launched together, again and again.
 
         Args:
-            op: what combines two sources; an average is a sum, and ``scaling`` makes it one. None: every job has one source.
+            op: what combines two sources; an average is a sum, and ``scaling`` makes it one. None: every job has one
+                source.
             dtype: of all sources and targets.
             shape: of each job: how many sources and targets it has (1 to 8 each), and elements.
             scaling: of every result, from `finish` or `prescale`.
@@ -136,7 +144,8 @@ class Kernels:
             if not (1 <= sources <= most and 1 <= targets <= WAYS and count >= 0):
                 raise InvalidArgumentError(
                     f"combination: expected jobs of 1 to {most} sources, 1 to {WAYS} targets and 0 elements or more;"
-                    f" got {sources} sources, {targets} targets and {count} elements; give what is more than that to several jobs"
+                    f" got {sources} sources, {targets} targets and {count} elements; give what is more than that to "
+                    f"several jobs"
                 )
         kernel, width = _choose(op, dtype, all(sources == 1 for sources, _, _ in shape), scaling)
         wide = [(sources, targets, count * width) for sources, targets, count in shape]
@@ -147,15 +156,20 @@ class Combination:
     """Jobs that are launched together.
 
     Attributes:
-        pointers: int64, ``(jobs, 16)``: the addresses of each job's sources, from column 0 on, and of its targets, from column 8 on.
-            Set before every launch; those that a job does not have may be anything. An address is a multiple of the size of an
-            element (of a complex one's parts). A target may be one of the job's sources; else they must not overlap, nor may
-            targets of different jobs.
+        pointers: int64, ``(jobs, 16)``: the addresses of each job's sources, from column 0 on, and of its targets, from
+            column 8 on. Set before every launch; those that a job does not have may be anything. An address is a
+            multiple of the size of an element (of a complex one's parts). A target may be one of the job's sources;
+            else they must not overlap, nor may targets of different jobs.
         launches: how many kernels `launch` starts: one for every eight jobs, none where there are no elements.
     """
 
     def __init__(
-        self, device: Device, function: int, shape: Sequence[tuple[int, int, int]], itemsize: int, scaling: Scaling | None
+        self,
+        device: Device,
+        function: int,
+        shape: Sequence[tuple[int, int, int]],
+        itemsize: int,
+        scaling: Scaling | None,
     ) -> None:
         self._device, self._function = device, function
         self._table = np.zeros((-(-len(shape) // JOBS) * JOBS, 2 * WAYS), np.int64)
@@ -179,7 +193,11 @@ class Combination:
             return
         shape = np.zeros(1, _SHAPE)
         for number, (sources, targets, count) in enumerate(jobs):
-            shape["counts"][0, number], shape["sources"][0, number], shape["targets"][0, number] = count, sources, targets
+            shape["counts"][0, number], shape["sources"][0, number], shape["targets"][0, number] = (
+                count,
+                sources,
+                targets,
+            )
         # The addresses of the kernel's three arguments.
         parameters = np.array([address(self._table[start:]), address(shape), address(self._scaling)], np.int64)
         # A thread for every 16-byte word, but no more than fit the device at once: then each has several.

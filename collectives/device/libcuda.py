@@ -1,4 +1,5 @@
-"""The driver's own library, for the few questions that CuPy does not answer. Asking creates no CUDA context on any GPU."""
+"""The driver's own library, for the few questions that CuPy does not answer. Asking creates no CUDA context on any
+GPU."""
 
 from __future__ import annotations
 
@@ -79,12 +80,15 @@ def in_use(index: int) -> bool:
 def capture_mode(mode: int) -> int:
     """Set how captures of graphs restrict the calling thread; the mode before.
 
-    While a program captures (torch does so in the global mode, 0), CUDA forbids calls that might wait for the device, such as asking for
-    an event, allocating, or loading a kernel: to the capturing thread, and to every other thread in the global mode, which is a thread's
-    first. A forbidden call fails, and invalidates the capture. `RELAXED` lifts this; what a capture cannot have in itself stays forbidden.
+    While a program captures (torch does so in the global mode, 0), CUDA forbids calls that might wait for the device,
+    such as asking for an event, allocating, or loading a kernel: to the capturing thread, and to every other thread in
+    the global mode, which is a thread's first. A forbidden call fails, and invalidates the capture. `RELAXED` lifts
+    this; what a capture cannot have in itself stays forbidden.
     """
     value = _one_int(mode)
-    if status := load().cuThreadExchangeStreamCaptureMode(value):  # called twice for every operation, and so without `_call`
+    if status := load().cuThreadExchangeStreamCaptureMode(
+        value
+    ):  # called twice for every operation, and so without `_call`
         raise TransportError(f"cuThreadExchangeStreamCaptureMode: error {status}")
     return value[0]
 

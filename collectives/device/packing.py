@@ -4,11 +4,12 @@
     tiles     |  0  |  1  |  2  | 3 |    |  4  |  5  |  6  |  7  |  8  |      16 KB or what is left: one for each thread block
     buffer    |  conv1.weight   ~|bn1~   |        layer1.conv1         ~|     each from a multiple of 128 bytes on
 
-A tile is part of one tensor, so that every block has about as much to do, however different the tensors are. What the blocks look up
-lies in device memory: the tiles and lengths from the beginning, the tensors' addresses from the first call that comes with them.
+A tile is part of one tensor, so that every block has about as much to do, however different the tensors are. What the
+blocks look up lies in device memory: the tiles and lengths from the beginning, the tensors' addresses from the first
+call that comes with them.
 
-The buffer may hold the tensors in another dtype: float32 and float64 as halves. Scaling is done in the tensors' dtype (halves: in
-float32), before the one rounding on the way in, and after the way back.
+The buffer may hold the tensors in another dtype: float32 and float64 as halves. Scaling is done in the tensors' dtype
+(halves: in float32), before the one rounding on the way in, and after the way back.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ class Packing:
 
     Attributes:
         offsets: int64, where each tensor begins in the buffer, in elements.
-        total: elements of the buffer, those between the tensors included: nobody writes these, and what is made of them is not read.
+        total: elements of the buffer, those between the tensors included: nobody writes these, and what is made of them
+            is not read.
 
     Raises:
         InvalidTypeError: this dtype does not travel as that one.
@@ -65,7 +67,8 @@ class Packing:
     ) -> None:
         if dtype != wire and not (dtypes.is_half(wire) and dtype.kind == "f" and dtype.itemsize > 2):
             raise InvalidTypeError(
-                f"packing: expected the tensors' own dtype in the buffer, or float16 or bfloat16 for float32 and float64;"
+                f"packing: expected the tensors' own dtype in the buffer, or float16 or bfloat16 for float32 and "
+                f"float64;"
                 f" got {dtypes.name(wire)} for {dtypes.name(dtype)}"
             )
         self._device = device
@@ -91,8 +94,8 @@ class Packing:
         """Copy all tensors into the buffer: one launch.
 
         Args:
-            addresses: int64, of every tensor; multiples of their element's size (of a complex one's parts). Tensors at multiples of
-                16 bytes are moved faster. Those of tensors without elements may be anything.
+            addresses: int64, of every tensor; multiples of their element's size (of a complex one's parts). Tensors at
+                multiples of 16 bytes are moved faster. Those of tensors without elements may be anything.
             buffer: the address of ``total`` elements, a multiple of 16 bytes.
             stream: what does it; the arguments may be changed as soon as this returns.
         """
@@ -120,7 +123,8 @@ class Packing:
         device = self._device
         if stream != self._stream:
             if self._stream is not None:
-                # Uploads and kernels of all streams come one after the other, so that a table can be overwritten behind its last reader.
+                # Uploads and kernels of all streams come one after the other, so that a table can be overwritten behind
+                # its last reader.
                 device.record(self._order, self._stream)
                 device.wait(stream, self._order)
             self._stream = stream
@@ -135,7 +139,8 @@ class Packing:
         return slot.table
 
     def _free_slot(self, nbytes: int) -> _Slot:
-        """The slot unused for longest; a new one while there are few, and where the device is so far behind that it has yet to read all."""
+        """The slot unused for longest; a new one while there are few, and where the device is so far behind that it has
+        yet to read all."""
         if len(self._slots) >= _SLOTS:
             for key, slot in self._slots.items():
                 if self._device.passed(slot.uploaded):
@@ -168,7 +173,8 @@ class _Mover:
 
 
 def _names(dtype: _Dtype, wire: _Dtype, scaling: Scaling | None) -> tuple[str, str, str]:
-    """The dtypes and scaling of a kernel: of the tensors, of the buffer; where nothing is computed, those of the bits."""
+    """The dtypes and scaling of a kernel: of the tensors, of the buffer; where nothing is computed, those of the
+    bits."""
     if dtype == wire:
         name, _ = bits(dtype) if scaling is None else elements(dtype)
         return name, name, scaling_name(scaling)

@@ -1,4 +1,5 @@
-"""Page-locked host memory that is used over and over: to lock pages takes the driver milliseconds, and to unlock them waits for the GPU.
+"""Page-locked host memory that is used over and over: to lock pages takes the driver milliseconds, and to unlock them
+waits for the GPU.
 
 Memory comes back when the last array that refers to it is dropped. Whoever drops it knows that the GPU is done with it.
 """
@@ -31,7 +32,8 @@ class PinnedPool:
         self._lock, self._unlock = lock, unlock
         self._taking = threading.Lock()
         self._returned: deque[tuple[int, int]] = deque()
-        """Sizes and addresses; filled by finalizers, which come at any time in any thread, and so take no lock and make no call."""
+        """Sizes and addresses; filled by finalizers, which come at any time in any thread, and so take no lock and make
+        no call."""
         self._idle: dict[int, list[int]] = {}
         self._idle_bytes = 0
 

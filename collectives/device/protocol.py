@@ -1,8 +1,9 @@
-"""A device: one GPU as this process uses it, in about thirty methods. Everything above says what it needs in these words.
+"""A device: one GPU as this process uses it, in about thirty methods. Everything above says what it needs in these
+words.
 
-Addresses, streams, events, functions and graphs are the driver's own numbers. Work given to a stream is carried out in order, and later:
-every method that takes a stream returns at once. `collectives.device.cupy_device` is the real one; the tests have another, on the CPU, with
-the same rules.
+Addresses, streams, events, functions and graphs are the driver's own numbers. Work given to a stream is carried out in
+order, and later: every method that takes a stream returns at once. `collectives.device.cupy_device` is the real one;
+the tests have another, on the CPU, with the same rules.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ class Device(Protocol):
         identity: names the physical GPU, alike in all processes of the host.
         name: for people.
         multiprocessors: that it has.
-        shared_unit: bytes in which memory is shared: a smaller allocation is part of such a block, and its neighbours would be shared too.
+        shared_unit: bytes in which memory is shared: a smaller allocation is part of such a block, and its neighbours
+            would be shared too.
     """
 
     index: int
@@ -41,16 +43,19 @@ class Device(Protocol):
     shared_unit: int
 
     def activate(self) -> Any:
-        """Make it the calling thread's current device, and let no capture of a graph restrict the thread: the program may be capturing,
-        in this thread or another, and calls that might wait for the device would invalidate that. Returns what `deactivate` takes.
+        """Make it the calling thread's current device, and let no capture of a graph restrict the thread: the program
+        may be capturing, in this thread or another, and calls that might wait for the device would invalidate that.
+        Returns what `deactivate` takes.
 
-        A thread calls the methods below only while this is its current device: see `active`. A thread of our own leaves it so for good.
+        A thread calls the methods below only while this is its current device: see `active`. A thread of our own leaves
+        it so for good.
         """
 
     def deactivate(self, previous: Any) -> None:
         """Restore what was before `activate`: the calling thread's current device, and how captures restrict it."""
 
-    # ---- memory ----------------------------------------------------------------------------------------------------------------
+    # ---- memory
+    # ----------------------------------------------------------------------------------------------------------------
 
     def allocate(self, nbytes: int, *, shared: bool = False) -> int:
         """Memory outside of any pool: aligned to 256 bytes, contents undefined; ``shared``: that can be exported.
@@ -63,8 +68,8 @@ class Device(Protocol):
         """Give back what `allocate` gave; the device must be done with it."""
 
     def pinned(self, nbytes: int) -> Array:
-        """Page-locked host memory as an array of uint8, which the device reaches at the same address; lives as long as the array, which is
-        dropped when the device is done with it."""
+        """Page-locked host memory as an array of uint8, which the device reaches at the same address; lives as long as
+        the array, which is dropped when the device is done with it."""
 
     def allocation(self, address: int) -> Allocation:
         """What an address belongs to.
@@ -80,9 +85,11 @@ class Device(Protocol):
         """Fill with zero bytes."""
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any], stream: int) -> Any:
-        """A new array of this device's own array type (CuPy's), to be used on ``stream``; it has ``__cuda_array_interface__``."""
+        """A new array of this device's own array type (CuPy's), to be used on ``stream``; it has
+        ``__cuda_array_interface__``."""
 
-    # ---- streams and events ------------------------------------------------------------------------------------------------------
+    # ---- streams and events
+    # ------------------------------------------------------------------------------------------------------
 
     def create_stream(self) -> int:
         """A stream of high priority that does not wait for the default stream."""
@@ -108,7 +115,8 @@ class Device(Protocol):
         """The event now stands for all work given to the stream so far."""
 
     def wait(self, stream: int, event: int) -> None:
-        """Work given to the stream from now on waits for what the event stands for at this moment; nothing if it was never recorded."""
+        """Work given to the stream from now on waits for what the event stands for at this moment; nothing if it was
+        never recorded."""
 
     def passed(self, event: int) -> bool:
         """Whether what the event stands for is done; True if it was never recorded."""
@@ -116,7 +124,8 @@ class Device(Protocol):
     def synchronize(self, event: int) -> None:
         """Block until it is; other threads may run meanwhile."""
 
-    # ---- sharing with other processes of the host ----------------------------------------------------------------------------------
+    # ---- sharing with other processes of the host
+    # ----------------------------------------------------------------------------------
 
     def export_memory(self, base: int) -> bytes:
         """64 bytes by which another process can reach an allocation; ``base`` is where it begins.
@@ -146,7 +155,8 @@ class Device(Protocol):
             TransportError: there is no link between the two by which kernels could.
         """
 
-    # ---- kernels -----------------------------------------------------------------------------------------------------------------
+    # ---- kernels
+    # -----------------------------------------------------------------------------------------------------------------
 
     def function(self, source: str, name: str) -> int:
         """The kernel ``name`` (``extern "C"``) of a CUDA C++ source, compiled at its first use and kept."""
@@ -160,10 +170,12 @@ class Device(Protocol):
             parameters: the address of an array of pointers to the arguments, which are read before this returns.
         """
 
-    # ---- graphs -------------------------------------------------------------------------------------------------------------------
+    # ---- graphs
+    # ------------------------------------------------------------------------------------------------------------------
 
     def begin_capture(self, stream: int) -> None:
-        """From now on work given to the stream (and to those that are made to wait for it) is noted down and not carried out."""
+        """From now on work given to the stream (and to those that are made to wait for it) is noted down and not
+        carried out."""
 
     def end_capture(self, stream: int) -> int:
         """The noted work as a graph that can be launched."""
@@ -191,7 +203,8 @@ class Provider(Protocol):
 
 
 class active:
-    """``with active(device)``: the device is the calling thread's current one; afterwards the program's own choice is again."""
+    """``with active(device)``: the device is the calling thread's current one; afterwards the program's own choice is
+    again."""
 
     __slots__ = ("_device", "_previous")
 

@@ -46,7 +46,8 @@ class CupyProvider:
             return self._devices[index]
 
     def device_of(self, address: int) -> Device:
-        # The driver is asked and not CUDA's runtime, which would begin to use GPU 0 in a thread that has not chosen a GPU yet.
+        # The driver is asked and not CUDA's runtime, which would begin to use GPU 0 in a thread that has not chosen a
+        # GPU yet.
         try:
             on_device = libcuda.attribute(address, libcuda.MEMORY_TYPE) == libcuda.DEVICE_MEMORY
             index = libcuda.attribute(address, libcuda.DEVICE_ORDINAL)
@@ -55,12 +56,15 @@ class CupyProvider:
                 f"{address:#x}: expected an address in device memory, which CUDA does not know it as: {error}"
             ) from error
         if not on_device:
-            raise InvalidArgumentError(f"{address:#x}: expected an address in device memory, got page-locked host memory")
+            raise InvalidArgumentError(
+                f"{address:#x}: expected an address in device memory, got page-locked host memory"
+            )
         return self.device(index)
 
 
 def provider() -> Provider:
-    """Where this process has its devices from: CuPy, unless `use` said otherwise. Made at the first call; raises as `CupyProvider`."""
+    """Where this process has its devices from: CuPy, unless `use` said otherwise. Made at the first call; raises as
+    `CupyProvider`."""
     global _provider
     with _lock:
         if _provider is None:
@@ -77,7 +81,8 @@ def use(replacement: Provider | None) -> Provider | None:
 
 
 def choose(local_rank: int, override: int | None = None) -> int:
-    """The GPU that a rank uses: the one it was told to, else that of its number on the host, in turns if ranks outnumber GPUs.
+    """The GPU that a rank uses: the one it was told to, else that of its number on the host, in turns if ranks
+    outnumber GPUs.
 
     Args:
         local_rank: the rank's number among those of its host.

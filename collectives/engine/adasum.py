@@ -4,9 +4,10 @@ S. Maleki et al., "Scaling Distributed Training with Adaptive Summation", MLSys 
 
     adasum(a, b) = (1 - a.b / (2 a.a)) a  +  (1 - a.b / (2 b.b)) b
 
-Orthogonal vectors are added, equal ones are averaged, and a zero vector leaves the other as it is. The operation is symmetric but
-not associative, so that more than two vectors need an order: a binary tree, in which neighbours are paired level by level and an
-odd one passes up unchanged. For powers of two that is the pairing of Horovod's recursive distance doubling.
+Orthogonal vectors are added, equal ones are averaged, and a zero vector leaves the other as it is. The operation is
+symmetric but not associative, so that more than two vectors need an order: a binary tree, in which neighbours are
+paired level by level and an odd one passes up unchanged. For powers of two that is the pairing of Horovod's recursive
+distance doubling.
 
     rank       0   1   2   3   4   5   6            tree(7)
                └─┬─┘   └─┬─┘   └─┬─┘   │
@@ -16,8 +17,9 @@ odd one passes up unchanged. For powers of two that is the pairing of Horovod's 
                      └───────┬──────┘
     level 2            0,1,2,3,4,5,6                [(0, 4)]
 
-A coefficient needs the dot products of two whole vectors, but only those three numbers. So the ranks divide the elements, not the
-tree: each rank climbs the whole tree with its own slice of every rank's vector, and only the dot products are summed over ranks.
+A coefficient needs the dot products of two whole vectors, but only those three numbers. So the ranks divide the
+elements, not the tree: each rank climbs the whole tree with its own slice of every rank's vector, and only the dot
+products are summed over ranks.
 
     1. all-to-all     each rank gets its slice of all N vectors, as the rows of an array of shape (N, slice)
     2. for each level of the tree:
@@ -26,15 +28,18 @@ tree: each rank climbs the whole tree with its own slice of every rank's vector,
          combine      the slices; the result takes the row of the left one
     3. allgather      row 0 of every rank is its slice of the result
 
-A rank sends S(N-1)/N bytes in the first step and as many in the last, for a vector of S bytes, as a ring all-reduce does. Between
-them are ceil(log2 N) all-reduces of at most 12 N bytes, which wait for latency alone. Every slice is combined on one rank, so that
-all ranks end with the same bits. How the elements are divided matters only to the rounding of the dot products.
+A rank sends S(N-1)/N bytes in the first step and as many in the last, for a vector of S bytes, as a ring all-reduce
+does. Between them are ceil(log2 N) all-reduces of at most 12 N bytes, which wait for latency alone. Every slice is
+combined on one rank, so that all ranks end with the same bits. How the elements are divided matters only to the
+rounding of the dot products.
 
-Several tensors of one fused operation are combined each by itself, with dot products of their own (their columns of the array);
-the dot products of a level may well share one all-reduce. The callers refuse integers, bools and complex numbers.
+Several tensors of one fused operation are combined each by itself, with dot products of their own (their columns of the
+array); the dot products of a level may well share one all-reduce. The callers refuse integers, bools and complex
+numbers.
 
-Two things differ from Horovod, on purpose: any number of ranks will do; and a vector counts as zero only if its squared length is
-0 in float64, where Horovod takes any length below 1e-4 for zero, so that adasum(s a, s b) was not s adasum(a, b) for small s.
+Two things differ from Horovod, on purpose: any number of ranks will do; and a vector counts as zero only if its squared
+length is 0 in float64, where Horovod takes any length below 1e-4 for zero, so that adasum(s a, s b) was not s adasum(a,
+b) for small s.
 """
 
 from __future__ import annotations
@@ -55,12 +60,13 @@ Pairs = Sequence[tuple[int, int]]
 """The rows that are combined at one level of the tree, left and right; each row occurs once at most."""
 
 _BLOCK = 8192
-"""Elements that are widened to float64 at a time: two operands stay in the L2 cache, and the dot products stay below the 10,000
-elements from which OpenBLAS wakes its threads, which cost it more than they bring."""
+"""Elements that are widened to float64 at a time: two operands stay in the L2 cache, and the dot products stay below
+the 10,000 elements from which OpenBLAS wakes its threads, which cost it more than they bring."""
 
 
 def tree(size: int) -> list[list[tuple[int, int]]]:
-    """The levels of the combination, each the pairs whose result takes the left one's place; the whole ends in place 0."""
+    """The levels of the combination, each the pairs whose result takes the left one's place; the whole ends in place
+    0."""
     levels = []
     distance = 1
     while distance < size:
@@ -70,10 +76,12 @@ def tree(size: int) -> list[list[tuple[int, int]]]:
 
 
 def widen(vectors: _Array) -> _Array:
-    """The array to climb the tree with: halves become float32, to be rounded once at the end; others are used as they are.
+    """The array to climb the tree with: halves become float32, to be rounded once at the end; others are used as they
+    are.
 
     Args:
-        vectors: of shape (ranks, slice), each row contiguous; float16, bfloat16, float32 or float64. The slice may be empty.
+        vectors: of shape (ranks, slice), each row contiguous; float16, bfloat16, float32 or float64. The slice may be
+            empty.
     """
     wide = accumulator(vectors.dtype)
     if wide == vectors.dtype:
@@ -87,7 +95,8 @@ def widen(vectors: _Array) -> _Array:
 def dots(vectors: _Array, pairs: Pairs) -> _Doubles:
     """This rank's part of each pair's a.b, a.a and b.b, to be summed over ranks: float64, of shape (pairs, 3).
 
-    The products are exact for everything but float64, and are added in float64. Infinities and NaN pass through silently.
+    The products are exact for everything but float64, and are added in float64. Infinities and NaN pass through
+    silently.
 
     Args:
         vectors: as for ``widen``, which need not have been called.

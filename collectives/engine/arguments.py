@@ -1,4 +1,5 @@
-"""Arguments that no rank could accept are refused here, before anything leaves the rank; the message says what was expected."""
+"""Arguments that no rank could accept are refused here, before anything leaves the rank; the message says what was
+expected."""
 
 from __future__ import annotations
 
@@ -15,13 +16,16 @@ if TYPE_CHECKING:
 
 
 def operation(op: Op | None, average: Any) -> Op:
-    """The operation that ``op`` names, or that ``average`` stands for; Average where neither is given, and an error where both are."""
+    """The operation that ``op`` names, or that ``average`` stands for; Average where neither is given, and an error
+    where both are."""
     if isinstance(average, Op):
         raise InvalidTypeError(f"average: expected True, False or None, got {average!r}; pass op={average!r}")
     if op is None:
         return Op.AVERAGE if average is None or average else Op.SUM
     if average is not None:
-        raise InvalidArgumentError(f"average: op supersedes it; expected one of them, got average={average!r} and op={op!r}")
+        raise InvalidArgumentError(
+            f"average: op supersedes it; expected one of them, got average={average!r} and op={op!r}"
+        )
     if not isinstance(op, Op):
         raise InvalidTypeError(f"op: expected one of Average, Sum, Min, Max, Product, got {op!r}")
     return op
@@ -54,7 +58,9 @@ def check_name(name: Any) -> None:
 def with_rows(view: View | DeviceView, collective: str) -> None:
     """The view has a first dimension."""
     if not view.shape:
-        raise UnsupportedError(f"tensor: {collective} works along the first dimension, got a 0-d tensor; reshape it to (1,)")
+        raise UnsupportedError(
+            f"tensor: {collective} works along the first dimension, got a 0-d tensor; reshape it to (1,)"
+        )
 
 
 def splits(given: Any, rows: int, size: int) -> tuple[int, ...]:
@@ -62,7 +68,8 @@ def splits(given: Any, rows: int, size: int) -> tuple[int, ...]:
     if given is None:
         if rows % size:
             raise InvalidArgumentError(
-                f"splits: None divides the first dimension evenly, but {rows} rows are not divisible by {size} ranks; pass splits"
+                f"splits: None divides the first dimension evenly, but {rows} rows are not divisible by {size} "
+                f"ranks; pass splits"
             )
         return (rows // size,) * size
     try:
@@ -75,5 +82,7 @@ def splits(given: Any, rows: int, size: int) -> tuple[int, ...]:
     if counts.ndim != 1 or len(values) != size:
         raise InvalidArgumentError(f"splits: expected a 1-D sequence of {size} integers, one per rank, got {given!r}")
     if min(values) < 0 or sum(values) != rows:
-        raise InvalidArgumentError(f"splits: expected numbers >= 0 that sum to the tensor's {rows} rows, got {values} (sum {sum(values)})")
+        raise InvalidArgumentError(
+            f"splits: expected numbers >= 0 that sum to the tensor's {rows} rows, got {values} (sum {sum(values)})"
+        )
     return values

@@ -137,7 +137,8 @@ class Batch:
     def _meet(self, task: Task, handles: Sequence[Handle], prepared: Callable[[], object] = lambda: None) -> None:
         """Prepare a task after the first, and meet for it; ``prepared`` is called in between.
 
-        A rank that is refused memory says so in place of the task: then all release what they have mapped, and meet again.
+        A rank that is refused memory says so in place of the task: then all release what they have mapped, and meet
+        again.
         """
         context = self._context
         token = task.token
@@ -188,4 +189,6 @@ class Batch:
             scope = str(self._context.group.ranks)
             for handle in handles:
                 asked = handle.entry.request
-                timeline.phase(scope, handle.row, handle.phase, begun, ended, dtype=asked.dtype, shape=str(list(asked.shape or ())))
+                timeline.phase(
+                    scope, handle.row, handle.phase, begun, ended, dtype=asked.dtype, shape=str(list(asked.shape or ()))
+                )

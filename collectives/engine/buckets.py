@@ -1,4 +1,5 @@
-"""Buckets: how several all-reduces are carried out as one, in the two halves of every task (`collectives.engine.tasks`)."""
+"""Buckets: how several all-reduces are carried out as one, in the two halves of every task
+(`collectives.engine.tasks`)."""
 
 from __future__ import annotations
 
@@ -75,7 +76,8 @@ class Listed:
         pieces.outs = outs = [handle.out for handle in handles]
         addresses[:count] = inputs = [source.__array_interface__["data"][0] for source in sources]
         addresses[count:] = [
-            at if out is source else out.__array_interface__["data"][0] for at, source, out in zip(inputs, sources, outs, strict=True)
+            at if out is source else out.__array_interface__["data"][0]
+            for at, source, out in zip(inputs, sources, outs, strict=True)
         ]
         return self._words
 

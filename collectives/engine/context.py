@@ -53,7 +53,9 @@ class Statistics:
 class Context:
     """What the tasks of one world share."""
 
-    def __init__(self, group: Group, executor: Executor, entries: Entries, plans: Plans, planner: Planner, pool: ResultPool) -> None:
+    def __init__(
+        self, group: Group, executor: Executor, entries: Entries, plans: Plans, planner: Planner, pool: ResultPool
+    ) -> None:
         self.rank, self.size = group.rank, group.size
         self.group = group
         self.control: Control = group.control
@@ -65,7 +67,8 @@ class Context:
         self.statistics = Statistics()
         self.timeline: Timeline | None = None
         self.device_tasks: Callable[[Sequence[Entry]], Sequence[tuple[Any, Sequence[int]]]] = _no_devices
-        """Makes the tasks of entries of device tensors that may be fused: each with the places of its entries among these."""
+        """Makes the tasks of entries of device tensors that may be fused: each with the places of its entries among
+        these."""
         self.release_devices: Callable[[], int] = _nothing
         """Gives back the device memory of peers; the bytes."""
         self.joined = False
@@ -86,10 +89,13 @@ class Context:
             TransportError: they are not where they should be, which must not happen.
         """
         if not self.control.agree(token, words):
-            raise TransportError(f"rank {self.rank}: the ranks are at different places of an operation that all agreed on")
+            raise TransportError(
+                f"rank {self.rank}: the ranks are at different places of an operation that all agreed on"
+            )
 
     def make_room(self) -> int:
-        """Have every rank give back the device memory of its peers; all ranks call it, and all have done so when it returns.
+        """Have every rank give back the device memory of its peers; all ranks call it, and all have done so when it
+        returns.
 
         Returns:
             The bytes that this rank no longer maps.

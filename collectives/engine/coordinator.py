@@ -4,7 +4,8 @@
     agree    all ranks proposed the same: it is carried out, and the handles complete
              they did not: the ranks compare what they have (`negotiation`); what all have is proposed next
 
-A rank without work does not enter a round, and nobody's wait for it blocks anything: it is a look at memory, now and then.
+A rank without work does not enter a round, and nobody's wait for it blocks anything: it is a look at memory, now and
+then.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from collectives.engine.progress import LIST_BYTES, THREAD_NAME, Lead
 
 MASK = 0x7FFF_FFFF_FFFF
 _CHAIN, NUMBER = 0x5851_F42D_4C95_7F2D, 0x2545_F491_4F6C_DD1D
-"""Odd multipliers that make one number of a list: its order counts, and so does the number of its first unnamed operation."""
+"""Odd multipliers that make one number of a list: its order counts, and so does the number of its first unnamed
+operation."""
 _JOINED = Request("joined").signature()
 _COMPARE = Request("compare").signature()
 EVERYBODYS = ("add_process_set", "remove_process_set", "start_timeline", "tune", "empty_cache")
@@ -34,12 +36,13 @@ _MOST_BATCHES = 512
 _MOST_CACHED = 1 << 16
 """Entries of the cache whose bits fit into what a round is entered with."""
 _STUCK_AFTER, _STUCK_AFTER_AMONG_THREADS = 20.0, 1.0
-"""Seconds without progress after which other threads no longer count as those that might call a collective: any, and those that wait
-for another thread or are other ranks."""
+"""Seconds without progress after which other threads no longer count as those that might call a collective: any, and
+those that wait for another thread or are other ranks."""
 _LOOK_AROUND_AFTER = 0.1
 """Seconds without progress after which it is worth looking at what other threads do."""
 _COMPUTES = 0.1
-"""The share of a core above which a thread computes: it may call collectives, or another one that waits for it may, when it is done."""
+"""The share of a core above which a thread computes: it may call collectives, or another one that waits for it may,
+when it is done."""
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 50e-6, 2e-3
 
 
@@ -65,7 +68,8 @@ class Rounds(Lead):
         super().__init__(names[context.rank], config.cycle_time * 1e-3, config.fusion_threshold)
         self.context = context
         self.on_batch: Callable[[Batch, Sequence[Handle], float], None] | None = None
-        """Called after every batch, by the leader, between the same two rounds on every rank; with the first submission's time."""
+        """Called after every batch, by the leader, between the same two rounds on every rank; with the first
+        submission's time."""
         self.timeline_cycles = False
         self._control = context.control
         self._names = names
@@ -93,11 +97,13 @@ class Rounds(Lead):
         self._restless = False
         """Whether the ranks should compare again, because this one has nothing more to do but wait."""
         self._starving = self._starved = False
-        """Whether the ranks are to release what they have mapped, because this one was refused memory; and whether they have."""
+        """Whether the ranks are to release what they have mapped, because this one was refused memory; and whether they
+        have."""
         self._told_stuck = False
         self._stuck_since: float | None = None
         self._patience: float | None = None
-        """Seconds without progress after which this rank counts as stuck, as its threads are now; None: they were not looked at yet."""
+        """Seconds without progress after which this rank counts as stuck, as its threads are now; None: they were not
+        looked at yet."""
         self._used_before: dict[threading.Thread, float] = {}
         """Processor time that other threads had used by ``_stuck_since``."""
         self._told_of_joining = False
@@ -160,7 +166,8 @@ class Rounds(Lead):
         except OutOfMemoryError:
             if self._starved:
                 raise
-            # To be believed only when no rank has memory mapped that this one has freed: the ranks compare, and propose the same again.
+            # To be believed only when no rank has memory mapped that this one has freed: the ranks compare, and propose
+            # the same again.
             self._starved = self._starving = True
             self._open = (handles, None)
             self._control.enter(negotiation.STARVING)
@@ -174,7 +181,8 @@ class Rounds(Lead):
     def _cut(self) -> list[Handle]:
         """What is new, in lists that end where their bytes add up and not where the time has run out.
 
-        So the lists are the same on every rank and in every step, whoever is ahead, and all ranks propose what they have planned before.
+        So the lists are the same on every rank and in every step, whoever is ahead, and all ranks propose what they
+        have planned before.
         """
         limit, filled = min(self.threshold, LIST_BYTES), 0
         for number, handle in enumerate(self._fresh):
@@ -315,7 +323,8 @@ class Rounds(Lead):
     def _orphaned(self, request: Request) -> MismatchError:
         assert request.root is not None
         return MismatchError(
-            f"rank {self._rank}: {request.describe()}: the root, rank {self._names[request.root]}, has joined and has no tensor to give; "
+            f"rank {self._rank}: {request.describe()}: the root, rank {self._names[request.root]}, has joined and "
+            f"has no tensor to give; "
             f"broadcast before a rank can run out of data"
         )
 
@@ -326,7 +335,8 @@ class Rounds(Lead):
             f"do it before a rank can run out of data"
         )
 
-    # ---- ranks that wait for each other, or have run out of data -------------------------------------------------------------------
+    # ---- ranks that wait for each other, or have run out of data
+    # -------------------------------------------------------------------
 
     def _is_stuck(self) -> bool:
         """Whether every thread that could submit something waits for an operation, or does nothing for a while."""
@@ -340,7 +350,9 @@ class Rounds(Lead):
         strangers = {
             thread
             for thread in alive
-            if not (thread in self._callers or thread.name.startswith(THREAD_NAME) or isinstance(thread, threading.Timer))
+            if not (
+                thread in self._callers or thread.name.startswith(THREAD_NAME) or isinstance(thread, threading.Timer)
+            )
         }
         if len(self._callers) <= waiting and not strangers:
             return True
@@ -358,9 +370,14 @@ class Rounds(Lead):
             self._used_before = {thread: stall.processor_seconds(thread) for thread in self._callers | strangers}
         if now - self._stuck_since < patience:
             return False
-        # One that has called collectives may wait for a thread that has not, and call again when that one has computed its result.
+        # One that has called collectives may wait for a thread that has not, and call again when that one has computed
+        # its result.
         watched = self._callers if self._ranks_are_threads else self._callers | strangers
-        if len(self._callers) > waiting and patience == _STUCK_AFTER and self._computes(watched, now - self._stuck_since):
+        if (
+            len(self._callers) > waiting
+            and patience == _STUCK_AFTER
+            and self._computes(watched, now - self._stuck_since)
+        ):
             self._stuck_since = None
             return False
         return True
@@ -368,10 +385,14 @@ class Rounds(Lead):
     def _computes(self, threads: set[threading.Thread], seconds: float) -> bool:
         """Whether one of these threads has computed for this time, other than the one that drives."""
         others = threads - {threading.current_thread()}
-        return any(stall.processor_seconds(caller) - self._used_before.get(caller, 0.0) > _COMPUTES * seconds for caller in others)
+        return any(
+            stall.processor_seconds(caller) - self._used_before.get(caller, 0.0) > _COMPUTES * seconds
+            for caller in others
+        )
 
     def _deadlock(self) -> None:
-        """Every rank waits, and nothing can come of it: fail what the ranks that are behind wait for; all of it, if none is known to be."""
+        """Every rank waits, and nothing can come of it: fail what the ranks that are behind wait for; all of it, if
+        none is known to be."""
         mine = [handle for handle in self._awaited if self._pending.get(handle.key) is handle]
         stacks = deadlock.stacks(type(self).wait.__code__, "handle")
         said = [deadlock.Wait(handle.key, handle.entry.request, stacks.get(id(handle), ())) for handle in mine]
@@ -380,7 +401,9 @@ class Rounds(Lead):
         ledger, keys = self._ledger, {wait.key for theirs in waits for wait in theirs}
         asking = {key: ledger.asking(key, self._frames) for key in keys}
         passed = {key: ledger.passed(key) for key in keys}
-        fails = deadlock.failing(waits, asking, passed, {key for key in keys if ledger.knows(key)}, self._already_joined)
+        fails = deadlock.failing(
+            waits, asking, passed, {key for key in keys if ledger.knows(key)}, self._already_joined
+        )
         for key in fails:
             ledger.give_up(key, [peer for peer, theirs in enumerate(waits) if any(wait.key == key for wait in theirs)])
         if any(type(key) is int for key in fails):
@@ -422,7 +445,12 @@ class Rounds(Lead):
         told, position = self._ledger.told(handle.key), self._ledger.position(handle.key, handle.entry.signature)
         missing = []
         for peer, frame in enumerate(self._frames):
-            has = peer in told or (position is not None and frame.bits >> position & 1) or frame.joined or peer == self.context.rank
+            has = (
+                peer in told
+                or (position is not None and frame.bits >> position & 1)
+                or frame.joined
+                or peer == self.context.rank
+            )
             if not has:
                 missing.append(self._names[peer])
         return missing
@@ -434,7 +462,9 @@ class Rounds(Lead):
         scope = str(self._names)
         for handle in handles:
             timeline.async_span("queue", handle.name, handle.submitted, max(handle.submitted, self._proposed_at))
-            timeline.async_span("negotiate", handle.name, handle.submitted, now, collective=handle.entry.request.collective)
+            timeline.async_span(
+                "negotiate", handle.name, handle.submitted, now, collective=handle.entry.request.collective
+            )
             for member in handle.members or (handle,):
                 timeline.tick(scope, member.row, handle.submitted)
                 if self.context.rank == 0:

@@ -1,19 +1,21 @@
-"""Deadlocks: every rank waits, and nothing that they wait for is asked for by all. Which operations fail, and which go on waiting.
+"""Deadlocks: every rank waits, and nothing that they wait for is asked for by all. Which operations fail, and which go
+on waiting.
 
 Where it is known which rank is behind, only that rank's operation fails, so that it can come to where the others wait:
 
     rank 0:  ------- b        rank 0 has passed over "a"; rank 1 is behind
     rank 1:  a                "a" fails, "b" stays; rank 1 comes to "b", and the ranks are in step again
 
-There are two kinds of evidence, and both hold only for names that have never been carried out: a name that comes again in every step
-says nothing of the order, and might meet another step's operation of that name. Once ranks have waited in vain for such a name, one may
-be a step ahead, and what they have passed is evidence no longer.
+There are two kinds of evidence, and both hold only for names that have never been carried out: a name that comes again
+in every step says nothing of the order, and might meet another step's operation of that name. Once ranks have waited in
+vain for such a name, one may be a step ahead, and what they have passed is evidence no longer.
 
     passed    a rank that lacks the operation has waited for it before, in vain: whoever waits for it now is behind, unless it waits in
               the function in which another does, at another place, and the program may come to both several times
     source    each rank waits for one operation, at places of the same function, which the program comes to only once
 
-Without evidence all of them fail. Everything here is a pure function of what the ranks tell each other, hence alike on all of them.
+Without evidence all of them fail. Everything here is a pure function of what the ranks tell each other, hence alike on
+all of them.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ _PACKAGE = str(Path(__file__).parent)
 _RANKS = str(Path(_PACKAGE, "transport", "threads.py"))
 """Where ranks are threads, this module calls each of them, once."""
 AGAIN = (
-    "A rank that has passed over one, as by an exception that it has caught, may meet the others again at a name that is new, and does "
+    "A rank that has passed over one, as by an exception that it has caught, may meet the others again at a name "
+    "that is new, and does "
     "once every rank has called shutdown() and init()."
 )
 
@@ -48,7 +51,8 @@ class Place:
         line: of the file.
         at: the offset of the instruction.
         loop: the outermost loop around it, by the offsets of its first and last instruction; None outside of loops.
-        calls: the names in the expression of what it calls, as ``step`` or ``trainer, fit``; none where that is not known.
+        calls: the names in the expression of what it calls, as ``step`` or ``trainer, fit``; none where that is not
+            known.
     """
 
     function: tuple[str, str, int]
@@ -73,7 +77,8 @@ Stack = tuple[Place, ...]
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """An operation that a rank waits for, and where in the program it does; ``stack`` is empty where that is not known."""
+    """An operation that a rank waits for, and where in the program it does; ``stack`` is empty where that is not
+    known."""
 
     key: Key
     request: Request
@@ -81,7 +86,8 @@ class Wait:
 
 
 def stacks(waiting: CodeType, variable: str) -> dict[int, Stack]:
-    """Where the threads of this process are that execute ``waiting``, by the identity of what their local ``variable`` is."""
+    """Where the threads of this process are that execute ``waiting``, by the identity of what their local ``variable``
+    is."""
     found = {}
     for number, top in sys._current_frames().items():
         frame: FrameType | None = top
@@ -127,7 +133,8 @@ def _loops(code: CodeType) -> tuple[tuple[int, int], ...]:
 
 @functools.lru_cache(256)
 def _instruction(code: CodeType, last: int) -> tuple[int, frozenset[str]]:
-    """Where the instruction begins that a frame is in, and the names that are loaded where its expression begins: what a call calls.
+    """Where the instruction begins that a frame is in, and the names that are loaded where its expression begins: what
+    a call calls.
 
     While a frame calls, its last instruction may lie behind that instruction, in what the interpreter has cached there.
     """
@@ -143,10 +150,11 @@ def _instruction(code: CodeType, last: int) -> tuple[int, frozenset[str]]:
 
 
 def before(one: Stack, other: Stack) -> bool | None:
-    """Whether the program comes to ``one`` before it comes to ``other``, and to both only once; None where that cannot be told.
+    """Whether the program comes to ``one`` before it comes to ``other``, and to both only once; None where that cannot
+    be told.
 
-    It can where no loop is around the calls that lead to both, and each of these calls the next function itself: a function that is
-    called by another in C, such as `map`, may be called several times.
+    It can where no loop is around the calls that lead to both, and each of these calls the next function itself: a
+    function that is called by another in C, such as `map`, may be called several times.
     """
     called: Place | None = None
     for mine, theirs in zip(one, other, strict=False):
@@ -161,7 +169,8 @@ def before(one: Stack, other: Stack) -> bool | None:
 
 
 def may_take_turns(one: Stack, other: Stack) -> bool:
-    """Whether the program may come from ``one`` to ``other`` and back, as in a loop: names do not tell which time around it is."""
+    """Whether the program may come from ``one`` to ``other`` and back, as in a loop: names do not tell which time
+    around it is."""
     for mine, theirs in zip(one, other, strict=False):
         if mine.function != theirs.function:
             return False
@@ -202,7 +211,11 @@ def failing(
 
 
 def error(
-    rank: int, waits: Sequence[Sequence[Wait]], asking: Mapping[Key, Collection[int]], fails: Collection[Key], numbers: Sequence[int]
+    rank: int,
+    waits: Sequence[Sequence[Wait]],
+    asking: Mapping[Key, Collection[int]],
+    fails: Collection[Key],
+    numbers: Sequence[int],
 ) -> MismatchError:
     """What a rank raises whose operation fails, and what a rank is warned of whose operation goes on.
 
@@ -219,13 +232,19 @@ def error(
         end = "" if wait.key in fails else ", and goes on waiting for it"
         return f"{wait.request.describe()}{where}, for which rank {missing} has not asked{end}"
 
-    lines = [f"  rank {numbers[peer]}: waits for {'; and for '.join(map(describe, mine)) or 'nothing'}" for peer, mine in enumerate(waits)]
+    lines = [
+        f"  rank {numbers[peer]}: waits for {'; and for '.join(map(describe, mine)) or 'nothing'}"
+        for peer, mine in enumerate(waits)
+    ]
     requests = [wait.request for mine in waits for wait in mine]
     names = sorted({request.name for request in requests if request.name})
     differing = "name" if len(names) > 1 else "what they wait for"
     subject = f" for tensor {' / '.join(map(repr, names))}" if names else ""
     again = UNNAMED if any(request.name is None for request in requests) else AGAIN
     return MismatchError(
-        f"rank {rank}: the ranks disagree{subject} in {differing}: every rank waits, and nothing that they wait for is asked for by all; "
-        f"no tensor was touched:\n" + "\n".join(lines) + f"\nEvery rank must submit the same operations, by the same names. {again}"
+        f"rank {rank}: the ranks disagree{subject} in {differing}: every rank waits, and nothing that they wait for "
+        f"is asked for by all; "
+        f"no tensor was touched:\n"
+        + "\n".join(lines)
+        + f"\nEvery rank must submit the same operations, by the same names. {again}"
     )

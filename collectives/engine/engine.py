@@ -14,7 +14,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from collectives.base.config import Config
-from collectives.base.errors import CollectivesError, CollectiveTimeoutError, InvalidArgumentError, RankFailedError, in_words
+from collectives.base.errors import (
+    CollectivesError,
+    CollectiveTimeoutError,
+    InvalidArgumentError,
+    RankFailedError,
+    in_words,
+)
 from collectives.engine.context import Context, Statistics
 from collectives.engine.coordinator import MASK, NUMBER, Rounds
 from collectives.engine.handles import Handle
@@ -64,14 +70,15 @@ class Engine(Rounds):
         self._obstacles: set[str] = set()
         """Why a blocking call cannot be carried out without a handle at present."""
 
-    # ---- submission ------------------------------------------------------------------------------------------------------------------
+    # ---- submission
+    # ------------------------------------------------------------------------------------------------------------------
 
     def submit(self, handle: Handle) -> Handle:
         """Take an operation on; returns at once.
 
         Raises:
-            InvalidArgumentError: an operation of this name is in flight already, or one that writes memory that this one uses, or uses
-                memory that this one writes; it goes on.
+            InvalidArgumentError: an operation of this name is in flight already, or one that writes memory that this
+                one uses, or uses memory that this one writes; it goes on.
         """
         self._enqueue(handle)
         if not self._work.is_set():
@@ -90,7 +97,8 @@ class Engine(Rounds):
         """Carry out an operation and return when it is done.
 
         Args:
-            deliver, keep: of its handle, which is made only if it needs one; ``keep`` begins with the view of the tensor.
+            deliver, keep: of its handle, which is made only if it needs one; ``keep`` begins with the view of the
+                tensor.
             handle: or the handle itself.
 
         Returns:
@@ -130,11 +138,13 @@ class Engine(Rounds):
                     if self._ledger.changes_with(name, token):
                         self._settle_solo(entry)
                 else:
-                    # Somebody is missing, or has proposed something else: from here on it is an operation like any other.
+                    # Somebody is missing, or has proposed something else: from here on it is an operation like any
+                    # other.
                     handle = handle or _handle(entry, source, out, deliver, keep)
                     handle.locate()
                     handle.engine = self
-                    # For other threads to see. The round is entered: it is too late to refuse what one of them may have claimed meanwhile.
+                    # For other threads to see. The round is entered: it is too late to refuse what one of them may have
+                    # claimed meanwhile.
                     self.in_flight.claim(handle)
                     if name is not None:
                         self._names_in_flight[name] = handle
@@ -191,7 +201,9 @@ class Engine(Rounds):
                 if first is not handle:
                     if first is None or first.entry.request.collective != "invalid":
                         self._refuse_duplicate(name)
-                    self._names_in_flight[name] = handle  # the mark of a refused call goes first; this one comes after it
+                    self._names_in_flight[name] = (
+                        handle  # the mark of a refused call goes first; this one comes after it
+                    )
             if threading.current_thread() is not self._last_caller:
                 self._note_caller()
             overlap = self.in_flight.claim(handle)
@@ -214,20 +226,31 @@ class Engine(Rounds):
 
     def _refuse_duplicate(self, name: str) -> NoReturn:
         first = self._names_in_flight.get(name)
-        what = f" ({first.entry.request.describe()}{', submitted at ' + first.where if first.where else ''})" if first else ""
+        what = (
+            f" ({first.entry.request.describe()}{', submitted at ' + first.where if first.where else ''})"
+            if first
+            else ""
+        )
         raise InvalidArgumentError(
-            f"rank {self._rank}: tensor {name!r}: an operation of this name is in flight already{what}; synchronize it first, or give "
+            f"rank {self._rank}: tensor {name!r}: an operation of this name is in flight already{what}; synchronize "
+            f"it first, or give "
             f"this one another name"
         )
 
     def _refuse_overlap(self, handle: Handle, why: str) -> NoReturn:
-        """Which tensors share memory is known to this rank alone: the others learn of it by a mark in place of the operation."""
+        """Which tensors share memory is known to this rank alone: the others learn of it by a mark in place of the
+        operation."""
         name = handle.entry.request.name
         if name is not None:
             self._names_in_flight.pop(name, None)
         error = InvalidArgumentError(f"rank {self._rank}: {why}")
         self.submit(
-            Handle(self.context.entries.plain("invalid", name, detail=f"InvalidArgumentError: {why}"), _NO_ARRAY, _NO_ARRAY, _no_result)
+            Handle(
+                self.context.entries.plain("invalid", name, detail=f"InvalidArgumentError: {why}"),
+                _NO_ARRAY,
+                _NO_ARRAY,
+                _no_result,
+            )
         )
         raise error
 
@@ -246,7 +269,8 @@ class Engine(Rounds):
         counted.bytes_reduced += self._solo_bytes
         return counted
 
-    # ---- waiting, driving ------------------------------------------------------------------------------------------------------------
+    # ---- waiting, driving
+    # ------------------------------------------------------------------------------------------------------------
 
     def wait(self, handle: Handle, timeout: float | None = None) -> None:
         """Return when the handle is done; drive the engine meanwhile, or let whoever drives it do so.
@@ -274,7 +298,8 @@ class Engine(Rounds):
                     self._give_lead()
                 if deadline is not None and not handle.done and time.monotonic() >= deadline:
                     raise CollectiveTimeoutError(
-                        f"rank {self._rank}: {handle.name}: not done after {timeout:g} s; it goes on, and synchronize may be called again"
+                        f"rank {self._rank}: {handle.name}: not done after {timeout:g} s; it goes on, and "
+                        f"synchronize may be called again"
                     )
         finally:
             self._give_lead()  # once more: an interrupt may have come just before it was given
@@ -308,7 +333,12 @@ class Engine(Rounds):
 
     def drive_in_background(self) -> None:
         """Drive while there is work and nobody waits; called by the background thread."""
-        while (self._pending or self._inbox) and self.refusal is None and not self._followers and self._lead.acquire(False):
+        while (
+            (self._pending or self._inbox)
+            and self.refusal is None
+            and not self._followers
+            and self._lead.acquire(False)
+        ):
             self._leading = True
             try:
                 with quick_switches():
@@ -327,7 +357,8 @@ class Engine(Rounds):
             raise
 
     def _drive(self, handle: Handle | None, deadline: float | None) -> None:
-        """Go on until the handle is done or its time is over; in the background, until there is no work, or somebody waits."""
+        """Go on until the handle is done or its time is over; in the background, until there is no work, or somebody
+        waits."""
         begun = time.monotonic()
         while True:
             if self.refusal is not None:
@@ -355,8 +386,11 @@ class Engine(Rounds):
             else:
                 self._disagree()
 
-    def _pause_until(self, ready: Callable[[], bool], handle: Handle | None, deadline: float | None, begun: float) -> bool:
-        """Wait until ``ready()``, in ever longer naps; False if the time is over or, in the background, if somebody waits."""
+    def _pause_until(
+        self, ready: Callable[[], bool], handle: Handle | None, deadline: float | None, begun: float
+    ) -> bool:
+        """Wait until ``ready()``, in ever longer naps; False if the time is over or, in the background, if somebody
+        waits."""
         control = self._control
         for _ in range(_YIELDS if handle is not None else 1):
             if ready():
@@ -394,7 +428,9 @@ class Engine(Rounds):
         if timeline is not None:
             ended = time.monotonic()
             if ended - started > 1e-4:
-                timeline.span("engine", "wait for other ranks", started, ended, missing=[self._names[p] for p in missing])
+                timeline.span(
+                    "engine", "wait for other ranks", started, ended, missing=[self._names[p] for p in missing]
+                )
         return True
 
     def _waiting(self) -> str:
@@ -403,7 +439,10 @@ class Engine(Rounds):
         waiting = list(open_here or self._pending.values())
         if not waiting:
             return ""
-        shown = [f"{handle.title}{f', submitted at {handle.where}' if handle.where else ''}" for handle in waiting[:_MOST_SHOWN]]
+        shown = [
+            f"{handle.title}{f', submitted at {handle.where}' if handle.where else ''}"
+            for handle in waiting[:_MOST_SHOWN]
+        ]
         more = f"; and {len(waiting) - _MOST_SHOWN} more" if len(waiting) > _MOST_SHOWN else ""
         return f"\nrank {self._rank} was waiting for {'; '.join(shown)}{more}"
 
@@ -415,14 +454,17 @@ class Engine(Rounds):
         if handle is not None and deadline is None and waited > self._timeout:
             missing = self._missing(handle)
             who = (
-                f"rank {', '.join(map(str, missing))}, which is alive" if len(missing) == 1 else f"ranks {missing or '(not known)'}, alive,"
+                f"rank {', '.join(map(str, missing))}, which is alive"
+                if len(missing) == 1
+                else f"ranks {missing or '(not known)'}, alive,"
             )
             raise CollectiveTimeoutError(
                 f"rank {self._rank}: {handle.name}: waited {self._timeout:g} s for {who} but did not come; "
                 f"see what it is doing, or raise COLLECTIVES_TIMEOUT"
             )
 
-    # ---- the end ---------------------------------------------------------------------------------------------------------------------
+    # ---- the end
+    # ------------------------------------------------------------------------------------------------------------------
 
     def _break(self, error: BaseException, kept: Any) -> None:
         """After a failure in mid-call: keep what peers may touch, tell them, and refuse all further calls."""
@@ -436,7 +478,9 @@ class Engine(Rounds):
             return
         text = in_words(self._rank, error)
         self.refuse(
-            lambda: RankFailedError(f"rank {self._rank}: this world has failed in an earlier call and cannot be used: {text}"),
+            lambda: RankFailedError(
+                f"rank {self._rank}: this world has failed in an earlier call and cannot be used: {text}"
+            ),
             error if isinstance(error, (RankFailedError, CollectiveTimeoutError)) else None,
         )
         self._control.fail(text, in_call=True)
@@ -475,11 +519,15 @@ class Engine(Rounds):
         self.context.release()
 
     def abandon(self) -> bool:
-        """Leave for good, with the lead; whether a round was open, so that peers may count on this rank already: then it has failed."""
+        """Leave for good, with the lead; whether a round was open, so that peers may count on this rank already: then
+        it has failed."""
         if self._open is None or self.refusal is not None:
             return False
         names = ", ".join(handle.name for handle in self._open[0]) or "join"
-        self._break(RankFailedError(f"rank {self._rank} left while operations were in flight: {names}; synchronize them first"), self._open)
+        self._break(
+            RankFailedError(f"rank {self._rank} left while operations were in flight: {names}; synchronize them first"),
+            self._open,
+        )
         return True
 
     def after_fork(self, refusal: Callable[[], CollectivesError]) -> None:

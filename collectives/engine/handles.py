@@ -1,7 +1,7 @@
 """A handle: an operation from its submission until its result is fetched.
 
-It keeps alive what the operation reads and writes, knows where it was submitted, and holds its result or its error. The engine
-completes it; whoever has it may ask (`poll`) or wait (`synchronize`), as often as they like, from any thread.
+It keeps alive what the operation reads and writes, knows where it was submitted, and holds its result or its error. The
+engine completes it; whoever has it may ask (`poll`) or wait (`synchronize`), as often as they like, from any thread.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class Handle(Generic[Result]):
 
     Attributes:
         entry: what is asked for.
-        source, out: where the elements are read and written, 1-D arrays or `collectives.tensors.cuda_tensors.DeviceArray`; replaced when the
-            operation runs, where only then is known.
+        source, out: where the elements are read and written, 1-D arrays or
+            `collectives.tensors.cuda_tensors.DeviceArray`; replaced when the operation runs, where only then is known.
         deliver: makes the caller's result once the operation is done.
         members: the operations of a group.
         done: whether it is complete; then ``error`` or ``result`` is final.
@@ -60,11 +60,13 @@ class Handle(Generic[Result]):
         place: of a member: in its group; None: no member.
         reads, writes: views of the program's memory that the operation reads, or writes, while it is in flight.
         extents: of a group, the memory that its members use, sorted.
-        claim: its number among those in flight that use memory of the program's; 0: it is none (`collectives.engine.overlaps`).
+        claim: its number among those in flight that use memory of the program's; 0: it is none
+            (`collectives.engine.overlaps`).
         rows: of allgather and all-to-all: what this rank contributes, to all or to each.
-        gathered: of allgather and all-to-all, once done: how many rows came from each rank; of device tensors the result and these.
-        ready, fence: of device tensors: the event behind the caller's work, and what is between the operation and what the caller does next
-            (`collectives.cuda`).
+        gathered: of allgather and all-to-all, once done: how many rows came from each rank; of device tensors the
+            result and these.
+        ready, fence: of device tensors: the event behind the caller's work, and what is between the operation and what
+            the caller does next (`collectives.cuda`).
     """
 
     __slots__ = (
@@ -143,7 +145,8 @@ class Handle(Generic[Result]):
 
     @property
     def row(self) -> str:
-        """As Horovod's timeline calls the tensor: ``allreduce.loss``, or ``allreduce.noname.7``; a thousand of the latter."""
+        """As Horovod's timeline calls the tensor: ``allreduce.loss``, or ``allreduce.noname.7``; a thousand of the
+        latter."""
         collective, place = self.entry.request.collective, "" if self.place is None else f"[{self.place}]"
         name = f"noname.{self.key % _MOST_UNNAMED_ROWS}{place}" if isinstance(self.key, int) else self.name
         return f"{collective}.{name}"
@@ -175,7 +178,9 @@ class Handle(Generic[Result]):
             return self.fence.pass_through(set())
         if self.members and any(member.fence is not None for member in self.members):
             ordered: set[Any] = set()
-            results: Any = [member.result if member.fence is None else member.fence.pass_through(ordered) for member in self.members]
+            results: Any = [
+                member.result if member.fence is None else member.fence.pass_through(ordered) for member in self.members
+            ]
             return results
         return self.result
 
@@ -188,14 +193,17 @@ class Handle(Generic[Result]):
     def add_done_callback(self, callback: Callable[[Handle], object]) -> None:
         """Have ``callback(handle)`` called once when the operation is complete, or has failed; at once if it is.
 
-        It is called by the thread that completes it, in the middle of the engine's work: it should be quick, and may neither wait for an
-        operation nor call one. On a GPU the work may be under way still; `wait` orders what follows behind it. What it raises is logged.
+        It is called by the thread that completes it, in the middle of the engine's work: it should be quick, and may
+        neither wait for an operation nor call one. On a GPU the work may be under way still; `wait` orders what follows
+        behind it. What it raises is logged.
         """
         with _adding:
             if self._callbacks is None:
                 self._callbacks = []
         self._callbacks.append(callback)
-        if self.done:  # looked at last: who completes it looks at the callbacks last, so that one of the two sees this one
+        if (
+            self.done
+        ):  # looked at last: who completes it looks at the callbacks last, so that one of the two sees this one
             self._call_back()
 
     def _call_back(self) -> None:
@@ -232,7 +240,9 @@ class Handle(Generic[Result]):
             for member in self.members:
                 member.finish()
                 if member.error is not None and self.error is None:
-                    self.error = member.error  # not raised: its traceback would keep alive what the engine's frames refer to
+                    self.error = (
+                        member.error
+                    )  # not raised: its traceback would keep alive what the engine's frames refer to
             if self.error is None:
                 self.result = self.deliver(self)
         except Exception as error:  # making the caller's type is the framework's business: its error is the caller's
@@ -249,7 +259,8 @@ class Handle(Generic[Result]):
             self._end()
 
     def _end(self) -> None:
-        """The operation is in flight no longer, and uses no memory of the program's: whoever sees that it is done may submit another."""
+        """The operation is in flight no longer, and uses no memory of the program's: whoever sees that it is done may
+        submit another."""
         self.keep = self.reads = self.writes = None
         if self.claim:
             assert self.engine is not None

@@ -1,14 +1,15 @@
 """What ranks ask for, and how they find out what all of them ask for.
 
-Ranks may submit operations in any order, at any time. A *round* begins when a rank proposes to carry out what it has, as one number
-that stands for the whole list. If all ranks propose the same list, that is all there is to it: the list is carried out. If not, the
-ranks compare:
+Ranks may submit operations in any order, at any time. A *round* begins when a rank proposes to carry out what it has,
+as one number that stands for the whole list. If all ranks propose the same list, that is all there is to it: the list
+is carried out. If not, the ranks compare:
 
     bits     each rank shows which entries of the cache it has submitted; what all of them have is ready
     news     whoever has something that is not in the cache tells it in full, once
 
-and from these every rank draws the same conclusion, with the same pure function: what is ready, and what all ranks ask for but not
-alike, which is an error on every rank. What is ready is proposed by all in the next round. There is no coordinator.
+and from these every rank draws the same conclusion, with the same pure function: what is ready, and what all ranks ask
+for but not alike, which is an error on every rank. What is ready is proposed by all in the next round. There is no
+coordinator.
 """
 
 from __future__ import annotations
@@ -65,9 +66,17 @@ class Request:
         if self.members:
             name = f"name={self.name!r}, " if self.name is not None else ""
             alike = replace(self.members[0], name=None, dtype=None, shape=None, parts=()).describe()
-            tensors = [f"{member.dtype}{list(shape or ())}" for member in self.members for shape in member.parts or (member.shape,)]
+            tensors = [
+                f"{member.dtype}{list(shape or ())}"
+                for member in self.members
+                for shape in member.parts or (member.shape,)
+            ]
             return f"{self.collective}({name}{len(tensors)} tensors: {', '.join(tensors)}; each {alike})"
-        said = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self)[1:] if getattr(self, f.name) not in (f.default, None)]
+        said = [
+            f"{f.name}={getattr(self, f.name)!r}"
+            for f in fields(self)[1:]
+            if getattr(self, f.name) not in (f.default, None)
+        ]
         return f"{self.collective}({', '.join(said)})"
 
 
@@ -76,7 +85,8 @@ STARVING = Request("starving").signature()
 
 
 UNNAMED = (
-    "Unnamed operations are matched by the order of calls: a rank that has passed over one, as by an exception that it has caught, stays "
+    "Unnamed operations are matched by the order of calls: a rank that has passed over one, as by an exception that "
+    "it has caught, stays "
     "apart from the others; name the operations, or call shutdown() and init() on every rank."
 )
 """What to do about ranks that are at different places."""
@@ -90,10 +100,14 @@ def mismatch(rank: int, requests: Sequence[Request | None], names: Sequence[int]
         requests: of every rank; None where a rank has joined.
         names: the ranks' numbers in messages; theirs in the group by default.
     """
-    asked = {(names or range(len(requests)))[peer]: request for peer, request in enumerate(requests) if request is not None}
+    asked = {
+        (names or range(len(requests)))[peer]: request for peer, request in enumerate(requests) if request is not None
+    }
     first = next(iter(asked.values()))
     compared = [f.name for f in fields(Request) if f.name != "detail"]
-    differing = [name for name in compared if any(getattr(request, name) != getattr(first, name) for request in asked.values())]
+    differing = [
+        name for name in compared if any(getattr(request, name) != getattr(first, name) for request in asked.values())
+    ]
     tensors = sorted({request.name for request in asked.values() if request.name})
     subject = f" for tensor {' / '.join(map(repr, tensors))}" if tensors else ""
     ranks_by_request: dict[str, list[int]] = {}
@@ -101,7 +115,8 @@ def mismatch(rank: int, requests: Sequence[Request | None], names: Sequence[int]
         ranks_by_request.setdefault(request.describe(), []).append(peer)
     lines = [f"  rank {_ranges(ranks)}: {said}" for said, ranks in ranks_by_request.items()]
     return MismatchError(
-        f"rank {rank}: the ranks disagree{subject} in {', '.join(differing) or 'their requests'}; no tensor was touched:\n"
+        f"rank {rank}: the ranks disagree{subject} in {', '.join(differing) or 'their requests'}; no tensor was "
+        f"touched:\n"
         + "\n".join(lines)
         + "\nEvery rank must make the same call with the same arguments."
         + ("" if all(request.name for request in asked.values()) else f" {UNNAMED}")
@@ -109,7 +124,8 @@ def mismatch(rank: int, requests: Sequence[Request | None], names: Sequence[int]
 
 
 Key = str | int
-"""What identifies an operation in flight on all ranks: its name, or, of the unnamed ones, its number in the order of calls."""
+"""What identifies an operation in flight on all ranks: its name, or, of the unnamed ones, its number in the order of
+calls."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,10 +156,14 @@ class Frame:
     def from_words(cls, words: Sequence[int] | memoryview) -> Frame:
         """The inverse of `to_words`."""
         data = (
-            words.tobytes() if isinstance(words, memoryview) else b"".join((w & 0xFFFF_FFFF_FFFF_FFFF).to_bytes(8, "little") for w in words)
+            words.tobytes()
+            if isinstance(words, memoryview)
+            else b"".join((w & 0xFFFF_FFFF_FFFF_FFFF).to_bytes(8, "little") for w in words)
         )
         flags = int.from_bytes(data[:8], "little")
-        return cls(int.from_bytes(data[8:], "little"), bool(flags & 1), bool(flags & 2), bool(flags & 4), bool(flags & 8))
+        return cls(
+            int.from_bytes(data[8:], "little"), bool(flags & 1), bool(flags & 2), bool(flags & 4), bool(flags & 8)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +171,8 @@ class Response:
     """What all ranks do next.
 
     Attributes:
-        ready: the operations that every rank which still has data asks for alike, in the order in which they are carried out.
+        ready: the operations that every rank which still has data asks for alike, in the order in which they are
+            carried out.
         refused: those that all ask for, but not alike; with each rank's request (None where it has joined).
     """
 
@@ -160,10 +181,12 @@ class Response:
 
 
 class Ledger:
-    """What all ranks know alike about what each of them has asked for. Equal on all ranks, because all feed it the same.
+    """What all ranks know alike about what each of them has asked for. Equal on all ranks, because all feed it the
+    same.
 
-    A request that is new is told to all ranks once, in full. What has been carried out once under a name is kept in a cache, and
-    from then on one bit says that a rank asks for the same again. `respond` is a pure function of the ledger and of the frames.
+    A request that is new is told to all ranks once, in full. What has been carried out once under a name is kept in a
+    cache, and from then on one bit says that a rank asks for the same again. `respond` is a pure function of the ledger
+    and of the frames.
 
     Args:
         size: the number of ranks.
@@ -182,7 +205,8 @@ class Ledger:
         self._passed: dict[Key, set[int]] = {}
         """The ranks that have waited in vain for a name that has never been carried out."""
         self._names_recur = False
-        """Whether a rank has waited in vain for a name that may have been carried out before: one may be a step ahead."""
+        """Whether a rank has waited in vain for a name that may have been carried out before: one may be a step
+        ahead."""
 
     def position(self, key: Key, signature: int) -> int | None:
         """The cache entry that stands for this very request under this name; None if there is none."""
@@ -190,15 +214,19 @@ class Ledger:
         return known[0] if known is not None and known[1] == signature else None
 
     def remember(self, requests: Sequence[tuple[Key, Request, int]]) -> None:
-        """These requests (key, request, signature) have been carried out: the named ones are the cache's newest entries.
+        """These requests (key, request, signature) have been carried out: the named ones are the cache's newest
+        entries.
 
-        Doing it again while the cache has not changed does nothing, so that whoever knows that need not do it: all ranks' caches stay
-        alike although some skip it.
+        Doing it again while the cache has not changed does nothing, so that whoever knows that need not do it: all
+        ranks' caches stay alike although some skip it.
         """
         if not self.capacity:
             return
         named = [(key, request, signature) for key, request, signature in requests if type(key) is str]
-        if all((known := self._cache.get(key)) is not None and known[1:] == (signature, self.generation) for key, _, signature in named):
+        if all(
+            (known := self._cache.get(key)) is not None and known[1:] == (signature, self.generation)
+            for key, _, signature in named
+        ):
             return
         self.generation += 1
         for key, request, signature in named:
@@ -250,7 +278,9 @@ class Ledger:
         """Whether carrying this out changes anything here."""
         if self._told:
             return True
-        return name is not None and ((known := self._cache.get(name)) is None or known[1] != signature or known[2] != self.generation)
+        return name is not None and (
+            (known := self._cache.get(name)) is None or known[1] != signature or known[2] != self.generation
+        )
 
     def settle(self, key: Key) -> None:
         """An operation has been carried out."""
@@ -264,14 +294,19 @@ class Ledger:
     def asking(self, key: Key, frames: Sequence[Frame]) -> set[int]:
         """The ranks that ask for what a key stands for, and those that have joined."""
         told = self.told(key)
-        return {rank for rank, frame in enumerate(frames) if rank in told or frame.joined or self._cached(key, frame) is not None}
+        return {
+            rank
+            for rank, frame in enumerate(frames)
+            if rank in told or frame.joined or self._cached(key, frame) is not None
+        }
 
     def knows(self, key: Key) -> bool:
         """Whether an operation of this key may have been carried out: a full cache has forgotten some that have."""
         return len(self._slots) >= self.capacity or key in self._cache
 
     def passed(self, key: Key) -> set[int]:
-        """The ranks that have waited in vain for a key, if they are past it; none where names recur, and they may come to it again."""
+        """The ranks that have waited in vain for a key, if they are past it; none where names recur, and they may come
+        to it again."""
         return set() if self._names_recur else self._passed.get(key, set())
 
     def give_up(self, key: Key, ranks: Iterable[int]) -> None:

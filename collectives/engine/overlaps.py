@@ -1,15 +1,15 @@
 """Memory of operations in flight: what one of them writes, no other may read or write.
 
-An operation is in flight from its submission until it is complete. Memory that is only read may be shared by any number of
-operations, and broadcasts from the same root may share what they write: the root only reads it, and the others write the same
-bytes to it. Within one group every member reads what was submitted, and results are written in the order of the members:
-`separate` gives those that share memory copies of their own.
+An operation is in flight from its submission until it is complete. Memory that is only read may be shared by any number
+of operations, and broadcasts from the same root may share what they write: the root only reads it, and the others write
+the same bytes to it. Within one group every member reads what was submitted, and results are written in the order of
+the members: `separate` gives those that share memory copies of their own.
 
-Which tensors share memory is a fact of one rank. So a violation is refused before anything leaves the rank, and what the ranks
-plan and agree on never depends on it.
+Which tensors share memory is a fact of one rank. So a violation is refused before anything leaves the rank, and what
+the ranks plan and agree on never depends on it.
 
-Extents that lie apart from all others, which is nearly always all of them, are kept sorted by address; the few that do not are
-looked at one by one.
+Extents that lie apart from all others, which is nearly always all of them, are kept sorted by address; the few that do
+not are looked at one by one.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class InFlight:
     """The memory of all operations in flight of one rank, its process sets included. Any thread may use it.
 
     Attributes:
-        operations: those in flight that use memory of the program's, by the number that ``handle.claim`` has. Whoever completes one
-            takes it out, which needs no lock; its spans are dropped by whoever meets them.
+        operations: those in flight that use memory of the program's, by the number that ``handle.claim`` has. Whoever
+            completes one takes it out, which needs no lock; its spans are dropped by whoever meets them.
     """
 
     def __init__(self) -> None:
@@ -134,12 +134,14 @@ class InFlight:
 
 
 def separate(group: Handle) -> None:
-    """Let every member of a group read what was submitted: of those that write memory which another one uses, all but the first one
-    work on copies, which are brought back when the group completes."""
+    """Let every member of a group read what was submitted: of those that write memory which another one uses, all but
+    the first one work on copies, which are brought back when the group completes."""
     group.extents = sorted([extent for member in group.members for extent in _extents(member)], key=_start)
     if _lie_apart(group.extents) or not any(extent[2] for extent in group.extents):
         return
-    found = sorted([(*extent, at) for at, member in enumerate(group.members) for extent in _extents(member)], key=_start)
+    found = sorted(
+        [(*extent, at) for at, member in enumerate(group.members) for extent in _extents(member)], key=_start
+    )
     end, before = 0, -1
     cluster: set[int] = set()
     """Members whose extents overlap one another, or one in between."""
@@ -163,7 +165,8 @@ def _detach_all_but_first(group: Handle, members: set[int]) -> None:
 
 
 def _extents(handle: Handle) -> Sequence[Extent]:
-    """The program's memory that an operation uses while it is in flight, sorted. Copies and results are the operation's own."""
+    """The program's memory that an operation uses while it is in flight, sorted. Copies and results are the operation's
+    own."""
     read, written = handle.reads, handle.writes
     if written is None or not written.nbytes:
         return handle.extents if read is None or read.copied or not read.nbytes else (read.extent(False),)
@@ -191,7 +194,8 @@ def _refusal(handle: Handle, mine: Extent, other: Span, first: Handle | None) ->
     which = "its memory" if number is None else f"the memory of its tensor number {number}"
     return (
         f"{handle.entry.request.describe()}{_place(handle)}: {which}, which it {'writes' if mine[2] else 'reads'}, is "
-        f"{'written' if other[2] else 'read'} by an operation in flight: {its}; synchronize that one first, or pass one of the two a copy"
+        f"{'written' if other[2] else 'read'} by an operation in flight: {its}; synchronize that one first, or pass "
+        f"one of the two a copy"
     )
 
 

@@ -1,11 +1,11 @@
 """Who drives: one thread leads at a time, the others follow.
 
-A thread that waits for a handle takes the lead if nobody has it, and otherwise follows: it sleeps until its handle is done or the lead
-is free. The background thread leads only while nobody waits: it is woken by work, lets operations gather for a cycle, gives way to
-whoever comes, and sleeps without using any CPU when there is nothing to do.
+A thread that waits for a handle takes the lead if nobody has it, and otherwise follows: it sleeps until its handle is
+done or the lead is free. The background thread leads only while nobody waits: it is woken by work, lets operations
+gather for a cycle, gives way to whoever comes, and sleeps without using any CPU when there is nothing to do.
 
-This is the lowest layer of the engine; `collectives.engine.coordinator` and `collectives.engine.engine` are built on it. The three are one object,
-because a blocking call looks at the state of all of them.
+This is the lowest layer of the engine; `collectives.engine.coordinator` and `collectives.engine.engine` are built on
+it. The three are one object, because a blocking call looks at the state of all of them.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ class Lead:
 
     def _note_caller(self) -> None:
         self._last_caller = thread = threading.current_thread()
-        # One that Python has not started is some framework's: it calls for a thread of the program, which waits for it and cannot call.
+        # One that Python has not started is some framework's: it calls for a thread of the program, which waits for it
+        # and cannot call.
         if not isinstance(thread, threading._DummyThread):
             self._callers.add(thread)
 
@@ -135,7 +136,10 @@ class Lead:
             with self._bell:
                 if self._background is None:
                     thread = threading.Thread(
-                        target=_run_background, args=(weakref.ref(self), self._work), name=f"{THREAD_NAME} {self._rank}", daemon=True
+                        target=_run_background,
+                        args=(weakref.ref(self), self._work),
+                        name=f"{THREAD_NAME} {self._rank}",
+                        daemon=True,
                     )
                     weakref.finalize(self, self._work.set)
                     thread.start()
@@ -156,7 +160,9 @@ class Lead:
             before = len(self._inbox)
             time.sleep(self.cycle)  # the cycle itself: what comes meanwhile travels together
             waiting = list(self._inbox)
-            if len(waiting) <= before or sum(handle.entry.nbytes for handle in waiting) >= min(self.threshold, LIST_BYTES):
+            if len(waiting) <= before or sum(handle.entry.nbytes for handle in waiting) >= min(
+                self.threshold, LIST_BYTES
+            ):
                 return
 
     @contextlib.contextmanager
@@ -199,7 +205,8 @@ _interval_lock = threading.Lock()
 
 @contextlib.contextmanager
 def quick_switches() -> Iterator[None]:
-    """While a background thread works: NumPy gives the interpreter lock away for every block, and waits for it to come back.
+    """While a background thread works: NumPy gives the interpreter lock away for every block, and waits for it to come
+    back.
 
     A thread that computes in Python keeps it for 5 ms by default, hundreds of times longer than a block takes.
     """

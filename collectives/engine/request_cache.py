@@ -1,7 +1,7 @@
 """What is known about a request after it was made once: its signature, its kernels, and its plan.
 
-A call looks its entry up by its arguments; only the first such call validates, chooses and plans. Plans are made when a call has
-its turn, because they may move the scratch memory that a running plan uses.
+A call looks its entry up by its arguments; only the first such call validates, chooses and plans. Plans are made when a
+call has its turn, because they may move the scratch memory that a running plan uses.
 """
 
 from __future__ import annotations
@@ -85,7 +85,9 @@ class Entry:
         "warns",
     )
 
-    def __init__(self, request: Request, planner: Planner, make_plan: Callable[[], Plan | Reduce | None] | None = None) -> None:
+    def __init__(
+        self, request: Request, planner: Planner, make_plan: Callable[[], Plan | Reduce | None] | None = None
+    ) -> None:
         self.request = request
         self.name = request.name
         self.signature = request.signature()
@@ -98,7 +100,12 @@ class Entry:
         self.dtype: np.dtype[Any] = np.dtype(np.uint8)
         self.count = self.nbytes = 0
         self.moves = make_plan is not None
-        self.simple = make_plan is not None or request.collective in ("allreduce", "reducescatter", "broadcast", "barrier")
+        self.simple = make_plan is not None or request.collective in (
+            "allreduce",
+            "reducescatter",
+            "broadcast",
+            "barrier",
+        )
         self.step: Any = None
         self._planner = planner
         self._epoch = -1
@@ -177,11 +184,27 @@ class Entries:
         """The entry of an all-reduce or a reduce-scatter; ``parts`` as in `Request`.
 
         Raises:
-            InvalidArgumentError, InvalidTypeError, TransportError: an argument that no rank can accept, or that cannot be had here.
+            InvalidArgumentError, InvalidTypeError, TransportError: an argument that no rank can accept, or that cannot
+                be had here.
         """
         if type(prescale) is not float or type(postscale) is not float:
-            prescale, postscale = arguments.factor("prescale_factor", prescale), arguments.factor("postscale_factor", postscale)
-        key = (collective, view.dtype.num, view.shape, op, average, name, prescale, postscale, algorithm, transport, parts)
+            prescale, postscale = (
+                arguments.factor("prescale_factor", prescale),
+                arguments.factor("postscale_factor", postscale),
+            )
+        key = (
+            collective,
+            view.dtype.num,
+            view.shape,
+            op,
+            average,
+            name,
+            prescale,
+            postscale,
+            algorithm,
+            transport,
+            parts,
+        )
         known = self._look_up(key)
         if known is not None:
             return known
@@ -208,7 +231,9 @@ class Entries:
             if choice.algorithm == "native" and native is not None:
                 self._plans.tell(collective, view.array.size, dtype, choice, "native over mpi")
                 return lambda source, out: native.native_allreduce(source, out, operation)
-            return (self._plans.allreduce if collective == "allreduce" else self._plans.reducescatter)(shape, dtype, choice, kernel, finish)
+            return (self._plans.allreduce if collective == "allreduce" else self._plans.reducescatter)(
+                shape, dtype, choice, kernel, finish
+            )
 
         choose()  # refuses what cannot be
         entry = Entry(
@@ -230,13 +255,26 @@ class Entries:
         entry.finish = finish
         entry.prescale = reduction.prescale(dtype, prescale)
         entry.warns = reduction.warns(dtype)
-        entry.kernel, entry.op, entry.dtype, entry.count, entry.nbytes = kernel, operation, dtype, view.array.size, nbytes
+        entry.kernel, entry.op, entry.dtype, entry.count, entry.nbytes = (
+            kernel,
+            operation,
+            dtype,
+            view.array.size,
+            nbytes,
+        )
         if collective == "allreduce" and entry.moves:
             entry.fuses_with = (dtype.num, dtype.str, operation, prescale, postscale, algorithm, transport)
         return self._remember(key, entry)
 
     def _adasum(
-        self, collective: str, view: View, name: str | None, prescale: float, postscale: float, algorithm: str | None, transport: str | None
+        self,
+        collective: str,
+        view: View,
+        name: str | None,
+        prescale: float,
+        postscale: float,
+        algorithm: str | None,
+        transport: str | None,
     ) -> Entry:
         """The entry of an Adasum, which is made of other operations."""
         if collective != "allreduce":
@@ -245,9 +283,14 @@ class Entries:
             raise InvalidArgumentError("op=Adasum: has an algorithm of its own; leave algorithm and transport out")
         if dtypes.is_integer(view.dtype) or dtypes.is_bool(view.dtype) or dtypes.is_complex(view.dtype):
             raise InvalidTypeError(f"op=Adasum: expected real floating-point numbers, got {dtypes.name(view.dtype)}")
-        request = Request("allreduce", name, dtypes.name(view.dtype), view.shape, op="adasum", prescale=prescale, postscale=postscale)
+        request = Request(
+            "allreduce", name, dtypes.name(view.dtype), view.shape, op="adasum", prescale=prescale, postscale=postscale
+        )
         entry = Entry(request, self._planner)
-        entry.finish, entry.prescale = reduction.prescale(view.dtype, postscale), reduction.prescale(view.dtype, prescale)
+        entry.finish, entry.prescale = (
+            reduction.prescale(view.dtype, postscale),
+            reduction.prescale(view.dtype, prescale),
+        )
         entry.moves = self._size > 1 and view.array.size > 0
         entry.simple = False
         entry.op, entry.dtype, entry.count, entry.nbytes = Op.ADASUM, view.dtype, view.array.size, view.nbytes
@@ -262,12 +305,19 @@ class Entries:
         )
 
     def plain(
-        self, collective: str, name: str | None = None, ranks: tuple[int, ...] | None = None, what: str | None = None, detail: str = ""
+        self,
+        collective: str,
+        name: str | None = None,
+        ranks: tuple[int, ...] | None = None,
+        what: str | None = None,
+        detail: str = "",
     ) -> Entry:
         """The entry of an operation without a tensor; "invalid" is one whose arguments were refused."""
         return Entry(Request(collective, name, shape=ranks, op=what, detail=detail), self._planner)
 
-    def broadcasting(self, view: View, root: int, name: str | None, algorithm: str | None, transport: str | None) -> Entry:
+    def broadcasting(
+        self, view: View, root: int, name: str | None, algorithm: str | None, transport: str | None
+    ) -> Entry:
         """The entry of a broadcast; raises as `reducing`."""
         if type(root) is not int:
             root = arguments.root(root, self._size)
@@ -283,7 +333,9 @@ class Entries:
             return self._planner.choose("broadcast", nbytes, algorithm=algorithm, transport=transport)
 
         choose()  # refuses what cannot be
-        request = Request("broadcast", name, dtypes.name(view.dtype), view.shape, root=root, algorithm=algorithm, transport=transport)
+        request = Request(
+            "broadcast", name, dtypes.name(view.dtype), view.shape, root=root, algorithm=algorithm, transport=transport
+        )
         moves = self._size > 1 and view.array.size > 0
         shape, dtype = view.shape, view.dtype
         make_plan = (lambda: self._plans.broadcast(shape, dtype, root, choose())) if moves else None
@@ -291,15 +343,22 @@ class Entries:
         entry.dtype, entry.count, entry.nbytes = dtype, view.array.size, view.nbytes
         return self._remember(key, entry)
 
-    def gathering(self, collective: str, view: View, name: str | None, algorithm: str | None, transport: str | None) -> Entry:
-        """The entry of an allgather or an all-to-all, whose plans depend on rows that are not known yet; raises as `reducing`."""
+    def gathering(
+        self, collective: str, view: View, name: str | None, algorithm: str | None, transport: str | None
+    ) -> Entry:
+        """The entry of an allgather or an all-to-all, whose plans depend on rows that are not known yet; raises as
+        `reducing`."""
         key = (collective, view.dtype.num, view.shape[1:], name, algorithm, transport)
         known = self._look_up(key)
         if known is not None:
             return known
         arguments.check_name(name)
-        self._planner.choose(collective, view.nbytes, algorithm=algorithm, transport=transport)  # refuses what cannot be
-        request = Request(collective, name, dtypes.name(view.dtype), view.shape[1:], algorithm=algorithm, transport=transport)
+        self._planner.choose(
+            collective, view.nbytes, algorithm=algorithm, transport=transport
+        )  # refuses what cannot be
+        request = Request(
+            collective, name, dtypes.name(view.dtype), view.shape[1:], algorithm=algorithm, transport=transport
+        )
         entry = Entry(request, self._planner)
         entry.dtype = view.dtype
         return self._remember(key, entry)
@@ -334,7 +393,8 @@ class Entries:
         return lambda source, out: native.native_allreduce(source, out, op)
 
     def plan_for_rows(self, entry: Entry, rows: tuple[int, ...]) -> Plan | None:
-        """The plan of an allgather for every rank's rows, or of an all-to-all for the rows of every pair of ranks, by sender."""
+        """The plan of an allgather for every rank's rows, or of an all-to-all for the rows of every pair of ranks, by
+        sender."""
         return entry.plan_for(rows, lambda: self._plan_rows(entry, rows))
 
     def _plan_rows(self, entry: Entry, rows: Sequence[int]) -> Plan | None:
@@ -345,7 +405,9 @@ class Entries:
             return None
         gathers = request.collective == "allgather"
         nbytes = sum(sizes) * entry.dtype.itemsize // (1 if gathers else self._size)
-        choice: Choice = self._planner.choose(request.collective, nbytes, algorithm=request.algorithm, transport=request.transport)
+        choice: Choice = self._planner.choose(
+            request.collective, nbytes, algorithm=request.algorithm, transport=request.transport
+        )
         return (self._plans.allgather if gathers else self._plans.alltoall)(sizes, entry.dtype, choice)
 
     def _look_up(self, key: tuple[Any, ...]) -> Entry | None:

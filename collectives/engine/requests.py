@@ -1,6 +1,7 @@
 """The door of a world: what a caller passes becomes a handle, or is refused.
 
-Below it there are views, entries and handles only. A handle made here has not been submitted yet, and nothing has left the rank.
+Below it there are views, entries and handles only. A handle made here has not been submitted yet, and nothing has left
+the rank.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ EMPTY = np.empty(0)
 
 
 class DeviceRequests(Protocol):
-    """What makes the handles for tensors on GPUs: `collectives.cuda.requests`, of which nothing is imported before the first such tensor."""
+    """What makes the handles for tensors on GPUs: `collectives.cuda.requests`, of which nothing is imported before the
+    first such tensor."""
 
     def allreduce(
         self,
@@ -59,12 +61,21 @@ class DeviceRequests(Protocol):
     ) -> Handle: ...
 
     def broadcast(
-        self, view: DeviceView, tensor: Any, root: int, name: str | None, algorithm: str | None, transport: str | None, in_place: bool
+        self,
+        view: DeviceView,
+        tensor: Any,
+        root: int,
+        name: str | None,
+        algorithm: str | None,
+        transport: str | None,
+        in_place: bool,
     ) -> Handle: ...
 
     def allgather(self, view: DeviceView, name: str | None, algorithm: str | None, transport: str | None) -> Handle: ...
 
-    def alltoall(self, view: DeviceView, splits: Any, name: str | None, algorithm: str | None, transport: str | None) -> Handle: ...
+    def alltoall(
+        self, view: DeviceView, splits: Any, name: str | None, algorithm: str | None, transport: str | None
+    ) -> Handle: ...
 
     def neutral(self, request: Request) -> Handle: ...
 
@@ -81,7 +92,9 @@ class Door:
         devices: the door for tensors on GPUs.
     """
 
-    def __init__(self, rank: int, size: int, entries: Entries, pool: ResultPool, devices: Callable[[], DeviceRequests]) -> None:
+    def __init__(
+        self, rank: int, size: int, entries: Entries, pool: ResultPool, devices: Callable[[], DeviceRequests]
+    ) -> None:
         self._rank, self._size = rank, size
         self._devices = devices
         self._entries = entries
@@ -107,7 +120,8 @@ class Door:
 
         Args:
             out: a C-contiguous array of the tensor's shape and dtype for the result, in place of one from the pool.
-            parts: the shapes of the tensors that lie one behind the other in this one, which must be alike on every rank.
+            parts: the shapes of the tensors that lie one behind the other in this one, which must be alike on every
+                rank.
         """
         view = arrays.view(tensor, writable=in_place, stream=stream)
         what, how = (average, op, name, prescale, postscale), (algorithm, transport)
@@ -119,7 +133,9 @@ class Door:
             )
         if compressor is not None and compressor is not compression.Compression.none:
             return self._compressed(view, tensor, compressor, in_place, what, how, out, parts)
-        entry = self._entries.reducing("allreduce", view, average, op, name, prescale, postscale, algorithm, transport, parts)
+        entry = self._entries.reducing(
+            "allreduce", view, average, op, name, prescale, postscale, algorithm, transport, parts
+        )
         source = view.array
         if in_place:
             return Handle(entry, source, source, store, (view, tensor), writes=view)
@@ -143,7 +159,9 @@ class Door:
         average, op, name, prescale, postscale = what
         wire = compressor.wire(view.dtype)
         if wire is None:
-            return self.allreduce(tensor, average, op, name, prescale, postscale, None, *how, None, in_place, out, parts)
+            return self.allreduce(
+                tensor, average, op, name, prescale, postscale, None, *how, None, in_place, out, parts
+            )
         packed = self._pool.empty(view.array.size, wire)
         compression.cast(view.array, packed)
         small = arrays.view(packed.reshape(view.shape))
@@ -177,7 +195,8 @@ class Door:
             back = arrays.view(result)
             if back.array.size != view.array.size or isinstance(back, View) is not isinstance(view, View):
                 raise InvalidArgumentError(
-                    f"compression: decompress returned {back}, expected {view.array.size} elements where the tensor is, on the CPU or a GPU"
+                    f"compression: decompress returned {back}, expected {view.array.size} elements where the tensor "
+                    f"is, on the CPU or a GPU"
                 )
             if isinstance(view, View):
                 np.copyto(view.array, back.array, casting="unsafe")
@@ -213,7 +232,14 @@ class Door:
         return Handle(entry, view.array, out.reshape(-1), wrap, (view, out), reads=view)
 
     def broadcast(
-        self, tensor: Any, root: int, name: str | None, algorithm: str | None, transport: str | None, stream: Any, in_place: bool
+        self,
+        tensor: Any,
+        root: int,
+        name: str | None,
+        algorithm: str | None,
+        transport: str | None,
+        stream: Any,
+        in_place: bool,
     ) -> Handle:
         view = arrays.view(tensor, writable=in_place, stream=stream)
         if not isinstance(view, View):
@@ -226,7 +252,9 @@ class Door:
         out = self._pool.empty(view.shape, view.dtype)
         return Handle(entry, view.array, out.reshape(-1), wrap, (view, out), reads=view)
 
-    def allgather(self, tensor: Any, name: str | None, algorithm: str | None, transport: str | None, stream: Any) -> Handle:
+    def allgather(
+        self, tensor: Any, name: str | None, algorithm: str | None, transport: str | None, stream: Any
+    ) -> Handle:
         view = arrays.view(tensor, stream=stream)
         if not isinstance(view, View):
             return self._devices().allgather(view, name, algorithm, transport)
@@ -234,7 +262,9 @@ class Door:
         entry = self._entries.gathering("allgather", view, name, algorithm, transport)
         return Handle(entry, view.array, EMPTY, gathered, view, rows=(view.shape[0],), reads=view)
 
-    def alltoall(self, tensor: Any, splits: Any, name: str | None, algorithm: str | None, transport: str | None, stream: Any) -> Handle:
+    def alltoall(
+        self, tensor: Any, splits: Any, name: str | None, algorithm: str | None, transport: str | None, stream: Any
+    ) -> Handle:
         view = arrays.view(tensor, stream=stream)
         if not isinstance(view, View):
             return self._devices().alltoall(view, splits, name, algorithm, transport)
@@ -252,7 +282,8 @@ class Door:
         return Handle(entry, view.array, EMPTY, with_splits, view, rows=rows, reads=view)
 
     def group(self, collective: str, name: str | None, members: Sequence[Handle]) -> Handle:
-        """Operations that are carried out, and complete, together. Each reads what its tensor holds now, also where they share memory."""
+        """Operations that are carried out, and complete, together. Each reads what its tensor holds now, also where
+        they share memory."""
         entry = self._entries.group(collective, name, [member.entry for member in members])
         for place, member in enumerate(members):
             member.place, member.key = place, name or ""
@@ -267,13 +298,23 @@ class Door:
         raise InvalidTypeError(f"tensors: expected a list or tuple of tensors, got {type(given).__name__}")
 
     def meeting(
-        self, collective: str, *, name: str | None = None, ranks: tuple[int, ...] | None = None, what: str | None = None, detail: str = ""
+        self,
+        collective: str,
+        *,
+        name: str | None = None,
+        ranks: tuple[int, ...] | None = None,
+        what: str | None = None,
+        detail: str = "",
     ) -> Handle:
         """An operation without a tensor: a barrier, or the mark of a call that this rank had to refuse ("invalid").
 
         Its ``ranks`` and ``what`` else it says must be alike on every rank.
         """
-        entry = self._entries.meeting() if collective == "barrier" else self._entries.plain(collective, name, ranks, what, detail)
+        entry = (
+            self._entries.meeting()
+            if collective == "barrier"
+            else self._entries.plain(collective, name, ranks, what, detail)
+        )
         return Handle(entry, EMPTY, EMPTY, nothing)
 
     def neutral(self, request: Request) -> Handle:
@@ -281,7 +322,9 @@ class Door:
         if request.members:
             return self.group(request.collective, request.name, [self.neutral(member) for member in request.members])
         if request.dtype is None or request.shape is None:
-            return Handle(self._entries.plain(request.collective, request.name, request.shape, request.op), EMPTY, EMPTY, nothing)
+            return Handle(
+                self._entries.plain(request.collective, request.name, request.shape, request.op), EMPTY, EMPTY, nothing
+            )
         if request.device is not None:
             return self._devices().neutral(request)
         dtype, shape = dtypes.resolve(request.dtype), request.shape
@@ -289,10 +332,14 @@ class Door:
         if request.collective in ("allgather", "alltoall"):
             view = arrays.view(np.empty((0, *shape), dtype))
             entry = self._entries.gathering(request.collective, view, request.name, *how)
-            return Handle(entry, view.array, EMPTY, nothing, rows=(0,) * (1 if request.collective == "allgather" else self._size))
+            return Handle(
+                entry, view.array, EMPTY, nothing, rows=(0,) * (1 if request.collective == "allgather" else self._size)
+            )
         if request.root is not None:
             view = arrays.view(np.zeros(shape, dtype))
-            return Handle(self._entries.broadcasting(view, request.root, request.name, *how), view.array, view.array, nothing)
+            return Handle(
+                self._entries.broadcasting(view, request.root, request.name, *how), view.array, view.array, nothing
+            )
         op = Op(request.op)
         view = arrays.view(np.full(shape, 0 if op is Op.ADASUM else reduction.identity(op, dtype), dtype))
         what = op, request.name, request.prescale, request.postscale
@@ -304,7 +351,8 @@ class Door:
         """The shape of this rank's rows."""
         return (partition.rows(shape[0], self._size)[self._rank], *shape[1:])
 
-    # ---- a world of one rank ----------------------------------------------------------------------------------------------------
+    # ---- a world of one rank
+    # ----------------------------------------------------------------------------------------------------
 
     def alone(self, handle: Handle) -> Handle:
         """Complete an operation without anybody else."""

@@ -1,9 +1,10 @@
 """The stall inspector: says which operations wait for which ranks, and where the program submitted them.
 
-A rank that never submits what the others wait for shows in no error: everybody is alive, and waits. After a while that is
-reported once for each operation, and, if so configured, ends the wait with an error.
+A rank that never submits what the others wait for shows in no error: everybody is alive, and waits. After a while that
+is reported once for each operation, and, if so configured, ends the wait with an error.
 
-Whether a rank will submit anything more depends on what its other threads do: `parked` and `processor_seconds` say what can be seen.
+Whether a rank will submit anything more depends on what its other threads do: `parked` and `processor_seconds` say what
+can be seen.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ _WAITS = ("wait", "join", "_wait_for_tstate_lock", "_shutdown")
 
 
 def parked(threads: Iterable[threading.Thread]) -> set[threading.Thread]:
-    """Those of the threads that wait for another thread of this process without a bound: in a join, an event, a queue, a future."""
+    """Those of the threads that wait for another thread of this process without a bound: in a join, an event, a queue,
+    a future."""
     frames = sys._current_frames()
     found = set()
     for thread in threads:
@@ -82,11 +84,14 @@ class StallInspector:
         now = time.monotonic()
         waiting = list(handles)
         late = [
-            handle for handle in waiting if self._warning and now - handle.submitted > self._warning and id(handle) not in self._reported
+            handle
+            for handle in waiting
+            if self._warning and now - handle.submitted > self._warning and id(handle) not in self._reported
         ]
         if late:
             _log.warning(
-                "one or more tensors wait for ranks that have not submitted them for more than %g s; either those ranks do other "
+                "one or more tensors wait for ranks that have not submitted them for more than %g s; either those "
+                "ranks do other "
                 "work meanwhile, or they never submit them, and then the program hangs:\n%s",
                 self._warning,
                 "\n".join(self._describe(handle, now, missing(handle)) for handle in late),
@@ -96,8 +101,8 @@ class StallInspector:
             for handle in waiting:
                 if now - handle.submitted > self._shutdown:
                     raise CollectiveTimeoutError(
-                        f"rank {self._rank}: a tensor has waited for more than {self._shutdown:g} s (COLLECTIVES_STALL_SHUTDOWN):\n"
-                        + self._describe(handle, now, missing(handle))
+                        f"rank {self._rank}: a tensor has waited for more than {self._shutdown:g} s "
+                        f"(COLLECTIVES_STALL_SHUTDOWN):\n" + self._describe(handle, now, missing(handle))
                     )
 
     def _describe(self, handle: Handle, now: float, missing: Sequence[int]) -> str:

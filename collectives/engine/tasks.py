@@ -28,7 +28,8 @@ from collectives.transport.base import Array
 
 
 class One:
-    """An all-reduce, reduce-scatter, broadcast or barrier by itself; also one without elements, where coming is all there is to it."""
+    """An all-reduce, reduce-scatter, broadcast or barrier by itself; also one without elements, where coming is all
+    there is to it."""
 
     packs = False
 
@@ -44,7 +45,9 @@ class One:
         entry, context = self.entry, self._context
         self._plan = plan = entry.plan()
         if entry.prescale is not None and not context.joined:
-            self._scaled = scaled = out if out is not source and out.size == source.size else context.pool.empty(source.shape, source.dtype)
+            self._scaled = scaled = (
+                out if out is not source and out.size == source.size else context.pool.empty(source.shape, source.dtype)
+            )
             context.scale(entry.prescale, source, scaled)
             source = scaled
         if plan is None:
@@ -130,7 +133,8 @@ class Rows:
 
 
 class Combine:
-    """An Adasum: an all-to-all, a tiny all-reduce for each level of the tree, and an allgather; for each tensor by itself."""
+    """An Adasum: an all-to-all, a tiny all-reduce for each level of the tree, and an allgather; for each tensor by
+    itself."""
 
     packs = False
 
@@ -158,7 +162,10 @@ class Combine:
             dots = adasum.dots(vectors, pairs)
             flat = dots.reshape(-1)
             _carry_out(
-                context, context.entries.reducing("allreduce", arrays.view(flat), None, Op.SUM, None, 1.0, 1.0, None, None), flat, flat
+                context,
+                context.entries.reducing("allreduce", arrays.view(flat), None, Op.SUM, None, 1.0, 1.0, None, None),
+                flat,
+                flat,
             )
             adasum.combine(vectors, pairs, dots)
         mine = np.empty(sizes[rank], source.dtype)

@@ -1,7 +1,8 @@
 """The timeline: what each rank did and when, as a trace that ui.perfetto.dev and chrome://tracing open.
 
-The file is Chrome's JSON array format, one event a line, whole after every write (`tracefile`). A rank is a process of the trace; a track
-is a thread of it. Hosts that share no file system get a file each; `read` reads what ``cat`` makes of them.
+The file is Chrome's JSON array format, one event a line, whole after every write (`tracefile`). A rank is a process of
+the trace; a track is a thread of it. Hosts that share no file system get a file each; `read` reads what ``cat`` makes
+of them.
 
     X      a span on a track; spans on one track nest, or the track gets another lane
     b, e   a span beside the tracks; these may overlap: the waiting times of tensors
@@ -56,8 +57,8 @@ _log = logging.getLogger("collectives")
 class Timeline:
     """Records what one rank does; calls may come from several threads.
 
-    A recording call takes a few microseconds and never raises: if the file cannot be written any more, a warning is logged and
-    the timeline is off.
+    A recording call takes a few microseconds and never raises: if the file cannot be written any more, a warning is
+    logged and the timeline is off.
 
     Args:
         path: the file. All ranks may name the same one.
@@ -95,7 +96,9 @@ class Timeline:
             self._file: TraceFile | None = TraceFile(path, first)
             self._file.add(begin, _PATIENCE, at_any_rate=True)
         except OSError as error:
-            raise InvalidArgumentError(f"rank {rank}: the timeline {self._path!r} cannot be written: {error.strerror}") from error
+            raise InvalidArgumentError(
+                f"rank {rank}: the timeline {self._path!r} cannot be written: {error.strerror}"
+            ) from error
         # Named as the engine's own threads are, which submit nothing.
         name = f"collectives rank {rank}: timeline"
         threading.Thread(target=_write_what_is_due, args=(weakref.ref(self), self._due), name=name, daemon=True).start()
@@ -104,8 +107,8 @@ class Timeline:
     def span(self, track: str, name: str, begin: float, end: float, **args: object) -> None:
         """Record what lasted from ``begin`` to ``end``, in seconds of ``time.monotonic``, on a named track.
 
-        A span that overlaps an earlier one of its track without nesting goes to another lane of it. Beyond 200 lanes a rank's spans
-        are recorded beside the tracks, like those of ``async_span``.
+        A span that overlaps an earlier one of its track without nesting goes to another lane of it. Beyond 200 lanes a
+        rank's spans are recorded beside the tracks, like those of ``async_span``.
         """
         values = _values(args)
         with self._lock:
@@ -114,11 +117,14 @@ class Timeline:
             if lane is None:
                 self._add_async("more tracks", name, start, stop, _values({"track": track, **args}))
             else:
-                self._add(f'{lane.head}"ts":{_us(start)},"dur":{_us(stop - start)},"name":{_quoted(name)},"args":{values}}}')
+                self._add(
+                    f'{lane.head}"ts":{_us(start)},"dur":{_us(stop - start)},"name":{_quoted(name)},"args":{values}}}'
+                )
         self._relieve()
 
     def async_span(self, category: str, name: str, begin: float, end: float, **args: object) -> None:
-        """Record what lasted from ``begin`` to ``end`` and may overlap anything, such as a tensor that waits to be agreed on."""
+        """Record what lasted from ``begin`` to ``end`` and may overlap anything, such as a tensor that waits to be
+        agreed on."""
         values = _values(args)
         with self._lock:
             self._add_async(category, name, *self._times(begin, end), values)
@@ -129,7 +135,9 @@ class Timeline:
         values = _values(args)
         with self._lock:
             stamp = _us(self._times(at, at)[0])
-            self._add(f'{{"ph":"i","pid":{self._rank},"tid":0,"s":"p","ts":{stamp},"name":{_quoted(name)},"args":{values}}}')
+            self._add(
+                f'{{"ph":"i","pid":{self._rank},"tid":0,"s":"p","ts":{stamp},"name":{_quoted(name)},"args":{values}}}'
+            )
         self._relieve()
 
     def phase(self, scope: str, row: str, name: str, begin: float, end: float, **args: object) -> None:
@@ -155,11 +163,14 @@ class Timeline:
         with self._lock:
             pid = self._row(scope, row)
             if pid is not None:
-                self._add(f'{{"ph":"X","pid":{pid},"tid":0,"ts":{_us(self._times(at, at)[0])},"dur":0,"name":"{self._rank}"}}')
+                self._add(
+                    f'{{"ph":"X","pid":{pid},"tid":0,"ts":{_us(self._times(at, at)[0])},"dur":0,"name":"{self._rank}"}}'
+                )
         self._relieve()
 
     def _row(self, scope: str, row: str) -> int | None:
-        """The process id of a tensor's row, which is alike on all ranks without asking; None where there are too many."""
+        """The process id of a tensor's row, which is alike on all ranks without asking; None where there are too
+        many."""
         key = (scope, row)
         pid = self._rows.get(key)
         if pid is None and len(self._rows) < _MOST_ROWS:
@@ -257,7 +268,8 @@ def _write_what_is_due(reference: weakref.ref[Timeline], due: threading.Event) -
 
 
 class _Lane:
-    """One thread of the trace: spans on it nest or do not overlap. The last few are remembered, to compare new ones with."""
+    """One thread of the trace: spans on it nest or do not overlap. The last few are remembered, to compare new ones
+    with."""
 
     __slots__ = ("_latest", "_recent", "head")
 
@@ -276,7 +288,8 @@ class _Lane:
 
 
 def read(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Read the events of a trace; tolerates a missing bracket, a comma at the end, and lines that are torn, which are left out.
+    """Read the events of a trace; tolerates a missing bracket, a comma at the end, and lines that are torn, which are
+    left out.
 
     Raises:
         OSError: the file cannot be read.
@@ -292,8 +305,9 @@ def read(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 def align(exchange: Callable[[Any], Sequence[Any]], now: Callable[[], float] = time.monotonic) -> float:
     """Find what to add to this rank's clock to get rank 0's, in seconds. Every rank calls it at the same time.
 
-    Ranks that share rank 0's clock get exactly 0. For others rank 0's clock is bounded from both sides, as in NTP: rank 0 reads it
-    after it left one exchange, hence after this rank had entered that one, and before this rank leaves the next.
+    Ranks that share rank 0's clock get exactly 0. For others rank 0's clock is bounded from both sides, as in NTP: rank
+    0 reads it after it left one exchange, hence after this rank had entered that one, and before this rank leaves the
+    next.
 
         this rank    entered k-1 .............................. left k
         rank 0                      left k-1   reads   enters k

@@ -5,10 +5,11 @@
     {"ph":"X",...}
     ]
 
-A write takes a lock on the file and puts its lines, with a new bracket behind them, where the bracket was, by one call. So whoever opens
-the file reads JSON, also after the program has been killed; what a killed write has left behind is cut off by the next one. A reader
-without the lock that meets a write, which takes some microseconds, may find its lines without the bracket, and reads again. Where the
-file cannot be locked, lines are appended without a bracket, which traces may lack.
+A write takes a lock on the file and puts its lines, with a new bracket behind them, where the bracket was, by one call.
+So whoever opens the file reads JSON, also after the program has been killed; what a killed write has left behind is cut
+off by the next one. A reader without the lock that meets a write, which takes some microseconds, may find its lines
+without the bracket, and reads again. Where the file cannot be locked, lines are appended without a bracket, which
+traces may lack.
 """
 
 from __future__ import annotations
@@ -89,7 +90,8 @@ class TraceFile:
 
 @contextlib.contextmanager
 def _locked(file: int, patience: float) -> Iterator[bool | None]:
-    """Hold the lock on a file, and say whether it is held: False if others keep it for so long, None if there are no locks here."""
+    """Hold the lock on a file, and say whether it is held: False if others keep it for so long, None if there are no
+    locks here."""
     deadline = time.monotonic() + patience
     while (held := _try_lock(file)) is False and time.monotonic() < deadline:
         time.sleep(0.001)  # a lock that is waited for in the system's own way cannot be given up in time

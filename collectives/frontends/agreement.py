@@ -1,4 +1,5 @@
-"""Whether all ranks are about to do the same thing, where no operation of the engine would compare it: told in 16 bytes each."""
+"""Whether all ranks are about to do the same thing, where no operation of the engine would compare it: told in 16 bytes
+each."""
 
 from __future__ import annotations
 
@@ -33,8 +34,11 @@ def agree(world: World, label: str, mine: Mapping[str, str]) -> None:
     ranks_by_said: dict[str, list[str]] = {}
     for rank, each in zip(world.ranks, everyone, strict=True):
         ranks_by_said.setdefault(each.get(subject, "absent"), []).append(str(rank))
-    said = "; ".join(f"{what} on rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}" for what, ranks in ranks_by_said.items())
+    said = "; ".join(
+        f"{what} on rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}" for what, ranks in ranks_by_said.items()
+    )
     raise MismatchError(
-        f"rank {world.ranks[world.rank]}: {label}: {subject} is not the same on every rank: {said}. Nothing was changed. Every rank must"
+        f"rank {world.ranks[world.rank]}: {label}: {subject} is not the same on every rank: {said}. Nothing was "
+        f"changed. Every rank must"
         " pass the same, of the same shapes and dtypes, and name the same root."
     )

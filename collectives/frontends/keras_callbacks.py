@@ -1,6 +1,7 @@
 """What the callbacks do, without a base class.
 
-`collectives.keras.callbacks` puts Keras's behind them, `collectives.tensorflow.keras.callbacks` that of ``tf_keras`` where Keras is that.
+`collectives.keras.callbacks` puts Keras's behind them, `collectives.tensorflow.keras.callbacks` that of ``tf_keras``
+where Keras is that.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ Logs = dict[str, Any] | None
 
 
 class Part:
-    """What Keras gives to a callback. On JAX, reading `model` puts the values of the training function back into its variables."""
+    """What Keras gives to a callback. On JAX, reading `model` puts the values of the training function back into its
+    variables."""
 
     model: Any
     params: dict[str, Any]
@@ -50,7 +52,9 @@ class Broadcasting(Part):
     def register_local_var(self, var: Any) -> None:
         """From now on this variable keeps its own value on every rank."""
         if not (hasattr(var, "assign") and hasattr(var, "shape")):
-            raise InvalidArgumentError(f"local_variables: all local variables must be variables of Keras or TensorFlow, got {var!r}")
+            raise InvalidArgumentError(
+                f"local_variables: all local variables must be variables of Keras or TensorFlow, got {var!r}"
+            )
         self._local.append(var)
 
     def on_train_begin(self, logs: Logs = None) -> None:
@@ -85,7 +89,9 @@ class Broadcasting(Part):
 
     def _broadcast(self, of: str, found: Sequence[Any]) -> None:
         label = f"BroadcastGlobalVariablesCallback.{of}"
-        keras_variables.broadcast(keras_variables.without(found, self._local), self.root_rank, self._members, label, self._read, self._write)
+        keras_variables.broadcast(
+            keras_variables.without(found, self._local), self.root_rank, self._members, label, self._read, self._write
+        )
 
 
 class Averaging(Part):
@@ -121,7 +127,9 @@ def averaged(logs: dict[str, Any], process_set: ProcessSet = global_process_set)
 def _numbers(name: str, value: Any) -> Any:
     array = np.asarray(value.numpy() if hasattr(value, "numpy") else value)
     if array.dtype.kind not in "biuf":
-        raise InvalidTypeError(f"metric {name!r}: expected a number, got {value!r}; only numbers can be averaged over the ranks")
+        raise InvalidTypeError(
+            f"metric {name!r}: expected a number, got {value!r}; only numbers can be averaged over the ranks"
+        )
     return array.astype(np.float64)
 
 
@@ -157,7 +165,9 @@ class Scheduling(Part):
         self.current_epoch = epoch
 
     def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
-        if self.current_epoch < self.start_epoch or (self.end_epoch is not None and self.current_epoch >= self.end_epoch):
+        if self.current_epoch < self.start_epoch or (
+            self.end_epoch is not None and self.current_epoch >= self.end_epoch
+        ):
             return
         if not self.staircase:
             assert self.steps_per_epoch is not None
@@ -185,10 +195,11 @@ class Scheduling(Part):
         return float(self._read([rate])[0] if hasattr(rate, "assign") else rate)
 
     def _adjust(self, epoch: float) -> None:
-        """Set the learning rate, and scale what momentum has gathered, so that it is worth what it would have been at this rate.
+        """Set the learning rate, and scale what momentum has gathered, so that it is worth what it would have been at
+        this rate.
 
-        Goyal et al., "Accurate, Large Minibatch SGD", remark 3: v(t) = m * new/old * v(t-1) + new * g. Here v itself is scaled by new/old:
-        m is part of compiled training steps and cannot change.
+        Goyal et al., "Accurate, Large Minibatch SGD", remark 3: v(t) = m * new/old * v(t-1) + new * g. Here v itself is
+        scaled by new/old: m is part of compiled training steps and cannot change.
         """
         optimizer = self.model.optimizer
         old, new = self._learning_rate(), float(self.initial_lr * self.multiplier(epoch))
@@ -204,15 +215,27 @@ def _velocities(optimizer: Any, model: Any) -> list[Any]:
         return []
     for attribute in ("momentums", "_momentums"):
         if hasattr(optimizer, attribute):
-            return [velocity for velocity in getattr(optimizer, attribute) if velocity is not None] if optimizer.momentum else []
-    slots = optimizer.get_slot_names() if hasattr(optimizer, "get_slot_names") else ()  # of older optimizers, where momentum is a variable
-    return [optimizer.get_slot(variable, "momentum") for variable in model.trainable_variables] if "momentum" in slots else []
+            return (
+                [velocity for velocity in getattr(optimizer, attribute) if velocity is not None]
+                if optimizer.momentum
+                else []
+            )
+    slots = (
+        optimizer.get_slot_names() if hasattr(optimizer, "get_slot_names") else ()
+    )  # of older optimizers, where momentum is a variable
+    return (
+        [optimizer.get_slot(variable, "momentum") for variable in model.trainable_variables]
+        if "momentum" in slots
+        else []
+    )
 
 
 class Warming(Scheduling):
     """See `collectives.keras.callbacks.LearningRateWarmupCallback`."""
 
-    def _begin_warmup(self, initial_lr: float, epochs: int, momentum_correction: bool, steps_per_epoch: int | None, verbose: int) -> None:
+    def _begin_warmup(
+        self, initial_lr: float, epochs: int, momentum_correction: bool, steps_per_epoch: int | None, verbose: int
+    ) -> None:
         def multiplier(epoch: float) -> float:
             assert self.steps_per_epoch is not None
             # One step more, so that an epoch ends with a round figure.
@@ -237,7 +260,9 @@ class KeepingBest(Part):
         # ModelCheckpoint looks at how the path ends.
         late = "late.weights.h5" if save_weights_only else "late.keras"
         checkpoint: Any = super()
-        checkpoint.__init__(late if filepath is None else filepath, save_best_only=True, save_weights_only=save_weights_only, **keywords)
+        checkpoint.__init__(
+            late if filepath is None else filepath, save_best_only=True, save_weights_only=save_weights_only, **keywords
+        )
         if filepath is None:
             self.filepath = None
 

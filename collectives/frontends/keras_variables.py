@@ -1,7 +1,7 @@
 """Variables of a model and its optimizer as one rank has them, for Keras 3 on any backend and for ``tf_keras``.
 
-Both kinds of variables have a shape, a dtype, ``numpy()`` and ``assign()``. Values travel as bytes, through host memory: this happens once,
-and then nobody has to know the dtype or where a backend keeps its arrays.
+Both kinds of variables have a shape, a dtype, ``numpy()`` and ``assign()``. Values travel as bytes, through host
+memory: this happens once, and then nobody has to know the dtype or where a backend keeps its arrays.
 """
 
 from __future__ import annotations
@@ -30,8 +30,17 @@ def of_optimizer(optimizer: Any) -> list[Any]:
 
 def without(variables: Iterable[Any], local: Sequence[Any]) -> list[Any]:
     """The variables that are not among ``local``, which may be Keras's or TensorFlow's own."""
-    kept = {id(each) for variable in local for each in (variable, getattr(variable, "value", variable)) if not callable(each)}
-    return [variable for variable in variables if id(variable) not in kept and id(getattr(variable, "value", None)) not in kept]
+    kept = {
+        id(each)
+        for variable in local
+        for each in (variable, getattr(variable, "value", variable))
+        if not callable(each)
+    }
+    return [
+        variable
+        for variable in variables
+        if id(variable) not in kept and id(getattr(variable, "value", None)) not in kept
+    ]
 
 
 def read(variables: Sequence[Any]) -> list[Any]:
@@ -62,7 +71,8 @@ def broadcast(
 
     Raises:
         InvalidArgumentError: there is no such rank.
-        MismatchError: the ranks' variables or roots differ; raised on every rank, and names the first that does. Nothing was touched.
+        MismatchError: the ranks' variables or roots differ; raised on every rank, and names the first that does.
+            Nothing was touched.
     """
     world = world_of(process_set)
     number = root_in(process_set, root_rank, label)

@@ -1,16 +1,18 @@
-"""Programs written for Horovod, unchanged: ``import horovod`` gives them collectives where Horovod itself is not installed.
+"""Programs written for Horovod, unchanged: ``import horovod`` gives them collectives where Horovod itself is not
+installed.
 
     collectivesrun --as-horovod -np 2 python their_script.py
     PYTHONPATH="$(python -m collectives.horovod)" mpirun -np 2 python their_script.py
     import collectives.horovod                # in the program itself, before it imports horovod
 
-`FOLDER` holds a package ``horovod`` like any other, whose modules are named as Horovod's are and take their contents from collectives.
-All three have Python look for modules in that folder too; importing this module does it for the running program, and for processes
-that ``multiprocessing`` spawns from it. There the folder comes last, so that Horovod is found before it. On PYTHONPATH it comes first, and
-the package looks by itself whether there is a Horovod to hand over to.
+`FOLDER` holds a package ``horovod`` like any other, whose modules are named as Horovod's are and take their contents
+from collectives. All three have Python look for modules in that folder too; importing this module does it for the
+running program, and for processes that ``multiprocessing`` spawns from it. There the folder comes last, so that Horovod
+is found before it. On PYTHONPATH it comes first, and the package looks by itself whether there is a Horovod to hand
+over to.
 
-Whoever imports `horovod` gets Horovod's gradients (``COLLECTIVES_GRADIENTS``), unless the environment says otherwise: learning rates have
-been tuned for them.
+Whoever imports `horovod` gets Horovod's gradients (``COLLECTIVES_GRADIENTS``), unless the environment says otherwise:
+learning rates have been tuned for them.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ if not any(isinstance(finder, Finder) for finder in sys.meta_path):
 
 
 def hand_over() -> bool:
-    """Let Horovod itself be the module ``horovod``, if it is installed; whether it is. Called by our package while it is imported."""
+    """Let Horovod itself be the module ``horovod``, if it is installed; whether it is. Called by our package while it
+    is imported."""
     spec = _installed()
     if spec is None or spec.loader is None:
         return False
@@ -56,7 +59,8 @@ def choose_gradients() -> None:
         os.environ["COLLECTIVES_GRADIENTS"] = "horovod"
         if is_initialized() and world().config.gradients != "horovod":
             message = (
-                "collectives: horovod was imported after init(), so that gradients through allgather, broadcast, reducescatter and others "
+                "collectives: horovod was imported after init(), so that gradients through allgather, broadcast, "
+                "reducescatter and others "
                 "are not Horovod's; import it first, or set COLLECTIVES_GRADIENTS to horovod or exact on every rank"
             )
             warnings.warn(message, RuntimeWarning, stacklevel=3)

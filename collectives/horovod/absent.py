@@ -1,4 +1,5 @@
-"""The modules of Horovod that have no counterpart here: importing one raises a ModuleNotFoundError that says what to do instead."""
+"""The modules of Horovod that have no counterpart here: importing one raises a ModuleNotFoundError that says what to do
+instead."""
 
 from __future__ import annotations
 
@@ -19,10 +20,14 @@ INSTEAD = {
     "horovod.keras.elastic": _ELASTIC,
     "horovod.runner.elastic": _ELASTIC,
     "horovod.data": "there are no data loaders; use the framework's, with the rank and the size for its sampler",
-    "horovod.tensorflow.data": "there is no service for other jobs; shard the Dataset by rank and size, or see docs/horovod.md",
-    "horovod.tensorflow.gradient_aggregation": "there is no such helper; use DistributedOptimizer with backward_passes_per_step",
-    "horovod.tensorflow.gradient_aggregation_eager": "there is no such helper; use DistributedOptimizer with backward_passes_per_step",
-    "horovod._keras.callbacks": "there are no such bases; derive from the callbacks of horovod.keras or horovod.tensorflow.keras",
+    "horovod.tensorflow.data": "there is no service for other jobs; shard the Dataset by rank and size, or see "
+    "docs/horovod.md",
+    "horovod.tensorflow.gradient_aggregation": "there is no such helper; use DistributedOptimizer with "
+    "backward_passes_per_step",
+    "horovod.tensorflow.gradient_aggregation_eager": "there is no such helper; use DistributedOptimizer with "
+    "backward_passes_per_step",
+    "horovod._keras.callbacks": "there are no such bases; derive from the callbacks of horovod.keras or "
+    "horovod.tensorflow.keras",
     "horovod.mxnet": "there is no adapter for MXNet; collectives.allreduce and the others take its tensors by DLPack",
     "horovod.spark": f"there is nothing for Spark; {_LAUNCHING}",
     "horovod.ray": f"there is nothing for Ray; {_LAUNCHING}",
@@ -50,7 +55,9 @@ class Finder:
     def __init__(self, folder: str) -> None:
         self._folder = folder
 
-    def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         """As the import system asks."""
         if name not in INSTEAD or self._folder not in getattr(sys.modules.get("horovod"), "__path__", ()):
             return None
@@ -63,4 +70,6 @@ class _Loader(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         name = module.__name__
-        raise ModuleNotFoundError(f"{name} is not in collectives, which takes Horovod's place here: {INSTEAD[name]}", name=name)
+        raise ModuleNotFoundError(
+            f"{name} is not in collectives, which takes Horovod's place here: {INSTEAD[name]}", name=name
+        )

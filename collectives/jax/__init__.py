@@ -12,8 +12,8 @@
         updates, state = optimizer.update(gradients, state, params)     # gradients of all ranks, in one fused call
         return optax.apply_updates(params, updates), state, loss
 
-One process per device: each rank compiles and runs its own program. Horovod has no JAX interface; names and arguments are those of
-`collectives.torch`. Optax is needed for nothing but optimizers made with it.
+One process per device: each rank compiles and runs its own program. Horovod has no JAX interface; names and arguments
+are those of `collectives.torch`. Optax is needed for nothing but optimizers made with it.
 """
 
 from collectives import (

@@ -1,7 +1,7 @@
 """Derivatives of the collectives, forward and reverse, of any order.
 
-The loss is the SUM of the ranks' losses: a rank's gradient says how that sum changes with the rank's input. With gy the gradients of
-the ranks' outputs:
+The loss is the SUM of the ranks' losses: a rank's gradient says how that sum changes with the rank's input. With gy the
+gradients of the ranks' outputs:
 
     allreduce (Sum)       gx = allreduce(gy, Sum)                                 with both factors, and compressed like the forward one
     allreduce (Average)   gx = allreduce(gy, Average)
@@ -12,8 +12,8 @@ the ranks' outputs:
     Min, Max, Product, Adasum    every rank's tensor comes here (allgather), and the operation is differentiated as JAX does: equal extreme
                           values share the gradient evenly, a product multiplies the other ranks' elements
 
-A tangent goes through the same collective (jvp), and these are its transposes. They are made of the same primitive, so that they have
-derivatives of their own. Integers and bools have none.
+A tangent goes through the same collective (jvp), and these are its transposes. They are made of the same primitive, so
+that they have derivatives of their own. Integers and bools have none.
 """
 
 from __future__ import annotations
@@ -53,7 +53,9 @@ def _adjoint(gradients: Sequence[Any], *operands: Any, call: Call) -> list[Any]:
     given = [ad.instantiate_zeros(gradient) for gradient in gradients]
     call = call.derived("gradient", range(len(given)))
     found = _ADJOINTS[call.collective](call, given)
-    return [gradient if ad.is_undefined_primal(operand) else None for operand, gradient in zip(operands, found, strict=True)]
+    return [
+        gradient if ad.is_undefined_primal(operand) else None for operand, gradient in zip(operands, found, strict=True)
+    ]
 
 
 def _of_allreduce(call: Call, gradients: list[Any]) -> list[Any]:
@@ -63,7 +65,9 @@ def _of_allreduce(call: Call, gradients: list[Any]) -> list[Any]:
 def _of_reducescatter(call: Call, gradients: list[Any]) -> list[Any]:
     factor = call.prescale * call.postscale / (call.size if call.op == Op.AVERAGE.value else 1)
     rows = tuple(tuple(partition.rows(total, call.size)) for total in call.rows_before)
-    gathering = replace(call, collective="allgather", op="", prescale=1.0, postscale=1.0, rows=rows, rows_before=(), algorithm=None)
+    gathering = replace(
+        call, collective="allgather", op="", prescale=1.0, postscale=1.0, rows=rows, rows_before=(), algorithm=None
+    )
     return bind(gathering, [gradient * jnp.asarray(factor, gradient.dtype) for gradient in gradients])
 
 
@@ -75,7 +79,10 @@ def _of_allgather(call: Call, gradients: list[Any]) -> list[Any]:
         return bind(replace(summing, collective="reducescatter", rows_before=totals), gradients)
     sums = bind(replace(summing, collective="allreduce"), gradients)
     starts = [sum(rows[: call.rank]) for rows in call.rows]
-    return [jax.lax.slice_in_dim(each, start, start + rows[call.rank]) for each, start, rows in zip(sums, starts, call.rows, strict=True)]
+    return [
+        jax.lax.slice_in_dim(each, start, start + rows[call.rank])
+        for each, start, rows in zip(sums, starts, call.rows, strict=True)
+    ]
 
 
 def _of_broadcast(call: Call, gradients: list[Any]) -> list[Any]:
@@ -98,11 +105,13 @@ _ADJOINTS = {
 }
 
 
-# ---- reductions that are not linear ----------------------------------------------------------------------------------------------------
+# ---- reductions that are not linear
+# ----------------------------------------------------------------------------------------------------
 
 
 def _through_reduction(call: Call, primals: list[Any], tangents: list[Any]) -> list[Any]:
-    # Two calls, and not one: a derivative is linear in what has come with the second, and must know what has come with the first.
+    # Two calls, and not one: a derivative is linear in what has come with the second, and must know what has come with
+    # the first.
     all_primals, all_tangents = _everyone(call, "inputs", primals), _everyone(call, "tangents", tangents)
     results = []
     for all_x, all_t in zip(all_primals, all_tangents, strict=True):

@@ -1,7 +1,9 @@
-"""What a program asks the engine for: a description of one call, which a jaxpr and an executable can hold, and its execution.
+"""What a program asks the engine for: a description of one call, which a jaxpr and an executable can hold, and its
+execution.
 
-Operands and results are flat lists of arrays; what is not a group has one of each. A compiled program must know all shapes beforehand, so
-that allgather and alltoall say how many rows every rank brings; if the ranks bring others when it runs, they raise.
+Operands and results are flat lists of arrays; what is not a group has one of each. A compiled program must know all
+shapes beforehand, so that allgather and alltoall say how many rows every rank brings; if the ranks bring others when it
+runs, they raise.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ class Call:
         parts: of an allreduce: for each operand the shapes of the tensors that lie in it, if there are several.
         rows_before: of a reducescatter: the rows of each operand.
         root: of a broadcast, within the process set.
-        rows: of each operand of an allgather every rank's rows, and of an alltoall those that every rank sends here; None: not known.
+        rows: of each operand of an allgather every rank's rows, and of an alltoall those that every rank sends here;
+            None: not known.
         splits: of an alltoall: the rows that go to each rank.
     """
 
@@ -95,7 +98,8 @@ class Call:
         shapes = [[dtypes.name(dtype), *shape] for shape, dtype in operands]
         return json.dumps({**asdict(self), "operands": shapes}, sort_keys=True)
 
-    # ---- execution -----------------------------------------------------------------------------------------------------------------------
+    # ---- execution
+    # ------------------------------------------------------------------------------------------------------------------
 
     def world(self) -> World:
         """The world that it is for.
@@ -106,7 +110,8 @@ class Call:
         world = world_of(self.process_set)
         if (world.size, world.rank) != (self.size, self.rank):
             error = InvalidArgumentError(
-                f"{self.collective}: this program was compiled for rank {self.rank} of {self.size}, and runs on rank {world.rank} of"
+                f"{self.collective}: this program was compiled for rank {self.rank} of {self.size}, and runs on rank "
+                f"{world.rank} of"
                 f" {world.size}: call jax.clear_caches() after init()"
             )
             raise world.refused(error, self.name)
@@ -193,8 +198,10 @@ class Call:
         label = f" {self.name!r}" if self.name else ""
         expected, came = next((one, other) for one, other in zip(self.rows, found, strict=True) if one != other)
         raise MismatchError(
-            f"rank {world.ranks[world.rank]}: {self.collective}{label}: compiled for {list(expected)} rows from the ranks, and {list(came)}"
-            " came. Shapes are fixed in a compiled program: say what every rank sends (rows=), the same on all ranks, or call it outside"
+            f"rank {world.ranks[world.rank]}: {self.collective}{label}: compiled for {list(expected)} rows from the "
+            f"ranks, and {list(came)}"
+            " came. Shapes are fixed in a compiled program: say what every rank sends (rows=), the same on all "
+            "ranks, or call it outside"
             " jit"
         )
 

@@ -14,7 +14,8 @@ _WIRES = {FP16Compressor: "float16", BF16Compressor: "bfloat16"}
 
 
 def inside(compression: Any, tensors: list[Any]) -> tuple[str | None, list[Any], Restore]:
-    """For an operation that compresses by itself: the dtype in which tensors travel; the tensors, and what becomes of the results."""
+    """For an operation that compresses by itself: the dtype in which tensors travel; the tensors, and what becomes of
+    the results."""
     if compression is None or _is_built_in(compression):
         return _WIRES.get(compression), tensors, list
     return None, *outside(compression, tensors)

@@ -1,4 +1,5 @@
-"""What differs between JAX's versions, and what of JAX is not quite public: all in this file, each with its reason. Holds from 0.4.31 on.
+"""What differs between JAX's versions, and what of JAX is not quite public: all in this file, each with its reason.
+Holds from 0.4.31 on.
 
 Primitives, their rules and lowerings are made with `jax.extend.core` and `jax.interpreters`, which JAX offers for that.
 """
@@ -33,13 +34,15 @@ except ImportError:  # before 0.5; XLA's older runtime ends the process when a f
     ffi = None
 
 
-# ---- tracing ---------------------------------------------------------------------------------------------------------------------------
+# ---- tracing
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 def _tracing() -> Callable[[], bool]:
     """Whether operations are recorded at present and not carried out, also those on arrays that are there.
 
-    Nothing public tells. Without the two functions that do, one asks for the cheapest operation and looks at what comes.
+    Nothing public tells. Without the two functions that do, one asks for the cheapest operation and looks at what
+    comes.
     """
     try:
         from jax.extend.core import unsafe_am_i_under_a_jit_DO_NOT_USE as under_jit
@@ -76,13 +79,15 @@ def no_tangent(value: Any) -> Any:
     return ad.Zero(ShapedArray(value.shape, value.dtype if moves else jax.dtypes.float0))
 
 
-# ---- arrays ----------------------------------------------------------------------------------------------------------------------------
+# ---- arrays
+# ----------------------------------------------------------------------------------------------------------------------
 
 _MAY_ALIAS = {"may_alias": True} if "may_alias" in inspect.signature(jax.device_put).parameters else {}
 
 
 def adopt(arrays: Sequence[Any], places: Sequence[Any] | None = None) -> list[Any]:
-    """NumPy arrays that nobody is going to write to, as JAX arrays: without a copy where they are aligned to 64 bytes (from 0.4.32 on).
+    """NumPy arrays that nobody is going to write to, as JAX arrays: without a copy where they are aligned to 64 bytes
+    (from 0.4.32 on).
 
     Args:
         places: the sharding of each; where JAX puts new arrays if it is None.
@@ -110,15 +115,17 @@ def forget_effects() -> None:
         return
 
 
-# ---- lowering --------------------------------------------------------------------------------------------------------------------------
+# ---- lowering
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 def _ordered_effect() -> Any:
     """The effect that keeps what a program does in its order.
 
-    JAX has no public way to make an ordered effect, but public functions that have one. That of an ordered debugging callback is allowed in
-    control flow, under `jax.checkpoint` and in custom derivatives; that of an `io_callback` is not. A kind of its own may be allowed in
-    programs for several devices as well, whose collectives are put on one of them; the debugging callbacks' kind stays forbidden there.
+    JAX has no public way to make an ordered effect, but public functions that have one. That of an ordered debugging
+    callback is allowed in control flow, under `jax.checkpoint` and in custom derivatives; that of an `io_callback` is
+    not. A kind of its own may be allowed in programs for several devices as well, whose collectives are put on one of
+    them; the debugging callbacks' kind stays forbidden there.
     """
     (effect,) = jax.make_jaxpr(lambda: jax.debug.callback(lambda: None, ordered=True))().effects
     kind = type("CollectiveEffect", (type(effect),), {"__repr__": lambda self: "a collective of collectives.jax"})
@@ -133,7 +140,9 @@ def _ordered_effect() -> Any:
 ORDERED = _ordered_effect()
 _TOKEN = jax.make_jaxpr(lambda: jax.lax.create_token(0.0))().out_avals[0]
 _NOT_CACHED = {"cacheable": False} if "cacheable" in inspect.signature(mlir.register_lowering).parameters else {}
-_RETURNS_TOKEN = {"returns_token": True} if "returns_token" in inspect.signature(mlir.emit_python_callback).parameters else {}
+_RETURNS_TOKEN = (
+    {"returns_token": True} if "returns_token" in inspect.signature(mlir.emit_python_callback).parameters else {}
+)
 _CHAIN = "collectives.jax: the last token of each block"
 
 
@@ -190,18 +199,21 @@ def lower_as_callback(ctx: Any, function: Callable[..., Any], operands: Sequence
 
 
 def lower_as_ffi_call(ctx: Any, target: str, operands: Sequence[Any], text: str, ordered: bool, in_place: bool) -> Any:
-    """Lower to a call of a registered function, with the attribute ``call``; a token is the last operand, and the last result.
+    """Lower to a call of a registered function, with the attribute ``call``; a token is the last operand, and the last
+    result.
 
     Args:
-        in_place: each result lies where the operand was, if that is something that the program has made. What it needs later is copied
-            before, and so would be its own arguments.
+        in_place: each result lies where the operand was, if that is something that the program has made. What it needs
+            later is copied before, and so would be its own arguments.
     """
     in_place = in_place and not any(isinstance(operand, mlir.ir.BlockArgument) for operand in operands)
     aliases = {number: number for number in range(len(operands))} if in_place else {}
     whole = ctx.replace(avals_in=[*ctx.avals_in, _TOKEN], avals_out=[*ctx.avals_out, _TOKEN])
 
     def lower(token: Any) -> tuple[Any, Any]:
-        *results, token = ffi.ffi_lowering(target, has_side_effect=True, operand_output_aliases=aliases)(whole, *operands, token, call=text)
+        *results, token = ffi.ffi_lowering(target, has_side_effect=True, operand_output_aliases=aliases)(
+            whole, *operands, token, call=text
+        )
         return results, token
 
     return _in_order(ctx, lower, ordered)
@@ -210,11 +222,14 @@ def lower_as_ffi_call(ctx: Any, target: str, operands: Sequence[Any], text: str,
 def devices(ctx: Any) -> int:
     """How many devices of this process the program that is being lowered is for."""
     where = ctx.module_context.axis_context
-    return int((where.num_devices if hasattr(where, "num_devices") else where.mesh.size if hasattr(where, "mesh") else 1) or 1)
+    return int(
+        (where.num_devices if hasattr(where, "num_devices") else where.mesh.size if hasattr(where, "mesh") else 1) or 1
+    )
 
 
 def _on_one_device(ctx: Any, results: Sequence[Any]) -> dict[str, Any]:
-    """How a callback is kept to one device of several: XLA brings it whole arrays, and takes the results to where they are needed.
+    """How a callback is kept to one device of several: XLA brings it whole arrays, and takes the results to where they
+    are needed.
 
     Raises:
         InvalidArgumentError: the program is written for each device by itself.
@@ -228,22 +243,28 @@ def _on_one_device(ctx: Any, results: Sequence[Any]) -> dict[str, Any]:
         sharding_of = None
     if not hasattr(ctx.module_context.axis_context, "device_assignment"):
         raise InvalidArgumentError(
-            f"collectives.jax: a collective inside of pmap or shard_map over {several} devices: every one of them would call it, and a rank"
+            f"collectives.jax: a collective inside of pmap or shard_map over {several} devices: every one of them "
+            f"would call it, and a rank"
             " calls once. Call it outside, on what pmap or shard_map returns; or start a rank for each device"
         )
-    if sharding_of is None or "axis_sizes" not in inspect.signature(getattr(jax.sharding, "AbstractMesh", None) or tuple).parameters:
+    if (
+        sharding_of is None
+        or "axis_sizes" not in inspect.signature(getattr(jax.sharding, "AbstractMesh", None) or tuple).parameters
+    ):
         raise InvalidArgumentError(
-            f"collectives.jax: a collective in a program for {several} devices, for which this version of JAX is too old: call it outside"
+            f"collectives.jax: a collective in a program for {several} devices, for which this version of JAX is too "
+            f"old: call it outside"
             " jit, on arrays that lie on one device or are replicated, or start a rank for each device"
         )
     return {"sharding": sharding_of(ctx.module_context.axis_context, None, results)}
 
 
 def _replicated(ctx: Any, results: Sequence[Any]) -> Any:
-    """Results that every device of the program has, or none: those of one device alone would not go together with other arrays.
+    """Results that every device of the program has, or none: those of one device alone would not go together with other
+    arrays.
 
-    The last one is the verdict, on which each device fails by itself: while one has failed alone, the others would wait for what it was to
-    send them, until XLA ends the process.
+    The last one is the verdict, on which each device fails by itself: while one has failed alone, the others would wait
+    for what it was to send them, until XLA ends the process.
     """
     mesh = jax.sharding.AbstractMesh((devices(ctx),), ("device",))
     place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
@@ -301,12 +322,15 @@ register_lowering(_sentence_p, _lower_sentence)
 
 
 def _in_order(ctx: Any, lower: Callable[[Any], tuple[Any, Any]], ordered: bool) -> Any:
-    """Lower what takes a token and returns the next: along the program's chain of effects, or along the block that it stands in."""
+    """Lower what takes a token and returns the next: along the program's chain of effects, or along the block that it
+    stands in."""
     if ordered:
         results, token = lower(ctx.tokens_in.get(ORDERED))
         ctx.set_tokens_out(ctx.tokens_in.update_tokens(mlir.TokenSet({ORDERED: token})))
         return results
-    chain = ctx.module_context.cached_primitive_lowerings.setdefault(_CHAIN, [])  # lives as long as the module is being made
+    chain = ctx.module_context.cached_primitive_lowerings.setdefault(
+        _CHAIN, []
+    )  # lives as long as the module is being made
     block = mlir.ir.InsertionPoint.current.block
     place = next((place for place, (other, _) in enumerate(chain) if other == block), None)
     results, token = lower(stablehlo.create_token() if place is None else chain[place][1])

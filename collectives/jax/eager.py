@@ -1,7 +1,7 @@
 """Collectives on arrays that are there: NumPy views of JAX's memory, and results that JAX takes over without a copy.
 
-A JAX array never changes, so the engine only reads it. A result is written into memory that is aligned to 64 bytes, comes from the world's
-pool and goes back to it when JAX has dropped it; nobody writes to it in between.
+A JAX array never changes, so the engine only reads it. A result is written into memory that is aligned to 64 bytes,
+comes from the world's pool and goes back to it when JAX has dropped it; nobody writes to it in between.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ def run(call: Call, operands: Sequence[Any]) -> list[Any]:
     if call.collective == "allreduce" and all(type(each) is np.ndarray for each in given):
         world = call.world()
         results = [
-            world.memory(each.size, each.dtype).reshape(each.shape) if each.nbytes >= _ALIGNED_FROM else np.empty(each.shape, each.dtype)
+            world.memory(each.size, each.dtype).reshape(each.shape)
+            if each.nbytes >= _ALIGNED_FROM
+            else np.empty(each.shape, each.dtype)
             for each in given
         ]
     made = call.run(given, results)
@@ -45,7 +47,8 @@ def exchange(call: Call, operands: Sequence[Any]) -> tuple[list[Any], tuple[int,
 def settle() -> None:
     """Return when compiled programs have made their ordered calls: they come first, since they were called before.
 
-    Whoever reads the results of one that has failed gets its error there; it is nothing that later calls must suffer from.
+    Whoever reads the results of one that has failed gets its error there; it is nothing that later calls must suffer
+    from.
     """
     try:
         jax.effects_barrier()

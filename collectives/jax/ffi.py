@@ -1,15 +1,17 @@
-"""XLA's foreign function interface, spoken in Python: a compiled program on the CPU hands over its buffers, and nothing is copied.
+"""XLA's foreign function interface, spoken in Python: a compiled program on the CPU hands over its buffers, and nothing
+is copied.
 
-XLA calls a C function with one pointer, to a *call frame*: structures that hold the addresses of operands and results, and the attributes
-of the call. The layout is that of ``xla/ffi/api/c_api.h``, which jaxlib brings along (`jax.ffi.include_dir`); every structure says how
-long it is, so that another layout is noticed. A ctypes callback is such a C function.
+XLA calls a C function with one pointer, to a *call frame*: structures that hold the addresses of operands and results,
+and the attributes of the call. The layout is that of ``xla/ffi/api/c_api.h``, which jaxlib brings along
+(`jax.ffi.include_dir`); every structure says how long it is, so that another layout is noticed. A ctypes callback is
+such a C function.
 
     metadata    when it is registered, XLA asks which version of the interface the function speaks
     execute     read the frame, give NumPy views of the buffers to Python, and return NULL, or an error with a message
 
-Only the stage *execute* is registered. Views are valid during the call only: XLA takes its memory back when the call has returned, with an
-error too. Elsewhere the engine keeps what a peer might still touch after a failure in mid-call; here it can only wait for the peers' word
-(a second at most) before the call returns.
+Only the stage *execute* is registered. Views are valid during the call only: XLA takes its memory back when the call
+has returned, with an error too. Elsewhere the engine keeps what a peer might still touch after a failure in mid-call;
+here it can only wait for the peers' word (a second at most) before the call returns.
 """
 
 from __future__ import annotations
@@ -52,7 +54,13 @@ class _Buffers(ctypes.Structure):
 
 
 class _Attributes(ctypes.Structure):
-    _fields_ = (*_HEAD, ("size", _Long), ("types", ctypes.POINTER(_Int)), ("names", _Pointer), ("items", ctypes.POINTER(_Pointer)))
+    _fields_ = (
+        *_HEAD,
+        ("size", _Long),
+        ("types", ctypes.POINTER(_Int)),
+        ("names", _Pointer),
+        ("items", ctypes.POINTER(_Pointer)),
+    )
 
 
 class _Frame(ctypes.Structure):
@@ -126,9 +134,9 @@ def handler(find: Callable[[str], Function], version: tuple[int, int]) -> Any:
 
     Args:
         version: of the interface, XLA's own; it takes no function that says another.
-        find: what to do, by the attribute ``call`` of the call in the program: a function of the operands and the results, NumPy arrays in
-            XLA's memory of which it writes the latter; one list twice if they are to be replaced in place. What it raises becomes XLA's
-            error, with its type and message.
+        find: what to do, by the attribute ``call`` of the call in the program: a function of the operands and the
+            results, NumPy arrays in XLA's memory of which it writes the latter; one list twice if they are to be
+            replaced in place. What it raises becomes XLA's error, with its type and message.
     """
     programs: dict[bytes, _Program] = {}
 
@@ -149,7 +157,9 @@ def handler(find: Callable[[str], Function], version: tuple[int, int]) -> Any:
                 _check(frame)
                 program = programs[key] = _Program(find(key.decode()))
             program.run(frame)
-        except BaseException as error:  # an interrupt too: it ends the program's execution, and reaches the program as XLA's error
+        except (
+            BaseException
+        ) as error:  # an interrupt too: it ends the program's execution, and reaches the program as XLA's error
             return _error(frame, f"{type(error).__name__}: {error}")
         return None
 
@@ -200,7 +210,9 @@ def _addresses(structures: list[int]) -> list[int]:
     """Where the buffers' elements lie."""
     first, count = structures[0], len(structures)
     step = structures[1] - first if count > 1 else 0
-    if step > 0 and structures == list(range(first, first + step * count, step)):  # in one array, as far as XLA is known
+    if step > 0 and structures == list(
+        range(first, first + step * count, step)
+    ):  # in one array, as far as XLA is known
         memory: Any = (ctypes.c_char * (step * count)).from_address(first)
         found: list[int] = np.ndarray((count,), np.uintp, memory, _DATA_AT, (step,)).tolist()
         return found

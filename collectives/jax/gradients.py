@@ -1,4 +1,5 @@
-"""Gradients of the ranks' functions together: `jax.grad` and `jax.value_and_grad`, with what they give back combined over the ranks."""
+"""Gradients of the ranks' functions together: `jax.grad` and `jax.value_and_grad`, with what they give back combined
+over the ranks."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ def value_and_grad(
 
     Args:
         fun, argnums, has_aux: as for `jax.value_and_grad`; so are further ``keywords``.
-        op, compression, prescale_factor, postscale_factor, process_set, name, ordered: as for `collectives.jax.allreduce`.
+        op, compression, prescale_factor, postscale_factor, process_set, name, ordered: as for
+        `collectives.jax.allreduce`.
 
     Returns:
         A function that returns this rank's value (and auxiliary data), and the combined gradients.
@@ -49,7 +51,9 @@ def value_and_grad(
     return call
 
 
-def grad(fun: Callable[..., Any], argnums: int | tuple[int, ...] = 0, has_aux: bool = False, **keywords: Any) -> Callable[..., Any]:
+def grad(
+    fun: Callable[..., Any], argnums: int | tuple[int, ...] = 0, has_aux: bool = False, **keywords: Any
+) -> Callable[..., Any]:
     """`jax.grad` whose gradients are combined over the ranks; arguments as for `value_and_grad`."""
     both = value_and_grad(fun, argnums, has_aux, **keywords)
 

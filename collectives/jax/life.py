@@ -14,7 +14,8 @@ from collectives.process_sets import ProcessSet
 def init(comm: Any = None, process_sets: Sequence[ProcessSet | Sequence[int]] | str | None = None) -> None:
     """Join the other ranks: see `collectives.init`."""
     runtime.init(comm, process_sets)
-    # What a program has dispatched before it ends is carried out first; registered later than the world's own end, it comes before that.
+    # What a program has dispatched before it ends is carried out first; registered later than the world's own end, it
+    # comes before that.
     atexit.unregister(_finish)
     atexit.register(_finish)
 

@@ -66,17 +66,19 @@ def distributed_gradients(
 ) -> GradientTransformation:
     """A gradient transformation that combines the ranks' gradients, all in one fused call.
 
-    ``optax.chain(hvd.distributed_gradients(), optax.clip_by_global_norm(1.0), optax.adam(1e-3))`` clips what all ranks found together.
+    ``optax.chain(hvd.distributed_gradients(), optax.clip_by_global_norm(1.0), optax.adam(1e-3))`` clips what all ranks
+    found together.
 
     Args:
         op: Average (the default), Sum, Min, Max, Product or Adasum.
         compression: `Compression.fp16` or ``bf16``, or an own one.
         gradient_predivide_factor: of Average: divides before the sum, and the rest of the number of ranks after it.
         process_set: the ranks that take part.
-        name: of the operation; None: one that tells this transformation from others, which every rank makes in the same order.
-        ordered: False: the call is matched by that name alone, and a compiled step starts by JAX's quick path. Then make a transformation
-            for each model, and read a result of the last step before `shutdown`, `join` and the end of the program, which cannot wait
-            for what JAX keeps no account of: see `collectives.jax.operations`.
+        name: of the operation; None: one that tells this transformation from others, which every rank makes in the same
+            order.
+        ordered: False: the call is matched by that name alone, and a compiled step starts by JAX's quick path. Then
+            make a transformation for each model, and read a result of the last step before `shutdown`, `join` and the
+            end of the program, which cannot wait for what JAX keeps no account of: see `collectives.jax.operations`.
         algorithm, transport: as for `collectives.jax.allreduce`.
 
     Returns:
@@ -114,30 +116,43 @@ def DistributedOptimizer(
 
     With Adasum each rank's optimizer acts on its own gradients, and what it makes of them is combined.
 
-    What optimizers of Optax take beside the gradients is combined as well, since ranks that go by losses of their own would part: ``value``
-    (of ``optax.contrib.reduce_on_plateau`` and others), ``grad`` and ``value_fn`` (of line searches, as in ``optax.lbfgs``).
+    What optimizers of Optax take beside the gradients is combined as well, since ranks that go by losses of their own
+    would part: ``value`` (of ``optax.contrib.reduce_on_plateau`` and others), ``grad`` and ``value_fn`` (of line
+    searches, as in ``optax.lbfgs``).
 
     Args:
         optimizer: with ``init(params)`` and ``update(gradients, state, params)``.
-        op, compression, gradient_predivide_factor, process_set, name, ordered, algorithm, transport: as for `distributed_gradients`.
-        backward_passes_per_step: gradients of so many updates are added up on the rank before they are combined and the optimizer acts; in
-            between the updates are zeros.
+        op, compression, gradient_predivide_factor, process_set, name, ordered, algorithm, transport: as for
+        `distributed_gradients`.
+        backward_passes_per_step: gradients of so many updates are added up on the rank before they are combined and the
+            optimizer acts; in between the updates are zeros.
         average_aggregated_gradients: divide that sum by their number.
 
     Returns:
-        A transformation with the same functions: Optax's own type where Optax has been imported. Its state holds the optimizer's.
+        A transformation with the same functions: Optax's own type where Optax has been imported. Its state holds the
+            optimizer's.
 
     Raises:
         InvalidTypeError: ``optimizer`` is none.
-        InvalidArgumentError: fewer than one pass; a factor without Average; in an update, what cannot be combined as said above.
+        InvalidArgumentError: fewer than one pass; a factor without Average; in an update, what cannot be combined as
+            said above.
     """
     given: Any = optimizer
     if not callable(getattr(optimizer, "init", None)) or not callable(getattr(optimizer, "update", None)):
         raise InvalidTypeError(f"optimizer: expected an Optax optimizer, with init and update, got {optimizer!r}")
     if not isinstance(backward_passes_per_step, int) or backward_passes_per_step < 1:
-        raise InvalidArgumentError(f"backward_passes_per_step: expected a number from 1 up, got {backward_passes_per_step!r}")
+        raise InvalidArgumentError(
+            f"backward_passes_per_step: expected a number from 1 up, got {backward_passes_per_step!r}"
+        )
     combined = distributed_gradients(
-        op, compression, gradient_predivide_factor, process_set, name, ordered=ordered, algorithm=algorithm, transport=transport
+        op,
+        compression,
+        gradient_predivide_factor,
+        process_set,
+        name,
+        ordered=ordered,
+        algorithm=algorithm,
+        transport=transport,
     )
     number = next(_numbers)
 
@@ -157,7 +172,9 @@ def DistributedOptimizer(
         return found
 
     if backward_passes_per_step == 1:
-        return _transformation(given.init, lambda gradients, state, params=None, **extra: step(gradients, state, params, extra))
+        return _transformation(
+            given.init, lambda gradients, state, params=None, **extra: step(gradients, state, params, extra)
+        )
     return _aggregating(given.init, step, backward_passes_per_step, average_aggregated_gradients)
 
 
@@ -170,11 +187,14 @@ def _check_losses(extra: dict[str, Any], op: Op, passes: int) -> None:
     named = [name for name in _LOSSES if name in extra]
     if op is not Op.AVERAGE:
         raise InvalidArgumentError(
-            f"{', '.join(named)}: expected op=Average, got op={op!r}; else put distributed_gradients(op=...) into optax.chain before the"
+            f"{', '.join(named)}: expected op=Average, got op={op!r}; else put distributed_gradients(op=...) into "
+            f"optax.chain before the"
             " optimizer, and give the update what is alike on all ranks"
         )
     if passes > 1 and named != ["value"]:
-        raise InvalidArgumentError(f"{', '.join(named)}: expected backward_passes_per_step=1, got {passes}: a line search has one batch")
+        raise InvalidArgumentError(
+            f"{', '.join(named)}: expected backward_passes_per_step=1, got {passes}: a line search has one batch"
+        )
 
 
 def _of_all_ranks(extra: dict[str, Any], gradients: Any, mean: Callable[[Any], Any]) -> dict[str, Any]:
@@ -186,7 +206,8 @@ def _of_all_ranks(extra: dict[str, Any], gradients: Any, mean: Callable[[Any], A
         found["grad"] = gradients
     if "value_fn" in extra:
         value_fn = extra["value_fn"]
-        # All ranks have the same parameters, so that the inner mean changes nothing but the gradient: that becomes the mean as well.
+        # All ranks have the same parameters, so that the inner mean changes nothing but the gradient: that becomes the
+        # mean as well.
         found["value_fn"] = lambda params, *arguments, **keywords: mean(value_fn(mean(params), *arguments, **keywords))
     return found
 
@@ -197,13 +218,19 @@ def _aggregating(init: Callable[[Any], Any], step: Callable[..., Any], passes: i
     def begin(params: Any) -> AggregationState:
         return AggregationState(init(params), jax.tree_util.tree_map(jnp.zeros_like, params), jnp.zeros((), jnp.int32))
 
-    def update(gradients: Any, state: AggregationState, params: Any = None, **extra: Any) -> tuple[Any, AggregationState]:
-        sums = jax.tree_util.tree_map(lambda total, each: total + jnp.asarray(each).astype(total.dtype), state.sums, gradients)
+    def update(
+        gradients: Any, state: AggregationState, params: Any = None, **extra: Any
+    ) -> tuple[Any, AggregationState]:
+        sums = jax.tree_util.tree_map(
+            lambda total, each: total + jnp.asarray(each).astype(total.dtype), state.sums, gradients
+        )
 
         def act() -> tuple[Any, AggregationState]:
             total = jax.tree_util.tree_map(lambda each: each / passes, sums) if average else sums
             updates, inner = step(total, state.inner, params, extra)
-            return updates, AggregationState(inner, jax.tree_util.tree_map(jnp.zeros_like, sums), jnp.zeros_like(state.passes))
+            return updates, AggregationState(
+                inner, jax.tree_util.tree_map(jnp.zeros_like, sums), jnp.zeros_like(state.passes)
+            )
 
         def wait() -> tuple[Any, AggregationState]:
             return jax.tree_util.tree_map(jnp.zeros_like, sums), AggregationState(state.inner, sums, state.passes + 1)
@@ -221,7 +248,8 @@ def _scales(op: Op, predivide: float) -> tuple[float, float]:
         return 1.0, 1.0
     if op is not Op.AVERAGE:
         raise InvalidArgumentError(
-            f"gradient_predivide_factor: expected 1.0 with op={op!r}, got {predivide}; it divides an Average in two steps"
+            f"gradient_predivide_factor: expected 1.0 with op={op!r}, got {predivide}; it divides an Average in two "
+            f"steps"
         )
     return 1.0 / predivide, float(predivide)
 

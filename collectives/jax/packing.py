@@ -1,8 +1,8 @@
 """Small tensors of a compiled program travel as one: XLA lays them one behind the other, and takes the result apart.
 
-An operand costs the engine and the call a few microseconds, and a small tensor's bytes next to nothing (161 tensors of 1 to 40 elements:
-one operand in place of 161). The shapes go along as `Call.parts`, so that ranks whose tensors add up to the same length by chance do not
-mix them.
+An operand costs the engine and the call a few microseconds, and a small tensor's bytes next to nothing (161 tensors of
+1 to 40 elements: one operand in place of 161). The shapes go along as `Call.parts`, so that ranks whose tensors add up
+to the same length by chance do not mix them.
 """
 
 from __future__ import annotations
@@ -19,11 +19,14 @@ _BELOW = 32 << 10
 Shape = tuple[int, ...]
 
 
-def pack(tensors: Sequence[Any]) -> tuple[list[Any], tuple[tuple[Shape, ...], ...], Callable[[Sequence[Any]], list[Any]]]:
+def pack(
+    tensors: Sequence[Any],
+) -> tuple[list[Any], tuple[tuple[Shape, ...], ...], Callable[[Sequence[Any]], list[Any]]]:
     """Put small tensors of one dtype together.
 
     Returns:
-        The operands: large tensors as they are, then one of each dtype; the shapes in each; and what makes the tensors of the results.
+        The operands: large tensors as they are, then one of each dtype; the shapes in each; and what makes the tensors
+            of the results.
     """
     small: dict[Any, list[int]] = {}
     for number, tensor in enumerate(tensors):

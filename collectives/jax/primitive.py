@@ -51,15 +51,17 @@ def _lower_without_copies(ctx: Any, *operands: Any, call: Call) -> Any:
     if drift.devices(ctx) > 1:
         return _lower(ctx, *operands, call=call)
     shapes = [(each.shape, each.dtype) for each in ctx.avals_in]
-    # Gradients are made by the program, and needed by nothing but the all-reduce. In place there is no memory to be filled for the first
-    # time, which takes as long as the all-reduce itself.
+    # Gradients are made by the program, and needed by nothing but the all-reduce. In place there is no memory to be
+    # filled for the first time, which takes as long as the all-reduce itself.
     in_place = call.collective in ("allreduce", "broadcast")
     return drift.lower_as_ffi_call(ctx, _TARGET, operands, call.text(shapes), call.ordered, in_place)
 
 
 def _vectorise(operands: Sequence[Any], dims: Sequence[Any], *, call: Call) -> tuple[list[Any], list[Any]]:
     if call.op == Op.ADASUM.value:
-        raise InvalidArgumentError("op=Adasum: cannot be vectorised, since it combines whole tensors; call it outside vmap")
+        raise InvalidArgumentError(
+            "op=Adasum: cannot be vectorised, since it combines whole tensors; call it outside vmap"
+        )
     if call.collective in ("allreduce", "broadcast"):  # element by element
         return bind(call, operands), list(dims)
     moved = [each if dim is None else jnp.moveaxis(each, dim, 1) for each, dim in zip(operands, dims, strict=True)]

@@ -1,7 +1,8 @@
 """The same start on every rank: parameters and objects as one rank has them.
 
-The ranks first show each other what they pass, as a digest of 16 bytes, so that a model that was built differently on some rank is an error
-on all of them before anything is sent. Then arrays from 256 KiB up travel as they are, and the many small ones together.
+The ranks first show each other what they pass, as a digest of 16 bytes, so that a model that was built differently on
+some rank is an error on all of them before anything is sent. Then arrays from 256 KiB up travel as they are, and the
+many small ones together.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ def broadcast_parameters(params: Tree, root_rank: int = 0, process_set: ProcessS
     """Give every rank the root's parameters: a model's, an optimizer's state, or any other pytree.
 
     Args:
-        params: a pytree of JAX arrays (random keys too), NumPy arrays and numbers; of the same structure, shapes and dtypes on every rank.
+        params: a pytree of JAX arrays (random keys too), NumPy arrays and numbers; of the same structure, shapes and
+            dtypes on every rank.
         root_rank: the rank whose parameters they are, by its number among all ranks.
         process_set: the ranks that take part.
 
@@ -61,7 +63,11 @@ def broadcast_parameters(params: Tree, root_rank: int = 0, process_set: ProcessS
     kinds = {f"the kind of random keys in {name}": str(kind) for name, kind in keys.items()}
     # The small ones travel together, in this order.
     order = hashlib.blake2b(repr(list(layout)).encode(), digest_size=8).hexdigest()
-    agree(world, _LABEL, {"root_rank": f"rank {root_rank}", **layout, **kinds, "the order of the leaves (a digest)": order})
+    agree(
+        world,
+        _LABEL,
+        {"root_rank": f"rank {root_rank}", **layout, **kinds, "the order of the leaves (a digest)": order},
+    )
     moved = _moved(world, root, plain)
     given = eager.placed(list(moved.values()), list(arrays.values()))
     results = {
@@ -71,8 +77,11 @@ def broadcast_parameters(params: Tree, root_rank: int = 0, process_set: ProcessS
     return structure.unflatten([results[name] for name in arrays])
 
 
-def broadcast_object(obj: Tree, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set) -> Tree:
-    """Give every rank the root's object: anything that pickle takes, arrays included. On the root the very one that was passed."""
+def broadcast_object(
+    obj: Tree, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Tree:
+    """Give every rank the root's object: anything that pickle takes, arrays included. On the root the very one that was
+    passed."""
     outside("broadcast_object")
     eager.settle()
     return api.broadcast_object(obj, root_rank, name=name, process_set=process_set)
@@ -100,7 +109,9 @@ def _plain(name: str, leaf: Any) -> np.ndarray[Any, Any]:
             raise InvalidTypeError(f"{name}: {text}")
         return np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else leaf)
     if not isinstance(leaf, (np.ndarray, np.generic, bool, int, float, complex)):
-        raise InvalidTypeError(f"{name}: expected an array or a number, got {detection.describe(leaf)}; leave it out of the tree")
+        raise InvalidTypeError(
+            f"{name}: expected an array or a number, got {detection.describe(leaf)}; leave it out of the tree"
+        )
     return np.asarray(jnp.asarray(leaf))
 
 

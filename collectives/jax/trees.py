@@ -60,12 +60,15 @@ def _array(leaf: Any) -> Any:
         if not leaf.is_fully_replicated:
             raise _Refused(
                 InvalidTypeError,
-                f"expected an array on one device, or replicated over several, got one that is sharded over {len(leaf.sharding.device_set)}"
-                f" ({leaf.sharding}); collectives.jax combines whole arrays: pass jax.device_put(array, device), or call it inside jax.jit",
+                f"expected an array on one device, or replicated over several, got one that is sharded over "
+                f"{len(leaf.sharding.device_set)}"
+                f" ({leaf.sharding}); collectives.jax combines whole arrays: pass jax.device_put(array, device), or "
+                f"call it inside jax.jit",
             )
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         raise _Refused(
-            InvalidTypeError, "random keys are no numbers; pass jax.random.key_data(key), and jax.random.wrap_key_data the result"
+            InvalidTypeError,
+            "random keys are no numbers; pass jax.random.key_data(key), and jax.random.wrap_key_data the result",
         )
     try:
         dtypes.name(leaf.dtype)
@@ -75,12 +78,18 @@ def _array(leaf: Any) -> Any:
 
 
 def _through_dlpack(leaf: Any) -> Any:
-    """Another framework's tensor as a JAX array; of the same memory if JAX takes it. Nothing is recorded for its framework's gradients."""
+    """Another framework's tensor as a JAX array; of the same memory if JAX takes it. Nothing is recorded for its
+    framework's gradients."""
     if not hasattr(leaf, "__dlpack__"):
         expected = "a jax.Array, a NumPy array, a number or a tensor with DLPack"
-        raise _Refused(InvalidTypeError, f"expected {expected}, got {detection.describe(leaf)}; leave it out of the tree")
+        raise _Refused(
+            InvalidTypeError, f"expected {expected}, got {detection.describe(leaf)}; leave it out of the tree"
+        )
     if str(getattr(leaf, "device", "")) == "meta":
-        raise _Refused(InvalidTypeError, f"expected a tensor with elements, got a {detection.describe(leaf)} {detection.NO_ELEMENTS}")
+        raise _Refused(
+            InvalidTypeError,
+            f"expected a tensor with elements, got a {detection.describe(leaf)} {detection.NO_ELEMENTS}",
+        )
     leaf = leaf.detach() if getattr(leaf, "requires_grad", False) else leaf
     try:
         return jnp.from_dlpack(leaf)

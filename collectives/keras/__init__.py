@@ -53,7 +53,14 @@ from collectives import (
 from collectives.keras import callbacks
 from collectives.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer
 from collectives.keras.saving import load_model
-from collectives.keras.values import allgather, allreduce, broadcast, broadcast_global_variables, broadcast_variables, reducescatter
+from collectives.keras.values import (
+    allgather,
+    allreduce,
+    broadcast,
+    broadcast_global_variables,
+    broadcast_variables,
+    reducescatter,
+)
 
 __all__ = [
     "Adasum",

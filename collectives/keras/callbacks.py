@@ -28,13 +28,18 @@ class _ForKeras2:
 class BroadcastGlobalVariablesCallback(_ForKeras2, Broadcasting, keras.callbacks.Callback):  # type: ignore[misc]
     """Every rank begins with the root's model and optimizer, whether they are new or loaded.
 
-    Broadcast are the model's variables (weights, statistics, random seeds) and the optimizer's (iterations, learning rate, moments), before
-    the first step if all ranks have built their models, else after it; metrics are not. Where ranks differ in number, shapes or dtypes of
-    variables, training ends with a `MismatchError` on all of them.
+    Broadcast are the model's variables (weights, statistics, random seeds) and the optimizer's (iterations, learning
+    rate, moments), before the first step if all ranks have built their models, else after it; metrics are not. Where
+    ranks differ in number, shapes or dtypes of variables, training ends with a `MismatchError` on all of them.
     """
 
     def __init__(
-        self, root_rank: int, device: str = "", local_variables: Any = None, *, process_set: ProcessSet = global_process_set
+        self,
+        root_rank: int,
+        device: str = "",
+        local_variables: Any = None,
+        *,
+        process_set: ProcessSet = global_process_set,
     ) -> None:
         """
         Args:
@@ -51,8 +56,8 @@ class BroadcastGlobalVariablesCallback(_ForKeras2, Broadcasting, keras.callbacks
 class MetricAverageCallback(_ForKeras2, Averaging, keras.callbacks.Callback):  # type: ignore[misc]
     """At the end of an epoch metrics become their means over the ranks, those of the validation included.
 
-    Put it before callbacks that use metrics, such as ``ReduceLROnPlateau``, ``EarlyStopping``, ``TensorBoard`` and checkpoints. Where ranks
-    have different metrics, training ends with a `MismatchError` on all of them.
+    Put it before callbacks that use metrics, such as ``ReduceLROnPlateau``, ``EarlyStopping``, ``TensorBoard`` and
+    checkpoints. Where ranks have different metrics, training ends with a `MismatchError` on all of them.
     """
 
     def __init__(self, device: str = "", *, process_set: ProcessSet = global_process_set) -> None:
@@ -100,8 +105,8 @@ class LearningRateScheduleCallback(_ForKeras2, Scheduling, keras.callbacks.Callb
 class LearningRateWarmupCallback(_ForKeras2, Warming, keras.callbacks.Callback):  # type: ignore[misc]
     """The learning rate grows evenly from ``initial_lr / size()`` to ``initial_lr``, batch by batch.
 
-    After Goyal et al., "Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour" (2017): with ``e`` the epochs so far, with a fraction,
-    ``lr(e) = initial_lr / size * (e * (size - 1) / warmup_epochs + 1)``.
+    After Goyal et al., "Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour" (2017): with ``e`` the epochs so
+    far, with a fraction, ``lr(e) = initial_lr / size * (e * (size - 1) / warmup_epochs + 1)``.
     """
 
     def __init__(

@@ -5,8 +5,8 @@
       -> reduce: one fused call for all gradients, before anything of Keras has looked at them
       -> Keras: loss scaling, gradient accumulation, clipping, weight decay, update, moving averages
 
-What decides anything from the gradients, such as a `LossScaleOptimizer` that skips a step, does so after they were combined, and hence
-alike on every rank.
+What decides anything from the gradients, such as a `LossScaleOptimizer` that skips a step, does so after they were
+combined, and hence alike on every rank.
 """
 
 from __future__ import annotations
@@ -54,14 +54,17 @@ class State:
 
 
 class Distributed:
-    """Comes before the class of the optimizer that is wrapped; `settings` and `reducer` are of the class made of both."""
+    """Comes before the class of the optimizer that is wrapped; `settings` and `reducer` are of the class made of
+    both."""
 
     settings: Settings
     reducer: Reducer
 
     @property
     def state(self) -> State:
-        found: State = vars(self).setdefault("_collectives", State())  # past Keras, which would look for variables in it
+        found: State = vars(self).setdefault(
+            "_collectives", State()
+        )  # past Keras, which would look for variables in it
         return found
 
     @property
@@ -92,7 +95,8 @@ class Distributed:
             super().load_own_variables(store)  # type: ignore[misc]
 
     def build(self, variables: Sequence[Any]) -> None:
-        """As the bare optimizer's; with a variable more for each of the model's, if there are several passes per step."""
+        """As the bare optimizer's; with a variable more for each of the model's, if there are several passes per
+        step."""
         super().build(variables)  # type: ignore[misc]
         self.connect(variables)
 
@@ -102,10 +106,13 @@ class Distributed:
         state.variables = list(variables)
         if self.settings.passes > 1 and not state.passive and state.count is None:
             any_optimizer: Any = self
-            state.sums = [any_optimizer.add_variable_from_reference(variable, name="gradient_sum") for variable in variables]
+            state.sums = [
+                any_optimizer.add_variable_from_reference(variable, name="gradient_sum") for variable in variables
+            ]
             state.count = any_optimizer.add_variable((), initializer="zeros", dtype="int32", name="backward_passes")
 
-    # ---- with variables that change ---------------------------------------------------------------------------------------------------
+    # ---- with variables that change
+    # ---------------------------------------------------------------------------------------------------
 
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
         """Combine the gradients over the ranks, and apply them; as ``keras.optimizers.Optimizer.apply``."""
@@ -143,11 +150,15 @@ class Distributed:
         state = self.state
         if state.summed not in (None, [id(variable) for variable in variables]):
             raise InvalidArgumentError(
-                "backward_passes_per_step: expected the variables of the first backward pass, got others; make an optimizer for each list"
+                "backward_passes_per_step: expected the variables of the first backward pass, got others; make an "
+                "optimizer for each list"
             )
         state.summed = [id(variable) for variable in variables]
         places = {id(variable): at for at, variable in enumerate(state.variables)}
-        sums = [None if grad is None else state.sums[places[id(variable)]] for grad, variable in zip(grads, variables, strict=True)]
+        sums = [
+            None if grad is None else state.sums[places[id(variable)]]
+            for grad, variable in zip(grads, variables, strict=True)
+        ]
         for total, grad in zip(sums, grads, strict=True):
             if total is not None:
                 optimizer.assign_add(total, grad)
@@ -169,27 +180,41 @@ class Distributed:
             return totals
         return [None if total is None else total / self.settings.passes for total in totals]
 
-    # ---- with values, which JAX needs -------------------------------------------------------------------------------------------------
+    # ---- with values, which JAX needs
+    # -------------------------------------------------------------------------------------------------
 
-    def stateless_apply(self, optimizer_variables: Sequence[Any], grads: Sequence[Any], trainable_variables: Sequence[Any]) -> Any:
-        """Combine the gradients over the ranks, and return new values; as ``keras.optimizers.Optimizer.stateless_apply``."""
+    def stateless_apply(
+        self, optimizer_variables: Sequence[Any], grads: Sequence[Any], trainable_variables: Sequence[Any]
+    ) -> Any:
+        """Combine the gradients over the ranks, and return new values; as
+        ``keras.optimizers.Optimizer.stateless_apply``."""
         optimizer: Any = self
         state = self.state
         if state.passive or state.busy or not optimizer.built or keras.backend.backend() == "tensorflow":
             return super().stateless_apply(optimizer_variables, grads, trainable_variables)  # type: ignore[misc]
         if self.settings.passes == 1:
-            return self._next(optimizer_variables, self.reducer.reduce(grads, state.variables, state.local), trainable_variables)
+            return self._next(
+                optimizer_variables, self.reducer.reduce(grads, state.variables, state.local), trainable_variables
+            )
         return self._pass(optimizer_variables, grads, trainable_variables)
 
-    def _next(self, optimizer_variables: Sequence[Any], grads: Sequence[Any], trainable_variables: Sequence[Any]) -> Any:
+    def _next(
+        self, optimizer_variables: Sequence[Any], grads: Sequence[Any], trainable_variables: Sequence[Any]
+    ) -> Any:
         with self.state.within("busy"):
             return super().stateless_apply(optimizer_variables, grads, trainable_variables)  # type: ignore[misc]
 
-    def _pass(self, optimizer_variables: Sequence[Any], grads: Sequence[Any], trainable_variables: Sequence[Any]) -> Any:
+    def _pass(
+        self, optimizer_variables: Sequence[Any], grads: Sequence[Any], trainable_variables: Sequence[Any]
+    ) -> Any:
         optimizer: Any = self
         state = self.state
         places = {id(variable): at for at, variable in enumerate(optimizer.variables)}
-        sums, count, iterations = [places[id(each)] for each in state.sums], places[id(state.count)], places[id(optimizer.iterations)]
+        sums, count, iterations = (
+            [places[id(each)] for each in state.sums],
+            places[id(state.count)],
+            places[id(optimizer.iterations)],
+        )
         values = list(optimizer_variables)
         for at, grad in zip(sums, grads, strict=True):
             values[at] = values[at] + grad
@@ -197,12 +222,18 @@ class Distributed:
 
         def last() -> Any:
             totals = self._means([values[at] for at in sums])
-            variables, after = self._next(values, self.reducer.reduce(totals, state.variables, state.local), trainable_variables)
-            after = [keras.ops.zeros_like(value) if at == count or at in sums else value for at, value in enumerate(after)]
+            variables, after = self._next(
+                values, self.reducer.reduce(totals, state.variables, state.local), trainable_variables
+            )
+            after = [
+                keras.ops.zeros_like(value) if at == count or at in sums else value for at, value in enumerate(after)
+            ]
             return list(variables), after
 
         def between() -> Any:
-            return list(trainable_variables), [value + 1 if at == iterations else value for at, value in enumerate(values)]
+            return list(trainable_variables), [
+                value + 1 if at == iterations else value for at, value in enumerate(values)
+            ]
 
         return keras.ops.cond(values[count] == self.settings.passes, last, between)
 
@@ -228,7 +259,8 @@ def distributed(optimizer: Any, settings: Settings, reducer: Reducer) -> Any:
 def subclass(kind: type, settings: Settings, reducer: Reducer) -> Any:
     """A subclass of an optimizer's class whose objects are distributed, and are serialized as objects of that class.
 
-    Keras writes down what ``__class__`` says: what is saved then loads without this package, also where classes are registered.
+    Keras writes down what ``__class__`` says: what is saved then loads without this package, also where classes are
+    registered.
     """
     members = {
         "__module__": kind.__module__,

@@ -1,9 +1,12 @@
 """Where Keras decides something without asking the optimizer, and has to decide otherwise if that is a distributed one.
 
-Two public methods of Keras are extended, once, when the first distributed optimizer is made; for all others they do what they did.
+Two public methods of Keras are extended, once, when the first distributed optimizer is made; for all others they do
+what they did.
 
-- ``LossScaleOptimizer(inner)`` looks for overflow before its inner optimizer sees a gradient: ranks would decide differently, and some of
-  them wait in a collective for the others, who have skipped it. So one that is put around a distributed optimizer takes over its part.
+- ``LossScaleOptimizer(inner)`` looks for overflow before its inner optimizer sees a gradient: ranks would decide
+differently, and some of
+  them wait in a collective for the others, who have skipped it. So one that is put around a distributed optimizer takes
+  over its part.
 - ``Model.compile`` on TensorFlow may choose XLA, whose programs cannot leave the device to communicate.
 """
 
@@ -38,7 +41,9 @@ def _taking_over(init: Any) -> Any:
     def extended(self: Any, inner_optimizer: Any, *args: Any, **kwargs: Any) -> None:
         init(self, inner_optimizer, *args, **kwargs)
         if isinstance(inner_optimizer, Distributed) and not isinstance(self, Distributed):
-            object.__setattr__(self, "__class__", subclass(type(self), inner_optimizer.settings, inner_optimizer.reducer))
+            object.__setattr__(
+                self, "__class__", subclass(type(self), inner_optimizer.settings, inner_optimizer.reducer)
+            )
             self.state.local = inner_optimizer.state.local
             inner_optimizer.state.passive = True
 
@@ -54,7 +59,8 @@ def _without_xla(compile_: Any) -> Any:
         if isinstance(given.arguments.get("optimizer"), Distributed):
             if given.arguments.get("jit_compile", "auto") not in ("auto", False, None):
                 raise InvalidArgumentError(
-                    "compile(jit_compile=True): XLA compiles the whole training step, and what it has compiled cannot communicate; with a"
+                    "compile(jit_compile=True): XLA compiles the whole training step, and what it has compiled "
+                    "cannot communicate; with a"
                     " DistributedOptimizer on the TensorFlow backend say compile(jit_compile=False), or leave it out"
                 )
             given.arguments["jit_compile"] = False

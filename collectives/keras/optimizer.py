@@ -1,4 +1,5 @@
-"""`DistributedOptimizer`: any Keras 3 optimizer, whose gradients are combined over the ranks before they are applied."""
+"""`DistributedOptimizer`: any Keras 3 optimizer, whose gradients are combined over the ranks before they are
+applied."""
 
 from __future__ import annotations
 
@@ -40,16 +41,17 @@ def DistributedOptimizer(
 ) -> Optimizer:
     """Wrap an optimizer, so that it applies the gradients of all ranks: in ``fit`` and in loops of one's own.
 
-    Gradients are combined in one call per step, before they are clipped, scaled back, accumulated or looked at in any other way, so that
-    every rank decides and updates alike. A `keras.optimizers.LossScaleOptimizer` may be inside or outside; ``compile`` puts one around by
-    itself with ``mixed_float16``.
+    Gradients are combined in one call per step, before they are clipped, scaled back, accumulated or looked at in any
+    other way, so that every rank decides and updates alike. A `keras.optimizers.LossScaleOptimizer` may be inside or
+    outside; ``compile`` puts one around by itself with ``mixed_float16``.
 
-    With ``backward_passes_per_step``, gradients add up on the rank; the steps between change nothing but ``iterations``, which counts
-    passes. On the TensorFlow backend models are compiled without XLA, whose programs cannot communicate; on JAX inside ``jit``.
+    With ``backward_passes_per_step``, gradients add up on the rank; the steps between change nothing but
+    ``iterations``, which counts passes. On the TensorFlow backend models are compiled without XLA, whose programs
+    cannot communicate; on JAX inside ``jit``.
 
     Args:
-        optimizer: a ``keras.optimizers.Optimizer``. The result is of its class, shares its variables, and takes its place. One of
-            ``tf_keras`` is handed to `collectives.tensorflow.keras`, where TF_USE_LEGACY_KERAS=1.
+        optimizer: a ``keras.optimizers.Optimizer``. The result is of its class, shares its variables, and takes its
+            place. One of ``tf_keras`` is handed to `collectives.tensorflow.keras`, where TF_USE_LEGACY_KERAS=1.
         name: what the operations are called by; "Distributed" and the optimizer's class by default.
         device_dense, device_sparse: of Horovod's interface; tensors are combined where they are.
         compression: `Compression.none`, ``fp16``, ``bf16``, or an own class with ``compress`` and ``decompress``.
@@ -59,9 +61,11 @@ def DistributedOptimizer(
         backward_passes_per_step: backward passes whose gradients add up before they are combined.
         average_aggregated_gradients: divide that sum by the number of passes.
         num_groups: Horovod's older name of ``groups``.
-        groups: a number of lists of about equal length, or the lists of variables, whose gradients travel together. By default all do.
+        groups: a number of lists of about equal length, or the lists of variables, whose gradients travel together. By
+            default all do.
         process_set: the ranks that train together; the others step on their own.
-        scale_local_gradients: divide the gradients of local variables by the number of ranks; see `PartialDistributedOptimizer`.
+        scale_local_gradients: divide the gradients of local variables by the number of ranks; see
+            `PartialDistributedOptimizer`.
 
     Returns:
         The optimizer. Saved with a model it is what it was before; `load_model` wraps it again.
@@ -111,8 +115,10 @@ def DistributedOptimizer(
     reduces = reducer(settings, keras.backend.backend())
     if settings.passes > 1 and _accumulates(optimizer):
         raise InvalidArgumentError(
-            "backward_passes_per_step: the optimizer accumulates gradients by itself (gradient_accumulation_steps); give one of the two."
-            " backward_passes_per_step communicates once in all these passes, gradient_accumulation_steps in each of them"
+            "backward_passes_per_step: the optimizer accumulates gradients by itself (gradient_accumulation_steps); "
+            "give one of the two."
+            " backward_passes_per_step communicates once in all these passes, gradient_accumulation_steps in each of "
+            "them"
         )
     if process_set.included():
         world_of(process_set)  # raises before init()
@@ -137,8 +143,10 @@ def PartialDistributedOptimizer(
     """`DistributedOptimizer` for a model some of whose layers are this rank's own.
 
     Args:
-        local_layers: a layer or a collection of layers, which are built: their gradients stay on this rank. Other ranks need not have them.
-        scale_local_gradients: divide these gradients by the number of ranks, as befits a loss that is the mean over them.
+        local_layers: a layer or a collection of layers, which are built: their gradients stay on this rank. Other ranks
+            need not have them.
+        scale_local_gradients: divide these gradients by the number of ranks, as befits a loss that is the mean over
+            them.
         optimizer, name, ...: as of `DistributedOptimizer`.
 
     Raises:
@@ -163,9 +171,13 @@ def PartialDistributedOptimizer(
     layers = [local_layers] if isinstance(local_layers, keras.layers.Layer) else list(local_layers or ())
     for layer in layers:
         if not isinstance(layer, keras.layers.Layer):
-            raise InvalidArgumentError(f"local_layers: all local layers must be of keras.layers.Layer type, got {detection.describe(layer)}")
+            raise InvalidArgumentError(
+                f"local_layers: all local layers must be of keras.layers.Layer type, got {detection.describe(layer)}"
+            )
         if not layer.built:
-            raise InvalidArgumentError(f"local_layers: {layer.name} has no variables yet; build it, or the model, before the optimizer")
+            raise InvalidArgumentError(
+                f"local_layers: {layer.name} has no variables yet; build it, or the model, before the optimizer"
+            )
     result = DistributedOptimizer(
         optimizer,
         name=name,
@@ -188,11 +200,15 @@ def PartialDistributedOptimizer(
 def _check(optimizer: Any) -> None:
     """Refuse what cannot be wrapped."""
     if isinstance(optimizer, Distributed):
-        raise InvalidArgumentError("optimizer: expected a Keras optimizer, got one that DistributedOptimizer has wrapped already")
+        raise InvalidArgumentError(
+            "optimizer: expected a Keras optimizer, got one that DistributedOptimizer has wrapped already"
+        )
     if isinstance(optimizer, keras.optimizers.Optimizer):
         inner = getattr(optimizer, "inner_optimizer", None)
         if isinstance(inner, Distributed):
-            raise InvalidArgumentError("optimizer: its inner optimizer is a DistributedOptimizer already; wrap one of the two")
+            raise InvalidArgumentError(
+                "optimizer: its inner optimizer is a DistributedOptimizer already; wrap one of the two"
+            )
         return
     raise InvalidTypeError(f"optimizer: expected a keras.optimizers.Optimizer, got {detection.describe(optimizer)}")
 
@@ -200,13 +216,16 @@ def _check(optimizer: Any) -> None:
 def _adapter_of_keras_2(optimizer: Any) -> Any:
     """The adapter that takes this optimizer if it is one of ``tf_keras``, else None."""
     tf_keras = sys.modules.get("tf_keras")
-    if tf_keras is None or not isinstance(optimizer, tf_keras.optimizers.Optimizer | tf_keras.optimizers.legacy.Optimizer):
+    if tf_keras is None or not isinstance(
+        optimizer, tf_keras.optimizers.Optimizer | tf_keras.optimizers.legacy.Optimizer
+    ):
         return None
     from collectives.tensorflow.keras import kind
 
     if not kind.LEGACY:
         raise InvalidTypeError(
-            "optimizer: expected one of Keras 3 (import keras), got one of tf_keras; for that set TF_USE_LEGACY_KERAS=1 in the environment"
+            "optimizer: expected one of Keras 3 (import keras), got one of tf_keras; for that set "
+            "TF_USE_LEGACY_KERAS=1 in the environment"
         )
     from collectives.tensorflow.keras import legacy
 

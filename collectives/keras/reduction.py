@@ -1,7 +1,7 @@
 """The gradients of one step, combined over the ranks in one call, whatever the backend that Keras runs on.
 
-On TensorFlow this is `collectives.tensorflow.gradients`, which knows sparse gradients and graphs. Gradients of JAX and PyTorch are lists of
-arrays, and what has to be done with them is the same but for the call that combines them.
+On TensorFlow this is `collectives.tensorflow.gradients`, which knows sparse gradients and graphs. Gradients of JAX and
+PyTorch are lists of arrays, and what has to be done with them is the same but for the call that combines them.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ class Settings:
         if self.predivide != 1.0 and self.op is not Op.AVERAGE:
             raise InvalidArgumentError("gradient_predivide_factor not supported with op != Average")
         if not isinstance(self.passes, int) or self.passes < 1:
-            raise InvalidArgumentError(f"backward_passes_per_step: expected an integer of at least 1, got {self.passes!r}")
+            raise InvalidArgumentError(
+                f"backward_passes_per_step: expected an integer of at least 1, got {self.passes!r}"
+            )
         check(self.compression)
 
 
@@ -74,7 +76,9 @@ def reducer(settings: Settings, backend: str) -> Reducer:
     settings.check()
     kinds: dict[str, Callable[[Settings], Reducer]] = {"tensorflow": _OfTensorFlow, "jax": _OfJax, "torch": _OfTorch}
     if backend not in kinds:
-        raise InvalidArgumentError(f"Keras's backend: expected one of {sorted(kinds)}, got {backend!r}; set KERAS_BACKEND")
+        raise InvalidArgumentError(
+            f"Keras's backend: expected one of {sorted(kinds)}, got {backend!r}; set KERAS_BACKEND"
+        )
     return kinds[backend](settings)
 
 
@@ -134,16 +138,20 @@ class _OfArrays(Reducer):
         """Places of gradients that travel together."""
         if isinstance(self._groups, int):
             count = max(1, min(self._groups, len(present)))
-            return [present[len(present) * number // count : len(present) * (number + 1) // count] for number in range(count)]
+            return [
+                present[len(present) * number // count : len(present) * (number + 1) // count]
+                for number in range(count)
+            ]
         lists = [[at for at in present if id(variables[at]) in group] for group in self._groups]
         named = {at for group in lists for at in group}
         return [group for group in [*lists, [at for at in present if at not in named]] if group]
 
     def _label(self, grads: list[Any]) -> str:
-        """A name that is alike on all ranks in every step, and as a rule another one for another optimizer of the same class.
+        """A name that is alike on all ranks in every step, and as a rule another one for another optimizer of the same
+        class.
 
-        What is missing is in it: ranks that have gradients of different variables would combine what does not belong together, if the
-        shapes happen to agree.
+        What is missing is in it: ranks that have gradients of different variables would combine what does not belong
+        together, if the shapes happen to agree.
         """
         ends = ["x".join(map(str, grad.shape)) or "scalar" for grad in grads[:1] + grads[-1:] if grad is not None]
         missing = [str(at) for at, grad in enumerate(grads) if grad is None]
@@ -182,7 +190,9 @@ class _OfTorch(_OfArrays):
         self._allreduce = untraced(self._run)
 
     def _combine(self, grads: list[Any], variables: list[Any], name: str) -> Sequence[Any]:
-        own = all(grad is getattr(variable.value, "grad", None) for grad, variable in zip(grads, variables, strict=True))
+        own = all(
+            grad is getattr(variable.value, "grad", None) for grad, variable in zip(grads, variables, strict=True)
+        )
         return self._allreduce(grads, own, name)
 
     def _run(self, grads: list[Any], in_place: bool, name: str) -> Sequence[Any]:
@@ -206,7 +216,9 @@ def _groups(groups: Any) -> int | list[set[int]]:
     if isinstance(groups, int) and not isinstance(groups, bool) and groups >= 0:
         return groups
     if not isinstance(groups, (list, tuple)) or not all(isinstance(group, (list, tuple)) for group in groups):
-        raise InvalidArgumentError(f"groups should be a non-negative integer or a list of list of variables, got {groups!r}.")
+        raise InvalidArgumentError(
+            f"groups should be a non-negative integer or a list of list of variables, got {groups!r}."
+        )
     if len({id(variable) for group in groups for variable in group}) < sum(map(len, groups)):
         raise InvalidArgumentError("A variable can only appear once in groups.")
     return [{id(variable) for variable in group} for group in groups]

@@ -39,7 +39,8 @@ def load_model(
     """
     if legacy_opts:
         raise InvalidArgumentError(
-            "legacy_opts: Keras 3 has no legacy optimizers; set TF_USE_LEGACY_KERAS=1, and import collectives.tensorflow.keras"
+            "legacy_opts: Keras 3 has no legacy optimizers; set TF_USE_LEGACY_KERAS=1, and import "
+            "collectives.tensorflow.keras"
         )
     objects = {kind.__name__: kind for kind in custom_optimizers or ()} | dict(custom_objects or {})
     model = keras.saving.load_model(filepath, custom_objects=objects)

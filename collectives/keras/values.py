@@ -1,4 +1,5 @@
-"""Collectives on values: numbers, lists, arrays, and tensors and variables of the backend. The result is a tensor of the backend."""
+"""Collectives on values: numbers, lists, arrays, and tensors and variables of the backend. The result is a tensor of
+the backend."""
 
 from __future__ import annotations
 
@@ -64,7 +65,8 @@ def broadcast_global_variables(root_rank: int) -> None:
     """Give every rank the root's global variables: of TensorFlow 1, which is why Keras 3 has none.
 
     Raises:
-        InvalidArgumentError: always, with what to use instead; on TensorFlow where there is no graph a RuntimeError, as Horovod's.
+        InvalidArgumentError: always, with what to use instead; on TensorFlow where there is no graph a RuntimeError, as
+            Horovod's.
     """
     if keras.backend.backend() == "tensorflow":
         from collectives.tensorflow.functions import broadcast_global_variables as of_tensorflow
@@ -73,7 +75,8 @@ def broadcast_global_variables(root_rank: int) -> None:
         return
     raise InvalidArgumentError(
         f"broadcast_global_variables({root_rank}): Keras 3 keeps no list of all variables; use"
-        f" BroadcastGlobalVariablesCallback({root_rank}) with fit, or broadcast_variables(model.variables, root_rank={root_rank})"
+        f" BroadcastGlobalVariablesCallback({root_rank}) with fit, or broadcast_variables(model.variables, "
+        f"root_rank={root_rank})"
     )
 
 
@@ -81,12 +84,14 @@ def broadcast_variables(variables: Any, root_rank: int, process_set: ProcessSet 
     """Give every rank the root's values of these variables, in place: ``model.variables``, ``optimizer.variables``.
 
     Args:
-        variables: an iterable of Keras's variables; equally many on every rank, of equal shapes and dtypes in the same order.
+        variables: an iterable of Keras's variables; equally many on every rank, of equal shapes and dtypes in the same
+            order.
         root_rank: the rank whose values they are, by its number among all ranks.
         process_set: the ranks that take part.
 
     Raises:
-        MismatchError: the ranks' variables or roots differ; raised on every rank, and names the first that does. Nothing was touched.
+        MismatchError: the ranks' variables or roots differ; raised on every rank, and names the first that does.
+            Nothing was touched.
     """
     of_keras.broadcast(list(variables), root_rank, process_set, "broadcast_variables")
 

@@ -1,8 +1,8 @@
 """``run(function, np=2)``: call a function on N ranks from within a program, and get what each returned.
 
-The function, its arguments and what it returns travel as files, pickled by cloudpickle: so lambdas and what the program itself
-defines will do. The job is an ordinary one, of a ``collectivesrun`` in a process of its own: this process joins no rank, and its
-threads, signal handlers and children are left alone.
+The function, its arguments and what it returns travel as files, pickled by cloudpickle: so lambdas and what the program
+itself defines will do. The job is an ordinary one, of a ``collectivesrun`` in a process of its own: this process joins
+no rank, and its threads, signal handlers and children are left alone.
 
     run() -> collectivesrun -> mpirun -> N x python -m collectives.launch.call FOLDER
 """
@@ -23,7 +23,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from collectives.base.errors import CollectiveTimeoutError, InvalidArgumentError, MissingDependencyError, RankFailedError
+from collectives.base.errors import (
+    CollectiveTimeoutError,
+    InvalidArgumentError,
+    MissingDependencyError,
+    RankFailedError,
+)
 from collectives.launch import cli, job, records
 
 CALL, RESULT, FAILURE = "call", "result-{}", "failure-{}"
@@ -43,8 +48,8 @@ def run(
 ) -> list[Any]:
     """Call ``function(*args, **kwargs)`` on every rank of a new job.
 
-    The function calls ``init()`` itself. What the ranks print is shown as `collectivesrun` shows it. Hosts other than this one must
-    share the folder for temporary files (``TMPDIR``).
+    The function calls ``init()`` itself. What the ranks print is shown as `collectivesrun` shows it. Hosts other than
+    this one must share the folder for temporary files (``TMPDIR``).
 
     Args:
         function: anything that cloudpickle can pickle.
@@ -87,7 +92,9 @@ def _pickled(*call: object) -> bytes:
     try:
         data: bytes = cloudpickle.dumps(call)
     except (pickle.PicklingError, TypeError, AttributeError) as error:
-        raise InvalidArgumentError(f"run: the function or its arguments cannot be pickled for the ranks: {error}") from error
+        raise InvalidArgumentError(
+            f"run: the function or its arguments cannot be pickled for the ranks: {error}"
+        ) from error
     return data
 
 
@@ -120,6 +127,7 @@ def _returned(folder: Path, rank: int) -> Any:
     path = folder / RESULT.format(rank)
     if not path.exists():
         raise RankFailedError(
-            f"run: rank {rank} ended without returning: it called os._exit, or its host does not share {folder.parent} (set TMPDIR)"
+            f"run: rank {rank} ended without returning: it called os._exit, or its host does not share "
+            f"{folder.parent} (set TMPDIR)"
         )
     return pickle.loads(path.read_bytes())

@@ -1,6 +1,8 @@
-"""``python -m collectives.launch.call FOLDER``: what a rank of `run` does. It calls the function in the folder; the result goes there too.
+"""``python -m collectives.launch.call FOLDER``: what a rank of `run` does. It calls the function in the folder; the
+result goes there too.
 
-A function that raises, or exits, leaves a record, as a rank of ``collectivesrun`` does, with its traceback from the function on.
+A function that raises, or exits, leaves a record, as a rank of ``collectivesrun`` does, with its traceback from the
+function on.
 """
 
 from __future__ import annotations

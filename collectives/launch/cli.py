@@ -61,16 +61,28 @@ def _parser(program: str = "collectivesrun") -> argparse.ArgumentParser:
     )
     parser.add_argument("-np", "-n", "--num-proc", dest="ranks", metavar="N", type=_positive, help="number of ranks")
     where = parser.add_mutually_exclusive_group()
-    where.add_argument("-H", "--hosts", metavar="HOST:N,...", help="hosts and the ranks that each takes, such as host1:4,host2:4")
-    where.add_argument("-hostfile", "--hostfile", metavar="FILE", help="the same, one a line: 'host slots=4' or 'host:4'")
-    mpi_args = parser.add_argument("--mpi-args", "--binding-args", metavar="ARGS", type=_words, action="extend", default=[])
+    where.add_argument(
+        "-H", "--hosts", metavar="HOST:N,...", help="hosts and the ranks that each takes, such as host1:4,host2:4"
+    )
+    where.add_argument(
+        "-hostfile", "--hostfile", metavar="FILE", help="the same, one a line: 'host slots=4' or 'host:4'"
+    )
+    mpi_args = parser.add_argument(
+        "--mpi-args", "--binding-args", metavar="ARGS", type=_words, action="extend", default=[]
+    )
     mpi_args.help = "further arguments for mpirun, in one word"
     parser.add_argument("--mpi", action="store_true", help="start the ranks by MPI, as is done anyway")
     as_horovod = parser.add_argument("--as-horovod", action="store_true")
-    as_horovod.help = "run a program written for Horovod: import horovod gives it collectives, unless Horovod is installed"
+    as_horovod.help = (
+        "run a program written for Horovod: import horovod gives it collectives, unless Horovod is installed"
+    )
     parser.add_argument("--config-file", metavar="FILE", help="read settings from a YAML file in Horovod's form")
-    parser.add_argument("--output-filename", metavar="DIR", help="write each rank's output into DIR/rank.N/stdout and stderr as well")
-    parser.add_argument("--no-tag", dest="tag", action="store_false", help="leave out the [rank] before each line of output")
+    parser.add_argument(
+        "--output-filename", metavar="DIR", help="write each rank's output into DIR/rank.N/stdout and stderr as well"
+    )
+    parser.add_argument(
+        "--no-tag", dest="tag", action="store_false", help="leave out the [rank] before each line of output"
+    )
     verbose = parser.add_argument("--verbose", action="store_true")
     verbose.help = "print the command that is built, what the MPI launcher says, and every rank's traceback"
     parser.add_argument("--show-plan", action="store_true", help="print what would be chosen for N ranks, and exit")
@@ -125,7 +137,8 @@ def split(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[li
 
 
 def _in_full(argument: str, known: Mapping[str, argparse.Action]) -> tuple[str, str, str]:
-    """An option as it is spelt in full, ``=`` or nothing, and the value in the same word: ``--fusion-thr=8``, ``-Hhost:2``."""
+    """An option as it is spelt in full, ``=`` or nothing, and the value in the same word: ``--fusion-thr=8``,
+    ``-Hhost:2``."""
     name, equals, value = argument.partition("=")
     alike = [flag for flag in (*known, *options.REFUSED) if flag.startswith(name)]
     attached = [flag for flag in known if flag[1] != "-" and argument.startswith(flag) and known[flag].nargs is None]
@@ -136,7 +149,9 @@ def _in_full(argument: str, known: Mapping[str, argparse.Action]) -> tuple[str, 
     elif len(alike) == 1:
         found = alike[0]
     elif alike:
-        raise InvalidArgumentError(f"{name}: expected an option, got the beginning of several: {', '.join(sorted(alike))}")
+        raise InvalidArgumentError(
+            f"{name}: expected an option, got the beginning of several: {', '.join(sorted(alike))}"
+        )
     elif attached:
         found = max(attached, key=len)
         equals, value = "=", argument.removeprefix(found)
@@ -179,7 +194,8 @@ def main(arguments: Sequence[str] | None = None, program: str = "collectivesrun"
 
 
 def _open_closed_streams() -> None:
-    """Have stdin, stdout and stderr lead nowhere where they are closed (``>&-``); other files would take their numbers."""
+    """Have stdin, stdout and stderr lead nowhere where they are closed (``>&-``); other files would take their
+    numbers."""
     for fd in range(3):
         try:
             os.fstat(fd)
@@ -257,21 +273,29 @@ def _ranks_and_hosts(asked: argparse.Namespace) -> tuple[int, Sequence[Host]]:
         raise InvalidArgumentError("-np is missing: expected the number of ranks, such as -np 4")
     if hosts and ranks is not None and ranks > slots:
         listed = ", ".join(map(str, hosts))
-        raise InvalidArgumentError(f"-np {ranks}: the hosts take {slots} ranks ({listed}); give them more, or start fewer")
+        raise InvalidArgumentError(
+            f"-np {ranks}: the hosts take {slots} ranks ({listed}); give them more, or start fewer"
+        )
     return slots if ranks is None else ranks, hosts
 
 
 def _start_with_report(wanted: _Job, html: str) -> int:
-    """Run with a timeline, and make the report of it afterwards, however the job ended: one that failed is worth a look."""
+    """Run with a timeline, and make the report of it afterwards, however the job ended: one that failed is worth a
+    look."""
     trace = Path(f"{html}.json").absolute()
     try:
         trace.unlink(missing_ok=True)
     except OSError as error:
-        raise InvalidArgumentError(f"--timeline {html}: cannot write the trace {str(trace)!r}: {error.strerror}") from None
+        raise InvalidArgumentError(
+            f"--timeline {html}: cannot write the trace {str(trace)!r}: {error.strerror}"
+        ) from None
     variable = Config.__dataclass_fields__["timeline"].metadata["variable"]
     code = _start(replace(wanted, environment={**wanted.environment, variable: str(trace)}), stay=True)
     if not trace.exists():
-        print(f"collectivesrun: no report in {html!r}: no rank has left a timeline in {str(trace)!r} on this host", file=sys.stderr)
+        print(
+            f"collectivesrun: no report in {html!r}: no rank has left a timeline in {str(trace)!r} on this host",
+            file=sys.stderr,
+        )
         return code
     try:
         importlib.import_module("collectives.launch.timeline_report").write(trace, Path(html))
@@ -330,12 +354,15 @@ def _machinefile(hosts: Sequence[Host]) -> str:
 
 
 def cores() -> int:
-    """The cores of this host that this process may use, as Open MPI counts its slots: two threads of one core count once."""
+    """The cores of this host that this process may use, as Open MPI counts its slots: two threads of one core count
+    once."""
     usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
     siblings = set()
     for cpu in usable:
         try:
-            siblings.add(Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text(encoding="ascii"))
+            siblings.add(
+                Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text(encoding="ascii")
+            )
         except OSError:
             siblings.add(str(cpu))
     return len(siblings)

@@ -48,8 +48,8 @@ def build(launcher: Launcher, request: Request, environment: Mapping[str, str]) 
     Args:
         launcher: the ``mpirun``.
         request: what is to be started.
-        environment: of the launcher. Its settings for collectives reach every rank on every MPI; with several hosts, those for
-            Python, CUDA and NCCL too (Hydra passes on the whole environment by itself).
+        environment: of the launcher. Its settings for collectives reach every rank on every MPI; with several hosts,
+            those for Python, CUDA and NCCL too (Hydra passes on the whole environment by itself).
     """
     is_open_mpi = launcher.vendor is Vendor.OPEN_MPI
     options = _open_mpi(request, environment) if is_open_mpi else _hydra(request, environment, launcher.vendor)
@@ -65,7 +65,8 @@ def _open_mpi(request: Request, environment: Mapping[str, str]) -> list[str]:
     elif request.ranks > request.cores:
         options += ["--oversubscribe"]
     if not any("bind-to" in argument for argument in request.mpi_args):
-        # Otherwise Open MPI binds each of two ranks to one core, which all its threads then share: the engine's and the framework's.
+        # Otherwise Open MPI binds each of two ranks to one core, which all its threads then share: the engine's and the
+        # framework's.
         options += ["--bind-to", "none"]
     for name in sorted(environment):
         if name.startswith(_TO_OTHER_HOSTS if request.hosts else _OURS):
@@ -76,7 +77,11 @@ def _open_mpi(request: Request, environment: Mapping[str, str]) -> list[str]:
 def _hydra(request: Request, environment: Mapping[str, str], vendor: Vendor) -> list[str]:
     options = []
     if request.hosts:
-        options += ["-machinefile", request.machinefile] if vendor is Vendor.INTEL_MPI else ["-hosts", ",".join(map(str, request.hosts))]
+        options += (
+            ["-machinefile", request.machinefile]
+            if vendor is Vendor.INTEL_MPI
+            else ["-hosts", ",".join(map(str, request.hosts))]
+        )
     for name in sorted(environment):
         if name.startswith(_OURS):
             options += ["-genv", name, environment[name]]

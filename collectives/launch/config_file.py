@@ -9,8 +9,8 @@
     logging:      level, with_timestamp
     library_options: ...
 
-A key that is not known is said, because it is most likely misspelt, and passed over, as Horovod does. The file is read as nodes and not
-as values: these know their lines, and their text is what the table of options takes.
+A key that is not known is said, because it is most likely misspelt, and passed over, as Horovod does. The file is read
+as nodes and not as values: these know their lines, and their text is what the table of options takes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ _SWITCHES = {switch.key: switch for switch in SWITCHES}
 _IGNORED = {key: row for row in IGNORED for key in row.keys}
 _KNOWN = ("verbose", "controller", *_VALUES, *_SWITCHES, *_IGNORED)
 _TOP = tuple(dict.fromkeys(key.partition(".")[0] for key in _KNOWN))
-_SECTIONS = {name: [key.partition(".")[2] for key in _KNOWN if key.startswith(f"{name}.")] for name in _TOP if name not in _KNOWN}
+_SECTIONS = {
+    name: [key.partition(".")[2] for key in _KNOWN if key.startswith(f"{name}.")] for name in _TOP if name not in _KNOWN
+}
 _NULL = "tag:yaml.org,2002:null"
 
 
@@ -57,7 +59,8 @@ def read(path: str) -> ConfigFile:
     """Read a configuration file.
 
     Raises:
-        InvalidArgumentError: it cannot be read, is no YAML, or has a value that cannot be understood; names file and line.
+        InvalidArgumentError: it cannot be read, is no YAML, or has a value that cannot be understood; names file and
+            line.
         MissingDependencyError: PyYAML is not installed.
     """
     found = ConfigFile()
@@ -94,13 +97,16 @@ def _bool(place: str, text: str) -> bool:
 
 
 def _entries(path: str, unknown: list[str]) -> Iterator[tuple[str, str, str]]:
-    """Of each entry that has a value: where it stands, ``section.key``, and its text. Messages about unknown ones go into ``unknown``."""
+    """Of each entry that has a value: where it stands, ``section.key``, and its text. Messages about unknown ones go
+    into ``unknown``."""
     yaml = _yaml()
     root = _root(yaml, path)
     if root is None:
         return
     if not isinstance(root, yaml.MappingNode):
-        raise InvalidArgumentError(f"{path}:{root.start_mark.line + 1}: expected sections such as 'params:', got {_shown(root)}")
+        raise InvalidArgumentError(
+            f"{path}:{root.start_mark.line + 1}: expected sections such as 'params:', got {_shown(root)}"
+        )
     seen: set[str] = set()
     for line, key, node in _leaves(root, yaml.MappingNode):
         place = f"{path}:{line}: {key}"
@@ -109,10 +115,16 @@ def _entries(path: str, unknown: list[str]) -> Iterator[tuple[str, str, str]]:
         seen.add(key)
         if key in _SECTIONS:
             if node.tag != _NULL:
-                raise InvalidArgumentError(f"{place}: expected a section with {', '.join(_SECTIONS[key])}, got {_shown(node)}")
+                raise InvalidArgumentError(
+                    f"{place}: expected a section with {', '.join(_SECTIONS[key])}, got {_shown(node)}"
+                )
         elif key not in _KNOWN:
             section = key.partition(".")[0]
-            known = f"{section} has {', '.join(_SECTIONS[section])}" if section in _SECTIONS else f"there are {', '.join(_TOP)}"
+            known = (
+                f"{section} has {', '.join(_SECTIONS[section])}"
+                if section in _SECTIONS
+                else f"there are {', '.join(_TOP)}"
+            )
             unknown.append(f"{place} has no effect: unknown key; {known}")
         elif not isinstance(node, yaml.ScalarNode):
             raise InvalidArgumentError(f"{place}: expected a single value, got {_shown(node)}")
@@ -124,7 +136,9 @@ def _root(yaml: Any, path: str) -> Any:
     try:
         return yaml.compose(Path(path).read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidArgumentError(f"--config-file: cannot read {path!r}: {getattr(error, 'strerror', None) or error}") from None
+        raise InvalidArgumentError(
+            f"--config-file: cannot read {path!r}: {getattr(error, 'strerror', None) or error}"
+        ) from None
     except yaml.YAMLError as error:
         raise InvalidArgumentError(f"--config-file: {path!r} is no YAML: {' '.join(str(error).split())}") from None
 

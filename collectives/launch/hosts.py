@@ -34,7 +34,9 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
     for entry in text.split(","):
         match = _HOST.fullmatch(entry.strip())
         if match is None:
-            raise InvalidArgumentError(f"-H/--hosts: expected host:ranks,host:ranks,... such as host1:4,host2:4, got {entry!r} in {text!r}")
+            raise InvalidArgumentError(
+                f"-H/--hosts: expected host:ranks,host:ranks,... such as host1:4,host2:4, got {entry!r} in {text!r}"
+            )
         found.append(Host(match["name"], int(match["slots"] or 1)))
     return _distinct(found, "-H/--hosts")
 
@@ -43,12 +45,15 @@ def read_hostfile(path: str) -> tuple[Host, ...]:
     """Read a host file: lines ``host slots=4`` (Open MPI) or ``host:4`` (MPICH); ``#`` starts a comment.
 
     Raises:
-        InvalidArgumentError: the file cannot be read, has no host, or has a line that cannot be understood; names the line.
+        InvalidArgumentError: the file cannot be read, has no host, or has a line that cannot be understood; names the
+            line.
     """
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidArgumentError(f"--hostfile: cannot read {path!r}: {getattr(error, 'strerror', None) or error}") from None
+        raise InvalidArgumentError(
+            f"--hostfile: cannot read {path!r}: {getattr(error, 'strerror', None) or error}"
+        ) from None
     found = []
     for number, line in enumerate(lines, 1):
         entry = line.partition("#")[0].strip()
@@ -56,7 +61,9 @@ def read_hostfile(path: str) -> tuple[Host, ...]:
             continue
         match = _LINE.fullmatch(entry)
         if match is None:
-            raise InvalidArgumentError(f"--hostfile: {path}:{number}: expected 'host slots=4' or 'host:4', got {entry!r}")
+            raise InvalidArgumentError(
+                f"--hostfile: {path}:{number}: expected 'host slots=4' or 'host:4', got {entry!r}"
+            )
         found.append(Host(match["name"], int(match["named"] or match["slots"] or 1)))
     if not found:
         raise InvalidArgumentError(f"--hostfile: {path!r} names no host")
@@ -67,5 +74,7 @@ def _distinct(hosts: Sequence[Host], source: str) -> tuple[Host, ...]:
     names = [host.name for host in hosts]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
-        raise InvalidArgumentError(f"{source}: expected each host once, got {twice!r} {names.count(twice)} times; write {twice}:N")
+        raise InvalidArgumentError(
+            f"{source}: expected each host once, got {twice!r} {names.count(twice)} times; write {twice}:N"
+        )
     return tuple(hosts)

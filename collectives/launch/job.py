@@ -1,7 +1,9 @@
-"""One job from start to end: starts the MPI launcher, passes its output on, watches for failures, and leaves nothing behind.
+"""One job from start to end: starts the MPI launcher, passes its output on, watches for failures, and leaves nothing
+behind.
 
-An MPI launcher cannot be relied on to end: Open MPI's was seen to hang, deaf to SIGTERM, after a rank had died during start-up.
-So once a rank has failed, or a signal has come, the launcher has a bounded time; then everything below this process is killed.
+An MPI launcher cannot be relied on to end: Open MPI's was seen to hang, deaf to SIGTERM, after a rank had died during
+start-up. So once a rank has failed, or a signal has come, the launcher has a bounded time; then everything below this
+process is killed.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ def run(command: Sequence[str], environment: Mapping[str, str], output: Output) 
         output: shows what the ranks write, and collects the records of their failures.
 
     Returns:
-        0; or the exit code of the rank that failed first, whose traceback has then been printed last; or 128 + N after signal N.
+        0; or the exit code of the rank that failed first, whose traceback has then been printed last; or 128 + N after
+        signal N.
     """
     mine = set(_descendants())
     began = time.time()
@@ -121,8 +124,8 @@ def _turn(output: Output, notices: _Notices, seconds: float) -> tuple[list[int],
 
 @contextlib.contextmanager
 def _noticing() -> Iterator[_Notices]:
-    """Give a function that waits, at most so many seconds, for signals, ended children and these file descriptors to read from and to
-    write to; it returns the signals, and what is ready."""
+    """Give a function that waits, at most so many seconds, for signals, ended children and these file descriptors to
+    read from and to write to; it returns the signals, and what is ready."""
     came: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:
@@ -142,7 +145,9 @@ def _noticing() -> Iterator[_Notices]:
         return taken, readable, writable
 
     # What this process was started to ignore, it ignores: SIGHUP under nohup, SIGINT in the background of a script.
-    before = {number: signal.signal(number, note) for number in _FORWARDED if signal.getsignal(number) != signal.SIG_IGN}
+    before = {
+        number: signal.signal(number, note) for number in _FORWARDED if signal.getsignal(number) != signal.SIG_IGN
+    }
     before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda number, frame: None)
     previous = signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
     try:
@@ -178,7 +183,8 @@ def die_with_parent() -> Callable[[], None] | None:
 
 
 def _sweep(process: subprocess.Popen[bytes], mine: set[int]) -> None:
-    """Give what is left of the job a moment to go, then kill it. Elsewhere than on Linux, ``rank.py`` does this for its rank."""
+    """Give what is left of the job a moment to go, then kill it. Elsewhere than on Linux, ``rank.py`` does this for its
+    rank."""
     kill_from = time.monotonic() + (_AFTER_END if process.poll() is not None else 0.0)
     end = kill_from + 5.0
     while (left := set(_descendants()) - mine) and time.monotonic() < end:

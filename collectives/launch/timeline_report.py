@@ -26,14 +26,21 @@ from collectives.launch import timeline_summary as summary
 from collectives.launch.timeline_summary import IDLE, KINDS, Span, Trace
 
 _MOST_DRAWN = 100_000
-"""Spans in the drawing, and as many async spans and marks; all are counted in the tables. The page has 5 to 10 MB then."""
+"""Spans in the drawing, and as many async spans and marks; all are counted in the tables. The page has 5 to 10 MB
+then."""
 _MOST_RANKS = 64
 _MOST_TRACKS = 8
 _MOST_LEVELS = 4
 _MOST_ROWS = 50
 _NAMED_TENSORS = 12
 _SHOWN_KINDS = ("communicate", "pack", "unpack", "waiting", IDLE)
-_TITLES = {"communicate": "communicate", "pack": "pack", "unpack": "unpack", "waiting": "wait for other ranks", IDLE: "idle"}
+_TITLES = {
+    "communicate": "communicate",
+    "pack": "pack",
+    "unpack": "unpack",
+    "waiting": "wait for other ranks",
+    IDLE: "idle",
+}
 
 
 def write(trace_path: str | os.PathLike[str], html_path: str | os.PathLike[str]) -> None:
@@ -51,7 +58,9 @@ def write(trace_path: str | os.PathLike[str], html_path: str | os.PathLike[str])
     try:
         Path(html_path).write_text(page(trace, Path(trace_path).name), encoding="utf-8")
     except OSError as error:
-        raise InvalidArgumentError(f"the report {os.fspath(html_path)!r} cannot be written: {error.strerror}") from error
+        raise InvalidArgumentError(
+            f"the report {os.fspath(html_path)!r} cannot be written: {error.strerror}"
+        ) from error
 
 
 def page(trace: Trace, title: str) -> str:
@@ -75,9 +84,14 @@ def _findings(trace: Trace) -> str:
     length = trace.end - trace.begin
     parts = {kind: sum(times[kind] for times in spent.values()) / len(spent) for kind in _SHOWN_KINDS}
     ranked = ", ".join(
-        f"{_TITLES[kind]} {_percent(parts[kind], length)}" for kind in sorted(parts, key=lambda kind: -parts[kind]) if parts[kind]
+        f"{_TITLES[kind]} {_percent(parts[kind], length)}"
+        for kind in sorted(parts, key=lambda kind: -parts[kind])
+        if parts[kind]
     )
-    lines = [f"{_count(len(trace.names), 'rank')}, {_time(length)}, {_count(trace.events, 'event')}.", f"Mean over the ranks: {ranked}."]
+    lines = [
+        f"{_count(len(trace.names), 'rank')}, {_time(length)}, {_count(trace.events, 'event')}.",
+        f"Mean over the ranks: {ranked}.",
+    ]
     held_up: dict[int, float] = defaultdict(float)
     for (_, missing), time in summary.waited_for(trace).items():
         held_up[missing] += time
@@ -101,7 +115,11 @@ def _time_table(trace: Trace) -> str:
 
 def _shares(times: Mapping[str, float], length: float) -> list[str]:
     cells = [_number(f"{_time(times[kind])} <small>{_percent(times[kind], length)}</small>") for kind in _SHOWN_KINDS]
-    pieces = "".join(f'<i class="{kind}" style="width:{100 * times[kind] / length:.2f}%"></i>' for kind in _SHOWN_KINDS if kind != IDLE)
+    pieces = "".join(
+        f'<i class="{kind}" style="width:{100 * times[kind] / length:.2f}%"></i>'
+        for kind in _SHOWN_KINDS
+        if kind != IDLE
+    )
     return [f"<td class=wide><span class=bar aria-hidden=true>{pieces}</span></td>", *cells]
 
 
@@ -114,19 +132,30 @@ def _waiting_table(trace: Trace) -> str:
     for (waiter, missing), time in waited.items():
         of_waiter[waiter] += time
         of_missing[missing] += time
-    rows_of, columns_of = (sorted(heapq.nlargest(32, found, key=lambda rank: found[rank])) for found in (of_waiter, of_missing))
+    rows_of, columns_of = (
+        sorted(heapq.nlargest(32, found, key=lambda rank: found[rank])) for found in (of_waiter, of_missing)
+    )
     most = max(waited.values())
     rows = []
     for waiter in rows_of:
         times = [waited.get((waiter, missing), 0.0) for missing in columns_of]
-        cells = [_number(_time(time), f"--heat:{100 * time / most:.0f}%") if time else "<td class=number>·</td>" for time in times]
+        cells = [
+            _number(_time(time), f"--heat:{100 * time / most:.0f}%") if time else "<td class=number>·</td>"
+            for time in times
+        ]
         rows.append([_head(f"rank {waiter} waited"), *cells, _number(_time(of_waiter[waiter]))])
     sums = [_number(_time(of_missing[missing])) for missing in columns_of]
     rows.append([_head("added up"), *sums, _number(_time(sum(waited.values())))])
     note = "A wait for several ranks at once counts for each of them."
     headings = ["", *(f"for rank {missing}" for missing in columns_of), "added up"]
     return _section(
-        "Who waited for whom", note, headings, rows, max(len(of_waiter), len(of_missing)), 32, "ranks, those with the longest waits"
+        "Who waited for whom",
+        note,
+        headings,
+        rows,
+        max(len(of_waiter), len(of_missing)),
+        32,
+        "ranks, those with the longest waits",
     )
 
 
@@ -136,7 +165,13 @@ def _fusion_table(trace: Trace) -> str:
     for bucket in found[:_MOST_ROWS]:
         each = bucket.total / bucket.times
         rate = f"{bucket.nbytes / each / 1e3:.2f} GB/s" if bucket.nbytes and each else ""
-        cells = (str(len(bucket.tensors) or ""), _bytes(bucket.nbytes) if bucket.nbytes else "", str(bucket.times), _time(each), rate)
+        cells = (
+            str(len(bucket.tensors) or ""),
+            _bytes(bucket.nbytes) if bucket.nbytes else "",
+            str(bucket.times),
+            _time(each),
+            rate,
+        )
         names = f"<td>{escape(bucket.operation)}</td><td class=names>{escape(_some(bucket.tensors))}</td>"
         rows.append([names, *(_number(cell) for cell in cells), _number(_time(bucket.total))])
     note = "Each line is one bucket: the tensors that went together. Times are means over the ranks; what took longest comes first."
@@ -158,14 +193,24 @@ def _negotiation_table(trace: Trace) -> str:
 
 
 def _section(
-    title: str, note: str, headings: Sequence[str], rows: Sequence[Sequence[str]], found: int, most: int, what: str, texts: int = 1
+    title: str,
+    note: str,
+    headings: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    found: int,
+    most: int,
+    what: str,
+    texts: int = 1,
 ) -> str:
     """A heading, a note and a table; the first ``texts`` columns are text, the others numbers."""
     if not rows:
         return f"<section><h2>{title}</h2><p>Nothing was recorded.</p></section>"
     if found > most:
         note += f" Shown: {most} of {found:,} {what}."
-    head = "".join(f"<th scope=col{'' if index < texts else ' class=number'}>{escape(text)}</th>" for index, text in enumerate(headings))
+    head = "".join(
+        f"<th scope=col{'' if index < texts else ' class=number'}>{escape(text)}</th>"
+        for index, text in enumerate(headings)
+    )
     body = "".join(f"<tr>{''.join(row)}</tr>\n" for row in rows)
     table = f"<table><thead><tr>{head}</tr></thead><tbody>\n{body}</tbody></table>"
     # Focusable, so that a table too wide for the window can be scrolled with the keyboard.
@@ -176,17 +221,26 @@ def _section(
 def _drawing(trace: Trace) -> tuple[dict[str, Any], list[str]]:
     """The data of the drawing, and what of the trace it leaves out."""
     ranks = trace.ranks[:_MOST_RANKS]
-    left_out = [f"Drawn: the first {_MOST_RANKS} of {len(trace.names):,} ranks."] if len(trace.names) > _MOST_RANKS else []
+    left_out = (
+        [f"Drawn: the first {_MOST_RANKS} of {len(trace.names):,} ranks."] if len(trace.names) > _MOST_RANKS else []
+    )
     shown = set(ranks)
     names, details = _Texts(), _Texts()
     lanes = []
     for what, spans in (("spans", trace.spans), ("waiting times", trace.async_spans)):
         mine = [span for span in spans if span.rank in shown]
         if len(mine) > _MOST_DRAWN:
-            left_out.append(f"Drawn: {_MOST_DRAWN:,} of {len(mine):,} {what}, the engine's and the longest; the tables count all.")
-            kept = heapq.nlargest(_MOST_DRAWN, mine, key=lambda span: (span.track == summary.ENGINE, span.end - span.begin))
+            left_out.append(
+                f"Drawn: {_MOST_DRAWN:,} of {len(mine):,} {what}, the engine's and the longest; the tables count all."
+            )
+            kept = heapq.nlargest(
+                _MOST_DRAWN, mine, key=lambda span: (span.track == summary.ENGINE, span.end - span.begin)
+            )
             mine = sorted(kept, key=lambda span: (span.begin, -span.end))
-        lanes += [_lane(trace, key, of_lane, names, details, area=spans is trace.async_spans) for key, of_lane in _by_track(mine, left_out)]
+        lanes += [
+            _lane(trace, key, of_lane, names, details, area=spans is trace.async_spans)
+            for key, of_lane in _by_track(mine, left_out)
+        ]
     order = {summary.ENGINE: 0, summary.NEGOTIATE: 2}
     lanes.sort(key=lambda lane: (lane["rank"], order.get(lane["track"], 1)))
     # Each rank's marks are thinned out evenly, so that they still show the rhythm.
@@ -221,7 +275,9 @@ def _by_track(spans: Iterable[Span], left_out: list[str]) -> list[tuple[tuple[in
     return kept
 
 
-def _lane(trace: Trace, key: tuple[int, str], spans: Sequence[Span], names: _Texts, details: _Texts, *, area: bool) -> dict[str, Any]:
+def _lane(
+    trace: Trace, key: tuple[int, str], spans: Sequence[Span], names: _Texts, details: _Texts, *, area: bool
+) -> dict[str, Any]:
     """One track of one rank, column by column. Spans within or over each other are drawn on several levels."""
     levels, free = [], [float("-inf")] * _MOST_LEVELS
     for span in spans:
@@ -288,7 +344,11 @@ def _number(html: str, style: str = "") -> str:
 def _time(microseconds: float) -> str:
     for unit, size in (("s", 1e6), ("ms", 1e3)):
         if microseconds >= size:
-            return f"{microseconds / size:.3g} {unit}" if microseconds < 1e3 * size else f"{microseconds / size:,.0f} {unit}"
+            return (
+                f"{microseconds / size:.3g} {unit}"
+                if microseconds < 1e3 * size
+                else f"{microseconds / size:,.0f} {unit}"
+            )
     return f"{microseconds:.3g} µs" if microseconds else "0"
 
 
@@ -309,7 +369,9 @@ def _count(number: int, what: str) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code."""
-    parser = argparse.ArgumentParser(prog="python -m collectives.launch.timeline_report", description="Draw a report from a timeline.")
+    parser = argparse.ArgumentParser(
+        prog="python -m collectives.launch.timeline_report", description="Draw a report from a timeline."
+    )
     parser.add_argument("trace", help="the file that COLLECTIVES_TIMELINE or start_timeline named")
     parser.add_argument("report", nargs="?", help="the HTML page to write; without it: beside the trace, named like it")
     arguments = parser.parse_args(argv)

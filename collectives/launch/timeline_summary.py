@@ -1,4 +1,5 @@
-"""What a timeline tells: from the events of a trace to where each rank's time went, what was fused, and who waited for whom.
+"""What a timeline tells: from the events of a trace to where each rank's time went, what was fused, and who waited for
+whom.
 
 Pure: events in, numbers out. Times are microseconds, as in the trace. The engine records
 
@@ -50,7 +51,8 @@ class Span:
 
 @dataclass(slots=True)
 class Trace:
-    """The events of a trace, sorted by kind and by time; ``begin`` is its first moment and ``end`` its last, over all ranks."""
+    """The events of a trace, sorted by kind and by time; ``begin`` is its first moment and ``end`` its last, over all
+    ranks."""
 
     spans: list[Span] = field(default_factory=list)
     async_spans: list[Span] = field(default_factory=list)
@@ -67,7 +69,8 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """What was communicated together, by one operation: how often (per rank), and how long it took altogether (per rank)."""
+    """What was communicated together, by one operation: how often (per rank), and how long it took altogether (per
+    rank)."""
 
     operation: str
     tensors: tuple[str, ...]
@@ -97,7 +100,8 @@ def parse(events: Iterable[Mapping[str, Any]]) -> Trace:
     open_spans: dict[tuple[int, object, object], Mapping[str, Any]] = {}
     for event in events:
         if isinstance(event.get("pid"), int) and event["pid"] >= timeline.FIRST_ROW:
-            continue  # a tensor's row, for readers of Horovod's timelines, tells nothing that the ranks' own tracks do not
+            # A tensor's row, for readers of Horovod's timelines, tells nothing that the ranks' own tracks do not
+            continue
         trace.events += 1
         try:
             _take(trace, open_spans, event)
@@ -114,7 +118,9 @@ def parse(events: Iterable[Mapping[str, Any]]) -> Trace:
     return trace
 
 
-def _take(trace: Trace, open_spans: dict[tuple[int, object, object], Mapping[str, Any]], event: Mapping[str, Any]) -> None:
+def _take(
+    trace: Trace, open_spans: dict[tuple[int, object, object], Mapping[str, Any]], event: Mapping[str, Any]
+) -> None:
     phase, rank = event["ph"], int(event["pid"])
     args = _arguments(event)
     if phase == "M":
@@ -142,7 +148,8 @@ def _arguments(event: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def shares(trace: Trace) -> dict[int, dict[str, float]]:
-    """Where each rank's time went: ``KINDS`` and ``IDLE``; they add up to the length of the trace, the same for all ranks."""
+    """Where each rank's time went: ``KINDS`` and ``IDLE``; they add up to the length of the trace, the same for all
+    ranks."""
     of_rank: dict[int, list[Span]] = {rank: [] for rank in trace.ranks}
     for span in trace.spans:
         if span.kind:
@@ -165,7 +172,8 @@ def _shares(spans: Sequence[Span], length: float) -> dict[str, float]:
 
 
 def waited_for(trace: Trace) -> dict[tuple[int, int], float]:
-    """How long a rank waited for another: (who waited, for whom) -> time. Waiting for two ranks at once counts for both."""
+    """How long a rank waited for another: (who waited, for whom) -> time. Waiting for two ranks at once counts for
+    both."""
     found: dict[tuple[int, int], float] = defaultdict(float)
     for span in trace.spans:
         if span.kind == "waiting":

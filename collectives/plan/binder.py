@@ -1,8 +1,8 @@
 """Binding: every action of a program becomes a closure that takes the segment's number and moves one block.
 
-What can be known when a plan is made is looked up here, once: arrays of windows, addresses within slots, kernels, whom to wait
-for. What changes from call to call is read from the executor's `State`. So a call in the steady state runs a list of closures,
-and neither plans nor allocates. The most frequent actions have closures of their own in `shortcuts`.
+What can be known when a plan is made is looked up here, once: arrays of windows, addresses within slots, kernels, whom
+to wait for. What changes from call to call is read from the executor's `State`. So a call in the steady state runs a
+list of closures, and neither plans nor allocates. The most frequent actions have closures of their own in `shortcuts`.
 """
 
 from __future__ import annotations
@@ -21,11 +21,14 @@ from collectives.transport.group import Group
 
 
 class BoundRound:
-    """The closures of one round: posts and pushes first, then the rest in order, each with whether it waits for a message."""
+    """The closures of one round: posts and pushes first, then the rest in order, each with whether it waits for a
+    message."""
 
     __slots__ = ("drain_first", "has_messages", "posts", "pushes", "rest")
 
-    def __init__(self, posts: Sequence[Do], pushes: Sequence[Do], rest: Sequence[tuple[bool, Do]], drain_first: bool) -> None:
+    def __init__(
+        self, posts: Sequence[Do], pushes: Sequence[Do], rest: Sequence[tuple[bool, Do]], drain_first: bool
+    ) -> None:
         self.posts = posts
         self.pushes = pushes
         self.rest = rest
@@ -89,7 +92,8 @@ class Binder:
         state: of the executor that will run it.
         group: whose transports move the blocks.
         windows: every rank's window as bytes; None for ranks elsewhere.
-        scratch: one array of ``dtype``: block 0 takes what is read directly, the others messages that wait for their turn.
+        scratch: one array of ``dtype``: block 0 takes what is read directly, the others messages that wait for their
+            turn.
         dtype, block, segments, stride, staged: of the plan; the block in elements.
         kernel, finish: how two blocks combine, and what scales a finished one.
         pieces: of a fused plan over windows, whose input is packed there; None otherwise.
@@ -174,7 +178,9 @@ class Binder:
         memory, source = self._group.memory, action.source
         assert memory is not None and source is not None
         if self._lists is not None:
-            return fast_paths.push_lists(memory.store_list, self._group.rank, action, self._block, self._itemsize, self._lists)
+            return fast_paths.push_lists(
+                memory.store_list, self._group.rank, action, self._block, self._itemsize, self._lists
+            )
         if source.space is not Space.WINDOW:
             return fast_paths.push_directly(self._state, memory.store, action, self._block, self._itemsize)
         length, peer, itemsize, store = self._length(action.size), action.peer, self._itemsize, memory.store
@@ -225,16 +231,21 @@ class Binder:
         if action.medium is Medium.DIRECT and action.verb is Verb.REDUCE and action.after < 0:
             assert memory is not None and operand is not None and kernel is not None
             if Space.WINDOW not in (source.space, operand.space):
-                return fast_paths.reduce_directly(state, memory.fetch, self._scratch, action, self._block, self._itemsize, kernel, finish)
+                return fast_paths.reduce_directly(
+                    state, memory.fetch, self._scratch, action, self._block, self._itemsize, kernel, finish
+                )
         return None
 
     def _act_on_pieces(self, action: Action, pieces: Pieces, wait: Do) -> Do:
-        """An action of a fused plan over windows: inputs and outputs are pieces of many tensors, everything else is a block."""
+        """An action of a fused plan over windows: inputs and outputs are pieces of many tensors, everything else is a
+        block."""
         target, length, block = action.target, self._length(action.size), self._block
         assert target is not None and action.source is not None
         if action.verb is Verb.STAGE:
             return window_packing.pack(pieces, action.source.offset, block, length, self._array(target))
-        outputs = next((place.offset for place in (target, action.also) if place is not None and place.space is Space.OUTPUT), None)
+        outputs = next(
+            (place.offset for place in (target, action.also) if place is not None and place.space is Space.OUTPUT), None
+        )
         into = self._array(target) if target.space is Space.WINDOW else None
         value = self._window(action.peer, action.source)
         if action.verb is Verb.TAKE:
@@ -244,12 +255,20 @@ class Binder:
         own = self._array(operand) if operand.space is Space.WINDOW else None
         inputs = (operand.offset, operand.space is Space.INPUT)
         finish = self._finish if action.finish else None
-        return window_packing.reduce(pieces, value, own, inputs, into, outputs, block, length, wait, kernel, finish, self._scratch)
+        return window_packing.reduce(
+            pieces, value, own, inputs, into, outputs, block, length, wait, kernel, finish, self._scratch
+        )
 
     def _reduce_lists(self, action: Action) -> Do:
         """A block of the direct all-reduce over direct reads, the one algorithm that lists are made for."""
         memory, kernel, lists = self._group.memory, self._kernel, self._lists
-        assert memory is not None and kernel is not None and lists is not None and action.verb is Verb.REDUCE and action.after < 0
+        assert (
+            memory is not None
+            and kernel is not None
+            and lists is not None
+            and action.verb is Verb.REDUCE
+            and action.after < 0
+        )
         finish = self._finish if action.finish else None
         return fast_paths.reduce_lists(
             self._state, memory.fetch_list, self._scratch, action, self._block, self._itemsize, kernel, finish, lists
@@ -271,8 +290,8 @@ class Binder:
 
             last = self._segments - 1
 
-            # Not by segments: a copy of many MiB at once goes past the caches, and need not read what it overwrites. In the last
-            # segment, because peers wait for what they read, and for this copy nobody waits.
+            # Not by segments: a copy of many MiB at once goes past the caches, and need not read what it overwrites. In
+            # the last segment, because peers wait for what they read, and for this copy nobody waits.
             def copy_whole(segment: int) -> None:
                 if segment == last and state.input is not state.output:
                     np.copyto(state.output[end : end + size], state.input[start : start + size])

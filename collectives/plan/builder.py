@@ -1,7 +1,7 @@
 """From a request to a plan: chunks, places, the planner's choice, and a program bound to it.
 
-The chunks of a tensor, their sizes and where they lie in each rank's input and output follow from what all ranks know alike,
-so that every rank makes the same plan without asking.
+The chunks of a tensor, their sizes and where they lie in each rank's input and output follow from what all ranks know
+alike, so that every rank makes the same plan without asking.
 """
 
 from __future__ import annotations
@@ -39,20 +39,33 @@ class Plans:
         self._executor = executor
         self._rank, self._size = placement.rank, placement.size
 
-    def allreduce(self, shape: Shape, dtype: np.dtype[Any], choice: Choice, kernel: Kernel, finish: Scale | None) -> Plan:
-        """The tensor in as many chunks as the algorithm wants, at the same places in input and output, on every rank."""
+    def allreduce(
+        self, shape: Shape, dtype: np.dtype[Any], choice: Choice, kernel: Kernel, finish: Scale | None
+    ) -> Plan:
+        """The tensor in as many chunks as the algorithm wants, at the same places in input and output, on every
+        rank."""
         chunks = schedules("allreduce", choice.algorithm, self._placement)(self._rank).chunks
         return self._compile("allreduce", layouts.whole(shape, dtype, chunks), dtype, choice, kernel, finish)
 
     def fused(
-        self, pieces: Pieces, lists: Lists | None, dtype: np.dtype[Any], choice: Choice, kernel: Kernel, finish: Scale | None
+        self,
+        pieces: Pieces,
+        lists: Lists | None,
+        dtype: np.dtype[Any],
+        choice: Choice,
+        kernel: Kernel,
+        finish: Scale | None,
     ) -> Plan:
         """An all-reduce of several tensors as one, through windows, or with ``lists`` over direct reads."""
         chunks = schedules("allreduce", choice.algorithm, self._placement)(self._rank).chunks
         layout = layouts.whole((pieces.total,), dtype, chunks)
-        return self._compile("allreduce", layout, dtype, choice, kernel, finish, pieces=None if lists else pieces, lists=lists)
+        return self._compile(
+            "allreduce", layout, dtype, choice, kernel, finish, pieces=None if lists else pieces, lists=lists
+        )
 
-    def reducescatter(self, shape: Shape, dtype: np.dtype[Any], choice: Choice, kernel: Kernel, finish: Scale | None) -> Plan:
+    def reducescatter(
+        self, shape: Shape, dtype: np.dtype[Any], choice: Choice, kernel: Kernel, finish: Scale | None
+    ) -> Plan:
         """A chunk per rank, of its rows; the output is that chunk alone."""
         return self._compile("reducescatter", layouts.scattered(shape, self._size), dtype, choice, kernel, finish)
 
@@ -73,7 +86,9 @@ class Plans:
         """Log that ``count`` elements in all will travel so, and why; on one rank, because it is the same on all."""
         if self._rank == 0 and logging.logger.isEnabledFor(logging.LEVELS["debug"]):
             nbytes = count * dtype.itemsize
-            logging.logger.debug("%s of %d bytes of %s: %s (%s)", collective, nbytes, dtypes.name(dtype), how, choice.why)
+            logging.logger.debug(
+                "%s of %d bytes of %s: %s (%s)", collective, nbytes, dtypes.name(dtype), how, choice.why
+            )
 
     def _compile(
         self,
@@ -92,23 +107,43 @@ class Plans:
         largest = max(layout.sizes)
         block = min(max(1, choice.block_bytes // dtype.itemsize), largest)
         slot = SLOT_BYTES // dtype.itemsize
-        # Every rank must come to the same block, and so to the same number of segments: the fullest window of all decides.
-        fullest = max(window_blocks(schedule_of, rank, layout, between, choice.staged, choice.versioned) for rank in range(self._size))
+        # Every rank must come to the same block, and so to the same number of segments: the fullest window of all
+        # decides.
+        fullest = max(
+            window_blocks(schedule_of, rank, layout, between, choice.staged, choice.versioned)
+            for rank in range(self._size)
+        )
         if fullest * block > slot:
             align = max(1, _ALIGN // dtype.itemsize)
             block = slot // fullest // align * align or max(1, slot // fullest)
-        program = compile_program(schedule_of, self._rank, layout, block, between, choice.staged, choice.versioned, pieces is not None)
+        program = compile_program(
+            schedule_of, self._rank, layout, block, between, choice.staged, choice.versioned, pieces is not None
+        )
         segments = -(-largest // block)
         stride = stride_for(len(program.rounds), segments, choice.overlap, fullest > 0)
-        # A ring passes on what it received: peers then read outputs, whose addresses were not known when the sizes were agreed on.
+        # A ring passes on what it received: peers then read outputs, whose addresses were not known when the sizes were
+        # agreed on.
         reads_outputs = choice.algorithm == "ring" and choice.medium is Medium.DIRECT
         fused = "fused " if pieces is not None or lists is not None else ""
         how = f"{fused}{choice.algorithm} over {choice.medium.value}"
         description = f"{how}, {segments} segments of {block * dtype.itemsize} bytes per chunk"
         if pieces is not None:
             starts = layout.inputs(self._rank)
-            pieces.unstaged = [(starts[chunk], layout.sizes[chunk]) for chunk in program.unstaged if layout.sizes[chunk]]
+            pieces.unstaged = [
+                (starts[chunk], layout.sizes[chunk]) for chunk in program.unstaged if layout.sizes[chunk]
+            ]
         self.tell(collective, sum(layout.sizes), dtype, choice, description)
         return self._executor.bind(
-            program, dtype, block, segments, stride, choice.staged, kernel, finish, description, reads_outputs, pieces, lists
+            program,
+            dtype,
+            block,
+            segments,
+            stride,
+            choice.staged,
+            kernel,
+            finish,
+            description,
+            reads_outputs,
+            pieces,
+            lists,
         )

@@ -1,16 +1,17 @@
 """The executor: runs any program over any transport, block by block.
 
-A collective of S segments and K rounds is done in groups: round k of segment s belongs to group ``s * stride + k``. With a
-stride of K a group is one round, and a segment goes through all its rounds while it is in cache. With a stride of 1 segments
-follow each other closely: a rank reads what its peer finished a group ago and seldom waits, and several messages travel at once:
+A collective of S segments and K rounds is done in groups: round k of segment s belongs to group ``s * stride + k``.
+With a stride of K a group is one round, and a segment goes through all its rounds while it is in cache. With a stride
+of 1 segments follow each other closely: a rank reads what its peer finished a group ago and seldom waits, and several
+messages travel at once:
 
     group      0        1        2        3                 stride = 1, K = 3
     segment 0  round 0  round 1  round 2
     segment 1           round 0  round 1  round 2
     segment 2                    round 0  round 1  round 2
 
-A window has `SLOTS` slots, so no more segments than that may be on their way if they live there: `stride_for` sees to it.
-After each group the rank writes its progress on the board.
+A window has `SLOTS` slots, so no more segments than that may be on their way if they live there: `stride_for` sees to
+it. After each group the rank writes its progress on the board.
 """
 
 from __future__ import annotations
@@ -85,7 +86,19 @@ class Executor:
         self._grow_scratch((program.messages + (kernel is not None)) * block * dtype.itemsize)
         scratch = self._scratch_as(dtype)
         binder = Binder(
-            self.state, self._group, self._windows, scratch, dtype, block, segments, stride, staged, kernel, finish, pieces, lists
+            self.state,
+            self._group,
+            self._windows,
+            scratch,
+            dtype,
+            block,
+            segments,
+            stride,
+            staged,
+            kernel,
+            finish,
+            pieces,
+            lists,
         )
         rounds = [binder.round(r) for r in program.rounds]
         return Plan(program, rounds, segments, stride, staged, description, reads_outputs)

@@ -1,7 +1,8 @@
 """Shortcuts: the few closures that most calls consist of, written out where every step of Python shows.
 
-They do what `binder` would do in general, with all that can be known looked up beforehand: the whole of an action in plans of
-one segment, whose blocks never move within a slot, and the two halves of the direct all-reduce over direct reads.
+They do what `binder` would do in general, with all that can be known looked up beforehand: the whole of an action in
+plans of one segment, whose blocks never move within a slot, and the two halves of the direct all-reduce over direct
+reads.
 """
 
 from __future__ import annotations
@@ -22,7 +23,17 @@ Do = Callable[[int], None]
 class State:
     """What changes from call to call: the caller's arrays, the peers' addresses, and how far the world has come."""
 
-    __slots__ = ("addresses", "base", "entered_staged", "input", "input_at", "output", "output_at", "scratch_at", "slot")
+    __slots__ = (
+        "addresses",
+        "base",
+        "entered_staged",
+        "input",
+        "input_at",
+        "output",
+        "output_at",
+        "scratch_at",
+        "slot",
+    )
 
     def __init__(self, size: int) -> None:
         self.input: Array = np.empty(0)
@@ -66,7 +77,14 @@ def take_from_window(state: State, views: Sequence[Array], target: Place, size: 
 
 
 def reduce_from_window(
-    state: State, views: Sequence[Array], operand: Place, target: Place, size: int, wait: Do, kernel: Kernel, finish: Scale | None
+    state: State,
+    views: Sequence[Array],
+    operand: Place,
+    target: Place,
+    size: int,
+    wait: Do,
+    kernel: Kernel,
+    finish: Scale | None,
 ) -> Do:
     """Combine a block of the input with one of a peer's window, into the output."""
     here, own = slice(target.offset, target.offset + size), slice(operand.offset, operand.offset + size)
@@ -82,9 +100,17 @@ def reduce_from_window(
 
 
 def reduce_directly(
-    state: State, fetch: Move, scratch: Sequence[Array], action: Action, block: int, itemsize: int, kernel: Kernel, finish: Scale | None
+    state: State,
+    fetch: Move,
+    scratch: Sequence[Array],
+    action: Action,
+    block: int,
+    itemsize: int,
+    kernel: Kernel,
+    finish: Scale | None,
 ) -> Do:
-    """Combine an own block with one of a peer's private memory, which is brought into scratch memory first; nobody is waited for."""
+    """Combine an own block with one of a peer's private memory, which is brought into scratch memory first; nobody is
+    waited for."""
     source, operand, target = action.source, action.operand, action.target
     assert source is not None and operand is not None and target is not None
     peer, size, which = action.peer, action.size, 0 if source.space is Space.INPUT else 1
@@ -139,12 +165,16 @@ def reduce_lists(
     finish: Scale | None,
     lists: Lists,
 ) -> Do:
-    """`reduce_directly` for a block that is a list of pieces: one system call brings them all, then each is combined by itself."""
+    """`reduce_directly` for a block that is a list of pieces: one system call brings them all, then each is combined by
+    itself."""
     operand = action.operand
     assert operand is not None
     from_input, peer, pieces = operand.space is Space.INPUT, action.peer, lists.pieces
     theirs = lists.inputs
-    cuts = [(lists.block(at, n), n * itemsize, pieces.cut(at, n)) for at, n in _blocks_of(operand.offset, action.size, block)]
+    cuts = [
+        (lists.block(at, n), n * itemsize, pieces.cut(at, n))
+        for at, n in _blocks_of(operand.offset, action.size, block)
+    ]
 
     def reduce(segment: int) -> None:
         if segment >= len(cuts):
@@ -165,7 +195,9 @@ def reduce_lists(
     return reduce
 
 
-def push_lists(store_list: Callable[..., None], rank: int, action: Action, block: int, itemsize: int, lists: Lists) -> Do:
+def push_lists(
+    store_list: Callable[..., None], rank: int, action: Action, block: int, itemsize: int, lists: Lists
+) -> Do:
     """`push_directly` for a block that is a list of pieces."""
     source = action.source
     assert source is not None

@@ -4,12 +4,14 @@ A schedule speaks of chunks and their values. Here each value gets a place, each
 
 * A value that a rank started with is version 0 and lies in its input; each receive of the chunk makes the next
   version. Versions from 1 on lie in the output, or, if the chunk is no part of this rank's output, in its window.
-* With `Medium.WINDOW` peers read nothing but windows: a stage step copies version 0 of what they will read into the window
+* With `Medium.WINDOW` peers read nothing but windows: a stage step copies version 0 of what they will read into the
+window
   first, and a result that they will read is written there too.
 * Peers on the same host read a value when its owner has finished the round that wrote it. So every program counts its
   groups of steps alike on all ranks, and a wait is "until the peer has finished group g".
 
-The program is written for one segment; `Step`-like actions take the segment's number and find their blocks by arithmetic.
+The program is written for one segment; `Step`-like actions take the segment's number and find their blocks by
+arithmetic.
 """
 
 from __future__ import annotations
@@ -93,7 +95,8 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class RoundProgram:
-    """The actions of one round: message sends and pushes first (values from before the round), then the rest in order."""
+    """The actions of one round: message sends and pushes first (values from before the round), then the rest in
+    order."""
 
     receives: tuple[Action, ...]
     sends: tuple[Action, ...]
@@ -109,8 +112,8 @@ class Program:
 
     rounds: tuple[RoundProgram, ...]
     touched_by: tuple[tuple[int, int], ...]
-    """Peers that read or write this rank's private memory, each with the last round in which it does: the memory must not be given
-    back before that."""
+    """Peers that read or write this rank's private memory, each with the last round in which it does: the memory must
+    not be given back before that."""
     slot_elements: int
     """Elements of a window slot that one segment uses on this rank."""
     uses_window: bool
@@ -154,7 +157,14 @@ def compile_program(
     touched: dict[int, int] = {}
     if staged:
         stage = tuple(
-            Action(Verb.STAGE, Medium.WINDOW, rank, layout.sizes[chunk], mine.place(chunk, 0), target=mine.window_place(chunk, 0))
+            Action(
+                Verb.STAGE,
+                Medium.WINDOW,
+                rank,
+                layout.sizes[chunk],
+                mine.place(chunk, 0),
+                target=mine.window_place(chunk, 0),
+            )
             for chunk in sorted(mine.staged_chunks)
         )
         rounds.append(RoundProgram((), (), (), stage, False))
@@ -163,7 +173,9 @@ def compile_program(
         sends: list[Action] = []
         pushes: list[Action] = []
         rest: list[Action] = []
-        leaving = {step.chunk for step in steps if step.kind is Kind.SEND and medium_of(rank, step.peer) is Medium.MESSAGE}
+        leaving = {
+            step.chunk for step in steps if step.kind is Kind.SEND and medium_of(rank, step.peer) is Medium.MESSAGE
+        }
         for step in steps:
             chunk, size = step.chunk, layout.sizes[step.chunk]
             if step.kind is Kind.SEND:
@@ -198,12 +210,18 @@ def compile_program(
                 operand = mine.window_place(chunk, 0)
             finish = mine.finishes(step, trace)
             if step.peer == rank:
-                own = mine.window_place(chunk, 0) if staged and chunk in mine.staged_chunks else mine.place(chunk, step.before)
+                own = (
+                    mine.window_place(chunk, 0)
+                    if staged and chunk in mine.staged_chunks
+                    else mine.place(chunk, step.before)
+                )
                 rest.append(Action(verb, Medium.WINDOW, rank, size, own, operand, home, also, finish=finish))
                 continue
             medium = medium_of(rank, step.peer)
             if medium is Medium.MESSAGE:
-                action = Action(verb, medium, step.peer, size, None, operand, home, also, finish=finish, detour=chunk in leaving)
+                action = Action(
+                    verb, medium, step.peer, size, None, operand, home, also, finish=finish, detour=chunk in leaving
+                )
                 receives.append(action)
                 rest.append(action)
                 continue
@@ -216,10 +234,16 @@ def compile_program(
             source = trace(step.peer).place_sent(chunk, there.version)
             after = there.written + 1 if staged else there.written
             rest.append(Action(verb, medium, step.peer, size, source, operand, home, also, after=after, finish=finish))
-        rounds.append(RoundProgram(tuple(receives), tuple(sends), tuple(pushes), tuple(rest), bool(leaving & mine.written_in(number))))
+        rounds.append(
+            RoundProgram(
+                tuple(receives), tuple(sends), tuple(pushes), tuple(rest), bool(leaving & mine.written_in(number))
+            )
+        )
     most = sum(action.verb is Verb.REDUCE or action.detour for r in rounds for action in r.receives)
     unstaged = tuple(chunk for chunk in sorted(mine.inputs) if chunk not in mine.staged_chunks)
-    return Program(tuple(rounds), tuple(sorted(touched.items())), mine.window_elements, bool(mine.window_index), unstaged, most)
+    return Program(
+        tuple(rounds), tuple(sorted(touched.items())), mine.window_elements, bool(mine.window_index), unstaged, most
+    )
 
 
 def window_blocks(
@@ -295,13 +319,30 @@ class _Trace:
                     count[step.peer] = index + 1
                     before = start.get(chunk, 0)
                     if step.kind is Kind.SEND:
-                        traced.append(_Traced(step.kind, step.peer, chunk, step.push, index, before, before, start_written.get(chunk, -1)))
+                        traced.append(
+                            _Traced(
+                                step.kind,
+                                step.peer,
+                                chunk,
+                                step.push,
+                                index,
+                                before,
+                                before,
+                                start_written.get(chunk, -1),
+                            )
+                        )
                         if self.medium_of(self.rank, step.peer) is not Medium.MESSAGE:
                             self.sent.add((chunk, before))
                     else:
                         now = version.get(chunk, 0)
-                        traced.append(_Traced(step.kind, step.peer, chunk, step.push, index, now, before, start_written.get(chunk, -1)))
-                        if step.kind is not Kind.COPY:  # a copy makes no new value: whoever asks later is shown the input
+                        traced.append(
+                            _Traced(
+                                step.kind, step.peer, chunk, step.push, index, now, before, start_written.get(chunk, -1)
+                            )
+                        )
+                        if (
+                            step.kind is not Kind.COPY
+                        ):  # a copy makes no new value: whoever asks later is shown the input
                             version[chunk] = now + 1
                             written[chunk] = number
             self.rounds.append(traced)
@@ -354,7 +395,9 @@ class _Trace:
 
     def place_sent(self, chunk: int, version: int) -> Place:
         """Where a peer on the same host finds it."""
-        return self.window_place(chunk, version) if self._lives_in_window(chunk, version) else self.place(chunk, version)
+        return (
+            self.window_place(chunk, version) if self._lives_in_window(chunk, version) else self.place(chunk, version)
+        )
 
     def second_place(self, chunk: int, version: int) -> Place | None:
         """The output, for a final version that lives in the window."""

@@ -1,7 +1,7 @@
 """The planner: which algorithm, through which medium, in blocks of what size.
 
-The choice depends on what all ranks know alike (the collective, the bytes, where the ranks are, what their hosts allow), so
-that every rank comes to the same one without asking. The crossovers were measured with ``benchmarks`` (see
+The choice depends on what all ranks know alike (the collective, the bytes, where the ranks are, what their hosts
+allow), so that every rank comes to the same one without asking. The crossovers were measured with ``benchmarks`` (see
 ``docs/architecture.md``) and are kept in one table; any of them can be overruled by an argument or the environment.
 """
 
@@ -63,7 +63,8 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Crossovers:
-    """Bytes up to which each choice holds. All-reduce: bytes of the tensor; the others: bytes of all chunks together."""
+    """Bytes up to which each choice holds. All-reduce: bytes of the tensor; the others: bytes of all chunks
+    together."""
 
     one_shot: int = 32 * KIB
     """All-reduce in one round: every rank reads everything from everybody."""
@@ -158,8 +159,8 @@ class Planner:
             collective: its name.
             nbytes: bytes of all chunks together; of the largest sum over ranks where they differ.
             native: whether MPI knows the dtype and the operation.
-            ordered: a op b is not b op a to the last bit (a product of complex numbers), so that each element must be reduced on
-                one rank for all ranks to get the same.
+            ordered: a op b is not b op a to the last bit (a product of complex numbers), so that each element must be
+                reduced on one rank for all ranks to get the same.
             algorithm, transport: forced for this call; None or "auto": not.
 
         Raises:
@@ -177,14 +178,21 @@ class Planner:
         name, why = forced or "", "algorithm as asked for"
         if forced is None:
             name, why = self._choose_algorithm(collective, nbytes, medium, native and not ordered, ordered)
-        if name == "one-shot" and collective == "allreduce" and not (medium is Medium.WINDOW and self.placement.one_host):
+        if (
+            name == "one-shot"
+            and collective == "allreduce"
+            and not (medium is Medium.WINDOW and self.placement.one_host)
+        ):
             raise TransportError(
-                f"algorithm='one-shot' works in the windows of one host only, not with {medium.value} on {len(self.placement.hosts)} hosts"
+                f"algorithm='one-shot' works in the windows of one host only, not with {medium.value} on "
+                f"{len(self.placement.hosts)} hosts"
             )
         if name == "recursive-doubling" and collective == "allreduce" and medium is Medium.DIRECT:
             medium = Medium.WINDOW
         if name == "native" and not native:
-            raise InvalidArgumentError("algorithm='native': MPI does not reduce this dtype and operation as we do, or there is no MPI here")
+            raise InvalidArgumentError(
+                "algorithm='native': MPI does not reduce this dtype and operation as we do, or there is no MPI here"
+            )
         block = self._block(collective, nbytes, name, medium)
         return Choice(name, medium, block, self._overlaps(name, medium), f"{why}; {why_medium}")
 
@@ -212,19 +220,26 @@ class Planner:
             return Medium.DIRECT, f"direct reads above {limit} bytes"
         medium = next((m for m in Medium if m.value == forced), None)
         if medium is None:
-            raise InvalidArgumentError(f"transport={forced!r}: expected one of auto, {', '.join(m.value for m in Medium)}")
+            raise InvalidArgumentError(
+                f"transport={forced!r}: expected one of auto, {', '.join(m.value for m in Medium)}"
+            )
         if placement.size == 1:
             return medium, "one rank"
         if medium is Medium.WINDOW and not placement.shares_memory:
-            raise TransportError("transport='window': the ranks of a host cannot share memory here; use 'mpi' or 'auto'")
+            raise TransportError(
+                "transport='window': the ranks of a host cannot share memory here; use 'mpi' or 'auto'"
+            )
         if medium is Medium.DIRECT and not placement.reads_private:
             raise TransportError(
-                "transport='direct-read': this system does not let a process read its peers' memory (containers may refuse "
+                "transport='direct-read': this system does not let a process read its peers' memory (containers may "
+                "refuse "
                 "process_vm_readv); use 'window' or 'auto'"
             )
         return medium, "medium as asked for"
 
-    def _choose_algorithm(self, collective: str, nbytes: int, medium: Medium, native: bool, ordered: bool) -> tuple[str, str]:
+    def _choose_algorithm(
+        self, collective: str, nbytes: int, medium: Medium, native: bool, ordered: bool
+    ) -> tuple[str, str]:
         """The algorithm, and why."""
         limits, placement = self.crossovers, self.placement
         messages = medium is Medium.MESSAGE or not placement.one_host
@@ -236,7 +251,11 @@ class Planner:
                     return "recursive-doubling", f"fewest messages up to {limits.doubling} bytes"
                 if medium is not Medium.MESSAGE:
                     return "hierarchical", "several hosts, whose ranks share memory"
-                return ("direct", "up to 4 ranks over messages") if placement.size <= 4 else ("ring", "more than 4 ranks over messages")
+                return (
+                    ("direct", "up to 4 ranks over messages")
+                    if placement.size <= 4
+                    else ("ring", "more than 4 ranks over messages")
+                )
             pair = placement.size == 2
             small = limits.one_shot_pair if pair else limits.one_shot
             if medium is Medium.WINDOW and nbytes <= small and not ordered:
@@ -245,9 +264,17 @@ class Planner:
         if collective == "broadcast":
             if messages:
                 small = limits.doubling
-                return ("recursive-doubling", f"messages, up to {small} bytes") if nbytes <= small else ("ring", f"above {small} bytes")
+                return (
+                    ("recursive-doubling", f"messages, up to {small} bytes")
+                    if nbytes <= small
+                    else ("ring", f"above {small} bytes")
+                )
             small = limits.flat_broadcast
-            return ("one-shot", f"everyone reads all, up to {small} bytes") if nbytes <= small else ("direct", f"above {small} bytes")
+            return (
+                ("one-shot", f"everyone reads all, up to {small} bytes")
+                if nbytes <= small
+                else ("direct", f"above {small} bytes")
+            )
         if medium is Medium.MESSAGE and placement.size > 8 and collective in ("allgather", "reducescatter"):
             return "ring", "more than 8 ranks over messages"
         return "direct", "each block straight to whom it is for"
@@ -263,14 +290,22 @@ class Planner:
             if collective not in ("allreduce", "reducescatter"):
                 return 32 * MIB
             block = MIB if nbytes <= 8 * MIB else 512 * KIB
-            return block if self.placement.one_host else min(block, max(4 * KIB, _SCRATCH_LIMIT // (2 * size) // 64 * 64))
+            return (
+                block if self.placement.one_host else min(block, max(4 * KIB, _SCRATCH_LIMIT // (2 * size) // 64 * 64))
+            )
         if medium is Medium.WINDOW:
-            chunks = 1 if algorithm in ("one-shot", "recursive-doubling") or (algorithm == "ring" and collective == "broadcast") else size
+            chunks = (
+                1
+                if algorithm in ("one-shot", "recursive-doubling")
+                or (algorithm == "ring" and collective == "broadcast")
+                else size
+            )
             return MIB if chunks == 1 else max(4 * KIB, min(256 * KIB, SLOT_BYTES // chunks) // 64 * 64)
         return max(4 * KIB, min(512 * KIB, _SCRATCH_LIMIT // (2 * size)) // 64 * 64)
 
     def _overlaps(self, algorithm: str, medium: Medium) -> bool:
-        """Pushed results are written back while they are in cache: nothing comes in between. Everything else overlaps its rounds."""
+        """Pushed results are written back while they are in cache: nothing comes in between. Everything else overlaps
+        its rounds."""
         return not (medium is Medium.DIRECT and algorithm == "direct")
 
 
@@ -282,7 +317,13 @@ def medium_between(placement: Placement, medium: Medium) -> Callable[[int, int],
     return lambda a, b: medium if host_of[a] == host_of[b] else Medium.MESSAGE
 
 
-def describe(placement: Placement, sizes: Sequence[int], planner: Planner | None = None) -> list[tuple[str, int, Choice]]:
+def describe(
+    placement: Placement, sizes: Sequence[int], planner: Planner | None = None
+) -> list[tuple[str, int, Choice]]:
     """What would be chosen for each collective and size, as rows of (collective, bytes, choice)."""
     planner = planner or Planner(placement)
-    return [(collective, nbytes, planner.choose(collective, nbytes, native=True)) for collective in _ALGORITHMS for nbytes in sizes]
+    return [
+        (collective, nbytes, planner.choose(collective, nbytes, native=True))
+        for collective in _ALGORITHMS
+        for nbytes in sizes
+    ]

@@ -1,7 +1,8 @@
 """Packing: what the blocks of a fused plan over windows are made of, and where they go.
 
-A window's block is contiguous; the tensors' part of it is a list of pieces. A block of few and large pieces is handled piece by
-piece, without an intermediate copy. One of many small pieces is gathered by one call, combined by one call, and scattered.
+A window's block is contiguous; the tensors' part of it is a list of pieces. A block of few and large pieces is handled
+piece by piece, without an intermediate copy. One of many small pieces is gathered by one call, combined by one call,
+and scattered.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ def pack(pieces: Pieces, start: int, block: int, length: Length, window: Block) 
     return pack
 
 
-def unpack(pieces: Pieces, value: Block, into: Block | None, outputs: int | None, block: int, length: Length, wait: Do) -> Do:
+def unpack(
+    pieces: Pieces, value: Block, into: Block | None, outputs: int | None, block: int, length: Length, wait: Do
+) -> Do:
     """Copy a peer's block to the outputs, into the own window, or both."""
 
     def unpack(segment: int) -> None:
@@ -66,8 +69,8 @@ def reduce(
 
     Args:
         value: the peer's.
-        own: the own value, if it lies in the window; otherwise it is in the tensors, where ``inputs`` says: from which element on,
-            and whether of the inputs or of the outputs.
+        own: the own value, if it lies in the window; otherwise it is in the tensors, where ``inputs`` says: from which
+            element on, and whether of the inputs or of the outputs.
         into: the window's block that takes the result, if any.
         outputs: from which element on the outputs take the result, if they do.
         scratch: one array, with room for a block.

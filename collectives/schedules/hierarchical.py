@@ -6,11 +6,12 @@ Equal hosts, here two hosts of three ranks (L = 3 local ranks, H = 2 hosts); ran
     2. across hosts        the ranks l of all hosts all-reduce slice l in a ring          H chunks per slice
     3. within each host    rank l gives slice l to its neighbours                         direct, pushed
 
-A host sends and receives 2(H-1)/H * S bytes in all, in equal shares by each of its ranks: as little as if it were one rank.
-2(H-1) + 2 rounds.
+A host sends and receives 2(H-1)/H * S bytes in all, in equal shares by each of its ranks: as little as if it were one
+rank. 2(H-1) + 2 rounds.
 
-Unequal hosts have no common slices. There each host's first rank, its leader, collects the host's sum, the leaders all-reduce
-it in a ring, and give it to their neighbours. The network carries as little; the leader's memory carries more.
+Unequal hosts have no common slices. There each host's first rank, its leader, collects the host's sum, the leaders
+all-reduce it in a ring, and give it to their neighbours. The network carries as little; the leader's memory carries
+more.
 
 Source: the hierarchical all-reduce of Horovod and of NCCL 1; A. Sergeev and M. Del Balso, arXiv:1802.05799 (2018).
 """
@@ -83,4 +84,7 @@ def _across(host: int, ranks: Sequence[int], first: int, span: int) -> list[Roun
     def renamed(step: Step) -> Step:
         return Step(step.kind, ranks[step.peer], first + step.chunk * span, span, step.push)
 
-    return [tuple(renamed(step) for step in steps if step.kind is not Kind.COPY) for steps in ring.allreduce(host, len(ranks)).rounds]
+    return [
+        tuple(renamed(step) for step in steps if step.kind is not Kind.COPY)
+        for steps in ring.allreduce(host, len(ranks)).rounds
+    ]

@@ -9,8 +9,8 @@ from itertools import accumulate
 def split(count: int, parts: int, align: int = 1) -> list[int]:
     """Sizes of ``parts`` neighbouring parts of ``count`` elements, as equal as whole units of ``align`` elements allow.
 
-    Every boundary between parts is a multiple of ``align``; larger parts come first; what does not fill a unit is cut from
-    the last part that is not empty.
+    Every boundary between parts is a multiple of ``align``; larger parts come first; what does not fill a unit is cut
+    from the last part that is not empty.
     """
     units = -(-count // align)
     share, extra = divmod(units, parts)
@@ -27,5 +27,6 @@ def offsets(sizes: Sequence[int]) -> list[int]:
 
 
 def rows(count: int, parts: int) -> list[int]:
-    """How many of ``count`` rows each rank gets in a reduce-scatter: the first ranks get one more where it does not divide."""
+    """How many of ``count`` rows each rank gets in a reduce-scatter: the first ranks get one more where it does not
+    divide."""
     return split(count, parts)

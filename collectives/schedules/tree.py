@@ -6,11 +6,11 @@ Recursive doubling, eight ranks: in round k, rank r exchanges everything with th
     round 1   0-2  1-3  4-6  5-7
     round 2   0-4  1-5  2-6  3-7
 
-After log2 N rounds of S bytes everyone has everything. Where N is no power of two, the ranks beyond the largest power P fold
-their value onto a partner first and get the result from it last, which makes log2 P + 2 rounds.
+After log2 N rounds of S bytes everyone has everything. Where N is no power of two, the ranks beyond the largest power P
+fold their value onto a partner first and get the result from it last, which makes log2 P + 2 rounds.
 
-Source: R. Thakur, R. Rabenseifner and W. Gropp, "Optimization of collective communication operations in MPICH", IJHPCA 19
-(2005).
+Source: R. Thakur, R. Rabenseifner and W. Gropp, "Optimization of collective communication operations in MPICH", IJHPCA
+19 (2005).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from collectives.schedules.schedule import Round, Schedule, copy, receive, reduc
 def recursive_doubling(rank: int, size: int) -> Schedule:
     """All-reduce of one chunk, for any number of ranks.
 
-    Both partners of an exchange combine the same two values, and a op b is b op a to the bit; so after every round the members
-    of a group of 2^k ranks agree, and in the end all do.
+    Both partners of an exchange combine the same two values, and a op b is b op a to the bit; so after every round the
+    members of a group of 2^k ranks agree, and in the end all do.
     """
     power = 1 << (size.bit_length() - 1)
     extra = size - power

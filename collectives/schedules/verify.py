@@ -1,15 +1,17 @@
 """The verifier: proves a schedule by executing it over all ranks with symbols instead of numbers.
 
-The value of a chunk is the set of ranks whose contributions are in it, kept as the bits of an integer, so that a union is an
-``or``, and a contribution that would count twice is an overlap. `verify` proves that a collective does what it promises;
-`races` asks the other question, whether memory that peers read and write in place is ever read too late or too early.
+The value of a chunk is the set of ranks whose contributions are in it, kept as the bits of an integer, so that a union
+is an ``or``, and a contribution that would count twice is an overlap. `verify` proves that a collective does what it
+promises; `races` asks the other question, whether memory that peers read and write in place is ever read too late or
+too early.
 
     round      rank 0                        rank 1                        values of chunk 0 after the round
     start                                                                  rank 0: {0}     rank 1: {1}
     0          reduce(1, chunk 0)            send(0, chunk 0)              rank 0: {0, 1}  rank 1: {1}
     1          send(1, chunk 0)              receive(0, chunk 0)           rank 0: {0, 1}  rank 1: {0, 1}
 
-Nothing deadlocks if every send meets its receive in the same round: by induction over the rounds, everyone finishes them.
+Nothing deadlocks if every send meets its receive in the same round: by induction over the rounds, everyone finishes
+them.
 """
 
 from __future__ import annotations
@@ -27,11 +29,11 @@ class ScheduleError(AssertionError):
 def verify(schedules: Sequence[Schedule]) -> None:
     """Prove the schedules of all ranks of one collective, rank by rank in order.
 
-    Proved are: peers and chunks are in range; every send meets its receive in the same round, over the same chunks and with the
-    same word about who moves the bytes; nobody passes on or combines a chunk that it does not hold; no contribution is reduced
-    twice; no step's effect is lost to a later one of its round; the own contribution is copied into the own result only, at most
-    once, and before anything else is written there; and in the end every rank's result holds what the collective promises. The
-    root of a broadcast is the rank that copies.
+    Proved are: peers and chunks are in range; every send meets its receive in the same round, over the same chunks and
+    with the same word about who moves the bytes; nobody passes on or combines a chunk that it does not hold; no
+    contribution is reduced twice; no step's effect is lost to a later one of its round; the own contribution is copied
+    into the own result only, at most once, and before anything else is written there; and in the end every rank's
+    result holds what the collective promises. The root of a broadcast is the rank that copies.
 
     Raises:
         ScheduleError: one of these does not hold.
@@ -65,7 +67,9 @@ class _Machine:
             ):
                 if wanted != found:
                     raise ScheduleError(f"{self.name}, rank {rank}: its {attribute} is {found!r}, expected {wanted!r}")
-        wanted_chunks = {"reducescatter": self.size, "allgather": self.size, "alltoall": self.size**2}.get(self.collective, self.chunks)
+        wanted_chunks = {"reducescatter": self.size, "allgather": self.size, "alltoall": self.size**2}.get(
+            self.collective, self.chunks
+        )
         if wanted_chunks != self.chunks or self.chunks < 1:
             raise ScheduleError(f"{self.name}: {self.chunks} chunks, expected {max(1, wanted_chunks)}")
         self.roots = self._find_roots()
@@ -75,7 +79,9 @@ class _Machine:
     def _find_roots(self) -> tuple[int, ...]:
         if self.collective != "broadcast":
             return ()
-        roots = tuple(s.rank for s in self.schedules if any(step.kind is Kind.COPY for steps in s.rounds for step in steps))
+        roots = tuple(
+            s.rank for s in self.schedules if any(step.kind is Kind.COPY for steps in s.rounds for step in steps)
+        )
         if len(roots) != 1:
             raise ScheduleError(f"{self.name}: ranks {list(roots)} copy their own value, expected one, the root")
         return roots
@@ -91,7 +97,8 @@ class _Machine:
         return range(self.chunks)
 
     def _promise(self, rank: int) -> Iterable[tuple[int, int]]:
-        """The chunks that a rank's result must hold after the last round, and the ranks whose contributions must be in them."""
+        """The chunks that a rank's result must hold after the last round, and the ranks whose contributions must be in
+        them."""
         everyone = (1 << self.size) - 1
         if self.collective == "allreduce":
             return ((chunk, everyone) for chunk in range(self.chunks))
@@ -122,7 +129,9 @@ class _Machine:
                     continue
                 if step.peer == rank:
                     raise self._fail(number, rank, step, "a rank does not send to itself")
-                values = (held.get(chunk, 0),) if span == 1 else tuple([held.get(c, 0) for c in range(chunk, chunk + span)])
+                values = (
+                    (held.get(chunk, 0),) if span == 1 else tuple([held.get(c, 0) for c in range(chunk, chunk + span)])
+                )
                 if not all(values):
                     raise self._fail(number, rank, step, f"it does not hold chunk {chunk + values.index(0)}")
                 mail.setdefault(rank * size + step.peer, []).append((step, values))
@@ -132,9 +141,13 @@ class _Machine:
             self._receive(number, rank, schedule.rounds[number], mail)
         for key, letters in mail.items():
             if letters:
-                raise self._fail(number, key // size, letters[-1][0], f"rank {key % size} does not receive it in this round")
+                raise self._fail(
+                    number, key // size, letters[-1][0], f"rank {key % size} does not receive it in this round"
+                )
 
-    def _receive(self, number: int, rank: int, steps: Sequence[Step], mail: dict[int, list[tuple[Step, tuple[int, ...]]]]) -> None:
+    def _receive(
+        self, number: int, rank: int, steps: Sequence[Step], mail: dict[int, list[tuple[Step, tuple[int, ...]]]]
+    ) -> None:
         held, written = self.held[rank], self.written[rank]
         before: dict[int, int] = {}  # the values from before the round of the chunks that it has written
         for step in steps:
@@ -166,9 +179,16 @@ class _Machine:
                     if not own:
                         raise self._fail(number, rank, step, f"it holds no value of chunk {chunk} to combine with")
                     if own & value:
-                        raise self._fail(number, rank, step, f"the contribution of rank {_lowest(own & value)} is reduced twice")
+                        raise self._fail(
+                            number, rank, step, f"the contribution of rank {_lowest(own & value)} is reduced twice"
+                        )
                 elif step.kind is Kind.COPY and chunk in written:
-                    raise self._fail(number, rank, step, "it has written there before, so its own contribution is gone or copied twice")
+                    raise self._fail(
+                        number,
+                        rank,
+                        step,
+                        "it has written there before, so its own contribution is gone or copied twice",
+                    )
                 elif chunk in before:
                     raise self._fail(number, rank, step, "it replaces what an earlier step of the round has written")
                 before.setdefault(chunk, own)
@@ -182,9 +202,13 @@ class _Machine:
                 found = held.get(chunk, 0)
                 where = f"{self.name}, after round {last}, rank {rank}, chunk {chunk}"
                 if found != wanted:
-                    raise ScheduleError(f"{where}: holds the contributions of ranks {_ranks(found)}, expected {_ranks(wanted)}")
+                    raise ScheduleError(
+                        f"{where}: holds the contributions of ranks {_ranks(found)}, expected {_ranks(wanted)}"
+                    )
                 if chunk not in written:
-                    raise ScheduleError(f"{where}: the value lies in the input only; no step has put it into the result")
+                    raise ScheduleError(
+                        f"{where}: the value lies in the input only; no step has put it into the result"
+                    )
 
 
 def _say(step: Step) -> str:
@@ -232,19 +256,23 @@ def races(schedules: Sequence[Schedule], aliased: bool) -> list[str]:
     The schedules must be proved by `verify`. The model is what the executor does on shared memory:
 
     * all ranks enter before anything happens, and all wait for all at the end;
-    * a rank does its rounds in order; in a round first its pushes, then its receives and copies, in the order of the steps;
-    * a pull of a chunk waits until its owner has finished the last earlier round in which the chunk was written there, by the
+    * a rank does its rounds in order; in a round first its pushes, then its receives and copies, in the order of the
+    steps;
+    * a pull of a chunk waits until its owner has finished the last earlier round in which the chunk was written there,
+    by the
       owner or by a push (no wait if there is none): nothing is waited for but finished rounds;
-    * a push waits for nothing. Its receiver waits until the pusher has finished the round before it reads or sends that chunk
+    * a push waits for nothing. Its receiver waits until the pusher has finished the round before it reads or sends that
+    chunk
       in a later round;
     * a copy in place does nothing.
 
     Args:
-        aliased: input and output are one (in place), and every version of a chunk on a rank shares one location. Otherwise
-            version 0 stays in the input, and all that is written shares the output.
+        aliased: input and output are one (in place), and every version of a chunk on a rank shares one location.
+            Otherwise version 0 stays in the input, and all that is written shares the output.
 
     Returns:
-        One line for each pair of accesses whose order the waits do not enforce; empty if the schedules are free of races.
+        One line for each pair of accesses whose order the waits do not enforce; empty if the schedules are free of
+        races.
     """
     tracker = _Tracker(schedules, aliased)
     for number in range(len(schedules[0].rounds)):
@@ -273,15 +301,23 @@ class _Tracker:
     def run(self, number: int) -> None:
         start = [dict(versions) for versions in self.version]
         written = [dict(rounds) for rounds in self.written]
-        targets: dict[tuple[int, int, int], list[int]] = {}  # by pusher, receiver and chunk: the versions that its pushes write
+        targets: dict[
+            tuple[int, int, int], list[int]
+        ] = {}  # by pusher, receiver and chunk: the versions that its pushes write
         plans = [self._versions(number, rank, targets) for rank in range(self.size)]
         for rank, plan in enumerate(plans):
             self._play(number, rank, plan, start, written, targets)
         self.finished.append([tuple(clock) for clock in self.clock])
 
-    def _versions(self, number: int, rank: int, targets: dict[tuple[int, int, int], list[int]]) -> list[tuple[Step, int, int]]:
+    def _versions(
+        self, number: int, rank: int, targets: dict[tuple[int, int, int], list[int]]
+    ) -> list[tuple[Step, int, int]]:
         """The round's single-chunk steps in the order in which they are done, with the version that each replaces."""
-        steps = [(step, chunk) for step in self.schedules[rank].rounds[number] for chunk in range(step.chunk, step.chunk + step.span)]
+        steps = [
+            (step, chunk)
+            for step in self.schedules[rank].rounds[number]
+            for chunk in range(step.chunk, step.chunk + step.span)
+        ]
         pushes = [(step, chunk, 0) for step, chunk in steps if step.kind is Kind.SEND and step.push]
         rest: list[tuple[Step, int, int]] = []
         for step, chunk in steps:
@@ -348,7 +384,9 @@ class _Tracker:
                 for read in location.reads:
                     early = read.version < write.version
                     if not (read.precedes(write) if early else write.precedes(read)):
-                        found.append(self._tell(owner, chunk, "read", read, "overwritten" if early else "written", write))
+                        found.append(
+                            self._tell(owner, chunk, "read", read, "overwritten" if early else "written", write)
+                        )
                 for other in location.writes[:place]:
                     first, second = sorted((other, write), key=lambda access: access.version)
                     if not first.precedes(second):
@@ -357,6 +395,7 @@ class _Tracker:
 
     def _tell(self, owner: int, chunk: int, what: str, one: _Access, then: str, two: _Access) -> str:
         return (
-            f"{self.name}: chunk {chunk} of rank {owner}: version {one.version} is {what} by rank {one.rank} in round {one.round} "
+            f"{self.name}: chunk {chunk} of rank {owner}: version {one.version} is {what} by rank {one.rank} in "
+            f"round {one.round} "
             f"({_say(one.step)}), and {then} by rank {two.rank} in round {two.round} ({_say(two.step)}), in no order"
         )

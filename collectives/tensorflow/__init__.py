@@ -1,4 +1,5 @@
-"""TensorFlow: ``import collectives.tensorflow as hvd``, with the names, arguments and habits of Horovod's TensorFlow interface.
+"""TensorFlow: ``import collectives.tensorflow as hvd``, with the names, arguments and habits of Horovod's TensorFlow
+interface.
 
     import collectives.tensorflow as hvd
 
@@ -9,8 +10,8 @@
     optimizer.apply_gradients(zip(tape.gradient(loss, model.trainable_variables), model.trainable_variables))
     hvd.broadcast_variables(model.variables, root_rank=0)  # after the first step
 
-Works eagerly, in ``tf.function`` and in graphs for sessions (``tf.compat.v1``). A script for ``horovod.tensorflow`` runs when its import
-line is changed; with ``collectivesrun --as-horovod`` not even that (see `collectives.horovod`).
+Works eagerly, in ``tf.function`` and in graphs for sessions (``tf.compat.v1``). A script for ``horovod.tensorflow``
+runs when its import line is changed; with ``collectivesrun --as-horovod`` not even that (see `collectives.horovod`).
 """
 
 import importlib
@@ -148,7 +149,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """The layer is made when it is asked for: it needs Keras, which takes seconds to import, and not every program uses."""
+    """The layer is made when it is asked for: it needs Keras, which takes seconds to import, and not every program
+    uses."""
     if name == "SyncBatchNormalization":
         return importlib.import_module("collectives.tensorflow.sync_batch_norm").SyncBatchNormalization
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -3,8 +3,9 @@
     pass 1, 2, ...     sums += gradients                          the gradients are given back as they are, to be left alone
     pass n             sums += gradients, combined over the ranks; sums = 0, and the optimizer applies what comes back
 
-Where in this cycle a rank is, is in a variable, so that it works eagerly, in a ``tf.function`` and in a graph of TensorFlow 1 alike; in the
-latter the variables are local ones (``tf.compat.v1.local_variables_initializer()``, which a ``MonitoredTrainingSession`` runs by itself).
+Where in this cycle a rank is, is in a variable, so that it works eagerly, in a ``tf.function`` and in a graph of
+TensorFlow 1 alike; in the latter the variables are local ones (``tf.compat.v1.local_variables_initializer()``, which a
+``MonitoredTrainingSession`` runs by itself).
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ Reduce = Callable[[Sequence[Any], Sequence[Any]], list[Any]]
 
 
 def local_variable(value: Any, name: str) -> Any:
-    """A variable of this rank's own that nobody trains, saves or broadcasts; it outlives the function that is being traced."""
+    """A variable of this rank's own that nobody trains, saves or broadcasts; it outlives the function that is being
+    traced."""
     with tf.init_scope():
         if tf.executing_eagerly():
             return tf.Variable(value, trainable=False, name=name)
@@ -82,7 +84,8 @@ class Aggregation:
             grads: one for each variable, or None; the same are None in every pass.
 
         Returns:
-            The combined gradients, in every ``passes``-th call; in others the gradients themselves, which must not be applied: see `apply`.
+            The combined gradients, in every ``passes``-th call; in others the gradients themselves, which must not be
+            applied: see `apply`.
 
         Raises:
             ValueError: a sparse gradient, unless ``sparse_as_dense``.
@@ -117,15 +120,18 @@ class Aggregation:
 
     @unconverted
     def apply(self, grads: Sequence[Any], step: Callable[[], Any], skip: Callable[[], Any]) -> Any:
-        """Do ``step`` if the gradients that `add` has given were combined, else ``skip``; an operation, or None where it runs eagerly.
+        """Do ``step`` if the gradients that `add` has given were combined, else ``skip``; an operation, or None where
+        it runs eagerly.
 
         Raises:
             InvalidArgumentError: `add` has not taken these.
         """
         if not self.added:
             raise InvalidArgumentError(
-                "backward_passes_per_step: gradients that this optimizer has not combined cannot be applied past the sums of the backward"
-                " passes. Leave out skip_gradients_aggregation=True (experimental_aggregate_gradients=False), or backward_passes_per_step"
+                "backward_passes_per_step: gradients that this optimizer has not combined cannot be applied past the "
+                "sums of the backward"
+                " passes. Leave out skip_gradients_aggregation=True (experimental_aggregate_gradients=False), or "
+                "backward_passes_per_step"
             )
         self.added.take_back()
         with tf.control_dependencies([grad for grad in grads if grad is not None]):
@@ -155,7 +161,8 @@ class Aggregation:
         keys = [key(variable) for variable in variables]
         if self._variables not in (None, keys):
             raise InvalidArgumentError(
-                "backward_passes_per_step: expected the variables of the first backward pass, got others; make an optimizer for each list"
+                "backward_passes_per_step: expected the variables of the first backward pass, got others; make an "
+                "optimizer for each list"
             )
         self._variables = keys
         if self.counter is None:

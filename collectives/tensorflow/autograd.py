@@ -1,21 +1,22 @@
 """Gradients through the collectives: each is carried out by the engine, and its adjoint by other collectives.
 
-The loss is the SUM of the ranks' losses: a rank's gradient says how that sum changes with the rank's input. With gy the gradients of
-the ranks' outputs, `f` a reduction with its scale factors, and rows as a reduce-scatter divides them:
+The loss is the SUM of the ranks' losses: a rank's gradient says how that sum changes with the rank's input. With gy the
+gradients of the ranks' outputs, `f` a reduction with its scale factors, and rows as a reduce-scatter divides them:
 
     allreduce (Sum)       gx = allreduce(gy, Sum)
     allreduce (Average)   gx = allreduce(gy, Average)
     allreduce (else)      gx = the adjoint of reducescatter, of reducescatter(gy, Sum)
     reducescatter (Sum)   gx = allgather(gy)                                      Average: divided by the number of ranks
-    reducescatter (else)  every rank's version of my rows comes here (alltoall), f is differentiated there, and each goes back (alltoall)
-    allgather             gx = my rows of the sum of gy: a reduce-scatter, or where ranks differ in rows an alltoall and a local sum
+    reducescatter (else)  every rank's version of my rows comes here (alltoall), f is differentiated there, and each
+    goes back (alltoall) allgather             gx = my rows of the sum of gy: a reduce-scatter, or where ranks differ in rows an alltoall and a local sum
     broadcast             gx = allreduce(gy, Sum) on the root, zeros elsewhere
     alltoall              gx = alltoall(gy), with the rows received as splits
     Adasum                every rank's tensor comes here (allgather), its tree is differentiated, with allreduce(gy, Sum)
 
-Linear ones are scaled by both factors. Of Min and Max, equal extreme values share the gradient evenly; Product multiplies the other
-ranks' elements, so that zeros do no harm; Adasum takes the coefficient of a vector of zeros for the constant that it is taken for in
-forward. Complex tensors follow TensorFlow's convention (the conjugate of what multiplies). Tensors of integers and bools have no gradient.
+Linear ones are scaled by both factors. Of Min and Max, equal extreme values share the gradient evenly; Product
+multiplies the other ranks' elements, so that zeros do no harm; Adasum takes the coefficient of a vector of zeros for
+the constant that it is taken for in forward. Complex tensors follow TensorFlow's convention (the conjugate of what
+multiplies). Tensors of integers and bools have no gradient.
 
 An adjoint is made of the same differentiable collectives, so that it can be differentiated again.
 
@@ -25,9 +26,9 @@ With ``COLLECTIVES_GRADIENTS=horovod`` the gradients are those of Horovod, where
     reducescatter         size() times the adjoint, of Sum and Average; Horovod has no others
     allgather, broadcast  the adjoint divided by size()
 
-Every rank must use the outputs of the same calls in its backward pass, because their adjoints need all ranks. Adjoints run in the reverse
-order of the calls, and pair up by name: a rank that leaves one out keeps the others waiting (and all get an error), but is never taken for
-a later one.
+Every rank must use the outputs of the same calls in its backward pass, because their adjoints need all ranks. Adjoints
+run in the reverse order of the calls, and pair up by name: a rank that leaves one out keeps the others waiting (and all
+get an error), but is never taken for a later one.
 """
 
 from __future__ import annotations
@@ -53,8 +54,9 @@ _Adjoint = Callable[[list[Any], list[Any], list[Any]], Sequence[Any]]
 """The gradients of outputs, the inputs, and all outputs, to the gradients of inputs."""
 
 _SLOTS = 64
-"""Names of the gradients of unnamed eager calls of one kind: the engine remembers what it has done under a name, so that new ones forever
-would be slow; and one rank is never as many calls ahead of another in backward, where each is waited for."""
+"""Names of the gradients of unnamed eager calls of one kind: the engine remembers what it has done under a name, so
+that new ones forever would be slow; and one rank is never as many calls ahead of another in backward, where each is
+waited for."""
 
 _OF_ROWS = ("allgather", "alltoall", "merge")
 
@@ -65,8 +67,8 @@ _counts: weakref.WeakKeyDictionary[Any, Counter[str]] = weakref.WeakKeyDictionar
 def run(call: Call, tensors: Sequence[Any]) -> list[Any]:
     """Carry out a call, or put it into a graph, differentiably; arguments and results as for `calls.run`.
 
-    All tensors of a group get gradients, or none: all ranks' adjoints must be about the same ones, and another rank may need one that is
-    not needed here.
+    All tensors of a group get gradients, or none: all ranks' adjoints must be about the same ones, and another rank may
+    need one that is not needed here.
     """
     back = gradient_of(call, tensors)
     adjoint = _ADJOINTS[call.collective]
@@ -80,8 +82,9 @@ def run(call: Call, tensors: Sequence[Any]) -> list[Any]:
 def attach(function: Callable[[Sequence[Any]], list[Any]], adjoint: _Adjoint, tensors: Sequence[Any]) -> list[Any]:
     """What a function makes of tensors, with an adjoint of the part of it that is about numbers with gradients.
 
-    Whatever has been recorded becomes one chain, by a token that each takes from the one before: a tape with several targets visits what
-    does not depend on each other in an order of its own, which is another on every rank, and each adjoint would wait for a different one.
+    Whatever has been recorded becomes one chain, by a token that each takes from the one before: a tape with several
+    targets visits what does not depend on each other in an order of its own, which is another on every rank, and each
+    adjoint would wait for a different one.
     """
     if not _is_recorded() or not any(map(has_gradient, tensors)):
         return function(tensors)
@@ -133,7 +136,8 @@ def _keep_token(token: Any) -> None:
 
 
 def _in_control_flow(graph: Any) -> bool:
-    """Whether this is the body of a branch or loop of TensorFlow 1's: part of the graph, but a token of it would not be there outside."""
+    """Whether this is the body of a branch or loop of TensorFlow 1's: part of the graph, but a token of it would not be
+    there outside."""
     context = getattr(graph, "_get_control_flow_context", None)  # not public
     return context is not None and context() is not None
 
@@ -184,14 +188,17 @@ def begin_anew(process_set: ProcessSet) -> None:
     _counts.pop(world_of(process_set), None)
 
 
-# ---- adjoints ------------------------------------------------------------------------------------------------------------
-# Each takes the call, by the name of its gradient, the gradients of outputs, the inputs and all outputs.
+# ---- adjoints
+# ------------------------------------------------------------------------------------------------------------ Each
+# takes the call, by the name of its gradient, the gradients of outputs, the inputs and all outputs.
 
 
 def _allreduce(call: Call, gradients: list[Any], inputs: list[Any], outputs: list[Any]) -> list[Any]:
     if call.linear or _as_horovod(call):
         return run(call, gradients)
-    return [_of_one(call, number, gradient, x) for number, (gradient, x) in enumerate(zip(gradients, inputs, strict=True))]
+    return [
+        _of_one(call, number, gradient, x) for number, (gradient, x) in enumerate(zip(gradients, inputs, strict=True))
+    ]
 
 
 def _of_one(call: Call, number: int, gradient: Any, x: Any) -> Any:
@@ -204,11 +211,16 @@ def _of_one(call: Call, number: int, gradient: Any, x: Any) -> Any:
 
 def _reducescatter(call: Call, gradients: list[Any], inputs: list[Any], outputs: list[Any]) -> list[Any]:
     if call.linear:
-        back = run(call.other("allgather"), [scaled(gradient, call.prescale * call.postscale) for gradient in gradients])
+        back = run(
+            call.other("allgather"), [scaled(gradient, call.prescale * call.postscale) for gradient in gradients]
+        )
         if (call.op is Op.AVERAGE) is _as_horovod(call):
             return back
         size = questions.ask("size", call.process_set)
-        return [gradient * tf.cast(size, gradient.dtype) if call.op is Op.SUM else _divided(gradient, size) for gradient in back]
+        return [
+            gradient * tf.cast(size, gradient.dtype) if call.op is Op.SUM else _divided(gradient, size)
+            for gradient in back
+        ]
     pairs = enumerate(zip(gradients, inputs, strict=True))
     return [_through_rows(replace(call, name=f"{call.name}.{number}"), x, gradient) for number, (gradient, x) in pairs]
 
@@ -261,7 +273,8 @@ _ADJOINTS: dict[str, Callable[[Call, list[Any], list[Any], list[Any]], list[Any]
 }
 
 
-# ---- what is not linear --------------------------------------------------------------------------------------------------
+# ---- what is not linear
+# --------------------------------------------------------------------------------------------------
 
 
 def _through_rows(call: Call, x: Any, gradient: Any) -> Any:
@@ -333,4 +346,3 @@ def scaled(tensor: Any, factor: float) -> Any:
     if tensor.dtype.is_integer:
         return tf.cast(tf.cast(tensor, tf.float64) * factor, tensor.dtype)
     return tensor * tf.cast(factor, tensor.dtype)
-

@@ -1,7 +1,7 @@
 """What AutoGraph must leave alone: every function of ours that a user's ``tf.function`` calls.
 
-AutoGraph rewrites whatever a ``tf.function`` calls, however deep, and that would be the whole adapter down to the engine: slow to trace,
-errors with tracebacks through made-up files, and an ``if`` that could become part of the graph.
+AutoGraph rewrites whatever a ``tf.function`` calls, however deep, and that would be the whole adapter down to the
+engine: slow to trace, errors with tracebacks through made-up files, and an ``if`` that could become part of the graph.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """One collective call: what it asks for, and its execution, eagerly or as a callback in a graph.
 
-A call is a value: the same one, made again when a function is traced again, is the very object that TensorFlow has been given before.
-The world is looked up when it is carried out, so that a graph outlives `collectives.shutdown` and the next `collectives.init`.
+A call is a value: the same one, made again when a function is traced again, is the very object that TensorFlow has been
+given before. The world is looked up when it is carried out, so that a graph outlives `collectives.shutdown` and the
+next `collectives.init`.
 """
 
 from __future__ import annotations
@@ -94,7 +95,8 @@ def _number(root: Any) -> int:
 
 
 _known: dict[Call, Call] = {}
-"""For as long as the process lives, as TensorFlow keeps its callbacks; one for each name and way, however often a function is traced."""
+"""For as long as the process lives, as TensorFlow keeps its callbacks; one for each name and way, however often a
+function is traced."""
 
 
 @raises_tensorflow
@@ -116,7 +118,8 @@ def run(call: Call, tensors: Sequence[Any]) -> list[Any]:
 
 
 def _signature(call: Call, tensors: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """The dtypes of the results, and their shapes as far as they are known: rows depend on the ranks that there are when the graph runs."""
+    """The dtypes of the results, and their shapes as far as they are known: rows depend on the ranks that there are
+    when the graph runs."""
     if call.collective in ("broadcast", "at_root"):
         return [tensor.dtype for tensor in tensors], [tensor.shape for tensor in tensors]
     if call.collective == "alltoall":
@@ -131,7 +134,8 @@ def _rows(tensor: Any) -> Any:
     return shape if shape.rank is None else tf.TensorShape([None]).concatenate(shape[1:])
 
 
-# ---- execution -------------------------------------------------------------------------------------------------------------
+# ---- execution
+# -------------------------------------------------------------------------------------------------------------
 
 
 def _allreduce(call: Call, world: World, tensors: Sequence[Any]) -> list[Any]:
@@ -159,7 +163,9 @@ def _broadcast(call: Call, world: World, tensors: Sequence[Any]) -> list[Any]:
 def _alltoall(call: Call, world: World, tensors: Sequence[Any]) -> list[Any]:
     tensor, splits = tensors
     given: Any = np.asarray(splits)
-    if not given.size and tensor.shape:  # an equal part for everybody; told as splits, so that the engine tells what was received
+    if (
+        not given.size and tensor.shape
+    ):  # an equal part for everybody; told as splits, so that the engine tells what was received
         given = None if tensor.shape[0] % world.size else np.full(world.size, tensor.shape[0] // world.size)
     result, received = world.alltoall(tensor, given, **call.how())
     received = np.asarray(received).astype(np.asarray(splits).dtype)
@@ -175,7 +181,8 @@ def _at_root(call: Call, world: World, tensors: Sequence[Any]) -> list[Any]:
 
 
 def _own_rows(call: Call, world: World, tensors: Sequence[Any]) -> list[Any]:
-    """The adjoint of an allgather: this rank's rows of each sum over the ranks; the last argument says how many are this rank's."""
+    """The adjoint of an allgather: this rank's rows of each sum over the ranks; the last argument says how many are
+    this rank's."""
     *tensors, rows = tensors
     mine = np.asarray(rows).astype(np.int64)
     table = world.allgather(mine.reshape(1, -1), name=call.name and f"{call.name}.rows").T
@@ -183,9 +190,16 @@ def _own_rows(call: Call, world: World, tensors: Sequence[Any]) -> list[Any]:
     even = [counts.tolist() == partition.rows(int(counts.sum()), world.size) for counts in table]
     for number, (tensor, counts) in enumerate(zip(tensors, table, strict=True)):
         name = call.name and f"{call.name}.{number}"
-        parts.append(world.reducescatter(tensor, Op.SUM, name=name) if even[number] else world.alltoall(tensor, counts, name=name)[0])
+        parts.append(
+            world.reducescatter(tensor, Op.SUM, name=name)
+            if even[number]
+            else world.alltoall(tensor, counts, name=name)[0]
+        )
     # Once all operations are over: whatever fails here fails on this rank alone.
-    return [part if is_sum else _sum_of_rows(part, (world.size, int(count))) for part, is_sum, count in zip(parts, even, mine, strict=True)]
+    return [
+        part if is_sum else _sum_of_rows(part, (world.size, int(count)))
+        for part, is_sum, count in zip(parts, even, mine, strict=True)
+    ]
 
 
 def _sum_of_rows(parts: Any, shape: tuple[int, int]) -> Any:

@@ -1,4 +1,5 @@
-"""Which gradients are combined over the ranks already, so that no optimizer combines them a second time, and none forgets to.
+"""Which gradients are combined over the ranks already, so that no optimizer combines them a second time, and none
+forgets to.
 
     compute_gradients, get_gradients, DistributedGradientTape.gradient     note what they return
     apply_gradients                                                        combines what was not noted
@@ -7,9 +8,9 @@
     another one, of a variable whose gradient was noted and not applied since           is doubtful: clipped eagerly, as a rule
     of a variable without a note                                                        is this rank's own
 
-Combined gradients are alike on all ranks. So of doubtful ones the ranks compare two numbers each; where these differ, they are
-this rank's own. In a graph, which cannot turn back on that, they are combined again, which changes nothing with Average, Min, Max and
-Adasum, and with Sum and Product the graph asserts that they are alike.
+Combined gradients are alike on all ranks. So of doubtful ones the ranks compare two numbers each; where these differ,
+they are this rank's own. In a graph, which cannot turn back on that, they are combined again, which changes nothing
+with Average, Min, Max and Adasum, and with Sum and Product the graph asserts that they are alike.
 """
 
 from __future__ import annotations
@@ -31,12 +32,13 @@ _NOTES = "_collectives_notes"  # of variables
 _READS = frozenset({"ReadVariableOp", "Variable", "VariableV2", "VarHandleOp"})
 _IDEMPOTENT = frozenset({Op.AVERAGE, Op.MIN, Op.MAX, Op.ADASUM})
 _TOLERANCE = 1e-3
-"""Of a gradient's norm: far above what kernels of different processors make of the same numbers, and far below how gradients of different
-data differ."""
+"""Of a gradient's norm: far above what kernels of different processors make of the same numbers, and far below how
+gradients of different data differ."""
 
 
 class Notes:
-    """That something was done eagerly, or by a graph. What a graph does may come again at any time: only that graph takes its note back."""
+    """That something was done eagerly, or by a graph. What a graph does may come again at any time: only that graph
+    takes its note back."""
 
     def __init__(self) -> None:
         self._eagerly = False
@@ -96,8 +98,8 @@ def combine_rest(grads: Sequence[Any], variables: Sequence[Any], way: Way, local
         local: the `key` of each variable whose gradient stays on this rank.
 
     Raises:
-        InvalidArgumentError: gradients of variables whose combined gradients were to be applied, which are not alike on all ranks; in a
-            graph a ``tf.errors.InvalidArgumentError`` when it runs.
+        InvalidArgumentError: gradients of variables whose combined gradients were to be applied, which are not alike on
+            all ranks; in a graph a ``tf.errors.InvalidArgumentError`` when it runs.
         MismatchError, RankFailedError, CollectiveTimeoutError: as for `collectives.allreduce`.
     """
     found = list(grads)
@@ -111,24 +113,31 @@ def combine_rest(grads: Sequence[Any], variables: Sequence[Any], way: Way, local
     if doubtful and again and not (tf.executing_eagerly() and bool(_alike([found[at] for at in doubtful], way))):
         rest = sorted([*rest, *doubtful])
     elif doubtful and not again:
-        for at, grad in zip(doubtful, confirmed([found[at] for at in doubtful], [variables[at] for at in doubtful], way), strict=True):
+        for at, grad in zip(
+            doubtful, confirmed([found[at] for at in doubtful], [variables[at] for at in doubtful], way), strict=True
+        ):
             found[at] = grad
     if rest:
-        for at, grad in zip(rest, way.reduce([found[at] for at in rest], [variables[at] for at in rest], local), strict=True):
+        for at, grad in zip(
+            rest, way.reduce([found[at] for at in rest], [variables[at] for at in rest], local), strict=True
+        ):
             found[at] = grad
     return found
 
 
 def confirmed(grads: Sequence[Any], variables: Sequence[Any], way: Way, local: Collection[Any] = ()) -> list[Any]:
-    """Gradients of which the doubtful ones are alike on all ranks, as combined ones are, or else an error: now, or when the graph runs."""
+    """Gradients of which the doubtful ones are alike on all ranks, as combined ones are, or else an error: now, or when
+    the graph runs."""
     found = list(grads)
     global_ = [at for at, variable in enumerate(variables) if key(variable) not in local]
     present = [at for at in global_ if found[at] is not None and not is_combined(found[at], way)]
     if not present or not way.process_set.included() or way.process_set.size() == 1:
         return found
     text = (
-        "apply_gradients: the ranks' gradients differ, although compute_gradients, or a DistributedGradientTape, has combined gradients of"
-        " the same variables that were not applied. Apply what they have returned; or where gradients are this rank's own, do not compute"
+        "apply_gradients: the ranks' gradients differ, although compute_gradients, or a DistributedGradientTape, has "
+        "combined gradients of"
+        " the same variables that were not applied. Apply what they have returned; or where gradients are this "
+        "rank's own, do not compute"
         " combined ones of the same variables before"
     )
     alike = _alike([found[at] for at in present], way)
@@ -140,12 +149,15 @@ def confirmed(grads: Sequence[Any], variables: Sequence[Any], way: Way, local: C
         for at in present:
             grad = found[at]
             same = tf.identity(_values(grad))
-            found[at] = tf.IndexedSlices(same, grad.indices, grad.dense_shape) if isinstance(grad, tf.IndexedSlices) else same
+            found[at] = (
+                tf.IndexedSlices(same, grad.indices, grad.dense_shape) if isinstance(grad, tf.IndexedSlices) else same
+            )
     return found
 
 
 def is_combined(grad: Any, way: Way) -> bool:
-    """Whether a gradient is noted, or was computed in its graph from noted ones, constants, variables and fed numbers alone."""
+    """Whether a gradient is noted, or was computed in its graph from noted ones, constants, variables and fed numbers
+    alone."""
     tensor = _values(grad)
     if _is_noted(tensor, way):
         return True
@@ -154,7 +166,9 @@ def is_combined(grad: Any, way: Way) -> bool:
     seen, ahead, noted = {tensor.op}, [tensor.op], False
     while ahead:
         operation = ahead.pop()
-        if operation.type in _READS or (operation.type.startswith("Placeholder") and operation.outputs[0].shape.rank == 0):
+        if operation.type in _READS or (
+            operation.type.startswith("Placeholder") and operation.outputs[0].shape.rank == 0
+        ):
             continue
         if operation.op_def.is_stateful or operation.type.startswith("Placeholder"):
             return False
@@ -178,9 +192,12 @@ def _kind(grad: Any, variable: Any, way: Way) -> str:
 
 
 def _is_noted(tensor: Any, way: Way) -> bool:
-    """Whether it is combined over these ranks, or over more; where it was combined over fewer, there is more to combine."""
+    """Whether it is combined over these ranks, or over more; where it was combined over fewer, there is more to
+    combine."""
     over = getattr(tensor, _NOTED, None)
-    return over is way.process_set or (over is not None and set(over.ranks or ()).issuperset(way.process_set.ranks or ()))
+    return over is way.process_set or (
+        over is not None and set(over.ranks or ()).issuperset(way.process_set.ranks or ())
+    )
 
 
 def _alike(grads: Sequence[Any], way: Way) -> Any:
@@ -197,7 +214,8 @@ def _alike(grads: Sequence[Any], way: Way) -> Any:
 def _print(grad: Any) -> Any:
     """A weighted sum of a gradient's elements, and their Euclidean norm.
 
-    Equal weights would not do: the gradients of a softmax layer add up to zero whatever the data, and those of a large layer nearly so.
+    Equal weights would not do: the gradients of a softmax layer add up to zero whatever the data, and those of a large
+    layer nearly so.
     """
     values = _values(grad)
     if values.dtype.is_complex:

@@ -19,7 +19,8 @@ from collectives.tensors import detection
 
 Object = TypeVar("Object")
 
-# ---- variables -----------------------------------------------------------------------------------------------------------
+# ---- variables
+# -----------------------------------------------------------------------------------------------------------
 
 
 @unconverted
@@ -29,19 +30,20 @@ def broadcast_variables(
     """Give every rank the root's variables, by one call for all of them; the ranks first compare what they have.
 
     Args:
-        variables: TensorFlow's, in a graph for sessions also reference variables, or Keras's; of equal shapes and dtypes in equal order on
-            every rank, whatever they are called.
+        variables: TensorFlow's, in a graph for sessions also reference variables, or Keras's; of equal shapes and
+            dtypes in equal order on every rank, whatever they are called.
         root_rank: the rank whose variables they are, by its number among all ranks.
         process_set: the ranks that take part.
-        inplace: of Horovod's interface, where it saves memory. Here the root writes nothing, and the others' variables take over the
-            memory that was received.
+        inplace: of Horovod's interface, where it saves memory. Here the root writes nothing, and the others' variables
+            take over the memory that was received.
 
     Returns:
         None; in a graph the operation that assigns them, which a session must run.
 
     Raises:
         InvalidTypeError: a variable that holds no numbers.
-        MismatchError: the ranks' variables or roots differ; raised on every rank, and names the first that does. Nothing was touched.
+        MismatchError: the ranks' variables or roots differ; raised on every rank, and names the first that does.
+            Nothing was touched.
     """
     assigned = _broadcast(list(variables), root_rank, None, process_set)
     return None if tf.executing_eagerly() else tf.group(*assigned)
@@ -76,10 +78,14 @@ def _broadcast(variables: list[Any], root_rank: int, name: str | None, process_s
 
 def _read(variable: Any, number: int) -> Any:
     if not hasattr(variable, "assign"):
-        raise InvalidArgumentError(f"variables: expected variables, got a {detection.describe(variable)} as number {number}")
+        raise InvalidArgumentError(
+            f"variables: expected variables, got a {detection.describe(variable)} as number {number}"
+        )
     value = tf.convert_to_tensor(_value(variable))
     if value.dtype.name not in dtypes.NAMES:
-        raise InvalidTypeError(f"variables: {variable.name} has dtype {value.dtype.name}; expected one of {', '.join(dtypes.NAMES)}")
+        raise InvalidTypeError(
+            f"variables: {variable.name} has dtype {value.dtype.name}; expected one of {', '.join(dtypes.NAMES)}"
+        )
     return value
 
 
@@ -90,25 +96,33 @@ def _value(variable: Any) -> Any:
 
 @unconverted
 def broadcast_global_variables(root_rank: int) -> tf.Operation:
-    """Give every rank the root's global variables of a graph for sessions, when the session runs the operation that this returns.
+    """Give every rank the root's global variables of a graph for sessions, when the session runs the operation that
+    this returns.
 
     Raises:
-        RuntimeError: eager execution has no global variables; pass `broadcast_variables` the model's and the optimizer's.
+        RuntimeError: eager execution has no global variables; pass `broadcast_variables` the model's and the
+            optimizer's.
     """
     if tf.executing_eagerly():
         raise RuntimeError(
-            "hvd.broadcast_global_variables() works in graphs for sessions only, since eager execution keeps no list of variables;"
+            "hvd.broadcast_global_variables() works in graphs for sessions only, since eager execution keeps no list "
+            "of variables;"
             " use hvd.broadcast_variables(model.variables, root_rank) and (optimizer.variables, root_rank)"
         )
     return broadcast_variables(tf.compat.v1.global_variables(), root_rank)
 
 
-# ---- objects -------------------------------------------------------------------------------------------------------------
+# ---- objects
+# -------------------------------------------------------------------------------------------------------------
 
 
 @unconverted
 def broadcast_object(
-    obj: Object, root_rank: int = 0, session: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
+    obj: Object,
+    root_rank: int = 0,
+    session: Any = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
 ) -> Object:
     """Give every rank the root's object, now, also while a graph is being built.
 

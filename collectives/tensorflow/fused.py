@@ -5,8 +5,9 @@
     results     | bn1 + bn1b, padded | conv1 | conv2 | fc | , | odd |          one for each dtype: a callback's result costs about 8 us
     tensors     views of the result, without a copy, but for the small ones
 
-TensorFlow splits memory without a copy only along rows of 64 bytes. A large tensor that is no multiple of that, or whose size is known only
-when the graph runs, has a result of its own. The engine reads the arguments and writes the results; nothing but small tensors is copied.
+TensorFlow splits memory without a copy only along rows of 64 bytes. A large tensor that is no multiple of that, or
+whose size is known only when the graph runs, has a result of its own. The engine reads the arguments and writes the
+results; nothing but small tensors is copied.
 """
 
 from __future__ import annotations
@@ -90,7 +91,8 @@ def broadcast(call: Call, tensors: Sequence[Any]) -> list[Any]:
     return _through(tensors, True, Broadcast, call)
 
 
-# ---- in the graph ----------------------------------------------------------------------------------------------------------
+# ---- in the graph
+# ----------------------------------------------------------------------------------------------------------
 
 
 def _through(tensors: Sequence[Any], packs: bool, kind: type[_Fused], call: Call) -> list[Any]:
@@ -136,7 +138,8 @@ def _fills_rows(tensor: Any) -> bool:
 
 
 def _outputs(given: Sequence[Any], parts: Sequence[Part]) -> list[Any]:
-    """For each result of the callback the first argument that it is for: one for all that share rows, in the place of their first."""
+    """For each result of the callback the first argument that it is for: one for all that share rows, in the place of
+    their first."""
     seen: set[Any] = set()
     outputs = []
     for tensor, part in zip(given, parts, strict=True):
@@ -157,7 +160,11 @@ def _pieces(found: Sequence[Any], given: Sequence[Any], parts: Sequence[Part]) -
             pieces.append(next(rest))
             continue
         if tensor.dtype not in shared:
-            counts = [x.shape.num_elements() for x, other in zip(given, parts, strict=True) if other.in_rows and x.dtype == tensor.dtype]
+            counts = [
+                x.shape.num_elements()
+                for x, other in zip(given, parts, strict=True)
+                if other.in_rows and x.dtype == tensor.dtype
+            ]
             lines = [_rows(count, tensor.dtype.size) for count in counts]
             whole = tf.reshape(next(rest), [sum(lines), _ROW // tensor.dtype.size])
             shared[tensor.dtype] = iter(tf.split(whole, lines))
@@ -184,7 +191,8 @@ def _rows(count: int, itemsize: int) -> int:
     return -(-count * itemsize // _ROW)
 
 
-# ---- when the graph runs ---------------------------------------------------------------------------------------------------
+# ---- when the graph runs
+# ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -212,7 +220,9 @@ class _Fused:
             if dtype not in begun:
                 begun[dtype] = 0
                 alike = zip(arrays[number:], self.parts[number:], strict=True)
-                rows = sum(_rows(other.size, dtype.itemsize) for other, of in alike if of.in_rows and other.dtype == dtype)
+                rows = sum(
+                    _rows(other.size, dtype.itemsize) for other, of in alike if of.in_rows and other.dtype == dtype
+                )
                 shared = memory(rows * unit, dtype)
                 results.append(shared)
             places.append(shared[begun[dtype] : begun[dtype] + count])

@@ -1,4 +1,5 @@
-"""The gradients of one step, combined over the ranks in one call: what the tape, the optimizers and Keras have in common.
+"""The gradients of one step, combined over the ranks in one call: what the tape, the optimizers and Keras have in
+common.
 
     gradients            dense            sparse           None        of local layers
     what happens         one fused call   one fused call   stay None   stay here, divided by the number of ranks
@@ -44,7 +45,8 @@ def reduce_gradients(
     device_sparse: str = "",
     name: str = "gradients",
 ) -> list[Any]:
-    """Combine gradients over the ranks, eagerly or in a graph; every rank calls it with the same variables in the same order.
+    """Combine gradients over the ranks, eagerly or in a graph; every rank calls it with the same variables in the same
+    order.
 
     Args:
         grads: tensors, ``tf.IndexedSlices`` or None, one for each variable; their dtypes may differ.
@@ -54,13 +56,13 @@ def reduce_gradients(
         op, ...: see `settle`.
 
     Returns:
-        The combined gradients, in new tensors, with None where there was None; sparse ones have each row once. On a rank that is not in
-        the process set the gradients themselves, as are dense ones on a rank that is alone.
+        The combined gradients, in new tensors, with None where there was None; sparse ones have each row once. On a
+        rank that is not in the process set the gradients themselves, as are dense ones on a rank that is alone.
 
     Raises:
         ValueError, InvalidTypeError: an argument, or what is no gradient.
-        MismatchError, RankFailedError, CollectiveTimeoutError: as for `collectives.allreduce`; where the gradients that are None or sparse
-            are not the same on all ranks, too.
+        MismatchError, RankFailedError, CollectiveTimeoutError: as for `collectives.allreduce`; where the gradients that
+            are None or sparse are not the same on all ranks, too.
     """
     how = settle(
         op=op,
@@ -96,14 +98,17 @@ def settle(
 
     Args:
         op: Average, Sum, Min, Max, Product or Adasum; sparse gradients know Average and Sum only.
-        compression: `Compression.none`, ``fp16``, ``bf16``, or an own class with ``compress`` and ``decompress``; for dense gradients.
+        compression: `Compression.none`, ``fp16``, ``bf16``, or an own class with ``compress`` and ``decompress``; for
+            dense gradients.
         sparse_as_dense: sparse gradients become dense; by default values and indices are gathered.
-        gradient_predivide_factor: f divides dense gradients by f before the sum and by size/f afterwards; for Average only.
-        groups: a number of lists of about equal length, or the lists of variables, whose gradients travel together; in lists, what is in
-            none of them makes one more. By default all dense gradients travel together.
+        gradient_predivide_factor: f divides dense gradients by f before the sum and by size/f afterwards; for Average
+            only.
+        groups: a number of lists of about equal length, or the lists of variables, whose gradients travel together; in
+            lists, what is in none of them makes one more. By default all dense gradients travel together.
         num_groups: Horovod's older name of ``groups``.
         process_set: the ranks that train together; the others keep their gradients.
-        scale_local_gradients: divide local gradients by the number of ranks, as befits a loss that is the mean over them.
+        scale_local_gradients: divide local gradients by the number of ranks, as befits a loss that is the mean over
+            them.
         device_dense, device_sparse: of Horovod's interface; tensors are combined where they are.
         name: what the operations are called by.
 
@@ -152,7 +157,9 @@ class Way:
     @unconverted
     def reduce(self, grads: Sequence[Any], variables: Sequence[Any], local: Collection[Any] = ()) -> list[Any]:
         """Combine; see `reduce_gradients`. ``local`` has the `key` of each local variable."""
-        found = [_dense(grad) if self.sparse_as_dense and isinstance(grad, tf.IndexedSlices) else grad for grad in grads]
+        found = [
+            _dense(grad) if self.sparse_as_dense and isinstance(grad, tf.IndexedSlices) else grad for grad in grads
+        ]
         if not self.process_set.included():
             return found
         try:
@@ -171,8 +178,8 @@ class Way:
         if self.process_set.size() == 1:
             dense = []  # they are combined; slices of one row are added up on one rank as they are on several
         sparse = [at for at in places if isinstance(found[at], tf.IndexedSlices)]
-        # Ranks that lack gradients of different variables would combine what does not belong together, if the shapes happen to agree. With
-        # that in the name their operations do not meet, and the engine says so.
+        # Ranks that lack gradients of different variables would combine what does not belong together, if the shapes
+        # happen to agree. With that in the name their operations do not meet, and the engine says so.
         name = ".".join([self.name, *_unusual([kinds[at] for at in places])])
         for number, members in enumerate(self._grouped(dense, variables)):
             results = operations.grouped_allreduce(
@@ -226,7 +233,9 @@ def _groups(groups: Any) -> int | tuple[frozenset[Any], ...]:
     if isinstance(groups, int) and not isinstance(groups, bool) and groups >= 0:
         return groups
     if not isinstance(groups, (list, tuple)) or not all(isinstance(group, (list, tuple)) for group in groups):
-        raise InvalidArgumentError(f"groups should be a non-negative integer or a list of list of tf.Variable, got {groups!r}.")
+        raise InvalidArgumentError(
+            f"groups should be a non-negative integer or a list of list of tf.Variable, got {groups!r}."
+        )
     try:
         keys = [key(variable) for group in groups for variable in group]
     except AttributeError:
@@ -249,11 +258,14 @@ def _kind(grad: Any) -> str:
         return "sparse"
     if isinstance(grad, tf.Tensor):
         return ""
-    raise InvalidTypeError(f"gradient: expected a tf.Tensor, tf.IndexedSlices or None, got {type(grad).__name__}; it cannot be combined")
+    raise InvalidTypeError(
+        f"gradient: expected a tf.Tensor, tf.IndexedSlices or None, got {type(grad).__name__}; it cannot be combined"
+    )
 
 
 def _unusual(kinds: list[str]) -> list[str]:
-    """Which gradients are missing or sparse, by their places: ``none-3-5``, in characters that a name in a graph may have."""
+    """Which gradients are missing or sparse, by their places: ``none-3-5``, in characters that a name in a graph may
+    have."""
     runs = []
     place = 0
     for kind, run in groupby(kinds):

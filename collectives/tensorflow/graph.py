@@ -1,23 +1,25 @@
 """How a collective gets into a graph: as one callback, which TensorFlow calls with arrays when it runs the graph.
 
-A callback blocks a thread of TensorFlow until the other ranks have come. Several that block at a time, in other orders on other ranks,
-would use up a small pool of threads and wait for each other for ever. There are two ways around it:
+A callback blocks a thread of TensorFlow until the other ranks have come. Several that block at a time, in other orders
+on other ranks, would use up a small pool of threads and wait for each other for ever. There are two ways around it:
 
     in the order of the program   in a ``tf.function`` that the main thread traces. Every callback is put between two writes to one variable
-                                  of this process; TensorFlow keeps a function's writes in the order of the program, through nested
-                                  functions, ``tf.cond`` and ``tf.while_loop``. So one callback blocks at a time, in the same order on every
-                                  rank, and the thread that waits drives the engine. Costs about 20 us.
+                                  of this process; TensorFlow keeps a function's writes in the order of the program,
+                                  through nested functions, ``tf.cond`` and ``tf.while_loop``. So one callback blocks at
+                                  a time, in the same order on every rank, and the thread that waits drives the engine.
+                                  Costs about 20 us.
     on a thread of its own        wherever TensorFlow keeps no order: in graphs for sessions, of which any part may be run; in the gradients
-                                  of control flow; and in functions that another thread traces, since several may then run at a time. The
-                                  callback is the function of a dataset of one element, which has a thread of its own, so that the
-                                  pool's threads stay free. Costs about 130 us.
+                                  of control flow; and in functions that another thread traces, since several may then
+                                  run at a time. The callback is the function of a dataset of one element, which has a
+                                  thread of its own, so that the pool's threads stay free. Costs about 130 us.
 
-In the first way unnamed operations are matched by their order, as eager ones are. In the second every one has a name that is the same on
-ranks that build the same graph. Two threads that at the same time run functions that the main thread has traced must name their operations,
-and need a thread of the pool (``tf.config.threading.set_inter_op_parallelism_threads``) for each.
+In the first way unnamed operations are matched by their order, as eager ones are. In the second every one has a name
+that is the same on ranks that build the same graph. Two threads that at the same time run functions that the main
+thread has traced must name their operations, and need a thread of the pool
+(``tf.config.threading.set_inter_op_parallelism_threads``) for each.
 
-Arrays that a callback is given are TensorFlow's own memory; what it returns becomes a tensor without a copy if it is aligned to 64 bytes.
-Tensors on a GPU are copied to the host and back by TensorFlow.
+Arrays that a callback is given are TensorFlow's own memory; what it returns becomes a tensor without a copy if it is
+aligned to 64 bytes. Tensors on a GPU are copied to the host and back by TensorFlow.
 """
 
 from __future__ import annotations
@@ -52,8 +54,8 @@ def call(
     """Have a callback called when the graph that is being built runs.
 
     Args:
-        make: the callback for an operation of this name. The same one for the same arguments, please: TensorFlow keeps what it has been
-            given for as long as the process lives.
+        make: the callback for an operation of this name. The same one for the same arguments, please: TensorFlow keeps
+            what it has been given for as long as the process lives.
         collective: what messages call it.
         tensors: the callback's arguments.
         types, shapes: of its results; shapes as far as they are known.
@@ -67,15 +69,20 @@ def call(
     label = name or (f"{collective}_{tensors[0].name}" if tensors else collective)
     if _compiled_by_xla(graph):
         raise InvalidArgumentError(
-            f"{label}: XLA cannot compile a collective, which is a call to another process; leave jit_compile out of the tf.function that"
+            f"{label}: XLA cannot compile a collective, which is a call to another process; leave jit_compile out of "
+            f"the tf.function that"
             " calls it, or set it to False. In Keras: model.compile(..., jit_compile=False)"
         )
     types, shapes = list(types), [tf.TensorShape(shape) for shape in shapes]
     with tf.device("CPU:0"):
         if keeps_order(graph):
-            results = _in_order(make(name and scoped(name, ignore_name_scope)), _legal(label), list(tensors), types, shapes)
+            results = _in_order(
+                make(name and scoped(name, ignore_name_scope)), _legal(label), list(tensors), types, shapes
+            )
         else:
-            results = _on_own_thread(make(_unique(graph, label, ignore_name_scope)), _legal(label), list(tensors), types, shapes)
+            results = _on_own_thread(
+                make(_unique(graph, label, ignore_name_scope)), _legal(label), list(tensors), types, shapes
+            )
     for result, shape in zip(results, shapes, strict=True):
         result.set_shape(shape)
     return results
@@ -103,8 +110,8 @@ def keeps_order(graph: Any) -> bool:
     """Whether stateful operations of a graph that is being built are carried out in the order of the program."""
     if threading.current_thread() is not threading.main_thread():
         return False
-    # Neither is public. Without the first, functions would be told from other graphs; the second is what gradients of control flow have,
-    # which refuse a variable that their forward parts have not used.
+    # Neither is public. Without the first, functions would be told from other graphs; the second is what gradients of
+    # control flow have, which refuse a variable that their forward parts have not used.
     if not getattr(graph, "_add_control_dependencies", graph.building_function) or hasattr(graph, "_forward_graph"):
         return False
     with tf.init_scope():
@@ -121,7 +128,8 @@ def _unique(graph: Any, label: str, ignore_name_scope: bool) -> str:
         name = root.unique_name(label)
     if not root.building_function:
         return str(name)
-    # Other functions may run at the same time. The number that tells functions of one name apart is another on every rank.
+    # Other functions may run at the same time. The number that tells functions of one name apart is another on every
+    # rank.
     return f"{re.sub('_[0-9]+$', '', root.name)}/{name}"
 
 
@@ -143,7 +151,9 @@ def _in_order(callback: Callback, label: str, tensors: list[Any], types: list[An
     return results
 
 
-def _on_own_thread(callback: Callback, label: str, tensors: list[Any], types: list[Any], shapes: list[Any]) -> list[Any]:
+def _on_own_thread(
+    callback: Callback, label: str, tensors: list[Any], types: list[Any], shapes: list[Any]
+) -> list[Any]:
     given = len(tensors)
     callback, types, shapes = status.returning(callback, types, shapes)
     tensors = tensors or [tf.zeros((), tf.int32)]  # a dataset needs an element
@@ -170,7 +180,8 @@ def _on_own_thread(callback: Callback, label: str, tensors: list[Any], types: li
 
 def _compiled_by_xla(graph: Any) -> bool:
     try:
-        # Not public: how tf.function(jit_compile=True) marks what it traces. Without it, XLA itself refuses the callback when it compiles.
+        # Not public: how tf.function(jit_compile=True) marks what it traces. Without it, XLA itself refuses the
+        # callback when it compiles.
         flow = importlib.import_module("tensorflow.python.ops.control_flow_util")
         return bool(flow.GraphOrParentsInXlaContext(graph))
     except (ImportError, AttributeError):

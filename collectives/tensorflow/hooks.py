@@ -14,8 +14,8 @@ from collectives.tensorflow.functions import broadcast_variables
 class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):  # type: ignore[misc]
     """Gives the global variables of all ranks the root's values, in one call, after a session was created.
 
-    For a ``tf.compat.v1.train.MonitoredTrainingSession`` of a graph in the style of TensorFlow 1, whether its variables were initialised or
-    come from a checkpoint; again when the session was lost and is made anew.
+    For a ``tf.compat.v1.train.MonitoredTrainingSession`` of a graph in the style of TensorFlow 1, whether its variables
+    were initialised or come from a checkpoint; again when the session was lost and is made anew.
 
     Args:
         root_rank: the rank whose values count.
@@ -23,7 +23,8 @@ class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):  # type: 
         process_set: the ranks that train together; on others the hook does nothing.
 
     Raises (when the session has been created):
-        tf.errors.OpError: ``root_rank`` is none of the ranks, or the ranks' variables differ; on every rank, with our message.
+        tf.errors.OpError: ``root_rank`` is none of the ranks, or the ranks' variables differ; on every rank, with our
+        message.
     """
 
     def __init__(self, root_rank: int, device: str = "", *, process_set: ProcessSet = global_process_set) -> None:
@@ -44,7 +45,8 @@ class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):  # type: 
         """Run it.
 
         Raises:
-            MismatchError, RankFailedError, CollectiveTimeoutError: as for `collectives.broadcast`, within TensorFlow's error.
+            MismatchError, RankFailedError, CollectiveTimeoutError: as for `collectives.broadcast`, within TensorFlow's
+                error.
         """
         if self.bcast_op is not None:
             session.run(self.bcast_op)

@@ -4,8 +4,8 @@
     values      gathered as well, and those of equal indices added up                     if all ranks have at most 2 |U| rows together
                 or put into |U| rows, with zeros where this rank has none, and reduced    if they overlap more than that
 
-A reduction moves each of its rows twice, a gathering every rank's rows once: so the rule takes what moves less, and every rank, which knows
-all indices, decides alike.
+A reduction moves each of its rows twice, a gathering every rank's rows once: so the rule takes what moves less, and
+every rank, which knows all indices, decides alike.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ def allreduce(world: World, arrays: Sequence[Any], average: bool, name: str | No
     """Add up the rows of several sparse tensors over the ranks, in as few operations as for one.
 
     Args:
-        arrays: the values and the indices of the first, of the second, ...; indices in any order, and as often as they like.
+        arrays: the values and the indices of the first, of the second, ...; indices in any order, and as often as they
+            like.
         average: divide by the number of ranks, which is not for integers.
 
     Returns:

@@ -1,16 +1,16 @@
 """The collectives with the names, arguments and habits of Horovod's TensorFlow interface.
 
 Each works eagerly, in a ``tf.function`` and in a graph for sessions, and is differentiable, by the adjoints that
-`collectives.tensorflow.autograd` states. Arguments stand in Horovod's order; ``algorithm`` and ``transport`` are ours, and for
-`collectives.allreduce` mean the same.
+`collectives.tensorflow.autograd` states. Arguments stand in Horovod's order; ``algorithm`` and ``transport`` are ours,
+and for `collectives.allreduce` mean the same.
 
-Tensors are TensorFlow's, variables, NumPy arrays or numbers; results are new tensors of their dtype. ``device_dense`` and
-``device_sparse`` are Horovod's and change nothing: a tensor is combined where it is, or in a graph on the host. A name is given within the
-name scopes of a graph unless ``ignore_name_scope``; unnamed operations are matched by their order, and in graphs for sessions by the
-names of their tensors, so that every rank must build the same graph.
+Tensors are TensorFlow's, variables, NumPy arrays or numbers; results are new tensors of their dtype. ``device_dense``
+and ``device_sparse`` are Horovod's and change nothing: a tensor is combined where it is, or in a graph on the host. A
+name is given within the name scopes of a graph unless ``ignore_name_scope``; unnamed operations are matched by their
+order, and in graphs for sessions by the names of their tensors, so that every rank must build the same graph.
 
-Eagerly, errors are those of `collectives.tensorflow.errors`, which are those of `collectives.base.errors` and of ``tf.errors``
-at once. Out of a graph they are those of ``tf.errors`` alone, with the same text.
+Eagerly, errors are those of `collectives.tensorflow.errors`, which are those of `collectives.base.errors` and of
+``tf.errors`` at once. Out of a graph they are those of ``tf.errors`` alone, with the same text.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ Tensor = TypeVar("Tensor")
 
 Average = Op.AVERAGE
 
-# ---- all-reduce ----------------------------------------------------------------------------------------------------------
+# ---- all-reduce
+# ----------------------------------------------------------------------------------------------------------
 
 
 @unconverted
@@ -62,10 +63,11 @@ def allreduce(
     """Combine the ranks' tensors element by element. Differentiable.
 
     Args:
-        tensor: of equal shape and dtype on every rank, left unchanged; or ``tf.IndexedSlices``, of which ranks may have different rows.
+        tensor: of equal shape and dtype on every rank, left unchanged; or ``tf.IndexedSlices``, of which ranks may have
+            different rows.
         average: the older way to say ``op``: True for Average, False for Sum.
-        compression: `Compression.fp16` or ``bf16``, or anything with ``compress`` and ``decompress``, which get and return tensors. Sparse
-            tensors travel as they are.
+        compression: `Compression.fp16` or ``bf16``, or anything with ``compress`` and ``decompress``, which get and
+            return tensors. Sparse tensors travel as they are.
         op: Average (the default), Sum, Min, Max, Product or Adasum; of sparse tensors Average or Sum.
         prescale_factor: multiplies each rank's tensor first.
         postscale_factor: multiplies the result.
@@ -73,15 +75,25 @@ def allreduce(
         process_set: the ranks that take part.
 
     Returns:
-        A tensor of the same shape and dtype; ``tf.IndexedSlices`` whose indices ascend, each once. The average of integers
-        truncates toward zero; that of slices of integers is of floating point.
+        A tensor of the same shape and dtype; ``tf.IndexedSlices`` whose indices ascend, each once. The average of
+        integers truncates toward zero; that of slices of integers is of floating point.
 
     Raises:
-        InvalidArgumentError (a ValueError): both ``average`` and ``op``; XLA is to compile the graph; and all that `collectives.allreduce`
-            raises.
+        InvalidArgumentError (a ValueError): both ``average`` and ``op``; XLA is to compile the graph; and all that
+            `collectives.allreduce` raises.
         UnsupportedError (a NotImplementedError and a ValueError): another ``op`` of sparse tensors.
     """
-    how = device_dense, device_sparse, compression, op, prescale_factor, postscale_factor, process_set, ignore_name_scope, name
+    how = (
+        device_dense,
+        device_sparse,
+        compression,
+        op,
+        prescale_factor,
+        postscale_factor,
+        process_set,
+        ignore_name_scope,
+        name,
+    )
     return grouped_allreduce([tensor], average, *how, algorithm=algorithm, transport=transport)[0]
 
 
@@ -105,8 +117,8 @@ def grouped_allreduce(
     """`allreduce` of several tensors that are carried out, and complete, together; in a graph by one callback.
 
     Args:
-        tensors: equally many on every rank, in the same order; dtypes may be mixed, and dense with sparse ones (which make one more
-            callback).
+        tensors: equally many on every rank, in the same order; dtypes may be mixed, and dense with sparse ones (which
+            make one more callback).
 
     Returns:
         The results in order.
@@ -114,7 +126,17 @@ def grouped_allreduce(
     chosen = _operation(average, op, name, process_set)
     given = _tensors(tensors, name, process_set)
     factors = _factors(prescale_factor, postscale_factor, name, process_set)
-    call = Call("allreduce", name, process_set, chosen, *factors, None, algorithm, transport, ignore_name_scope=ignore_name_scope)
+    call = Call(
+        "allreduce",
+        name,
+        process_set,
+        chosen,
+        *factors,
+        None,
+        algorithm,
+        transport,
+        ignore_name_scope=ignore_name_scope,
+    )
     results: list[Any] = list(given)
     dense = [i for i, tensor in enumerate(given) if not isinstance(tensor, tf.IndexedSlices)]
     others = [i for i, tensor in enumerate(given) if isinstance(tensor, tf.IndexedSlices)]
@@ -130,7 +152,8 @@ def grouped_allreduce(
     return results
 
 
-# ---- the other collectives -------------------------------------------------------------------------------------------------
+# ---- the other collectives
+# -------------------------------------------------------------------------------------------------
 
 
 @unconverted
@@ -151,7 +174,8 @@ def reducescatter(
     """Combine the ranks' tensors and give each rank its share of the rows. Differentiable.
 
     Args:
-        tensor: of shape ``(rows, ...)``, equal on every rank. Rows that do not divide evenly go to the first ranks, one each.
+        tensor: of shape ``(rows, ...)``, equal on every rank. Rows that do not divide evenly go to the first ranks, one
+            each.
         op, name, ...: as for `allreduce`, without Adasum.
 
     Returns:
@@ -159,7 +183,9 @@ def reducescatter(
     """
     (given,) = _tensors([tensor], name, process_set)
     how = *_factors(prescale_factor, postscale_factor, name, process_set), None, algorithm, transport
-    return _compressed(Call("reducescatter", name, process_set, op, *how, ignore_name_scope=ignore_name_scope), compression, [given])[0]
+    return _compressed(
+        Call("reducescatter", name, process_set, op, *how, ignore_name_scope=ignore_name_scope), compression, [given]
+    )[0]
 
 
 @unconverted
@@ -201,7 +227,9 @@ def allgather(
     Returns:
         A tensor of shape ``(sum of all rows, ...)``; in a graph the rows are not known before it runs.
     """
-    return grouped_allgather([tensor], name, ignore_name_scope, process_set, algorithm=algorithm, transport=transport)[0]
+    return grouped_allgather([tensor], name, ignore_name_scope, process_set, algorithm=algorithm, transport=transport)[
+        0
+    ]
 
 
 @unconverted
@@ -283,7 +311,8 @@ def alltoall(
     algorithm: str | None = None,
     transport: str | None = None,
 ) -> Tensor | tuple[Tensor, tf.Tensor]:
-    """Send the first rows to rank 0, the next to rank 1, and so on; receive what each rank sent here, in rank order. Differentiable.
+    """Send the first rows to rank 0, the next to rank 1, and so on; receive what each rank sent here, in rank order.
+    Differentiable.
 
     Args:
         tensor: of shape ``(rows, ...)``; ranks may differ in ``rows``.
@@ -291,7 +320,8 @@ def alltoall(
         name, process_set: as for `allreduce`.
 
     Returns:
-        A tensor of the rows received. With ``splits``: that, and the number of rows received from each rank, in the splits' dtype (int32
+        A tensor of the rows received. With ``splits``: that, and the number of rows received from each rank, in the
+            splits' dtype (int32
         if they are no tensor or array).
     """
     (given,) = _tensors([tensor], name, process_set)
@@ -311,7 +341,8 @@ def alltoall(
     return result if splits is None else (result, received)
 
 
-# ---- without tensors -----------------------------------------------------------------------------------------------------
+# ---- without tensors
+# -----------------------------------------------------------------------------------------------------
 
 
 @unconverted
@@ -353,7 +384,8 @@ def gpu_available(ext_base_name: str = "tensorflow", verbose: bool = False) -> b
     return bool(tf.config.list_physical_devices("GPU"))
 
 
-# ---- arguments and results -------------------------------------------------------------------------------------------------
+# ---- arguments and results
+# -------------------------------------------------------------------------------------------------
 
 
 def _operation(average: Any, op: Op | None, name: str | None, process_set: ProcessSet) -> Op:
@@ -391,7 +423,9 @@ def _tensor(given: Any) -> Any:
         text = f"tensor: expected a tensor, a variable, an array or a number, got {detection.describe(given)}: {error}"
         raise InvalidTypeError(text) from None
     if tensor.dtype.name not in dtypes.NAMES:
-        raise InvalidTypeError(f"tensor: dtype {tensor.dtype.name} is not supported; expected one of {', '.join(dtypes.NAMES)}")
+        raise InvalidTypeError(
+            f"tensor: dtype {tensor.dtype.name} is not supported; expected one of {', '.join(dtypes.NAMES)}"
+        )
     return tensor
 
 

@@ -1,4 +1,5 @@
-"""`DistributedOptimizer`: a TensorFlow or Keras optimizer, whose gradients are combined over the ranks before they are applied."""
+"""`DistributedOptimizer`: a TensorFlow or Keras optimizer, whose gradients are combined over the ranks before they are
+applied."""
 
 from __future__ import annotations
 
@@ -41,18 +42,19 @@ def DistributedOptimizer(
 ) -> Optimizer:
     """Wrap an optimizer, so that it applies the gradients of all ranks.
 
-    A ``tf.compat.v1.train.Optimizer`` combines them in ``compute_gradients``, in one call, in a graph or eagerly; what changes gradients,
-    such as clipping, comes between that and ``apply_gradients``. An optimizer that scales the loss may be inside or outside. Keras
-    optimizers are handed to `collectives.tensorflow.keras.DistributedOptimizer`.
+    A ``tf.compat.v1.train.Optimizer`` combines them in ``compute_gradients``, in one call, in a graph or eagerly; what
+    changes gradients, such as clipping, comes between that and ``apply_gradients``. An optimizer that scales the loss
+    may be inside or outside. Keras optimizers are handed to `collectives.tensorflow.keras.DistributedOptimizer`.
 
     Args:
         optimizer: shares its state, slots and checkpoints with the result, which is of a subclass of its type.
         name: for Keras optimizers; others keep their own.
         use_locking: of Horovod's interface; the optimizer's own decides.
-        backward_passes_per_step: backward passes over which gradients add up on the rank before they are combined and applied.
-            ``apply_gradients`` does nothing in between, apart from counting ``global_step``.
-        op: Average, Sum, Min, Max, Product; or Adasum, which combines what the optimizer did to the variables on each rank instead: every
-            rank steps by itself, and after ``backward_passes_per_step`` steps the ranks combine how far they have come.
+        backward_passes_per_step: backward passes over which gradients add up on the rank before they are combined and
+            applied. ``apply_gradients`` does nothing in between, apart from counting ``global_step``.
+        op: Average, Sum, Min, Max, Product; or Adasum, which combines what the optimizer did to the variables on each
+            rank instead: every rank steps by itself, and after ``backward_passes_per_step`` steps the ranks combine how
+            far they have come.
         average_aggregated_gradients: divide by ``backward_passes_per_step``, too.
         device_dense, ...: see `collectives.tensorflow.gradients.settle`.
 
@@ -64,7 +66,9 @@ def DistributedOptimizer(
         InvalidTypeError: no optimizer, or ``compression`` is no compressor.
     """
     if isinstance(optimizer, _Distributed):
-        raise InvalidArgumentError("optimizer: expected an optimizer, got one that DistributedOptimizer has wrapped already")
+        raise InvalidArgumentError(
+            "optimizer: expected an optimizer, got one that DistributedOptimizer has wrapped already"
+        )
     if op is Op.ADASUM and average_aggregated_gradients:
         raise InvalidArgumentError("Adasum does not support average_aggregated_gradients == True")
     shared = {
@@ -89,7 +93,8 @@ def DistributedOptimizer(
         return result
     if not any(parent.__module__.partition(".")[0] in ("keras", "tf_keras") for parent in type(optimizer).__mro__):
         raise InvalidTypeError(
-            f"optimizer: expected a tf.compat.v1.train.Optimizer or a Keras optimizer, got {type(optimizer).__name__} {optimizer!r}"
+            f"optimizer: expected a tf.compat.v1.train.Optimizer or a Keras optimizer, got "
+            f"{type(optimizer).__name__} {optimizer!r}"
         )
     import collectives.tensorflow.keras
 
@@ -108,7 +113,8 @@ class _Distributed:
     _local_vars: set[Any]
 
     def register_local_var(self, var: Any) -> None:
-        """The gradients of a variable stay on this rank, divided by the number of ranks if ``scale_local_gradients``."""
+        """The gradients of a variable stay on this rank, divided by the number of ranks if
+        ``scale_local_gradients``."""
         self._local_vars.add(key(var))
 
 
@@ -149,8 +155,8 @@ class _Averaging(_Distributed):
     def apply_gradients(self, grads_and_vars: Any, global_step: Any = None, name: str | None = None) -> Any:
         """As ``tf.compat.v1.train.Optimizer.apply_gradients``; between combinations only ``global_step`` counts.
 
-        Gradients that `compute_gradients` or a ``DistributedGradientTape`` has combined are applied, clipped or not; others are combined
-        before.
+        Gradients that `compute_gradients` or a ``DistributedGradientTape`` has combined are applied, clipped or not;
+        others are combined before.
 
         Raises:
             InvalidArgumentError: it cannot be told which gradients these are; see `collectives.tensorflow.combined`.
@@ -171,7 +177,8 @@ class _Averaging(_Distributed):
 
 
 class _Adasum(_Distributed):
-    """Combines what steps did to the variables; S. Maleki et al., "Scaling Distributed Training with Adaptive Summation", MLSys 2021.
+    """Combines what steps did to the variables; S. Maleki et al., "Scaling Distributed Training with Adaptive
+    Summation", MLSys 2021.
 
     start      = variables, before the first of ``passes`` steps
     step       each rank's optimizer applies its own gradients
@@ -260,7 +267,8 @@ def _copied(variable: Any) -> Any:
 
 
 def _value(variable: Any) -> Any:
-    """The variable as it is now, also in a graph of TensorFlow 1, where a conversion to a tensor may give what was read before."""
+    """The variable as it is now, also in a graph of TensorFlow 1, where a conversion to a tensor may give what was read
+    before."""
     return variable.read_value()
 
 
@@ -271,4 +279,8 @@ def _after(operation: Any) -> Any:
 
 
 def _counted(global_step: Any) -> Any:
-    return None if global_step is None else tf.group(tf.compat.v1.assign_add(global_step, tf.cast(1, global_step.dtype.base_dtype)))
+    return (
+        None
+        if global_step is None
+        else tf.group(tf.compat.v1.assign_add(global_step, tf.cast(1, global_step.dtype.base_dtype)))
+    )

@@ -1,4 +1,5 @@
-"""All-reduce of ``tf.IndexedSlices``: as two gatherings, or denser where the ranks' rows overlap; `merging` has the rule."""
+"""All-reduce of ``tf.IndexedSlices``: as two gatherings, or denser where the ranks' rows overlap; `merging` has the
+rule."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ def allreduce(call: Call, slices: Sequence[Any]) -> list[Any]:
     """
     if call.op is Op.AVERAGE:
         slices = [_divisible(each) for each in slices]
-    merging = replace(call, collective="merge", prescale=1.0, postscale=1.0, compression=None, algorithm=None, transport=None)
+    merging = replace(
+        call, collective="merge", prescale=1.0, postscale=1.0, compression=None, algorithm=None, transport=None
+    )
     indices = [each.indices for each in slices]
     back = autograd.gradient_of(merging, [each.values for each in slices])
 
@@ -49,7 +52,10 @@ def allreduce(call: Call, slices: Sequence[Any]) -> list[Any]:
     def adjoint(gradients: list[Any], inputs: list[Any], outputs: list[Any]) -> list[Any]:
         chosen = [i for i, each in enumerate(slices) if autograd.has_gradient(each)]
         totals = autograd.run(replace(back, collective="allreduce"), gradients)
-        return [tf.gather(total, tf.searchsorted(outputs[len(slices) + i], indices[i])) for i, total in zip(chosen, totals, strict=True)]
+        return [
+            tf.gather(total, tf.searchsorted(outputs[len(slices) + i], indices[i]))
+            for i, total in zip(chosen, totals, strict=True)
+        ]
 
     results = autograd.attach(merged, adjoint, [autograd.scaled(each.values, call.prescale) for each in slices])
     return [

@@ -8,9 +8,9 @@ operations fail with. So a callback returns such an error, as one more result, a
     error -> Switch, where there are bytes in it -> CollectivesStatus -> Merge
                      where there are none        -------------------> Merge    (control dependency) -> results
 
-The bytes are the code, then the text. The operation is registered by TensorFlow's C interface, which plug-in devices use
-too. It is Python, and would wait for the interpreter's lock: thus the switch, so that it runs only in order to fail.
-Where that interface is missing, callbacks raise, and the code is TensorFlow's choice.
+The bytes are the code, then the text. The operation is registered by TensorFlow's C interface, which plug-in devices
+use too. It is Python, and would wait for the interpreter's lock: thus the switch, so that it runs only in order to
+fail. Where that interface is missing, callbacks raise, and the code is TensorFlow's choice.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ _NONE = np.zeros(0, np.uint8)
 def returning(
     callback: Callable[..., Any], types: Sequence[Any], shapes: Sequence[tf.TensorShape]
 ) -> tuple[Callable[..., Any], list[Any], list[tf.TensorShape]]:
-    """The callback that returns its errors, and the dtypes and shapes of its results: of ``callback``'s, and of the error."""
+    """The callback that returns its errors, and the dtypes and shapes of its results: of ``callback``'s, and of the
+    error."""
     if not _is_registered():
         return callback, list(types), list(shapes)
     stand_ins = tuple((dtype, _smallest(shape)) for dtype, shape in zip(types, shapes, strict=True))

@@ -6,8 +6,9 @@
     mean, variance     of all values, merged as by Chan, Golub and LeVeque (1979), in float64
     result             (x - shift) * scale + offset
 
-Whatever the shift, mean and variance are the same; but near the mean nothing large is subtracted from something large. Every step is an
-operation that TensorFlow differentiates, so that gradients of all orders come for free, as those of the whole batch.
+Whatever the shift, mean and variance are the same; but near the mean nothing large is subtracted from something large.
+Every step is an operation that TensorFlow differentiates, so that gradients of all orders come for free, as those of
+the whole batch.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from collectives.world import World
 
 
 class _Numbers:
-    """A world's layers, numbered in the order in which they are first used; no layer's operations meet those of another."""
+    """A world's layers, numbered in the order in which they are first used; no layer's operations meet those of
+    another."""
 
     def __init__(self) -> None:
         self._next = 0  # not how many are known: when layers are forgotten differs between ranks
@@ -46,9 +48,10 @@ _numbers: weakref.WeakKeyDictionary[World, _Numbers] = weakref.WeakKeyDictionary
 class SyncBatchNormalization(tf.keras.layers.BatchNormalization):  # type: ignore[misc]
     """``tf.keras.layers.BatchNormalization`` whose statistics, in training, are those of the batches of all ranks.
 
-    Of Keras 3, or of Keras 2 where ``TF_USE_LEGACY_KERAS=1`` makes that ``tf.keras``. In training every rank calls it, and goes backward
-    through it, in the same order; batches may differ in length, and may be empty. Inference is ordinary, and so is training on one rank.
-    Gradients of gamma and beta are those of the rank's own batch: a `DistributedGradientTape` or optimizer combines them with all others.
+    Of Keras 3, or of Keras 2 where ``TF_USE_LEGACY_KERAS=1`` makes that ``tf.keras``. In training every rank calls it,
+    and goes backward through it, in the same order; batches may differ in length, and may be empty. Inference is
+    ordinary, and so is training on one rank. Gradients of gamma and beta are those of the rank's own batch: a
+    `DistributedGradientTape` or optimizer combines them with all others.
 
     Args:
         fused: of Horovod's interface; False.
@@ -86,7 +89,9 @@ class SyncBatchNormalization(tf.keras.layers.BatchNormalization):  # type: ignor
         if world.size == 1:
             return super().call(inputs, training=True, mask=mask)
         if mask is not None and len(mask.shape) != len(inputs.shape) - 1:
-            raise InvalidArgumentError(f"mask: expected one dimension less than inputs, got {mask.shape} for {inputs.shape}")
+            raise InvalidArgumentError(
+                f"mask: expected one dimension less than inputs, got {mask.shape} for {inputs.shape}"
+            )
         x = tf.cast(inputs, tf.float64 if inputs.dtype == tf.float64 else tf.float32)
         channel = self._channel_axis(len(x.shape))
         near, row = _statistics(x, mask, channel)
@@ -135,12 +140,15 @@ def _flag(training: Any) -> bool:
         return bool(training)
     value = tf.get_static_value(training)
     if value is None:
-        raise InvalidArgumentError("training: expected True or False, got a tensor whose value is not known while the graph is made")
+        raise InvalidArgumentError(
+            "training: expected True or False, got a tensor whose value is not known while the graph is made"
+        )
     return bool(value)
 
 
 def _statistics(x: Any, mask: Any, channel: int) -> tuple[Any, Any]:
-    """The values less this rank's mean; and shift, sum, sum of squares of these, and their number, as a row of float64."""
+    """The values less this rank's mean; and shift, sum, sum of squares of these, and their number, as a row of
+    float64."""
     others = [axis for axis in range(len(x.shape)) if axis != channel]
     sizes = tf.shape(x, tf.int64)
     if mask is None:
@@ -154,7 +162,12 @@ def _statistics(x: Any, mask: Any, channel: int) -> tuple[Any, Any]:
     shift = tf.stop_gradient(total / tf.maximum(counted, 1))
     near = x - shift
     kept = near if inside is None else tf.where(inside, near, tf.zeros([], x.dtype))
-    sums = [tf.reshape(shift, [-1]), tf.reduce_sum(kept, others), tf.reduce_sum(tf.square(kept), others), counted[tf.newaxis]]
+    sums = [
+        tf.reshape(shift, [-1]),
+        tf.reduce_sum(kept, others),
+        tf.reduce_sum(tf.square(kept), others),
+        counted[tf.newaxis],
+    ]
     return near, tf.concat([tf.cast(part, tf.float64) for part in sums], 0)
 
 

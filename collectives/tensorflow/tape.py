@@ -36,19 +36,22 @@ def DistributedGradientTape(
 ) -> Tape:
     """Wrap a ``tf.GradientTape``, so that ``gradient()`` gives the gradients of all ranks, combined in one call.
 
-    The tape may have recorded already, be recording, or be used in a ``with`` statement afterwards; it and the result are one tape::
+    The tape may have recorded already, be recording, or be used in a ``with`` statement afterwards; it and the result
+    are one tape::
 
         with tf.GradientTape() as tape:
             loss = loss_of(model(images), labels)
         tape = hvd.DistributedGradientTape(tape)
         gradients = tape.gradient(loss, model.trainable_variables)
 
-    ``jacobian`` and ``batch_jacobian`` are those of this rank. What `gradient` returns is differentiable, as `allreduce` is, for an outer
-    tape. A loss that was scaled for float16 gives gradients that are scaled, and overflow on all ranks if they do on one.
+    ``jacobian`` and ``batch_jacobian`` are those of this rank. What `gradient` returns is differentiable, as
+    `allreduce` is, for an outer tape. A loss that was scaled for float16 gives gradients that are scaled, and overflow
+    on all ranks if they do on one.
 
     Args:
         gradtape: of ``tf.GradientTape`` or a subclass.
-        device_dense, device_sparse, compression, sparse_as_dense, op, gradient_predivide_factor, num_groups, groups, process_set,
+        device_dense, device_sparse, compression, sparse_as_dense, op, gradient_predivide_factor, num_groups, groups,
+        process_set,
             scale_local_gradients: see `collectives.tensorflow.gradients.settle`.
 
     Returns:
@@ -61,7 +64,9 @@ def DistributedGradientTape(
     if not isinstance(gradtape, tf.GradientTape):
         raise InvalidTypeError(f"gradtape: expected a tf.GradientTape, got {type(gradtape).__name__}")
     if isinstance(gradtape, _Distributed):
-        raise InvalidArgumentError("gradtape: expected a tf.GradientTape, got one that DistributedGradientTape has wrapped already")
+        raise InvalidArgumentError(
+            "gradtape: expected a tf.GradientTape, got one that DistributedGradientTape has wrapped already"
+        )
     way = settle(
         op=op,
         compression=compression,
@@ -99,7 +104,8 @@ def PartialDistributedGradientTape(
     """`DistributedGradientTape` for a model some of whose layers are this rank's own: their gradients are not combined.
 
     Args:
-        local_layers: a Keras layer, or several; they are built already, since they are known by their trainable weights.
+        local_layers: a Keras layer, or several; they are built already, since they are known by their trainable
+            weights.
         gradtape, ...: as for `DistributedGradientTape`.
 
     Raises:
@@ -137,7 +143,9 @@ def trainable_weights(layers: Any) -> list[Any]:
         if not hasattr(layer, "trainable_weights"):
             raise InvalidArgumentError(f"local_layers: expected layers of tf.keras.layers.Layer type, got {layer!r}")
         if not getattr(layer, "built", True):
-            raise InvalidArgumentError(f"local_layers: {layer!r} has no weights yet; build it, or call the model once, before")
+            raise InvalidArgumentError(
+                f"local_layers: {layer!r} has no weights yet; build it, or call the model once, before"
+            )
     return [weight for layer in found for weight in layer.trainable_weights]
 
 
@@ -150,7 +158,8 @@ class _Distributed:
 
     @unconverted
     def register_local_source(self, source: Any) -> None:
-        """The gradients of a variable stay on this rank, divided by the number of ranks if ``scale_local_gradients``."""
+        """The gradients of a variable stay on this rank, divided by the number of ranks if
+        ``scale_local_gradients``."""
         self._local_sources.add(key(source))
 
     @unconverted
@@ -175,7 +184,11 @@ class _Distributed:
         grads = self._rank_tape.gradient(
             target, sources, output_gradients=output_gradients, unconnected_gradients=unconnected_gradients
         )
-        if isinstance(sources, list) and type(grads) is list and not any(isinstance(source, (list, tuple, dict)) for source in sources):
+        if (
+            isinstance(sources, list)
+            and type(grads) is list
+            and not any(isinstance(source, (list, tuple, dict)) for source in sources)
+        ):
             return self._reduce(grads, sources)
         return tf.nest.pack_sequence_as(sources, self._reduce(tf.nest.flatten(grads), tf.nest.flatten(sources)))
 
@@ -209,4 +222,8 @@ class _Distributed:
 @functools.cache
 def _distributed(kind: type[Any]) -> type[Any]:
     """The class of a wrapped tape; what it adds is in slots, because its ``__dict__`` is the wrapped tape's own."""
-    return type(kind.__name__, (_Distributed, kind), {"__slots__": ("_local_sources", "_rank_tape", "_way"), "__module__": __name__})
+    return type(
+        kind.__name__,
+        (_Distributed, kind),
+        {"__slots__": ("_local_sources", "_rank_tape", "_way"), "__module__": __name__},
+    )

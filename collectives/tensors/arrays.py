@@ -2,11 +2,12 @@
 
 Below the door there are only views: 1-D, C-contiguous, aligned, in native byte order. A view is the caller's own memory
 whenever that is possible; otherwise it is a copy, which ``View.store`` writes back after an in-place operation.
-A Fortran-ordered array is copied as well: its elements could be moved in the order of its memory only if every rank's were
-ordered alike, and no rank can know.
+A Fortran-ordered array is copied as well: its elements could be moved in the order of its memory only if every rank's
+were ordered alike, and no rank can know.
 
-Nothing here imports a framework. What must be known about one is its reader in ``_READERS``; all others speak DLPack, the buffer
-protocol or ``__array_interface__``. A tensor on a GPU is handed to `collectives.tensors.cuda_tensors`, by the same rules.
+Nothing here imports a framework. What must be known about one is its reader in ``_READERS``; all others speak DLPack,
+the buffer protocol or ``__array_interface__``. A tensor on a GPU is handed to `collectives.tensors.cuda_tensors`, by
+the same rules.
 """
 
 from __future__ import annotations
@@ -33,14 +34,16 @@ _Wrap = Callable[[_Array], Any]
 _addressof = ctypes.addressof
 _byte_of: Any = ctypes.c_char.from_buffer
 _Read = tuple[_Array, _Wrap | None]
-"""A tensor's memory, and what turns a result of the same dtype into the tensor's type (None: a result stays an array)."""
+"""A tensor's memory, and what turns a result of the same dtype into the tensor's type (None: a result stays an
+array)."""
 
 
 class View:
     """A tensor as the engine sees it.
 
     Attributes:
-        array: 1-D, C-contiguous, aligned, native byte order; the caller's memory unless ``copied``. Read-only where the caller's is.
+        array: 1-D, C-contiguous, aligned, native byte order; the caller's memory unless ``copied``. Read-only where the
+            caller's is.
         shape: the tensor's shape; ``()`` for scalars.
         dtype: a supported dtype in native byte order.
         nbytes: bytes in ``array``.
@@ -70,7 +73,8 @@ class View:
         self._wrap = wrap
 
     def store(self) -> None:
-        """After an in-place operation: bring ``array`` into the caller's tensor. Nothing to do where it is the same memory."""
+        """After an in-place operation: bring ``array`` into the caller's tensor. Nothing to do where it is the same
+        memory."""
         if self._target is not None:
             np.copyto(self._target, self.array.reshape(self._target.shape))
 
@@ -83,7 +87,9 @@ class View:
                 at = self.array.__array_interface__["data"][0]
             return at, at + self.nbytes, writes, None
         target = self.array if self._target is None else self._target
-        return detection.strided_extent(target.__array_interface__["data"][0], target.shape, target.strides, target.itemsize, writes)
+        return detection.strided_extent(
+            target.__array_interface__["data"][0], target.shape, target.strides, target.itemsize, writes
+        )
 
     def detach(self) -> None:
         """Work on a copy from here on, which ``store`` brings back."""
@@ -98,7 +104,9 @@ class View:
         return array if self._wrap is None else self._wrap(array)
 
     def __repr__(self) -> str:
-        return f"View(shape={self.shape}, dtype={SUPPORTED[self.dtype]}, copied={self.copied}, writable={self.writable})"
+        return (
+            f"View(shape={self.shape}, dtype={SUPPORTED[self.dtype]}, copied={self.copied}, writable={self.writable})"
+        )
 
 
 @overload
@@ -113,9 +121,9 @@ def view(tensor: Any, *, argument: str = "tensor", writable: bool = False, strea
     """Look at a tensor, without a copy if possible.
 
     Args:
-        tensor: a NumPy array or scalar; a Python bool, int (int64), float or complex; anything on the CPU with the buffer
-            protocol, ``__array_interface__`` or DLPack (torch, jax, TensorFlow, ...), or on an NVIDIA GPU with DLPack or
-            ``__cuda_array_interface__``. Any shape and strides.
+        tensor: a NumPy array or scalar; a Python bool, int (int64), float or complex; anything on the CPU with the
+            buffer protocol, ``__array_interface__`` or DLPack (torch, jax, TensorFlow, ...), or on an NVIDIA GPU with
+            DLPack or ``__cuda_array_interface__``. Any shape and strides.
         argument: what messages call it.
         writable: an in-place operation is going to write to it.
         stream: of a tensor on a GPU: see `collectives.tensors.cuda_tensors.view`.
@@ -125,8 +133,8 @@ def view(tensor: Any, *, argument: str = "tensor", writable: bool = False, strea
 
     Raises:
         InvalidTypeError: a type or dtype that cannot be used, or memory that is neither the CPU's nor an NVIDIA GPU's.
-        InvalidArgumentError: ``writable`` and the tensor is read-only or its elements overlap; an int beyond 64 bits; a stream for a
-            tensor on the CPU.
+        InvalidArgumentError: ``writable`` and the tensor is read-only or its elements overlap; an int beyond 64 bits; a
+            stream for a tensor on the CPU.
         MissingDependencyError: the tensor is on a GPU, and something that GPUs need is missing.
     """
     wrap: _Wrap | None = None
@@ -140,7 +148,8 @@ def view(tensor: Any, *, argument: str = "tensor", writable: bool = False, strea
             return cuda_tensors.view(tensor, argument=argument, writable=writable, stream=stream)
         if stream is not None:
             raise InvalidArgumentError(
-                f"stream: expected None for a tensor on the CPU, got {stream!r}: the numbers of {argument} ({detection.describe(tensor)})"
+                f"stream: expected None for a tensor on the CPU, got {stream!r}: the numbers of {argument} "
+                f"({detection.describe(tensor)})"
                 " must be there when the operation is called"
             )
         array, wrap = read
@@ -173,7 +182,8 @@ def _look(tensor: Any, array: _Array, argument: str, writable: bool, wrap: _Wrap
     return View(flat, array.shape, dtype, flags.writeable, array if flags.writeable else None, wrap, True)
 
 
-# ---- every other type -------------------------------------------------------------------------------------------------
+# ---- every other type
+# -------------------------------------------------------------------------------------------------
 
 _CPU_DEVICES = (1, 3, 11)  # DLPack: CPU, CUDA's and ROCm's page-locked host memory
 _EXPECTED = (
@@ -189,7 +199,8 @@ def _read(tensor: Any, argument: str) -> _Read | None:
     if isinstance(tensor, np.ndarray):
         if isinstance(tensor, np.ma.MaskedArray):
             raise InvalidTypeError(
-                f"{argument}: masked arrays are refused because their mask would be lost; pass tensor.filled(...) or tensor.data"
+                f"{argument}: masked arrays are refused because their mask would be lost; pass tensor.filled(...) or "
+                f"tensor.data"
             )
         return tensor.view(np.ndarray), tensor.__array_wrap__
     if isinstance(tensor, np.generic):
@@ -198,12 +209,16 @@ def _read(tensor: Any, argument: str) -> _Read | None:
         try:
             return _frozen(np.asarray(tensor, _PYTHON_SCALARS[kind])), _python_scalar
         except OverflowError:
-            raise InvalidArgumentError(f"{argument}: expected an int of at most 64 bits (int64), got {tensor}") from None
+            raise InvalidArgumentError(
+                f"{argument}: expected an int of at most 64 bits (int64), got {tensor}"
+            ) from None
     framework = detection.framework(kind)
     if framework is not None:
         return _READERS[framework](tensor, argument)
     if isinstance(tensor, (list, tuple)):
-        raise InvalidTypeError(f"{argument}: expected {_EXPECTED}; got a {kind.__name__}: pass numpy.asarray({argument})")
+        raise InvalidTypeError(
+            f"{argument}: expected {_EXPECTED}; got a {kind.__name__}: pass numpy.asarray({argument})"
+        )
     return _read_protocol(tensor, argument)
 
 
@@ -220,7 +235,8 @@ def _python_scalar(array: _Array) -> Any:
     return array.item() if array.ndim == 0 else array
 
 
-# ---- protocols -----------------------------------------------------------------------------------------------------------
+# ---- protocols
+# -----------------------------------------------------------------------------------------------------------
 
 
 def _read_protocol(tensor: Any, argument: str) -> _Read | None:
@@ -240,7 +256,9 @@ def _read_protocol(tensor: Any, argument: str) -> _Read | None:
     except TypeError:
         pass
     except (ValueError, BufferError) as error:
-        raise InvalidTypeError(f"{argument}: the buffer of {detection.describe(tensor)} cannot be read: {error}") from None
+        raise InvalidTypeError(
+            f"{argument}: the buffer of {detection.describe(tensor)} cannot be read: {error}"
+        ) from None
     else:
         return _from_buffer(memory, tensor, argument), _buffer_wrap(tensor)
     if hasattr(tensor, "__array_interface__"):
@@ -255,7 +273,9 @@ def _from_dlpack(tensor: Any, argument: str) -> _Array:
     try:
         return np.from_dlpack(tensor)
     except (RuntimeError, TypeError, ValueError, BufferError) as error:
-        raise InvalidTypeError(f"{argument}: {detection.describe(tensor)} cannot be read through DLPack: {error}") from error
+        raise InvalidTypeError(
+            f"{argument}: {detection.describe(tensor)} cannot be read through DLPack: {error}"
+        ) from error
 
 
 def _from_buffer(memory: memoryview, tensor: Any, argument: str) -> _Array:
@@ -281,7 +301,8 @@ def _buffer_wrap(tensor: Any) -> _Wrap | None:
     return None
 
 
-# ---- frameworks ----------------------------------------------------------------------------------------------------------
+# ---- frameworks
+# ----------------------------------------------------------------------------------------------------------
 
 
 def _read_torch(tensor: Any, argument: str) -> _Read | None:
@@ -291,13 +312,16 @@ def _read_torch(tensor: Any, argument: str) -> _Read | None:
     if not tensor.is_cpu:
         raise detection.misplaced(tensor, argument, str(tensor.device))
     if tensor.layout is not torch.strided:
-        raise InvalidTypeError(f"{argument}: expected a dense tensor, got layout {tensor.layout}; pass {argument}.to_dense()")
+        raise InvalidTypeError(
+            f"{argument}: expected a dense tensor, got layout {tensor.layout}; pass {argument}.to_dense()"
+        )
     plain = tensor.detach() if tensor.requires_grad else tensor
     lazy = plain.is_conj() or plain.is_neg()  # conjugated or negated only when read: its memory holds other numbers
     if lazy:
         plain = plain.resolve_conj().resolve_neg()
     try:
-        # bfloat16: NumPy has no such type of its own, nor does DLPack bring it one. The same bits go under another name.
+        # bfloat16: NumPy has no such type of its own, nor does DLPack bring it one. The same bits go under another
+        # name.
         half = plain.dtype is torch.bfloat16
         array = plain.view(torch.int16).numpy().view(resolve("bfloat16")) if half else plain.numpy()
     except (RuntimeError, TypeError) as error:
@@ -320,7 +344,8 @@ def _read_jax(tensor: Any, argument: str) -> _Read | None:
     jax: Any = sys.modules["jax"]
     if isinstance(tensor, jax.core.Tracer):
         raise InvalidTypeError(
-            f"{argument}: expected a concrete jax array, got a tracer: call collectives.jax, or collectives outside jit, grad and vmap"
+            f"{argument}: expected a concrete jax array, got a tracer: call collectives.jax, or collectives outside "
+            f"jit, grad and vmap"
         )
     platforms = {device.platform for device in tensor.devices()}
     if platforms == {"gpu"}:
@@ -342,13 +367,17 @@ def _wrap_jax(array: _Array) -> Any:
 def _read_tensorflow(tensor: Any, argument: str) -> _Read | None:
     tensorflow: Any = sys.modules["tensorflow"]
     if not hasattr(tensor, "numpy"):
-        raise InvalidTypeError(f"{argument}: expected an eager tensor, got a symbolic {detection.describe(tensor)}: call outside tf.function")
+        raise InvalidTypeError(
+            f"{argument}: expected an eager tensor, got a symbolic {detection.describe(tensor)}: call outside "
+            f"tf.function"
+        )
     device = tensor.device or "CPU"
     if "GPU" in device:
         return None
     if "CPU" not in device:
         raise detection.misplaced(tensor, argument, device)
-    # Not numpy(), which copies. A variable's value is its memory, which TensorFlow does not write to while the value lives.
+    # Not numpy(), which copies. A variable's value is its memory, which TensorFlow does not write to while the value
+    # lives.
     array = np.asarray(tensor.read_value() if isinstance(tensor, tensorflow.Variable) else tensor)
     return _frozen(array.view()), wrap_tensorflow
 
@@ -357,7 +386,8 @@ _TENSORFLOW_ALIGNMENT = 64
 
 
 def wrap_tensorflow(array: _Array) -> Any:
-    """An array as an eager tensor, without a copy if it is aligned to 64 bytes, as TensorFlow's kernels want their tensors to be."""
+    """An array as an eager tensor, without a copy if it is aligned to 64 bytes, as TensorFlow's kernels want their
+    tensors to be."""
     tensorflow: Any = sys.modules["tensorflow"]
     if array.__array_interface__["data"][0] % _TENSORFLOW_ALIGNMENT or not array.flags.carray or array.size == 0:
         return tensorflow.convert_to_tensor(array)

@@ -1,11 +1,13 @@
 """Compression: tensors travel as halves, and come back in the caller's dtype.
 
-``compression=Compression.fp16`` or ``Compression.bf16`` halves the bytes of float32 and quarters those of float64; everything else
-is sent as it is. float16 has 11 significant bits, and what lies beyond 65504 becomes infinity; bfloat16 has 8 and float32's range.
+``compression=Compression.fp16`` or ``Compression.bf16`` halves the bytes of float32 and quarters those of float64;
+everything else is sent as it is. float16 has 11 significant bits, and what lies beyond 65504 becomes infinity; bfloat16
+has 8 and float32's range.
 
-A compressor is anything with ``compress`` and ``decompress``, as in Horovod. The built-in ones also say what travels, ``wire``:
-the engine then converts in its own buffers, and never calls their ``compress``. That is for compressors made of them: it gives back
-the caller's type, on the caller's device (a torch tensor for a torch tensor), and a NumPy array for what no framework owns.
+A compressor is anything with ``compress`` and ``decompress``, as in Horovod. The built-in ones also say what travels,
+``wire``: the engine then converts in its own buffers, and never calls their ``compress``. That is for compressors made
+of them: it gives back the caller's type, on the caller's device (a torch tensor for a torch tensor), and a NumPy array
+for what no framework owns.
 """
 
 from __future__ import annotations
@@ -118,12 +120,14 @@ def check(compression: Any) -> None:
     """Refuse what is no compressor.
 
     Raises:
-        InvalidTypeError: no ``compress`` and ``decompress``, or they cannot be called with (tensor) and (tensor, context).
+        InvalidTypeError: no ``compress`` and ``decompress``, or they cannot be called with (tensor) and (tensor,
+            context).
     """
     if any(compression is known for known in BUILT_IN):
         return
     expected = (
-        f"compression: expected Compression.{', Compression.'.join(name for name in vars(Compression) if name[0] != '_')}, or a class or"
+        f"compression: expected "
+        f"Compression.{', Compression.'.join(name for name in vars(Compression) if name[0] != '_')}, or a class or"
         " instance with compress(tensor) -> (tensor, context) and decompress(tensor, context) -> tensor"
     )
     kind = compression.__name__ if isinstance(compression, type) else f"{type(compression).__name__} {compression!r}"
@@ -134,7 +138,9 @@ def check(compression: Any) -> None:
         if not _takes(method, arguments):
             # Most likely a class whose methods need an instance.
             advice = "; pass an instance, or make it a @staticmethod" if isinstance(compression, type) else ""
-            raise InvalidTypeError(f"{expected}; got {kind}, whose {name} cannot be called with ({', '.join(arguments)}){advice}")
+            raise InvalidTypeError(
+                f"{expected}; got {kind}, whose {name} cannot be called with ({', '.join(arguments)}){advice}"
+            )
 
 
 def _takes(method: Any, arguments: tuple[str, ...]) -> bool:
@@ -157,7 +163,9 @@ def _compress(tensor: Any, half: str) -> tuple[Any, Any]:
         if dtype not in (namespace.float32, namespace.float64):
             return tensor, None
         # CuPy's dtypes are NumPy's, where bfloat16 is not among the names of a module.
-        return _cast(framework, tensor, dtypes.resolve(half) if framework == "cupy" else getattr(namespace, half)), dtype
+        return _cast(
+            framework, tensor, dtypes.resolve(half) if framework == "cupy" else getattr(namespace, half)
+        ), dtype
     seen = view(tensor)
     return (_converted(seen, dtypes.resolve(half)), seen.dtype) if seen.dtype in _COMPRESSED else (tensor, None)
 
@@ -185,7 +193,8 @@ def _converted(seen: View, dtype: _Dtype) -> _Array:
     return out.reshape(seen.shape)
 
 
-# ---- conversion ----------------------------------------------------------------------------------------------------------
+# ---- conversion
+# ----------------------------------------------------------------------------------------------------------
 
 _BLOCK = 65536
 """Elements that are in float32 at a time between float64 and a half: 256 KiB, which stay in the L2 cache."""
@@ -194,12 +203,13 @@ _BLOCK = 65536
 def cast(source: _Array, out: _Array) -> None:
     """Write ``source`` into ``out`` in its dtype: float16, bfloat16, float32 or float64, either way, without warnings.
 
-    Rounds to the nearest, ties to even. What is too large for ``out`` becomes infinity, what is too small zero; NaN stays NaN,
-    maybe with other bits. Widening is exact, and narrowing rounds once; but from float64 to a half it goes through float32, as in
-    torch and ml_dtypes. A number that float32 puts just between two halves (one in 20,000, for float16) may then become the
-    farther one, which is farther by 1/8000 of their distance at most.
+    Rounds to the nearest, ties to even. What is too large for ``out`` becomes infinity, what is too small zero; NaN
+    stays NaN, maybe with other bits. Widening is exact, and narrowing rounds once; but from float64 to a half it goes
+    through float32, as in torch and ml_dtypes. A number that float32 puts just between two halves (one in 20,000, for
+    float16) may then become the farther one, which is farther by 1/8000 of their distance at most.
 
-    With numkong, 1e6 elements of float32 take 0.1 to 0.2 ms (NumPy: 2.5 ms to float16, 0.4 ms to bfloat16), of float64 0.3 to 0.4 ms.
+    With numkong, 1e6 elements of float32 take 0.1 to 0.2 ms (NumPy: 2.5 ms to float16, 0.4 ms to bfloat16), of float64
+    0.3 to 0.4 ms.
 
     Args:
         source: 1-D, contiguous, aligned, in native byte order.
@@ -223,7 +233,8 @@ def cast(source: _Array, out: _Array) -> None:
 
 @functools.cache
 def _conversion(given: _Dtype, wanted: _Dtype) -> _Conversion:
-    """NumPy's conversion; but between float32 and a half numkong's, which is nearly as fast as a copy. Call it under ``quiet()``."""
+    """NumPy's conversion; but between float32 and a half numkong's, which is nearly as fast as a copy. Call it under
+    ``quiet()``."""
     half = next((dtype for dtype in (given, wanted) if dtypes.is_half(dtype)), None)
     numkong = None if half is None or given == wanted else _numkong(half)
     return _convert_numpy if numkong is None else _with_numkong(numkong, wanted)
@@ -241,7 +252,8 @@ def _with_numkong(numkong: Any, wanted: _Dtype) -> _Conversion:
         astype(_tensor(numkong, source), name, out=_tensor(numkong, out))
 
     def convert_unless_nan(source: _Array, out: _Array) -> None:
-        # numkong (7.8.6) rounds NaN as if it were a number: CUDA's, 0x7fffffff, becomes -0.0. The largest element tells of any NaN.
+        # numkong (7.8.6) rounds NaN as if it were a number: CUDA's, 0x7fffffff, becomes -0.0. The largest element tells
+        # of any NaN.
         if np.isnan(np.maximum.reduce(source)):
             _convert_numpy(source, out)
         else:
@@ -265,7 +277,8 @@ def _numkong(half: _Dtype) -> Any:
 
 
 def _agrees(numkong: Any, half: _Dtype) -> bool:
-    """A sample of all halves to float32, and of float32 back: subnormals, ties and their neighbours, infinities and NaN."""
+    """A sample of all halves to float32, and of float32 back: subnormals, ties and their neighbours, infinities and
+    NaN."""
     bits = np.arange(0, 1 << 16, 41, dtype=np.uint16)
     narrow, following = bits.view(half), (bits + np.uint16(1)).view(half)
     middle = (narrow.astype(_FLOAT32) + following.astype(_FLOAT32)) / np.float32(2)

@@ -1,7 +1,8 @@
 """Whether the ranks hold the same tensors: a fingerprint of each, and what is said when they differ.
 
-Models drift apart silently: one rank seeds otherwise, misses a broadcast, or loads an older checkpoint. Each rank reduces its tensors
-to fingerprints of some bytes; the ranks show them to each other, and every rank finds the same first tensor that differs.
+Models drift apart silently: one rank seeds otherwise, misses a broadcast, or loads an older checkpoint. Each rank
+reduces its tensors to fingerprints of some bytes; the ranks show them to each other, and every rank finds the same
+first tensor that differs.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ class Fingerprint(NamedTuple):
     """What one tensor is, in little space.
 
     Attributes:
-        digest: 128 bits of a hash of the shape, the dtype and every bit of the elements: 0.0 and -0.0 differ, a NaN equals itself.
+        digest: 128 bits of a hash of the shape, the dtype and every bit of the elements: 0.0 and -0.0 differ, a NaN
+            equals itself.
     """
 
     name: str
@@ -34,8 +36,8 @@ def fingerprints(tensors: Any) -> list[Fingerprint]:
     """A fingerprint of each tensor, in their order; about 1 ms for a MiB.
 
     Args:
-        tensors: a mapping of names to tensors, or an iterable of tensors or of (name, tensor) pairs, such as a model's parameters.
-            Tensors without names are called ``tensors[0]``, ``tensors[1]``, ...
+        tensors: a mapping of names to tensors, or an iterable of tensors or of (name, tensor) pairs, such as a model's
+            parameters. Tensors without names are called ``tensors[0]``, ``tensors[1]``, ...
 
     Raises:
         InvalidTypeError: not such a collection, or a tensor that cannot be looked at.
@@ -54,17 +56,21 @@ def fingerprints(tensors: Any) -> list[Fingerprint]:
     return list(found.values())
 
 
-def compare(rank: int, all_ranks_fingerprints: Sequence[Sequence[Fingerprint]], ranks: Sequence[int] | None = None) -> None:
+def compare(
+    rank: int, all_ranks_fingerprints: Sequence[Sequence[Fingerprint]], ranks: Sequence[int] | None = None
+) -> None:
     """Return if every rank has the same tensors, in whatever order.
 
     Args:
         rank: this rank, which the message names.
-        all_ranks_fingerprints: those of rank 0, 1, ... On every rank the same, so that every rank raises the same error.
+        all_ranks_fingerprints: those of rank 0, 1, ... On every rank the same, so that every rank raises the same
+            error.
         ranks: what the message calls the ranks; by default 0, 1, ...
 
     Raises:
-        MismatchError: names the first tensor that differs, in the order of the first rank that has it; in what it differs; and on
-            which ranks: the odd ones against those with which most ranks agree (of equally many, those of the lowest rank).
+        MismatchError: names the first tensor that differs, in the order of the first rank that has it; in what it
+            differs; and on which ranks: the odd ones against those with which most ranks agree (of equally many, those
+            of the lowest rank).
     """
     by_rank = [{fingerprint.name: fingerprint for fingerprint in each} for each in all_ranks_fingerprints]
     names = list(dict.fromkeys(name for each in by_rank for name in each))
@@ -78,7 +84,11 @@ def _named(tensors: Any) -> Iterable[tuple[str, Any]]:
     if isinstance(tensors, Mapping):
         return [(str(name), tensor) for name, tensor in tensors.items()]
     # An array can be iterated as well, but its rows are not what was meant.
-    if hasattr(tensors, "dtype") or isinstance(tensors, (str, bytes, bytearray, memoryview)) or not isinstance(tensors, Iterable):
+    if (
+        hasattr(tensors, "dtype")
+        or isinstance(tensors, (str, bytes, bytearray, memoryview))
+        or not isinstance(tensors, Iterable)
+    ):
         raise InvalidTypeError(
             "tensors: expected a mapping of names to tensors, or a sequence of tensors or of (name, tensor) pairs;"
             f" got {type(tensors).__name__}: pass a list of tensors"
@@ -89,7 +99,9 @@ def _named(tensors: Any) -> Iterable[tuple[str, Any]]:
     return [(f"tensors[{index}]", tensor) for index, tensor in enumerate(listed)]
 
 
-def _mismatch(rank: int, differing: Sequence[str], found: Sequence[Fingerprint | None], ranks: Sequence[int]) -> MismatchError:
+def _mismatch(
+    rank: int, differing: Sequence[str], found: Sequence[Fingerprint | None], ranks: Sequence[int]
+) -> MismatchError:
     """The error about the first of the differing tensors, of which each of the ranks has ``found``."""
     more = f" (the first of {len(differing)} that differ)" if len(differing) > 1 else ""
     subject = f"rank {rank}: tensor {differing[0]!r}{more}"

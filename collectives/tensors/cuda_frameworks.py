@@ -1,7 +1,9 @@
-"""The frameworks whose tensors live on GPUs: where a tensor lies, which stream its program works on, and how results are made.
+"""The frameworks whose tensors live on GPUs: where a tensor lies, which stream its program works on, and how results
+are made.
 
-torch and CuPy say so themselves; all others speak DLPack or ``__cuda_array_interface__``. Where a framework is no help, the device's
-own arrays are: results are such arrays, handed over through DLPack, and with CuPy they also copy tensors of any layout.
+torch and CuPy say so themselves; all others speak DLPack or ``__cuda_array_interface__``. Where a framework is no help,
+the device's own arrays are: results are such arrays, handed over through DLPack, and with CuPy they also copy tensors
+of any layout.
 """
 
 from __future__ import annotations
@@ -49,7 +51,8 @@ class Framework:
     """What does for every framework that has no better way.
 
     Args:
-        from_dlpack: makes the framework's tensor from an object with ``__dlpack__``; None: results stay arrays of the device's own type.
+        from_dlpack: makes the framework's tensor from an object with ``__dlpack__``; None: results stay arrays of the
+            device's own type.
     """
 
     def __init__(self, from_dlpack: Callable[[Any], Any] | None = None) -> None:
@@ -72,7 +75,8 @@ class Framework:
             strided = _strided(found)
             if strided is None:
                 raise InvalidTypeError(
-                    f"{argument}: expected a contiguous tensor, got one of shape {found.shape} and strides {found.strides} (bytes);"
+                    f"{argument}: expected a contiguous tensor, got one of shape {found.shape} and strides "
+                    f"{found.strides} (bytes);"
                     " make it contiguous first"
                 )
             with _on_own_stream(found.device, found.stream):
@@ -97,23 +101,29 @@ class Framework:
         return result, result.__cuda_array_interface__["data"][0]
 
     def wrap(self, result: Any, dtype: np.dtype[Any], device: Device, made_on: int, used_on: int) -> Any:
-        """What `empty` gave as the caller's type, when everything that fills it has been ordered before the stream ``used_on``."""
+        """What `empty` gave as the caller's type, when everything that fills it has been ordered before the stream
+        ``used_on``."""
         if self._from_dlpack is None:
             return result
         with active(device):
             return self._from_dlpack(Export(result, dtype, device, used_on))
 
 
-# ---- torch -----------------------------------------------------------------------------------------------------------------
+# ---- torch
+# -----------------------------------------------------------------------------------------------------------------
 
 
 class Torch(Framework):
     def read(self, tensor: Any, argument: str, provider: Provider, given: int | None) -> Found:
         torch: Any = sys.modules["torch"]
         if tensor.device.type != "cuda" or torch.version.hip is not None:
-            raise detection.misplaced(tensor, argument, f"{tensor.device}{' (ROCm)' if torch.version.hip is not None else ''}")
+            raise detection.misplaced(
+                tensor, argument, f"{tensor.device}{' (ROCm)' if torch.version.hip is not None else ''}"
+            )
         if tensor.layout is not torch.strided:
-            raise InvalidTypeError(f"{argument}: expected a dense tensor, got layout {tensor.layout}; pass {argument}.to_dense()")
+            raise InvalidTypeError(
+                f"{argument}: expected a dense tensor, got layout {tensor.layout}; pass {argument}.to_dense()"
+            )
         index = tensor.device.index
         stream = torch.cuda.current_stream(index).cuda_stream if given is None else given
         dtype = _from_torch(tensor.dtype, argument)
@@ -126,7 +136,9 @@ class Torch(Framework):
         try:
             address = plain.data_ptr()
         except RuntimeError as error:
-            raise InvalidTypeError(f"{argument}: {detection.describe(tensor)} has no memory of its own: {error}") from error
+            raise InvalidTypeError(
+                f"{argument}: {detection.describe(tensor)} has no memory of its own: {error}"
+            ) from error
         return Found(address, tuple(plain.shape), strides, dtype, provider.device(index), not lazy, stream, plain)
 
     def current_stream(self, device: Device) -> int:
@@ -146,7 +158,9 @@ class Torch(Framework):
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any], device: Device, stream: int) -> tuple[Any, int]:
         torch: Any = sys.modules["torch"]
         with self._on(stream, device.index):
-            result = torch.empty(shape, dtype=getattr(torch, dtypes.name(dtype)), device=torch.device("cuda", device.index))
+            result = torch.empty(
+                shape, dtype=getattr(torch, dtypes.name(dtype)), device=torch.device("cuda", device.index)
+            )
         return result, result.data_ptr()
 
     def wrap(self, result: Any, dtype: np.dtype[Any], device: Device, made_on: int, used_on: int) -> Any:
@@ -154,7 +168,8 @@ class Torch(Framework):
         return result
 
     def _keep(self, tensor: Any, device: Device, made_on: int, used_on: int) -> None:
-        """torch gives freed memory away in the order of the stream it was made on: tell it of the other stream that uses it."""
+        """torch gives freed memory away in the order of the stream it was made on: tell it of the other stream that
+        uses it."""
         if used_on != made_on:
             tensor.record_stream(self._stream(used_on, device.index))
 
@@ -180,7 +195,8 @@ def _from_torch(dtype: Any, argument: str) -> np.dtype[Any]:
     return dtypes.resolve(name)
 
 
-# ---- CuPy ------------------------------------------------------------------------------------------------------------------
+# ---- CuPy
+# ------------------------------------------------------------------------------------------------------------------
 
 
 class Cupy(Framework):
@@ -195,28 +211,39 @@ class Cupy(Framework):
         return stream
 
 
-_BITS = {1: np.dtype(np.uint8), 2: np.dtype(np.uint16), 4: np.dtype(np.uint32), 8: np.dtype(np.uint64), 16: np.dtype(np.complex128)}
+_BITS = {
+    1: np.dtype(np.uint8),
+    2: np.dtype(np.uint16),
+    4: np.dtype(np.uint32),
+    8: np.dtype(np.uint64),
+    16: np.dtype(np.complex128),
+}
 
 
 def _strided(found: Found) -> Any:
-    """A tensor's memory as a CuPy array of elements of that size; None if CuPy is not what the device's arrays are of."""
+    """A tensor's memory as a CuPy array of elements of that size; None if CuPy is not what the device's arrays are
+    of."""
     cupy: Any = sys.modules.get("cupy")
     if cupy is None or not isinstance(found.device.empty((0,), np.dtype(np.uint8), found.stream), cupy.ndarray):
         return None
     memory = cupy.cuda.UnownedMemory(found.address, found.dtype.itemsize, found.memory, found.device.index)
-    return cupy.ndarray(found.shape, _BITS[found.dtype.itemsize], cupy.cuda.MemoryPointer(memory, 0), strides=found.strides)
+    return cupy.ndarray(
+        found.shape, _BITS[found.dtype.itemsize], cupy.cuda.MemoryPointer(memory, 0), strides=found.strides
+    )
 
 
 @contextlib.contextmanager
 def _on_own_stream(device: Device, stream: int) -> Iterator[None]:
-    """What CuPy does inside, on its current stream, comes after what the stream was given before and before what it is given after."""
+    """What CuPy does inside, on its current stream, comes after what the stream was given before and before what it is
+    given after."""
     current = device.current_stream()
     streams.order(device, stream, current)
     yield
     streams.order(device, current, stream)
 
 
-# ---- JAX and TensorFlow ------------------------------------------------------------------------------------------------------
+# ---- JAX and TensorFlow
+# ------------------------------------------------------------------------------------------------------
 
 
 class Jax(Framework):
@@ -236,7 +263,8 @@ class Jax(Framework):
 
 
 class TensorFlow(Framework):
-    """Tensors are immutable. TensorFlow tells nobody its stream: it waits itself when it exports, and is waited for when it imports."""
+    """Tensors are immutable. TensorFlow tells nobody its stream: it waits itself when it exports, and is waited for
+    when it imports."""
 
     def read(self, tensor: Any, argument: str, provider: Provider, given: int | None) -> Found:
         tensorflow: Any = sys.modules["tensorflow"]
@@ -251,10 +279,13 @@ class TensorFlow(Framework):
         tensorflow: Any = sys.modules["tensorflow"]
         with active(device):
             device.drain(used_on)
-            return tensorflow.experimental.dlpack.from_dlpack(Export(result, dtype, device, used_on).__dlpack__(stream=-1))
+            return tensorflow.experimental.dlpack.from_dlpack(
+                Export(result, dtype, device, used_on).__dlpack__(stream=-1)
+            )
 
 
-# ---- protocols ---------------------------------------------------------------------------------------------------------------
+# ---- protocols
+# ---------------------------------------------------------------------------------------------------------------
 
 
 def _by_dlpack(tensor: Any, export: Callable[..., Any], argument: str, provider: Provider, given: int | None) -> Found:
@@ -268,7 +299,9 @@ def _by_dlpack(tensor: Any, export: Callable[..., Any], argument: str, provider:
     memory = dlpack.read(capsule, argument=f"{argument} ({name})")
     if memory.kind not in (dlpack.CUDA, dlpack.MANAGED):
         raise detection.misplaced(tensor, argument, f"DLPack device kind {memory.kind}")
-    return Found(memory.address, memory.shape, memory.strides, memory.dtype, device, not memory.read_only, stream, memory.capsule)
+    return Found(
+        memory.address, memory.shape, memory.strides, memory.dtype, device, not memory.read_only, stream, memory.capsule
+    )
 
 
 def _capsule(export: Callable[..., Any], stream: int) -> Any:
@@ -283,7 +316,9 @@ def _by_interface(tensor: Any, argument: str, provider: Provider, given: int | N
     kind = detection.describe(tensor)
     interface = getattr(tensor, "__cuda_array_interface__", None)
     if not isinstance(interface, dict) or interface.get("version") not in (2, 3):
-        raise InvalidTypeError(f"{argument}: expected a {kind} whose __cuda_array_interface__ is of version 2 or 3, got {interface!r}")
+        raise InvalidTypeError(
+            f"{argument}: expected a {kind} whose __cuda_array_interface__ is of version 2 or 3, got {interface!r}"
+        )
     if interface.get("mask") is not None:
         raise InvalidTypeError(f"{argument}: a masked {kind} is refused because its mask would be lost")
     address, read_only = interface["data"]
@@ -301,11 +336,14 @@ def _by_interface(tensor: Any, argument: str, provider: Provider, given: int | N
                 streams.free_of_capture(device, made_on, argument, streams.OUTSIDE)
                 streams.order(device, made_on, stream)
     strides = interface.get("strides")
-    return Found(address, tuple(interface["shape"]), strides and tuple(strides), dtype, device, not read_only, stream, tensor)
+    return Found(
+        address, tuple(interface["shape"]), strides and tuple(strides), dtype, device, not read_only, stream, tensor
+    )
 
 
 def _place(device: Device, given: int | None, argument: str) -> tuple[Device, int]:
-    """A device, and the stream on which its tensor is to be used, which is about to be made to wait for the tensor's own."""
+    """A device, and the stream on which its tensor is to be used, which is about to be made to wait for the tensor's
+    own."""
     with active(device):
         stream = device.current_stream() if given is None else given
         streams.free_of_capture(device, stream, argument, streams.OUTSIDE)

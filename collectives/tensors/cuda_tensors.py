@@ -1,9 +1,12 @@
-"""The door for tensors on GPUs: any framework's tensor becomes one kind of view, and results leave as the caller's type.
+"""The door for tensors on GPUs: any framework's tensor becomes one kind of view, and results leave as the caller's
+type.
 
-The counterpart of `collectives.tensors.arrays`, by the same rules: below the door memory is 1-D and contiguous, the caller's own whenever that is
-possible; otherwise it is a copy, which ``DeviceView.store`` brings back after an in-place operation.
+The counterpart of `collectives.tensors.arrays`, by the same rules: below the door memory is 1-D and contiguous, the
+caller's own whenever that is possible; otherwise it is a copy, which ``DeviceView.store`` brings back after an in-place
+operation.
 
-Nothing here waits. A view says after whose work its memory may be read; who fills a result says before whose work it is filled.
+Nothing here waits. A view says after whose work its memory may be read; who fills a result says before whose work it is
+filled.
 """
 
 from __future__ import annotations
@@ -67,9 +70,29 @@ class DeviceView:
         writable: an in-place operation may write ``array`` and then call ``store``.
     """
 
-    __slots__ = ("_copy", "_found", "_framework", "_given", "array", "copied", "device", "dtype", "nbytes", "shape", "stream", "writable")
+    __slots__ = (
+        "_copy",
+        "_found",
+        "_framework",
+        "_given",
+        "array",
+        "copied",
+        "device",
+        "dtype",
+        "nbytes",
+        "shape",
+        "stream",
+        "writable",
+    )
 
-    def __init__(self, framework: cuda_frameworks.Framework, found: cuda_frameworks.Found, array: DeviceArray, copied: bool, given: bool) -> None:
+    def __init__(
+        self,
+        framework: cuda_frameworks.Framework,
+        found: cuda_frameworks.Found,
+        array: DeviceArray,
+        copied: bool,
+        given: bool,
+    ) -> None:
         self.array = array
         self.shape = found.shape
         self.dtype = array.dtype
@@ -84,13 +107,13 @@ class DeviceView:
         self._given = given
 
     def current_stream(self) -> int:
-        """The stream before whose later work a result must be ready: the one that the caller named when the view was made, else the
-        one that the calling thread's program works on now; raises as `streams.usable`."""
+        """The stream before whose later work a result must be ready: the one that the caller named when the view was
+        made, else the one that the calling thread's program works on now; raises as `streams.usable`."""
         return self.stream if self._given else streams.usable(self._framework.current_stream(self.device))
 
     def store(self) -> None:
-        """After an in-place operation: bring ``array`` into the caller's tensor, on `current_stream`, which must have been made to wait
-        for the operation. Nothing to do where it is the same memory."""
+        """After an in-place operation: bring ``array`` into the caller's tensor, on `current_stream`, which must have
+        been made to wait for the operation. Nothing to do where it is the same memory."""
         if self.copied and self.writable:
             self._framework.store(self._found, self._copy, self.current_stream())
 
@@ -116,7 +139,8 @@ class DeviceView:
             self.device.copy(self.array.address, values.array.address, self.nbytes, self.current_stream())
 
     def on_host(self) -> Array:
-        """The elements as a 1-D NumPy array, when the work that made them is done; raises as `streams.free_of_capture`."""
+        """The elements as a 1-D NumPy array, when the work that made them is done; raises as
+        `streams.free_of_capture`."""
         with active(self.device):
             streams.free_of_capture(self.device, self.stream, "tensor", streams.OUTSIDE)
             found = self.device.pinned(max(1, self.nbytes))[: self.nbytes]
@@ -127,7 +151,8 @@ class DeviceView:
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any] | None = None) -> tuple[Any, DeviceArray]:
         """A place for a result.
 
-        Its memory may have been in use before: it may be written after the work that ``stream`` has been given when this returns.
+        Its memory may have been in use before: it may be written after the work that ``stream`` has been given when
+        this returns.
 
         Args:
             shape: of the result.
@@ -147,11 +172,14 @@ class DeviceView:
             result: the first of what `empty` returned.
             dtype: that was given there.
         """
-        return self._framework.wrap(result, self.dtype if dtype is None else dtype, self.device, self.stream, self.current_stream())
+        return self._framework.wrap(
+            result, self.dtype if dtype is None else dtype, self.device, self.stream, self.current_stream()
+        )
 
     def __repr__(self) -> str:
         return (
-            f"DeviceView(shape={self.shape}, dtype={SUPPORTED[self.dtype]}, device={self.device.index}, stream={self.stream:#x},"
+            f"DeviceView(shape={self.shape}, dtype={SUPPORTED[self.dtype]}, device={self.device.index}, "
+            f"stream={self.stream:#x},"
             f" copied={self.copied}, writable={self.writable})"
         )
 
@@ -164,12 +192,13 @@ def view(tensor: Any, *, argument: str = "tensor", writable: bool = False, strea
             ``__cuda_array_interface__`` (numba, ...). Any shape and strides.
         argument: what messages call it.
         writable: an in-place operation is going to write to it.
-        stream: after whose work the tensor may be read, and before whose work a result must be ready: see `streams.handle`; None: the
-            one that the tensor's framework works on.
+        stream: after whose work the tensor may be read, and before whose work a result must be ready: see
+            `streams.handle`; None: the one that the tensor's framework works on.
 
     Raises:
         InvalidTypeError: a type or dtype that cannot be used, or memory that is not an NVIDIA GPU's.
-        InvalidArgumentError: ``writable`` and the tensor is read-only or its elements overlap; or a stream that cannot be used.
+        InvalidArgumentError: ``writable`` and the tensor is read-only or its elements overlap; or a stream that cannot
+            be used.
         MissingDependencyError: GPUs cannot be used here; the message says what is missing.
     """
     given = None if stream is None else streams.usable(streams.handle(stream))
@@ -186,7 +215,8 @@ def view(tensor: Any, *, argument: str = "tensor", writable: bool = False, strea
     contiguous = strides is None or detection.is_contiguous(shape, strides, dtype.itemsize)
     if found.address % dtype.itemsize:
         raise InvalidTypeError(
-            f"{argument}: expected elements at multiples of their size ({dtype.itemsize} bytes), got a {detection.describe(tensor)} at"
+            f"{argument}: expected elements at multiples of their size ({dtype.itemsize} bytes), got a "
+            f"{detection.describe(tensor)} at"
             f" address {found.address:#x}; copy it first"
         )
     memory, address = found.memory, found.address
@@ -210,5 +240,7 @@ def _resolve(tensor: Any, dtype: np.dtype[Any], argument: str) -> np.dtype[Any]:
     kind = f"{argument} ({detection.describe(tensor)})"
     found = resolve(dtype, argument=kind)
     if not dtype.isnative:
-        raise InvalidTypeError(f"{kind}: byte-swapped dtype {dtype} is not supported on a GPU; convert it to {found} first")
+        raise InvalidTypeError(
+            f"{kind}: byte-swapped dtype {dtype} is not supported on a GPU; convert it to {found} first"
+        )
     return found

@@ -1,7 +1,8 @@
-"""What can be said about anybody's tensor without touching its numbers: its type, its framework, and how it lies in memory.
+"""What can be said about anybody's tensor without touching its numbers: its type, its framework, and how it lies in
+memory.
 
-Nothing here imports a framework. A framework's tensor can only exist in a program that has imported the framework, so that
-``sys.modules`` is where it is found.
+Nothing here imports a framework. A framework's tensor can only exist in a program that has imported the framework, so
+that ``sys.modules`` is where it is found.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ class Strided(NamedTuple):
 NO_ELEMENTS = "on meta, where tensors have a shape and no elements: give it memory first, as by module.to_empty(device=...), and values"
 """What is wrong with a tensor of torch's meta device, and what to do."""
 Extent = tuple[int, int, bool, Strided | None]
-"""What an operation uses of a tensor's memory: lowest address, the one behind the highest, whether it is written, and the layout where
-that may have gaps."""
+"""What an operation uses of a tensor's memory: lowest address, the one behind the highest, whether it is written, and
+the layout where that may have gaps."""
 _EFFORT: Any = 100_000
 """Steps for which NumPy may look for a byte that two tensors have in common."""
 
@@ -55,14 +56,16 @@ def misplaced(tensor: Any, argument: str, place: str) -> InvalidTypeError:
     if place == "meta":
         return InvalidTypeError(f"{argument}: expected a tensor with elements, got a {describe(tensor)} {NO_ELEMENTS}")
     return InvalidTypeError(
-        f"{argument}: expected memory of the CPU or of an NVIDIA GPU, got a {describe(tensor)} on {place}: copy it to the host first"
+        f"{argument}: expected memory of the CPU or of an NVIDIA GPU, got a {describe(tensor)} on {place}: copy it "
+        f"to the host first"
     )
 
 
 def frozen(tensor: Any, argument: str, shape: Sequence[int], dtype: Any) -> InvalidArgumentError:
     """The refusal to write to what is read-only."""
     return InvalidArgumentError(
-        f"{argument}: an in-place operation needs a writable tensor, got a read-only {describe(tensor)} of shape {tuple(shape)} and dtype"
+        f"{argument}: an in-place operation needs a writable tensor, got a read-only {describe(tensor)} of shape "
+        f"{tuple(shape)} and dtype"
         f" {dtype}; use the operation that returns a new tensor, or copy it first"
     )
 
@@ -70,7 +73,8 @@ def frozen(tensor: Any, argument: str, shape: Sequence[int], dtype: Any) -> Inva
 def overlapping(tensor: Any, argument: str, shape: Sequence[int], strides: Sequence[int]) -> InvalidArgumentError:
     """The refusal to write to elements that share memory."""
     return InvalidArgumentError(
-        f"{argument}: an in-place operation needs elements that do not share memory, got a {describe(tensor)} of shape {tuple(shape)} and"
+        f"{argument}: an in-place operation needs elements that do not share memory, got a {describe(tensor)} of "
+        f"shape {tuple(shape)} and"
         f" strides {tuple(strides)} (a broadcast or sliding view); copy it first"
     )
 
@@ -78,12 +82,16 @@ def overlapping(tensor: Any, argument: str, shape: Sequence[int], strides: Seque
 def strided_extent(address: int, shape: Sequence[int], strides: Sequence[int], itemsize: int, writes: bool) -> Extent:
     """The extent of a tensor that has elements; strides in bytes."""
     reaches = [stride * (length - 1) for stride, length in zip(strides, shape, strict=True)]
-    start, end = address + sum(min(0, reach) for reach in reaches), address + sum(max(0, reach) for reach in reaches) + itemsize
+    start, end = (
+        address + sum(min(0, reach) for reach in reaches),
+        address + sum(max(0, reach) for reach in reaches) + itemsize,
+    )
     return start, end, writes, Strided(address, tuple(shape), tuple(strides), itemsize)
 
 
 def share_a_byte(one: Extent, other: Extent) -> bool:
-    """Whether two tensors whose addresses overlap have a byte in common; if that is too hard to tell, they count as if they had."""
+    """Whether two tensors whose addresses overlap have a byte in common; if that is too hard to tell, they count as if
+    they had."""
     if one[3] is None and other[3] is None:
         return True
     try:
@@ -138,11 +146,14 @@ def is_contiguous(shape: Sequence[int], strides: Sequence[int], itemsize: int) -
 
 
 def may_overlap(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:
-    """Whether two indices might mean the same memory; exact for every layout that slicing, transposing and broadcasting make."""
+    """Whether two indices might mean the same memory; exact for every layout that slicing, transposing and broadcasting
+    make."""
     if 0 in shape:
         return False
     reach = itemsize
-    for stride, length in sorted((abs(stride), length) for stride, length in zip(strides, shape, strict=True) if length > 1):
+    for stride, length in sorted(
+        (abs(stride), length) for stride, length in zip(strides, shape, strict=True) if length > 1
+    ):
         if stride < reach:
             return True
         reach += stride * (length - 1)

@@ -1,7 +1,7 @@
 """DLPack without a framework: where another library's tensor lies.
 
-A capsule holds a structure of C; `read` looks into it. The capsule stays unconsumed: it is kept, under its own name, as what keeps
-the memory alive, and its own destructor gives the memory back.
+A capsule holds a structure of C; `read` looks into it. The capsule stays unconsumed: it is kept, under its own name, as
+what keeps the memory alive, and its own destructor gives the memory back.
 """
 
 from __future__ import annotations
@@ -60,7 +60,9 @@ class _Versioned(ctypes.Structure):
 
 # Functions of our own: those of ctypes.pythonapi are shared with whoever else sets their argument types.
 _is_valid = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_char_p)(("PyCapsule_IsValid", ctypes.pythonapi))
-_get_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(("PyCapsule_GetPointer", ctypes.pythonapi))
+_get_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
+    ("PyCapsule_GetPointer", ctypes.pythonapi)
+)
 
 
 class Memory(NamedTuple):
@@ -99,7 +101,9 @@ def read(capsule: Any, *, argument: str = "tensor") -> Memory:
     else:
         strides = _packed(shape, dtype.itemsize)
     address = (tensor.data or 0) + tensor.byte_offset
-    return Memory(address, shape, strides, dtype, tensor.place.kind, tensor.place.index, bool(flags & _READ_ONLY), capsule)
+    return Memory(
+        address, shape, strides, dtype, tensor.place.kind, tensor.place.index, bool(flags & _READ_ONLY), capsule
+    )
 
 
 def structure(capsule: Any, argument: str) -> tuple[_Tensor, int]:
@@ -108,7 +112,8 @@ def structure(capsule: Any, argument: str) -> tuple[_Tensor, int]:
         versioned = _Versioned.from_address(_get_pointer(capsule, b"dltensor_versioned"))
         if versioned.major > VERSION[0]:
             raise InvalidTypeError(
-                f"{argument}: expected a DLPack capsule of version {VERSION[0]}, got version {versioned.major}.{versioned.minor}"
+                f"{argument}: expected a DLPack capsule of version {VERSION[0]}, got version "
+                f"{versioned.major}.{versioned.minor}"
             )
         return versioned.tensor, versioned.flags
     if _is_valid(capsule, b"dltensor"):
@@ -121,7 +126,9 @@ def _dtype(given: _Type, argument: str) -> np.dtype[Any]:
     name = "bool" if kind == "bool" and given.bits == 8 else f"{kind}{given.bits}"
     if name not in NAMES or given.lanes != 1:
         vector = f" in vectors of {given.lanes}" if given.lanes != 1 else ""
-        raise InvalidTypeError(f"{argument}: DLPack dtype {name}{vector} is not supported; expected one of {', '.join(NAMES)}")
+        raise InvalidTypeError(
+            f"{argument}: DLPack dtype {name}{vector} is not supported; expected one of {', '.join(NAMES)}"
+        )
     return resolve(name)
 
 

@@ -1,9 +1,9 @@
 """What happens to two blocks that meet: kernels for every operation and dtype, and the scaling of a finished block.
 
 A kernel is the hot loop of every algorithm: for float32, float64, integers and complex numbers it is NumPy's ufunc.
-float16 and bfloat16 are widened to float32, combined, and rounded once; NumPy alone does that 50 to 100 times slower than it
-adds float32, so that numkong's vectorised loops take over where it is installed (the extra ``halves``) and passes a check against
-NumPy.
+float16 and bfloat16 are widened to float32, combined, and rounded once; NumPy alone does that 50 to 100 times slower
+than it adds float32, so that numkong's vectorised loops take over where it is installed (the extra ``halves``) and
+passes a check against NumPy.
 
 NumPy warns of overflow and NaN through Python, once per block. Who calls kernels on floating-point blocks does it under
 ``quiet()``, entered once per collective and not per block.
@@ -26,13 +26,15 @@ from collectives.base.reduce_op import Op, check
 _Array = npt.NDArray[Any]
 _Dtype = np.dtype[Any]
 Kernel = Callable[[_Array, _Array, _Array], object]
-"""``kernel(a, b, out)`` writes ``a op b`` into ``out``: 1-D, contiguous, aligned, equally long; ``out`` may be ``a`` or ``b``."""
+"""``kernel(a, b, out)`` writes ``a op b`` into ``out``: 1-D, contiguous, aligned, equally long; ``out`` may be ``a`` or
+``b``."""
 Scaling = Callable[[_Array, _Array], None]
 """``scaling(array, out)`` writes the scaled ``array`` into ``out``, which may be ``array``."""
 
 
 def quiet() -> np.errstate:
-    """A context in which kernels and scalings let overflow and NaN pass without a RuntimeWarning (for this thread, about 1 µs).
+    """A context in which kernels and scalings let overflow and NaN pass without a RuntimeWarning (for this thread,
+    about 1 µs).
 
     Integers and bools, and halves where numkong serves, never warn and do not need it: see ``warns``.
     """
@@ -70,8 +72,8 @@ def identity(op: Op, dtype: _Dtype) -> Any:
 def kernel(op: Op, dtype: _Dtype) -> Kernel:
     """The function that combines two blocks.
 
-    An average is a sum until ``finish``. Integers wrap. Min and Max pass NaN on. For bool, Sum and Max are "or"; Product and
-    Min are "and", and so is Average: the mean, truncated, is true only where all are.
+    An average is a sum until ``finish``. Integers wrap. Min and Max pass NaN on. For bool, Sum and Max are "or";
+    Product and Min are "and", and so is Average: the mean, truncated, is true only where all are.
 
     Raises:
         InvalidTypeError: Min or Max of complex numbers, which have no order.
@@ -89,9 +91,9 @@ def finish(op: Op, dtype: _Dtype, size: int, postscale: float = 1.0) -> Scaling 
 
     Floating point and complex: an average alone is the correctly rounded quotient; with a factor it is ONE product with
     ``postscale / size``, which is computed in float64. Halves do so in float32 and round once. Integers: an average
-    truncates toward zero and is exact for all 64 bits; with a factor the product is taken in float64 and truncated (where it
-    leaves the dtype's range, the result is the hardware's). Bool: an average is complete already; with a factor, true where
-    the product is not zero.
+    truncates toward zero and is exact for all 64 bits; with a factor the product is taken in float64 and truncated
+    (where it leaves the dtype's range, the result is the hardware's). Bool: an average is complete already; with a
+    factor, true where the product is not zero.
     """
     average = op is Op.AVERAGE and not dtypes.is_bool(dtype)
     if not average or size == 1:
@@ -101,8 +103,8 @@ def finish(op: Op, dtype: _Dtype, size: int, postscale: float = 1.0) -> Scaling 
     if dtypes.is_integer(dtype):
         return _integer_quotient(dtype, size)
     if size & (size - 1) == 0 or (dtypes.is_half(dtype) and size % 2 == 1 and size < 1024):
-        # Quicker than a division, and equal: exact for powers of two; and for halves, float32's error of the product by an odd
-        # size's reciprocal is too small to cross a midpoint between two halves (checked exhaustively).
+        # Quicker than a division, and equal: exact for powers of two; and for halves, float32's error of the product by
+        # an odd size's reciprocal is too small to cross a midpoint between two halves (checked exhaustively).
         return prescale(dtype, 1.0 / size)
     return _floating(dtype, np.divide, float(size))
 
@@ -125,14 +127,22 @@ def _maximum(a: _Array, b: _Array, out: _Array) -> object:
     return np.maximum(a, b, out=out)
 
 
-_KERNELS: dict[Op, Kernel] = {Op.AVERAGE: np.add, Op.SUM: np.add, Op.PRODUCT: np.multiply, Op.MIN: _minimum, Op.MAX: _maximum}
+_KERNELS: dict[Op, Kernel] = {
+    Op.AVERAGE: np.add,
+    Op.SUM: np.add,
+    Op.PRODUCT: np.multiply,
+    Op.MIN: _minimum,
+    Op.MAX: _maximum,
+}
 
 
-# ---- scaling -------------------------------------------------------------------------------------------------------------
+# ---- scaling
+# -------------------------------------------------------------------------------------------------------------
 
 
 def _floating(dtype: _Dtype, function: np.ufunc, number: float) -> Scaling:
-    """``function(array, number)`` for a real number; a complex array is scaled as pairs, so that inf + 1j keeps its 1j."""
+    """``function(array, number)`` for a real number; a complex array is scaled as pairs, so that inf + 1j keeps its
+    1j."""
     if dtypes.is_half(dtype):
         operand = np.float32(number)
         if function is np.multiply and _numkong() is not None and operand != 0 and np.isfinite(operand):
@@ -168,7 +178,8 @@ def _scale_whole(array: _Array, out: _Array, factor: np.float64) -> None:
 
 
 def _integer_quotient(dtype: _Dtype, size: int) -> Scaling:
-    """Truncated division by ``size`` without a detour through floats: floor((a + (size - 1 where a is negative)) / size)."""
+    """Truncated division by ``size`` without a detour through floats: floor((a + (size - 1 where a is negative)) /
+    size)."""
     # 8 or 16 bits and more ranks than they can count: the size itself needs a wider type.
     work = np.dtype(np.int64) if size > np.iinfo(dtype).max else dtype
     divisor, addend = work.type(size), work.type(size - 1)
@@ -195,10 +206,12 @@ def _integer_quotient(dtype: _Dtype, size: int) -> Scaling:
     return divide
 
 
-# ---- halves --------------------------------------------------------------------------------------------------------------
+# ---- halves
+# --------------------------------------------------------------------------------------------------------------
 
 _BLOCK = 16384
-"""Elements that are widened at a time: with two float32 operands, an eighth of a megabyte, which stays in the L2 cache."""
+"""Elements that are widened at a time: with two float32 operands, an eighth of a megabyte, which stays in the L2
+cache."""
 
 
 class _Scratch(threading.local):
@@ -228,7 +241,9 @@ def import_numkong() -> Any:
     try:
         return importlib.import_module("numkong")
     except ImportError:
-        logging.warn_on_first_rank("float16 and bfloat16 are many times slower than float32 without numkong: pip install numkong")
+        logging.warn_on_first_rank(
+            "float16 and bfloat16 are many times slower than float32 without numkong: pip install numkong"
+        )
         return None
 
 
@@ -240,7 +255,8 @@ def _numkong() -> Any:
 
 
 def _agrees(numkong: Any) -> bool:
-    """A sample of all float16s, with subnormals, ties, infinities and NaN: sums, products and conversions bit for bit."""
+    """A sample of all float16s, with subnormals, ties, infinities and NaN: sums, products and conversions bit for
+    bit."""
     a = np.arange(0, 1 << 16, 41, dtype=np.uint16).view(np.float16)
     b = a[::-1].copy()
     zeros = np.full(a.size, -0.0, np.float16)
@@ -282,7 +298,8 @@ def _half_kernel(op: Op, dtype: _Dtype) -> Kernel:
 
 
 def _half_sum(numkong: Any, dtype: _Dtype) -> Kernel:
-    """numkong's blend with both weights 1 is its sum with half the overhead. It gives the GIL away, as NumPy's larger loops do."""
+    """numkong's blend with both weights 1 is its sum with half the overhead. It gives the GIL away, as NumPy's larger
+    loops do."""
     blend = numkong.blend
     if dtypes.name(dtype) == "float16":
 
@@ -299,7 +316,8 @@ def _half_sum(numkong: Any, dtype: _Dtype) -> Kernel:
 
 
 def _half_product(numkong: Any, dtype: _Dtype, factor: float) -> Scaling:
-    """factor * a + 1 * -0.0, which is factor * a. (A blend with a zero weight would skip its operand, infinities included.)"""
+    """factor * a + 1 * -0.0, which is factor * a. (A blend with a zero weight would skip its operand, infinities
+    included.)"""
     kind = dtypes.name(dtype)
     carrier = dtype if kind == "float16" else _BITS
     zeros = _NEGATIVE_ZEROS.view(carrier)
@@ -315,7 +333,8 @@ def _half_product(numkong: Any, dtype: _Dtype, factor: float) -> Scaling:
 
 
 def _widened(dtype: _Dtype, function: Kernel, a: _Array, b: _Array | None, out: _Array) -> None:
-    """``function`` in float32 on blocks that stay in cache, rounded once into ``out``. ``b`` None: a function of ``a`` alone."""
+    """``function`` in float32 on blocks that stay in cache, rounded once into ``out``. ``b`` None: a function of ``a``
+    alone."""
     numkong = _numkong()
     widen, narrow = (_widen_numpy, _narrow_numpy) if numkong is None else _CONVERSIONS[dtypes.name(dtype)]
     left, right = _scratch.left, _scratch.right

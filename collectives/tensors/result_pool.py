@@ -1,11 +1,11 @@
 """Memory for results, used again.
 
-The first write to a fresh 64 MiB array costs thousands of page faults, about as much time as the copy itself. A result that
-the caller has dropped therefore goes back to a pool, and the next out-of-place call of that size writes into memory
-whose pages are there: it runs at the speed of an in-place call. The pool keeps a bounded number of bytes.
+The first write to a fresh 64 MiB array costs thousands of page faults, about as much time as the copy itself. A result
+that the caller has dropped therefore goes back to a pool, and the next out-of-place call of that size writes into
+memory whose pages are there: it runs at the speed of an in-place call. The pool keeps a bounded number of bytes.
 
-A pooled result is a plain ``numpy.ndarray``. Its ultimate base is a small lease; NumPy keeps it alive for as long as any view
-of the result lives, and its end returns the block.
+A pooled result is a plain ``numpy.ndarray``. Its ultimate base is a small lease; NumPy keeps it alive for as long as
+any view of the result lives, and its end returns the block.
 """
 
 from __future__ import annotations
@@ -62,10 +62,11 @@ class _Return(weakref.ref[_Lease]):
 
 
 class ResultPool:
-    """Uninitialised result arrays. At most ``limit`` bytes are kept for reuse, counting those that are lent out and will come back.
+    """Uninitialised result arrays. At most ``limit`` bytes are kept for reuse, counting those that are lent out and
+    will come back.
 
-    Safe to use from several threads, from a destructor that runs in the middle of ``empty``, and in a forked child: nobody
-    ever waits for the lock. Who cannot have it allocates afresh.
+    Safe to use from several threads, from a destructor that runs in the middle of ``empty``, and in a forked child:
+    nobody ever waits for the lock. Who cannot have it allocates afresh.
 
     A dropped result comes back without a line of Python: an interrupt that is handled within a destructor is lost.
     """
@@ -101,7 +102,8 @@ class ResultPool:
         return np.asarray(lease).view(dtype).reshape(shape)
 
     def aligned(self, count: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-        """``empty`` in one dimension, aligned to 64 bytes whatever its size: for frameworks that take no other memory without a copy."""
+        """``empty`` in one dimension, aligned to 64 bytes whatever its size: for frameworks that take no other memory
+        without a copy."""
         dtype = np.dtype(dtype)
         nbytes = count * dtype.itemsize
         if THRESHOLD <= nbytes <= self.limit:
@@ -120,7 +122,8 @@ class ResultPool:
         self._free = []
 
     def _take(self, nbytes: int) -> _Block | None:
-        """The smallest kept block of at least ``nbytes`` and at most a quarter (and a page) more, the newest of equals."""
+        """The smallest kept block of at least ``nbytes`` and at most a quarter (and a page) more, the newest of
+        equals."""
         best = None
         largest = nbytes + nbytes // 4 + _PAGE
         for index, block in enumerate(self._free):
@@ -130,7 +133,12 @@ class ResultPool:
 
     def _add(self, nbytes: int) -> _Block:
         """A new block. The oldest are given up for it: the sizes of today are more likely asked for again."""
-        excess = nbytes - self.limit + sum(b.nbytes for b in self._free) + sum(lent.block.nbytes for lent in self._lent.values())
+        excess = (
+            nbytes
+            - self.limit
+            + sum(b.nbytes for b in self._free)
+            + sum(lent.block.nbytes for lent in self._lent.values())
+        )
         while excess > 0:
             given_up = self._free.pop(0) if self._free else self._lent.pop(next(iter(self._lent))).block
             excess -= given_up.nbytes

@@ -1,7 +1,8 @@
 """Callers' streams: what they call one, how one is made to wait for another, and which cannot be used.
 
-A stream is the driver's number. The legacy default stream has two, 0 and 1; here it is always 0. The per-thread default stream is another
-stream in every thread under one number: other threads, which carry operations out, cannot name the caller's.
+A stream is the driver's number. The legacy default stream has two, 0 and 1; here it is always 0. The per-thread default
+stream is another stream in every thread under one number: other threads, which carry operations out, cannot name the
+caller's.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ def handle(stream: Any, *, argument: str = "stream") -> int:
     """The number of a stream.
 
     Args:
-        stream: the number itself, a ``cupy.cuda.Stream``, a ``torch.cuda.Stream``, or anything with ``__cuda_stream__``.
+        stream: the number itself, a ``cupy.cuda.Stream``, a ``torch.cuda.Stream``, or anything with
+            ``__cuda_stream__``.
         argument: what messages call it.
 
     Raises:
@@ -37,7 +39,8 @@ def handle(stream: Any, *, argument: str = "stream") -> int:
         number = stream.ptr
     if isinstance(number, bool) or not hasattr(number, "__index__"):
         raise InvalidTypeError(
-            f"{argument}: expected a CUDA stream (the driver's number, a cupy.cuda.Stream, a torch.cuda.Stream or an object with"
+            f"{argument}: expected a CUDA stream (the driver's number, a cupy.cuda.Stream, a torch.cuda.Stream or an "
+            f"object with"
             f" __cuda_stream__), got {describe(stream)}"
         )
     number = int(number)
@@ -54,27 +57,32 @@ def usable(stream: int, argument: str = "stream") -> int:
     """
     if stream == PER_THREAD:
         raise InvalidArgumentError(
-            f"{argument}: expected a stream that is the same in every thread, got the per-thread default stream (number 2, with CuPy from "
-            f"CUPY_CUDA_PER_THREAD_DEFAULT_STREAM=1), for which other threads cannot wait; make another one current, such as "
+            f"{argument}: expected a stream that is the same in every thread, got the per-thread default stream "
+            f"(number 2, with CuPy from "
+            f"CUPY_CUDA_PER_THREAD_DEFAULT_STREAM=1), for which other threads cannot wait; make another one current, "
+            f"such as "
             f"cupy.cuda.Stream(non_blocking=True), or pass it as stream="
         )
     return stream
 
 
 def free_of_capture(device: Device, stream: int, whose: str, advice: str) -> None:
-    """Refuse a stream that is being captured, before a wait in it would invalidate the capture. The device must be active.
+    """Refuse a stream that is being captured, before a wait in it would invalidate the capture. The device must be
+    active.
 
     Raises:
         InvalidArgumentError: it is being captured; the message is ``whose``, the reason and ``advice``.
     """
     if device.capturing(stream):
         raise InvalidArgumentError(
-            f"{whose}: its stream is being captured into a CUDA graph, which cannot hold work that waits for other ranks; {advice}"
+            f"{whose}: its stream is being captured into a CUDA graph, which cannot hold work that waits for other "
+            f"ranks; {advice}"
         )
 
 
 def order(device: Device, first: int, then: int) -> None:
-    """What the second stream is given from now on waits for what the first was given so far. The device must be active."""
+    """What the second stream is given from now on waits for what the first was given so far. The device must be
+    active."""
     if first == then:
         return
     event = device.create_event()

@@ -7,8 +7,9 @@
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
 
-Tensors may be on the CPU or on GPUs, in any dtype that the engine knows, bfloat16 included. A script for ``horovod.torch`` runs when its
-import line is changed; with ``collectivesrun --as-horovod`` not even that (see `collectives.horovod`).
+Tensors may be on the CPU or on GPUs, in any dtype that the engine knows, bfloat16 included. A script for
+``horovod.torch`` runs when its import line is changed; with ``collectivesrun --as-horovod`` not even that (see
+`collectives.horovod`).
 """
 
 from collectives import (

@@ -5,8 +5,9 @@
     delta     = parameters - start
     parameters = start + adasum(delta of every rank)
 
-S. Maleki et al., "Scaling Distributed Training with Adaptive Summation", MLSys 2021: combining steps in place of gradients makes it work
-with any optimizer, since what is orthogonal or parallel is what the optimizer does. Its state (momentum and the like) is each rank's own.
+S. Maleki et al., "Scaling Distributed Training with Adaptive Summation", MLSys 2021: combining steps in place of
+gradients makes it work with any optimizer, since what is orthogonal or parallel is what the optimizer does. Its state
+(momentum and the like) is each rank's own.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ class AdasumSteps:
         """Step on this rank, and combine the steps of all.
 
         Raises:
-            MismatchError, RankFailedError, CollectiveTimeoutError: as for `collectives.allreduce`; the parameters are then what they were.
+            MismatchError, RankFailedError, CollectiveTimeoutError: as for `collectives.allreduce`; the parameters are
+                then what they were.
         """
         trained = [param for group in self.param_groups for param in group["params"] if param.requires_grad]
         params = [param.detach() for param in trained]
@@ -64,7 +66,9 @@ class AdasumSteps:
         with torch.no_grad():
             try:
                 torch._foreach_sub_(params, starts)
-                world_of(self._process_set).grouped_allreduce_(params, op=Op.ADASUM, name="steps", compression=self._compression)
+                world_of(self._process_set).grouped_allreduce_(
+                    params, op=Op.ADASUM, name="steps", compression=self._compression
+                )
             except BaseException:
                 torch._foreach_copy_(params, starts)
                 raise

@@ -1,21 +1,23 @@
-"""Gradients through the collectives: each is carried out by the engine, and its adjoint by other collectives in backward.
+"""Gradients through the collectives: each is carried out by the engine, and its adjoint by other collectives in
+backward.
 
-The loss is the SUM of the ranks' losses: a rank's gradient says how that sum changes with the rank's input. With gy the gradients of
-the ranks' outputs, `f` a reduction with its scale factors, and rows as a reduce-scatter divides them:
+The loss is the SUM of the ranks' losses: a rank's gradient says how that sum changes with the rank's input. With gy the
+gradients of the ranks' outputs, `f` a reduction with its scale factors, and rows as a reduce-scatter divides them:
 
     allreduce (Sum)       gx = allreduce(gy, Sum)
     allreduce (Average)   gx = allreduce(gy, Average)
     allreduce (else)      gx = the adjoint of reducescatter, of reducescatter(gy, Sum)
     reducescatter (Sum)   gx = allgather(gy)                                      Average: divided by the number of ranks
-    reducescatter (else)  every rank's version of my rows comes here (alltoall), f is differentiated there, and each goes back (alltoall)
-    allgather             gx = my rows of the sum of gy: a reduce-scatter, or where ranks differ in rows an alltoall and a local sum
+    reducescatter (else)  every rank's version of my rows comes here (alltoall), f is differentiated there, and each
+    goes back (alltoall) allgather             gx = my rows of the sum of gy: a reduce-scatter, or where ranks differ in rows an alltoall and a local sum
     broadcast             gx = allreduce(gy, Sum) on the root, zeros elsewhere
     alltoall              gx = alltoall(gy), with the rows received as splits
     Adasum                every rank's tensor comes here (allgather), its tree is differentiated, with allreduce(gy, Sum)
 
-Linear ones are scaled by both factors. Of Min and Max, equal extreme values share the gradient evenly; Product multiplies the other
-ranks' elements, so that zeros do no harm; Adasum takes the coefficient of a vector of zeros for the constant that it is taken for in
-forward. Complex tensors follow torch's convention (the conjugate of what multiplies). Tensors of integers and bools have no gradient.
+Linear ones are scaled by both factors. Of Min and Max, equal extreme values share the gradient evenly; Product
+multiplies the other ranks' elements, so that zeros do no harm; Adasum takes the coefficient of a vector of zeros for
+the constant that it is taken for in forward. Complex tensors follow torch's convention (the conjugate of what
+multiplies). Tensors of integers and bools have no gradient.
 
 An adjoint is made of the same differentiable collectives, so that it can be differentiated again.
 
@@ -25,8 +27,9 @@ With ``COLLECTIVES_GRADIENTS=horovod`` the gradients are those of Horovod, where
     reducescatter         size() times the adjoint, of Sum and Average; Horovod has no others
     allgather, broadcast  the adjoint divided by size()
 
-Every rank must use the outputs of the same calls in its backward pass, because their adjoints need all ranks. These pair up by name: a
-rank that leaves one out keeps the others waiting (and all get an error), but is never taken for a later one.
+Every rank must use the outputs of the same calls in its backward pass, because their adjoints need all ranks. These
+pair up by name: a rank that leaves one out keeps the others waiting (and all get an error), but is never taken for a
+later one.
 """
 
 from __future__ import annotations
@@ -48,8 +51,9 @@ _Adjoint = Callable[[list[Any], Sequence[Any]], Sequence[Any]]
 """The gradients of outputs, and the inputs if they were kept, to the gradients of inputs."""
 
 _SLOTS = 64
-"""Names of the gradients of unnamed calls of one kind. The engine remembers what it has done under a name, so that new ones forever would
-be slow; and one rank is never as many calls ahead of another in backward, where each is waited for."""
+"""Names of the gradients of unnamed calls of one kind. The engine remembers what it has done under a name, so that new
+ones forever would be slow; and one rank is never as many calls ahead of another in backward, where each is waited
+for."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +99,8 @@ def tracks(tensor: Any) -> bool:
     return isinstance(tensor, torch.Tensor) and tensor.requires_grad and torch.is_grad_enabled()
 
 
-# ---- the collectives -----------------------------------------------------------------------------------------------------
+# ---- the collectives
+# -----------------------------------------------------------------------------------------------------
 
 
 def allreduce(call: Call, tensors: Sequence[Any]) -> list[Any]:
@@ -107,7 +112,9 @@ def allreduce(call: Call, tensors: Sequence[Any]) -> list[Any]:
     def adjoint(gradients: list[Any], inputs: Sequence[Any]) -> Sequence[Any]:
         if alike:
             return allreduce(replace(call, name=name, options={**call.options, "stream": None}), gradients)
-        return [of_one(f"{name}.{i}", gradient, x) for i, (gradient, x) in enumerate(zip(gradients, inputs, strict=True))]
+        return [
+            of_one(f"{name}.{i}", gradient, x) for i, (gradient, x) in enumerate(zip(gradients, inputs, strict=True))
+        ]
 
     def of_one(name: str, gradient: Any, x: Any) -> Any:
         if op is Op.ADASUM:
@@ -174,7 +181,8 @@ def alltoall(call: Call, tensor: Any, splits: Any) -> tuple[Any, list[int]]:
     return _attach(adjoint, [result], [tensor])[0], counts
 
 
-# ---- the graph -----------------------------------------------------------------------------------------------------------
+# ---- the graph
+# -----------------------------------------------------------------------------------------------------------
 
 
 class _Collective(torch.autograd.Function):  # type: ignore[misc]
@@ -189,14 +197,16 @@ class _Collective(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
-        # Each output of a group may have a backward pass of its own, unless there are inputs, which torch keeps for one.
+        # Each output of a group may have a backward pass of its own, unless there are inputs, which torch keeps for
+        # one.
         return (None, None, None, *ctx.adjoint(list(gradients), ctx.saved_tensors if ctx.keeps else ()))
 
 
 def _attach(adjoint: _Adjoint, results: list[Any], tensors: Sequence[Any], keeps: bool = False) -> list[Any]:
     """The results as functions of the tensors, if any of these needs a gradient.
 
-    Then of all of them: all ranks' adjoints must be about the same ones, and another rank may need one that is not needed here.
+    Then of all of them: all ranks' adjoints must be about the same ones, and another rank may need one that is not
+    needed here.
     """
     if any(map(tracks, tensors)):
         chosen = [i for i, tensor in enumerate(tensors) if _has_gradient(tensor)]
@@ -220,7 +230,8 @@ def _name_of_gradient(handle: Handle) -> str:
     return f"{request.collective}.{kind}.{number}.gradient"
 
 
-# ---- adjoints ------------------------------------------------------------------------------------------------------------
+# ---- adjoints
+# ------------------------------------------------------------------------------------------------------------
 
 
 def _own_rows(world: World, name: str, gradients: Sequence[Any], rows: Sequence[int], op: Op) -> list[Any]:
@@ -249,7 +260,8 @@ _REDUCTIONS: dict[Op, Callable[[Any], Any]] = {
 
 
 def _through_rows(world: World, name: str, op: Op, x: Any, gradient: Any, before: float, after: float) -> Any:
-    """The adjoint of a reduce-scatter that is not linear: ``gradient`` of this rank's rows of the result, to that of all rows of ``x``."""
+    """The adjoint of a reduce-scatter that is not linear: ``gradient`` of this rank's rows of the result, to that of
+    all rows of ``x``."""
     shares = partition.rows(x.shape[0], world.size)
     own = shares[world.rank]
     versions, _ = alltoall(Call(world, f"{name}.rows"), x, shares)

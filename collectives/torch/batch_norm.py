@@ -3,8 +3,8 @@
     forward    statistics of the rank's batch  -> gathered ->  merge  ->  normalise
     backward   sums over the rank's batch      -> summed   ->  gradient
 
-Means and deviations of the ranks are merged as by Chan, Golub and LeVeque (1979), which is stable, and exact for batches of different
-sizes. On GPUs torch's own kernels do it, as for `torch.nn.SyncBatchNorm`.
+Means and deviations of the ranks are merged as by Chan, Golub and LeVeque (1979), which is stable, and exact for
+batches of different sizes. On GPUs torch's own kernels do it, as for `torch.nn.SyncBatchNorm`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ def traced_statistics(input: Any) -> Any:
     """`Cpu.statistics` by operations that autograd and `torch.compile` know."""
     others = [0, *range(2, input.dim())]
     if not input.numel():
-        zeros = input.sum(others, dtype=torch.float64)  # they come from the input, so that backward meets the other ranks here too
+        zeros = input.sum(
+            others, dtype=torch.float64
+        )  # they come from the input, so that backward meets the other ranks here too
         return torch.cat([zeros, zeros, zeros.new_zeros(1)])
     var, mean = torch.var_mean(input.to(_accuracy(input)), others, correction=0)
     return _row(input, mean, var)
@@ -49,7 +51,9 @@ class Cpu:
         return _row(input, mean, var)
 
     @staticmethod
-    def merge(input: Any, rows: Any, running_mean: Any, running_var: Any, momentum: float, eps: float) -> tuple[Any, Any]:
+    def merge(
+        input: Any, rows: Any, running_mean: Any, running_var: Any, momentum: float, eps: float
+    ) -> tuple[Any, Any]:
         """Mean and 1/sqrt(variance + eps) over all ranks; moves the running statistics toward them."""
         means, deviations = rows[:, :-1].chunk(2, dim=1)
         counts = rows[:, -1:]
@@ -70,8 +74,8 @@ class Cpu:
 
     @staticmethod
     def sums(gradient: Any, input: Any, mean: Any, invstd: Any, weight: Any, needs: Any) -> tuple[Any, Any, Any]:
-        """The sums over the batch of the gradient, and of the gradient times the deviation, one behind the other; and the gradients of
-        weight and bias."""
+        """The sums over the batch of the gradient, and of the gradient times the deviation, one behind the other; and
+        the gradients of weight and bias."""
         if input.numel():
             how = None, mean, torch.ones_like(mean), None, None, False, 0.0, (False, True, True)
             _, weighted, total = torch.ops.aten.native_batch_norm_backward(gradient, input, *how)
@@ -87,7 +91,14 @@ class Cpu:
         scale = invstd if weight is None else invstd * weight
         # scale * (gradient - its mean - its part along the input), all but the first term as a batch normalisation.
         along = functional.batch_norm(
-            input.to(mean.dtype), mean, torch.ones_like(mean), scale * invstd**2 * weighted, scale * total, False, 0.0, 0.0
+            input.to(mean.dtype),
+            mean,
+            torch.ones_like(mean),
+            scale * invstd**2 * weighted,
+            scale * total,
+            False,
+            0.0,
+            0.0,
         )
         return along.addcmul_(gradient.to(mean.dtype), channels(scale, input)).to(input.dtype)
 
@@ -104,7 +115,9 @@ class Gpu:
         return torch.cat([mean, invstd, mean.new_full((1,), input.numel() // channels)])
 
     @staticmethod
-    def merge(input: Any, rows: Any, running_mean: Any, running_var: Any, momentum: float, eps: float) -> tuple[Any, Any]:
+    def merge(
+        input: Any, rows: Any, running_mean: Any, running_var: Any, momentum: float, eps: float
+    ) -> tuple[Any, Any]:
         means, invstds = (part.contiguous() for part in rows[:, :-1].chunk(2, dim=1))
         counts = rows[:, -1].to(means.dtype if running_mean is None else running_mean.dtype)
         mean, invstd = torch.batch_norm_gather_stats_with_counts(
@@ -114,15 +127,23 @@ class Gpu:
 
     @staticmethod
     def normalise(input: Any, weight: Any, bias: Any, mean: Any, invstd: Any, eps: float) -> Any:
-        return torch.batch_norm_elemt(input, weight, bias, mean, invstd, eps) if input.numel() else torch.empty_like(input)
+        return (
+            torch.batch_norm_elemt(input, weight, bias, mean, invstd, eps) if input.numel() else torch.empty_like(input)
+        )
 
     @staticmethod
     def sums(gradient: Any, input: Any, mean: Any, invstd: Any, weight: Any, needs: Any) -> tuple[Any, Any, Any]:
         if not input.numel():
             none = None if weight is None else torch.zeros_like(weight)
             return mean.new_zeros(2 * mean.numel()), none if needs[1] else None, none if needs[2] else None
-        total, weighted, of_weight, of_bias = torch.batch_norm_backward_reduce(gradient, input, mean, invstd, weight, *needs)
-        return torch.cat([total, weighted]) if needs[0] else None, of_weight if needs[1] else None, of_bias if needs[2] else None
+        total, weighted, of_weight, of_bias = torch.batch_norm_backward_reduce(
+            gradient, input, mean, invstd, weight, *needs
+        )
+        return (
+            torch.cat([total, weighted]) if needs[0] else None,
+            of_weight if needs[1] else None,
+            of_bias if needs[2] else None,
+        )
 
     @staticmethod
     def gradient(gradient: Any, input: Any, mean: Any, invstd: Any, weight: Any, sums: Any, counts: Any) -> Any:
@@ -130,7 +151,9 @@ class Gpu:
             return torch.zeros_like(input)
         total, weighted = (part.contiguous() for part in sums.chunk(2))
         scale = None if weight is None else weight.to(mean.dtype)
-        return torch.batch_norm_backward_elemt(gradient, input, mean, invstd, scale, total, weighted, counts.to(torch.int32))
+        return torch.batch_norm_backward_elemt(
+            gradient, input, mean, invstd, scale, total, weighted, counts.to(torch.int32)
+        )
 
 
 def _accuracy(input: Any) -> Any:

@@ -6,11 +6,11 @@
     Viewed     gradients that live in one tensor for good: autograd adds to it, the engine combines it, and nothing is copied
     Sparse     one sparse gradient, gathered
 
-A bucket leaves when the hooks of its parameters have told that all gradients are there, while the backward pass goes on; one of tiny
-gradients, which is late, when somebody waits.
+A bucket leaves when the hooks of its parameters have told that all gradients are there, while the backward pass goes
+on; one of tiny gradients, which is late, when somebody waits.
 
-A gradient in flight belongs to the engine. Reading it through its parameter waits for it (`guard`). A change through a tensor kept from
-an earlier step is refused when it is back: torch's version counter shows it.
+A gradient in flight belongs to the engine. Reading it through its parameter waits for it (`guard`). A change through a
+tensor kept from an earlier step is refused when it is back: torch's version counter shows it.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ TINY = 4 << 10
 SMALL = 64 << 10
 """Bytes up to which a gradient is packed. Above, what packing copies takes longer than what it saves in Python."""
 PACKED = 1 << 20
-"""Bytes of small gradients that share a bucket: enough to make the cost of a call small, and early enough on its way to overlap."""
+"""Bytes of small gradients that share a bucket: enough to make the cost of a call small, and early enough on its way to
+overlap."""
 LARGE = 16 << 20
-"""Bytes of all other gradients that share a bucket. Were each to leave by itself, the engine would take those together that happen to come
-close to each other, differently in every step, and plan anew."""
+"""Bytes of all other gradients that share a bucket. Were each to leave by itself, the engine would take those together
+that happen to come close to each other, differently in every step, and plan anew."""
 
 
 @dataclass(frozen=True)
@@ -74,13 +75,26 @@ class Slot:
         left: backward passes until its gradient may leave, of ``passes``.
         late: its bucket is.
         hook: the number of its hook.
-        blank: the gradient stands there as zeros because it lives in a bucket: until a backward pass adds to it, there is none.
+        blank: the gradient stands there as zeros because it lives in a bucket: until a backward pass adds to it, there
+            is none.
         sparse_dim: of a sparse gradient, as the ranks have agreed; 0 of a dense one, or where none has been seen yet.
         was_sparse: the gradient became dense in order to travel, and had so many sparse dimensions.
         kind: what the ranks have of it in this step: 0 for none, else its sparse dimensions, or 255 for dense.
     """
 
-    __slots__ = ("blank", "bucket", "hook", "kind", "late", "left", "name", "param", "passes", "sparse_dim", "was_sparse")
+    __slots__ = (
+        "blank",
+        "bucket",
+        "hook",
+        "kind",
+        "late",
+        "left",
+        "name",
+        "param",
+        "passes",
+        "sparse_dim",
+        "was_sparse",
+    )
 
     def __init__(self, name: str, param: Any, passes: int) -> None:
         self.name = name
@@ -160,7 +174,8 @@ class Bucket:
         """Wait until they are back. Does nothing if none are on their way.
 
         Raises:
-            InvalidArgumentError: the program has changed or dropped a gradient that was on its way; all others are back.
+            InvalidArgumentError: the program has changed or dropped a gradient that was on its way; all others are
+                back.
         """
         handle, self.handle = self.handle, None
         if handle is not None:
@@ -192,7 +207,8 @@ class Bucket:
 
 def _refusal(slot: Slot, what: str) -> InvalidArgumentError:
     return InvalidArgumentError(
-        f"gradient of {slot.name!r}: expected it to be left alone from backward() to optimizer.synchronize(), but it was {what} in "
+        f"gradient of {slot.name!r}: expected it to be left alone from backward() to optimizer.synchronize(), but it "
+        f"was {what} in "
         f"between, through a tensor kept from before; read it as parameter.grad, which waits for it, or call "
         f"optimizer.synchronize() first"
     )
@@ -277,11 +293,15 @@ class Sparse(Bucket):
         self.missing = [slot] if grad is None else []
         if grad is None:
             indices = torch.empty((slot.sparse_dim, 0), dtype=torch.int64, device=slot.param.device)
-            values = torch.empty((0, *slot.param.shape[slot.sparse_dim :]), dtype=slot.param.dtype, device=slot.param.device)
+            values = torch.empty(
+                (0, *slot.param.shape[slot.sparse_dim :]), dtype=slot.param.dtype, device=slot.param.device
+            )
             grad = torch.sparse_coo_tensor(indices, values, slot.param.shape, check_invariants=False)
         elif not grad.is_sparse:
             grad = grad.to_sparse(slot.sparse_dim)
-        self.handle = sparse_allreduce_async(grad, name=self._keywords["name"], op=self.way.op, process_set=self.way.process_set)
+        self.handle = sparse_allreduce_async(
+            grad, name=self._keywords["name"], op=self.way.op, process_set=self.way.process_set
+        )
 
     def finish(self) -> None:
         handle, self.handle = self.handle, None
@@ -306,7 +326,9 @@ def arrange(slots: Sequence[Slot], groups: Sequence[Sequence[Slot]], way: Way, a
         kind = _kind(slot, way, as_views)
         which = kind if kind is Grouped else (kind, slot.param.dtype, slot.param.device)
         members = filling.setdefault(which, [])
-        if members and sum(member.nbytes for member in members) + slot.nbytes > (PACKED if kind in (Packed, Late) else LARGE):
+        if members and sum(member.nbytes for member in members) + slot.nbytes > (
+            PACKED if kind in (Packed, Late) else LARGE
+        ):
             buckets.append(_bucket(kind, members, way))
             members = filling[which] = []
         members.append(slot)
@@ -329,7 +351,8 @@ def _bucket(kind: type[Bucket], slots: Sequence[Slot], way: Way) -> Bucket:
 
 
 def _shaped(piece: Any, param: Any) -> Any:
-    """A piece of a flat tensor with the parameter's shape, and its layout where that has no gaps: as autograd lays gradients out."""
+    """A piece of a flat tensor with the parameter's shape, and its layout where that has no gaps: as autograd lays
+    gradients out."""
     return piece.as_strided(param.shape, torch.empty_like(param, device="meta").stride(), piece.storage_offset())
 
 

@@ -1,8 +1,9 @@
 """Collectives inside ``torch.compile``: opaque custom operators, with shapes for the tracer and adjoints for autograd.
 
-A compiler sees ``torch.ops.collectives.allreduce(x, "average", ...) -> Tensor`` and looks no further: when the compiled code runs, the
-operator is a blocking call of the engine. The public functions come here while ``torch.compiler.is_compiling()``; a model compiles as one
-graph (``fullgraph=True``), trains, and is compiled again for other shapes, and when the world has another size or this rank another number.
+A compiler sees ``torch.ops.collectives.allreduce(x, "average", ...) -> Tensor`` and looks no further: when the compiled
+code runs, the operator is a blocking call of the engine. The public functions come here while
+``torch.compiler.is_compiling()``; a model compiles as one graph (``fullgraph=True``), trains, and is compiled again for
+other shapes, and when the world has another size or this rank another number.
 
     allreduce, broadcast    the input's shape
     reducescatter           this rank's share of the rows
@@ -10,21 +11,22 @@ graph (``fullgraph=True``), trains, and is compiled again for other shapes, and 
                             ``torch._check(gathered.shape[0] == 2 * x.shape[0])``
     allreduce_, ...         the operator, and a copy into the tensor
 
-**Nothing may be dropped or change places.** If the compiler of one rank left out an operation because nobody there reads its result, or
-moved it because the shapes are different there, the other ranks would wait for it. The operators therefore have an ordered effect: the
-graph hands a token from one to the next, in the order of the program in forward and of autograd in backward, and returns the last one.
-They are matched by order of call, as in eager mode; names made up while tracing would not do, because one rank may be compiled again when
-the others are not.
+**Nothing may be dropped or change places.** If the compiler of one rank left out an operation because nobody there
+reads its result, or moved it because the shapes are different there, the other ranks would wait for it. The operators
+therefore have an ordered effect: the graph hands a token from one to the next, in the order of the program in forward
+and of autograd in backward, and returns the last one. They are matched by order of call, as in eager mode; names made
+up while tracing would not do, because one rank may be compiled again when the others are not.
 
-Older torch has no such effects in backward. There the operators are marked as impure, which keeps them in the graph; but Inductor still
-drops one whose result nobody uses, and may exchange independent ones, so that every rank must use the results alike. It also wants
-``torch._dynamo.config.capture_dynamic_output_shape_ops = True`` for allgather and alltoall.
+Older torch has no such effects in backward. There the operators are marked as impure, which keeps them in the graph;
+but Inductor still drops one whose result nobody uses, and may exchange independent ones, so that every rank must use
+the results alike. It also wants ``torch._dynamo.config.capture_dynamic_output_shape_ops = True`` for allgather and
+alltoall.
 
-An effect happens once: torch refuses to compile a region under activation checkpointing that holds a collective, since backward would
-run it again. Keep such a region out of the graph with ``torch.compiler.disable``.
+An effect happens once: torch refuses to compile a region under activation checkpointing that holds a collective, since
+backward would run it again. Keep such a region out of the graph with ``torch.compiler.disable``.
 
-The adjoints are those of `collectives.torch.autograd`, and are operators too, because backward is compiled as well. In a compiled backward
-pass all of them run, with gradients of zeros where an output was not used.
+The adjoints are those of `collectives.torch.autograd`, and are operators too, because backward is compiled as well. In
+a compiled backward pass all of them run, with gradients of zeros where an output was not used.
 """
 
 from __future__ import annotations
@@ -45,7 +47,12 @@ from collectives.torch.operators import LINEAR
 Arguments = ParamSpec("Arguments")
 Returned = TypeVar("Returned")
 
-_WIRES: dict[Any, str | None] = {None: None, NoneCompressor: None, FP16Compressor: "float16", BF16Compressor: "bfloat16"}
+_WIRES: dict[Any, str | None] = {
+    None: None,
+    NoneCompressor: None,
+    FP16Compressor: "float16",
+    BF16Compressor: "bfloat16",
+}
 
 
 def allreduce(
@@ -87,18 +94,29 @@ def grouped_allreduce(
     """`collectives.torch.grouped_allreduce` in a graph, as one node; arguments as for `allreduce`."""
     how = op.value, name, prescale, postscale
     if _is_built_in(compressor):
-        return list(torch.ops.collectives.grouped_allreduce(list(tensors), *how, _WIRES[compressor], _number(process_set)))
+        return list(
+            torch.ops.collectives.grouped_allreduce(list(tensors), *how, _WIRES[compressor], _number(process_set))
+        )
     pairs = [compressor.compress(tensor) for tensor in tensors]
-    reduced = torch.ops.collectives.grouped_allreduce([compressed for compressed, _ in pairs], *how, None, _number(process_set))
+    reduced = torch.ops.collectives.grouped_allreduce(
+        [compressed for compressed, _ in pairs], *how, None, _number(process_set)
+    )
     return [compressor.decompress(result, context) for result, (_, context) in zip(reduced, pairs, strict=True)]
 
 
 def reducescatter(
-    tensor: Any, op: Op, name: str | None = None, prescale: float = 1.0, postscale: float = 1.0, process_set: ProcessSet | int = 0
+    tensor: Any,
+    op: Op,
+    name: str | None = None,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    process_set: ProcessSet | int = 0,
 ) -> Any:
     """`collectives.torch.reducescatter` in a graph: this rank's rows of the reduced tensor."""
     world = world_of(process_set)
-    rows = (tensor.shape[0] + world.size - 1 - world.rank) // world.size  # as `partition.rows`, of a number that may be a symbol
+    rows = (
+        tensor.shape[0] + world.size - 1 - world.rank
+    ) // world.size  # as `partition.rows`, of a number that may be a symbol
     return torch.ops.collectives.reducescatter(tensor, op.value, name, prescale, postscale, rows, _number(process_set))
 
 
@@ -112,7 +130,9 @@ def broadcast(tensor: Any, root: int, name: str | None = None, process_set: Proc
     return torch.ops.collectives.broadcast(tensor, root, name, _number(process_set))
 
 
-def alltoall(tensor: Any, splits: Any = None, name: str | None = None, process_set: ProcessSet | int = 0) -> tuple[Any, Any]:
+def alltoall(
+    tensor: Any, splits: Any = None, name: str | None = None, process_set: ProcessSet | int = 0
+) -> tuple[Any, Any]:
     """`collectives.torch.alltoall` in a graph.
 
     Args:
@@ -135,7 +155,8 @@ def stored(tensor: Any, result: Any) -> Any:
 
 
 def untraced(function: Callable[Arguments, Returned]) -> Callable[Arguments, Returned]:
-    """A function that a compiler calls and does not look into: what begins or awaits an operation is no part of a graph.
+    """A function that a compiler calls and does not look into: what begins or awaits an operation is no part of a
+    graph.
 
     The graph ends before it, and another begins after it; with ``fullgraph=True`` that is an error.
     """
@@ -143,7 +164,9 @@ def untraced(function: Callable[Arguments, Returned]) -> Callable[Arguments, Ret
     @functools.wraps(function)
     def call(*arguments: Arguments.args, **keywords: Arguments.kwargs) -> Returned:
         if torch.compiler.is_compiling():
-            return torch.compiler.disable(function)(*arguments, **keywords)  # a graph ends here: call the blocking form instead
+            return torch.compiler.disable(function)(
+                *arguments, **keywords
+            )  # a graph ends here: call the blocking form instead
         return function(*arguments, **keywords)
 
     return call
@@ -162,8 +185,9 @@ def _number(process_set: ProcessSet | int) -> int:
     return process_set.process_set_id
 
 
-# ---- autograd ------------------------------------------------------------------------------------------------------------
-# In each pair the first notes what the second needs; the gradients of arguments that are no tensors are None.
+# ---- autograd
+# ------------------------------------------------------------------------------------------------------------ In each
+# pair the first notes what the second needs; the gradients of arguments that are no tensors are None.
 
 
 def _note_reduction(ctx: Any, inputs: Any, output: Any) -> None:
@@ -230,7 +254,8 @@ def _back_through_alltoall(ctx: Any, gradients: Any) -> Any:
 _NO_GRADIENTS = (None,) * 6
 
 
-# ---- registration --------------------------------------------------------------------------------------------------------
+# ---- registration
+# --------------------------------------------------------------------------------------------------------
 
 
 def _like(x: Any, *_: Any) -> Any:
@@ -242,7 +267,9 @@ def _with_rows(x: Any, rows: Any) -> Any:
     return x.new_empty((torch.library.get_ctx().new_dynamic_size() if rows is None else rows, *x.shape[1:]))
 
 
-def _define(schema: str, run: Callable[..., Any], shape: Callable[..., Any], note: Any = None, back: Any = None) -> None:
+def _define(
+    schema: str, run: Callable[..., Any], shape: Callable[..., Any], note: Any = None, back: Any = None
+) -> None:
     """Make an operator known to torch.
 
     Args:
@@ -304,7 +331,10 @@ _define(
     # A list, and not a pair: Inductor (2.13) loses sight of the unknown rows in a pair that has an effect.
     "alltoall(Tensor x, Tensor? splits, str? name, SymInt? rows, SymInt ranks, int process_set) -> Tensor[]",
     operators.alltoall,
-    lambda x, splits, name, rows, ranks, process_set: [_with_rows(x, rows), x.new_empty((ranks,), dtype=torch.int64, device="cpu")],
+    lambda x, splits, name, rows, ranks, process_set: [
+        _with_rows(x, rows),
+        x.new_empty((ranks,), dtype=torch.int64, device="cpu"),
+    ],
     _note_alltoall,
     _back_through_alltoall,
 )
@@ -314,4 +344,8 @@ _define(
     lambda gradient, name, rows, process_set: _with_rows(gradient, rows),
 )
 _define("at_root(Tensor gradient, int root, str? name, int process_set) -> Tensor", operators.at_root, _like)
-_define(f"through_reduction(Tensor total, Tensor? x, {_REDUCES}, int process_set) -> Tensor", operators.through_reduction, _like)
+_define(
+    f"through_reduction(Tensor total, Tensor? x, {_REDUCES}, int process_set) -> Tensor",
+    operators.through_reduction,
+    _like,
+)

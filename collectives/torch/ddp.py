@@ -1,15 +1,17 @@
-"""A communication hook for ``DistributedDataParallel``: torch keeps its wrapper, its buckets and its overlap, our engine moves the bytes.
+"""A communication hook for ``DistributedDataParallel``: torch keeps its wrapper, its buckets and its overlap, our
+engine moves the bytes.
 
     model = DistributedDataParallel(model)                    # any process group of the same ranks; gloo will do
     model.register_comm_hook(None, hvd.ddp.allreduce_hook)
     model.register_comm_hook(hvd.ddp.AllreduceState(compression=hvd.Compression.bf16), hvd.ddp.allreduce_hook)      # or with settings
 
-Torch calls the hook as soon as the gradients of a bucket are there. The all-reduce begins in the background while backward goes on, and
-completes a future. At the end of backward torch would sleep until the futures are done: before that, the hook has this thread wait for
-the operations itself, so that it drives the engine (`collectives.engine.progress`), and raises what went wrong as the error that it is.
+Torch calls the hook as soon as the gradients of a bucket are there. The all-reduce begins in the background while
+backward goes on, and completes a future. At the end of backward torch would sleep until the futures are done: before
+that, the hook has this thread wait for the operations itself, so that it drives the engine
+(`collectives.engine.progress`), and raises what went wrong as the error that it is.
 
-Only gradients go this way. What else ``DistributedDataParallel`` says to its peers (parameters at the start, buffers, which parameters
-were used) goes through its process group.
+Only gradients go this way. What else ``DistributedDataParallel`` says to its peers (parameters at the start, buffers,
+which parameters were used) goes through its process group.
 """
 
 from __future__ import annotations
@@ -40,8 +42,8 @@ class AllreduceState:
         compression: of the gradients on their way.
         prescale_factor, postscale_factor: multiply them before and after.
         process_set: the ranks of the model's process group.
-        name: of the model, for messages and the timeline. Several models whose gradients may be in flight at once need different ones;
-            by default the states are numbered.
+        name: of the model, for messages and the timeline. Several models whose gradients may be in flight at once need
+            different ones; by default the states are numbered.
     """
 
     op: Op = Op.AVERAGE
@@ -67,10 +69,12 @@ def allreduce_hook(state: AllreduceState | None, bucket: Any) -> Any:
         bucket: a ``torch.distributed.GradBucket``, on the CPU or a GPU.
 
     Returns:
-        A ``torch.futures.Future`` of the bucket's tensor; on a GPU complete when the work has been issued, as torch's own are.
+        A ``torch.futures.Future`` of the bucket's tensor; on a GPU complete when the work has been issued, as torch's
+        own are.
 
     Raises:
-        NotInitializedError, InvalidArgumentError: at once; what the ranks can only find out together is raised by ``backward()``:
+        NotInitializedError, InvalidArgumentError: at once; what the ranks can only find out together is raised by
+            ``backward()``:
         MismatchError, RankFailedError, CollectiveTimeoutError.
     """
     state = state or _DEFAULT
@@ -84,11 +88,13 @@ def allreduce_hook(state: AllreduceState | None, bucket: Any) -> Any:
         compression=None if state.compression is Compression.none else state.compression,
     )
     done = torch.futures.Future(devices=[gradients.device] if gradients.is_cuda else None)
-    # Fetched in a continuation, for which torch sets a stream aside: the stream of backward does not wait for the result. What the
-    # continuation raises is the error of its future, also for those who wait in C++.
+    # Fetched in a continuation, for which torch sets a stream aside: the stream of backward does not wait for the
+    # result. What the continuation raises is the error of its future, also for those who wait in C++.
     result = done.then(lambda _: handle.wait())
     handle.add_done_callback(lambda _: done.set_result(None))
-    if torch._C._current_graph_task_id() >= 0:  # not where a rank that has run out of data stands in for its backward pass
+    if (
+        torch._C._current_graph_task_id() >= 0
+    ):  # not where a rank that has run out of data stands in for its backward pass
         torch.autograd.Variable._execution_engine.queue_callback(handle.wait)
     return result
 

@@ -3,17 +3,20 @@
     backward       autograd has finished the gradient of a parameter -> its hook -> the bucket is complete -> it leaves
     synchronize    what is left leaves; wait; the results are where the optimizer looks, in ``parameter.grad``
 
-What a bucket holds is settled beforehand and alike on all ranks, from the last parameter to the first, which is about the order of the
-backward pass (as in S. Li et al., "PyTorch Distributed", VLDB 2020). In which order buckets fill up may differ: they are matched by name.
+What a bucket holds is settled beforehand and alike on all ranks, from the last parameter to the first, which is about
+the order of the backward pass (as in S. Li et al., "PyTorch Distributed", VLDB 2020). In which order buckets fill up
+may differ: they are matched by name.
 
-A parameter without a gradient on one rank may have one on another, and only there is it known whether it is sparse. Each rank says how
-many gradients have not left in its backward pass, being missing or sparse for the first time, in the *tally*, which is summed in every
-step. Only where there are any do the ranks compare what each of them has. What nobody has used then keeps ``grad = None`` and does not
-travel, zeros travel where somebody has a gradient, and one that is sparse somewhere and dense nowhere is sparse on every rank.
+A parameter without a gradient on one rank may have one on another, and only there is it known whether it is sparse.
+Each rank says how many gradients have not left in its backward pass, being missing or sparse for the first time, in the
+*tally*, which is summed in every step. Only where there are any do the ranks compare what each of them has. What nobody
+has used then keeps ``grad = None`` and does not travel, zeros travel where somebody has a gradient, and one that is
+sparse somewhere and dense nowhere is sparse on every rank.
 
-The tally also shows whether all ranks are in the same step: a rank that has combined its gradients more often than the others (because it
-alone has read them between two backward passes) would otherwise combine them with those of another step. And whether a rank without a
-backward pass comes with its ``step()`` only, while others have read gradients: what they do to them, such as clipping, it would not do.
+The tally also shows whether all ranks are in the same step: a rank that has combined its gradients more often than the
+others (because it alone has read them between two backward passes) would otherwise combine them with those of another
+step. And whether a rank without a backward pass comes with its ``step()`` only, while others have read gradients: what
+they do to them, such as clipping, it would not do.
 """
 
 from __future__ import annotations
@@ -85,7 +88,8 @@ class Reducer:
         self.add(named, groups)
 
     def add(self, named: Sequence[tuple[str, Any]], groups: Sequence[Sequence[Any]] = ()) -> None:
-        """Take on further parameters. Frozen ones are watched, and get their buckets in `synchronize` once they require gradients."""
+        """Take on further parameters. Frozen ones are watched, and get their buckets in `synchronize` once they require
+        gradients."""
         slots = [Slot(name, param, self._passes) for name, param in named if param.requires_grad or _may_thaw(param)]
         for slot in slots:
             frozen = not slot.param.requires_grad
@@ -117,7 +121,8 @@ class Reducer:
         for slot in (*self._slots, *self._frozen):
             slot.passes = slot.left = passes
 
-    # ---- backward -----------------------------------------------------------------------------------------------------------------
+    # ---- backward
+    # -----------------------------------------------------------------------------------------------------------------
 
     def arrived(self, slot: Slot) -> None:
         """A backward pass has finished a gradient; called by its hook.
@@ -136,8 +141,10 @@ class Reducer:
         slot.left -= 1
         if slot.left < 0:
             raise AssertionError(
-                f"gradient of {slot.name!r}: expected at most {self._passes} backward passes (backward_passes_per_step) before "
-                f"optimizer.step() or synchronize(), got one more; raise backward_passes_per_step to accumulate gradients "
+                f"gradient of {slot.name!r}: expected at most {self._passes} backward passes "
+                f"(backward_passes_per_step) before "
+                f"optimizer.step() or synchronize(), got one more; raise backward_passes_per_step to accumulate "
+                f"gradients "
                 f"locally. One pass counts several times for a layer that several reentrant checkpoints share: pass "
                 f"use_reentrant=False to them"
             )
@@ -149,7 +156,9 @@ class Reducer:
                 other.put_hook_last()
             self._thread = threading.get_ident()
             self._guard.arm()
-        if not slot.left and alone:  # else a hook that may change the gradient is yet to come: it leaves in `synchronize`
+        if (
+            not slot.left and alone
+        ):  # else a hook that may change the gradient is yet to come: it leaves in `synchronize`
             self._complete(slot)
 
     def _pass(self) -> int:
@@ -191,9 +200,12 @@ class Reducer:
         for slot in self._slots:
             if id(grad_of(slot.param)) in kept:
                 raise AssertionError(
-                    f"gradient of {slot.name!r}: expected no backward pass between reading gradients or optimizer.synchronize(), "
-                    f"which combine them, and optimizer.step() or zero_grad(): with op={self._way.op.name} it would combine them "
-                    f"again; read them after the last backward pass, and raise backward_passes_per_step to accumulate locally"
+                    f"gradient of {slot.name!r}: expected no backward pass between reading gradients or "
+                    f"optimizer.synchronize(), "
+                    f"which combine them, and optimizer.step() or zero_grad(): with op={self._way.op.name} it would "
+                    f"combine them "
+                    f"again; read them after the last backward pass, and raise backward_passes_per_step to "
+                    f"accumulate locally"
                 )
 
     @staticmethod
@@ -202,7 +214,8 @@ class Reducer:
         slot.was_sparse = grad.sparse_dim()
         slot.param.grad = grad.to_dense()
 
-    # ---- step -----------------------------------------------------------------------------------------------------------------------
+    # ---- step
+    # ------------------------------------------------------------------------------------------------------------------
 
     def join(self) -> None:
         """Somebody reads a gradient in flight.
@@ -215,8 +228,10 @@ class Reducer:
                 return  # another thread has combined them meanwhile, and may have applied them
             if in_backward_elsewhere(self._thread):
                 raise InvalidArgumentError(
-                    "parameter.grad: expected it to be read by the thread that trains, or when no backward pass is under way: "
-                    "gradients are in flight and not complete; read them there, between backward() and optimizer.step(), and hand "
+                    "parameter.grad: expected it to be read by the thread that trains, or when no backward pass is "
+                    "under way: "
+                    "gradients are in flight and not complete; read them there, between backward() and "
+                    "optimizer.step(), and hand "
                     "over copies"
                 )
             self.synchronize(reads=True)
@@ -232,7 +247,8 @@ class Reducer:
                 for slot in bucket.slots:
                     if slot.param is param:
                         raise InvalidArgumentError(
-                            f"gradient of {slot.name!r}: expected it to be left alone within the backward pass, when it has left for the "
+                            f"gradient of {slot.name!r}: expected it to be left alone within the backward pass, when "
+                            f"it has left for the "
                             f"other ranks; read it in a hook of its own parameter, or after the backward pass"
                         )
 
@@ -244,8 +260,8 @@ class Reducer:
             applies: because it applies them, and has not asked for them before.
 
         Raises:
-            MismatchError, RankFailedError, InvalidArgumentError: as for `collectives.allreduce`, or a gradient was changed on its way. All
-                others are waited for first, and the next step begins anew.
+            MismatchError, RankFailedError, InvalidArgumentError: as for `collectives.allreduce`, or a gradient was
+                changed on its way. All others are waited for first, and the next step begins anew.
         """
         with self._turn:
             if not self.combined:  # by another thread
@@ -282,7 +298,9 @@ class Reducer:
 
     def any_in_flight(self) -> bool:
         """Whether gradients are complete on any rank, and not combined yet; asked by all ranks."""
-        return bool(self._world.allreduce(int(self._guard.armed), op=Op.MAX, name=f"{self._way.label}gradients in flight"))
+        return bool(
+            self._world.allreduce(int(self._guard.armed), op=Op.MAX, name=f"{self._way.label}gradients in flight")
+        )
 
     def end_step(self) -> None:
         """Gradients have been applied or reset."""
@@ -315,7 +333,8 @@ class Reducer:
             self._arrange(thawed)
 
     def _count(self, reads: bool, idle: bool) -> None:
-        """Sum the tally: gradients that have not left, ranks, their rounds, these squared, and ranks that read, and that are idle.
+        """Sum the tally: gradients that have not left, ranks, their rounds, these squared, and ranks that read, and
+        that are idle.
 
         A joined rank adds zeros.
         """
@@ -335,7 +354,9 @@ class Reducer:
                 self._make_room(slot, kind)
             elif slot.param.grad is not None and slot.param.grad.is_sparse:
                 self._densify(slot)
-        staying = [bucket for bucket in self._buckets if bucket.handle is None and any(slot.kind for slot in bucket.slots)]
+        staying = [
+            bucket for bucket in self._buckets if bucket.handle is None and any(slot.kind for slot in bucket.slots)
+        ]
         first = _first_error([bucket.submit for bucket in staying])
         if first is not None:
             raise first
@@ -353,7 +374,8 @@ class Reducer:
         self._buckets[at : at + 1] = new
 
     def _settle(self) -> None:
-        """Gradients as they would be in one process: None where nobody has used the parameter, sparse where they were."""
+        """Gradients as they would be in one process: None where nobody has used the parameter, sparse where they
+        were."""
         for slot in self._slots:
             if slot.kind == 0:
                 slot.param.grad = None
@@ -364,14 +386,18 @@ class Reducer:
         _, ranks, rounds, squares, reading, idle = self._tally.tolist()
         if ranks * squares != rounds * rounds:
             raise MismatchError(
-                f"rank {self._world.rank}: gradients were combined with those of another step on another rank, which has combined "
-                f"them more or less often since its last step (here: {self._rounds} times before); call optimizer.step() and "
+                f"rank {self._world.rank}: gradients were combined with those of another step on another rank, which "
+                f"has combined "
+                f"them more or less often since its last step (here: {self._rounds} times before); call "
+                f"optimizer.step() and "
                 f"synchronize(), and read gradients between two backward passes, equally often on every rank"
             )
         if reading and idle:
             raise MismatchError(
-                f"rank {self._world.rank}: {reading} of {ranks} ranks read gradients before optimizer.step(), where {idle} had no backward "
-                f"pass, and came in optimizer.step() only: what the others do to gradients, such as clipping, would not be done there; "
+                f"rank {self._world.rank}: {reading} of {ranks} ranks read gradients before optimizer.step(), where "
+                f"{idle} had no backward "
+                f"pass, and came in optimizer.step() only: what the others do to gradients, such as clipping, would "
+                f"not be done there; "
                 f"call optimizer.synchronize() on every rank before gradients are read, or optimizer.step() on none that has no data"
             )
 

@@ -1,19 +1,21 @@
 """Reading a gradient that is in flight waits for it.
 
-From the backward pass to ``synchronize()`` a gradient belongs to the engine, which reads and writes its memory. What torch's recipes do
-between ``backward()`` and ``step()`` (clipping, ``GradScaler``, a logged norm) begins with ``parameter.grad``. While gradients are in
-flight, the parameters are therefore of a subclass of their class, in which ``grad`` is a property that waits for all of them first. At any
-other time they are what they were: nothing is slower, and no type differs.
+From the backward pass to ``synchronize()`` a gradient belongs to the engine, which reads and writes its memory. What
+torch's recipes do between ``backward()`` and ``step()`` (clipping, ``GradScaler``, a logged norm) begins with
+``parameter.grad``. While gradients are in flight, the parameters are therefore of a subclass of their class, in which
+``grad`` is a property that waits for all of them first. At any other time they are what they were: nothing is slower,
+and no type differs.
 
     backward       the first gradient is complete        -> arm      the parameters change their class, 0.05 µs each
     p.grad         read or set by the program            -> join     all gradients are combined, on every rank that gets here
     synchronize    or step(), or the join                -> disarm
 
-During a backward pass nothing can be waited for. Its own thread may see what has not left yet, as hooks do, and is refused what has; other
-threads are refused all of it.
+During a backward pass nothing can be waited for. Its own thread may see what has not left yet, as hooks do, and is
+refused what has; other threads are refused all of it.
 
-Waiting at the end of the backward pass instead, as DistributedDataParallel does, would deadlock programs in which a rank contributes to a
-bucket only in its ``step()``, because it has not used some parameter, and calls another collective before that.
+Waiting at the end of the backward pass instead, as DistributedDataParallel does, would deadlock programs in which a
+rank contributes to a bucket only in its ``step()``, because it has not used some parameter, and calls another
+collective before that.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ def graph_task() -> int:
 
 
 def in_backward_elsewhere(thread: int) -> bool:
-    """Whether a thread is another than this one, and runs a backward pass. Those of autograd's for GPUs cannot be told."""
+    """Whether a thread is another than this one, and runs a backward pass. Those of autograd's for GPUs cannot be
+    told."""
     if thread == threading.get_ident():
         return False
     frame: FrameType | None = sys._current_frames().get(thread)
@@ -85,7 +88,9 @@ class Guard:
                     param.__class__ = own
 
 
-def _guarded(own: type, combine: weakref.WeakMethod[Callable[[], object]], refuse: weakref.WeakMethod[Callable[[Any], object]]) -> type:
+def _guarded(
+    own: type, combine: weakref.WeakMethod[Callable[[], object]], refuse: weakref.WeakMethod[Callable[[Any], object]]
+) -> type:
     """A class of parameters whose gradients are in flight; of the same name and layout."""
     grad: Any = own.grad  # type: ignore[attr-defined]
 

@@ -1,4 +1,5 @@
-"""Handles whose result is made of the results of others: what torch's habits ask for beyond what the engine gives back."""
+"""Handles whose result is made of the results of others: what torch's habits ask for beyond what the engine gives
+back."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from collectives.torch.compiled import untraced
 class Derived(Generic[Result]):
     """Operations in flight, and what is made of their results once they are complete.
 
-    `synchronize` and `poll` take it as any handle. It can also be called, as the handles of Horovod's ``sparse_allreduce_async`` are.
+    `synchronize` and `poll` take it as any handle. It can also be called, as the handles of Horovod's
+    ``sparse_allreduce_async`` are.
 
     Args:
         handles: of the operations.
@@ -36,10 +38,13 @@ class Derived(Generic[Result]):
         """The result, when the operations are complete; as often as wanted.
 
         Raises:
-            CollectiveTimeoutError: ``timeout`` seconds have passed; the operations go on. And what the operations raise, every time.
+            CollectiveTimeoutError: ``timeout`` seconds have passed; the operations go on. And what the operations
+                raise, every time.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
-        results = [handle.wait(None if deadline is None else max(0.0, deadline - time.monotonic())) for handle in self._handles]
+        results = [
+            handle.wait(None if deadline is None else max(0.0, deadline - time.monotonic())) for handle in self._handles
+        ]
         with self._making:
             if self._make is not None:
                 self._result = self._make(*results)
@@ -61,7 +66,8 @@ def poll(handle: Handle | Derived) -> bool:
 
 @untraced
 def synchronize(handle: Handle[Result] | Derived[Result], timeout: float | None = None) -> Result:
-    """Wait until an operation is complete, and return its result; as often as wanted (Horovod: None from the second time on).
+    """Wait until an operation is complete, and return its result; as often as wanted (Horovod: None from the second
+    time on).
 
     Args:
         handle: what an asynchronous operation returned.

@@ -1,9 +1,9 @@
 """The collectives with the names, arguments and habits of Horovod's PyTorch interface.
 
-Arguments stand in Horovod's order; ``algorithm``, ``transport`` and ``stream`` are ours, and for `collectives.allreduce` mean the same.
-Results are new torch tensors of the caller's dtype, on its device; the forms that end in ``_`` return the very tensors they were given.
-What is no torch tensor is treated as in `collectives`. The blocking forms that return new tensors are differentiable, by the adjoints that
-`collectives.torch.autograd` states.
+Arguments stand in Horovod's order; ``algorithm``, ``transport`` and ``stream`` are ours, and for
+`collectives.allreduce` mean the same. Results are new torch tensors of the caller's dtype, on its device; the forms
+that end in ``_`` return the very tensors they were given. What is no torch tensor is treated as in `collectives`. The
+blocking forms that return new tensors are differentiable, by the adjoints that `collectives.torch.autograd` states.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ Tensor = TypeVar("Tensor")
 
 Average = Op.AVERAGE
 
-# ---- all-reduce ----------------------------------------------------------------------------------------------------------
+# ---- all-reduce
+# ----------------------------------------------------------------------------------------------------------
 
 
 def allreduce(
@@ -54,15 +55,17 @@ def allreduce(
 ) -> Tensor:
     """Combine the ranks' tensors element by element. Differentiable.
 
-    Its gradient, for a loss that is the sum of the ranks' losses: of Sum and Average the all-reduce of the outputs' gradients with the
-    same ``op`` and factors; of Min and Max the summed gradient, to the ranks that hold the extreme value, evenly; of Product that times
-    the other ranks' elements; of Adasum that of its tree. With compression the gradient travels compressed as well.
+    Its gradient, for a loss that is the sum of the ranks' losses: of Sum and Average the all-reduce of the outputs'
+    gradients with the same ``op`` and factors; of Min and Max the summed gradient, to the ranks that hold the extreme
+    value, evenly; of Product that times the other ranks' elements; of Adasum that of its tree. With compression the
+    gradient travels compressed as well.
 
     Args:
         tensor: of equal shape and dtype on every rank, on the CPU or a GPU, in any memory layout. Left unchanged.
         average: the older way to say ``op``: True for Average, False for Sum.
         name: of the operation; None: matched by order of call.
-        compression: `Compression.fp16` or ``bf16``, or anything with ``compress`` and ``decompress``, which get and return torch tensors.
+        compression: `Compression.fp16` or ``bf16``, or anything with ``compress`` and ``decompress``, which get and
+            return torch tensors.
         op: Average (the default), Sum, Min, Max, Product or Adasum.
         prescale_factor: multiplies each rank's tensor first.
         postscale_factor: multiplies the result.
@@ -139,7 +142,8 @@ def allreduce_(
     transport: str | None = None,
     stream: Any = None,
 ) -> Tensor:
-    """`allreduce` in place: the result replaces the tensor's elements, also a leaf's that requires grad. Not differentiable.
+    """`allreduce` in place: the result replaces the tensor's elements, also a leaf's that requires grad. Not
+    differentiable.
 
     Autograd notices where it had saved the tensor for a backward pass.
 
@@ -207,10 +211,12 @@ def grouped_allreduce(
     transport: str | None = None,
     stream: Any = None,
 ) -> list[Tensor]:
-    """`allreduce` of several tensors that are carried out, and complete, together. Differentiable, as `allreduce` of each.
+    """`allreduce` of several tensors that are carried out, and complete, together. Differentiable, as `allreduce` of
+    each.
 
     Args:
-        tensors: a list or tuple; equally many on every rank, each with equal shape and dtype there. dtypes may be mixed.
+        tensors: a list or tuple; equally many on every rank, each with equal shape and dtype there. dtypes may be
+            mixed.
 
     Returns:
         The results in order.
@@ -223,7 +229,9 @@ def grouped_allreduce(
     options = _options(op, prescale_factor, postscale_factor, algorithm, transport, stream)
     if _any_tracked(tensors):
         return _compressed(Call(world, name, True, options), compression, tensors, autograd.allreduce)
-    return world.grouped_allreduce(tensors, name=name, compression=None if compression is Compression.none else compression, **options)
+    return world.grouped_allreduce(
+        tensors, name=name, compression=None if compression is Compression.none else compression, **options
+    )
 
 
 @untraced
@@ -262,7 +270,9 @@ def grouped_allreduce_(
 ) -> list[Tensor]:
     """`grouped_allreduce` in place, as `allreduce_`; returns the very tensors."""
     if is_compiling():
-        results = grouped_allreduce(tensors, average, name, Compression.none, op, prescale_factor, postscale_factor, process_set)
+        results = grouped_allreduce(
+            tensors, average, name, Compression.none, op, prescale_factor, postscale_factor, process_set
+        )
         return [compiled.stored(tensor, result) for tensor, result in zip(tensors, results, strict=True)]
     world = world_of(process_set)
     op = _operation(world, average, op, name)
@@ -294,7 +304,8 @@ def grouped_allreduce_async_(
     return handle
 
 
-# ---- allgather -----------------------------------------------------------------------------------------------------------
+# ---- allgather
+# -----------------------------------------------------------------------------------------------------------
 
 
 def allgather(
@@ -308,7 +319,8 @@ def allgather(
 ) -> Tensor:
     """Put the ranks' tensors one below the other, in rank order, on every rank. Differentiable.
 
-    Its gradient, for a loss that is the sum of the ranks' losses: this rank's rows of the sum of the outputs' gradients.
+    Its gradient, for a loss that is the sum of the ranks' losses: this rank's rows of the sum of the outputs'
+    gradients.
 
     Args:
         tensor: of shape ``(rows, ...)``; ranks may differ in ``rows`` only, which may be 0. Left unchanged.
@@ -340,7 +352,9 @@ def allgather_async(
     stream: Any = None,
 ) -> Handle[Tensor]:
     """Begin an `allgather` and return a handle at once. Not differentiable."""
-    return world_of(process_set).allgather_async(tensor, name=name, algorithm=algorithm, transport=transport, stream=stream)
+    return world_of(process_set).allgather_async(
+        tensor, name=name, algorithm=algorithm, transport=transport, stream=stream
+    )
 
 
 def grouped_allgather(
@@ -352,14 +366,17 @@ def grouped_allgather(
     transport: str | None = None,
     stream: Any = None,
 ) -> list[Tensor]:
-    """`allgather` of several tensors that complete together; the results in order. Differentiable, as `allgather` of each."""
+    """`allgather` of several tensors that complete together; the results in order. Differentiable, as `allgather` of
+    each."""
     if is_compiling():
         return [allgather(tensor, name and f"{name}.{i}", process_set) for i, tensor in enumerate(tensors)]
     return _gather_group(tensors, name, process_set, {"algorithm": algorithm, "transport": transport, "stream": stream})
 
 
 @untraced  # the compiler runs the loop above eagerly if it cannot trace results whose shapes depend on other ranks
-def _gather_group(tensors: Sequence[Tensor], name: str | None, process_set: ProcessSet, options: dict[str, Any]) -> list[Tensor]:
+def _gather_group(
+    tensors: Sequence[Tensor], name: str | None, process_set: ProcessSet, options: dict[str, Any]
+) -> list[Tensor]:
     world = world_of(process_set)
     if _any_tracked(tensors):
         return autograd.allgather(Call(world, name, True, options), tensors)
@@ -377,10 +394,13 @@ def grouped_allgather_async(
     stream: Any = None,
 ) -> Handle[list[Tensor]]:
     """Begin a `grouped_allgather`; one handle for all tensors. Not differentiable."""
-    return world_of(process_set).grouped_allgather_async(tensors, name=name, algorithm=algorithm, transport=transport, stream=stream)
+    return world_of(process_set).grouped_allgather_async(
+        tensors, name=name, algorithm=algorithm, transport=transport, stream=stream
+    )
 
 
-# ---- broadcast -----------------------------------------------------------------------------------------------------------
+# ---- broadcast
+# -----------------------------------------------------------------------------------------------------------
 
 
 def broadcast(
@@ -395,11 +415,13 @@ def broadcast(
 ) -> Tensor:
     """Give every rank the root's tensor. Differentiable.
 
-    Its gradient, for a loss that is the sum of the ranks' losses: on the root the sum of the outputs' gradients, zeros elsewhere.
+    Its gradient, for a loss that is the sum of the ranks' losses: on the root the sum of the outputs' gradients, zeros
+    elsewhere.
 
     Args:
         tensor: of equal shape and dtype on every rank; its elements matter on the root only. Left unchanged.
-        root_rank: the rank whose tensor it is, by its number among all ranks, also in a process set; equal on every rank.
+        root_rank: the rank whose tensor it is, by its number among all ranks, also in a process set; equal on every
+            rank.
         name, process_set: as for `allreduce`.
 
     Returns:
@@ -470,7 +492,8 @@ def broadcast_async_(
     return handle
 
 
-# ---- all-to-all ----------------------------------------------------------------------------------------------------------
+# ---- all-to-all
+# ----------------------------------------------------------------------------------------------------------
 
 
 @overload
@@ -509,18 +532,21 @@ def alltoall(
     transport: str | None = None,
     stream: Any = None,
 ) -> Tensor | tuple[Tensor, torch.Tensor]:
-    """Send the first rows to rank 0, the next to rank 1, and so on; receive what each rank sent here, in rank order. Differentiable.
+    """Send the first rows to rank 0, the next to rank 1, and so on; receive what each rank sent here, in rank order.
+    Differentiable.
 
-    Its gradient, for a loss that is the sum of the ranks' losses: the outputs' gradients, sent back to where the rows came from.
+    Its gradient, for a loss that is the sum of the ranks' losses: the outputs' gradients, sent back to where the rows
+    came from.
 
     Args:
         tensor: of shape ``(rows, ...)``; ranks may differ in ``rows``. Left unchanged.
-        splits: integers, one per rank, that sum to ``rows``: how many rows go to each; a tensor of any integer dtype on any device, or a
-            list. None: equally many.
+        splits: integers, one per rank, that sum to ``rows``: how many rows go to each; a tensor of any integer dtype on
+            any device, or a list. None: equally many.
         name, process_set: as for `allreduce`.
 
     Returns:
-        A new tensor of the rows received. With ``splits``: that, and how many came from each rank, as a tensor of the dtype and on the
+        A new tensor of the rows received. With ``splits``: that, and how many came from each rank, as a tensor of the
+            dtype and on the
         device of ``splits``, or of int32 on the CPU where ``splits`` is no tensor.
 
     Raises:
@@ -528,7 +554,9 @@ def alltoall(
             `collectives.alltoall` raises.
     """
     if is_compiling():
-        rows, received = compiled.alltoall(tensor, splits, name, process_set, **_nothing_else(algorithm, transport, stream))
+        rows, received = compiled.alltoall(
+            tensor, splits, name, process_set, **_nothing_else(algorithm, transport, stream)
+        )
         return rows if splits is None else (rows, _received(received, splits))
     world = world_of(process_set)
     counts = _counts(splits, tensor, world.size)
@@ -561,7 +589,8 @@ def alltoall_async(
     return Derived([handle], lambda found: (found[0], _received(found[1], splits)))
 
 
-# ---- reduce-scatter ------------------------------------------------------------------------------------------------------
+# ---- reduce-scatter
+# ------------------------------------------------------------------------------------------------------
 
 
 def reducescatter(
@@ -579,11 +608,12 @@ def reducescatter(
 ) -> Tensor:
     """Combine the ranks' tensors and give each rank its share of the rows. Differentiable.
 
-    Its gradient, for a loss that is the sum of the ranks' losses: of Sum the allgather of the outputs' gradients, of Average that divided
-    by the number of ranks, both times the factors; of Min, Max and Product as of `allreduce`.
+    Its gradient, for a loss that is the sum of the ranks' losses: of Sum the allgather of the outputs' gradients, of
+    Average that divided by the number of ranks, both times the factors; of Min, Max and Product as of `allreduce`.
 
     Args:
-        tensor: of shape ``(rows, ...)``, equal on every rank. Rows that do not divide evenly go to the first ranks, one each.
+        tensor: of shape ``(rows, ...)``, equal on every rank. Rows that do not divide evenly go to the first ranks, one
+            each.
         op: Average (the default), Sum, Min, Max or Product.
         name, compression, process_set, prescale_factor, postscale_factor: as for `allreduce`.
 
@@ -591,7 +621,8 @@ def reducescatter(
         A new tensor of this rank's rows and the same dtype, on the same device.
 
     Raises:
-        InvalidArgumentError (a ValueError): the tensor has no dimension; and all that `collectives.reducescatter` raises.
+        InvalidArgumentError (a ValueError): the tensor has no dimension; and all that `collectives.reducescatter`
+            raises.
     """
     if is_compiling():
         how = Average if op is None else op, name, prescale_factor, postscale_factor, process_set
@@ -635,7 +666,8 @@ def grouped_reducescatter(
     transport: str | None = None,
     stream: Any = None,
 ) -> list[Tensor]:
-    """`reducescatter` of several tensors that complete together; the results in order. Differentiable, as `reducescatter` of each."""
+    """`reducescatter` of several tensors that complete together; the results in order. Differentiable, as
+    `reducescatter` of each."""
     if is_compiling():
         how = compression, op, process_set, prescale_factor, postscale_factor
         return [reducescatter(tensor, name and f"{name}.{i}", *how) for i, tensor in enumerate(tensors)]
@@ -663,7 +695,8 @@ def grouped_reducescatter_async(
     return world_of(process_set).grouped_reducescatter_async(tensors, name=name, **options)
 
 
-# ---- without tensors -----------------------------------------------------------------------------------------------------
+# ---- without tensors
+# -----------------------------------------------------------------------------------------------------
 
 
 @untraced
@@ -685,7 +718,8 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
     api.barrier(process_set=process_set)
 
 
-# ---- arguments and results -------------------------------------------------------------------------------------------------
+# ---- arguments and results
+# -------------------------------------------------------------------------------------------------
 
 
 def _operation(world: World, average: Any, op: Op | None, name: str | None) -> Op:
@@ -702,11 +736,15 @@ def _chosen(average: Any, op: Op | None, name: str | None, process_set: ProcessS
 def _nothing_else(*given: Any) -> dict[str, Any]:
     """No arguments: in a graph an operator has none of ``algorithm``, ``transport`` and ``stream``."""
     if any(value is not None for value in given):
-        raise InvalidArgumentError("algorithm, transport, stream: expected None inside of torch.compile; set COLLECTIVES_ALGORITHM instead")
+        raise InvalidArgumentError(
+            "algorithm, transport, stream: expected None inside of torch.compile; set COLLECTIVES_ALGORITHM instead"
+        )
     return {}
 
 
-def _options(op: Op | None, prescale: float, postscale: float, algorithm: str | None, transport: str | None, stream: Any) -> dict[str, Any]:
+def _options(
+    op: Op | None, prescale: float, postscale: float, algorithm: str | None, transport: str | None, stream: Any
+) -> dict[str, Any]:
     """What the world's methods call them."""
     return {
         "op": op,
@@ -718,7 +756,9 @@ def _options(op: Op | None, prescale: float, postscale: float, algorithm: str | 
     }
 
 
-def _compressed(call: Call, compression: Any, tensors: Sequence[Any], run: Callable[[Call, Sequence[Any]], list[Any]]) -> list[Any]:
+def _compressed(
+    call: Call, compression: Any, tensors: Sequence[Any], run: Callable[[Call, Sequence[Any]], list[Any]]
+) -> list[Any]:
     """What ``run`` makes of the tensors in the form in which they travel; autograd sees what the compressor does."""
     if compression is None or compression is Compression.none:
         return run(call, tensors)
@@ -758,5 +798,7 @@ def _counts(splits: Any, tensor: Any, size: int) -> Any:
 
 def _received(counts: Any, splits: Any) -> Any:
     """How many rows came from each rank, as the caller's splits are."""
-    like = {"dtype": splits.dtype, "device": splits.device} if isinstance(splits, torch.Tensor) else {"dtype": torch.int32}
+    like = (
+        {"dtype": splits.dtype, "device": splits.device} if isinstance(splits, torch.Tensor) else {"dtype": torch.int32}
+    )
     return torch.as_tensor(counts if isinstance(counts, torch.Tensor) else np.asarray(counts), **like)

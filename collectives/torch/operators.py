@@ -1,7 +1,8 @@
-"""What the operators of `collectives.torch.compiled` do when compiled code runs: calls of the engine, and the mathematics of the adjoints.
+"""What the operators of `collectives.torch.compiled` do when compiled code runs: calls of the engine, and the
+mathematics of the adjoints.
 
-The arguments are what a graph can hold: tensors, numbers, strings; a process set is its number, an operation its name. Autograd is off
-in here. Results are new tensors.
+The arguments are what a graph can hold: tensors, numbers, strings; a process set is its number, an operation its name.
+Autograd is off in here. Results are new tensors.
 """
 
 from __future__ import annotations
@@ -20,20 +21,36 @@ from collectives.tensors.compression import named
 LINEAR = (Op.SUM.value, Op.AVERAGE.value)
 
 
-def allreduce(x: Any, op: str, name: str | None, prescale: float, postscale: float, wire: str | None, process_set: int) -> Any:
-    how: dict[str, Any] = {"name": name, "prescale_factor": prescale, "postscale_factor": postscale, "compression": named(wire)}
+def allreduce(
+    x: Any, op: str, name: str | None, prescale: float, postscale: float, wire: str | None, process_set: int
+) -> Any:
+    how: dict[str, Any] = {
+        "name": name,
+        "prescale_factor": prescale,
+        "postscale_factor": postscale,
+        "compression": named(wire),
+    }
     return world_of(process_set).allreduce(x, op=Op(op), **how)
 
 
 def grouped_allreduce(
     xs: Sequence[Any], op: str, name: str | None, prescale: float, postscale: float, wire: str | None, process_set: int
 ) -> list[Any]:
-    how: dict[str, Any] = {"name": name, "prescale_factor": prescale, "postscale_factor": postscale, "compression": named(wire)}
+    how: dict[str, Any] = {
+        "name": name,
+        "prescale_factor": prescale,
+        "postscale_factor": postscale,
+        "compression": named(wire),
+    }
     return world_of(process_set).grouped_allreduce(xs, op=Op(op), **how)
 
 
-def reducescatter(x: Any, op: str, name: str | None, prescale: float, postscale: float, rows: int, process_set: int) -> Any:
-    return world_of(process_set).reducescatter(x, Op(op), name=name, prescale_factor=prescale, postscale_factor=postscale)
+def reducescatter(
+    x: Any, op: str, name: str | None, prescale: float, postscale: float, rows: int, process_set: int
+) -> Any:
+    return world_of(process_set).reducescatter(
+        x, Op(op), name=name, prescale_factor=prescale, postscale_factor=postscale
+    )
 
 
 def allgather(x: Any, name: str | None, rows: int | None, process_set: int) -> Any:
@@ -58,7 +75,8 @@ def as_horovod(process_set: int) -> bool:
     return world_of(process_set).config.gradients == "horovod"
 
 
-# ---- adjoints ------------------------------------------------------------------------------------------------------------
+# ---- adjoints
+# ------------------------------------------------------------------------------------------------------------
 
 
 def own_rows(gradient: Any, name: str | None, rows: int, process_set: int) -> Any:
@@ -77,10 +95,13 @@ def at_root(gradient: Any, root: int, name: str | None, process_set: int) -> Any
     return total if world.rank == root else total.zero_()
 
 
-def through_reduction(total: Any, x: Any, op: str, name: str | None, prescale: float, postscale: float, process_set: int) -> Any:
+def through_reduction(
+    total: Any, x: Any, op: str, name: str | None, prescale: float, postscale: float, process_set: int
+) -> Any:
     """Of a reduction with its factors, given the gradient of all rows of its result, summed over the ranks.
 
-    Takes memory for every rank's ``x``, unless the reduction is linear. Horovod's is ``size()`` times that of a linear one.
+    Takes memory for every rank's ``x``, unless the reduction is linear. Horovod's is ``size()`` times that of a linear
+    one.
     """
     world = world_of(process_set)
     if op in LINEAR:

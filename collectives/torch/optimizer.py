@@ -45,9 +45,9 @@ def DistributedOptimizer(
 ) -> Optimizer:
     """Wrap an optimizer, so that it applies the gradients of all ranks.
 
-    A gradient leaves for the other ranks as soon as the backward pass has finished it; ``step()`` waits for all of them, and so does
-    whoever reads or sets ``parameter.grad`` before that: what follows ``backward()`` sees the gradients of all ranks, as clipping and
-    ``GradScaler`` do. It may be said explicitly, as Horovod wants it::
+    A gradient leaves for the other ranks as soon as the backward pass has finished it; ``step()`` waits for all of
+    them, and so does whoever reads or sets ``parameter.grad`` before that: what follows ``backward()`` sees the
+    gradients of all ranks, as clipping and ``GradScaler`` do. It may be said explicitly, as Horovod wants it::
 
         loss.backward()
         optimizer.synchronize()
@@ -55,37 +55,41 @@ def DistributedOptimizer(
         with optimizer.skip_synchronize():
             optimizer.step()
 
-    All ranks should read gradients, or none. Gradients that were changed on their way through a tensor kept from before are refused.
+    All ranks should read gradients, or none. Gradients that were changed on their way through a tensor kept from before
+    are refused.
 
-    Parameters that no rank has used in a step keep ``grad = None``; those that some rank has used get the combined gradient
-    everywhere. Frozen parameters may be unfrozen later, and ``add_param_group`` may bring new ones.
+    Parameters that no rank has used in a step keep ``grad = None``; those that some rank has used get the combined
+    gradient everywhere. Frozen parameters may be unfrozen later, and ``add_param_group`` may bring new ones.
 
-    ``step(closure)`` combines the gradients after every evaluation, and averages the loss, so that optimizers that evaluate it
-    several times (``LBFGS``) do so equally often on every rank.
+    ``step(closure)`` combines the gradients after every evaluation, and averages the loss, so that optimizers that
+    evaluate it several times (``LBFGS``) do so equally often on every rank.
 
     Args:
         optimizer: a ``torch.optim.Optimizer``; the result shares its state and groups and is of a subclass of its type.
-        named_parameters: as of ``model.named_parameters()``; all of the optimizer's parameters. By default they are numbered.
+        named_parameters: as of ``model.named_parameters()``; all of the optimizer's parameters. By default they are
+            numbered.
         compression: `Compression.none`, ``fp16``, ``bf16``, or an own class with ``compress`` and ``decompress``.
         backward_passes_per_step: backward passes over which gradients add up on the rank before they are combined.
-        op: `Average`, `Sum`, `Min`, `Max`, `Product`; or `Adasum`, which combines what the optimizer did to the parameters on each rank
-            instead (see `AdasumSteps`).
+        op: `Average`, `Sum`, `Min`, `Max`, `Product`; or `Adasum`, which combines what the optimizer did to the
+            parameters on each rank instead (see `AdasumSteps`).
         gradient_predivide_factor: f divides by f before the sum and by size/f afterwards; for Average only.
         num_groups: Horovod's older name of ``groups``.
-        groups: gradients that are combined together: a number of lists of about equal length, or the lists of parameters themselves.
-            By default they share buckets of up to 16 MiB, from the last parameter to the first.
+        groups: gradients that are combined together: a number of lists of about equal length, or the lists of
+            parameters themselves. By default they share buckets of up to 16 MiB, from the last parameter to the first.
         sparse_as_dense: sparse gradients become dense in order to travel; by default indices and values are gathered.
         process_set: the ranks that train together; the others step on their own.
-        gradient_as_bucket_view: gradients live in their buckets, all of them dense, so that nothing is copied: ``zero_grad()`` then leaves
-            zeros in place of None. It saves copies of small gradients; large ones are not copied anyway, and cost the zeros.
+        gradient_as_bucket_view: gradients live in their buckets, all of them dense, so that nothing is copied:
+            ``zero_grad()`` then leaves zeros in place of None. It saves copies of small gradients; large ones are not
+            copied anyway, and cost the zeros.
 
     Returns:
         The optimizer, with ``synchronize()``, ``skip_synchronize()`` and ``set_backward_passes_per_step(passes)``.
 
     Raises:
-        ValueError: names are missing or duplicate, ``groups`` or ``backward_passes_per_step`` makes no sense, a factor without Average, or
-            it is wrapped already.
-        InvalidTypeError: ``compression`` is no compressor; or a parameter is a DTensor, on the meta device, or of a lazy module.
+        ValueError: names are missing or duplicate, ``groups`` or ``backward_passes_per_step`` makes no sense, a factor
+            without Average, or it is wrapped already.
+        InvalidTypeError: ``compression`` is no compressor; or a parameter is a DTensor, on the meta device, or of a
+            lazy module.
         NotInitializedError: before `init`.
     """
     if isinstance(optimizer, (_Distributed, AdasumSteps)):
@@ -108,19 +112,29 @@ def DistributedOptimizer(
     result = wrapped.__new__(wrapped)
     vars(result).update(vars(optimizer))
     if vars(result).pop("step", None) is not None:
-        # A scheduler that was made for the bare optimizer has put its own ``step`` there, and warns if that is not called before it is.
+        # A scheduler that was made for the bare optimizer has put its own ``step`` there, and warns if that is not
+        # called before it is.
         optimizer._opt_called = True
     if kind is AdasumSteps:
         result.begin(compression, process_set, named)
         return result
     result.begin(backward_passes_per_step, named)
     if together:
-        way = Way(_label(named, process_set), op, 1 / gradient_predivide_factor, gradient_predivide_factor, compression, process_set)
+        way = Way(
+            _label(named, process_set),
+            op,
+            1 / gradient_predivide_factor,
+            gradient_predivide_factor,
+            compression,
+            process_set,
+        )
         if lists is not None:
             named = _in_order_of_root(named, process_set)
         if isinstance(lists, int):
             lists = list(chunks([param for _, param in named if param.requires_grad], lists))
-        result.connect(Reducer(named, way, backward_passes_per_step, lists or (), gradient_as_bucket_view, sparse_as_dense))
+        result.connect(
+            Reducer(named, way, backward_passes_per_step, lists or (), gradient_as_bucket_view, sparse_as_dense)
+        )
     return result
 
 
@@ -177,7 +191,8 @@ class _Distributed:
         """Combine the gradients, and apply them; as ``torch.optim.Optimizer.step``."""
         if self._should_synchronize and self._synchronized:
             warnings.warn(
-                "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). Here that combines no "
+                "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). "
+                "Here that combines no "
                 "gradient twice, but Horovod does: call step() within optimizer.skip_synchronize().",
                 stacklevel=3,
             )
@@ -206,7 +221,8 @@ class _Distributed:
         """
         if self._reducer is not None and self._reducer.begun:
             raise AssertionError(
-                "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or optimizer.synchronize(). "
+                "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
+                "optimizer.synchronize(). "
                 "This is prohibited as it can cause a race condition."
             )
         self._synchronized = False
@@ -247,7 +263,11 @@ class _Distributed:
         if loss is None:
             return None
         mean = self._reducer.mean(loss.item() if isinstance(loss, torch.Tensor) else float(loss))
-        return torch.as_tensor(mean, dtype=loss.dtype, device=loss.device) if isinstance(loss, torch.Tensor) else float(mean)
+        return (
+            torch.as_tensor(mean, dtype=loss.dtype, device=loss.device)
+            if isinstance(loss, torch.Tensor)
+            else float(mean)
+        )
 
 
 def _named(optimizer: Any, named_parameters: Iterable[tuple[str, Any]] | None) -> list[tuple[str, Any]]:
@@ -257,19 +277,27 @@ def _named(optimizer: Any, named_parameters: Iterable[tuple[str, Any]] | None) -
         ValueError: no pairs of name and parameter, duplicate names, or parameters without one.
     """
     if named_parameters is None:
-        return [pair for number, group in enumerate(optimizer.param_groups) for pair in _numbered(number, group["params"])]
+        return [
+            pair for number, group in enumerate(optimizer.param_groups) for pair in _numbered(number, group["params"])
+        ]
     pairs = list(named_parameters)
     if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
-        raise ValueError("named_parameters should be a sequence of tuples (name, parameter), usually produced by model.named_parameters().")
+        raise ValueError(
+            "named_parameters should be a sequence of tuples (name, parameter), usually produced by "
+            "model.named_parameters()."
+        )
     duplicates = sorted(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
     if duplicates:
-        raise ValueError(f"Parameter names in named_parameters must be unique. Found duplicates: {', '.join(duplicates)}")
+        raise ValueError(
+            f"Parameter names in named_parameters must be unique. Found duplicates: {', '.join(duplicates)}"
+        )
     names = {id(param): name for name, param in reversed(pairs)}
     params = [param for group in optimizer.param_groups for param in group["params"]]
     nameless = [tuple(param.shape) for param in params if id(param) not in names]
     if nameless:
         raise ValueError(
-            f"named_parameters was specified, but one or more model parameters were not named: {len(nameless)} of {len(params)}, of shapes "
+            f"named_parameters was specified, but one or more model parameters were not named: {len(nameless)} of "
+            f"{len(params)}, of shapes "
             f"{', '.join(str(shape) for shape in nameless[:8])}"
         )
     return [(names[id(param)], param) for param in params]

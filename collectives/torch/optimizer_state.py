@@ -1,7 +1,8 @@
 """The state of an optimizer on every rank as one rank has it.
 
-It travels as the root's own objects, pickled, with the tensors left out, wherever in them they are; then the tensors themselves, into
-those of the other ranks. So it may have any structure, nobody has to make state by a step beforehand, and numbers keep their types.
+It travels as the root's own objects, pickled, with the tensors left out, wherever in them they are; then the tensors
+themselves, into those of the other ranks. So it may have any structure, nobody has to make state by a step beforehand,
+and numbers keep their types.
 """
 
 from __future__ import annotations
@@ -25,25 +26,29 @@ from collectives.torch.state import Tensors, describe, move
 
 
 @untraced
-def broadcast_optimizer_state(optimizer: Any, root_rank: int, model: Any = None, process_set: ProcessSet = global_process_set) -> None:
-    """Give every rank the root's optimizer state: what it keeps for each parameter, and the options of its parameter groups.
+def broadcast_optimizer_state(
+    optimizer: Any, root_rank: int, model: Any = None, process_set: ProcessSet = global_process_set
+) -> None:
+    """Give every rank the root's optimizer state: what it keeps for each parameter, and the options of its parameter
+    groups.
 
-    No optimizer takes a step, and parameters and gradients stay as they are; but with ``COLLECTIVES_GRADIENTS=horovod`` an optimizer
-    without state gives parameters that require gradients and have none a gradient of zeros, as Horovod does. A rank that has no state yet,
-    or another one, gets the root's: numbers, None and other (picklable) objects in their own types, tensors in place where this rank has
-    one that fits, else as new ones, each on the CPU if it is there on the root, else on the device of its parameter. Options that only this
-    rank has stay.
+    No optimizer takes a step, and parameters and gradients stay as they are; but with ``COLLECTIVES_GRADIENTS=horovod``
+    an optimizer without state gives parameters that require gradients and have none a gradient of zeros, as Horovod
+    does. A rank that has no state yet, or another one, gets the root's: numbers, None and other (picklable) objects in
+    their own types, tensors in place where this rank has one that fits, else as new ones, each on the CPU if it is
+    there on the root, else on the device of its parameter. Options that only this rank has stay.
 
     Args:
-        optimizer: of any kind (`torch.optim`'s, `DistributedOptimizer`, others with ``param_groups`` and ``state``); of the same class,
-            with the same groups of parameters, on every rank.
+        optimizer: of any kind (`torch.optim`'s, `DistributedOptimizer`, others with ``param_groups`` and ``state``); of
+            the same class, with the same groups of parameters, on every rank.
         root_rank: the rank whose state it is, by its number among all ranks.
         model: where gradients of zeros are made, those of its sparse embeddings are sparse; else not needed.
         process_set: the ranks that take part.
 
     Raises:
         InvalidTypeError: not an optimizer; or the root's state holds what cannot be pickled, or a sparse tensor.
-        MismatchError: the ranks' optimizers or roots differ; raised on every rank, and names the first difference. Nothing was touched.
+        MismatchError: the ranks' optimizers or roots differ; raised on every rank, and names the first difference.
+            Nothing was touched.
     """
     label = "broadcast_optimizer_state"
     world = runtime.world_of(process_set)
@@ -60,7 +65,9 @@ def broadcast_optimizer_state(optimizer: Any, root_rank: int, model: Any = None,
         try:
             data, tensors = _take_apart(optimizer)
         except Exception as error:
-            raise world.refused(InvalidTypeError(f"{label}: the state cannot be sent: {error}"), f"{label}.length") from error
+            raise world.refused(
+                InvalidTypeError(f"{label}: the state cannot be sent: {error}"), f"{label}.length"
+            ) from error
         world.broadcast_bytes(data, root, name=label)
     else:
         received = world.broadcast_bytes(b"", root, name=label)
@@ -77,7 +84,11 @@ def broadcast_optimizer_state(optimizer: Any, root_rank: int, model: Any = None,
 def _make_gradients(optimizer: Any, model: Any) -> None:
     """Gradients of zeros where there are none: Horovod's programs may read them before the first backward pass."""
     modules = [] if model is None else model.modules()
-    sparse = {id(module.weight) for module in modules if isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and module.sparse}
+    sparse = {
+        id(module.weight)
+        for module in modules
+        if isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and module.sparse
+    }
     for parameter in _parameters(optimizer):
         if parameter.requires_grad and parameter.grad is None:
             zeros = torch.zeros_like(parameter, requires_grad=False)
@@ -111,7 +122,11 @@ class _State(NamedTuple):
         parameters = _parameters(optimizer)
         return cls(
             [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups],
-            {number: optimizer.state[parameter] for number, parameter in enumerate(parameters) if parameter in optimizer.state},
+            {
+                number: optimizer.state[parameter]
+                for number, parameter in enumerate(parameters)
+                if parameter in optimizer.state
+            },
             {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)},
         )
 
@@ -127,7 +142,9 @@ class _State(NamedTuple):
     def tensors(self) -> Tensors:
         """Those that are an option, or a parameter's state, by name: not those inside of lists and the like."""
         owners = {f"param_groups[{number}]": options for number, options in enumerate(self.options)}
-        owners |= {f"state[{number}]": values for number, values in self.of_parameters.items() if isinstance(values, dict)}
+        owners |= {
+            f"state[{number}]": values for number, values in self.of_parameters.items() if isinstance(values, dict)
+        }
         found = {f"{owner}[{key!r}]": value for owner, values in owners.items() for key, value in values.items()}
         return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
 
@@ -159,7 +176,9 @@ def _parameters(optimizer: Any) -> list[Any]:
 def _layout(optimizer: Any) -> dict[str, str]:
     """What must be alike on every rank."""
     if not (hasattr(optimizer, "param_groups") and hasattr(optimizer, "state")):
-        raise InvalidTypeError(f"optimizer: expected an optimizer with param_groups and state, got {detection.describe(optimizer)}")
+        raise InvalidTypeError(
+            f"optimizer: expected an optimizer with param_groups and state, got {detection.describe(optimizer)}"
+        )
     groups = [group["params"] for group in optimizer.param_groups]
     return {
         "the optimizer": f"{type(optimizer).__name__} with {len(groups)} parameter groups",
@@ -176,7 +195,12 @@ def _take_apart(optimizer: Any) -> tuple[bytes, Tensors]:
     """The root's state as bytes, and the tensors in it, which are left out there."""
     state, parameters = _State.of(optimizer), _parameters(optimizer)
     names = {id(tensor): name for name, tensor in state.tensors().items()}
-    owners = {id(value): number for number, values in state.of_parameters.items() if isinstance(values, dict) for value in values.values()}
+    owners = {
+        id(value): number
+        for number, values in state.of_parameters.items()
+        if isinstance(values, dict)
+        for value in values.values()
+    }
     tensors: Tensors = {}
     places: dict[int, _Place] = {}
 
@@ -207,8 +231,14 @@ def _put_together(data: bytes, optimizer: Any) -> tuple[_State, Tensors]:
             beside = None if place.beside is None else parameters[place.beside]
             device = torch.device(place.device) if beside is None else beside.device
             tensor = mine.get(place.name)
-            fits = tensor is not None and (tuple(tensor.shape), tensor.dtype, tensor.device) == (place.shape, place.dtype, device)
-            if not fits or id(tensor) in taken:  # one tensor here may stand for two of the root's, as a shared learning rate does
+            fits = tensor is not None and (tuple(tensor.shape), tensor.dtype, tensor.device) == (
+                place.shape,
+                place.dtype,
+                device,
+            )
+            if (
+                not fits or id(tensor) in taken
+            ):  # one tensor here may stand for two of the root's, as a shared learning rate does
                 tensor = _new(place, device, beside)
             taken.add(id(tensor))
             tensors[place.name] = tensor

@@ -17,26 +17,29 @@ _MOST_INT32 = 2**31 - 1
 
 
 @untraced
-def sparse_allreduce_async(tensor: Any, name: str | None, op: Op, process_set: ProcessSet = global_process_set) -> Derived:
+def sparse_allreduce_async(
+    tensor: Any, name: str | None, op: Op, process_set: ProcessSet = global_process_set
+) -> Derived:
     """Begin the all-reduce of a sparse tensor, and return at once.
 
-    Each rank sends its nonzeros, coalesced first, so that an element that it has several times travels once; their indices travel as
-    int32 where the shape allows. That is cheaper than a dense all-reduce while all ranks' nonzeros together are few.
+    Each rank sends its nonzeros, coalesced first, so that an element that it has several times travels once; their
+    indices travel as int32 where the shape allows. That is cheaper than a dense all-reduce while all ranks' nonzeros
+    together are few.
 
     Args:
-        tensor: in torch's COO layout, hybrid or not, on the CPU or a GPU; of equal shape, dtype and number of sparse dimensions on every
-            rank, with any number of nonzeros, which may be 0. Left unchanged.
+        tensor: in torch's COO layout, hybrid or not, on the CPU or a GPU; of equal shape, dtype and number of sparse
+            dimensions on every rank, with any number of nonzeros, which may be 0. Left unchanged.
         name: of the operation; None: matched by order of call.
         op: Average or Sum.
         process_set: the ranks that take part.
 
     Returns:
-        A handle, for `synchronize` or to be called. Its result is a new COO tensor of the input's shape, not coalesced. An average of
-        integers truncates toward zero as a dense one does, and is coalesced.
+        A handle, for `synchronize` or to be called. Its result is a new COO tensor of the input's shape, not coalesced.
+        An average of integers truncates toward zero as a dense one does, and is coalesced.
 
     Raises:
-        InvalidArgumentError (a ValueError): another ``op``. InvalidTypeError: not a COO tensor. MismatchError, by the handle: the ranks'
-            tensors do not go together.
+        InvalidArgumentError (a ValueError): another ``op``. InvalidTypeError: not a COO tensor. MismatchError, by the
+            handle: the ranks' tensors do not go together.
     """
     world = world_of(process_set)
     try:
@@ -44,7 +47,9 @@ def sparse_allreduce_async(tensor: Any, name: str | None, op: Op, process_set: P
             got = f"layout {tensor.layout}" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
             raise InvalidTypeError(f"tensor: expected a sparse COO tensor, got {got}; allreduce_async takes dense ones")
         if op not in (Op.SUM, Op.AVERAGE):
-            raise InvalidArgumentError(f"op: expected Average or Sum of a sparse tensor, got {op!r}; use Sum, or tensor.to_dense()")
+            raise InvalidArgumentError(
+                f"op: expected Average or Sum of a sparse tensor, got {op!r}; use Sum, or tensor.to_dense()"
+            )
         shape = tensor.shape
         mine = tensor.detach().coalesce()
         # One row for each nonzero, because what is gathered is put one below the other.

@@ -1,9 +1,9 @@
 """The same start on every rank: parameters and objects as one rank has them; `optimizer_state` is built on it.
 
-The ranks first show each other what they pass, as a digest of 16 bytes, so that a model or an optimizer that was built differently on
-some rank is an error on all of them before a tensor is touched. Then tensors from 256 KiB up travel as they are, and the many small
-ones together in buffers: what costs time there is an operation, not its bytes (the 161 tensors of ResNet-50 on 2 ranks: half the time
-that they take one by one).
+The ranks first show each other what they pass, as a digest of 16 bytes, so that a model or an optimizer that was built
+differently on some rank is an error on all of them before a tensor is touched. Then tensors from 256 KiB up travel as
+they are, and the many small ones together in buffers: what costs time there is an operation, not its bytes (the 161
+tensors of ResNet-50 on 2 ranks: half the time that they take one by one).
 """
 
 from __future__ import annotations
@@ -39,17 +39,19 @@ def broadcast_parameters(params: Any, root_rank: int, process_set: ProcessSet = 
     """Give every rank the root's parameters, in place.
 
     Args:
-        params: a ``state_dict()`` or another mapping of names to tensors; or any iterable of tensors or of (name, tensor) pairs, such
-            as ``model.named_parameters()``, ``model.parameters()`` or a list of either. Tensors may have any dtype and strides, and may
-            require gradients; None, and what a mapping or a pair holds that is no tensor, is passed over. The same names (or numbers of
-            tensors without names), shapes and dtypes on every rank, in any order.
+        params: a ``state_dict()`` or another mapping of names to tensors; or any iterable of tensors or of (name,
+            tensor) pairs, such as ``model.named_parameters()``, ``model.parameters()`` or a list of either. Tensors may
+            have any dtype and strides, and may require gradients; None, and what a mapping or a pair holds that is no
+            tensor, is passed over. The same names (or numbers of tensors without names), shapes and dtypes on every
+            rank, in any order.
         root_rank: the rank whose parameters they are, by its number among all ranks.
         process_set: the ranks that take part.
 
     Raises:
         InvalidArgumentError: ``params`` is something else, or two tensors have the same name.
         InvalidTypeError: a sparse tensor, or one that is neither on the CPU nor on a GPU.
-        MismatchError: the ranks' parameters or roots differ; raised on every rank, and names the first that does. Nothing was touched.
+        MismatchError: the ranks' parameters or roots differ; raised on every rank, and names the first that does.
+            Nothing was touched.
     """
     label = "broadcast_parameters"
     world = runtime.world_of(process_set)
@@ -65,7 +67,9 @@ def broadcast_parameters(params: Any, root_rank: int, process_set: ProcessSet = 
 
 
 @untraced
-def broadcast_object(obj: Object, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set) -> Object:
+def broadcast_object(
+    obj: Object, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Object:
     """Give every rank the root's object.
 
     Args:
@@ -84,12 +88,15 @@ def broadcast_object(obj: Object, root_rank: int = 0, name: str | None = None, p
 
 
 @untraced
-def allgather_object(obj: Object, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Object]:
+def allgather_object(
+    obj: Object, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[Object]:
     """Give every rank every rank's object, as a list in rank order; arguments and errors as for `broadcast_object`."""
     return api.allgather_object(obj, name=name, process_set=process_set)
 
 
-# ---- what the ranks pass -------------------------------------------------------------------------------------------------------------
+# ---- what the ranks pass
+# -------------------------------------------------------------------------------------------------------------
 
 
 def _named(params: Any) -> Tensors:
@@ -99,12 +106,15 @@ def _named(params: Any) -> Tensors:
     elif isinstance(params, Iterable) and not isinstance(params, (torch.Tensor, str, bytes)):
         pairs = [item if isinstance(item, tuple) and len(item) == 2 else (None, item) for item in params]
         for first, value in pairs:
-            if isinstance(first, torch.Tensor) or (first is None and value is not None and not isinstance(value, torch.Tensor)):
+            if isinstance(first, torch.Tensor) or (
+                first is None and value is not None and not isinstance(value, torch.Tensor)
+            ):
                 kind = detection.describe((first, value) if first is not None else value)
                 raise InvalidArgumentError(f"params: expected tensors or (name, tensor) pairs, got a {kind} among them")
     else:
         raise InvalidArgumentError(
-            "params: expected a mapping of names to tensors (a state_dict), or an iterable of tensors or of (name, tensor) pairs; got"
+            "params: expected a mapping of names to tensors (a state_dict), or an iterable of tensors or of (name, "
+            "tensor) pairs; got"
             f" {detection.describe(params)}"
         )
     tensors: Tensors = {}
@@ -118,7 +128,9 @@ def _named(params: Any) -> Tensors:
         else:
             tensors[name] = value
     if others and not tensors:
-        raise InvalidArgumentError(f"params: expected tensors, got none among {len(others)} values; the first is {others[0]}")
+        raise InvalidArgumentError(
+            f"params: expected tensors, got none among {len(others)} values; the first is {others[0]}"
+        )
     return tensors
 
 
@@ -143,17 +155,20 @@ def refuse_unreachable(what: str, tensor: Any) -> None:
     """Refuse a tensor that has no memory of its own on this rank.
 
     Raises:
-        InvalidTypeError: a DTensor, which is spread over ranks; or it is on the meta device, or of a lazy module, and holds no numbers.
+        InvalidTypeError: a DTensor, which is spread over ranks; or it is on the meta device, or of a lazy module, and
+            holds no numbers.
     """
     distributed = sys.modules.get("torch.distributed.tensor")
     if distributed is not None and isinstance(tensor, distributed.DTensor):
         raise InvalidTypeError(
-            f"{what}: expected a tensor of this rank, got a DTensor, which torch.distributed keeps spread over ranks and reduces "
+            f"{what}: expected a tensor of this rank, got a DTensor, which torch.distributed keeps spread over ranks "
+            f"and reduces "
             f"itself; use the torch optimizer as it is with FSDP and tensor parallelism, or pass full_tensor() of it"
         )
     if torch.nn.parameter.is_lazy(tensor):
         raise InvalidTypeError(
-            f"{what}: expected numbers, got a parameter of a lazy module; run a forward pass first, which gives it a shape"
+            f"{what}: expected numbers, got a parameter of a lazy module; run a forward pass first, which gives it a "
+            f"shape"
         )
     if tensor.is_meta:
         raise InvalidTypeError(
@@ -162,7 +177,8 @@ def refuse_unreachable(what: str, tensor: Any) -> None:
         )
 
 
-# ---- moving tensors ------------------------------------------------------------------------------------------------------------------
+# ---- moving tensors
+# ------------------------------------------------------------------------------------------------------------------
 
 
 def move(world: World, label: str, root: int, tensors: Tensors) -> None:
@@ -175,7 +191,10 @@ def move(world: World, label: str, root: int, tensors: Tensors) -> None:
     packs = [f"{label}.packed[{number}]" for number in range(len(parts))]
     # Tensors made in inference mode can be written in inference mode only, and all others there as well.
     with world.composed([*(f"{label}.{name}" for name in alone), *packs]) as begin, torch.inference_mode():
-        handles = [world.broadcast_async_(_as_numbers(tensor), root, name=begin(f"{label}.{name}")) for name, tensor in alone.items()]
+        handles = [
+            world.broadcast_async_(_as_numbers(tensor), root, name=begin(f"{label}.{name}"))
+            for name, tensor in alone.items()
+        ]
         for name, part in zip(packs, parts, strict=True):
             packed = torch.cat([_bytes_of(tensor) for tensor in part])
             world.broadcast_(packed, root, name=begin(name))
@@ -191,7 +210,9 @@ def move(world: World, label: str, root: int, tensors: Tensors) -> None:
 
 def _as_numbers(tensor: Any) -> Any:
     """A tensor as the engine takes it: that knows no numbers of 8 bits with a fraction, but moves bytes."""
-    return tensor.detach().view(torch.uint8) if tensor.dtype.itemsize == 1 and tensor.dtype.is_floating_point else tensor
+    return (
+        tensor.detach().view(torch.uint8) if tensor.dtype.itemsize == 1 and tensor.dtype.is_floating_point else tensor
+    )
 
 
 def _bytes_of(tensor: Any) -> Any:
@@ -204,7 +225,9 @@ def _parts(tensors: Sequence[Any]) -> Iterator[list[Any]]:
         part: list[Any] = []
         filled = 0
         # Long elements first, so that each tensor begins at a multiple of its elements' size.
-        for tensor in sorted((each for each in tensors if each.device == device), key=lambda each: -each.dtype.itemsize):
+        for tensor in sorted(
+            (each for each in tensors if each.device == device), key=lambda each: -each.dtype.itemsize
+        ):
             if part and filled + tensor.nbytes > _PACKED_BYTES:
                 yield part
                 part, filled = [], 0

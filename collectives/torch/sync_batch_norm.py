@@ -1,8 +1,8 @@
 """Batch normalisation over the batches of all ranks, on the CPU and on GPUs.
 
-A rank's batch of a few large images says little about mean and variance; the batches of all ranks together say more. The forward pass
-gathers every rank's mean, deviation and count, and the backward pass sums two numbers per channel; `collectives.torch.batch_norm` does the
-arithmetic between.
+A rank's batch of a few large images says little about mean and variance; the batches of all ranks together say more.
+The forward pass gathers every rank's mean, deviation and count, and the backward pass sums two numbers per channel;
+`collectives.torch.batch_norm` does the arithmetic between.
 """
 
 from __future__ import annotations
@@ -26,18 +26,20 @@ from collectives.world import World
 
 
 class SyncBatchNorm(_BatchNorm):  # type: ignore[misc]
-    """Batch normalisation of inputs of shape (batch, channels, ...), whose statistics are those of the batches of all ranks.
+    """Batch normalisation of inputs of shape (batch, channels, ...), whose statistics are those of the batches of all
+    ranks.
 
-    In training every rank calls it, and goes backward through it, in the same order. Evaluation is ordinary, and so is training on one
-    rank. Gradients of weight and bias are those of the rank's own batch: `DistributedOptimizer` combines them with all others.
+    In training every rank calls it, and goes backward through it, in the same order. Evaluation is ordinary, and so is
+    training on one rank. Gradients of weight and bias are those of the rank's own batch: `DistributedOptimizer`
+    combines them with all others.
 
     Args:
         num_features, eps, momentum, affine, track_running_stats, device, dtype: as for `torch.nn.BatchNorm2d`.
         process_set: the ranks whose batches belong together; all by default.
 
     Raises (in the forward pass, on every rank):
-        InvalidArgumentError: the input has fewer than two dimensions or other channels; or there is only one value per channel.
-        MismatchError: the ranks' channels, devices or orders of layers differ.
+        InvalidArgumentError: the input has fewer than two dimensions or other channels; or there is only one value per
+        channel. MismatchError: the ranks' channels, devices or orders of layers differ.
     """
 
     def __init__(
@@ -78,7 +80,8 @@ class SyncBatchNorm(_BatchNorm):  # type: ignore[misc]
         return _Normalise.apply(input, self.weight, self.bias, *running, momentum or 0.0, self.eps, world, label)
 
     def _traced(self, input: Any, world: World) -> Any:
-        """The same in a graph: one collective that `torch.compile` knows, and operations through which autograd finds its way."""
+        """The same in a graph: one collective that `torch.compile` knows, and operations through which autograd finds
+        its way."""
         self._check_input_dim(input)
         running: tuple[Any, Any] = (None, None)
         momentum: Any = self.momentum
@@ -90,20 +93,25 @@ class SyncBatchNorm(_BatchNorm):  # type: ignore[misc]
         # Every rank's row by a sum, since a graph wants to know the shape of what is gathered.
         own_row = functional.pad(traced_statistics(input)[None], (0, 0, world.rank, world.size - world.rank - 1))
         rows = compiled.allreduce(own_row, Op.SUM, process_set=0 if self.process_set is None else self.process_set)
-        torch._assert_async(rows[:, -1].sum() > 1, "Expected more than 1 value per channel when training, on all ranks together")
+        torch._assert_async(
+            rows[:, -1].sum() > 1, "Expected more than 1 value per channel when training, on all ranks together"
+        )
         mean, invstd = Cpu.merge(input, rows, *running, momentum, self.eps)
         scale = invstd if self.weight is None else invstd * self.weight
         result = (input - channels(mean, input)) * channels(scale, input)
         return (result if self.bias is None else result + channels(self.bias, input)).to(input.dtype)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A process set refers to the world, which cannot be copied or pickled with the module; its number can, and means the same.
+        # A process set refers to the world, which cannot be copied or pickled with the module; its number can, and
+        # means the same.
         number = getattr(self.process_set, "process_set_id", None)
         return self.__dict__ if number is None else {**self.__dict__, "process_set": number}
 
     def _check_input_dim(self, input: Any) -> None:
         if input.dim() < 2:
-            raise InvalidArgumentError(f"input: expected at least 2 dimensions (batch, channels, ...), got shape {tuple(input.shape)}")
+            raise InvalidArgumentError(
+                f"input: expected at least 2 dimensions (batch, channels, ...), got shape {tuple(input.shape)}"
+            )
 
     @classmethod
     def convert_sync_batchnorm(cls, module: Any, process_set: ProcessSet | None = None) -> torch.nn.Module:
@@ -135,9 +143,16 @@ def _convert(kind: type[SyncBatchNorm], module: Any, process_set: ProcessSet | N
 
 def _counterpart(kind: type[SyncBatchNorm], module: Any, process_set: ProcessSet | None) -> SyncBatchNorm:
     if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():
-        raise InvalidArgumentError(f"module: {module} does not know its number of channels yet; run the model once before it is converted")
+        raise InvalidArgumentError(
+            f"module: {module} does not know its number of channels yet; run the model once before it is converted"
+        )
     result = kind(
-        module.num_features, module.eps, module.momentum, module.affine, module.track_running_stats, process_set=process_set
+        module.num_features,
+        module.eps,
+        module.momentum,
+        module.affine,
+        module.track_running_stats,
+        process_set=process_set,
     )
     result.weight, result.bias = module.weight, module.bias
     result.running_mean, result.running_var = module.running_mean, module.running_var
@@ -146,15 +161,16 @@ def _counterpart(kind: type[SyncBatchNorm], module: Any, process_set: ProcessSet
     return result
 
 
-# ---- names ---------------------------------------------------------------------------------------------------------------------------
+# ---- names
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 class _Label:
     """What the operations of one layer are called.
 
-    Layers are numbered in the order in which they are first used, and the uses of one layer in a step in theirs. A pass of one layer or
-    use never meets that of another: ranks that go another way get an error, not wrong numbers. Uses are counted anew in each step, so that
-    names recur and the engine knows them.
+    Layers are numbered in the order in which they are first used, and the uses of one layer in a step in theirs. A pass
+    of one layer or use never meets that of another: ranks that go another way get an error, not wrong numbers. Uses are
+    counted anew in each step, so that names recur and the engine knows them.
     """
 
     def __init__(self, number: int) -> None:
@@ -196,7 +212,8 @@ def _label(world: World, layer: SyncBatchNorm) -> _Label:
     return labels.of(layer)
 
 
-# ---- the function --------------------------------------------------------------------------------------------------------------------
+# ---- the function
+# --------------------------------------------------------------------------------------------------------------------
 
 
 class _Normalise(torch.autograd.Function):  # type: ignore[misc]

@@ -68,10 +68,12 @@ class MemoryTransport(Protocol):
         """
 
     def store(self, peer: int, address: int, source: int, nbytes: int) -> None:
-        """Copy ``nbytes`` of this rank's memory at ``source`` to the peer's private memory at ``address``; raises as `fetch`."""
+        """Copy ``nbytes`` of this rank's memory at ``source`` to the peer's private memory at ``address``; raises as
+        `fetch`."""
 
     def fetch_list(self, peer: int, blocks: Blocks, first: int, count: int, into: int, nbytes: int) -> None:
-        """Copy ``count`` of the peer's ``blocks``, ``nbytes`` in all, one behind the other to this rank's memory at ``into``."""
+        """Copy ``count`` of the peer's ``blocks``, ``nbytes`` in all, one behind the other to this rank's memory at
+        ``into``."""
 
     def store_list(self, peer: int, blocks: Blocks, own: Blocks, first: int, count: int, nbytes: int) -> None:
         """Copy ``count`` of this rank's ``own`` blocks to the peer's, each to the one of the same number and length."""
@@ -111,13 +113,14 @@ class Control(Protocol):
     def enter(self, signature: int, words: Sequence[int] | memoryview = ()) -> None:
         """Enter the next call of the group with what this rank asks for.
 
-        ``signature`` is 47 bits that stand for the request. ``words`` (at most `board.max_words` of 64 bits, equally many on ranks with
-        equal signatures; many of them as a memoryview of format "q") travel along and are read with `words_of`. What this rank wrote
-        into its window before is visible to its peers afterwards.
+        ``signature`` is 47 bits that stand for the request. ``words`` (at most `board.max_words` of 64 bits, equally
+        many on ranks with equal signatures; many of them as a memoryview of format "q") travel along and are read with
+        `words_of`. What this rank wrote into its window before is visible to its peers afterwards.
         """
 
     def look(self, *, spin: bool = True) -> bool | None:
-        """Whether all ranks entered the call with the same signature, the same answer on every rank; None while one is missing.
+        """Whether all ranks entered the call with the same signature, the same answer on every rank; None while one is
+        missing.
 
         ``spin``: look a few times before saying that one is missing.
 
@@ -160,13 +163,15 @@ class Control(Protocol):
         """
 
     def leave(self) -> None:
-        """Tell the other ranks that this one will not enter another call; also after `fail`, of which they are told first."""
+        """Tell the other ranks that this one will not enter another call; also after `fail`, of which they are told
+        first."""
 
     def acknowledged(self) -> bool:
         """Whether every other rank has failed, left or died too, so that none will touch this rank's memory."""
 
     def all_left(self) -> bool:
-        """Whether every other rank has left or died; of those that have failed, whether they have said so with `leave` as well."""
+        """Whether every other rank has left or died; of those that have failed, whether they have said so with `leave`
+        as well."""
 
     def close(self) -> bool:
         """Wait a moment until nothing said by anybody is on its way any more; whether that came about."""

@@ -4,15 +4,16 @@ Each rank writes its own page only and reads the others'. On it stand
 
     progress   how many groups of steps the rank has finished, counted over its whole life
     token      with what the rank entered a call: 47 bits of signature, 16 bits of call number; two places that alternate,
-               because a peer may enter the next call before this rank has read the present one, but never the next but one
+               because a peer may enter the next call before this rank has read the present one, but never the next but
+               one
     words      the numbers that travel with a token (addresses, counts), two places as well
     state      alive, left or failed, and the traceback of the failure
     gone       whether the rank has left, be it after a failure
     broken     the call in whose middle the rank failed, so that a peer that comes to it later does not take part
 
 A rank that waits for a peer spins for a moment, then yields the core, then naps a little longer each time; meanwhile it
-looks at the states and at the clock, so that no wait is unbounded. What a rank wrote before it wrote a word is visible to
-whoever has read that word: x86-64 keeps stores in order by itself, elsewhere `fence` sees to it.
+looks at the states and at the clock, so that no wait is unbounded. What a rank wrote before it wrote a word is visible
+to whoever has read that word: x86-64 keeps stores in order by itself, elsewhere `fence` sees to it.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ ALIVE, LEFT, FAILED = 0, 1, 2
 _PROGRESS, _STATE, _PID, _TEXT_LENGTH, _TOKEN, _BROKEN, _GONE, _WORDS = 0, 1, 2, 3, 4, 6, 7, 8
 _TEXT_BYTES = 16 << 10
 CALL_MASK = 0xFFFF
-"""A token is a signature of 47 bits shifted by 16, and the call's number under this mask: never 0, the state of a fresh page."""
+"""A token is a signature of 47 bits shifted by 16, and the call's number under this mask: never 0, the state of a fresh
+page."""
 _YIELDS = 200
 _NAP, _LONGEST_NAP = 20e-6, 1e-3
 _LOOK_AT_PROCESSES = 0.1
@@ -50,7 +52,8 @@ fence: Callable[[], None] | None = None if platform.machine().lower() in ("x86_6
 
 
 def max_words(size: int) -> int:
-    """How many words a rank may enter a call with: a few numbers per rank, or two addresses for each of 1,024 tensors."""
+    """How many words a rank may enter a call with: a few numbers per rank, or two addresses for each of 1,024
+    tensors."""
     return max(size + 4, 2048)
 
 
@@ -97,7 +100,9 @@ class Board:
         self._timeout = timeout
         self._spins = spins
         # Gives the core away, as sched_yield does where there is one: it may be the one that the peer needs.
-        self._pause: Callable[[], object] = pause if pause is not None else getattr(os, "sched_yield", lambda: time.sleep(0))
+        self._pause: Callable[[], object] = (
+            pause if pause is not None else getattr(os, "sched_yield", lambda: time.sleep(0))
+        )
         self._processes = processes
         self._mine[_PID] = os.getpid()
         self._slots = (_WORDS, _WORDS + max_words(self.size))
@@ -125,7 +130,8 @@ class Board:
         self.seen[peer] = words[_PROGRESS]
 
     def enter(self, call: int, entry: int, words: Sequence[int] | memoryview) -> None:
-        """Write the token ``entry`` and its words for the ``call``-th call; many words at once as a memoryview of format "q"."""
+        """Write the token ``entry`` and its words for the ``call``-th call; many words at once as a memoryview of
+        format "q"."""
         mine = self._mine
         parity = call & 1
         if words:
@@ -141,7 +147,8 @@ class Board:
         mine[_TOKEN + parity] = entry
 
     def look(self, call: int, entry: int, spin: bool = True) -> bool | None:
-        """Whether every peer entered the ``call``-th call with the same token; None while one is missing, after a short spin."""
+        """Whether every peer entered the ``call``-th call with the same token; None while one is missing, after a short
+        spin."""
         same = True
         spins = self._spins if spin else 1
         at = _TOKEN + (call & 1)
@@ -180,7 +187,8 @@ class Board:
         return words
 
     def mark(self, state: int, text: str = "", broken: int = 0) -> None:
-        """Announce this rank's state, and why; ``broken``: the call that it was in. A rank that has failed stays so when it leaves."""
+        """Announce this rank's state, and why; ``broken``: the call that it was in. A rank that has failed stays so
+        when it leaves."""
         if state == LEFT:
             self._mine[_GONE] = 1
             if self._mine[_STATE] == FAILED:
@@ -221,7 +229,9 @@ class Board:
         """Give other ranks and threads a chance to run."""
         self._pause()
 
-    def check(self, waiting_for: int | None = None, arrived: Callable[[], bool] | None = None, processes: bool = True) -> None:
+    def check(
+        self, waiting_for: int | None = None, arrived: Callable[[], bool] | None = None, processes: bool = True
+    ) -> None:
         """Raise RankFailedError if a peer has failed, or if the one waited for has left without having arrived."""
         for peer in self.peers:
             state = self.state_of(peer) if processes else self._words[peer][_STATE]
@@ -239,13 +249,16 @@ class Board:
         """Raise RankFailedError if what went wrong with ``peer``'s memory comes from its end; return if it lives on.
 
         Args:
-            gone: whether the process is known to have ended, although the process table may list it until its parent has looked.
+            gone: whether the process is known to have ended, although the process table may list it until its parent
+                has looked.
         """
         end = time.monotonic() + _DEATH_SHOWS_WITHIN
         while True:
             self.check(peer)
             if gone:
-                raise RankFailedError(f"rank {self.names[self.rank]}: rank {self.names[peer]} has failed (it died without a word)")
+                raise RankFailedError(
+                    f"rank {self.names[self.rank]}: rank {self.names[peer]} has failed (it died without a word)"
+                )
             if time.monotonic() > end:
                 return
             time.sleep(_LONGEST_NAP)  # for another process to end or to speak
@@ -270,7 +283,8 @@ class Board:
                 self.also_check()
             if now - begun > self._timeout:
                 raise CollectiveTimeoutError(
-                    f"rank {self.names[self.rank]}: waited {self._timeout:g} s for rank {self.names[peer]}, which is alive but "
+                    f"rank {self.names[self.rank]}: waited {self._timeout:g} s for rank {self.names[peer]}, which is "
+                    f"alive but "
                     f"did not come; see what it is doing, or raise COLLECTIVES_TIMEOUT"
                 )
             time.sleep(nap)

@@ -1,7 +1,8 @@
-"""Waiting for MPI within a bound: posted requests are tested, and calls that MPI has in a blocking form only run in a thread of their own.
+"""Waiting for MPI within a bound: posted requests are tested, and calls that MPI has in a blocking form only run in a
+thread of their own.
 
-An interrupt, a failed peer or the bound ends a wait, never the call itself: a rank whose program lives on after an exception
-does not leave its peers inside a call of MPI.
+An interrupt, a failed peer or the bound ends a wait, never the call itself: a rank whose program lives on after an
+exception does not leave its peers inside a call of MPI.
 """
 
 from __future__ import annotations
@@ -76,8 +77,8 @@ class Patience:
         Args:
             function: blocks at most until every rank calls it too.
             what: is waited for, for messages.
-            key: names the call: until `forget`, another `call` with this key waits for the same one, so that an exception here does
-                not put this rank out of step with its peers. A call without a key is made once.
+            key: names the call: until `forget`, another `call` with this key waits for the same one, so that an
+                exception here does not put this rank out of step with its peers. A call without a key is made once.
 
         Raises:
             As `wait`.
@@ -130,7 +131,8 @@ def forget(key: Hashable) -> None:
 
 
 def barrier_then(barrier: Callable[[], MPI.Request], function: Callable[[], Any]) -> Any:
-    """Run ``function`` once every rank has come to the barrier; naps until then, where a blocking call of MPI would use up a core."""
+    """Run ``function`` once every rank has come to the barrier; naps until then, where a blocking call of MPI would use
+    up a core."""
     request = barrier()
     begun = time.monotonic()
     while not request.Test():

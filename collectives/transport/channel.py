@@ -1,7 +1,7 @@
 """A communicator of a group's own: values that all ranks exchange, and notices that a rank gives about itself.
 
-Both are messages of MPI, posted and tested. Exchanges are collective; a notice (it has failed, it leaves, it waits in a call)
-comes at any time, and is read by whoever waits for anything.
+Both are messages of MPI, posted and tested. Exchanges are collective; a notice (it has failed, it leaves, it waits in a
+call) comes at any time, and is read by whoever waits for anything.
 """
 
 from __future__ import annotations
@@ -79,7 +79,9 @@ class Channel:
         self.patience.wait(request, "every rank to say what it has")
         ends = np.cumsum(self._lengths).tolist()
         data = memoryview(everybody)
-        return [pickle.loads(data[end - length : end]) for end, length in zip(ends, self._lengths.tolist(), strict=True)]
+        return [
+            pickle.loads(data[end - length : end]) for end, length in zip(ends, self._lengths.tolist(), strict=True)
+        ]
 
     def tell(self, tag: int, text: str) -> None:
         """Give a notice to every other rank; returns at once."""
@@ -91,8 +93,8 @@ class Channel:
     def leave(self, calls: int) -> None:
         """Tell every other rank that this one has left after so many calls, and expect the same of them.
 
-        They may leave long after this rank has ceased to look. A receive that is posted takes their notices even while MPI is being
-        finalised, which would otherwise find messages that nobody has asked for.
+        They may leave long after this rank has ceased to look. A receive that is posted takes their notices even while
+        MPI is being finalised, which would otherwise find messages that nobody has asked for.
         """
         if self._has_left:
             return
@@ -151,6 +153,7 @@ class Channel:
         return len(self.left.keys() | self.failed.keys()) == self.size - 1 and not self._sent and not self._arriving
 
     def close(self) -> None:
-        """Free the communicator, on which nothing may be under way; MPI does this without talking to the other ranks."""
+        """Free the communicator, on which nothing may be under way; MPI does this without talking to the other
+        ranks."""
         _open.discard(self)
         self.comm.Free()

@@ -1,13 +1,14 @@
-"""CUDA IPC: how a kernel of this rank reaches the device memory of its peers on one host, and how streams of different processes wait
-for each other.
+"""CUDA IPC: how a kernel of this rank reaches the device memory of its peers on one host, and how streams of different
+processes wait for each other.
 
-Memory. The driver names a whole allocation by 64 bytes. So an address travels as the allocation's name and an offset in it; a process
-that meets the name for the first time maps the allocation and keeps the mapping. Ranks that are threads of one process need no name.
+Memory. The driver names a whole allocation by 64 bytes. So an address travels as the allocation's name and an offset in
+it; a process that meets the name for the first time maps the allocation and keeps the mapping. Ranks that are threads
+of one process need no name.
 
-Order. Every rank has a row of interprocess events that its peers may wait for. A wait means whatever the event stands for at that
-moment, and nothing if it has not been recorded: so an event is always paired with a word on the board (`transport.board`) that is
-written after the record and read before the wait. What the host waits for is that the peer has *issued* its work; the GPU waits for the
-work itself. No kernel ever spins.
+Order. Every rank has a row of interprocess events that its peers may wait for. A wait means whatever the event stands
+for at that moment, and nothing if it has not been recorded: so an event is always paired with a word on the board
+(`transport.board`) that is written after the record and read before the wait. What the host waits for is that the peer
+has *issued* its work; the GPU waits for the work itself. No kernel ever spins.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ _BATCH = 1024
 """Mappings that are given back together where there are too many: the device is waited for once."""
 _FILLED = 16 << 30
 _OLD = 20_000
-"""From so many mapped bytes on, what was not looked up within so many lookups is given back: its owner may have freed it, and the memory
-stays allocated while it is mapped."""
+"""From so many mapped bytes on, what was not looked up within so many lookups is given back: its owner may have freed
+it, and the memory stays allocated while it is mapped."""
 _MOST_NAMES = 4096
 _PROBE_BYTES = 4096
 
@@ -59,9 +60,9 @@ class _Mapping:
 class Mappings:
     """Other processes' allocations on one device, mapped once for the whole process however many worlds use them.
 
-    Where an owner has freed an allocation and made another at the same place, the driver refuses to map the new one as long as the old
-    one is mapped. So what overlaps a new allocation of its process is given back first, whoever has used it: nobody can again, because
-    the owner may free only what has been waited for.
+    Where an owner has freed an allocation and made another at the same place, the driver refuses to map the new one as
+    long as the old one is mapped. So what overlaps a new allocation of its process is given back first, whoever has
+    used it: nobody can again, because the owner may free only what has been waited for.
     """
 
     def __init__(self) -> None:
@@ -84,7 +85,8 @@ class Mappings:
             return known.address
 
     def give(self, device: Device, process: int, serial: int) -> int:
-        """Give a mapping back, if there still is one; the bytes that are mapped no more, because nobody else uses it."""
+        """Give a mapping back, if there still is one; the bytes that are mapped no more, because nobody else uses
+        it."""
         with self._lock:
             known = self._known.get((process, serial))
             if known is None:
@@ -101,7 +103,12 @@ class Mappings:
         at = bisect.bisect_left(places, (base,))
         if at and self._known[process, places[at - 1][1]].end > base:
             at -= 1
-        return [serial for _, serial in itertools.takewhile(lambda place: place[0] < base + nbytes, itertools.islice(places, at, None))]
+        return [
+            serial
+            for _, serial in itertools.takewhile(
+                lambda place: place[0] < base + nbytes, itertools.islice(places, at, None)
+            )
+        ]
 
     def _forget(self, device: Device, process: int, serial: int) -> None:
         known = self._known.pop((process, serial))
@@ -164,7 +171,8 @@ class IpcMemory:
         """Every rank's events, by rank."""
         self._imported: list[int] = []
         self._probe = device.allocate(_PROBE_BYTES, shared=True)
-        # A kernel, since copies reach more than kernels do. Made here: to load it may make the driver wait for the whole device.
+        # A kernel, since copies reach more than kernels do. Made here: to load it may make the driver wait for the
+        # whole device.
         self._look = Kernels(device).combination(None, np.dtype(np.int64), [(1, 1, 1)])
 
     def card(self, stream: int) -> Card:
@@ -174,7 +182,9 @@ class IpcMemory:
         number[:] = bytearray(struct.pack("q", self._rank))
         device.copy(self._probe, int(number.ctypes.data), 8, stream)
         device.drain(stream)
-        return Card(_PROCESS, device.index, own, tuple(device.export_event(event) for event in own), self.describe(self._probe))
+        return Card(
+            _PROCESS, device.index, own, tuple(device.export_event(event) for event in own), self.describe(self._probe)
+        )
 
     def connect(self, cards: dict[int, Card], stream: int) -> None:
         """Reach the peers, and look whether what is found there is theirs.
@@ -201,7 +211,9 @@ class IpcMemory:
             device.drain(stream)
             found = struct.unpack("q", seen.tobytes())[0]
             if found != peer:
-                raise TransportError(f"rank {self._rank}: expected number {peer} in the device memory of rank {peer}, found {found}")
+                raise TransportError(
+                    f"rank {self._rank}: expected number {peer} in the device memory of rank {peer}, found {found}"
+                )
         self._all_near = len(self._neighbours) == len(cards) - 1
         self._one_gpu = self._all_near and {card.device for card in cards.values()} == {device.index}
 
@@ -225,8 +237,9 @@ class IpcMemory:
         """An allocation's name, or why it has none; remembered in either case."""
         name: tuple[int, ...] | str
         try:
-            # The driver would share a small allocation's neighbours as well, and may refuse to map two of one block. Between the GPUs of
-            # one process nothing is mapped, but what has no name is such memory as kernels of other GPUs are not let into.
+            # The driver would share a small allocation's neighbours as well, and may refuse to map two of one block.
+            # Between the GPUs of one process nothing is mapped, but what has no name is such memory as kernels of other
+            # GPUs are not let into.
             if allocation.nbytes < self._device.shared_unit and not self._all_near:
                 name = f"an allocation of {allocation.nbytes} bytes is not shared: it is part of a block with others"
             else:
@@ -248,7 +261,9 @@ class IpcMemory:
         if known is None:
             self._make_room(nbytes)
             handle = struct.pack("8q", *words[4:WORDS])
-            known = self._mapped[key] = _Use(self._mappings.take(self._device, *key, address - offset, nbytes, handle), nbytes)
+            known = self._mapped[key] = _Use(
+                self._mappings.take(self._device, *key, address - offset, nbytes, handle), nbytes
+            )
             self._mapped_bytes += nbytes
         else:
             self._mapped.move_to_end(key)
@@ -277,7 +292,8 @@ class IpcMemory:
         return sum(self._mappings.give(self._device, *key) for key in keys)
 
     def release(self) -> int:
-        """Give back the peers' memory, to be mapped again where it is looked up again; the bytes that are mapped no more."""
+        """Give back the peers' memory, to be mapped again where it is looked up again; the bytes that are mapped no
+        more."""
         if not self._mapped:
             return 0
         self._quiesce()

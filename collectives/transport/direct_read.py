@@ -1,8 +1,9 @@
 """Reading and writing the private memory of a process on the same host: Linux's cross-memory attach.
 
 One system call copies from the peer's memory straight into this process's, wherever it lies: no window, no second copy.
-The system lets a process in if it has the same user and, under Yama, if it descends from the process that was named with
-``prctl(PR_SET_PTRACER)``. The launcher that the ranks have in common is named, which admits the ranks and nobody else.
+The system lets a process in if it has the same user and, under Yama, if it descends from the process that was named
+with ``prctl(PR_SET_PTRACER)``. The launcher that the ranks have in common is named, which admits the ranks and nobody
+else.
 """
 
 from __future__ import annotations
@@ -45,9 +46,17 @@ class DirectRead:
             raise TransportError(f"this system cannot read the memory of other processes: {error}") from None
         for call in (self._readv, self._writev):
             call.restype = ctypes.c_ssize_t
-            call.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_ulong)
+            call.argtypes = (
+                ctypes.c_int,
+                ctypes.c_void_p,
+                ctypes.c_ulong,
+                ctypes.c_void_p,
+                ctypes.c_ulong,
+                ctypes.c_ulong,
+            )
         self.explain: Callable[[int, bool], None] = lambda peer, gone: None
-        """Called with a peer whose memory cannot be reached, and whether its process has none any more; raises if the peer has failed."""
+        """Called with a peer whose memory cannot be reached, and whether its process has none any more; raises if the
+        peer has failed."""
         self._pids = list(pids)
         self._mine = _Block()
         self._theirs = _Block()
@@ -55,7 +64,8 @@ class DirectRead:
         self._theirs_at = ctypes.addressof(self._theirs)
 
     def fetch(self, peer: int, address: int, into: int, nbytes: int) -> None:
-        """Copy ``nbytes`` from the peer's ``address`` to this process's address ``into``; raises TransportError, or what `explain` does."""
+        """Copy ``nbytes`` from the peer's ``address`` to this process's address ``into``; raises TransportError, or
+        what `explain` does."""
         mine, theirs = self._mine, self._theirs
         mine.address, mine.nbytes, theirs.address, theirs.nbytes = into, nbytes, address, nbytes
         done = self._readv(self._pids[peer], self._mine_at, 1, self._theirs_at, 1, 0)
@@ -100,7 +110,8 @@ class DirectRead:
                     self.explain(peer, done < 0 and code == errno.ESRCH)
                     reason = os.strerror(code) if done < 0 else "nothing was transferred"
                     raise TransportError(
-                        f"cannot {verb} {theirs.nbytes} bytes of rank {peer}'s memory (process {self._pids[peer]}): {reason}; "
+                        f"cannot {verb} {theirs.nbytes} bytes of rank {peer}'s memory (process {self._pids[peer]}): "
+                        f"{reason}; "
                         f"COLLECTIVES_TRANSPORT=window does without"
                     )
             mine.address, theirs.address = mine.address + done, theirs.address + done
@@ -127,8 +138,8 @@ def ancestors(pid: int) -> list[int]:
 def admit(chains: Sequence[Sequence[int]]) -> None:
     """Let the ranks with these ancestors read this process's memory, where Yama asks for it; elsewhere do nothing.
 
-    Names their nearest common ancestor; if that is the system's first process (or there is none), admitting everybody is
-    all that is left.
+    Names their nearest common ancestor; if that is the system's first process (or there is none), admitting everybody
+    is all that is left.
     """
     scope = Path("/proc/sys/kernel/yama/ptrace_scope")
     try:
@@ -137,5 +148,7 @@ def admit(chains: Sequence[Sequence[int]]) -> None:
         return
     if not restricted:
         return
-    common = next((pid for pid in chains[0] if pid > 1 and all(pid in chain for chain in chains[1:])), _PR_SET_PTRACER_ANY)
+    common = next(
+        (pid for pid in chains[0] if pid > 1 and all(pid in chain for chain in chains[1:])), _PR_SET_PTRACER_ANY
+    )
     ctypes.CDLL(None).prctl(_PR_SET_PTRACER, ctypes.c_ulong(common), 0, 0, 0)

@@ -1,4 +1,5 @@
-"""A group: some ranks, how they reach each other, and how they agree. What `threads` and `mpi` build and a World uses."""
+"""A group: some ranks, how they reach each other, and how they agree. What `threads` and `mpi` build and a World
+uses."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ class Group:
     messages: MessageTransport | None
     """Reaches every rank; None where there is nobody to send to, or nothing to send with."""
     split: Callable[[Sequence[int]], Group | None]
-    """Makes a group of some of these ranks, in ascending order; called by every rank of this group, None on those left out."""
+    """Makes a group of some of these ranks, in ascending order; called by every rank of this group, None on those left
+    out."""
     ranks: tuple[int, ...]
     """The ranks' numbers in the outermost group, by which messages call them."""
     close: Callable[[], None]

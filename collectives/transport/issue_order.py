@@ -1,8 +1,8 @@
 """Whose turn it is: one NCCL communicator of a rank at a time has work under way, where there are several.
 
-Kernels of different communicators that wait for each other's peers in different orders never end. So before a world issues such work,
-each of its ranks takes its own turn, and keeps it until that work is done. The ranks do so in the order of their numbers, one behind the
-other, which is why they cannot wait for each other in a ring.
+Kernels of different communicators that wait for each other's peers in different orders never end. So before a world
+issues such work, each of its ranks takes its own turn, and keeps it until that work is done. The ranks do so in the
+order of their numbers, one behind the other, which is why they cannot wait for each other in a ring.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ class Turn:
                 check()
             if now - begun > timeout:
                 raise CollectiveTimeoutError(
-                    f"rank {rank}: another process set's NCCL operation did not end within {timeout:g} s: is one of its ranks missing? "
+                    f"rank {rank}: another process set's NCCL operation did not end within {timeout:g} s: is one of "
+                    f"its ranks missing? "
                     f"A larger COLLECTIVES_TIMEOUT waits longer"
                 )
             time.sleep(_NAP)  # for an event of the GPU, of which nobody tells this thread

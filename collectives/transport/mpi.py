@@ -1,9 +1,10 @@
 """MPI: the rendezvous of all ranks, the control plane across hosts, and messages between any two ranks.
 
-No thread of the program blocks inside MPI: requests are posted and tested, with a pause that grows, so that a wait can see a
-failed rank, keep its bound, and leave the core to others; the calls that make communicators have no such form and run in a
-thread of their own (`collectives.transport.bounded_mpi`). Freeing a communicator talks to nobody. The communicator is a duplicate
-of the caller's: the program's own MPI traffic is never touched, and MPI itself is finalised by whoever initialised it.
+No thread of the program blocks inside MPI: requests are posted and tested, with a pause that grows, so that a wait can
+see a failed rank, keep its bound, and leave the core to others; the calls that make communicators have no such form and
+run in a thread of their own (`collectives.transport.bounded_mpi`). Freeing a communicator talks to nobody. The
+communicator is a duplicate of the caller's: the program's own MPI traffic is never touched, and MPI itself is finalised
+by whoever initialised it.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ _AFTER_EVERY_CALL = 1 << 62
 def connect(comm: MPI.Intracomm | Sequence[int], config: Config) -> Group:
     """Make the group of a communicator, or of some ranks of COMM_WORLD; collective over it.
 
-    A rank that raises, whatever it is, leaves no other rank waiting: those that have come that far raise RankFailedError. It may call
-    again, and so may they.
+    A rank that raises, whatever it is, leaves no other rank waiting: those that have come that far raise
+    RankFailedError. It may call again, and so may they.
 
     Args:
         comm: is duplicated; or the ranks.
@@ -59,15 +60,19 @@ def connect(comm: MPI.Intracomm | Sequence[int], config: Config) -> Group:
     if level < MPI.THREAD_MULTIPLE:
         names = {MPI.THREAD_SINGLE: "SINGLE", MPI.THREAD_FUNNELED: "FUNNELED", MPI.THREAD_SERIALIZED: "SERIALIZED"}
         raise TransportError(
-            f"MPI was started with MPI_THREAD_{names.get(level, level)}, but the engine and the program call it from several threads: "
+            f"MPI was started with MPI_THREAD_{names.get(level, level)}, but the engine and the program call it from "
+            f"several threads: "
             f"MPI_THREAD_MULTIPLE is needed; leave mpi4py.rc.thread_level as it is, or ask for it in Init_thread"
         )
     everybody = MPI.COMM_WORLD
     patience = Patience(everybody.Get_rank(), config.timeout)
-    # Calls that have no form to post and test run apart from this thread: an exception here does not leave the others in them.
+    # Calls that have no form to post and test run apart from this thread: an exception here does not leave the others
+    # in them.
     if isinstance(comm, Sequence):
         ranks, key = list(comm), ("some", *comm)
-        own = patience.call(lambda: everybody.Create_group(everybody.Get_group().Incl(ranks)), f"the ranks {ranks} to call init()", key)
+        own = patience.call(
+            lambda: everybody.Create_group(everybody.Get_group().Incl(ranks)), f"the ranks {ranks} to call init()", key
+        )
     elif not hasattr(comm, "Get_rank") or comm.Is_inter():
         raise InvalidTypeError(f"comm={comm!r}: expected an mpi4py intracommunicator")
     else:
@@ -94,7 +99,9 @@ def _make_group(
         channel.look_for_failures()
 
     try:
-        forget(key)  # from here on the others hear of an exception; before, the next attempt goes on with this communicator
+        forget(
+            key
+        )  # from here on the others hear of an exception; before, the next attempt goes on with this communicator
         channel.patience.check = check_all
         configs = channel.exchange(config)
         _compare_settings(numbers[channel.rank], configs)
@@ -114,7 +121,11 @@ def _make_group(
 
 
 def _assemble(
-    channel: Channel, hosts: tuple[tuple[int, ...], ...], memory: SharedMemory | None, config: Config, numbers: tuple[int, ...]
+    channel: Channel,
+    hosts: tuple[tuple[int, ...], ...],
+    memory: SharedMemory | None,
+    config: Config,
+    numbers: tuple[int, ...],
 ) -> Group:
     """Put together what every rank has by now; nothing here waits."""
     from mpi4py import MPI
@@ -152,8 +163,14 @@ def _assemble(
         chosen = sorted(members)
         color = 0 if rank in chosen else MPI.UNDEFINED
         try:
-            part = patience.call(lambda: barrier_then(own.Ibarrier, lambda: own.Split(color, rank)), "every rank to divide the group")
-            return _make_group(part, config, [numbers[member] for member in chosen], patience.check) if rank in chosen else None
+            part = patience.call(
+                lambda: barrier_then(own.Ibarrier, lambda: own.Split(color, rank)), "every rank to divide the group"
+            )
+            return (
+                _make_group(part, config, [numbers[member] for member in chosen], patience.check)
+                if rank in chosen
+                else None
+            )
         except BaseException as error:
             control.fail(f"{type(error).__name__}: {error}")
             raise
@@ -194,8 +211,8 @@ class MpiMessages:
     def knows(self, op: Op, dtype: np.dtype[Any]) -> bool:
         """Whether MPI itself reduces these numbers as we do.
 
-        It does not know halves; bool has no sum; Open MPI's sums of 8 and 16 bits saturate instead of wrapping (seen with 5.0.11
-        on AVX-512); its Min and Max lose NaN.
+        It does not know halves; bool has no sum; Open MPI's sums of 8 and 16 bits saturate instead of wrapping (seen
+        with 5.0.11 on AVX-512); its Min and Max lose NaN.
         """
         if dtypes.is_integer(dtype):
             return dtype.itemsize >= 4
@@ -219,8 +236,8 @@ class MpiMessages:
 class MpiControl:
     """`base.Control` across hosts: one small allgather per call.
 
-    Failures and departures travel as messages of their own, which every wait looks for; on its own host a rank also puts
-    them on the board.
+    Failures and departures travel as messages of their own, which every wait looks for; on its own host a rank also
+    puts them on the board.
     """
 
     def __init__(self, channel: Channel, exchange: Callable[[Any], list[Any]], board: Board | None) -> None:
@@ -311,13 +328,16 @@ class MpiControl:
     def leave(self) -> None:
         if self._board is not None:
             self._board.mark(LEFT)
-        # Messages of two tags may overtake each other: nobody shall take a rank that has failed for one that left early.
+        # Messages of two tags may overtake each other: nobody shall take a rank that has failed for one that left
+        # early.
         self._channel.leave(_AFTER_EVERY_CALL if self._has_failed else self._call)
 
     def acknowledged(self) -> bool:
         channel, board = self._channel, self._board
         channel.read_notices()
-        on_board = {peer for peer in board.peers if board.state_of(peer) in (LEFT, FAILED)} if board is not None else set()
+        on_board = (
+            {peer for peer in board.peers if board.state_of(peer) in (LEFT, FAILED)} if board is not None else set()
+        )
         return len(channel.failed.keys() | channel.left.keys() | on_board) == self.size - 1
 
     def all_left(self) -> bool:
@@ -327,7 +347,8 @@ class MpiControl:
         return len(channel.left.keys() | on_board) == self.size - 1
 
     def check(self, *, deep: bool = False, upcoming: bool = False) -> None:
-        """Raise RankFailedError if a rank has failed, or if one has left without entering the call that this rank is in."""
+        """Raise RankFailedError if a rank has failed, or if one has left without entering the call that this rank is
+        in."""
         if self._board is not None:
             self._board.check(processes=deep)
         channel = self._channel
@@ -335,7 +356,8 @@ class MpiControl:
         for peer, calls in channel.left.items():
             if calls < self._call + upcoming:
                 raise RankFailedError(
-                    f"rank {self._names[self.rank]}: rank {self._names[peer]} has shut down or ended while this rank waits for it; "
+                    f"rank {self._names[self.rank]}: rank {self._names[peer]} has shut down or ended while this rank "
+                    f"waits for it; "
                     f"every rank must make the same calls before it leaves"
                 )
         waits = self._request is not None and self._said_here != self._call
@@ -348,7 +370,8 @@ class MpiControl:
 
 
 def _compare_settings(rank: int, configs: Sequence[Config]) -> None:
-    """Settings decide what the planner chooses, so they must be alike; launchers do not always pass the environment on."""
+    """Settings decide what the planner chooses, so they must be alike; launchers do not always pass the environment
+    on."""
     for name, attribute in Config.__dataclass_fields__.items():
         values = [getattr(config, name) for config in configs]
         if attribute.metadata["alike"] and len(set(values)) > 1:
@@ -373,5 +396,7 @@ def _hosts(channel: Channel, local_size: int) -> tuple[tuple[int, ...], ...]:
         shared.Free()
         return first
 
-    firsts = channel.exchange(channel.patience.call(lambda: barrier_then(own.Ibarrier, first_here), "every rank to name its host"))
+    firsts = channel.exchange(
+        channel.patience.call(lambda: barrier_then(own.Ibarrier, first_here), "every rank to name its host")
+    )
     return tuple(tuple(r for r in range(size) if firsts[r] == f) for f in sorted(set(firsts)))

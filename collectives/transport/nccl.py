@@ -1,11 +1,15 @@
 """NCCL behind one small interface: what the engine asks of a communicator, and CuPy's binding as the one that answers.
 
-Nothing but this module knows whose binding it is, so that NVIDIA's own can take CuPy's place. Three things are settled here once:
+Nothing but this module knows whose binding it is, so that NVIDIA's own can take CuPy's place. Three things are settled
+here once:
 
-- what NCCL calls an element. It moves every dtype of `collectives.base.dtypes` (those it does not know as bytes or as pairs) and reduces
+- what NCCL calls an element. It moves every dtype of `collectives.base.dtypes` (those it does not know as bytes or as
+pairs) and reduces
   those that it reduces as this package does: see `reduces`;
-- what an error means and what to do about it. The binding names NCCL's older statuses only, and stumbles over the others;
-- how long anything takes. NCCL waits for its peers without a bound, and a thread that is inside NCCL cannot be interrupted: what may
+- what an error means and what to do about it. The binding names NCCL's older statuses only, and stumbles over the
+others;
+- how long anything takes. NCCL waits for its peers without a bound, and a thread that is inside NCCL cannot be
+interrupted: what may
   wait runs in a thread of its own, which is left behind when the time is up.
 """
 
@@ -43,32 +47,37 @@ _MOST_BLOCKS = 8
 _ABORT_SECONDS = 10.0
 _CLOSE_SECONDS = 10.0
 _GRACE_SECONDS = 1.0
-"""How long an abort lets a call finish that another thread is making; one that hangs does not, and is what the abort must end."""
+"""How long an abort lets a call finish that another thread is making; one that hangs does not, and is what the abort
+must end."""
 
 
 class Communicator(Protocol):
     """Some ranks that NCCL connects, as one of them sees them.
 
-    Addresses are device memory of this rank, streams the driver's. Every operation is given to the stream and returns; all ranks issue
-    the same collectives in the same order, and between two ranks sends and receives pair up in order. One thread issues operations at a
-    time. ``check`` and ``abort`` may be called by another one meanwhile. Errors are TransportErrors.
+    Addresses are device memory of this rank, streams the driver's. Every operation is given to the stream and returns;
+    all ranks issue the same collectives in the same order, and between two ranks sends and receives pair up in order.
+    One thread issues operations at a time. ``check`` and ``abort`` may be called by another one meanwhile. Errors are
+    TransportErrors.
     """
 
     rank: int
     size: int
 
     def all_reduce(self, source: int, target: int, count: int, dtype: Dtype, op: Op, stream: int) -> None:
-        """Reduce ``count`` elements of every rank into every rank's ``target``, which may be ``source``. An average stays a sum.
+        """Reduce ``count`` elements of every rank into every rank's ``target``, which may be ``source``. An average
+        stays a sum.
 
         Raises:
             InvalidTypeError: `reduces` says no.
         """
 
     def reduce_scatter(self, source: int, target: int, count: int, dtype: Dtype, op: Op, stream: int) -> None:
-        """Reduce ``size`` blocks of ``count`` elements; this rank's block goes to ``target``, which may be that block; as `all_reduce`."""
+        """Reduce ``size`` blocks of ``count`` elements; this rank's block goes to ``target``, which may be that block;
+        as `all_reduce`."""
 
     def all_gather(self, source: int, target: int, count: int, dtype: Dtype, stream: int) -> None:
-        """Put every rank's ``count`` elements behind one another into ``target``; ``source`` may be its own block in there."""
+        """Put every rank's ``count`` elements behind one another into ``target``; ``source`` may be its own block in
+        there."""
 
     def broadcast(self, source: int, target: int, count: int, dtype: Dtype, root: int, stream: int) -> None:
         """Copy the root's ``source`` to every rank's ``target``; the other ranks' ``source`` is not looked at."""
@@ -83,23 +92,27 @@ class Communicator(Protocol):
         """Operations until `end_group` are one operation of the stream: none of them waits for another."""
 
     def end_group(self) -> None:
-        """To be called by the thread that began the group, also when an operation in between has raised: see `Group`."""
+        """To be called by the thread that began the group, also when an operation in between has raised: see
+        `Group`."""
 
     def check(self) -> None:
         """Raise what has gone wrong since, outside of any call; also after `abort` and `close`."""
 
     def abort(self) -> None:
-        """End everything that this rank has under way, in bounded time, and let go of it all; never raises, and twice is once."""
+        """End everything that this rank has under way, in bounded time, and let go of it all; never raises, and twice
+        is once."""
 
     def close(self) -> None:
-        """Let go, in bounded time, when all work is done: the ranks of a host wait for each other. After a failure `abort`.
+        """Let go, in bounded time, when all work is done: the ranks of a host wait for each other. After a failure
+        `abort`.
 
         Both wait until no CUDA graph refers to the communicator: destroy those first; with `abort`, meanwhile.
         """
 
 
 class Group:
-    """``with Group(communicator)``: a group that is ended whatever happens; the first error is the one that is raised."""
+    """``with Group(communicator)``: a group that is ended whatever happens; the first error is the one that is
+    raised."""
 
     __slots__ = ("_communicator",)
 
@@ -131,7 +144,9 @@ class Library(Protocol):
     def make_id(self) -> bytes:
         """128 bytes that name a new communicator; one rank makes them, and every rank of it connects with them."""
 
-    def connect(self, rank: int, size: int, unique_id: bytes, timeout: float, device: Device, *, sharers: int = 1) -> Communicator:
+    def connect(
+        self, rank: int, size: int, unique_id: bytes, timeout: float, device: Device, *, sharers: int = 1
+    ) -> Communicator:
         """Meet the other ranks; called by all of them, each with its device, which ``sharers`` of them use.
 
         Raises:
@@ -140,7 +155,8 @@ class Library(Protocol):
         """
 
 
-# ---- elements ------------------------------------------------------------------------------------------------------------------
+# ---- elements
+# ------------------------------------------------------------------------------------------------------------------
 
 # The numbers are NCCL's binary interface, the same in every version.
 _INT8, _UINT8, _INT32, _UINT32, _INT64, _UINT64, _FLOAT16, _FLOAT32, _FLOAT64, _BFLOAT16 = range(10)
@@ -184,8 +200,9 @@ def word(dtype: Dtype) -> Word:
 def reduction(op: Op, dtype: Dtype) -> int | None:
     """The ncclRedOp_t that does on the words of ``dtype`` what ``op`` does on its elements; None if there is none.
 
-    NCCL's Min and Max of floating-point numbers lose a NaN (they are fmin and fmax), where this package passes it on. It has no 16-bit
-    integers. Complex numbers add up as pairs, and multiply otherwise. A bool is a byte of 0 or 1: "or" is its maximum, "and" its minimum.
+    NCCL's Min and Max of floating-point numbers lose a NaN (they are fmin and fmax), where this package passes it on.
+    It has no 16-bit integers. Complex numbers add up as pairs, and multiply otherwise. A bool is a byte of 0 or 1: "or"
+    is its maximum, "and" its minimum.
     """
     if op is Op.ADASUM or dtypes.name(dtype) in ("int16", "uint16"):
         return None
@@ -203,7 +220,8 @@ def reduction(op: Op, dtype: Dtype) -> int | None:
 
 
 def reduces(op: Op, dtype: Dtype) -> bool:
-    """Whether NCCL reduces this dtype as this package does, up to the order of additions; an average as the sum it begins with."""
+    """Whether NCCL reduces this dtype as this package does, up to the order of additions; an average as the sum it
+    begins with."""
     return reduction(op, dtype) is not None
 
 
@@ -211,16 +229,24 @@ def _reduction(op: Op, dtype: Dtype) -> int:
     number = reduction(op, dtype)
     if number is None:
         raise InvalidTypeError(
-            f"NCCL does not reduce op={op!r} of dtype {dtypes.name(dtype)} as this package does: move the blocks, and reduce with kernels"
+            f"NCCL does not reduce op={op!r} of dtype {dtypes.name(dtype)} as this package does: move the blocks, "
+            f"and reduce with kernels"
         )
     return number
 
 
-# ---- errors --------------------------------------------------------------------------------------------------------------------
+# ---- errors
+# --------------------------------------------------------------------------------------------------------------------
 
 _STATUSES = {
-    1: ("ncclUnhandledCudaError", "a CUDA call failed: is the GPU in order, its memory not used up, the driver new enough?"),
-    2: ("ncclSystemError", "a system call failed: often /dev/shm is too small, or NCCL_SOCKET_IFNAME names no usable network interface"),
+    1: (
+        "ncclUnhandledCudaError",
+        "a CUDA call failed: is the GPU in order, its memory not used up, the driver new enough?",
+    ),
+    2: (
+        "ncclSystemError",
+        "a system call failed: often /dev/shm is too small, or NCCL_SOCKET_IFNAME names no usable network interface",
+    ),
     3: ("ncclInternalError", "NCCL failed in itself, or a peer left in the middle"),
     4: ("ncclInvalidArgument", "an argument was refused"),
     5: (
@@ -238,28 +264,33 @@ _STATUSES = {
 def failure(call: str, rank: int, error: Exception) -> TransportError:
     """What an exception of the binding's, raised by ``call``, says to a user.
 
-    CuPy raises NcclError with a ``status``; but KeyError with the status as its argument where its own table of names ends (14.2: from
-    7 on, 13: from 6 on).
+    CuPy raises NcclError with a ``status``; but KeyError with the status as its argument where its own table of names
+    ends (14.2: from 7 on, 13: from 6 on).
     """
     found: Any = error.args[0] if isinstance(error, KeyError) and error.args else getattr(error, "status", None)
     if not isinstance(found, int):
         return TransportError(f"rank {rank}: NCCL's {call} failed: {type(error).__name__}: {error}")
     name, meaning = _STATUSES.get(found, ("a status that this version does not know", "look it up in nccl.h"))
-    return TransportError(f"rank {rank}: NCCL's {call} failed: {name} ({found}): {meaning}. NCCL_DEBUG=INFO in the environment says more")
+    return TransportError(
+        f"rank {rank}: NCCL's {call} failed: {name} ({found}): {meaning}. NCCL_DEBUG=INFO in the environment says more"
+    )
 
 
 _BINDING_ERRORS = (RuntimeError, KeyError)
 """NcclError is a RuntimeError."""
 
 
-# ---- bounded time --------------------------------------------------------------------------------------------------------------
+# ---- bounded time
+# --------------------------------------------------------------------------------------------------------------
 
 
 class _TimeIsUpError(Exception):
     pass
 
 
-def _within(seconds: float, name: str, work: Callable[[], _Result], late: Callable[[_Result], object] | None = None) -> _Result:
+def _within(
+    seconds: float, name: str, work: Callable[[], _Result], late: Callable[[_Result], object] | None = None
+) -> _Result:
     """What ``work`` returns or raises, done in a thread of its own, which is left behind after ``seconds``.
 
     ``late`` is called there with what ``work`` returns when nobody waits for it any more.
@@ -292,14 +323,15 @@ def _within(seconds: float, name: str, work: Callable[[], _Result], late: Callab
     return future.result()
 
 
-# ---- CuPy's binding ------------------------------------------------------------------------------------------------------------
+# ---- CuPy's binding
+# ------------------------------------------------------------------------------------------------------------
 
 
 class CupyCommunicator:
     """A `Communicator` over ``cupy.cuda.nccl.NcclCommunicator``.
 
-    A lock is held during every call, and from the beginning to the end of a group: an abort frees what the calls use, so it waits until
-    there is none. It gives a call that hangs a moment only, because ending that is what it is for.
+    A lock is held during every call, and from the beginning to the end of a group: an abort frees what the calls use,
+    so it waits until there is none. It gives a call that hangs a moment only, because ending that is what it is for.
 
     Args:
         module: ``cupy.cuda.nccl``.
@@ -406,7 +438,9 @@ class CupyCommunicator:
     def _present(self, call: str) -> Any:
         communicator = self._communicator
         if communicator is None:
-            raise TransportError(f"rank {self.rank}: NCCL's {call} cannot be called: the communicator has been aborted or closed")
+            raise TransportError(
+                f"rank {self.rank}: NCCL's {call} cannot be called: the communicator has been aborted or closed"
+            )
         return communicator
 
     def _take(self) -> Any:
@@ -456,16 +490,21 @@ class CupyNccl:
         except _BINDING_ERRORS as error:
             raise failure("get_unique_id", 0, error) from error
 
-    def connect(self, rank: int, size: int, unique_id: bytes, timeout: float, device: Device, *, sharers: int = 1) -> Communicator:
+    def connect(
+        self, rank: int, size: int, unique_id: bytes, timeout: float, device: Device, *, sharers: int = 1
+    ) -> Communicator:
         module = self._usable()
-        # NCCL would else connect the ranks at the first call of each of its algorithms, without a bound, in the middle of a collective.
+        # NCCL would else connect the ranks at the first call of each of its algorithms, without a bound, in the middle
+        # of a collective.
         os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
         if sharers > 1 and not any(name in os.environ for name in _BLOCKS_VARIABLES):
-            # The ranks' kernels wait for each other, so all of their blocks must fit the GPU at once, beside those of other kernels.
+            # The ranks' kernels wait for each other, so all of their blocks must fit the GPU at once, beside those of
+            # other kernels.
             os.environ[_BLOCKS_VARIABLE] = str(max(1, min(_MOST_BLOCKS, device.multiprocessors // (2 * sharers))))
 
-        # The thread is also good for two things of NCCL's: binding the caller to the processors next to the GPU while it connects, and
-        # the open group that it leaves in the thread when destroying a communicator that did not come about.
+        # The thread is also good for two things of NCCL's: binding the caller to the processors next to the GPU while
+        # it connects, and the open group that it leaves in the thread when destroying a communicator that did not come
+        # about.
         def meet() -> Any:
             device.activate()
             try:
@@ -477,7 +516,8 @@ class CupyNccl:
             communicator = _within(timeout, "connect", meet, late=lambda communicator: communicator.abort())
         except _TimeIsUpError:
             raise CollectiveTimeoutError(
-                f"rank {rank}: the {size} ranks did not all connect with NCCL within {timeout:g} s: does a firewall, or the wrong network "
+                f"rank {rank}: the {size} ranks did not all connect with NCCL within {timeout:g} s: does a firewall, "
+                f"or the wrong network "
                 f"(NCCL_SOCKET_IFNAME), keep them apart? NCCL_DEBUG=INFO shows who is there"
             ) from None
         return CupyCommunicator(module, communicator, rank, size, device)
@@ -502,13 +542,15 @@ def library() -> Library:
 
 
 def use(library: Library) -> Library:
-    """Take communicators from ``library`` from now on; returns the one used before. For tests, and for other bindings."""
+    """Take communicators from ``library`` from now on; returns the one used before. For tests, and for other
+    bindings."""
     global _library
     before, _library = _library, library
     return before
 
 
-# ---- warming up ----------------------------------------------------------------------------------------------------------------
+# ---- warming up
+# ----------------------------------------------------------------------------------------------------------------
 
 _BYTE = np.dtype(np.uint8)
 
@@ -516,12 +558,12 @@ _BYTE = np.dtype(np.uint8)
 def warm_up(communicator: Communicator, device: Device, scratch: int, stream: int, timeout: float) -> None:
     """Exchange a byte with every peer, so that the first real send finds its connection; called by all ranks.
 
-    NCCL connects two ranks when they first send, which takes hundreds of milliseconds. All pairs are one group, in which nobody waits
-    for anybody in particular: no order of the ranks can deadlock it.
+    NCCL connects two ranks when they first send, which takes hundreds of milliseconds. All pairs are one group, in
+    which nobody waits for anybody in particular: no order of the ranks can deadlock it.
 
     Args:
-        scratch: two bytes of device memory for each rank. Allocated before any rank's kernel can wait for this rank, because to allocate
-            may wait for all kernels on the device.
+        scratch: two bytes of device memory for each rank. Allocated before any rank's kernel can wait for this rank,
+            because to allocate may wait for all kernels on the device.
         stream: on which it is done.
 
     Raises:
@@ -546,7 +588,8 @@ def warm_up(communicator: Communicator, device: Device, scratch: int, stream: in
     except _TimeIsUpError:
         communicator.abort()
         raise CollectiveTimeoutError(
-            f"rank {rank}: NCCL could not connect with all of the {size - 1} other ranks within {timeout:g} s: does a firewall, or the "
+            f"rank {rank}: NCCL could not connect with all of the {size - 1} other ranks within {timeout:g} s: does "
+            f"a firewall, or the "
             f"wrong network (NCCL_SOCKET_IFNAME), keep them apart? NCCL_DEBUG=INFO shows who is there"
         ) from None
     communicator.check()

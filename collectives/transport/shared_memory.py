@@ -1,8 +1,8 @@
 """Memory shared by the processes of one host: a board and a window per rank, and direct reads where the system allows.
 
-Each rank makes an anonymous file in memory, its peers map it through ``/proc/PID/fd``: nothing has a name, so nothing is
-left behind after ``kill -9``. Where that is refused, a file in ``/dev/shm`` serves, which is unlinked as soon as all have
-mapped it. What works is found out by doing it: every rank reads back a random token that its peer wrote.
+Each rank makes an anonymous file in memory, its peers map it through ``/proc/PID/fd``: nothing has a name, so nothing
+is left behind after ``kill -9``. Where that is refused, a file in ``/dev/shm`` serves, which is unlinked as soon as all
+have mapped it. What works is found out by doing it: every rank reads back a random token that its peer wrote.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ class SharedMemory:
 
     name = "shared memory"
 
-    def __init__(self, board: Board, windows: Sequence[Array | None], reader: DirectRead | None, mappings: Sequence[mmap.mmap]) -> None:
+    def __init__(
+        self, board: Board, windows: Sequence[Array | None], reader: DirectRead | None, mappings: Sequence[mmap.mmap]
+    ) -> None:
         self.board = board
         self.windows = windows
         self.reads_private = reader is not None
@@ -56,7 +58,9 @@ class SharedMemory:
 
 
 def _refuse(peer: int, address: int, own: int, nbytes: int) -> None:
-    raise TransportError(f"the private memory of rank {peer} cannot be reached: this system does not allow direct reads")
+    raise TransportError(
+        f"the private memory of rank {peer} cannot be reached: this system does not allow direct reads"
+    )
 
 
 def _refuse_list(peer: int, *arguments: Any) -> None:
@@ -86,7 +90,9 @@ def connect(rank: int, size: int, local: Sequence[int], exchange: Exchange, *, t
         return None
     views = [None if mapping is None else memoryview(mapping) for mapping in mappings]
     pages = [None if view is None else view[: board_bytes(size)] for view in views]
-    windows = [None if view is None else np.frombuffer(view, np.uint8, WINDOW_BYTES, board_bytes(size)) for view in views]
+    windows = [
+        None if view is None else np.frombuffer(view, np.uint8, WINDOW_BYTES, board_bytes(size)) for view in views
+    ]
     spins = _SPINS if len(local) <= (os.cpu_count() or 1) else 20
     board = Board(pages, rank, timeout=timeout, spins=spins)
     reader = _probe_direct_reads(rank, local, exchange)

@@ -1,20 +1,23 @@
 """A network that exists only as numbers: schedules of thousands of ranks executed on a virtual clock.
 
-Nothing here knows what an all-reduce costs. The steps of all ranks are played message by message, and the time comes out:
+Nothing here knows what an all-reduce costs. The steps of all ranks are played message by message, and the time comes
+out:
 
-* Segments and rounds overlap as in the executor: round k of segment s belongs to group s * stride + k. A rank begins group t + 1
+* Segments and rounds overlap as in the executor: round k of segment s belongs to group s * stride + k. A rank begins
+group t + 1
   when all its messages of group t are sent and received, and what they brought is reduced.
 * A message sets out when both of its ends have reached its group, takes the latency, and then flows.
-* Messages that flow at the same time share links: each rank has a link out and a link in, full duplex; with hosts, ranks of
-  one host exchange over faster local links, and what leaves a host also passes the host's uplink, shared by its ranks. Rates
-  are max-min fair: each message gets an equal share of its tightest link, and what others leave is divided again.
+* Messages that flow at the same time share links: each rank has a link out and a link in, full duplex; with hosts,
+ranks of
+  one host exchange over faster local links, and what leaves a host also passes the host's uplink, shared by its ranks.
+  Rates are max-min fair: each message gets an equal share of its tightest link, and what others leave is divided again.
 
-The clock moves from one event (a message begins to flow, or is delivered) to the next. All ranks are in NumPy arrays, so that
-ranks that move in step cost no more than one, and messages that share no link need no events at all. There is no randomness:
-the same call gives the same report.
+The clock moves from one event (a message begins to flow, or is delivered) to the next. All ranks are in NumPy arrays,
+so that ranks that move in step cost no more than one, and messages that share no link need no events at all. There is
+no randomness: the same call gives the same report.
 
-Source of the model: latency and bandwidth as in R. Hockney, Parallel Computing 20 (1994); max-min fairness by progressive
-filling, D. Bertsekas and R. Gallager, "Data Networks" (1992).
+Source of the model: latency and bandwidth as in R. Hockney, Parallel Computing 20 (1994); max-min fairness by
+progressive filling, D. Bertsekas and R. Gallager, "Data Networks" (1992).
 """
 
 from __future__ import annotations
@@ -44,8 +47,8 @@ _UNLIMITED = float("inf")
 class Network:
     """What connects the ranks. Times in seconds, bandwidths in bytes per second and direction.
 
-    Without ``hosts`` every rank stands alone. The local figures default to those of the network, the uplink to no limit of its
-    own; ``reduction`` is how many bytes a rank combines per second, unlimited by default.
+    Without ``hosts`` every rank stands alone. The local figures default to those of the network, the uplink to no limit
+    of its own; ``reduction`` is how many bytes a rank combines per second, unlimited by default.
     """
 
     latency: float
@@ -91,18 +94,19 @@ def simulate(
     """Execute the schedules of all ranks, in the order of the ranks.
 
     Args:
-        schedules: one for each rank, proved by `verify` (peers and chunks are in range); an iterator is read once, and its
-            schedules are not kept unless there is data.
+        schedules: one for each rank, proved by `verify` (peers and chunks are in range); an iterator is read once, and
+            its schedules are not kept unless there is data.
         sizes: bytes of each chunk.
         network: what connects the ranks.
         segment: bytes of a chunk that one pipeline unit moves; None: the whole chunk at once.
-        stride: how many groups lie between the starts of two segments: with 1 they follow each other closely, from the number
-            of rounds on they do not overlap.
+        stride: how many groups lie between the starts of two segments: with 1 they follow each other closely, from the
+            number of rounds on they do not overlap.
         data: the chunks that each rank starts with, as arrays of any dtype; these are then moved and combined, too.
         combine: what a reduction of ``data`` does: called with the own value and the peer's.
 
     Raises:
-        InvalidArgumentError: the arguments do not fit together, or a send and its receive do not meet; names what differs.
+        InvalidArgumentError: the arguments do not fit together, or a send and its receive do not meet; names what
+            differs.
     """
     if segment is not None and segment < 1:
         raise InvalidArgumentError(f"segment={segment}: expected a positive number of bytes, or None for whole chunks")
@@ -118,7 +122,9 @@ def simulate(
     clock.run()
     total = float(clock.done.max())
     results = None if data is None else replay(list(schedules), data, combine)
-    return Report(clock.done, total, _busbw(traffic, sum(sizes), total), wires.named(clock.crossed), clock.messages, results)
+    return Report(
+        clock.done, total, _busbw(traffic, sum(sizes), total), wires.named(clock.crossed), clock.messages, results
+    )
 
 
 def replay(
@@ -149,7 +155,9 @@ def replay(
 
 def _busbw(traffic: _Traffic, nbytes: int, total: float) -> float:
     n = traffic.size
-    factor = {"allreduce": 2 * (n - 1) / n, "broadcast": 1.0, "alltoall": (n - 1) / n / n}.get(traffic.collective, (n - 1) / n)
+    factor = {"allreduce": 2 * (n - 1) / n, "broadcast": 1.0, "alltoall": (n - 1) / n / n}.get(
+        traffic.collective, (n - 1) / n
+    )
     return nbytes * factor / total if total else 0.0
 
 
@@ -164,7 +172,8 @@ class _Traffic:
         for rank, schedule in enumerate(schedules):
             if schedule.rank != rank or schedule.chunks != len(sizes):
                 raise InvalidArgumentError(
-                    f"schedules, sizes: expected a schedule of rank {rank} over {len(sizes)} chunks, one size for each, "
+                    f"schedules, sizes: expected a schedule of rank {rank} over {len(sizes)} chunks, one size for "
+                    f"each, "
                     f"found rank {schedule.rank} over {schedule.chunks}"
                 )
             self.collective, self.size = schedule.collective, schedule.size
@@ -206,10 +215,14 @@ class _Traffic:
             return
         first = int(differs.argmax()) if differs.any() else count
         sent, received = (
-            "nothing" if first >= table.shape[1] else "in round {} from rank {} to rank {} chunk {}, span {}".format(*table[:, first])
+            "nothing"
+            if first >= table.shape[1]
+            else "in round {} from rank {} to rank {} chunk {}, span {}".format(*table[:, first])
             for table in (sends, receives)
         )
-        raise InvalidArgumentError(f"schedules: a send and its receive do not meet: sent is {sent}; received is {received}")
+        raise InvalidArgumentError(
+            f"schedules: a send and its receive do not meet: sent is {sent}; received is {received}"
+        )
 
     def group(self, number: int) -> tuple[Ints, Ints, Floats, Floats]:
         """Sender, receiver and bytes of each message of a group, and the bytes that each rank reduces in it."""
@@ -226,7 +239,9 @@ class _Traffic:
             messages.append((steps[_RANK, moving], steps[_PEER, moving], nbytes[moving].astype(np.float64)))
             steps = self._reductions[:, self._reduction_bounds[now] : self._reduction_bounds[now + 1]]
             reduced += np.bincount(steps[_RANK], sums[steps[_CHUNK] + steps[_SPAN]] - sums[steps[_CHUNK]], self.size)
-        sender, receiver, nbytes = messages[0] if len(messages) == 1 else map(np.concatenate, zip(*messages, strict=True))
+        sender, receiver, nbytes = (
+            messages[0] if len(messages) == 1 else map(np.concatenate, zip(*messages, strict=True))
+        )
         return sender, receiver, nbytes, reduced
 
 
@@ -248,7 +263,9 @@ class _Wires:
     def __init__(self, network: Network, size: int) -> None:
         hosts = [[rank] for rank in range(size)] if network.hosts is None else network.hosts
         if sorted(chain.from_iterable(hosts)) != list(range(size)):
-            raise InvalidArgumentError(f"network.hosts={hosts!r}: expected each of the ranks 0 to {size - 1} on one host")
+            raise InvalidArgumentError(
+                f"network.hosts={hosts!r}: expected each of the ranks 0 to {size - 1} on one host"
+            )
         self._size, self._hosts = size, len(hosts)
         self._host_of = np.empty(size, np.int64)
         for number, ranks in enumerate(hosts):
@@ -257,11 +274,15 @@ class _Wires:
         latencies = [network.latency, network.latency if network.local_latency is None else network.local_latency]
         self._latency = np.array(latencies)
         limits = [network.bandwidth] * 2 + [local] * 2
-        self.capacity = np.concatenate([[_UNLIMITED], np.repeat(limits, size), np.repeat([network.uplink] * 2, len(hosts))]).astype(float)
+        self.capacity = np.concatenate(
+            [[_UNLIMITED], np.repeat(limits, size), np.repeat([network.uplink] * 2, len(hosts))]
+        ).astype(float)
         self.uplinks_are_limited = not np.isinf(network.uplink)
         self.hops = 4 if self.uplinks_are_limited or network.hosts is not None else 2
         if not (self.capacity > 0).all() or not network.reduction > 0 or not (self._latency >= 0).all():
-            raise InvalidArgumentError(f"{network!r}: expected bandwidths and reduction above 0, and latencies from 0 on")
+            raise InvalidArgumentError(
+                f"{network!r}: expected bandwidths and reduction above 0, and latencies from 0 on"
+            )
 
     def paths(self, ends: Ints) -> tuple[Ints, Floats]:
         """The links that each message passes, and its latency; from its two ends, sender and receiver."""
@@ -287,7 +308,8 @@ class _Wires:
 
 
 def _fair_rates(path: Ints, capacity: Floats) -> Floats:
-    """Max-min fair rates of messages over shared links: raise all alike; whoever meets a full link keeps what it has."""
+    """Max-min fair rates of messages over shared links: raise all alike; whoever meets a full link keeps what it
+    has."""
     rates = np.full(path.shape[1], _UNLIMITED)
     left = capacity.copy()
     rising = np.arange(path.shape[1])
@@ -342,7 +364,8 @@ class _Flows:
         return np.where(self._begins == -np.inf, delivered, self._begins)
 
     def advance(self, now: float, moment: float) -> Ints:
-        """Let the time pass until ``moment``, the next event or before; returns the labels of what is delivered then."""
+        """Let the time pass until ``moment``, the next event or before; returns the labels of what is delivered
+        then."""
         reached = self._times(now) <= moment * (1 + _TOLERANCE)
         flowing = self._begins == -np.inf
         still, delivered = flowing & ~reached, flowing & reached
@@ -381,8 +404,8 @@ class _Group:
 class _Clock:
     """Plays the groups of all ranks; `done` says when each rank was through.
 
-    A rank's own links carry messages of no group but the one that it is in. So the groups can be played one after the other,
-    whenever each rank comes to them, unless ranks that are in different groups share a limited uplink.
+    A rank's own links carry messages of no group but the one that it is in. So the groups can be played one after the
+    other, whenever each rank comes to them, unless ranks that are in different groups share a limited uplink.
     """
 
     def __init__(self, traffic: _Traffic, wires: _Wires, reduction: float) -> None:

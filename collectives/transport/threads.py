@@ -1,8 +1,8 @@
 """Ranks as threads of one process: the whole engine without MPI, for tests, notebooks and debuggers.
 
-The threads share their memory by nature, so windows are plain arrays and private memory is read with a plain copy. Hosts
-can be pretended: ranks of different "hosts" then reach each other by messages only, which here are copies from the
-sender's block straight into the receiver's.
+The threads share their memory by nature, so windows are plain arrays and private memory is read with a plain copy.
+Hosts can be pretended: ranks of different "hosts" then reach each other by messages only, which here are copies from
+the sender's block straight into the receiver's.
 """
 
 from __future__ import annotations
@@ -56,7 +56,9 @@ def connect(
         control_board = _board(control_pages, rank, timeout)
         board = _board([page if p in local else None for p, page in enumerate(memory_pages)], rank, timeout)
         board.also_check = control_board.check
-        memory = ThreadMemory(board, [window if p in local else None for p, window in enumerate(windows)], reads_private)
+        memory = ThreadMemory(
+            board, [window if p in local else None for p, window in enumerate(windows)], reads_private
+        )
         control = BoardControl(control_board, lambda value, rank=rank: meeting.exchange(rank, value))  # type: ignore[misc]
         messages = ThreadMessages(rank, post, control_board, timeout)
         groups.append(
@@ -78,7 +80,12 @@ def connect(
 
 
 def _splitter(
-    rank: int, ranks: Sequence[int], layout: Sequence[Sequence[int]], meeting: _Meeting, reads_private: bool, timeout: float
+    rank: int,
+    ranks: Sequence[int],
+    layout: Sequence[Sequence[int]],
+    meeting: _Meeting,
+    reads_private: bool,
+    timeout: float,
 ) -> Callable[[Sequence[int]], Group | None]:
     """`Group.split`: the first of the members makes the groups of all, and the threads hand them to each other."""
 
@@ -175,7 +182,9 @@ class ThreadMessages:
             time.sleep(0)
             self._board.check(peer, done)
             if time.monotonic() > deadline:
-                raise CollectiveTimeoutError(f"rank {self._rank}: waited {self._timeout:g} s for a message from or to rank {peer}")
+                raise CollectiveTimeoutError(
+                    f"rank {self._rank}: waited {self._timeout:g} s for a message from or to rank {peer}"
+                )
 
 
 def run(
@@ -256,5 +265,6 @@ def _pages(size: int) -> list[memoryview]:
 
 
 def _board(pages: Sequence[memoryview | None], rank: int, timeout: float) -> Board:
-    # A thread that spins holds the interpreter lock and keeps out the very peer that it waits for: look once, then yield.
+    # A thread that spins holds the interpreter lock and keeps out the very peer that it waits for: look once, then
+    # yield.
     return Board(pages, rank, timeout=timeout, spins=1, pause=lambda: time.sleep(0), processes=False)

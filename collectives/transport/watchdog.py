@@ -1,8 +1,8 @@
 """The watch: work on a device that waits for peers ends in bounded time, even if a peer never comes.
 
-A kernel that waits for another rank's cannot look at that rank's process, and the host that waits for the kernel sits in the driver.
-So a thread looks after both while such work is under way: at the communicators' own errors, and at the peers. When it sees that the
-work cannot end, it aborts the communicators, which ends the kernels, and tells.
+A kernel that waits for another rank's cannot look at that rank's process, and the host that waits for the kernel sits
+in the driver. So a thread looks after both while such work is under way: at the communicators' own errors, and at the
+peers. When it sees that the work cannot end, it aborts the communicators, which ends the kernels, and tells.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _CLOSE_SECONDS = 5.0
 class Watch:
     """Looks after work on a device; not thread-safe but for its own thread: one thread adds, asks and closes.
 
-    The thread holds on to the watch only while it looks: dropping the watch ends the thread, and nothing that the callables refer to
-    is kept alive by it.
+    The thread holds on to the watch only while it looks: dropping the watch ends the thread, and nothing that the
+    callables refer to is kept alive by it.
 
     Args:
         device: where the events are from.
         communicators: what is to be asked and aborted; read at every look, so that the owner may extend it.
         check_peers: raises if a peer has died or failed.
-        on_failure: called once, in the watch's thread, with what was raised, when everything has been aborted. It must not wait for
-            who may be in `close`.
+        on_failure: called once, in the watch's thread, with what was raised, when everything has been aborted. It must
+            not wait for who may be in `close`.
         on_abort: called once communicators are being aborted: gives back what they wait for then.
         interval: seconds between two looks.
     """
@@ -62,10 +62,14 @@ class Watch:
         weakref.finalize(self, self._flight.close)
 
     def add(self, event: int) -> None:
-        """Look after what a recorded event stands for. The event must live until `settled` is true, or until `close`."""
+        """Look after what a recorded event stands for. The event must live until `settled` is true, or until
+        `close`."""
         if self._thread is None:
             self._thread = threading.Thread(
-                target=_look_after, args=(self._flight, weakref.ref(self), self._interval), name="collectives-watch", daemon=True
+                target=_look_after,
+                args=(self._flight, weakref.ref(self), self._interval),
+                name="collectives-watch",
+                daemon=True,
             )
             self._thread.start()
         self._flight.add(event)
@@ -95,7 +99,8 @@ class Watch:
             self._check_peers()
             self._suspicious = False
         except Exception as error:
-            # A peer may leave when it has done its part, a moment before ours is done: only if it is still missed is it missing.
+            # A peer may leave when it has done its part, a moment before ours is done: only if it is still missed is it
+            # missing.
             if self._suspicious:
                 return self._fail(error)
             self._suspicious = True
@@ -106,7 +111,9 @@ class Watch:
             return False
         self.failure = error = error.with_traceback(None)  # which refers to this watch
         # All at once: NCCL may end an abort only when the other communicators on the device are being aborted as well.
-        aborts = [threading.Thread(target=communicator.abort, daemon=True) for communicator in list(self._communicators)]
+        aborts = [
+            threading.Thread(target=communicator.abort, daemon=True) for communicator in list(self._communicators)
+        ]
         for abort in aborts:
             abort.start()
         with contextlib.suppress(Exception):  # a broken device destroys nothing: the aborts have bounds of their own
@@ -132,7 +139,9 @@ class _Flight:
         with self._changed:
             if event not in self._events:
                 self._events.append(event)
-            if self._asleep:  # else it looks by itself, and waking it for every operation would cost more than the operation
+            if (
+                self._asleep
+            ):  # else it looks by itself, and waking it for every operation would cost more than the operation
                 self._changed.notify_all()
 
     def settled(self) -> bool:

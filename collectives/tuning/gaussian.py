@@ -1,17 +1,18 @@
 """Gaussian-process regression in NumPy: what a few noisy measurements say about settings that were never measured.
 
-A point is a matrix: a row for each parameter, and in it the coordinates of the parameter's value. The covariance of two points x and
-y is a Matérn 5/2, m, of their distances, each parameter's divided by a length of its own, in two parts:
+A point is a matrix: a row for each parameter, and in it the coordinates of the parameter's value. The covariance of two
+points x and y is a Matérn 5/2, m, of their distances, each parameter's divided by a length of its own, in two parts:
 
     k(x, y) = 0.3 * mean over parameters p of m(|x_p - y_p| / length_p)
               + 0.7 * m(root of the sum over p of (|x_p - y_p| / length_p)^2)
 
-The first part says that a parameter has an effect of its own, whatever the others are: what was learnt about it at one place holds
-everywhere, so that a dozen measurements say something in six dimensions. The second leaves room for parameters that depend on each
-other. A long length says that a parameter hardly matters.
+The first part says that a parameter has an effect of its own, whatever the others are: what was learnt about it at one
+place holds everywhere, so that a dozen measurements say something in six dimensions. The second leaves room for
+parameters that depend on each other. A long length says that a parameter hardly matters.
 
-Sources: Rasmussen and Williams, Gaussian Processes for Machine Learning (2006), algorithm 2.1; Duvenaud, Nickisch and Rasmussen,
-Additive Gaussian Processes (2011); Jones, Schonlau and Welch, Efficient Global Optimization (1998), for the expected improvement.
+Sources: Rasmussen and Williams, Gaussian Processes for Machine Learning (2006), algorithm 2.1; Duvenaud, Nickisch and
+Rasmussen, Additive Gaussian Processes (2011); Jones, Schonlau and Welch, Efficient Global Optimization (1998), for the
+expected improvement.
 """
 
 from __future__ import annotations
@@ -32,11 +33,13 @@ _ALONE = 0.3
 """What of the variance is left to the parameters' own effects. More of it stops looking for combinations too early."""
 _SWEEPS = 2
 _JITTER = 1e-9
-"""Added to the variances, so that a point measured twice does not make the matrix singular where no noise is assumed."""
+"""Added to the variances, so that a point measured twice does not make the matrix singular where no noise is
+assumed."""
 
 
 def distances(a: Array, b: Array) -> Array:
-    """Each parameter's distance between every point of ``a`` and every point of ``b``: (points of a, points of b, parameters)."""
+    """Each parameter's distance between every point of ``a`` and every point of ``b``: (points of a, points of b,
+    parameters)."""
     return np.asarray(np.linalg.norm(a[:, None] - b[None], axis=-1))
 
 
@@ -55,8 +58,9 @@ def _matern(distance: Array) -> Array:
 class Process:
     """A Gaussian process that has seen measurements.
 
-    Lengths and noise are fitted: a coordinate search over a few values of each takes those that make the measurements most likely.
-    Lengths far from the usual one must earn it (a log-normal prior), because few measurements cannot tell many lengths.
+    Lengths and noise are fitted: a coordinate search over a few values of each takes those that make the measurements
+    most likely. Lengths far from the usual one must earn it (a log-normal prior), because few measurements cannot tell
+    many lengths.
 
     Args:
         points: (measurements, parameters, coordinates); what was measured twice is there twice.
@@ -105,7 +109,9 @@ class Process:
         return -0.5 * float(white @ white) - float(np.log(np.diag(factor)).sum()) - 0.5 * prior
 
     def _cholesky(self, lengths: Array, noise: float) -> Array:
-        return np.asarray(np.linalg.cholesky(covariance(self._apart, lengths) + (noise**2 + _JITTER) * np.eye(len(self._points))))
+        return np.asarray(
+            np.linalg.cholesky(covariance(self._apart, lengths) + (noise**2 + _JITTER) * np.eye(len(self._points)))
+        )
 
 
 def expected_improvement(mean: Array, spread: Array, best: float) -> Array:

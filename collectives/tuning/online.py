@@ -1,8 +1,9 @@
 """Tuning while the program runs: the autotuner's proposals, tried by all ranks between the same two operations.
 
-Rank 0 measures, proposes and keeps the log; what it proposes is passed to the others in an exchange after every sample, so that all
-ranks always have the same settings. A sample is some steps of the training, which are told apart by the operations that come again
-(`collectives.tuning.steps`); the score is bytes per second, over the time in which something was in flight.
+Rank 0 measures, proposes and keeps the log; what it proposes is passed to the others in an exchange after every sample,
+so that all ranks always have the same settings. A sample is some steps of the training, which are told apart by the
+operations that come again (`collectives.tuning.steps`); the score is bytes per second, over the time in which something
+was in flight.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ class Tuning:
         start: what to change to begin with, by name; then nothing counts as set by hand.
     """
 
-    def __init__(self, engine: Engine, planner: Planner, config: Config, start: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, engine: Engine, planner: Planner, config: Config, start: Mapping[str, Any] | None = None
+    ) -> None:
         self._engine = engine
         self._planner = planner
         self._control = engine.context.control
@@ -56,11 +59,15 @@ class Tuning:
         """What is in force."""
         self._tuner: Tuner | None = None
         if engine.context.rank == 0:
-            left_alone = {name for name in _BY_HAND if start is None and getattr(config, name) != getattr(default, name)}
+            left_alone = {
+                name for name in _BY_HAND if start is None and getattr(config, name) != getattr(default, name)
+            }
             if config.autotune_samples < _SAMPLES_FOR_ALL:
                 left_alone |= {"segment", "window", "one_shot"}
             one_host = planner.placement.one_host
-            algorithms = ("auto", "ring", "recursive-doubling") if one_host else ("auto", "ring", "direct", "hierarchical")
+            algorithms = (
+                ("auto", "ring", "recursive-doubling") if one_host else ("auto", "ring", "direct", "hierarchical")
+            )
             algorithms = tuple(dict.fromkeys((*algorithms, self.settings.algorithm)))
             self._tuner = Tuner(
                 Space({name: getattr(self.settings, name) for name in left_alone}, algorithms),
@@ -103,7 +110,10 @@ class Tuning:
         self._steps_seen += 1
         self._steps_done += 1
         if self._steps_done == 0:
-            self._bytes, self._seconds = 0, 0.0  # new settings make new plans, once: that is not what they are judged by
+            self._bytes, self._seconds = (
+                0,
+                0.0,
+            )  # new settings make new plans, once: that is not what they are judged by
             return
         if self._steps_done < self._steps:
             return
@@ -126,7 +136,12 @@ class Tuning:
             self._engine.on_batch = None
             self._engine.hinder("tuning", False)
             if self._tuner is not None:
-                _log.info("autotune: chosen after %d samples, at %.4g GB/s: %s", self._tuner.taken, self._tuner.best_score / 1e9, settings)
+                _log.info(
+                    "autotune: chosen after %d samples, at %.4g GB/s: %s",
+                    self._tuner.taken,
+                    self._tuner.best_score / 1e9,
+                    settings,
+                )
 
     def close(self) -> None:
         """The world ends: say what has not been sampled, and why; once, and on rank 0, which knows."""
@@ -134,14 +149,17 @@ class Tuning:
         if tuner is None or self.done:
             return
         if tuner.taken:
-            _log.info("autotune: ended after %d of %d samples; the best so far: %s", tuner.taken, tuner.samples, tuner.best)
+            _log.info(
+                "autotune: ended after %d of %d samples; the best so far: %s", tuner.taken, tuner.samples, tuner.best
+            )
             return
         if not self._training.repeats:
             why = "no operation has come twice, so that no step of a training could be told"
         elif self._steps_seen < (needed := 1 + self._steps * (self._warmup + 1)):
             why = (
                 f"{self._steps_seen} steps were seen, and the first sample ends after {needed} "
-                f"(COLLECTIVES_AUTOTUNE_STEPS={self._steps} for each sample, COLLECTIVES_AUTOTUNE_WARMUP={self._warmup} samples discarded)"
+                f"(COLLECTIVES_AUTOTUNE_STEPS={self._steps} for each sample, "
+                f"COLLECTIVES_AUTOTUNE_WARMUP={self._warmup} samples discarded)"
             )
         else:
             why = "the steps moved no bytes"
@@ -169,7 +187,8 @@ class Tuning:
 
 
 def _known(handle: Handle) -> tuple[str | int, int]:
-    """What an operation is known by, and its bytes, which are alike on all ranks: not the rows that each contributes by itself."""
+    """What an operation is known by, and its bytes, which are alike on all ranks: not the rows that each contributes by
+    itself."""
     parts = handle.members or (handle,)
     nbytes = sum(part.entry.nbytes for part in parts if part.entry.request.collective not in ("allgather", "alltoall"))
     return handle.entry.name or handle.entry.signature, nbytes

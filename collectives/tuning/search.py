@@ -1,16 +1,21 @@
 """The autotuner: settings that move more bytes per second, found from a few noisy samples while training goes on.
 
-A sample is the bytes per second over some steps of training under the settings in force. The search, with ``samples`` of them:
+A sample is the bytes per second over some steps of training under the settings in force. The search, with ``samples``
+of them:
 
 1. *Screen*: every algorithm once, all else as at the start. Algorithms differ most, and one says nothing about another.
-2. *Search*: a Gaussian process (``gaussian.py``) is fitted to the logarithms of the scores, so that what makes things twice as fast
+2. *Search*: a Gaussian process (``gaussian.py``) is fitted to the logarithms of the scores, so that what makes things
+twice as fast
    counts the same everywhere; next come the settings that it expects to improve most on the best.
-3. *Confirm*, a fifth of the samples: settings already tried that may still turn out to be the best are sampled again, because the
-   best of many noisy samples is mostly a lucky one. The result has the best mean that the process believes in, not the best sample.
+3. *Confirm*, a fifth of the samples: settings already tried that may still turn out to be the best are sampled again,
+because the
+   best of many noisy samples is mostly a lucky one. The result has the best mean that the process believes in, not the
+   best sample.
 
-All ranks feed their tuner the same scores and come to the same settings: the random candidates depend on the number of samples only,
-values come from a grid, and what differs by less than rounding explains counts as equal. As ranks on unlike processors might still
-differ, the engine lets rank 0's proposal be adopted everywhere; a tuner that only adopts and observes stays in step.
+All ranks feed their tuner the same scores and come to the same settings: the random candidates depend on the number of
+samples only, values come from a grid, and what differs by less than rounding explains counts as equal. As ranks on
+unlike processors might still differ, the engine lets rank 0's proposal be adopted everywhere; a tuner that only adopts
+and observes stays in step.
 """
 
 from __future__ import annotations
@@ -86,12 +91,15 @@ class Space:
         self.fixed = dict(fixed or {})
         known = {"algorithm": tuple(algorithms), **_LEVELS}
         if unknown := sorted(self.fixed.keys() - known.keys()):
-            raise InvalidArgumentError(f"autotune: there is no parameter {unknown[0]!r}; expected one of {', '.join(known)}")
+            raise InvalidArgumentError(
+                f"autotune: there is no parameter {unknown[0]!r}; expected one of {', '.join(known)}"
+            )
         self.levels = {name: levels for name, levels in known.items() if name not in self.fixed and len(levels) > 1}
         self._coordinates = max(2, len(algorithms))
 
     def admit(self, settings: Settings) -> Settings:
-        """The settings with what was given by hand put in. Sizes and times between or beyond the levels are as good as levels.
+        """The settings with what was given by hand put in. Sizes and times between or beyond the levels are as good as
+        levels.
 
         Raises:
             InvalidArgumentError: the algorithm is not one to choose from.
@@ -99,11 +107,14 @@ class Space:
         settings = replace(settings, **self.fixed)
         if settings.algorithm not in self.levels.get("algorithm", (settings.algorithm,)):
             expected = ", ".join(self.levels["algorithm"])
-            raise InvalidArgumentError(f"autotune: cannot start with algorithm {settings.algorithm!r}; expected one of {expected}")
+            raise InvalidArgumentError(
+                f"autotune: cannot start with algorithm {settings.algorithm!r}; expected one of {expected}"
+            )
         return settings
 
     def encode(self, several: Sequence[Settings]) -> Array:
-        """(settings, parameters, coordinates): sizes and times lie between 0 and 1 on a log scale; any two algorithms are 1 apart."""
+        """(settings, parameters, coordinates): sizes and times lie between 0 and 1 on a log scale; any two algorithms
+        are 1 apart."""
         points = np.zeros((len(several), len(self.levels), self._coordinates))
         for point, settings in zip(points, several, strict=True):
             for row, (name, levels) in zip(point, self.levels.items(), strict=True):
@@ -132,28 +143,36 @@ class Space:
 class Tuner:
     """Chooses settings from the scores of those in force.
 
-    After ``start``, until `done`: `observe` the score of `settings`, `propose` the next, `adopt` what rank 0 proposed. When it is done,
-    `propose` gives the best, to be adopted for good. A change of settings makes new plans: time the steps after those that make them.
+    After ``start``, until `done`: `observe` the score of `settings`, `propose` the next, `adopt` what rank 0 proposed.
+    When it is done, `propose` gives the best, to be adopted for good. A change of settings makes new plans: time the
+    steps after those that make them.
 
-    How far it comes, on the cost models of ``tests/unit/test_search.py`` (a 102 MB model, all six parameters, five algorithms, 10 %
-    noise, 24 runs each from the worst algorithm with 1 MiB buckets, at 7 to 22 % of the best). Within 10 % of the best end
+    How far it comes, on the cost models of ``tests/unit/test_search.py`` (a 102 MB model, all six parameters, five
+    algorithms, 10 % noise, 24 runs each from the worst algorithm with 1 MiB buckets, at 7 to 22 % of the best). Within
+    10 % of the best end
 
-    - on one host: 18 of 24 runs after 20 samples, all after 30; across a network and overlapped with the computation: all after 20;
-    - with a narrow optimum in four parameters: 8 after 20, 12 after 30, 16 after 40 (the median of all at 95 % of the best);
+    - on one host: 18 of 24 runs after 20 samples, all after 30; across a network and overlapped with the computation:
+    all after 20;
+    - with a narrow optimum in four parameters: 8 after 20, 12 after 30, 16 after 40 (the median of all at 95 % of the
+    best);
     - with the threshold, the algorithm and the cycle time only, on all but the last: all 72 runs after 20 samples.
 
-    Where one sample in twenty shows a third of the true score, 40 samples end within 10 % in 23, 23, 24 and, for the narrow optimum,
-    10 of 24 runs; the worst ends at 41 % of the best. A proposal takes 5 to 9 ms.
+    Where one sample in twenty shows a third of the true score, 40 samples end within 10 % in 23, 23, 24 and, for the
+    narrow optimum, 10 of 24 runs; the worst ends at 41 % of the best. A proposal takes 5 to 9 ms.
 
     Args:
         start: the settings in force at first.
         warmup: how many samples of the start are discarded.
         samples: how many samples decide, the start's included.
-        noise: the largest standard deviation that may be taken for noise, as a share of the standard deviation of all logarithms of scores.
-        log: path of a CSV file that gets a line for each sample, and at last one for the result; "": none. For one rank only.
+        noise: the largest standard deviation that may be taken for noise, as a share of the standard deviation of all
+            logarithms of scores.
+        log: path of a CSV file that gets a line for each sample, and at last one for the result; "": none. For one rank
+            only.
     """
 
-    def __init__(self, space: Space, start: Settings, *, warmup: int = 3, samples: int = 20, noise: float = 0.8, log: str = "") -> None:
+    def __init__(
+        self, space: Space, start: Settings, *, warmup: int = 3, samples: int = 20, noise: float = 0.8, log: str = ""
+    ) -> None:
         self.space = space
         self.settings = space.admit(start)
         """Those in force."""
@@ -193,7 +212,8 @@ class Tuner:
         return different[_first_of_the_largest(self._predict(different)[0])]
 
     def observe(self, score: float) -> None:
-        """Take the score of the settings in force, in bytes per second; one that is not positive and finite is ignored."""
+        """Take the score of the settings in force, in bytes per second; one that is not positive and finite is
+        ignored."""
         if self.done or not (0 < score < math.inf):
             return
         if self._warmup:
@@ -209,7 +229,8 @@ class Tuner:
             self._conclude()
 
     def propose(self) -> Settings:
-        """The settings to sample next, or the best when it is done. The same however often it is asked between two samples."""
+        """The settings to sample next, or the best when it is done. The same however often it is asked between two
+        samples."""
         if self.done:
             return self.best
         if not self._tried:
@@ -245,7 +266,8 @@ class Tuner:
         return different[_first_of_the_largest(mean + spread)]
 
     def _most_improving(self) -> Settings:
-        """Settings not tried yet that are expected to improve most on the best: changes of it, random ones, and from there uphill."""
+        """Settings not tried yet that are expected to improve most on the best: changes of it, random ones, and from
+        there uphill."""
         different = self._different()
         top = float(self._predict(different)[0].max())
         best = self.best
@@ -282,7 +304,8 @@ def _first_of_the_largest(values: Array) -> int:
 
 
 class _Log:
-    """A CSV file: step, phase, the settings, their score, and the score that the best settings so far are believed to have."""
+    """A CSV file: step, phase, the settings, their score, and the score that the best settings so far are believed to
+    have."""
 
     def __init__(self, path: str) -> None:
         self._path = Path(path).absolute()
@@ -294,6 +317,7 @@ class _Log:
         self._write("a", [self._step, phase, *astuple(settings), f"{score:.6g}", f"{best:.6g}"])
 
     def _write(self, mode: str, row: Sequence[object]) -> None:
-        """Opened anew for each line: a line is on its way to disk when this returns, and nothing is left to be closed."""
+        """Opened anew for each line: a line is on its way to disk when this returns, and nothing is left to be
+        closed."""
         with self._path.open(mode, newline="", encoding="utf-8") as file:
             csv.writer(file, lineterminator="\n").writerow(row)

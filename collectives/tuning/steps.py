@@ -1,9 +1,9 @@
 """Telling the steps of a training apart by the operations that come again.
 
-A step ends when an operation comes that it has had already. An operation is known by its name; without a name by what it asks for, and
-then several of one step may be alike. So of all that comes again only the rarest count, and of these only the large: not the loss that
-is averaged twice a step, nor what comes once in a hundred steps. What never comes again, such as a broadcast of the parameters, says
-nothing.
+A step ends when an operation comes that it has had already. An operation is known by its name; without a name by what
+it asks for, and then several of one step may be alike. So of all that comes again only the rarest count, and of these
+only the large: not the loss that is averaged twice a step, nor what comes once in a hundred steps. What never comes
+again, such as a broadcast of the parameters, says nothing.
 
     p q r | a b c | a b c | c a b | b d c     a broadcast first, then steps in any order, and with changing sets
     w x x y x | w x x y x                     unnamed, x of one shape: it comes three times as often as w and y, which tell the steps
@@ -48,7 +48,8 @@ class Steps:
         """Whether a step begins with this batch; all of it belongs to that step then.
 
         Args:
-            operations: of the batch, by name (what has none: a number that is alike for all that ask for the same), and their bytes.
+            operations: of the batch, by name (what has none: a number that is alike for all that ask for the same), and
+                their bytes.
         """
         new = False
         self._batches += 1
@@ -68,7 +69,9 @@ class Steps:
         """Of what this step has had: what belongs to an earlier part of the program tells nothing any more."""
         again = [known_by for known_by in self._had if self._counts.get(known_by, 0) > 1]
         self._least = max((self._nbytes[known_by] for known_by in again), default=0) / _LARGE
-        self._rarest = min((self._counts[known_by] for known_by in again if self._nbytes[known_by] >= self._least), default=2)
+        self._rarest = min(
+            (self._counts[known_by] for known_by in again if self._nbytes[known_by] >= self._least), default=2
+        )
 
     def _count(self, known_by: str | int, nbytes: int) -> None:
         counts = self._counts

@@ -2,9 +2,10 @@
 
     collectivesrun -np 2 python examples/adasum/adasum_small_model.py
 
-In each step each rank draws one point of its own and learns from it. Two gradients that point the same way are averaged by Adasum too,
-but where they have little to do with each other it adds them, so that the same learning rate gets further in the same number of
-steps (Maleki et al., "Scaling distributed training with adaptive summation", arXiv:2006.02924).
+In each step each rank draws one point of its own and learns from it. Two gradients that point the same way are averaged
+by Adasum too, but where they have little to do with each other it adds them, so that the same learning rate gets
+further in the same number of steps (Maleki et al., "Scaling distributed training with adaptive summation",
+arXiv:2006.02924).
 """
 
 from __future__ import annotations
@@ -22,10 +23,16 @@ OPERATIONS = {"Average": hvd.Average, "Adasum": hvd.Adasum}
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Adasum on a small model", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description="Adasum on a small model", formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
     parser.add_argument("--mode", choices=POLYNOMIALS, default="square", help="the polynomial's degree")
-    parser.add_argument("--op", choices=OPERATIONS, nargs="+", default=list(OPERATIONS), help="how gradients are combined")
-    parser.add_argument("--learning-rate", "--learning_rate", type=float, default=0.1, help="the same for every operation")
+    parser.add_argument(
+        "--op", choices=OPERATIONS, nargs="+", default=list(OPERATIONS), help="how gradients are combined"
+    )
+    parser.add_argument(
+        "--learning-rate", "--learning_rate", type=float, default=0.1, help="the same for every operation"
+    )
     parser.add_argument("--x-max", "--x_max", type=float, default=1.0, help="points are drawn from -x-max to x-max")
     parser.add_argument("--steps", type=int, default=50, help="steps to train")
     parser.add_argument("--seed", type=int, default=42, help="random seed")
@@ -39,7 +46,8 @@ def polynomial(x: torch.Tensor, coefficients: torch.Tensor) -> torch.Tensor:
 
 
 def losses(name: str, args: argparse.Namespace, device: torch.device) -> list[float]:
-    """Train with one operation; returns the mean squared error over the whole interval, before the first step and after each."""
+    """Train with one operation; returns the mean squared error over the whole interval, before the first step and after
+    each."""
     truth = torch.tensor(POLYNOMIALS[args.mode], device=device)
     found = torch.ones(len(truth) - 1, device=device, requires_grad=True)
     optimizer = hvd.DistributedOptimizer(
@@ -76,7 +84,12 @@ def main() -> None:
         print(" ".join(["  step", *(f"{name:>12}" for name in args.op)]))
         for step in range(0, args.steps + 1, max(1, args.steps // 10)):
             print(" ".join([f"{step:>6}", *(f"{column[step]:>12.6g}" for column in columns)]))
-        print("; ".join(f"{name}: loss after {args.steps} steps {column[-1]:.6g}" for name, column in zip(args.op, columns, strict=True)))
+        print(
+            "; ".join(
+                f"{name}: loss after {args.steps} steps {column[-1]:.6g}"
+                for name, column in zip(args.op, columns, strict=True)
+            )
+        )
         print("All ranks hold the same parameters", flush=True)
 
 

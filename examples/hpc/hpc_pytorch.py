@@ -3,8 +3,8 @@
     mpirun -n 2 python examples/hpc/hpc_pytorch.py
     srun -n 64 python examples/hpc/hpc_pytorch.py --global-batch-size 1024
 
-Whatever the number of ranks, they work on the same batches and so come to the same model, to rounding; only the time differs. The
-digits are scikit-learn's (1,797 pictures of 8 x 8 pixels), so nothing is downloaded.
+Whatever the number of ranks, they work on the same batches and so come to the same model, to rounding; only the time
+differs. The digits are scikit-learn's (1,797 pictures of 8 x 8 pixels), so nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -26,8 +26,12 @@ SIZE = 1408
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="PyTorch on a cluster", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--global-batch-size", type=int, default=64, metavar="N", help="pictures in a batch of all ranks together")
+    parser = argparse.ArgumentParser(
+        description="PyTorch on a cluster", formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument(
+        "--global-batch-size", type=int, default=64, metavar="N", help="pictures in a batch of all ranks together"
+    )
     parser.add_argument("--epochs", type=int, default=10, metavar="N", help="epochs to train")
     parser.add_argument("--lr", type=float, default=0.05, metavar="LR", help="learning rate, for the global batch")
     parser.add_argument("--seed", type=int, default=42, metavar="S", help="random seed")

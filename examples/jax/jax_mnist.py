@@ -23,11 +23,15 @@ SIZE = 1408
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="JAX digits example", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description="JAX digits example", formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
     parser.add_argument("--batch-size", type=int, default=32, metavar="N", help="pictures in a batch of one rank")
     parser.add_argument("--epochs", type=int, default=10, metavar="N", help="epochs to train")
     parser.add_argument("--lr", type=float, default=0.025, metavar="LR", help="learning rate of one rank")
-    parser.add_argument("--seed", type=int, metavar="S", help="have all ranks begin alike; without it, all get rank 0's parameters")
+    parser.add_argument(
+        "--seed", type=int, metavar="S", help="have all ranks begin alike; without it, all get rank 0's parameters"
+    )
     parser.add_argument("--fp16-allreduce", action="store_true", help="send gradients in half precision")
     parser.add_argument("--no-cuda", action="store_true", help="stay on the CPU")
     return parser.parse_args()
@@ -53,7 +57,9 @@ def new_parameters(key: jax.Array) -> dict[str, jax.Array]:
 def forward(parameters: dict[str, jax.Array], pictures: jax.Array) -> jax.Array:
     """The score of each of the ten digits, (n, 10)."""
     numbers = ("NHWC", "HWIO", "NHWC")
-    hidden = jax.lax.conv_general_dilated(pictures, parameters["convolution.weight"], (1, 1), "VALID", dimension_numbers=numbers)
+    hidden = jax.lax.conv_general_dilated(
+        pictures, parameters["convolution.weight"], (1, 1), "VALID", dimension_numbers=numbers
+    )
     hidden = jax.nn.elu(hidden + parameters["convolution.bias"]).reshape(len(pictures), -1)
     hidden = jax.nn.elu(hidden @ parameters["hidden.weight"] + parameters["hidden.bias"])
     return hidden @ parameters["output.weight"] + parameters["output.bias"]

@@ -1,4 +1,5 @@
-"""Keras with ``compile`` and ``fit`` on any of its backends: ``DistributedOptimizer`` and callbacks, on handwritten digits.
+"""Keras with ``compile`` and ``fit`` on any of its backends: ``DistributedOptimizer`` and callbacks, on handwritten
+digits.
 
     collectivesrun -np 2 python examples/keras/keras_mnist.py
     KERAS_BACKEND=jax collectivesrun -np 2 python examples/keras/keras_mnist.py
@@ -27,14 +28,22 @@ import collectives.keras as hvd
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Keras digits example", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description="Keras digits example", formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
     parser.add_argument("--batch-size", type=int, default=32, metavar="N", help="pictures in a batch of one rank")
     parser.add_argument("--epochs", type=int, default=12, metavar="N", help="epochs to train")
     parser.add_argument("--lr", type=float, default=0.02, metavar="LR", help="learning rate of one rank")
-    parser.add_argument("--dropout", type=float, default=0.25, metavar="P", help="share of what is dropped while training")
-    parser.add_argument("--seed", type=int, metavar="S", help="have all ranks begin alike; without it, all get rank 0's parameters")
+    parser.add_argument(
+        "--dropout", type=float, default=0.25, metavar="P", help="share of what is dropped while training"
+    )
+    parser.add_argument(
+        "--seed", type=int, metavar="S", help="have all ranks begin alike; without it, all get rank 0's parameters"
+    )
     parser.add_argument("--fp16-allreduce", action="store_true", help="send gradients in half precision")
-    parser.add_argument("--checkpoint-format", metavar="PATH", help="such as ./checkpoint-{epoch}.keras; without it none is written")
+    parser.add_argument(
+        "--checkpoint-format", metavar="PATH", help="such as ./checkpoint-{epoch}.keras; without it none is written"
+    )
     parser.add_argument("--no-cuda", action="store_true", help="stay on the CPU")
     return parser.parse_args()
 
@@ -133,7 +142,8 @@ def main() -> Any:
     if hvd.rank() == 0 and args.checkpoint_format:
         callbacks.append(keras.callbacks.ModelCheckpoint(args.checkpoint_format))
 
-    # Each rank has its part, in an order that was drawn once: the batches of all ranks make the batch of one rank alone.
+    # Each rank has its part, in an order that was drawn once: the batches of all ranks make the batch of one rank
+    # alone.
     mine = slice(hvd.rank(), None, hvd.size())
     model.fit(
         x_train[mine],

@@ -2,9 +2,9 @@
 
     collectivesrun -np 2 python examples/pytorch/pytorch_gan.py
 
-A generator makes pictures from noise; a discriminator learns to tell them from scikit-learn's digits (Goodfellow et al., "Generative
-adversarial networks", arXiv:1406.2661). The parameters of the two bear the same names ("0.weight", ...), and their gradients are on
-their way at the same time: each optimizer keeps its own apart.
+A generator makes pictures from noise; a discriminator learns to tell them from scikit-learn's digits (Goodfellow et
+al., "Generative adversarial networks", arXiv:1406.2661). The parameters of the two bear the same names ("0.weight",
+...), and their gradients are on their way at the same time: each optimizer keeps its own apart.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ SHADES = " .:-=+*#%@"
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="PyTorch GAN example", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description="PyTorch GAN example", formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
     parser.add_argument("--batch-size", type=int, default=16, metavar="N", help="pictures in a batch of one rank")
     parser.add_argument("--epochs", type=int, default=30, metavar="N", help="epochs to train")
     parser.add_argument("--lr", type=float, default=0.0005, metavar="LR", help="learning rate of one rank")
@@ -80,7 +82,8 @@ def judged(discriminator: nn.Module, pictures: torch.Tensor, real: float) -> tor
 
 
 def distance(pictures: torch.Tensor, digits: torch.Tensor) -> float:
-    """From each digit to the nearest of the pictures: the mean square, averaged over the ranks. (Between digits it is 0.10.)"""
+    """From each digit to the nearest of the pictures: the mean square, averaged over the ranks. (Between digits it is
+    0.10.)"""
     nearest = torch.cdist(digits, pictures).amin(dim=1).square().mean() / digits.shape[1]
     return float(hvd.allreduce(nearest, name="distance").item())
 
@@ -88,7 +91,9 @@ def distance(pictures: torch.Tensor, digits: torch.Tensor) -> float:
 def drawn(pictures: torch.Tensor) -> str:
     """The pictures beside each other, as text."""
     shades = ((pictures.reshape(-1, 8, 8) + 1) / 2 * (len(SHADES) - 1)).round().int().tolist()
-    return "\n".join("   ".join("".join(2 * SHADES[shade] for shade in picture[row]) for picture in shades) for row in range(8))
+    return "\n".join(
+        "   ".join("".join(2 * SHADES[shade] for shade in picture[row]) for picture in shades) for row in range(8)
+    )
 
 
 def main() -> None:
@@ -121,7 +126,8 @@ def main() -> None:
             discriminator_loss = judged(discriminator, real, 1.0) + judged(discriminator, made.detach(), 0.0)
             discriminator_loss.backward()
 
-            # Frozen meanwhile: the generator's loss flows through the discriminator, whose gradients are already on their way.
+            # Frozen meanwhile: the generator's loss flows through the discriminator, whose gradients are already on
+            # their way.
             discriminator.requires_grad_(False)
             generator_optimizer.zero_grad()
             generator_loss = judged(discriminator, made, 1.0)
@@ -137,7 +143,11 @@ def main() -> None:
             generator.train()
             away = distance(pictures, digits)
             if hvd.rank() == 0:
-                told = f"\tDiscriminator: {discriminator_loss.item():.4f}\tGenerator: {generator_loss.item():.4f}" if epoch else ""
+                told = (
+                    f"\tDiscriminator: {discriminator_loss.item():.4f}\tGenerator: {generator_loss.item():.4f}"
+                    if epoch
+                    else ""
+                )
                 print(f"Train Epoch: {epoch}\tDistance: {away:.4f}{told}", flush=True)
     hvd.check_consistency({"generator." + name: tensor for name, tensor in generator.state_dict().items()})
     hvd.check_consistency({"discriminator." + name: tensor for name, tensor in discriminator.state_dict().items()})

@@ -4,8 +4,9 @@
     collectivesrun -np 2 python examples/pytorch/pytorch_mnist.py --checkpoint-format ./checkpoint-{epoch}.pth.tar
     python examples/pytorch/pytorch_mnist.py --num-proc 2
 
-The digits are scikit-learn's (1,797 pictures of 8 x 8 pixels), so nothing is downloaded. Rank 0 writes a checkpoint after every
-epoch; started again, the ranks go on after the last one, and end with the same parameters as if they had never stopped.
+The digits are scikit-learn's (1,797 pictures of 8 x 8 pixels), so nothing is downloaded. Rank 0 writes a checkpoint
+after every epoch; started again, the ranks go on after the last one, and end with the same parameters as if they had
+never stopped.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from collectives import launch
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="PyTorch digits example", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description="PyTorch digits example", formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
     parser.add_argument("--batch-size", type=int, default=32, metavar="N", help="pictures in a batch of one rank")
     parser.add_argument("--test-batch-size", type=int, default=1000, metavar="N", help="the same for testing")
     parser.add_argument("--epochs", type=int, default=10, metavar="N", help="epochs to train")
@@ -33,17 +36,32 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--momentum", type=float, default=0.9, metavar="M", help="SGD's momentum")
     parser.add_argument("--no-cuda", action="store_true", help="stay on the CPU")
     parser.add_argument("--seed", type=int, default=42, metavar="S", help="random seed")
-    parser.add_argument("--log-interval", type=int, default=10, metavar="N", help="batches between two lines of the log")
+    parser.add_argument(
+        "--log-interval", type=int, default=10, metavar="N", help="batches between two lines of the log"
+    )
     parser.add_argument("--fp16-allreduce", action="store_true", help="send gradients in half precision")
-    parser.add_argument("--use-mixed-precision", action="store_true", help="compute in half precision where that is safe")
-    parser.add_argument("--use-adasum", action="store_true", help="combine gradients by Adasum instead of averaging them")
-    parser.add_argument("--gradient-predivide-factor", type=float, default=1.0, help="divide by this before summing, by the rest after")
-    parser.add_argument("--checkpoint-format", metavar="PATH", help="such as ./checkpoint-{epoch}.pth.tar; without it none is written")
-    parser.add_argument("--num-proc", type=int, metavar="N", help="start this many ranks; not for use with collectivesrun")
+    parser.add_argument(
+        "--use-mixed-precision", action="store_true", help="compute in half precision where that is safe"
+    )
+    parser.add_argument(
+        "--use-adasum", action="store_true", help="combine gradients by Adasum instead of averaging them"
+    )
+    parser.add_argument(
+        "--gradient-predivide-factor", type=float, default=1.0, help="divide by this before summing, by the rest after"
+    )
+    parser.add_argument(
+        "--checkpoint-format", metavar="PATH", help="such as ./checkpoint-{epoch}.pth.tar; without it none is written"
+    )
+    parser.add_argument(
+        "--num-proc", type=int, metavar="N", help="start this many ranks; not for use with collectivesrun"
+    )
     parser.add_argument("--hosts", help="where --num-proc starts them, such as host1:2,host2:2")
     args = parser.parse_args()
     if args.use_adasum and args.use_mixed_precision:
-        parser.error("--use-mixed-precision unscales what all ranks have combined before the step, but Adasum combines in the step itself")
+        parser.error(
+            "--use-mixed-precision unscales what all ranks have combined before the step, but Adasum combines in the "
+            "step itself"
+        )
     args.cuda = not args.no_cuda and torch.cuda.is_available()
     return args
 
@@ -82,11 +100,15 @@ class Training:
         train_set, test_set = digits()
         self.sampler = DistributedSampler(train_set, num_replicas=hvd.size(), rank=hvd.rank(), seed=args.seed)
         self.train_loader = DataLoader(train_set, batch_size=args.batch_size, sampler=self.sampler)
-        # Every picture once, whatever the number of ranks; a DistributedSampler would show some twice to make the parts equal.
-        self.test_loader = DataLoader(Subset(test_set, range(hvd.rank(), len(test_set), hvd.size())), batch_size=args.test_batch_size)
+        # Every picture once, whatever the number of ranks; a DistributedSampler would show some twice to make the parts
+        # equal.
+        self.test_loader = DataLoader(
+            Subset(test_set, range(hvd.rank(), len(test_set), hvd.size())), batch_size=args.test_batch_size
+        )
 
         self.model = new_model().to(self.device)
-        # Averaging over more ranks makes steps surer, so that they may be longer; Adasum chooses their length by itself.
+        # Averaging over more ranks makes steps surer, so that they may be longer; Adasum chooses their length by
+        # itself.
         scale = 1 if args.use_adasum else hvd.size()
         self.optimizer = hvd.DistributedOptimizer(
             torch.optim.SGD(self.model.parameters(), lr=args.lr * scale, momentum=args.momentum),
@@ -131,7 +153,10 @@ class Training:
             if batch % self.args.log_interval == 0 and hvd.rank() == 0:
                 done = batch * self.args.batch_size
                 share = 100 * batch / len(self.train_loader)
-                print(f"Train Epoch: {epoch} [{done}/{len(self.sampler)} ({share:.0f}%)]\tLoss: {loss.item():.6f}", flush=True)
+                print(
+                    f"Train Epoch: {epoch} [{done}/{len(self.sampler)} ({share:.0f}%)]\tLoss: {loss.item():.6f}",
+                    flush=True,
+                )
 
     def step(self, data: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         loss = F.cross_entropy(self.model(data), target)
@@ -140,7 +165,8 @@ class Training:
         return loss
 
     def scaled_step(self, data: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """A step in mixed precision: the loss is scaled up, so that small gradients do not vanish, and the gradients down again."""
+        """A step in mixed precision: the loss is scaled up, so that small gradients do not vanish, and the gradients
+        down again."""
         with torch.autocast(self.device.type):
             loss = F.cross_entropy(self.model(data), target)
         self.scaler.scale(loss).backward()
@@ -169,7 +195,9 @@ def last_checkpoint(args: argparse.Namespace) -> int:
     """The last epoch of which there is a checkpoint; 0: none."""
     if not args.checkpoint_format:
         return 0
-    return next((epoch for epoch in range(args.epochs, 0, -1) if os.path.exists(args.checkpoint_format.format(epoch=epoch))), 0)
+    return next(
+        (epoch for epoch in range(args.epochs, 0, -1) if os.path.exists(args.checkpoint_format.format(epoch=epoch))), 0
+    )
 
 
 def run(args: argparse.Namespace) -> None:

@@ -4,7 +4,8 @@
     collectivesrun -np 2 python examples/pytorch/pytorch_synthetic_benchmark.py --model resnet50 --batch-size 8
 
 The models are residual networks with bottleneck blocks (He et al., "Deep residual learning for image recognition",
-arXiv:1512.03385), their stride in the 3 x 3 convolution, as is usual today. ``small`` is of the same kind, for machines without a GPU.
+arXiv:1512.03385), their stride in the 3 x 3 convolution, as is usual today. ``small`` is of the same kind, for machines
+without a GPU.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ MODELS = {
 
 
 class Bottleneck(nn.Module):  # type: ignore[misc]
-    """1 x 1 to fewer channels, 3 x 3, 1 x 1 to four times as many; added to the input, which is projected where the shapes differ."""
+    """1 x 1 to fewer channels, 3 x 3, 1 x 1 to four times as many; added to the input, which is projected where the
+    shapes differ."""
 
     def __init__(self, channels: int, width: int, stride: int, norm_layer: type[nn.Module]) -> None:
         super().__init__()
@@ -45,15 +47,23 @@ class Bottleneck(nn.Module):  # type: ignore[misc]
         )
         self.shortcut = nn.Identity()
         if stride > 1 or channels != 4 * width:
-            self.shortcut = nn.Sequential(nn.Conv2d(channels, 4 * width, 1, stride=stride, bias=False), norm_layer(4 * width))
+            self.shortcut = nn.Sequential(
+                nn.Conv2d(channels, 4 * width, 1, stride=stride, bias=False), norm_layer(4 * width)
+            )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.relu(self.body(x) + self.shortcut(x))
 
 
 def resnet(blocks: tuple[int, ...], width: int, norm_layer: type[nn.Module], classes: int = 1000) -> nn.Module:
-    """A residual network of ``blocks[i]`` bottleneck blocks in stage i, each stage twice as wide and half as large as the one before."""
-    layers = [nn.Conv2d(3, width, 7, stride=2, padding=3, bias=False), norm_layer(width), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1)]
+    """A residual network of ``blocks[i]`` bottleneck blocks in stage i, each stage twice as wide and half as large as
+    the one before."""
+    layers = [
+        nn.Conv2d(3, width, 7, stride=2, padding=3, bias=False),
+        norm_layer(width),
+        nn.ReLU(inplace=True),
+        nn.MaxPool2d(3, 2, 1),
+    ]
     channels = width
     for stage, count in enumerate(blocks):
         for block in range(count):
@@ -63,15 +73,21 @@ def resnet(blocks: tuple[int, ...], width: int, norm_layer: type[nn.Module], cla
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="PyTorch synthetic benchmark", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description="PyTorch synthetic benchmark", formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
     parser.add_argument("--fp16-allreduce", action="store_true", help="send gradients in half precision")
-    parser.add_argument("--model", choices=MODELS, help="default: resnet50 on a GPU, else small", default=argparse.SUPPRESS)
+    parser.add_argument(
+        "--model", choices=MODELS, help="default: resnet50 on a GPU, else small", default=argparse.SUPPRESS
+    )
     parser.add_argument("--batch-size", type=int, default=32, help="images in a batch of one rank")
     parser.add_argument("--num-warmup-batches", type=int, default=10, help="batches before the clock is started")
     parser.add_argument("--num-batches-per-iter", type=int, default=10, help="batches in one measurement")
     parser.add_argument("--num-iters", type=int, default=10, help="measurements")
     parser.add_argument("--no-cuda", action="store_true", help="stay on the CPU")
-    parser.add_argument("--use-adasum", action="store_true", help="combine gradients by Adasum instead of averaging them")
+    parser.add_argument(
+        "--use-adasum", action="store_true", help="combine gradients by Adasum instead of averaging them"
+    )
     parser.add_argument("--sync-batch-norm", action="store_true", help="normalise over the batches of all ranks")
     args = parser.parse_args()
     args.cuda = not args.no_cuda and torch.cuda.is_available()
@@ -130,7 +146,9 @@ def main() -> None:
     for iteration in range(args.num_iters):
         rates.append(args.batch_size * args.num_batches_per_iter / seconds_for(args.num_batches_per_iter))
         log(f"Iter #{iteration}: {rates[-1]:.1f} img/sec per {kind}")
-    found = hvd.allreduce(torch.tensor(rates, dtype=torch.float64), name="img_sec")  # the mean over the ranks, measurement by measurement
+    found = hvd.allreduce(
+        torch.tensor(rates, dtype=torch.float64), name="img_sec"
+    )  # the mean over the ranks, measurement by measurement
     mean, interval = found.mean().item(), 1.96 * found.std(correction=0).item()
     log(f"Img/sec per {kind}: {mean:.1f} +-{interval:.1f}")
     log(f"Total img/sec on {hvd.size()} {kind}(s): {hvd.size() * mean:.1f} +-{hvd.size() * interval:.1f}")

@@ -1,11 +1,12 @@
 """A transformer that learns to write, letter by letter, from Python's own manual.
 
     collectivesrun -np 2 python examples/pytorch/pytorch_transformer.py
-    collectivesrun -np 2 python examples/pytorch/pytorch_transformer.py --use-mixed-precision --batches-per-allreduce 2 --compile
+    collectivesrun -np 2 python examples/pytorch/pytorch_transformer.py --use-mixed-precision --batches-per-allreduce 2
+    --compile
 
-The text is that of ``help()``, which the standard library contains. The model is a decoder (Vaswani et al., "Attention is all you
-need", arXiv:1706.03762; normalised before each block). Gradients are clipped by their norm, which must be the norm of the average
-over all ranks: so they are waited for first, and the step is told that they have been.
+The text is that of ``help()``, which the standard library contains. The model is a decoder (Vaswani et al., "Attention
+is all you need", arXiv:1706.03762; normalised before each block). Gradients are clipped by their norm, which must be
+the norm of the average over all ranks: so they are waited for first, and the step is told that they have been.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ class Block(nn.Module):  # type: ignore[misc]
         self.attention_norm = nn.LayerNorm(width)
         self.attention_input = nn.Linear(width, 3 * width)
         self.attention_output = nn.Linear(width, width)
-        self.feed_forward = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.feed_forward = nn.Sequential(
+            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, length, width = x.shape
@@ -53,7 +56,9 @@ class Transformer(nn.Module):  # type: ignore[misc]
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.output = nn.Linear(width, LETTERS, bias=False)
-        self.output.weight = self.letters.weight  # one tensor, used twice in a forward: its two gradients are added before they are sent
+        self.output.weight = (
+            self.letters.weight
+        )  # one tensor, used twice in a forward: its two gradients are added before they are sent
         nn.init.normal_(self.letters.weight, std=0.02)
 
     def forward(self, letters: torch.Tensor) -> torch.Tensor:
@@ -64,23 +69,31 @@ class Transformer(nn.Module):  # type: ignore[misc]
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="PyTorch transformer example", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description="PyTorch transformer example", formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
     parser.add_argument("--batch-size", type=int, default=16, metavar="N", help="pieces of text in a batch of one rank")
     parser.add_argument("--steps", type=int, default=300, metavar="N", help="steps to train")
-    parser.add_argument("--warmup-steps", type=int, default=20, metavar="N", help="steps until the learning rate is reached")
+    parser.add_argument(
+        "--warmup-steps", type=int, default=20, metavar="N", help="steps until the learning rate is reached"
+    )
     parser.add_argument("--lr", type=float, default=0.003, metavar="LR", help="learning rate of one rank")
     parser.add_argument("--width", type=int, default=96, metavar="N", help="numbers by which the model knows a letter")
     parser.add_argument("--heads", type=int, default=4, metavar="N", help="attention heads")
     parser.add_argument("--layers", type=int, default=2, metavar="N", help="blocks of attention and linear layers")
     parser.add_argument("--length", type=int, default=64, metavar="N", help="letters in a piece of text")
     parser.add_argument("--clip", type=float, default=1.0, metavar="NORM", help="largest norm of the gradients; 0: any")
-    parser.add_argument("--batches-per-allreduce", type=int, default=1, metavar="N", help="batches whose gradients travel together")
+    parser.add_argument(
+        "--batches-per-allreduce", type=int, default=1, metavar="N", help="batches whose gradients travel together"
+    )
     parser.add_argument("--no-cuda", action="store_true", help="stay on the CPU")
     parser.add_argument("--seed", type=int, default=42, metavar="S", help="random seed")
     parser.add_argument("--log-interval", type=int, default=50, metavar="N", help="steps between two lines of the log")
     parser.add_argument("--fp16-allreduce", action="store_true", help="send gradients in half precision")
     parser.add_argument("--use-mixed-precision", action="store_true", help="compute in bfloat16 where that is safe")
-    parser.add_argument("--compile", nargs="?", const="inductor", metavar="BACKEND", help="compile the blocks (for the CPU: with g++)")
+    parser.add_argument(
+        "--compile", nargs="?", const="inductor", metavar="BACKEND", help="compile the blocks (for the CPU: with g++)"
+    )
     args = parser.parse_args()
     args.cuda = not args.no_cuda and torch.cuda.is_available()
     if args.width % args.heads:
@@ -146,8 +159,11 @@ def main() -> None:
         return F.cross_entropy(scores.float().flatten(0, 1), following.to(device).flatten())
 
     def test() -> float:
-        """The mean loss per letter on pieces from all over the last tenth of the text, of which each rank reads its own."""
-        starts = torch.linspace(0, len(test_text) - args.length - 1, 4 * args.batch_size * hvd.size()).long()[hvd.rank() :: hvd.size()]
+        """The mean loss per letter on pieces from all over the last tenth of the text, of which each rank reads its
+        own."""
+        starts = torch.linspace(0, len(test_text) - args.length - 1, 4 * args.batch_size * hvd.size()).long()[
+            hvd.rank() :: hvd.size()
+        ]
         with torch.no_grad():
             losses = [loss_of(*pieces(test_text, batch, args.length)) for batch in starts.split(args.batch_size)]
         return float(hvd.allreduce(torch.stack(losses).mean(), name="test").item())

@@ -3,8 +3,9 @@
     collectivesrun -np 2 python examples/tensorflow/tensorflow_mnist.py
     collectivesrun -np 2 python examples/tensorflow/tensorflow_mnist.py --checkpoint-dir ./checkpoints
 
-The digits are scikit-learn's (1,797 pictures of 8 x 8 pixels), so nothing is downloaded. More ranks take fewer steps, each with the
-pictures of all ranks and a learning rate that is as many times larger. Started again, the ranks go on after rank 0's last checkpoint.
+The digits are scikit-learn's (1,797 pictures of 8 x 8 pixels), so nothing is downloaded. More ranks take fewer steps,
+each with the pictures of all ranks and a learning rate that is as many times larger. Started again, the ranks go on
+after rank 0's last checkpoint.
 """
 
 from __future__ import annotations
@@ -23,14 +24,26 @@ tf.disable_v2_behavior()
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="TensorFlow 1 digits example", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description="TensorFlow 1 digits example", formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
     parser.add_argument("--batch-size", type=int, default=32, metavar="N", help="pictures in a batch of one rank")
-    parser.add_argument("--steps", type=int, default=1000, metavar="N", help="steps of one rank alone; more ranks share them")
+    parser.add_argument(
+        "--steps", type=int, default=1000, metavar="N", help="steps of one rank alone; more ranks share them"
+    )
     parser.add_argument("--lr", type=float, default=0.02, metavar="LR", help="learning rate of one rank")
-    parser.add_argument("--seed", type=int, metavar="S", help="have all ranks begin alike; without it, all get rank 0's parameters")
-    parser.add_argument("--use-adasum", action="store_true", help="combine what the ranks have learned by Adasum instead of averaging")
-    parser.add_argument("--gradient-predivide-factor", type=float, default=1.0, help="divide by this before summing, by the rest after")
-    parser.add_argument("--checkpoint-dir", metavar="DIR", help="where rank 0 saves the model; without it nothing is saved")
+    parser.add_argument(
+        "--seed", type=int, metavar="S", help="have all ranks begin alike; without it, all get rank 0's parameters"
+    )
+    parser.add_argument(
+        "--use-adasum", action="store_true", help="combine what the ranks have learned by Adasum instead of averaging"
+    )
+    parser.add_argument(
+        "--gradient-predivide-factor", type=float, default=1.0, help="divide by this before summing, by the rest after"
+    )
+    parser.add_argument(
+        "--checkpoint-dir", metavar="DIR", help="where rank 0 saves the model; without it nothing is saved"
+    )
     parser.add_argument("--no-cuda", action="store_true", help="stay on the CPU")
     return parser.parse_args()
 

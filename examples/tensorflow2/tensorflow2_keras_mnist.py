@@ -3,8 +3,8 @@
     collectivesrun -np 2 python examples/tensorflow2/tensorflow2_keras_mnist.py
     TF_USE_LEGACY_KERAS=1 collectivesrun -np 2 python examples/tensorflow2/tensorflow2_keras_mnist.py
 
-``tf.keras`` is Keras 3, or with TF_USE_LEGACY_KERAS=1 the Keras 2 of the package tf_keras. The digits are scikit-learn's (1,797 pictures
-of 8 x 8 pixels), so nothing is downloaded.
+``tf.keras`` is Keras 3, or with TF_USE_LEGACY_KERAS=1 the Keras 2 of the package tf_keras. The digits are
+scikit-learn's (1,797 pictures of 8 x 8 pixels), so nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -20,15 +20,27 @@ import collectives.tensorflow.keras as hvd
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="tf.keras digits example", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description="tf.keras digits example", formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
     parser.add_argument("--batch-size", type=int, default=32, metavar="N", help="pictures in a batch of one rank")
     parser.add_argument("--epochs", type=int, default=12, metavar="N", help="epochs to train")
-    parser.add_argument("--steps-per-epoch", type=int, default=44, metavar="N", help="of one rank alone; more ranks share them")
+    parser.add_argument(
+        "--steps-per-epoch", type=int, default=44, metavar="N", help="of one rank alone; more ranks share them"
+    )
     parser.add_argument("--lr", type=float, default=0.001, metavar="LR", help="learning rate of one rank")
-    parser.add_argument("--warmup-epochs", type=int, default=3, metavar="N", help="epochs in which it grows to that of all ranks")
-    parser.add_argument("--dropout", type=float, default=0.25, metavar="P", help="share of what is dropped while training")
-    parser.add_argument("--seed", type=int, metavar="S", help="have all ranks begin alike; without it, all get rank 0's parameters")
-    parser.add_argument("--checkpoint-format", metavar="PATH", help="such as ./checkpoint-{epoch}.keras; without it none is written")
+    parser.add_argument(
+        "--warmup-epochs", type=int, default=3, metavar="N", help="epochs in which it grows to that of all ranks"
+    )
+    parser.add_argument(
+        "--dropout", type=float, default=0.25, metavar="P", help="share of what is dropped while training"
+    )
+    parser.add_argument(
+        "--seed", type=int, metavar="S", help="have all ranks begin alike; without it, all get rank 0's parameters"
+    )
+    parser.add_argument(
+        "--checkpoint-format", metavar="PATH", help="such as ./checkpoint-{epoch}.keras; without it none is written"
+    )
     parser.add_argument("--no-cuda", action="store_true", help="stay on the CPU")
     return parser.parse_args()
 
@@ -77,13 +89,16 @@ def main() -> Any:
 
     train_pictures, train_labels, test_pictures, test_labels = digits()
     dataset = tf.data.Dataset.from_tensor_slices((train_pictures, train_labels))
-    # The same order everywhere, of which each rank takes its part: the batches of all ranks make the batch of one rank alone.
+    # The same order everywhere, of which each rank takes its part: the batches of all ranks make the batch of one rank
+    # alone.
     dataset = dataset.shuffle(len(train_labels), seed=1).repeat().shard(hvd.size(), hvd.rank()).batch(args.batch_size)
 
     model = new_model(args.dropout)
     # Averaging over more ranks makes steps surer, so that they may be longer.
     scaled_lr = args.lr * hvd.size()
-    opt = hvd.DistributedOptimizer(tf.optimizers.Adam(scaled_lr), backward_passes_per_step=1, average_aggregated_gradients=True)
+    opt = hvd.DistributedOptimizer(
+        tf.optimizers.Adam(scaled_lr), backward_passes_per_step=1, average_aggregated_gradients=True
+    )
     model.compile(loss=tf.losses.SparseCategoricalCrossentropy(), optimizer=opt, metrics=["accuracy"])
 
     callbacks = [
@@ -93,7 +108,9 @@ def main() -> Any:
         hvd.callbacks.MetricAverageCallback(),
     ]
     if args.warmup_epochs:
-        callbacks.append(hvd.callbacks.LearningRateWarmupCallback(initial_lr=scaled_lr, warmup_epochs=args.warmup_epochs, verbose=1))
+        callbacks.append(
+            hvd.callbacks.LearningRateWarmupCallback(initial_lr=scaled_lr, warmup_epochs=args.warmup_epochs, verbose=1)
+        )
     # On rank 0 only, or the ranks would write into each other's files.
     if hvd.rank() == 0 and args.checkpoint_format:
         callbacks.append(tf.keras.callbacks.ModelCheckpoint(args.checkpoint_format))

@@ -3,8 +3,8 @@
     collectivesrun -np 2 python examples/tensorflow2/tensorflow2_mnist.py
     collectivesrun -np 2 python examples/tensorflow2/tensorflow2_mnist.py --checkpoint-dir ./checkpoints
 
-The digits are scikit-learn's (1,797 pictures of 8 x 8 pixels), so nothing is downloaded. More ranks take fewer steps, each with the
-pictures of all ranks and a learning rate that is as many times larger.
+The digits are scikit-learn's (1,797 pictures of 8 x 8 pixels), so nothing is downloaded. More ranks take fewer steps,
+each with the pictures of all ranks and a learning rate that is as many times larger.
 """
 
 from __future__ import annotations
@@ -21,15 +21,25 @@ import collectives.tensorflow as hvd
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="TensorFlow 2 digits example", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description="TensorFlow 2 digits example", formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
     parser.add_argument("--batch-size", type=int, default=32, metavar="N", help="pictures in a batch of one rank")
-    parser.add_argument("--steps", type=int, default=1000, metavar="N", help="steps of one rank alone; more ranks share them")
+    parser.add_argument(
+        "--steps", type=int, default=1000, metavar="N", help="steps of one rank alone; more ranks share them"
+    )
     parser.add_argument("--lr", type=float, default=0.001, metavar="LR", help="learning rate of one rank")
-    parser.add_argument("--dropout", type=float, default=0.25, metavar="P", help="share of what is dropped while training")
+    parser.add_argument(
+        "--dropout", type=float, default=0.25, metavar="P", help="share of what is dropped while training"
+    )
     parser.add_argument("--log-interval", type=int, default=10, metavar="N", help="steps between two lines of the log")
-    parser.add_argument("--seed", type=int, metavar="S", help="have all ranks begin alike; without it, all get rank 0's parameters")
+    parser.add_argument(
+        "--seed", type=int, metavar="S", help="have all ranks begin alike; without it, all get rank 0's parameters"
+    )
     parser.add_argument("--fp16-allreduce", action="store_true", help="send gradients in half precision")
-    parser.add_argument("--checkpoint-dir", metavar="DIR", help="where rank 0 saves the model; without it nothing is saved")
+    parser.add_argument(
+        "--checkpoint-dir", metavar="DIR", help="where rank 0 saves the model; without it nothing is saved"
+    )
     parser.add_argument("--no-cuda", action="store_true", help="stay on the CPU")
     return parser.parse_args()
 
@@ -85,7 +95,8 @@ def main() -> Any:
 
     train_pictures, train_labels, test_pictures, test_labels = digits()
     dataset = tf.data.Dataset.from_tensor_slices((train_pictures, train_labels))
-    # The same order everywhere, of which each rank takes its part: the batches of all ranks make the batch of one rank alone.
+    # The same order everywhere, of which each rank takes its part: the batches of all ranks make the batch of one rank
+    # alone.
     dataset = dataset.shuffle(len(train_labels), seed=1).repeat().shard(hvd.size(), hvd.rank()).batch(args.batch_size)
 
     model = new_model(args.dropout)

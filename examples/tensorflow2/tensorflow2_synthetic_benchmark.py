@@ -3,7 +3,8 @@
     collectivesrun -np 2 python examples/tensorflow2/tensorflow2_synthetic_benchmark.py
     collectivesrun -np 2 python examples/tensorflow2/tensorflow2_synthetic_benchmark.py --model ResNet50 --batch-size 8
 
-A model is any of keras.applications, by its name there; ``small`` is a network of a few convolutions, for machines without a GPU.
+A model is any of keras.applications, by its name there; ``small`` is a network of a few convolutions, for machines
+without a GPU.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ import collectives.tensorflow as hvd
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="TensorFlow 2 synthetic benchmark", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description="TensorFlow 2 synthetic benchmark", formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
     parser.add_argument("--fp16-allreduce", action="store_true", help="send gradients in half precision")
     parser.add_argument("--model", help="default: ResNet50 on a GPU, else small", default=argparse.SUPPRESS)
     parser.add_argument("--batch-size", type=int, default=32, help="images in a batch of one rank")
@@ -51,7 +54,11 @@ def new_model(name: str) -> tuple[Any, int]:
     layers = tf.keras.layers
     parts: list[Any] = [layers.Input((32, 32, 3))]
     for channels in (16, 32, 64, 128):
-        parts += [layers.Conv2D(channels, 3, strides=2, padding="same", use_bias=False), layers.BatchNormalization(), layers.ReLU()]
+        parts += [
+            layers.Conv2D(channels, 3, strides=2, padding="same", use_bias=False),
+            layers.BatchNormalization(),
+            layers.ReLU(),
+        ]
     return tf.keras.Sequential([*parts, layers.GlobalAveragePooling2D(), layers.Dense(1000, activation="softmax")]), 32
 
 

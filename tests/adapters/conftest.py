@@ -11,7 +11,8 @@ import pytest
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave these files to ``test_adapters.py``, which starts ranks for them: looking into them imports every framework."""
+    """Leave these files to ``test_adapters.py``, which starts ranks for them: looking into them imports every
+    framework."""
     return None if config.getoption("--with-mpi") else True
 
 
@@ -26,8 +27,8 @@ def hvd() -> Iterator[Any]:
     with contextlib.suppress(ImportError):
         from tqdm import tqdm
 
-        # torch's compiler shows bars. A thread that watches them might call collectives, as far as the engine knows, which therefore
-        # waits for 20 seconds before it believes that ranks have parted.
+        # torch's compiler shows bars. A thread that watches them might call collectives, as far as the engine knows,
+        # which therefore waits for 20 seconds before it believes that ranks have parted.
         tqdm.monitor_interval = 0
     collectives.torch.init()
     yield collectives.torch

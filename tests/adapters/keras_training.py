@@ -34,12 +34,18 @@ def network(seed: int = 0, **last: Any) -> Any:
 def part(rows: Any, hvd: Any) -> Any:
     """This rank's part of each global batch."""
     mine = BATCH // hvd.size()
-    return np.concatenate([rows[at : at + BATCH][hvd.rank() * mine : (hvd.rank() + 1) * mine] for at in range(0, len(rows), BATCH)])
+    return np.concatenate(
+        [rows[at : at + BATCH][hvd.rank() * mine : (hvd.rank() + 1) * mine] for at in range(0, len(rows), BATCH)]
+    )
 
 
 def train(model: Any, optimizer: Any, x: Any, y: Any, batch: int = BATCH, epochs: int = 1, **keywords: Any) -> Any:
     """Fit without shuffling; the history."""
-    compiling = {key: keywords.pop(key) for key in ("jit_compile", "run_eagerly", "metrics", "steps_per_execution") if key in keywords}
+    compiling = {
+        key: keywords.pop(key)
+        for key in ("jit_compile", "run_eagerly", "metrics", "steps_per_execution")
+        if key in keywords
+    }
     model.compile(optimizer=optimizer, loss=keywords.pop("loss", "mse"), **compiling)
     return model.fit(x, y, batch_size=batch, epochs=epochs, shuffle=False, verbose=0, **keywords)
 
@@ -59,7 +65,11 @@ def together(hvd: Any, model: Any, optimizer: Any, **keywords: Any) -> Any:
 
 def values(*owners: Any) -> list[Any]:
     """Of all variables of models and optimizers."""
-    variables = [variable for owner in owners for variable in (owner.variables() if callable(owner.variables) else owner.variables)]
+    variables = [
+        variable
+        for owner in owners
+        for variable in (owner.variables() if callable(owner.variables) else owner.variables)
+    ]
     return [np.array(variable.numpy()) for variable in variables]
 
 

@@ -1,4 +1,5 @@
-"""The two ways in which a compiled program calls: XLA's call frames, read by ctypes; and JAX's own callback where those cannot be had."""
+"""The two ways in which a compiled program calls: XLA's call frames, read by ctypes; and JAX's own callback where those
+cannot be had."""
 
 from __future__ import annotations
 
@@ -119,7 +120,8 @@ def test_the_version_of_the_interface() -> None:
     assert ffi.version_in("nothing of the kind") is None
 
 
-# ---- the other way ---------------------------------------------------------------------------------------------------------------------
+# ---- the other way
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -73,7 +73,9 @@ def test_a_pytree_is_one_call_and_keeps_its_structure(hvd_jax: Any, ordered: boo
             "0-d": small[0][0],
         }
 
-    expected = jax.tree_util.tree_map(lambda *leaves: sum(leaves[1:], leaves[0]), *[tree(rank) for rank in range(hvd.size())])
+    expected = jax.tree_util.tree_map(
+        lambda *leaves: sum(leaves[1:], leaves[0]), *[tree(rank) for rank in range(hvd.size())]
+    )
     for run in each(lambda t: hvd.allreduce(t, op=hvd.Sum, name="tree", ordered=ordered)):
         mine = tree(hvd.rank())
         for _ in range(2):
@@ -83,13 +85,21 @@ def test_a_pytree_is_one_call_and_keeps_its_structure(hvd_jax: Any, ordered: boo
         before = collectives.world().statistics.rounds
         same(run(mine), expected)
         assert collectives.world().statistics.rounds - before <= (1 if hvd.size() > 1 else 0)
-    same(hvd.grouped_allreduce([of_rank(hvd.rank()), of_rank(hvd.rank()) * 2], op=hvd.Max)[1], of_rank(hvd.size() - 1) * 2)
+    same(
+        hvd.grouped_allreduce([of_rank(hvd.rank()), of_rank(hvd.rank()) * 2], op=hvd.Max)[1],
+        of_rank(hvd.size() - 1) * 2,
+    )
 
 
 def test_numpy_arrays_and_numbers_are_leaves(hvd_jax: Any) -> None:
     hvd, size = hvd_jax, hvd_jax.size()
     tree = [np.arange(3, dtype=np.float64) + hvd.rank(), 2.5, 2, True, np.float32(3)]
-    expected = [sum(np.arange(3) + rank for rank in range(size)).astype(np.float32), np.float32(2.5 * size), np.int32(2 * size), True]
+    expected = [
+        sum(np.arange(3) + rank for rank in range(size)).astype(np.float32),
+        np.float32(2.5 * size),
+        np.int32(2 * size),
+        True,
+    ]
     found = hvd.allreduce(tree, op=hvd.Sum)
     for one, other in zip(found, [*expected, np.float32(3 * size)], strict=True):
         assert isinstance(one, jax.Array)
@@ -98,7 +108,8 @@ def test_numpy_arrays_and_numbers_are_leaves(hvd_jax: Any) -> None:
 
 
 def test_results_are_arrays_of_their_own(hvd_jax: Any) -> None:
-    """Memory is not given to another result, or written to, while JAX has it: results of many sizes, kept and compared later."""
+    """Memory is not given to another result, or written to, while JAX has it: results of many sizes, kept and compared
+    later."""
     hvd = hvd_jax
     sizes = [1, 1000, 5000, 300_000, 300_000]
     kept = [hvd.allreduce(jnp.full(size, float(step + hvd.rank())), op=hvd.Max) for step in range(4) for size in sizes]
@@ -136,7 +147,8 @@ def test_rows(hvd_jax: Any) -> None:
     for gather, scatter in zip(each(hvd.allgather), each(lambda x: hvd.reducescatter(x, op=hvd.Sum)), strict=True):
         same(gather(everyone[rank]), jnp.concatenate(everyone))
         same(
-            gather({"a": everyone[rank], "b": [everyone[rank] * 2]}), {"a": jnp.concatenate(everyone), "b": [jnp.concatenate(everyone) * 2]}
+            gather({"a": everyone[rank], "b": [everyone[rank] * 2]}),
+            {"a": jnp.concatenate(everyone), "b": [jnp.concatenate(everyone) * 2]},
         )
         same(scatter(everyone[rank]), jnp.array_split(sum(everyone), size)[rank])
         same(scatter([everyone[rank]])[0], jnp.array_split(sum(everyone), size)[rank])
@@ -150,7 +162,10 @@ def test_rows(hvd_jax: Any) -> None:
 def test_broadcast(hvd_jax: Any) -> None:
     hvd, rank, root = hvd_jax, hvd_jax.rank(), hvd_jax.size() - 1
     for run in each(lambda x: hvd.broadcast(x, root)):
-        same(run({"a": of_rank(rank), "b": of_rank(rank, (2,), "bool")}), {"a": of_rank(root), "b": of_rank(root, (2,), "bool")})
+        same(
+            run({"a": of_rank(rank), "b": of_rank(rank, (2,), "bool")}),
+            {"a": of_rank(root), "b": of_rank(root, (2,), "bool")},
+        )
         same(run(of_rank(rank, (), "bfloat16")), of_rank(root, (), "bfloat16"))
 
 
@@ -196,7 +211,12 @@ def test_process_sets(hvd_jax: Any) -> None:
         pytest.skip("needs two ranks")
     last = hvd.add_process_set([hvd.size() - 2, hvd.size() - 1])
     if last.included():
-        for run in each(lambda x: (hvd.allreduce(x, op=hvd.Sum, process_set=last), hvd.broadcast(x, hvd.size() - 1, process_set=last))):
+        for run in each(
+            lambda x: (
+                hvd.allreduce(x, op=hvd.Sum, process_set=last),
+                hvd.broadcast(x, hvd.size() - 1, process_set=last),
+            )
+        ):
             total, root = run(of_rank(hvd.rank()))
             same(total, of_rank(hvd.size() - 2) + of_rank(hvd.size() - 1))
             same(root, of_rank(hvd.size() - 1))
@@ -276,7 +296,8 @@ def test_other_frameworks_tensors(hvd_jax: Any) -> None:
     assert jax.jit(lambda x: hvd.allreduce([x, constant])[1])(jnp.ones(1)).tolist() == [0.0, 1.0]
 
 
-# ---- mistakes --------------------------------------------------------------------------------------------------------------------------
+# ---- mistakes
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 def refusals(hvd: Any) -> dict[str, tuple[type[Exception], str, Any]]:
@@ -285,7 +306,11 @@ def refusals(hvd: Any) -> dict[str, tuple[type[Exception], str, Any]]:
     gone.delete()
     return {
         "no array": (InvalidTypeError, r"\['a'\]\[1\].*str", lambda: hvd.allreduce({"a": [x, "text"]})),
-        "no elements": (InvalidTypeError, r"\['a'\].* on meta.*to_empty", lambda: hvd.allreduce({"a": Foreign(np.ones(1), "meta")})),
+        "no elements": (
+            InvalidTypeError,
+            r"\['a'\].* on meta.*to_empty",
+            lambda: hvd.allreduce({"a": Foreign(np.ones(1), "meta")}),
+        ),
         "random keys": (InvalidTypeError, "key_data", lambda: hvd.allreduce(jax.random.key(0))),
         "deleted": (InvalidArgumentError, "deleted", lambda: hvd.allreduce(gone)),
         "dtype": (InvalidTypeError, "float8", lambda: hvd.allreduce(x.astype(jnp.float8_e4m3fn))),
@@ -295,9 +320,17 @@ def refusals(hvd: Any) -> dict[str, tuple[type[Exception], str, Any]]:
         "0-d": (InvalidArgumentError, "0-d", lambda: hvd.allgather(jnp.float32(1))),
         "rows": (InvalidArgumentError, "rows", lambda: hvd.allgather(x, rows=[5] * hvd.size())),
         "splits": (InvalidArgumentError, "splits", lambda: hvd.alltoall(x, splits=[3] * hvd.size())),
-        "splits in jit": (InvalidArgumentError, "rows", lambda: jax.jit(lambda x: hvd.alltoall(x, [4] + [0] * (hvd.size() - 1)))(x)),
+        "splits in jit": (
+            InvalidArgumentError,
+            "rows",
+            lambda: jax.jit(lambda x: hvd.alltoall(x, [4] + [0] * (hvd.size() - 1)))(x),
+        ),
         "no list": (InvalidTypeError, "list", lambda: hvd.grouped_allreduce(x)),
-        "Adasum in vmap": (InvalidArgumentError, "Adasum", lambda: jax.vmap(lambda x: hvd.allreduce(x, op=hvd.Adasum))(x[None])),
+        "Adasum in vmap": (
+            InvalidArgumentError,
+            "Adasum",
+            lambda: jax.vmap(lambda x: hvd.allreduce(x, op=hvd.Adasum))(x[None]),
+        ),
         "join in jit": (InvalidArgumentError, "jit", lambda: jax.jit(lambda x: (hvd.join(), x)[1])(x)),
         "objects in jit": (InvalidArgumentError, "jit", lambda: jax.jit(lambda x: (hvd.broadcast_object(1), x)[1])(x)),
         "parameters in jit": (InvalidArgumentError, "jit", lambda: jax.jit(hvd.broadcast_parameters)(x)),
@@ -380,7 +413,9 @@ def test_join(hvd_jax: Any) -> None:
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("collective", ["grouped_allreduce", "grouped_allgather", "grouped_reducescatter"])
-def test_a_group_of_no_tensors_on_one_rank_is_an_error_on_every_rank(hvd_jax: Any, collective: str, compiled: bool) -> None:
+def test_a_group_of_no_tensors_on_one_rank_is_an_error_on_every_rank(
+    hvd_jax: Any, collective: str, compiled: bool
+) -> None:
     hvd = hvd_jax
     tensors = [jnp.ones((6, 2))] if hvd.rank() else []
     call = jax.jit(getattr(hvd, collective)) if compiled else getattr(hvd, collective)

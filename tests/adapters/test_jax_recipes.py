@@ -205,9 +205,13 @@ def test_local_devices(hvd: Any) -> Result:
     divided, whole = (jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes)) for axes in (("rows",), ()))
     ends = np.round(ROWS * np.cumsum(range(hvd.size() + 1)) / sum(range(hvd.size() + 1))).astype(int)  # all even
     rows = slice(ends[hvd.rank()], ends[hvd.rank() + 1])
-    feeds = jax.device_put([(x[rows].astype(np.float32), y[rows].astype(np.float32)) for x, y in zip(X, Y, strict=True)], divided)
+    feeds = jax.device_put(
+        [(x[rows].astype(np.float32), y[rows].astype(np.float32)) for x, y in zip(X, Y, strict=True)], divided
+    )
     optimizer = hvd.DistributedOptimizer(momentum())
-    carry = steps(hvd, jax.jit(step_of(hvd, optimizer)), jax.device_put(begin(hvd, optimizer), whole), feeds[: STEPS // 2])
+    carry = steps(
+        hvd, jax.jit(step_of(hvd, optimizer)), jax.device_put(begin(hvd, optimizer), whole), feeds[: STEPS // 2]
+    )
     grads_of = jax.jit(jax.grad(loss_of(hvd)), out_shardings=whole)
 
     def step(params: Any, state: Any, x: Any, y: Any) -> Any:

@@ -1,4 +1,5 @@
-"""Collectives under JAX's transformations: derivatives of any order, vmap, control flow, rematerialisation, nested compilation."""
+"""Collectives under JAX's transformations: derivatives of any order, vmap, control flow, rematerialisation, nested
+compilation."""
 
 from __future__ import annotations
 
@@ -56,7 +57,10 @@ def collectives_and_models(hvd: Any) -> dict[str, tuple[Callable[[Any], Any], Mo
         return jnp.stack(xs)
 
     return {
-        "sum": (lambda x: hvd.allreduce(x, op=hvd.Sum, prescale_factor=0.5, postscale_factor=3.0), lambda xs, r: stack(xs).sum(0) * 1.5),
+        "sum": (
+            lambda x: hvd.allreduce(x, op=hvd.Sum, prescale_factor=0.5, postscale_factor=3.0),
+            lambda xs, r: stack(xs).sum(0) * 1.5,
+        ),
         "average": (hvd.allreduce, lambda xs, r: stack(xs).mean(0)),
         "min": (lambda x: hvd.allreduce(x, op=hvd.Min), lambda xs, r: stack(xs).min(0)),
         "max": (lambda x: hvd.allreduce(x, op=hvd.Max, prescale_factor=2.0), lambda xs, r: stack(xs).max(0) * 2),
@@ -67,7 +71,10 @@ def collectives_and_models(hvd: Any) -> dict[str, tuple[Callable[[Any], Any], Mo
             lambda x: hvd.reducescatter(x, postscale_factor=2.0),
             lambda xs, r: shares(size, stack(xs).mean(0) * 2)[r],
         ),
-        "reducescatter max": (lambda x: hvd.reducescatter(x, op=hvd.Max), lambda xs, r: shares(size, stack(xs).max(0))[r]),
+        "reducescatter max": (
+            lambda x: hvd.reducescatter(x, op=hvd.Max),
+            lambda xs, r: shares(size, stack(xs).max(0))[r],
+        ),
         "allgather": (hvd.allgather, lambda xs, r: jnp.concatenate(xs)),
         "broadcast": (lambda x: hvd.broadcast(x, last), lambda xs, r: xs[last]),
         "alltoall": (
@@ -95,7 +102,8 @@ NAMES = (
 
 @pytest.mark.parametrize("name", NAMES)
 def test_derivatives(hvd_jax: Any, name: str) -> None:
-    """Against one process that has every rank's tensor: the sum of the ranks' losses, differentiated by what is this rank's."""
+    """Against one process that has every rank's tensor: the sum of the ranks' losses, differentiated by what is this
+    rank's."""
     hvd = hvd_jax
     rank, size = hvd.rank(), hvd.size()
     run, model = collectives_and_models(hvd)[name]
@@ -137,7 +145,8 @@ def test_reverse_over_reverse(hvd_jax: Any) -> None:
     hvd = hvd_jax
     x = of_rank(hvd.rank())
     total = sum(of_rank(rank) for rank in range(hvd.size()))
-    # sum over ranks of sum((sum of x)^3): the gradient is 3 n s^2; the sum over ranks of its sum has the gradient 6 n^2 s
+    # sum over ranks of sum((sum of x)^3): the gradient is 3 n s^2; the sum over ranks of its sum has the gradient 6 n^2
+    # s
     gradient = jax.grad(lambda x: (hvd.allreduce(x, op=hvd.Sum) ** 3).sum())
     second = jax.jit(jax.grad(lambda x: gradient(x).sum()))
     np.testing.assert_allclose(jax.jit(gradient)(x), 3 * hvd.size() * total**2, rtol=1e-5)
@@ -168,7 +177,9 @@ def test_complex_gradients(hvd_jax: Any) -> None:
     x = of_rank(hvd.rank()) + 1j * of_rank(hvd.rank() + 7)
     total = sum(of_rank(rank) + 1j * of_rank(rank + 7) for rank in range(hvd.size()))
     expected = hvd.size() * jax.grad(lambda s: jnp.abs(s).sum())(total)
-    np.testing.assert_allclose(jax.jit(jax.grad(lambda x: jnp.abs(hvd.allreduce(x, op=hvd.Sum)).sum()))(x), expected, rtol=1e-5)
+    np.testing.assert_allclose(
+        jax.jit(jax.grad(lambda x: jnp.abs(hvd.allreduce(x, op=hvd.Sum)).sum()))(x), expected, rtol=1e-5
+    )
 
 
 def test_vmap(hvd_jax: Any) -> None:
@@ -228,8 +239,12 @@ def test_rematerialisation_nesting_and_own_derivatives(hvd_jax: Any, ordered: bo
     def own(x: Any) -> Any:
         return hvd.allreduce(x, op=hvd.Sum, name="own", ordered=ordered)
 
-    own.defvjp(lambda x: (own(x), x), lambda x, g: (hvd.allreduce(g * x, op=hvd.Sum, name="own back", ordered=ordered),))
-    np.testing.assert_allclose(jax.jit(jax.grad(lambda x: own(x).sum()))(x), sum(of_rank(rank) for rank in range(size)), rtol=1e-5)
+    own.defvjp(
+        lambda x: (own(x), x), lambda x, g: (hvd.allreduce(g * x, op=hvd.Sum, name="own back", ordered=ordered),)
+    )
+    np.testing.assert_allclose(
+        jax.jit(jax.grad(lambda x: own(x).sum()))(x), sum(of_rank(rank) for rank in range(size)), rtol=1e-5
+    )
 
 
 def test_a_constant_inside_of_a_program_is_not_reduced_while_tracing(hvd_jax: Any) -> None:
@@ -260,7 +275,8 @@ def test_the_reference_itself() -> None:
     assert float(gradient[0]) == 0.5
 
 
-# ---- several devices of a rank -------------------------------------------------------------------------------------------------------
+# ---- several devices of a rank
+# -------------------------------------------------------------------------------------------------------
 
 
 def _devices() -> Any:
@@ -275,7 +291,9 @@ def _on(mesh: Any, array: Any, *axes: str) -> Any:
 
 @pytest.mark.parametrize("ordered", [True, False])
 @pytest.mark.parametrize("axes", [(), ("i",)], ids=["replicated", "sharded"])
-def test_a_program_for_several_devices_combines_whole_arrays(hvd_jax: Any, ordered: bool, axes: tuple[str, ...]) -> None:
+def test_a_program_for_several_devices_combines_whole_arrays(
+    hvd_jax: Any, ordered: bool, axes: tuple[str, ...]
+) -> None:
     hvd, mesh = hvd_jax, _devices()
     mine = _on(mesh, jnp.arange(4.0) + hvd.rank(), *axes)
     ranks = hvd.size()
@@ -306,10 +324,14 @@ def test_a_failure_in_a_program_for_several_devices(hvd_jax: Any, ordered: bool)
 
     @jax.jit
     def program(x: Any) -> Any:
-        return x + hvd.allreduce(x[: 2 + 2 * (hvd.rank() % 2)], name=f"fails on several {ordered}", ordered=ordered).sum()
+        return (
+            x + hvd.allreduce(x[: 2 + 2 * (hvd.rank() % 2)], name=f"fails on several {ordered}", ordered=ordered).sum()
+        )
 
     for _ in range(2):
-        with pytest.raises(getattr(jax.errors, "JaxRuntimeError", RuntimeError), match=r"MismatchError: rank .* disagree .*shape"):
+        with pytest.raises(
+            getattr(jax.errors, "JaxRuntimeError", RuntimeError), match=r"MismatchError: rank .* disagree .*shape"
+        ):
             program(_on(mesh, jnp.arange(4.0), "i")).block_until_ready()
     assert float(hvd.allreduce(jnp.float32(1), op=hvd.Sum)) == hvd.size()
     good = jax.jit(lambda x: hvd.allreduce(x, op=hvd.Sum, name="good", ordered=ordered))
@@ -348,6 +370,8 @@ def test_pmap_and_shard_map_are_told_what_to_do(hvd_jax: Any) -> None:
     spec = jax.sharding.PartitionSpec("i")
     mapped = shard_map(lambda x: hvd.allreduce(x), mesh=mesh, in_specs=spec, out_specs=spec)
     for call in (jax.pmap(lambda x: hvd.allreduce(x), devices=jax.local_devices()[:2]), jax.jit(mapped)):
-        with pytest.raises(InvalidArgumentError, match=r"collectives\.jax: a collective inside of pmap or shard_map over 2 devices"):
+        with pytest.raises(
+            InvalidArgumentError, match=r"collectives\.jax: a collective inside of pmap or shard_map over 2 devices"
+        ):
             call(jnp.ones((2, 3)))
     assert float(hvd.allreduce(jnp.float32(1), op=hvd.Sum)) == hvd.size()

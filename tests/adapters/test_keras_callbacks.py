@@ -60,7 +60,9 @@ def test_broadcast_gives_all_ranks_the_roots_state(hvd_keras: Any, late: bool) -
     equal(hvd, optimizer)
     assert float(optimizer.learning_rate.numpy()) == pytest.approx(0.01 * (1 + root))
     statistics = {id(variable) for variable in model.normal.non_trainable_variables}
-    shared = [np.array(each.numpy()) for each in model.variables if id(each) not in statistics]  # those are of this rank's rows
+    shared = [
+        np.array(each.numpy()) for each in model.variables if id(each) not in statistics
+    ]  # those are of this rank's rows
     hvd.check_consistency(shared)
 
 
@@ -68,7 +70,12 @@ def test_before_the_first_step_if_it_can_be(hvd_keras: Any) -> None:
     """A learning rate of zero leaves what was there before the first step."""
     hvd = hvd_keras
     model = network(seed=hvd.rank())
-    together(hvd, model, hvd.DistributedOptimizer(keras.optimizers.SGD(0.0)), callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
+    together(
+        hvd,
+        model,
+        hvd.DistributedOptimizer(keras.optimizers.SGD(0.0)),
+        callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)],
+    )
     for mine, expected in zip(model.get_weights(), network(seed=0).get_weights(), strict=True):
         np.testing.assert_array_equal(mine, expected)
 
@@ -88,7 +95,9 @@ def test_local_variables_are_left_alone(hvd_keras: Any) -> None:
         hvd.callbacks.BroadcastGlobalVariablesCallback(0, local_variables=["kernel"])
 
 
-def test_an_optimizer_that_one_rank_cannot_build_is_told_to_all(hvd_keras: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_optimizer_that_one_rank_cannot_build_is_told_to_all(
+    hvd_keras: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hvd = hvd_keras
     if hvd.size() == 1:
         pytest.skip("needs two ranks")
@@ -108,7 +117,9 @@ def test_other_models_on_other_ranks_are_an_error(hvd_keras: Any) -> None:
     hvd = hvd_keras
     if hvd.size() == 1:
         pytest.skip("needs two ranks")
-    model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(3), keras.layers.Dense(3, use_bias=hvd.rank() == 0)])
+    model = keras.Sequential(
+        [keras.Input((5,)), keras.layers.Dense(3), keras.layers.Dense(3, use_bias=hvd.rank() == 0)]
+    )
     text = r"variable 3 is not the same on every rank: float32 of shape \(3,\) on rank 0; absent on ranks? 1.*Nothing was changed"
     with pytest.raises(MismatchError, match=text):
         together(hvd, model, keras.optimizers.SGD(0.1), callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
@@ -142,7 +153,9 @@ def test_other_metrics_on_other_ranks_are_an_error(hvd_keras: Any) -> None:
         pytest.skip("needs two ranks")
     callback = hvd.callbacks.MetricAverageCallback()
     logs = {"loss": 1.0} if hvd.rank() else {"loss": 1.0, "mae": 2.0}
-    with pytest.raises(MismatchError, match=r"metric 'mae' is not the same on every rank: shape \(\) on rank 0; absent on ranks? 1"):
+    with pytest.raises(
+        MismatchError, match=r"metric 'mae' is not the same on every rank: shape \(\) on rank 0; absent on ranks? 1"
+    ):
         callback.on_epoch_end(0, logs)
     logs = {"loss": 1.0 + hvd.rank(), "each": np.array([1.0, hvd.rank()])}
     callback.on_epoch_end(0, logs)
@@ -159,8 +172,16 @@ def test_warmup(hvd_keras: Any) -> None:
     hvd, size = hvd_keras, hvd_keras.size()
     spy = Spy()
     warmup = hvd.callbacks.LearningRateWarmupCallback(0.4, warmup_epochs=2, verbose=1)
-    together(hvd, network(), hvd.DistributedOptimizer(keras.optimizers.SGD(0.4, momentum=0.9)), epochs=3, callbacks=[warmup, spy])
-    expected = [0.4 / size * ((epoch + (batch + 1) / 4) * (size - 1) / 2 + 1) for epoch in range(2) for batch in range(4)]
+    together(
+        hvd,
+        network(),
+        hvd.DistributedOptimizer(keras.optimizers.SGD(0.4, momentum=0.9)),
+        epochs=3,
+        callbacks=[warmup, spy],
+    )
+    expected = [
+        0.4 / size * ((epoch + (batch + 1) / 4) * (size - 1) / 2 + 1) for epoch in range(2) for batch in range(4)
+    ]
     np.testing.assert_allclose(spy.rates, expected + [expected[-1]] * 4, rtol=1e-6)
     assert spy.rates[7] == pytest.approx(0.4)
     assert [logs["lr"] for logs in spy.logs] == pytest.approx([spy.rates[3], 0.4, 0.4])
@@ -181,9 +202,13 @@ def test_momentum_is_corrected(hvd_keras: Any, correction: bool) -> None:
     """v = m * new / old * v - new * g, computed by hand for one weight and a constant gradient."""
     hvd = hvd_keras
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")])
-    model.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD(1.0, momentum=0.5)), loss=lambda y, output: output)
+    model.compile(
+        optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD(1.0, momentum=0.5)), loss=lambda y, output: output
+    )
     schedule = hvd.callbacks.LearningRateScheduleCallback(1.0, lambda epoch: 0.1**epoch, momentum_correction=correction)
-    model.fit(np.ones((2, 1), "float32"), np.ones((2, 1), "float32"), batch_size=1, epochs=2, verbose=0, callbacks=[schedule])
+    model.fit(
+        np.ones((2, 1), "float32"), np.ones((2, 1), "float32"), batch_size=1, epochs=2, verbose=0, callbacks=[schedule]
+    )
     weight = velocity = 0.0
     for old, rate in ((1.0, 1.0), (1.0, 1.0), (1.0, 0.1), (0.1, 0.1)):
         velocity = 0.5 * (rate / old if correction else 1.0) * velocity - rate
@@ -222,7 +247,9 @@ def test_values(hvd_keras: Any) -> None:
     np.testing.assert_allclose(_array(hvd.allgather(mine)), [[each + 1, 2 * each + 2] for each in range(size)])
     np.testing.assert_allclose(_array(hvd.broadcast(mine, size - 1)), [[size, 2 * size]])
     rows = np.arange(2.0 * size, dtype="float32").reshape(size, 2) * (rank + 1)
-    np.testing.assert_allclose(_array(hvd.reducescatter(rows, op=hvd.Sum)), [[2 * rank * total, (2 * rank + 1) * total]])
+    np.testing.assert_allclose(
+        _array(hvd.reducescatter(rows, op=hvd.Sum)), [[2 * rank * total, (2 * rank + 1) * total]]
+    )
     with pytest.raises(ValueError, match="op supersedes"):
         hvd.allreduce(mine, average=True, op=hvd.Sum)
 

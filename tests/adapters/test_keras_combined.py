@@ -1,4 +1,5 @@
-"""Whatever comes between computing gradients and applying them, each is combined over the ranks once: no more, and no less."""
+"""Whatever comes between computing gradients and applying them, each is combined over the ranks once: no more, and no
+less."""
 
 from __future__ import annotations
 
@@ -99,7 +100,9 @@ def test_gradients_of_any_tape_are_combined_once(hvd: Any, kind: str, op: str, g
             found = variables()
             optimizer = hvd.DistributedOptimizer(KINDS[kind](), op=operation)
 
-            def step(found: Any = found, optimizer: Any = optimizer, distributed: Any = distributed, between: Any = between) -> None:
+            def step(
+                found: Any = found, optimizer: Any = optimizer, distributed: Any = distributed, between: Any = between
+            ) -> None:
                 with tf.GradientTape() as tape:
                     loss = loss_of(hvd, found)
                 if distributed:
@@ -239,7 +242,9 @@ def test_scaled_losses_are_combined_once(hvd: Any, kind: str, outside: bool) -> 
     wrap = lambda optimizer: hvd.DistributedOptimizer(optimizer, op=hvd.Sum)  # noqa: E731
     for graph in (False, True):
         found = variables()
-        optimizer = scaling(wrap(KINDS[kind]()), initial_scale=8) if outside else wrap(scaling(KINDS[kind](), initial_scale=8))
+        optimizer = (
+            scaling(wrap(KINDS[kind]()), initial_scale=8) if outside else wrap(scaling(KINDS[kind](), initial_scale=8))
+        )
 
         def step(found: Any = found, optimizer: Any = optimizer) -> None:
             optimizer.minimize(lambda: loss_of(hvd, found), found)

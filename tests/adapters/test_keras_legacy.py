@@ -1,4 +1,5 @@
-"""Keras 2, which ``tf.keras`` is with TF_USE_LEGACY_KERAS=1: `collectives.tensorflow.keras` for its optimizers, old and new."""
+"""Keras 2, which ``tf.keras`` is with TF_USE_LEGACY_KERAS=1: `collectives.tensorflow.keras` for its optimizers, old and
+new."""
 
 from __future__ import annotations
 
@@ -55,7 +56,9 @@ def network(seed: int = 0) -> Any:
 
 def part(rows: Any, hvd: Any) -> Any:
     mine = BATCH // hvd.size()
-    return np.concatenate([rows[at : at + BATCH][hvd.rank() * mine : (hvd.rank() + 1) * mine] for at in range(0, len(rows), BATCH)])
+    return np.concatenate(
+        [rows[at : at + BATCH][hvd.rank() * mine : (hvd.rank() + 1) * mine] for at in range(0, len(rows), BATCH)]
+    )
 
 
 def train(model: Any, optimizer: Any, x: Any, y: Any, batch: int = BATCH, epochs: int = 1, **keywords: Any) -> Any:
@@ -98,14 +101,22 @@ def test_gradients_of_several_passes_add_up(hvd: Any, kind: str) -> None:
     reference, model = network(), network()
     make = OPTIMIZERS[kind]
     if "adam" in kind:
-        make = {"new adam": keras.optimizers.Adagrad, "old adam": keras.optimizers.legacy.Adagrad}[kind]  # Adam counts iterations
+        make = {"new adam": keras.optimizers.Adagrad, "old adam": keras.optimizers.legacy.Adagrad}[
+            kind
+        ]  # Adam counts iterations
     train(reference, make(), X, Y, batch=2 * BATCH)
-    together(hvd, model, optimizer := hvd.DistributedOptimizer(make(), backward_passes_per_step=2, average_aggregated_gradients=True))
+    together(
+        hvd,
+        model,
+        optimizer := hvd.DistributedOptimizer(make(), backward_passes_per_step=2, average_aggregated_gradients=True),
+    )
     close(model, reference)
     assert int(optimizer.iterations) == 4
 
 
-@pytest.mark.parametrize(("kind", "format"), (("new adam", "keras"), ("new adam", "h5"), ("new adam", "tf"), ("old adam", "h5")))
+@pytest.mark.parametrize(
+    ("kind", "format"), (("new adam", "keras"), ("new adam", "h5"), ("new adam", "tf"), ("old adam", "h5"))
+)
 def test_saved_models_load_with_and_without_ranks(hvd: Any, folder: Path, kind: str, format: str) -> None:
     model = network()
     optimizer = hvd.DistributedOptimizer(OPTIMIZERS[kind]())
@@ -138,11 +149,18 @@ def test_warmup_with_momentum(hvd: Any) -> None:
     for make in (keras.optimizers.SGD, keras.optimizers.legacy.SGD):
         seen: list[float] = []
         model, optimizer = network(), hvd.DistributedOptimizer(make(0.4, momentum=0.9))
-        note = functools.partial(lambda optimizer, seen, batch, logs: seen.append(float(optimizer.learning_rate)), optimizer, seen)
-        callbacks = [hvd.callbacks.LearningRateWarmupCallback(0.4, warmup_epochs=1), keras.callbacks.LambdaCallback(on_batch_end=note)]
+        note = functools.partial(
+            lambda optimizer, seen, batch, logs: seen.append(float(optimizer.learning_rate)), optimizer, seen
+        )
+        callbacks = [
+            hvd.callbacks.LearningRateWarmupCallback(0.4, warmup_epochs=1),
+            keras.callbacks.LambdaCallback(on_batch_end=note),
+        ]
         history = together(hvd, model, optimizer, callbacks=callbacks)
         size = hvd.size()
-        np.testing.assert_allclose(seen, [0.4 / size * ((batch + 1) / 4 * (size - 1) + 1) for batch in range(4)], rtol=1e-6)
+        np.testing.assert_allclose(
+            seen, [0.4 / size * ((batch + 1) / 4 * (size - 1) + 1) for batch in range(4)], rtol=1e-6
+        )
         assert history.history["lr"] == pytest.approx([0.4])
 
 
@@ -151,7 +169,14 @@ def test_momentum_is_corrected(hvd: Any) -> None:
         model = keras.Sequential([keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros", input_shape=(1,))])
         model.compile(optimizer=hvd.DistributedOptimizer(make(1.0, momentum=0.5)), loss=lambda y, output: output)
         schedule = hvd.callbacks.LearningRateScheduleCallback(1.0, lambda epoch: 0.1**epoch)
-        model.fit(np.ones((2, 1), "float32"), np.ones((2, 1), "float32"), batch_size=1, epochs=2, verbose=0, callbacks=[schedule])
+        model.fit(
+            np.ones((2, 1), "float32"),
+            np.ones((2, 1), "float32"),
+            batch_size=1,
+            epochs=2,
+            verbose=0,
+            callbacks=[schedule],
+        )
         weight = velocity = 0.0
         for old, rate in ((1.0, 1.0), (1.0, 1.0), (1.0, 0.1), (0.1, 0.1)):
             velocity = 0.5 * rate / old * velocity - rate
@@ -164,7 +189,9 @@ def test_local_layers_train_alone(hvd: Any) -> None:
     x, y = part(X, hvd)[:rows], part(Y, hvd)[:rows]
     train(alone, keras.optimizers.SGD(0.1), x, y, rows)
     train(model, hvd.PartialDistributedOptimizer(keras.optimizers.SGD(0.1), local_layers=model.layers[1]), x, y, rows)
-    for mine, expected, then in zip(model.get_weights()[2:], alone.get_weights()[2:], network().get_weights()[2:], strict=True):
+    for mine, expected, then in zip(
+        model.get_weights()[2:], alone.get_weights()[2:], network().get_weights()[2:], strict=True
+    ):
         np.testing.assert_allclose(mine - then, (expected - then) / hvd.size(), atol=1e-6)
     hvd.check_consistency(model.get_weights()[:2])
 
@@ -199,7 +226,9 @@ def test_the_best_model_is_kept(hvd: Any, tmp_path: Path) -> None:
     assert hvd.load_model(best.filepath).optimizer is not None
 
 
-def in_session(optimizer: Callable[[Any], Any], x: Any, y: Any, batch: int, seed: int, callbacks: Any) -> tuple[Any, Any]:
+def in_session(
+    optimizer: Callable[[Any], Any], x: Any, y: Any, batch: int, seed: int, callbacks: Any
+) -> tuple[Any, Any]:
     """Train in a graph, as after ``disable_v2_behavior()``; the weights and the history."""
     with tf.Graph().as_default(), tf.compat.v1.Session() as session:
         tf.compat.v1.keras.backend.set_session(session)
@@ -217,11 +246,19 @@ def test_callbacks_in_sessions(hvd: Any, tmp_path: Path) -> None:
         best.filepath = str(file)
         warmup = hvd.callbacks.LearningRateWarmupCallback(0.2, warmup_epochs=1)
         schedule = hvd.callbacks.LearningRateScheduleCallback(0.2, 0.5, start_epoch=1)
-        return [hvd.callbacks.BroadcastGlobalVariablesCallback(0), warmup, schedule, hvd.callbacks.MetricAverageCallback(), best]
+        return [
+            hvd.callbacks.BroadcastGlobalVariablesCallback(0),
+            warmup,
+            schedule,
+            hvd.callbacks.MetricAverageCallback(),
+            best,
+        ]
 
     wanted, expected = in_session(lambda optimizer: optimizer, X, Y, BATCH, 0, callbacks()[1:])
     file.unlink()
-    found, history = in_session(hvd.DistributedOptimizer, part(X, hvd), part(Y, hvd), BATCH // hvd.size(), hvd.rank(), callbacks())
+    found, history = in_session(
+        hvd.DistributedOptimizer, part(X, hvd), part(Y, hvd), BATCH // hvd.size(), hvd.rank(), callbacks()
+    )
     assert file.exists()
     for name in ("loss", "lr"):
         np.testing.assert_allclose(history[name], expected[name], rtol=1e-4)
@@ -263,4 +300,6 @@ def test_what_it_refuses(hvd: Any) -> None:
         hvd.DistributedOptimizer(keras.optimizers.SGD(), backward_passes_per_step=0)
     if hvd.size() > 1:
         with pytest.raises(MismatchError, match="metric 'mae'"):
-            hvd.callbacks.MetricAverageCallback().on_epoch_end(0, {"loss": 1.0} if hvd.rank() else {"loss": 1.0, "mae": 2.0})
+            hvd.callbacks.MetricAverageCallback().on_epoch_end(
+                0, {"loss": 1.0} if hvd.rank() else {"loss": 1.0, "mae": 2.0}
+            )

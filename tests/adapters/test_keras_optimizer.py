@@ -1,4 +1,5 @@
-"""Keras: what a distributed optimizer is, apart from training: its class, its state, how it is saved and what it refuses."""
+"""Keras: what a distributed optimizer is, apart from training: its class, its state, how it is saved and what it
+refuses."""
 
 from __future__ import annotations
 
@@ -39,7 +40,9 @@ def folder(hvd_keras: Any, tmp_path_factory: Any) -> Path:
 
 
 @pytest.mark.parametrize(
-    "make", (keras.optimizers.SGD, keras.optimizers.Adam, keras.optimizers.Lion, Halving), ids=lambda kind: kind.__name__
+    "make",
+    (keras.optimizers.SGD, keras.optimizers.Adam, keras.optimizers.Lion, Halving),
+    ids=lambda kind: kind.__name__,
 )
 def test_it_is_of_the_class_of_the_optimizer(hvd_keras: Any, make: Any) -> None:
     original = make(0.125)
@@ -115,7 +118,11 @@ def test_models_without_an_optimizer_load(hvd_keras: Any, folder: Path) -> None:
 
 def test_only_the_adapter_of_the_backend_is_imported(hvd_keras: Any) -> None:
     hvd_keras.DistributedOptimizer(keras.optimizers.SGD())
-    adapters = {name.split(".")[1] for name in sys.modules if name.startswith("collectives.")} & {"tensorflow", "jax", "torch"}
+    adapters = {name.split(".")[1] for name in sys.modules if name.startswith("collectives.")} & {
+        "tensorflow",
+        "jax",
+        "torch",
+    }
     assert adapters == {BACKEND}
 
 
@@ -147,7 +154,8 @@ def test_what_it_refuses(hvd_keras: Any) -> None:
 
 
 def test_ranks_with_other_models_get_an_error(hvd_keras: Any) -> None:
-    """From what runs eagerly the engine's own; from within a compiled step the framework's, with the engine's words in it."""
+    """From what runs eagerly the engine's own; from within a compiled step the framework's, with the engine's words in
+    it."""
     hvd = hvd_keras
     if hvd.size() == 1:
         pytest.skip("needs two ranks")

@@ -1,4 +1,5 @@
-"""Keras: options of training on several ranks, on whichever backend KERAS_BACKEND names; recipes are in test_keras_recipes.py."""
+"""Keras: options of training on several ranks, on whichever backend KERAS_BACKEND names; recipes are in
+test_keras_recipes.py."""
 
 from __future__ import annotations
 
@@ -54,7 +55,8 @@ def test_several_steps_per_execution(hvd_keras: Any) -> None:
 
 
 def test_other_operations(hvd_keras: Any) -> None:
-    """A sum at a rate divided by the number of ranks is a mean, and so is a mean that is divided in two places, or compressed."""
+    """A sum at a rate divided by the number of ranks is a mean, and so is a mean that is divided in two places, or
+    compressed."""
     hvd = hvd_keras
     for rate, keywords, tolerance in (
         (0.1 / hvd.size(), {"op": hvd.Sum}, 3e-6),
@@ -80,13 +82,17 @@ def test_local_layers_without_a_factor(hvd_keras: Any) -> None:
     hvd = hvd_keras
     model = network()
     layer = model.get_layer("last")
-    optimizer = hvd.PartialDistributedOptimizer(keras.optimizers.SGD(0.1), local_layers=layer, scale_local_gradients=False)
+    optimizer = hvd.PartialDistributedOptimizer(
+        keras.optimizers.SGD(0.1), local_layers=layer, scale_local_gradients=False
+    )
     rows = BATCH // hvd.size()
     x, y = part(X, hvd)[:rows], part(Y, hvd)[:rows]
     alone = network()
     train(alone, keras.optimizers.SGD(0.1), x, y, rows)
     train(model, optimizer, x, y, rows)
-    for mine, expected, then in zip(layer.get_weights(), alone.get_layer("last").get_weights(), network().get_weights()[2:], strict=True):
+    for mine, expected, then in zip(
+        layer.get_weights(), alone.get_layer("last").get_weights(), network().get_weights()[2:], strict=True
+    ):
         np.testing.assert_allclose(mine - then, expected - then, atol=1e-6)
     equal(hvd, model.get_layer("hidden"))
 

@@ -26,7 +26,9 @@ def loss_of(variable: Any, unused: Any, slopes: Any) -> Any:
 def wanted(size: int, average: bool, op: str) -> Any:
     """After each pass: the start, less rate times what the passes of the finished steps sum up to."""
     combine = {"average": np.mean, "sum": np.sum}[op]
-    passes = np.array([combine([slope(rank, number) for rank in range(size)], axis=0) for number in range(PASSES * STEPS)])
+    passes = np.array(
+        [combine([slope(rank, number) for rank in range(size)], axis=0) for number in range(PASSES * STEPS)]
+    )
     passes = passes / PASSES if average else passes
     done = [(number + 1) // PASSES * PASSES for number in range(len(passes))]
     return np.array([[4.0, 5.0] - RATE * passes[:until].sum(0) for until in done])

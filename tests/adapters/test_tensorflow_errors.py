@@ -167,7 +167,10 @@ def test_sparse_tensors_take_sum_and_average_only(hvd_tf: Any) -> None:
     hvd = hvd_tf
     slices = tf.IndexedSlices(tf.ones([1, 3], tf.int32), tf.constant([hvd.rank()]))
     for op in (hvd.Min, hvd.Max, hvd.Product, hvd.Adasum):
-        for call in (lambda op=op: hvd.allreduce(slices, op=op), lambda op=op: hvd.grouped_allreduce([tf.ones(1), slices], op=op)):
+        for call in (
+            lambda op=op: hvd.allreduce(slices, op=op),
+            lambda op=op: hvd.grouped_allreduce([tf.ones(1), slices], op=op),
+        ):
             with pytest.raises(NotImplementedError, match=r"Average or Sum of tf\.IndexedSlices") as caught:
                 call()
             assert isinstance(caught.value, ValueError)
@@ -175,7 +178,9 @@ def test_sparse_tensors_take_sum_and_average_only(hvd_tf: Any) -> None:
 
 
 def test_every_error_has_a_twin() -> None:
-    ours = {kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.CollectivesError)}
+    ours = {
+        kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.CollectivesError)
+    }
     without = {errors.CollectivesError, errors.ForkedProcessError, errors.MissingDependencyError}
     for kind in ours - without:
         twin = both.as_tensorflow(kind("rank 0: what to do"))

@@ -27,7 +27,10 @@ SHAPES: list[tuple[tuple[int, ...], str]] = [
 
 
 def of_rank(hvd: Any) -> list[Any]:
-    return [np.full(shape, hvd.rank() + i + 1).astype(tf.as_dtype(dtype).as_numpy_dtype) for i, (shape, dtype) in enumerate(SHAPES)]
+    return [
+        np.full(shape, hvd.rank() + i + 1).astype(tf.as_dtype(dtype).as_numpy_dtype)
+        for i, (shape, dtype) in enumerate(SHAPES)
+    ]
 
 
 def of_root(values: Any, root: int) -> None:
@@ -63,7 +66,10 @@ def test_broadcast_variables(hvd_tf: Any, inplace: bool) -> None:
 def test_broadcast_in_place_gives_values_back(hvd_tf: Any) -> None:
     hvd = hvd_tf
     variables = [tf.Variable([float(hvd.rank())]), tf.Variable(hvd.rank())]
-    assert [value.numpy().tolist() for value in hvd.broadcast_(variables, hvd.size() - 1)] == [[hvd.size() - 1], hvd.size() - 1]
+    assert [value.numpy().tolist() for value in hvd.broadcast_(variables, hvd.size() - 1)] == [
+        [hvd.size() - 1],
+        hvd.size() - 1,
+    ]
     values = tf.function(lambda: hvd.broadcast_(variables, 0, "named"))()
     assert [value.numpy().tolist() for value in values] == [[hvd.size() - 1], hvd.size() - 1]
 
@@ -102,9 +108,13 @@ def test_variables_that_differ(hvd_tf: Any) -> None:
     last = hvd.rank() == hvd.size() - 1
     if hvd.size() > 1:
         mine = [tf.Variable(tf.ones([3])), tf.Variable(tf.ones([2, 3] if last else [6]))]
-        with pytest.raises(MismatchError, match=r"variable 1 is not the same on every rank: float32 of shape \(6,\) on"):
+        with pytest.raises(
+            MismatchError, match=r"variable 1 is not the same on every rank: float32 of shape \(6,\) on"
+        ):
             hvd.broadcast_variables(mine, 0)
-        with pytest.raises(tf.errors.OpError, match=r"MismatchError: rank \d: broadcast_variables: variable 1 is not the same"):
+        with pytest.raises(
+            tf.errors.OpError, match=r"MismatchError: rank \d: broadcast_variables: variable 1 is not the same"
+        ):
             tf.function(lambda: hvd.broadcast_(mine, 0))()
         with pytest.raises(MismatchError, match="root_rank is not the same"):
             hvd.broadcast_variables(mine[:1], int(last))
@@ -130,7 +140,8 @@ def test_objects(hvd_tf: Any) -> None:
         assert hvd.allgather_object(hvd.rank(), session) == list(range(hvd.size()))
 
 
-# ---- sparse --------------------------------------------------------------------------------------------------------------
+# ---- sparse
+# --------------------------------------------------------------------------------------------------------------
 
 
 def rows_of(hvd: Any, overlap: bool, indices: str = "int64", values: str = "float32") -> Any:
@@ -153,7 +164,9 @@ def test_sparse_rows(hvd_tf: Any, way: str, overlap: bool) -> None:
         slices = rows_of(hvd, overlap, "int32" if overlap else "int64")
         empty = tf.IndexedSlices(tf.zeros([0, 3]), tf.zeros([0], tf.int32), dense_shape=[5, 3])
         half = rows_of(hvd, overlap, values="bfloat16")
-        sparse, small, whole, halved = hvd.grouped_allreduce([slices, empty, tf.ones(3), half], op=hvd.Sum, name="mixed")
+        sparse, small, whole, halved = hvd.grouped_allreduce(
+            [slices, empty, tf.ones(3), half], op=hvd.Sum, name="mixed"
+        )
         averaged = hvd.allreduce(slices, prescale_factor=2.0, postscale_factor=3.0)
         counted = hvd.allreduce(rows_of(hvd, overlap, values="int32"), op=hvd.Average)
         found = [tf.convert_to_tensor(each) for each in (sparse, averaged, halved, counted)]
@@ -163,20 +176,27 @@ def test_sparse_rows(hvd_tf: Any, way: str, overlap: bool) -> None:
         with tf.Graph().as_default(), tf.compat.v1.Session() as session:
             results = session.run(function())
     else:
-        results = tf.nest.map_structure(lambda x: x.numpy(), tf.function(function)() if way == "function" else function())
+        results = tf.nest.map_structure(
+            lambda x: x.numpy(), tf.function(function)() if way == "function" else function()
+        )
     (summed, averaged, halved, counted), indices, values, none, whole = results
     assert np.array_equal(summed, total)
     np.testing.assert_allclose(averaged, total * 6 / hvd.size(), rtol=1e-6)
     np.testing.assert_allclose(halved.astype(np.float32), total, rtol=0.02)
     np.testing.assert_allclose(counted, total / hvd.size(), rtol=1e-6)
-    assert indices.dtype == (np.int32 if overlap else np.int64) and indices.tolist() == np.flatnonzero(total.any(1)).tolist()
+    assert (
+        indices.dtype == (np.int32 if overlap else np.int64)
+        and indices.tolist() == np.flatnonzero(total.any(1)).tolist()
+    )
     assert values.shape == (len(indices), 2) and none.shape == (0,) and whole.tolist() == [hvd.size()] * 3
 
 
 def test_sparse_rows_that_some_ranks_have_not(hvd_tf: Any) -> None:
     hvd = hvd_tf
     first = hvd.rank() == 0
-    mine = tf.IndexedSlices(tf.ones([2, 3]) if first else tf.zeros([0, 3]), tf.constant([4, 4] if first else [], tf.int64))
+    mine = tf.IndexedSlices(
+        tf.ones([2, 3]) if first else tf.zeros([0, 3]), tf.constant([4, 4] if first else [], tf.int64)
+    )
     found = hvd.allreduce(mine, op=hvd.Sum)
     assert found.indices.numpy().tolist() == [4] and found.values.numpy().tolist() == [[2.0] * 3]
     with pytest.raises(ValueError, match="expected Average or Sum of"):
@@ -185,7 +205,9 @@ def test_sparse_rows_that_some_ranks_have_not(hvd_tf: Any) -> None:
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_what_one_rank_has_no_memory_for_is_told_to_all(hvd_tf: Any, overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_one_rank_has_no_memory_for_is_told_to_all(
+    hvd_tf: Any, overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hvd = hvd_tf
     if hvd.size() == 1:
         pytest.skip("one rank has nobody to tell")
@@ -238,7 +260,9 @@ def test_the_average_of_integer_slices_is_a_division(hvd_tf: Any, way: str) -> N
         expected[3] = 100.0
         expected[3:] += 101.0 / hvd.size()
         assert found.values.dtype == (slices.values / 2).dtype
-        np.testing.assert_allclose(tf.math.unsorted_segment_sum(found.values, found.indices, 3 + hvd.size())[:, 0], expected, rtol=1e-6)
+        np.testing.assert_allclose(
+            tf.math.unsorted_segment_sum(found.values, found.indices, 3 + hvd.size())[:, 0], expected, rtol=1e-6
+        )
 
 
 def test_what_one_rank_refuses_every_rank_hears_of(hvd_tf: Any) -> None:

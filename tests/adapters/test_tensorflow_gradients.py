@@ -1,4 +1,5 @@
-"""Gradients through the collectives of TensorFlow, over ranks: compared with finite differences of the sum of all ranks' losses."""
+"""Gradients through the collectives of TensorFlow, over ranks: compared with finite differences of the sum of all
+ranks' losses."""
 
 from __future__ import annotations
 
@@ -26,10 +27,14 @@ def number(hvd: Any, *shape: int, seed: int = 0, dtype: str = "float64") -> np.n
 
 
 def loss(outputs: Sequence[Any], weights: Sequence[Any]) -> Any:
-    return tf.add_n([tf.reduce_sum(tf.math.real(tf.math.conj(weight) * y)) for weight, y in zip(weights, outputs, strict=True)])
+    return tf.add_n(
+        [tf.reduce_sum(tf.math.real(tf.math.conj(weight) * y)) for weight, y in zip(weights, outputs, strict=True)]
+    )
 
 
-def check(hvd: Any, function: Function, *inputs: np.ndarray[Any, Any], way: str = "function", again: bool = False) -> None:
+def check(
+    hvd: Any, function: Function, *inputs: np.ndarray[Any, Any], way: str = "function", again: bool = False
+) -> None:
     """Compare gradients with central differences: elements of every rank's inputs are moved one at a time, in lockstep.
 
     Args:
@@ -43,7 +48,12 @@ def check(hvd: Any, function: Function, *inputs: np.ndarray[Any, Any], way: str 
     weights = [number(hvd, *y.shape, seed=77 + i, dtype=y.dtype.name) for i, y in enumerate(outputs)]
     found = gradients(way, function, weights, inputs)
 
-    moves = [(i, k, unit) for i, x in enumerate(inputs) for k in range(x.size) for unit in ((1, 1j) if np.iscomplexobj(x) else (1,))]
+    moves = [
+        (i, k, unit)
+        for i, x in enumerate(inputs)
+        for k in range(x.size)
+        for unit in ((1, 1j) if np.iscomplexobj(x) else (1,))
+    ]
     moves = moves[:: -(-len(moves) // 3) or 1]
     everyones = hvd.allgather_object(len(moves))
     mine: list[float] = []
@@ -62,7 +72,11 @@ def check(hvd: Any, function: Function, *inputs: np.ndarray[Any, Any], way: str 
     start = sum(everyones[: hvd.rank()])
     for (i, k, unit), slope in zip(moves, slopes[start:].tolist(), strict=False):
         gradient = complex(found[i].reshape(-1)[k])
-        assert (gradient.imag if unit == 1j else gradient.real) == pytest.approx(slope, rel=2e-6, abs=2e-6), (i, k, unit)
+        assert (gradient.imag if unit == 1j else gradient.real) == pytest.approx(slope, rel=2e-6, abs=2e-6), (
+            i,
+            k,
+            unit,
+        )
 
 
 def gradients(way: str, function: Function, weights: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
@@ -88,7 +102,13 @@ WAYS = ("eager", "function", "session")
 
 @pytest.mark.parametrize(
     ("op", "way"),
-    [*((op, "function") for op in OPS), ("Average", "eager"), ("Max", "eager"), ("Sum", "session"), ("Product", "session")],
+    [
+        *((op, "function") for op in OPS),
+        ("Average", "eager"),
+        ("Max", "eager"),
+        ("Sum", "session"),
+        ("Product", "session"),
+    ],
 )
 def test_allreduce(hvd_tf: Any, op: str, way: str) -> None:
     hvd = hvd_tf
@@ -160,7 +180,9 @@ def test_branches_of_tensorflow_1(hvd_tf: Any) -> None:
         with tf.Graph().as_default(), tf.compat.v1.Session() as session:
             chosen = tf.compat.v1.placeholder(tf.bool, ())
             x = tf.constant([hvd.rank() + 1.0])
-            branch = tf.compat.v1.cond(chosen, lambda: hvd.allreduce(x, op=hvd.Sum, name="within"), lambda: tf.identity(x))
+            branch = tf.compat.v1.cond(
+                chosen, lambda: hvd.allreduce(x, op=hvd.Sum, name="within"), lambda: tf.identity(x)
+            )
             after = hvd.allreduce(x, op=hvd.Sum, name="after")
             total = sum(range(1, hvd.size() + 1))
             assert session.run([branch, after], {chosen: False}) == [[hvd.rank() + 1], [total]]
@@ -172,7 +194,16 @@ def test_branches_of_tensorflow_1(hvd_tf: Any) -> None:
 def test_complex_numbers(hvd_tf: Any) -> None:
     hvd = hvd_tf
     x = number(hvd, hvd.size(), 2, dtype="complex128")
-    check(hvd, lambda x: [hvd.allreduce(x, op=hvd.Sum), hvd.allgather(x), hvd.allreduce(x, op=hvd.Product), hvd.broadcast(x, 0)], x)
+    check(
+        hvd,
+        lambda x: [
+            hvd.allreduce(x, op=hvd.Sum),
+            hvd.allgather(x),
+            hvd.allreduce(x, op=hvd.Product),
+            hvd.broadcast(x, 0),
+        ],
+        x,
+    )
 
 
 @pytest.mark.parametrize("way", ("eager", "function"))
@@ -183,7 +214,11 @@ def test_gradients_of_gradients(hvd_tf: Any, way: str) -> None:
         with tf.GradientTape() as tape:
             tape.watch(x)
             y = hvd.allreduce(x * x, op=hvd.Average) * hvd.broadcast(x, 0) ** 2
-            z = tf.reduce_sum(y) + tf.reduce_sum(hvd.allgather(x) ** 3) + tf.reduce_sum(hvd.reducescatter(x * x, op=hvd.Sum) ** 2)
+            z = (
+                tf.reduce_sum(y)
+                + tf.reduce_sum(hvd.allgather(x) ** 3)
+                + tf.reduce_sum(hvd.reducescatter(x * x, op=hvd.Sum) ** 2)
+            )
             z += tf.reduce_sum(hvd.allreduce(x, op=hvd.Product) ** 2)
         return [tape.gradient(z, x)]
 
@@ -212,11 +247,14 @@ def test_compression_and_variables(hvd_tf: Any) -> None:
     total = sum(rank + 1 for rank in range(hvd.size()))
     gradient = tape.gradient(value, variable)
     # d/dv of the sum of all ranks' losses, times how much of y this rank's variable makes.
-    np.testing.assert_allclose(gradient.numpy(), 2 * np.array([1, 2]) * total * hvd.size() * (hvd.rank() + 1), rtol=1e-3)
+    np.testing.assert_allclose(
+        gradient.numpy(), 2 * np.array([1, 2]) * total * hvd.size() * (hvd.rank() + 1), rtol=1e-3
+    )
 
 
 def test_several_targets(hvd_tf: Any) -> None:
-    """A rank that has made more tensors than the others comes to the gradients in the same order; each finds its own."""
+    """A rank that has made more tensors than the others comes to the gradients in the same order; each finds its
+    own."""
     hvd = hvd_tf
     x = [tf.Variable(float(hvd.rank() + k)) for k in range(6)]
     with tf.GradientTape() as tape:
@@ -256,14 +294,22 @@ def test_control_flow(hvd_tf: Any) -> None:
 
     def function(x: Any) -> Any:
         _, y = tf.while_loop(
-            lambda i, y: i < 2, lambda i, y: (i + 1, hvd.allreduce(y, op=hvd.Average) * x + hvd.allreduce(x * x, op=hvd.Average)), [0, x]
+            lambda i, y: i < 2,
+            lambda i, y: (i + 1, hvd.allreduce(y, op=hvd.Average) * x + hvd.allreduce(x * x, op=hvd.Average)),
+            [0, x],
         )
-        return [y, tf.cond(x[0] > -100, lambda: hvd.allreduce(x * y, op=hvd.Sum) * hvd.allreduce(x + y, op=hvd.Sum), lambda: x)]
+        return [
+            y,
+            tf.cond(
+                x[0] > -100, lambda: hvd.allreduce(x * y, op=hvd.Sum) * hvd.allreduce(x + y, op=hvd.Sum), lambda: x
+            ),
+        ]
 
     check(hvd, function, number(hvd, 2))
 
 
-# ---- Horovod's, where COLLECTIVES_GRADIENTS says so ----------------------------------------------------------------------------------
+# ---- Horovod's, where COLLECTIVES_GRADIENTS says so
+# ----------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -278,7 +324,9 @@ def given(rank: int, *shape: int) -> np.ndarray[Any, Any]:
     return np.random.default_rng(rank).normal(size=shape) + rank
 
 
-def back(way: str, function: Callable[[Any], Any], x: np.ndarray[Any, Any], gradient: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def back(
+    way: str, function: Callable[[Any], Any], x: np.ndarray[Any, Any], gradient: np.ndarray[Any, Any]
+) -> np.ndarray[Any, Any]:
     (found,) = gradients(way, lambda tensor: [function(tensor)], [gradient], [x])
     return np.asarray(found)
 
@@ -296,7 +344,9 @@ def test_horovods_gradient_of_allgather_and_broadcast_is_the_mean(hvd_tf: Any, a
 
 
 @pytest.mark.parametrize(("op", "way"), [("Sum", "function"), ("Average", "function"), ("Sum", "eager")])
-def test_horovods_gradient_of_reducescatter_is_size_times_the_adjoint(hvd_tf: Any, as_horovod: None, op: str, way: str) -> None:
+def test_horovods_gradient_of_reducescatter_is_size_times_the_adjoint(
+    hvd_tf: Any, as_horovod: None, op: str, way: str
+) -> None:
     size, rank = hvd_tf.size(), hvd_tf.rank()
     upstream = [given(peer, 2) for peer in range(size)]
     how = {"op": getattr(hvd_tf, op), "prescale_factor": 0.5, "postscale_factor": 3.0}
@@ -305,7 +355,9 @@ def test_horovods_gradient_of_reducescatter_is_size_times_the_adjoint(hvd_tf: An
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_horovods_gradient_of_allreduce_is_reduced_by_the_same_operation(hvd_tf: Any, as_horovod: None, op: str) -> None:
+def test_horovods_gradient_of_allreduce_is_reduced_by_the_same_operation(
+    hvd_tf: Any, as_horovod: None, op: str
+) -> None:
     how = {"op": getattr(hvd_tf, op), "prescale_factor": 0.5, "postscale_factor": 3.0}
     gradient = given(hvd_tf.rank(), 4)
     found = back("function", lambda x: hvd_tf.allreduce(x, **how), given(hvd_tf.rank() + 9, 4), gradient)

@@ -1,4 +1,5 @@
-"""Collectives in graphs: in which order they run, that none waits for what another rank holds, and what becomes of errors and of memory."""
+"""Collectives in graphs: in which order they run, that none waits for what another rank holds, and what becomes of
+errors and of memory."""
 
 from __future__ import annotations
 
@@ -20,14 +21,17 @@ pytestmark = pytest.mark.mpi
 
 def one_thread() -> Any:
     """The settings of a session that has one thread for everything."""
-    return tf.compat.v1.ConfigProto(inter_op_parallelism_threads=1, intra_op_parallelism_threads=1, use_per_session_threads=True)
+    return tf.compat.v1.ConfigProto(
+        inter_op_parallelism_threads=1, intra_op_parallelism_threads=1, use_per_session_threads=True
+    )
 
 
 def ranks_sum(hvd: Any) -> int:
     return sum(rank + 1 for rank in range(hvd.size()))
 
 
-# ---- graphs for sessions -------------------------------------------------------------------------------------------------
+# ---- graphs for sessions
+# -------------------------------------------------------------------------------------------------
 
 
 def test_eight_in_a_session_of_one_thread_in_another_order_on_every_rank(hvd_tf: Any) -> None:
@@ -120,11 +124,13 @@ def test_control_flow_in_a_session(hvd_tf: Any) -> None:
             assert session.run(branched, {x: -value}) == hvd.size()
 
 
-# ---- functions -----------------------------------------------------------------------------------------------------------
+# ---- functions
+# -----------------------------------------------------------------------------------------------------------
 
 
 def test_the_order_of_the_program_in_functions(hvd_tf: Any) -> None:
-    """Unnamed ones of equal shape, through nested functions and control flow: they pair up by order, or the numbers are wrong."""
+    """Unnamed ones of equal shape, through nested functions and control flow: they pair up by order, or the numbers are
+    wrong."""
     hvd = hvd_tf
     ranks = ranks_sum(hvd)
 
@@ -156,7 +162,13 @@ def test_the_order_of_the_program_in_functions(hvd_tf: Any) -> None:
     for steps in (1, 4):
         a, b, c, d, e, rows = outer(x, tf.constant(steps))
         branch = ranks + 3 * size if steps > 1 else ranks + 5 * size
-        assert [float(value) for value in (a, b, c, d, e)] == [ranks + size, 10 * ranks, ranks, ranks + 2 * size, branch]
+        assert [float(value) for value in (a, b, c, d, e)] == [
+            ranks + size,
+            10 * ranks,
+            ranks,
+            ranks + 2 * size,
+            branch,
+        ]
         assert rows.numpy().tolist() == [101.0 * i * ranks for i in range(steps)]
 
 
@@ -216,7 +228,8 @@ def test_functions_of_several_threads(hvd_tf: Any) -> None:
         assert found[number] == [total * total for total in sums]
 
 
-# ---- memory --------------------------------------------------------------------------------------------------------------
+# ---- memory
+# --------------------------------------------------------------------------------------------------------------
 
 
 def test_large_results_are_not_copied(hvd_tf: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,7 +255,9 @@ def test_large_results_are_not_copied(hvd_tf: Any, monkeypatch: pytest.MonkeyPat
     addresses = [np.asarray(x).ctypes.data for x in found]
     assert [addresses[1], addresses[3], addresses[4]] == [shared + 64, own, shared + 64 + 4 * 70_000]
     made.clear()
-    found = hvd.grouped_allreduce([tf.ones(3), tf.ones(100_001), tf.cast(tf.ones(5), tf.bfloat16), tf.ones(7)], op=hvd.Sum)
+    found = hvd.grouped_allreduce(
+        [tf.ones(3), tf.ones(100_001), tf.cast(tf.ones(5), tf.bfloat16), tf.ones(7)], op=hvd.Sum
+    )
     addresses = [np.asarray(x).ctypes.data for x in found]
     assert addresses == [made[0], made[0] + 64, made[1], made[0] + 64 + 4 * 100_016]
     assert all(np.all(x.numpy() == hvd.size()) for x in found)
@@ -266,7 +281,8 @@ def test_functions_traced_again_share_their_callbacks(hvd_tf: Any) -> None:
     assert len(fused._callbacks) == before
 
 
-# ---- errors --------------------------------------------------------------------------------------------------------------
+# ---- errors
+# --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("packed", (False, True))
@@ -282,7 +298,9 @@ def test_a_mismatch_names_everything(hvd_tf: Any, packed: bool) -> None:
 
     with pytest.raises(MismatchError, match="different shapes"):
         function()
-    with pytest.raises(tf.errors.OpError, match=r"MismatchError: rank \d: (.|\n)*'different shapes'(.|\n)*[(\[]6[\],)](.|\n)*2, 3"):
+    with pytest.raises(
+        tf.errors.OpError, match=r"MismatchError: rank \d: (.|\n)*'different shapes'(.|\n)*[(\[]6[\],)](.|\n)*2, 3"
+    ):
         tf.function(function)()
     with tf.Graph().as_default(), tf.compat.v1.Session() as session:
         with pytest.raises(tf.errors.OpError, match=r"MismatchError: rank \d: (.|\n)*different shapes"):
@@ -292,7 +310,8 @@ def test_a_mismatch_names_everything(hvd_tf: Any, packed: bool) -> None:
 
 
 def test_other_orders_on_other_ranks_end_with_an_error(hvd_tf: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A callback waits for a thread of the program, which waits for the callback: that nothing more can come is noticed."""
+    """A callback waits for a thread of the program, which waits for the callback: that nothing more can come is
+    noticed."""
     hvd = hvd_tf
     if hvd.size() == 1:
         pytest.skip("one rank cannot disagree")
@@ -315,7 +334,11 @@ def test_xla_is_refused_by_name(hvd_tf: Any) -> None:
     def inner(x: Any) -> Any:
         return hvd.allreduce(x)
 
-    for function in (lambda x: hvd.allreduce(x), inner, lambda x: tf.cond(x[0] > 0, lambda: hvd.allreduce(x), lambda: x)):
+    for function in (
+        lambda x: hvd.allreduce(x),
+        inner,
+        lambda x: tf.cond(x[0] > 0, lambda: hvd.allreduce(x), lambda: x),
+    ):
         with pytest.raises(ValueError, match="jit_compile"):
             tf.function(function, jit_compile=True)(tf.ones(2))
         with pytest.raises(ValueError, match="jit_compile"):
@@ -335,7 +358,8 @@ def test_clustering_by_xla_leaves_collectives_out(hvd_tf: Any) -> None:
     np.testing.assert_allclose(found.numpy(), np.full(1000, expected), rtol=1e-5)
 
 
-# ---- life ----------------------------------------------------------------------------------------------------------------
+# ---- life
+# ----------------------------------------------------------------------------------------------------------------
 
 
 def test_a_function_outlives_the_world(hvd_tf: Any) -> None:

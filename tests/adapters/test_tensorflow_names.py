@@ -1,4 +1,5 @@
-"""docs/horovod.md and the adapters agree: what it lists for TensorFlow and Keras is there, with these arguments in this order."""
+"""docs/horovod.md and the adapters agree: what it lists for TensorFlow and Keras is there, with these arguments in this
+order."""
 
 from __future__ import annotations
 
@@ -15,13 +16,18 @@ import pytest
 pytestmark = pytest.mark.mpi
 
 DOCS = Path(__file__).parents[2] / "docs" / "horovod.md"
-SECTIONS = {"collectives.tensorflow": "`horovod.tensorflow`\n", "collectives.tensorflow.keras": "`horovod.tensorflow.keras` and"}
+SECTIONS = {
+    "collectives.tensorflow": "`horovod.tensorflow`\n",
+    "collectives.tensorflow.keras": "`horovod.tensorflow.keras` and",
+}
 
 
 def rows(title: str) -> Iterator[tuple[str, list[str], str]]:
     """Each name of a section's tables, the arguments that are listed for it, and what is said of it."""
     section = DOCS.read_text().partition(f"\n## {title}")[2].partition("\n## ")[0]
-    for names, arguments, here in re.findall(r"^\| (`[^|]*) \| ([^|]*)\| (same|better|differs|not there) \|", section, re.MULTILINE):
+    for names, arguments, here in re.findall(
+        r"^\| (`[^|]*) \| ([^|]*)\| (same|better|differs|not there) \|", section, re.MULTILINE
+    ):
         for name in re.findall(r"`([\w.]+)`", names) if " (in " not in names else ():
             yield name, re.findall(r"`([^`]+)`", arguments), here
 
@@ -32,7 +38,12 @@ def parameters(function: Any) -> list[str]:
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind is parameter.KEYWORD_ONLY:
             continue
-        found.append((str(parameter).partition(":")[0] if parameter.kind is parameter.VAR_KEYWORD else parameter.name, parameter.default))
+        found.append(
+            (
+                str(parameter).partition(":")[0] if parameter.kind is parameter.VAR_KEYWORD else parameter.name,
+                parameter.default,
+            )
+        )
     return [name if default is inspect.Parameter.empty else f"{name}={default!r}" for name, default in found]
 
 
@@ -71,24 +82,34 @@ def test_horovods_modules_have_the_same(name: str, hvd_tf: Any) -> None:
         assert theirs.callbacks.MetricAverageCallback is ours.callbacks.MetricAverageCallback
     modules = [importlib.import_module(f"horovod.{name}.{other}") for other in others]
     wanted = {
-        "mpi_ops": "allreduce alltoall size_op rank_op process_set_included_op HorovodInternalError Average init _basics _allreduce",
+        "mpi_ops": "allreduce alltoall size_op rank_op process_set_included_op HorovodInternalError Average init "
+        "_basics _allreduce",
         "functions": "broadcast_variables broadcast_object broadcast_object_fn allgather_object",
         "sync_batch_norm": "SyncBatchNormalization",
         "util": "_executing_eagerly _make_subgraph _cache vars_to_refs refs_to_vars",
         "compression": "Compression Compressor NoneCompressor FP16Compressor",
-        "callbacks": "BroadcastGlobalVariablesCallback LearningRateScheduleCallback LearningRateWarmupCallback BestModelCheckpoint",
+        "callbacks": "BroadcastGlobalVariablesCallback LearningRateScheduleCallback LearningRateWarmupCallback "
+        "BestModelCheckpoint",
     }
     if name == "tensorflow":
         helpers = ["check_extension", "split_list", "handle_average_backwards_compatibility", *wanted["util"].split()]
         assert [each for each in helpers if not hasattr(theirs, each)] == []
-    missing = [each for other, module in zip(others, modules, strict=True) for each in wanted[other].split() if not hasattr(module, each)]
+    missing = [
+        each
+        for other, module in zip(others, modules, strict=True)
+        for each in wanted[other].split()
+        if not hasattr(module, each)
+    ]
     assert not missing
 
 
 @pytest.mark.mpi
 def test_what_horovods_operations_are_made_of(hvd_tf: Any) -> None:
     importlib.import_module("collectives.horovod")
-    tf, ops, util = (importlib.import_module(name) for name in ("tensorflow", "horovod.tensorflow.mpi_ops", "horovod.tensorflow.util"))
+    tf, ops, util = (
+        importlib.import_module(name)
+        for name in ("tensorflow", "horovod.tensorflow.mpi_ops", "horovod.tensorflow.util")
+    )
     size, rank = hvd_tf.size(), hvd_tf.rank()
     total = size * (size + 1) / 2
     ones = tf.ones(2 * size) * (rank + 1)
@@ -96,7 +117,10 @@ def test_what_horovods_operations_are_made_of(hvd_tf: Any) -> None:
     assert [each.numpy().tolist() for each in ops._grouped_allreduce([ones, ones])] == [[total] * 2 * size] * 2
     assert ops._reducescatter(ones).numpy().tolist() == [total] * 2
     assert [each.numpy().tolist() for each in ops._grouped_reducescatter([ones])] == [[total] * 2]
-    assert ops._basics._get_process_set_ids_and_ranks()[0] == list(range(size)) and ops._basics._process_set_rank(0) == rank
+    assert (
+        ops._basics._get_process_set_ids_and_ranks()[0] == list(range(size))
+        and ops._basics._process_set_rank(0) == rank
+    )
     if size > 1:
         communicator = importlib.import_module("mpi4py.MPI").COMM_WORLD
         assert ops._basics._comm_process_set_id(communicator) == 0
@@ -115,7 +139,9 @@ def test_what_horovods_keras_interfaces_are_made_of(hvd_tf: Any, tmp_path: Path)
     ours = importlib.import_module("collectives.keras")
 
     def wrap(kind: type) -> Any:
-        return lambda **config: parts.create_distributed_optimizer(keras, kind(**config), None, "", "", none, False, 1.0, hvd_tf.Average)
+        return lambda **config: parts.create_distributed_optimizer(
+            keras, kind(**config), None, "", "", none, False, 1.0, hvd_tf.Average
+        )
 
     optimizer = wrap(keras.optimizers.SGD)(learning_rate=0.5)
     assert isinstance(optimizer, keras.optimizers.SGD) and float(optimizer.learning_rate) == 0.5

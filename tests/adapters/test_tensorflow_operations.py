@@ -1,4 +1,5 @@
-"""The collectives of the TensorFlow interface: eagerly, in functions and in sessions, with TensorFlow's types and Horovod's habits."""
+"""The collectives of the TensorFlow interface: eagerly, in functions and in sessions, with TensorFlow's types and
+Horovod's habits."""
 
 from __future__ import annotations
 
@@ -134,7 +135,10 @@ def test_groups_of_many_sizes(hvd_tf: Any, way: str) -> None:
     """Small ones are copied together and large ones are not; each dtype travels by itself."""
     hvd = hvd_tf
     shapes: list[tuple[int, ...]] = [(), (3,), (0,), (40, 33), (2, 0, 3), (9001,), (20011,), (1,), (300_000,)]
-    given = [of_rank(hvd, *shape) for shape in shapes] + [of_rank(hvd, 5, dtype="int64"), of_rank(hvd, 7001, dtype="int64")]
+    given = [of_rank(hvd, *shape) for shape in shapes] + [
+        of_rank(hvd, 5, dtype="int64"),
+        of_rank(hvd, 7001, dtype="int64"),
+    ]
     found = carried_out(way, lambda *tensors: hvd.grouped_allreduce(tensors, op=hvd.Sum, name="sizes"), *given)
     for x, y in zip(given, found, strict=True):
         same(y, x.astype(np.float64) / (hvd.rank() + 1) * ranks_sum(hvd), x.dtype)
@@ -148,7 +152,11 @@ def test_shapes_that_are_known_only_when_the_function_runs(hvd_tf: Any) -> None:
     @tf.function(input_signature=unknown)
     def function(x: Any, y: Any, z: Any) -> Any:
         sums = hvd.grouped_allreduce([x, y, z], op=hvd.Sum)
-        assert [each.shape.as_list() if each.shape.rank is not None else None for each in sums] == [[None, 3], None, [2]]
+        assert [each.shape.as_list() if each.shape.rank is not None else None for each in sums] == [
+            [None, 3],
+            None,
+            [2],
+        ]
         gathered = hvd.allgather(x)
         assert gathered.shape.as_list() == [None, 3]
         return sums, gathered, hvd.broadcast(y, 0), hvd.reducescatter(x, op=hvd.Sum)
@@ -168,7 +176,11 @@ def test_anything_that_becomes_a_tensor(hvd_tf: Any) -> None:
     rank, total = hvd.rank(), sum(range(hvd.size()))
     variable = tf.Variable([float(rank), 1.0])
     found = hvd.allreduce(variable, op=hvd.Sum)
-    assert isinstance(found, tf.Tensor) and found.numpy().tolist() == [total, hvd.size()] and variable.numpy().tolist() == [rank, 1.0]
+    assert (
+        isinstance(found, tf.Tensor)
+        and found.numpy().tolist() == [total, hvd.size()]
+        and variable.numpy().tolist() == [rank, 1.0]
+    )
     number = hvd.allreduce(float(rank), op=hvd.Sum)
     assert number.dtype == tf.float32 and number.shape == () and float(number) == total
     array = hvd.allreduce(np.array([rank, 2], np.int64)[::-1], op=hvd.Sum)
@@ -204,7 +216,9 @@ def test_compressors(hvd_tf: Any) -> None:
     x = of_rank(hvd, 50)
     for way in WAYS:
         for compression in (hvd.Compression.bf16, hvd.Compression.fp16, Doubled):
-            found = carried_out(way, lambda x, how=compression: hvd.grouped_allreduce([x, x[:3]], compression=how, op=hvd.Max), x)
+            found = carried_out(
+                way, lambda x, how=compression: hvd.grouped_allreduce([x, x[:3]], compression=how, op=hvd.Max), x
+            )
             same(found[0], (np.arange(50) + 1) * hvd.size(), "float32")
             same(found[1], (np.arange(3) + 1) * hvd.size(), "float32")
 
@@ -215,7 +229,11 @@ def test_process_sets(hvd_tf: Any) -> None:
     everyone = hvd.add_process_set(range(hvd.size()))
     mine = [everyone, last] if last.included() else [everyone]
     for way in WAYS:
-        found = carried_out(way, lambda x: [hvd.allreduce(x, op=hvd.Sum, process_set=each, name="sets") for each in mine], of_rank(hvd, 2))
+        found = carried_out(
+            way,
+            lambda x: [hvd.allreduce(x, op=hvd.Sum, process_set=each, name="sets") for each in mine],
+            of_rank(hvd, 2),
+        )
         same(found[0], np.arange(1, 3) * ranks_sum(hvd))
         if last.included():
             same(found[1], np.arange(1, 3) * hvd.size())
@@ -280,9 +298,12 @@ def test_a_mistake_on_one_rank_is_an_error_on_all(hvd_tf: Any) -> None:
 
 def test_horovods_habits(hvd_tf: Any) -> None:
     hvd = hvd_tf
-    assert hvd.allreduce(tf.ones(2), None, "/cpu:0", "/cpu:0", hvd.Compression.none, hvd.Sum, 1.0, 1.0, "named").numpy().tolist() == [
-        hvd.size()
-    ] * 2
+    assert (
+        hvd.allreduce(tf.ones(2), None, "/cpu:0", "/cpu:0", hvd.Compression.none, hvd.Sum, 1.0, 1.0, "named")
+        .numpy()
+        .tolist()
+        == [hvd.size()] * 2
+    )
     assert [hvd.check_num_rank_power_of_2(n) for n in range(5)] == [False, True, True, False, True]
     assert hvd.gpu_available("tensorflow") is bool(tf.config.list_physical_devices("GPU"))
     with pytest.raises(ValueError, match="op supersedes"):

@@ -54,21 +54,31 @@ def control_flow(second: bool) -> Iterator[None]:
     v1.enable_control_flow_v2()
 
 
-def in_session(make: Callable[[], Any], feeds: list[Any], wrap: Any = lambda optimizer: optimizer, resource: bool = True) -> list[Any]:
+def in_session(
+    make: Callable[[], Any], feeds: list[Any], wrap: Any = lambda optimizer: optimizer, resource: bool = True
+) -> list[Any]:
     """Train in a graph; the variables, and the global step."""
     with tf.Graph().as_default(), v1.variable_scope("model", use_resource=resource), control_flow(resource):
-        given = [v1.placeholder(tf.float64, [None, 3]), v1.placeholder(tf.int64, [None]), v1.placeholder(tf.float64, [None, 2])]
+        given = [
+            v1.placeholder(tf.float64, [None, 3]),
+            v1.placeholder(tf.int64, [None]),
+            v1.placeholder(tf.float64, [None, 2]),
+        ]
         variables = [v1.get_variable(f"v{at}", initializer=value) for at, value in enumerate(initial())]
         count = v1.train.get_or_create_global_step()
         train = wrap(make()).minimize(loss_of(variables, *given), global_step=count)
-        with v1.Session(config=v1.ConfigProto(intra_op_parallelism_threads=1, inter_op_parallelism_threads=1)) as session:
+        with v1.Session(
+            config=v1.ConfigProto(intra_op_parallelism_threads=1, inter_op_parallelism_threads=1)
+        ) as session:
             session.run([v1.global_variables_initializer(), v1.local_variables_initializer()])
             for feed in feeds:
                 session.run(train, dict(zip(given, feed, strict=True)))
             return list(session.run([*variables, count]))
 
 
-def eagerly(make: Callable[[], Any], feeds: list[Any], wrap: Any = lambda optimizer: optimizer, graph: bool = False) -> list[Any]:
+def eagerly(
+    make: Callable[[], Any], feeds: list[Any], wrap: Any = lambda optimizer: optimizer, graph: bool = False
+) -> list[Any]:
     """Train without a session."""
     variables = [tf.Variable(value) for value in initial()]
     count = tf.Variable(0, dtype=tf.int64)
@@ -103,7 +113,9 @@ def test_training_equals_one_rank_with_the_whole_batch(hvd_tf: Any, name: str) -
         close(hvd_tf, in_session(make, mine, hvd_tf.DistributedOptimizer, resource=False), wanted)
 
 
-@pytest.mark.parametrize("options", ({"sparse_as_dense": True}, {"groups": 2}, {"gradient_predivide_factor": 2.0}), ids=str)
+@pytest.mark.parametrize(
+    "options", ({"sparse_as_dense": True}, {"groups": 2}, {"gradient_predivide_factor": 2.0}), ids=str
+)
 def test_options_that_change_no_result(hvd_tf: Any, options: dict[str, Any]) -> None:
     make, size = OPTIMIZERS["adagrad"], hvd_tf.size()
     mine = [data(hvd_tf.rank(), step) for step in range(STEPS)]
@@ -197,13 +209,17 @@ def test_what_a_tape_has_combined_is_not_combined_again(hvd_tf: Any, kind: str, 
             inner = v1.train.GradientDescentOptimizer(1.0) if kind == "v1" else tf.keras.optimizers.SGD(1.0)
             optimizer = hvd_tf.DistributedOptimizer(inner, op=hvd_tf.Sum)
 
-            def step(variable: Any = variable, optimizer: Any = optimizer, distributed: bool = distributed, clip: bool = clip) -> None:
+            def step(
+                variable: Any = variable, optimizer: Any = optimizer, distributed: bool = distributed, clip: bool = clip
+            ) -> None:
                 with tf.GradientTape() as tape:
                     loss = tf.reduce_sum(variable * (hvd_tf.rank() + 1.0))
                 if distributed:
                     tape = hvd_tf.DistributedGradientTape(tape, op=hvd_tf.Sum)
                 grads = tape.gradient(loss, [variable])
-                optimizer.apply_gradients(zip(tf.clip_by_global_norm(grads, 1e6)[0] if clip else grads, [variable], strict=True))
+                optimizer.apply_gradients(
+                    zip(tf.clip_by_global_norm(grads, 1e6)[0] if clip else grads, [variable], strict=True)
+                )
 
             (tf.function(step) if graph else step)()
             np.testing.assert_allclose(variable.numpy(), [-total, -total], rtol=1e-6)

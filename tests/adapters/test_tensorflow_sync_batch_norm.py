@@ -21,7 +21,10 @@ MOMENTUM = 0.8
 def batches(rows: list[int], shape: tuple[int, ...], far: float = 30.0) -> list[Any]:
     """A batch for each rank, far from zero, with another mean on each rank."""
     draw = np.random.default_rng(17)
-    return [draw.standard_normal((count, *shape, CHANNELS)) * (1 + rank) + far * (1 + rank) for rank, count in enumerate(rows)]
+    return [
+        draw.standard_normal((count, *shape, CHANNELS)) * (1 + rank) + far * (1 + rank)
+        for rank, count in enumerate(rows)
+    ]
 
 
 def layer(kind: Any, dtype: Any = "float64", **options: Any) -> Any:
@@ -35,11 +38,16 @@ def moved(rank: int, values: Any, options: dict[str, Any]) -> Any:
     return np.moveaxis(values, -1, 1) if options.get("axis") == 1 else values
 
 
-def compare(hvd: Any, inputs: list[Any], dtype: str = "float64", tolerance: float = 1e-10, graph: bool = False, **options: Any) -> None:
+def compare(
+    hvd: Any, inputs: list[Any], dtype: str = "float64", tolerance: float = 1e-10, graph: bool = False, **options: Any
+) -> None:
     """The same outputs, gradients and running statistics, step after step."""
     rank = hvd.rank()
     here = slice(sum(map(len, inputs[:rank])), sum(map(len, inputs[: rank + 1])))
-    plain, mine = layer(tf.keras.layers.BatchNormalization, dtype, **options), layer(hvd.SyncBatchNormalization, dtype, **options)
+    plain, mine = (
+        layer(tf.keras.layers.BatchNormalization, dtype, **options),
+        layer(hvd.SyncBatchNormalization, dtype, **options),
+    )
     draw = np.random.default_rng(5)
 
     def step(bn: Any, x: Any, slopes: Any) -> Any:
@@ -62,7 +70,9 @@ def compare(hvd: Any, inputs: list[Any], dtype: str = "float64", tolerance: floa
             total = hvd.allreduce(gradient, op=hvd.Sum)
             np.testing.assert_allclose(total, plain_is, tolerance, tolerance * max(1.0, len(whole)))
     for variable, plain_is in zip(mine.non_trainable_variables, plain.non_trainable_variables, strict=True):
-        np.testing.assert_allclose(variable.numpy(), plain_is.numpy(), max(tolerance, 1e-7))  # Keras 2 has momentum in single precision
+        np.testing.assert_allclose(
+            variable.numpy(), plain_is.numpy(), max(tolerance, 1e-7)
+        )  # Keras 2 has momentum in single precision
         everyone = hvd.allgather_object(variable.numpy().tobytes())
         assert all(each == everyone[0] for each in everyone)
     x = tf.constant(moved(rank, inputs[rank], options), dtype)
@@ -84,7 +94,8 @@ def test_options(hvd_tf: Any, options: dict[str, Any]) -> None:
 
 
 def test_single_precision_far_from_zero(hvd_tf: Any) -> None:
-    """Values around 1000 with a deviation of 1: squares of the values themselves would lose every digit of the variance."""
+    """Values around 1000 with a deviation of 1: squares of the values themselves would lose every digit of the
+    variance."""
     rank = hvd_tf.rank()
     inputs = [(each - each.mean() + 1000.0).astype(np.float32) for each in batches([64] * hvd_tf.size(), ())]
     mine = hvd_tf.SyncBatchNormalization(epsilon=0.0)
@@ -176,7 +187,9 @@ def test_names_do_not_depend_on_when_layers_are_forgotten(hvd_tf: Any) -> None:
 def test_a_model_is_made_again_from_its_configuration(hvd_tf: Any) -> None:
     given = tf.keras.Input((CHANNELS,))
     model = tf.keras.Model(given, hvd_tf.SyncBatchNormalization(momentum=0.7)(given))
-    again = type(model).from_config(model.get_config(), custom_objects={"SyncBatchNormalization": hvd_tf.SyncBatchNormalization})
+    again = type(model).from_config(
+        model.get_config(), custom_objects={"SyncBatchNormalization": hvd_tf.SyncBatchNormalization}
+    )
     assert [type(each) for each in again.layers] == [type(each) for each in model.layers]
     assert again.layers[-1].momentum == 0.7
 
@@ -192,7 +205,9 @@ def test_a_process_set(hvd_tf: Any) -> None:
     if rank in members:
         found = mine(tf.constant(inputs[rank]), training=True)
         whole = np.concatenate([inputs[member] for member in members])
-        wanted = (inputs[rank] - whole.mean(0)) / np.sqrt(whole.var(0) + mine.epsilon) * mine.gamma.numpy() + mine.beta.numpy()
+        wanted = (inputs[rank] - whole.mean(0)) / np.sqrt(
+            whole.var(0) + mine.epsilon
+        ) * mine.gamma.numpy() + mine.beta.numpy()
         np.testing.assert_allclose(found, wanted, 1e-10)
     assert mine.get_config()["process_set"] == pair.process_set_id
     hvd_tf.remove_process_set(pair)

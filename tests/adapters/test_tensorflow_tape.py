@@ -37,7 +37,9 @@ def of_rank(variables: list[Any], rank: int) -> list[Any]:
 
 
 def combined(variables: list[Any], ranks: Any, combine: Any = np.mean) -> list[Any]:
-    return [combine(np.stack(grads), axis=0) for grads in zip(*(of_rank(variables, rank) for rank in ranks), strict=True)]
+    return [
+        combine(np.stack(grads), axis=0) for grads in zip(*(of_rank(variables, rank) for rank in ranks), strict=True)
+    ]
 
 
 def taped(hvd: Any, variables: list[Any], **options: Any) -> list[Any]:
@@ -320,11 +322,19 @@ def test_partial_tape_of_a_keras_model(hvd_tf: Any) -> None:
         return wrap(tape).gradient(loss, model.trainable_variables)
 
     every = [[grad.numpy() for grad in grads_of(data(other), lambda tape: tape)] for other in range(size)]
-    wanted = [np.mean([grads[at] for grads in every], axis=0) for at in (0, 1)] + [every[rank][at] / size for at in (2, 3)]
+    wanted = [np.mean([grads[at] for grads in every], axis=0) for at in (0, 1)] + [
+        every[rank][at] / size for at in (2, 3)
+    ]
     for layers in (mine, [mine]):
-        found = grads_of(data(rank), lambda tape, layers=layers: hvd_tf.PartialDistributedGradientTape(tape, local_layers=layers))
+        found = grads_of(
+            data(rank), lambda tape, layers=layers: hvd_tf.PartialDistributedGradientTape(tape, local_layers=layers)
+        )
         check(found, wanted, 1e-5)
-    check(grads_of(data(rank), hvd_tf.PartialDistributedGradientTape), [np.mean(grads, axis=0) for grads in zip(*every, strict=True)], 1e-5)
+    check(
+        grads_of(data(rank), hvd_tf.PartialDistributedGradientTape),
+        [np.mean(grads, axis=0) for grads in zip(*every, strict=True)],
+        1e-5,
+    )
     with pytest.raises(InvalidArgumentError, match="local_layers"):
         hvd_tf.PartialDistributedGradientTape(tf.GradientTape(), local_layers=[mine, "dense"])
     with pytest.raises(InvalidArgumentError, match="build it"):
@@ -346,7 +356,9 @@ def test_gradients_without_a_tape(hvd_tf: Any) -> None:
     rank, size = hvd_tf.rank(), hvd_tf.size()
     variables = [tf.Variable(tf.zeros([3, 2])), tf.Variable(0.0), tf.Variable(0.0)]
     rows = tf.IndexedSlices(tf.fill([2, 2], rank + 1.0), tf.constant([0, 0]), tf.constant([3, 2]))
-    found = reduce_gradients([rows, tf.constant(rank + 1.0), None], variables, local_variables=[variables[1]], op=hvd_tf.Sum)
+    found = reduce_gradients(
+        [rows, tf.constant(rank + 1.0), None], variables, local_variables=[variables[1]], op=hvd_tf.Sum
+    )
     assert isinstance(found[0], tf.IndexedSlices)
     np.testing.assert_array_equal(found[0].indices, [0])  # each row once, on one rank too
     np.testing.assert_allclose(found[0].values, [[size * (size + 1.0)] * 2])
@@ -375,7 +387,8 @@ def test_refusals(hvd_tf: Any) -> None:
 
 
 def test_gradients_of_different_variables_never_meet(hvd_tf: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If ranks lack different gradients, equal shapes must not lead them together: they wait for different names, which is an error."""
+    """If ranks lack different gradients, equal shapes must not lead them together: they wait for different names, which
+    is an error."""
     asked = []
 
     def note(tensors: Any, *args: Any, name: str, **kwargs: Any) -> Any:
@@ -388,7 +401,9 @@ def test_gradients_of_different_variables_never_meet(hvd_tf: Any, monkeypatch: p
     variables = [tf.Variable(tf.ones([2, 2])) for _ in range(4)]
     for missing, sparse in (((), ()), ((1,), ()), ((1, 2, 3), ()), ((), (1,)), ((0,), (1,)), ((0,), (2,))):
         with tf.GradientTape() as tape:
-            used = [tf.gather(each, [1]) if at in sparse else each for at, each in enumerate(variables) if at not in missing]
+            used = [
+                tf.gather(each, [1]) if at in sparse else each for at, each in enumerate(variables) if at not in missing
+            ]
             loss = tf.add_n([tf.reduce_sum(each) for each in used])
         hvd_tf.DistributedGradientTape(tape).gradient(loss, variables)
     assert len(set(asked)) == len(asked) == 6 + 3

@@ -21,7 +21,11 @@ def test_a_scaling_optimizer_of_tensorflow_1(hvd_tf: Any, outside: bool) -> None
         slope = v1.placeholder(tf.float32, [])
         variable = v1.get_variable("v", initializer=np.float32(3.0), use_resource=True)
         plain = v1.train.GradientDescentOptimizer(1.0)
-        optimizer = scaling(hvd_tf.DistributedOptimizer(plain), scale) if outside else hvd_tf.DistributedOptimizer(scaling(plain, scale))
+        optimizer = (
+            scaling(hvd_tf.DistributedOptimizer(plain), scale)
+            if outside
+            else hvd_tf.DistributedOptimizer(scaling(plain, scale))
+        )
         train_op = optimizer.minimize(slope * variable)
         with v1.Session() as session:
             session.run(v1.global_variables_initializer())
@@ -40,7 +44,9 @@ def test_the_hook_broadcasts(hvd_tf: Any) -> None:
             variables = [v1.get_variable(f"v{at}", initializer=np.arange(3.0) + 10 * rank + at) for at in range(3)]
             count = v1.train.get_or_create_global_step()
             local = v1.get_variable("l", initializer=np.float64(rank), collections=[v1.GraphKeys.LOCAL_VARIABLES])
-            with v1.train.MonitoredTrainingSession(hooks=[hook], config=v1.ConfigProto(inter_op_parallelism_threads=1)) as session:
+            with v1.train.MonitoredTrainingSession(
+                hooks=[hook], config=v1.ConfigProto(inter_op_parallelism_threads=1)
+            ) as session:
                 found = session.run([*variables, count, local])
         for at, value in enumerate(found[:3]):
             np.testing.assert_array_equal(value, np.arange(3.0) + 10 * root + at)

@@ -32,7 +32,8 @@ def _loss(outputs: Sequence[Any], weights: Sequence[Any]) -> Any:
 
 
 def check(hvd: Any, function: Function, *inputs: torch.Tensor, process_set: Any = None, again: bool = False) -> None:
-    """Compare what backward gives with central differences: elements of every rank's inputs are moved one at a time, in lockstep.
+    """Compare what backward gives with central differences: elements of every rank's inputs are moved one at a time, in
+    lockstep.
 
     Args:
         function: of the inputs; a sequence of outputs.
@@ -48,7 +49,12 @@ def check(hvd: Any, function: Function, *inputs: torch.Tensor, process_set: Any 
     assert all(y.requires_grad for y in outputs)
     found = torch.autograd.grad(_loss(outputs, weights), leaves)
 
-    moves = [(i, k, unit) for i, x in enumerate(inputs) for k in range(x.numel()) for unit in ((1, 1j) if x.is_complex() else (1,))]
+    moves = [
+        (i, k, unit)
+        for i, x in enumerate(inputs)
+        for k in range(x.numel())
+        for unit in ((1, 1j) if x.is_complex() else (1,))
+    ]
     moves = moves[:: -(-len(moves) // 4) or 1]
     everyones = hvd.allgather_object(len(moves), process_set=members)
     mine: list[float] = []
@@ -68,7 +74,11 @@ def check(hvd: Any, function: Function, *inputs: torch.Tensor, process_set: Any 
     start = sum(everyones[: members.rank()])
     for (i, k, unit), slope in zip(moves, slopes[start:].tolist(), strict=False):
         gradient = complex(found[i].reshape(-1)[k].item())
-        assert (gradient.imag if unit == 1j else gradient.real) == pytest.approx(slope, rel=2e-6, abs=2e-6), (i, k, unit)
+        assert (gradient.imag if unit == 1j else gradient.real) == pytest.approx(slope, rel=2e-6, abs=2e-6), (
+            i,
+            k,
+            unit,
+        )
 
 
 OPS = ("Sum", "Average", "Min", "Max", "Product", "Adasum")
@@ -83,14 +93,21 @@ def test_allreduce(hvd: Any, op: str) -> None:
 def test_allreduce_scaled_and_named(hvd: Any, op: str) -> None:
     check(
         hvd,
-        lambda x: [hvd.allreduce(x, name=f"scaled {op}", op=getattr(hvd, op), prescale_factor=0.5, postscale_factor=-3.0)],
+        lambda x: [
+            hvd.allreduce(x, name=f"scaled {op}", op=getattr(hvd, op), prescale_factor=0.5, postscale_factor=-3.0)
+        ],
         _number(hvd, 4),
     )
 
 
 @pytest.mark.parametrize("op", OPS)
 def test_grouped_allreduce(hvd: Any, op: str) -> None:
-    check(hvd, lambda *xs: hvd.grouped_allreduce(list(xs), op=getattr(hvd, op)), _number(hvd, 3), _number(hvd, 2, 1, seed=1))
+    check(
+        hvd,
+        lambda *xs: hvd.grouped_allreduce(list(xs), op=getattr(hvd, op)),
+        _number(hvd, 3),
+        _number(hvd, 2, 1, seed=1),
+    )
 
 
 def test_allreduce_of_noncontiguous_and_scalar_tensors(hvd: Any) -> None:
@@ -121,7 +138,9 @@ def test_product_with_zeros(hvd: Any) -> None:
 def test_equal_extremes_share_the_gradient(hvd: Any) -> None:
     size, rank = hvd.size(), hvd.rank()
     # The first is equal everywhere, the second largest on rank 0 alone, the third on all ranks but the last.
-    x = torch.tensor([1.0, 5.0 if rank == 0 else 2.0, 0.0 if rank == size - 1 and size > 1 else 3.0], dtype=torch.float64)
+    x = torch.tensor(
+        [1.0, 5.0 if rank == 0 else 2.0, 0.0 if rank == size - 1 and size > 1 else 3.0], dtype=torch.float64
+    )
     leaf = x.requires_grad_()
     hvd.allreduce(leaf, op=hvd.Max).mul(torch.tensor([1.0, 2.0, 3.0])).sum().backward()
     sharers = max(size - 1, 1)
@@ -262,7 +281,12 @@ class Rooted:
 
 def test_through_a_compressor_of_the_callers(hvd: Any) -> None:
     check(hvd, lambda x: [hvd.allreduce(x, op=hvd.Sum, compression=Rooted)], _number(hvd, 3).abs())
-    check(hvd, lambda *xs: hvd.grouped_allreduce(list(xs), compression=Rooted), _number(hvd, 2).abs(), _number(hvd, 1).abs())
+    check(
+        hvd,
+        lambda *xs: hvd.grouped_allreduce(list(xs), compression=Rooted),
+        _number(hvd, 2).abs(),
+        _number(hvd, 1).abs(),
+    )
     check(hvd, lambda x: [hvd.reducescatter(x, compression=Rooted())], _number(hvd, 3).abs())
     plain = hvd.allreduce(torch.full((2,), 4.0), op=hvd.Sum, compression=Rooted)
     assert plain.tolist() == [4.0 * hvd.size() ** 2] * 2
@@ -364,7 +388,8 @@ def test_an_output_that_one_rank_leaves_out(hvd: Any) -> None:
     assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size()
 
 
-# ---- Horovod's, where COLLECTIVES_GRADIENTS says so ----------------------------------------------------------------------------------
+# ---- Horovod's, where COLLECTIVES_GRADIENTS says so
+# ----------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -386,7 +411,9 @@ def back(compiled: bool, function: Callable[[Any], Any], x: torch.Tensor, gradie
     leaf = x.clone().requires_grad_()
     torch._dynamo.reset()
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
-        (torch.compile(function, backend="aot_eager", fullgraph=True) if compiled else function)(leaf).backward(gradient)
+        (torch.compile(function, backend="aot_eager", fullgraph=True) if compiled else function)(leaf).backward(
+            gradient
+        )
     assert leaf.grad is not None
     return leaf.grad
 
@@ -405,7 +432,9 @@ def test_horovods_gradient_of_allgather_and_broadcast_is_the_mean(hvd: Any, as_h
 
 @COMPILED
 @pytest.mark.parametrize("op", ["Sum", "Average"])
-def test_horovods_gradient_of_reducescatter_is_size_times_the_adjoint(hvd: Any, as_horovod: None, op: str, compiled: bool) -> None:
+def test_horovods_gradient_of_reducescatter_is_size_times_the_adjoint(
+    hvd: Any, as_horovod: None, op: str, compiled: bool
+) -> None:
     size, rank = hvd.size(), hvd.rank()
     gradients = [given(hvd, peer, 2) for peer in range(size)]
     how = {"op": getattr(hvd, op), "prescale_factor": 0.5, "postscale_factor": 3.0}
@@ -415,7 +444,9 @@ def test_horovods_gradient_of_reducescatter_is_size_times_the_adjoint(hvd: Any, 
 
 @COMPILED
 @pytest.mark.parametrize("op", OPS)
-def test_horovods_gradient_of_allreduce_is_reduced_by_the_same_operation(hvd: Any, as_horovod: None, op: str, compiled: bool) -> None:
+def test_horovods_gradient_of_allreduce_is_reduced_by_the_same_operation(
+    hvd: Any, as_horovod: None, op: str, compiled: bool
+) -> None:
     how = {"op": getattr(hvd, op), "prescale_factor": 0.5, "postscale_factor": 3.0}
     gradient = given(hvd, hvd.rank(), 4)
     found = back(compiled, lambda x: hvd.allreduce(x, **how), given(hvd, hvd.rank() + 9, 4), gradient)

@@ -1,4 +1,5 @@
-"""The benchmarks in torch on several ranks: every gradient right, one table, and nothing travels while hooks are clocked."""
+"""The benchmarks in torch on several ranks: every gradient right, one table, and nothing travels while hooks are
+clocked."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ def _few_ranks(hvd: Any) -> None:
 
 def test_every_contestants_gradients_are_right(hvd: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     written = tmp_path / "results.json"
-    torch_step.main(["--model", "mlp", "-n", "2", "-w", "1", "--block", "2", "--peers", "memcpy", "--json", str(written)])
+    torch_step.main(
+        ["--model", "mlp", "-n", "2", "-w", "1", "--block", "2", "--peers", "memcpy", "--json", str(written)]
+    )
     shown = capsys.readouterr().out
     if hvd.rank() != 0:
         assert shown == ""

@@ -1,4 +1,5 @@
-"""Collectives in functions compiled as one graph: same results and gradients as without, nothing dropped, nothing exchanged."""
+"""Collectives in functions compiled as one graph: same results and gradients as without, nothing dropped, nothing
+exchanged."""
 
 from __future__ import annotations
 
@@ -33,12 +34,15 @@ def compile_whole(function: Callable[..., Any], backend: Any = "aot_eager", **op
 
 
 def same_as_eager(inputs: Sequence[Any], function: Callable[..., Any], weight: float) -> None:
-    """Of a function that gives a list of tensors: equal results, and equal gradients of all inputs for a loss that differs per rank."""
+    """Of a function that gives a list of tensors: equal results, and equal gradients of all inputs for a loss that
+    differs per rank."""
     found = []
     for run in (function, compile_whole(function)):
         leaves = [tensor.clone().requires_grad_() for tensor in inputs]
         results = run(*leaves)
-        loss = sum((result.double() * torch.arange(1.0, result.numel() + 1).reshape(result.shape)).sum() for result in results)
+        loss = sum(
+            (result.double() * torch.arange(1.0, result.numel() + 1).reshape(result.shape)).sum() for result in results
+        )
         (weight * loss).backward()
         found.append(([result.detach() for result in results], [leaf.grad for leaf in leaves]))
     torch.testing.assert_close(found[1][0], found[0][0])
@@ -62,8 +66,12 @@ def test_reductions_and_their_gradients(hvd: Any) -> None:
     factors = {"prescale_factor": 0.5, "postscale_factor": 3.0}
 
     def function(*xs: Any) -> list[Any]:
-        results = [hvd.allreduce(x.sin(), op=op, **factors) for x, op in zip(xs[:6], (*REDUCTIONS, Op.ADASUM), strict=True)]
-        return results + [hvd.reducescatter(x.sin(), op=op, **factors) for x, op in zip(xs[6:], REDUCTIONS, strict=True)]
+        results = [
+            hvd.allreduce(x.sin(), op=op, **factors) for x, op in zip(xs[:6], (*REDUCTIONS, Op.ADASUM), strict=True)
+        ]
+        return results + [
+            hvd.reducescatter(x.sin(), op=op, **factors) for x, op in zip(xs[6:], REDUCTIONS, strict=True)
+        ]
 
     same_as_eager([torch.rand(5, 3, dtype=torch.float64) + 0.5 for _ in range(11)], function, weight=1.0 + hvd.rank())
 
@@ -96,7 +104,9 @@ def test_moves_and_their_gradients(hvd: Any) -> None:
 
 def test_received_splits_are_a_result(hvd: Any) -> None:
     rank, size = hvd.rank(), hvd.size()
-    rows, received = compile_whole(lambda x: hvd.alltoall(x, [rank + 1] * size))(torch.full((size * (rank + 1), 1), float(rank)))
+    rows, received = compile_whole(lambda x: hvd.alltoall(x, [rank + 1] * size))(
+        torch.full((size * (rank + 1), 1), float(rank))
+    )
     assert received.tolist() == [source + 1 for source in range(size)]
     assert rows.flatten().tolist() == [float(source) for source in range(size) for _ in range(source + 1)]
 
@@ -318,5 +328,6 @@ def test_inductor(hvd: Any) -> None:
     average = (size + 1) / 2
     gathered = 3 * size * (size + 1) if rank == 0 or not EFFECTS else 0
     torch.testing.assert_close(result.detach(), torch.full((2, 2), (3 * average) ** 2 + gathered))
-    # Every rank's loss has the mean in it, squared: 2 * mean, summed over the ranks, times this rank's share of the mean.
+    # Every rank's loss has the mean in it, squared: 2 * mean, summed over the ranks, times this rank's share of the
+    # mean.
     torch.testing.assert_close(w.grad, torch.full((3, 2), 2 * 2 * 3 * average * (rank + 1)))

@@ -22,7 +22,9 @@ def fresh() -> Iterator[None]:
 
 CALLS: dict[str, Callable[[Any], Any]] = {
     "allreduce": lambda x: public.allreduce(x),
-    "allreduce with everything": lambda x: public.allreduce(x, None, "all", public.Compression.bf16, public.Sum, 0.5, 3.0),
+    "allreduce with everything": lambda x: public.allreduce(
+        x, None, "all", public.Compression.bf16, public.Sum, 0.5, 3.0
+    ),
     "allreduce, average": lambda x: public.allreduce(x, average=False),
     "grouped_allreduce": lambda x: sum(public.grouped_allreduce([x, x * 2], op=public.Max)),
     "allgather": lambda x: public.allgather(x),

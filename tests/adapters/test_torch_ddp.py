@@ -1,4 +1,5 @@
-"""DistributedDataParallel with our communication hook: the gradients of plain DistributedDataParallel, and errors that end backward."""
+"""DistributedDataParallel with our communication hook: the gradients of plain DistributedDataParallel, and errors that
+end backward."""
 
 from __future__ import annotations
 
@@ -67,7 +68,9 @@ def gradients(model: Any, hvd: Any, step: int, branch: str = "both") -> list[Any
     return [None if parameter.grad is None else parameter.grad.clone() for parameter in model.parameters()]
 
 
-@pytest.mark.parametrize("options", ({}, {"gradient_as_bucket_view": True}, {"static_graph": True}), ids=("plain", "views", "static"))
+@pytest.mark.parametrize(
+    "options", ({}, {"gradient_as_bucket_view": True}, {"static_graph": True}), ids=("plain", "views", "static")
+)
 def test_same_gradients(hvd: Any, options: dict[str, bool]) -> None:
     theirs, ours = wrapped(**options), wrapped(**options)
     ours.register_comm_hook(None, allreduce_hook)
@@ -89,7 +92,9 @@ def test_parameters_that_are_not_used(hvd: Any) -> None:
 @pytest.mark.parametrize("compression", ("fp16", "bf16"))
 def test_compression_and_factors(hvd: Any, compression: str) -> None:
     theirs, ours = wrapped(), wrapped()
-    state = AllreduceState(hvd.Sum, getattr(hvd.Compression, compression), prescale_factor=2.0, postscale_factor=0.5 / hvd.size())
+    state = AllreduceState(
+        hvd.Sum, getattr(hvd.Compression, compression), prescale_factor=2.0, postscale_factor=0.5 / hvd.size()
+    )
     ours.register_comm_hook(state, allreduce_hook)
     expected, found = gradients(theirs, hvd, 0), gradients(ours, hvd, 0)
     torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)

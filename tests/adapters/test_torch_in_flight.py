@@ -98,7 +98,17 @@ def unscale_and_clip(model: Any, optimizer: Any, scaler: Any) -> None:
     scaler.update()
 
 
-RECIPES = [clip_norm, clip_norm_of_groups, clip_value, clamp_data, write_array, measure, replace, scale, unscale_and_clip]
+RECIPES = [
+    clip_norm,
+    clip_norm_of_groups,
+    clip_value,
+    clamp_data,
+    write_array,
+    measure,
+    replace,
+    scale,
+    unscale_and_clip,
+]
 
 
 def scaler_for(recipe: Recipe) -> Any:
@@ -131,7 +141,9 @@ def test_recipes_without_synchronize(hvd: Any, recipe: Recipe, options: dict[str
 
     wanted = one_process(recipe, hvd.size(), 3, used, **options)
     model = Net()
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, **options), model.named_parameters())
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, **options), model.named_parameters()
+    )
     scaler = scaler_for(recipe)
     for step in range(3):
         optimizer.zero_grad()
@@ -144,7 +156,9 @@ def test_recipes_without_synchronize(hvd: Any, recipe: Recipe, options: dict[str
 @pytest.mark.parametrize("fused", [False, True])
 def test_an_infinity_on_one_rank_skips_the_step_on_all(hvd: Any, fused: bool) -> None:
     model = Net()
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, fused=fused), model.named_parameters())
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1, fused=fused), model.named_parameters()
+    )
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     for step in range(3):
         before = copy.deepcopy(model)
@@ -173,7 +187,9 @@ def test_tiny_gradients_whichever_is_used(hvd: Any, which: int) -> None:
 @several
 def test_one_rank_may_read_between_backward_and_step(hvd: Any) -> None:
     model = Net()
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model.named_parameters())
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model.named_parameters()
+    )
     for step in range(3):
         optimizer.zero_grad()
         model(batch(hvd.rank(), step), hvd.rank() == 0).backward()
@@ -309,7 +325,9 @@ def test_clipping_where_a_rank_has_had_no_backward_pass(hvd: Any, explicit: bool
         optimizer.step()
 
     if not explicit:
-        with pytest.raises(collectives.MismatchError, match=r"1 had no backward pass, and came in optimizer.step\(\) only"):
+        with pytest.raises(
+            collectives.MismatchError, match=r"1 had no backward pass, and came in optimizer.step\(\) only"
+        ):
             train()
         assert not weight.any()
         optimizer.zero_grad()
@@ -449,7 +467,9 @@ def test_sparse_gradients_that_some_ranks_do_not_have(hvd: Any, as_dense: bool) 
     torch.manual_seed(0)
     table, layer = torch.nn.Embedding(10, 3, sparse=True), torch.nn.Linear(3, 2)
     named = [("table", table.weight), *layer.named_parameters()]
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p for _, p in named], lr=0.0), named, sparse_as_dense=as_dense)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD([p for _, p in named], lr=0.0), named, sparse_as_dense=as_dense
+    )
     last = hvd.size() - 1
     for step, users in enumerate([[], [last], [0, last], [], [0]]):
         optimizer.zero_grad()

@@ -12,7 +12,17 @@ from collectives.base.errors import CollectivesError
 
 pytestmark = pytest.mark.mpi
 
-REAL = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64]
+REAL = [
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+]
 MORE = [torch.bool, torch.complex64, torch.complex128, torch.uint16, torch.uint32, torch.uint64]
 
 
@@ -44,7 +54,12 @@ def test_allgather_of_every_other_dtype(hvd: Any, dtype: torch.dtype) -> None:
 def test_average_is_the_default_and_average_decides_without_op(hvd: Any) -> None:
     x = torch.full((2,), float(hvd.rank()))
     mean, total = [(hvd.size() - 1) / 2] * 2, [float(sum(range(hvd.size())))] * 2
-    assert hvd.allreduce(x).tolist() == hvd.allreduce(x, True).tolist() == hvd.allreduce(x, op=hvd.Average).tolist() == mean
+    assert (
+        hvd.allreduce(x).tolist()
+        == hvd.allreduce(x, True).tolist()
+        == hvd.allreduce(x, op=hvd.Average).tolist()
+        == mean
+    )
     assert hvd.allreduce(x, False).tolist() == hvd.allreduce(x, average=False).tolist() == total
     assert hvd.synchronize(hvd.allreduce_async(x, False, "by position")).tolist() == total
     assert [y.tolist() for y in hvd.grouped_allreduce([x, x], average=False)] == [total, total]
@@ -136,10 +151,16 @@ def test_in_place_forms_tell_autograd(hvd: Any) -> None:
 
 
 def test_groups(hvd: Any) -> None:
-    tensors = [torch.full((2,), float(hvd.rank())), torch.ones(3, dtype=torch.int64), torch.ones(1, dtype=torch.bfloat16)]
+    tensors = [
+        torch.full((2,), float(hvd.rank())),
+        torch.ones(3, dtype=torch.int64),
+        torch.ones(1, dtype=torch.bfloat16),
+    ]
     expected = [[float(sum(range(hvd.size())))] * 2, [hvd.size()] * 3, [float(hvd.size())]]
     assert [y.tolist() for y in hvd.grouped_allreduce(tensors, op=hvd.Sum)] == expected
-    assert [y.tolist() for y in hvd.synchronize(hvd.grouped_allreduce_async(tensors, op=hvd.Sum, name="group"))] == expected
+    assert [
+        y.tolist() for y in hvd.synchronize(hvd.grouped_allreduce_async(tensors, op=hvd.Sum, name="group"))
+    ] == expected
     found = hvd.grouped_allreduce_(tensors, op=hvd.Sum)
     assert all(y is x for x, y in zip(tensors, found, strict=True))
     assert [y.tolist() for y in tensors] == expected
@@ -181,7 +202,13 @@ def test_allgather_and_broadcast(hvd: Any) -> None:
 def test_alltoall_with_splits(hvd: Any, kind: Any) -> None:
     size, rank = hvd.size(), hvd.rank()
     given = [(rank + peer) % 3 for peer in range(size)]
-    splits: Any = given if kind is list else torch.tensor(given, dtype=kind) if isinstance(kind, torch.dtype) else np.array(given, kind)
+    splits: Any = (
+        given
+        if kind is list
+        else torch.tensor(given, dtype=kind)
+        if isinstance(kind, torch.dtype)
+        else np.array(given, kind)
+    )
     x = torch.tensor([rank * 10.0 + peer for peer, count in enumerate(given) for _ in range(count)])
     expected = [peer * 10.0 + rank for peer in range(size) for _ in range((rank + peer) % 3)]
     for y, received in (
@@ -216,8 +243,12 @@ def test_reducescatter(hvd: Any) -> None:
     total = [size * i + sum(range(size)) for i in range(start, start + shares[rank])]
     assert hvd.reducescatter(x, op=hvd.Sum).tolist() == total
     assert hvd.reducescatter(x).tolist() == pytest.approx([t / size for t in total])
-    assert hvd.reducescatter(x, "scattered", hvd.Compression.none, None).tolist() == pytest.approx([t / size for t in total])
-    assert hvd.synchronize(hvd.reducescatter_async(x, None, hvd.Sum, hvd.global_process_set, 2.0, 0.5)).tolist() == total
+    assert hvd.reducescatter(x, "scattered", hvd.Compression.none, None).tolist() == pytest.approx(
+        [t / size for t in total]
+    )
+    assert (
+        hvd.synchronize(hvd.reducescatter_async(x, None, hvd.Sum, hvd.global_process_set, 2.0, 0.5)).tolist() == total
+    )
     pair = hvd.grouped_reducescatter([x, x.int()], op=hvd.Sum)
     assert [y.tolist() for y in pair] == [total, total]
     assert [y.tolist() for y in hvd.synchronize(hvd.grouped_reducescatter_async([x, x], op=hvd.Sum))] == [total, total]

@@ -1,4 +1,5 @@
-"""`DistributedOptimizer`: its hooks, buckets and refusals. (That training gives the right parameters: test_torch_training.py.)"""
+"""`DistributedOptimizer`: its hooks, buckets and refusals. (That training gives the right parameters:
+test_torch_training.py.)"""
 
 from __future__ import annotations
 
@@ -63,13 +64,17 @@ def check(model: Net, gradients: list[Any]) -> None:
 @several
 def test_a_second_synchronize_does_nothing(hvd: Any) -> None:
     model = net()
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), op=hvd.Sum)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), op=hvd.Sum
+    )
     wanted = expected(model, range(hvd.size()), total=True)
     model(batch(hvd.rank())).backward()
     optimizer.synchronize()
     optimizer.synchronize()
     check(model, wanted)
-    with pytest.warns(UserWarning, match=r"^optimizer.step\(\) called without optimizer.skip_synchronize\(\) context after"):
+    with pytest.warns(
+        UserWarning, match=r"^optimizer.step\(\) called without optimizer.skip_synchronize\(\) context after"
+    ):
         optimizer.step()
     check(model, wanted)
     with warnings.catch_warnings():
@@ -90,7 +95,9 @@ def test_the_class_is_the_optimizers(hvd: Any) -> None:
 def test_what_nobody_used_keeps_no_gradient(hvd: Any, views: bool) -> None:
     model = net()
     optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.5), model.named_parameters(), gradient_as_bucket_view=views
+        torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.5),
+        model.named_parameters(),
+        gradient_as_bucket_view=views,
     )
     for step in range(3):
         optimizer.zero_grad()
@@ -124,7 +131,9 @@ def test_what_some_rank_used_is_combined_on_all(hvd: Any, views: bool) -> None:
 @several
 def test_zero_grad_in_flight_and_too_many_passes_are_refused(hvd: Any) -> None:
     model = net()
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), backward_passes_per_step=2)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), backward_passes_per_step=2
+    )
     model(batch(hvd.rank())).backward()
     with pytest.raises(AssertionError, match=r"zero_grad\(\) was called after loss.backward\(\)"):
         optimizer.zero_grad()
@@ -176,7 +185,11 @@ def test_parameters_without_memory_of_their_own_are_refused(hvd: Any, op: str) -
         torch.distributed.destroy_process_group()
     unreal = torch.nn.Parameter(torch.empty(2, device="meta"))
     lazy = torch.nn.LazyLinear(2).weight
-    refused = [("a DTensor.*FSDP", spread), (r"on the meta device.*to_empty\(device='cpu'\)", unreal), ("run a forward pass first", lazy)]
+    refused = [
+        ("a DTensor.*FSDP", spread),
+        (r"on the meta device.*to_empty\(device='cpu'\)", unreal),
+        ("run a forward pass first", lazy),
+    ]
     for wrong, param in refused:
         with pytest.raises(TypeError, match=f"parameter 'it': expected .*{wrong}"):
             hvd.DistributedOptimizer(torch.optim.SGD([param], lr=0.1), [("it", param)], op=getattr(hvd, op))
@@ -196,7 +209,9 @@ def test_names_of_parameters(hvd: Any) -> None:
 def test_num_groups_is_deprecated(hvd: Any) -> None:
     model = net()
     with pytest.warns(DeprecationWarning, match="groups"):
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), num_groups=2)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), num_groups=2
+        )
     wanted = expected(model, range(hvd.size()))
     model(batch(hvd.rank())).backward()
     optimizer.synchronize()
@@ -207,7 +222,9 @@ def test_num_groups_is_deprecated(hvd: Any) -> None:
 def test_groups(hvd: Any, groups: Any) -> None:
     model = net()
     lists = [[model.large, model.first.bias], [model.second.weight]] if groups == "lists" else groups
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), groups=lists)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), groups=lists
+    )
     wanted = expected(model, range(hvd.size()))
     model(batch(hvd.rank())).backward()
     optimizer.synchronize()
@@ -229,7 +246,10 @@ def test_an_optimizer_that_is_gone_leaves_no_hooks(hvd: Any) -> None:
 
 def test_two_optimizers_with_the_same_names(hvd: Any) -> None:
     models = [net(seed) for seed in (1, 2)]
-    optimizers = [hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters()) for model in models]
+    optimizers = [
+        hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+        for model in models
+    ]
     wanted = [expected(model, range(hvd.size())) for model in models]
     for model in models if hvd.rank() % 2 else models[::-1]:
         model(batch(hvd.rank())).backward()
@@ -304,7 +324,9 @@ def test_a_process_set_trains_by_itself(hvd: Any) -> None:
     pair = hvd.add_process_set([0, 1])
     try:
         model = net()
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), process_set=pair)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), process_set=pair
+        )
         ranks = range(2) if hvd.rank() < 2 else range(hvd.rank(), hvd.rank() + 1)
         wanted = expected(model, ranks)
         model(batch(hvd.rank())).backward()
@@ -329,7 +351,9 @@ def test_a_user_compressor_sees_every_gradient(hvd: Any) -> None:
             return (tensor * 2).to(context)
 
     model = net()
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), compression=Halves)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), compression=Halves
+    )
     wanted = expected(model, range(hvd.size()))
     model(batch(hvd.rank())).backward()
     optimizer.synchronize()
@@ -350,7 +374,9 @@ def test_layouts_and_dtypes(hvd: Any, views: bool) -> None:
     ]
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(weights, lr=1.0), gradient_as_bucket_view=views)
     factors = [torch.arange(weight.numel(), dtype=weight.dtype).reshape(weight.shape) for weight in weights]
-    sum((weight * factor).sum().double() * 2 * (hvd.rank() + 1) for weight, factor in zip(weights, factors, strict=True)).backward()
+    sum(
+        (weight * factor).sum().double() * 2 * (hvd.rank() + 1) for weight, factor in zip(weights, factors, strict=True)
+    ).backward()
     optimizer.synchronize()
     for weight, factor in zip(weights, factors, strict=True):
         assert weight.grad.dtype == weight.dtype and weight.grad.stride() == weight.stride()

@@ -41,7 +41,8 @@ def test_amp_bfloat16(side: Side, model: Model) -> None:
 def scaled(
     side: Side, model: Model, optimizer: Any, *, synchronize: bool = False, clip: float = 0.0, passes: int = 1
 ) -> list[float]:
-    """Train in float16 with a scaler. In the second step the last rank's gradients overflow: all ranks skip that step."""
+    """Train in float16 with a scaler. In the second step the last rank's gradients overflow: all ranks skip that
+    step."""
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     scales = []
     for step in range(4):

@@ -1,4 +1,5 @@
-"""Recipes with Lightning, Accelerate and Transformers: one process for each rank, which trains by itself as far as they know."""
+"""Recipes with Lightning, Accelerate and Transformers: one process for each rank, which trains by itself as far as they
+know."""
 
 from __future__ import annotations
 
@@ -130,7 +131,8 @@ def gpt() -> Model:
 
 
 def trainer(side: Side, model: Model, *, language: bool, passes: int = 1, clip: float = 1.0) -> None:
-    """Each rank's dataset has its sentences, in batches of equally many, because the model takes the mean of its batch."""
+    """Each rank's dataset has its sentences, in batches of equally many, because the model takes the mean of its
+    batch."""
     from transformers import Trainer, TrainingArguments
 
     source = torch.Generator().manual_seed(3)

@@ -1,4 +1,5 @@
-"""Recipes around the model: layers across ranks, sparse and shared parameters, freezing, several optimizers, compilers."""
+"""Recipes around the model: layers across ranks, sparse and shared parameters, freezing, several optimizers,
+compilers."""
 
 from __future__ import annotations
 

@@ -104,7 +104,9 @@ def test_refusals(hvd: Any) -> None:
     with pytest.raises(TypeError, match="sparse COO"):
         hvd.sparse_allreduce_async(torch.ones(2), "refused", hvd.Sum)
     if hvd.size() > 1:
-        wrong = hvd.sparse_allreduce_async(_own(hvd, torch.float64 if hvd.rank() else torch.float32), "mismatched", hvd.Sum)
+        wrong = hvd.sparse_allreduce_async(
+            _own(hvd, torch.float64 if hvd.rank() else torch.float32), "mismatched", hvd.Sum
+        )
         with pytest.raises(RuntimeError, match="disagree for tensor 'mismatched'"):
             hvd.synchronize(wrong)
     assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size()

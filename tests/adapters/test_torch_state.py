@@ -52,7 +52,11 @@ def equal(found: Any, wanted: Any) -> bool:
         alike = type(found) is type(wanted) and found.dtype == wanted.dtype and found.shape == wanted.shape
         return bool(alike and torch.equal(found.nan_to_num(), wanted.nan_to_num()))
     if isinstance(wanted, dict):
-        return type(found) is type(wanted) and found.keys() == wanted.keys() and all(equal(found[key], wanted[key]) for key in wanted)
+        return (
+            type(found) is type(wanted)
+            and found.keys() == wanted.keys()
+            and all(equal(found[key], wanted[key]) for key in wanted)
+        )
     if isinstance(wanted, (list, tuple)):
         return type(found) is type(wanted) and len(found) == len(wanted) and all(map(equal, found, wanted))
     return type(found) is type(wanted) and found == wanted
@@ -68,14 +72,16 @@ def pair(hvd: Any) -> Iterator[Any]:
 
 
 def on_all(hvd: Any, call: Callable[[], Any], said: str, kinds: tuple[type[Exception], ...] = (MismatchError,)) -> None:
-    """The call fails on every rank, with an error of one of these kinds that says so; and ranks are in step afterwards."""
+    """The call fails on every rank, with an error of one of these kinds that says so; and ranks are in step
+    afterwards."""
     with pytest.raises(kinds) as error:
         call()
     assert said in str(error.value), str(error.value)
     hvd.barrier()
 
 
-# ---- parameters -----------------------------------------------------------------------------------------------------------------------
+# ---- parameters
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("source", SOURCES)
@@ -90,7 +96,9 @@ def test_parameters_become_the_roots_in_place(hvd: Any, source: str) -> None:
         assert (int(model.seen) == 10 + root) is (source == "state_dict" or hvd.rank() == root)
         assert addresses == [parameter.data_ptr() for parameter in model.parameters()]
         assert model.convolution.weight.is_contiguous(memory_format=torch.channels_last)
-        changed = [parameter._version > version for parameter, version in zip(model.parameters(), versions, strict=True)]
+        changed = [
+            parameter._version > version for parameter, version in zip(model.parameters(), versions, strict=True)
+        ]
         assert all(changed) if hvd.rank() != root else not any(changed)
 
 
@@ -119,7 +127,9 @@ def test_dtypes_and_layouts(hvd: Any) -> None:
             "transposed": numbers[:, :5].t(),
             "strided": numbers[:3, ::7],
             "large, strided": numbers[:, ::2],
-            "large, channels last": numbers[:, : LARGE // 2].reshape(6, 8, 64, -1).contiguous(memory_format=torch.channels_last),
+            "large, channels last": numbers[:, : LARGE // 2]
+            .reshape(6, 8, 64, -1)
+            .contiguous(memory_format=torch.channels_last),
         }
         for dtype in (torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.float8_e4m3fn):
             tensors[f"{dtype}"] = numbers[2, :5].to(dtype)
@@ -135,7 +145,11 @@ def test_dtypes_and_layouts(hvd: Any) -> None:
     hvd.broadcast_parameters(mine, hvd.size() - 1)
     for name, right in wanted.items():
         found = mine[name]
-        bits = (found, right) if right.dtype is not torch.float8_e4m3fn else (found.view(torch.uint8), right.view(torch.uint8))
+        bits = (
+            (found, right)
+            if right.dtype is not torch.float8_e4m3fn
+            else (found.view(torch.uint8), right.view(torch.uint8))
+        )
         assert torch.equal(*bits) and found.stride() == strides[name], name
 
 
@@ -176,7 +190,9 @@ def test_small_tensors_that_fill_several_buffers(hvd: Any, monkeypatch: pytest.M
 
     monkeypatch.setattr(state, "_PACKED_BYTES", 1000)
     dtypes = (torch.float32, torch.uint8, torch.float64)
-    tensors = [torch.full((number % 90,), 10 * hvd.rank() + number % 7, dtype=dtypes[number % 3]) for number in range(120)]
+    tensors = [
+        torch.full((number % 90,), 10 * hvd.rank() + number % 7, dtype=dtypes[number % 3]) for number in range(120)
+    ]
     hvd.broadcast_parameters(tensors, hvd.size() - 1)
     for number, tensor in enumerate(tensors):
         assert torch.equal(tensor, torch.full_like(tensor, 10 * (hvd.size() - 1) + number % 7)), number
@@ -195,12 +211,26 @@ def test_parameters_that_differ_in_shape_or_name_are_named_on_every_rank(hvd: An
         assert all((tensor == mine).all() for tensor in params.values())
         on_all(hvd, lambda params=params: hvd.broadcast_parameters(params, 0), f"({size + 1},) on cpu on rank {last}.")
     params = {"a": torch.full((2,), mine), "extra" if odd else "other": torch.full((2,), mine)}
-    on_all(hvd, lambda: hvd.broadcast_parameters(params, 0), "tensor 'other' is not the same on every rank: float32 of shape (2,)")
+    on_all(
+        hvd,
+        lambda: hvd.broadcast_parameters(params, 0),
+        "tensor 'other' is not the same on every rank: float32 of shape (2,)",
+    )
     on_all(hvd, lambda: hvd.broadcast_parameters(params, 0), f"; absent on rank {last}")
-    on_all(hvd, lambda: hvd.broadcast_parameters([torch.ones(2)] * (2 + odd), 0), "tensor '[2]' is not the same on every rank: absent on")
+    on_all(
+        hvd,
+        lambda: hvd.broadcast_parameters([torch.ones(2)] * (2 + odd), 0),
+        "tensor '[2]' is not the same on every rank: absent on",
+    )
     kind = torch.float64 if odd else torch.float32
-    on_all(hvd, lambda: hvd.broadcast_parameters([torch.ones(2, dtype=kind)], 0), "float64 of shape (2,) on cpu on rank")
-    on_all(hvd, lambda: hvd.broadcast_parameters([torch.ones(2)], int(odd)), "root_rank is not the same on every rank: rank 0 on rank")
+    on_all(
+        hvd, lambda: hvd.broadcast_parameters([torch.ones(2, dtype=kind)], 0), "float64 of shape (2,) on cpu on rank"
+    )
+    on_all(
+        hvd,
+        lambda: hvd.broadcast_parameters([torch.ones(2)], int(odd)),
+        "root_rank is not the same on every rank: rank 0 on rank",
+    )
     assert all((tensor == mine).all() for tensor in params.values())
 
 
@@ -211,9 +241,15 @@ def test_parameters_that_differ_in_shape_or_name_are_named_on_every_rank(hvd: An
         (torch.ones(3), "got torch.Tensor"),
         ("weight", "got str"),
         ([("a", torch.ones(1)), ("a", torch.ones(1))], "params: expected names that differ, got 'a' twice"),
-        ({"state": {}, "param_groups": []}, "params: expected tensors, got none among 2 values; the first is state, a dict"),
+        (
+            {"state": {}, "param_groups": []},
+            "params: expected tensors, got none among 2 values; the first is state, a dict",
+        ),
         ([torch.ones(3).expand(2, 3)], "share memory"),
-        ([torch.ones(1), (torch.ones(1), torch.ones(1))], "expected tensors or (name, tensor) pairs, got a tuple among them"),
+        (
+            [torch.ones(1), (torch.ones(1), torch.ones(1))],
+            "expected tensors or (name, tensor) pairs, got a tuple among them",
+        ),
         ([torch.ones(1), 3.0], "expected tensors or (name, tensor) pairs, got a float among them"),
     ],
 )
@@ -231,7 +267,12 @@ def test_a_mistake_on_one_rank_is_an_error_on_all(hvd: Any) -> None:
     if hvd.size() == 1:
         pytest.skip("one rank has nobody to tell")
     params = 3 if hvd.rank() == 1 else [torch.ones(3)]
-    on_all(hvd, lambda: hvd.broadcast_parameters(params, 0), "expected", (InvalidArgumentError if hvd.rank() == 1 else MismatchError,))
+    on_all(
+        hvd,
+        lambda: hvd.broadcast_parameters(params, 0),
+        "expected",
+        (InvalidArgumentError if hvd.rank() == 1 else MismatchError,),
+    )
 
 
 def test_what_one_rank_has_no_memory_for_is_told_to_all(hvd: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,7 +289,11 @@ def test_what_one_rank_has_no_memory_for_is_told_to_all(hvd: Any, monkeypatch: p
     calls: list[tuple[Any, str, Callable[[], Any]]] = [
         (torch, "cat", lambda: hvd.broadcast_parameters(model.state_dict(), 0)),
         (optimizer_state, "_put_together", lambda: hvd.broadcast_optimizer_state(optimizer, 0)),
-        (torch.Tensor, "coalesce", lambda: hvd.sparse_allreduce_async(torch.eye(2).to_sparse(), "sparse", hvd.Sum).wait()),
+        (
+            torch.Tensor,
+            "coalesce",
+            lambda: hvd.sparse_allreduce_async(torch.eye(2).to_sparse(), "sparse", hvd.Sum).wait(),
+        ),
     ]
     for owner, name, call in calls:
         with monkeypatch.context() as patch:
@@ -270,11 +315,14 @@ def test_parameters_within_a_process_set(hvd: Any, pair: Any) -> None:
     for name, parameter in Net(last if pair.included() else hvd.rank()).named_parameters():
         assert torch.equal(model.get_parameter(name), parameter)
     if pair.included():
-        with pytest.raises(MismatchError, match=rf"\(3,\) on cpu on rank 0; float32 of shape \(4,\) on cpu on rank {last}"):
+        with pytest.raises(
+            MismatchError, match=rf"\(3,\) on cpu on rank 0; float32 of shape \(4,\) on cpu on rank {last}"
+        ):
             hvd.broadcast_parameters([torch.ones(3 + (hvd.rank() == last))], 0, process_set=pair)
 
 
-# ---- optimizers -----------------------------------------------------------------------------------------------------------------------
+# ---- optimizers
+# ----------------------------------------------------------------------------------------------------------------------
 
 OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "SGD": lambda params: torch.optim.SGD(params, lr=0.1),
@@ -335,7 +383,11 @@ def test_the_state_becomes_the_roots_and_training_goes_on_alike(hvd: Any, kind: 
     if is_root:
         optimizer.param_groups[0].update(lr=0.25, weight_decay=0.125, betas=(0.5, 0.75, None), note={"of": [1, "x"]})
     before = [parameter.detach().clone() for parameter in params]
-    held = {(number, key): value for number, parameter in enumerate(params) for key, value in optimizer.state.get(parameter, {}).items()}
+    held = {
+        (number, key): value
+        for number, parameter in enumerate(params)
+        for key, value in optimizer.state.get(parameter, {}).items()
+    }
     hvd.broadcast_optimizer_state(optimizer, root_rank=root)
     everyone = hvd.allgather_object(optimizer.state_dict())
     assert all(equal(each, everyone[root]) for each in everyone)
@@ -360,11 +412,18 @@ def test_the_state_becomes_the_roots_and_training_goes_on_alike(hvd: Any, kind: 
 
 def test_groups_options_and_extra_keys(hvd: Any) -> None:
     params = parameters(0)
-    optimizer = torch.optim.SGD([{"params": params[:1], "lr": 0.1 + hvd.rank()}, {"params": params[1:], "lr": 7 + hvd.rank()}], lr=1)
+    optimizer = torch.optim.SGD(
+        [{"params": params[:1], "lr": 0.1 + hvd.rank()}, {"params": params[1:], "lr": 7 + hvd.rank()}], lr=1
+    )
     optimizer.param_groups[1][f"only on {hvd.rank()}"] = hvd.rank()
     hvd.broadcast_optimizer_state(optimizer, 0, None, hvd.global_process_set)
-    assert [equal(group["lr"], right) for group, right in zip(optimizer.param_groups, (0.1, 7), strict=True)] == [True, True]
-    assert optimizer.param_groups[1]["only on 0"] == 0 and optimizer.param_groups[1][f"only on {hvd.rank()}"] == hvd.rank()
+    assert [equal(group["lr"], right) for group, right in zip(optimizer.param_groups, (0.1, 7), strict=True)] == [
+        True,
+        True,
+    ]
+    assert (
+        optimizer.param_groups[1]["only on 0"] == 0 and optimizer.param_groups[1][f"only on {hvd.rank()}"] == hvd.rank()
+    )
     assert optimizer.param_groups[0]["params"] == params[:1]
 
 
@@ -387,7 +446,11 @@ class Custom(torch.optim.Optimizer):
             for parameter in group["params"]:
                 shared = torch.full((3,), value, dtype=torch.bfloat16)
                 history = collections.deque([torch.full((2,), value), None], maxlen=4)
-                self.state[parameter] = {"history": history, "both": (shared, [shared]), "large": torch.full((LARGE,), value)}
+                self.state[parameter] = {
+                    "history": history,
+                    "both": (shared, [shared]),
+                    "large": torch.full((LARGE,), value),
+                }
         self.state["global"] = collections.OrderedDict(step=int(value), norm=torch.tensor(value))
 
 
@@ -401,7 +464,9 @@ def test_state_of_any_structure(hvd: Any) -> None:
         state = optimizer.state[parameter]
         assert type(state["history"]) is collections.deque and state["history"].maxlen == 4
         assert torch.equal(state["history"][0], torch.full((2,), 4.0)) and state["history"][1] is None
-        assert state["both"][0] is state["both"][1][0] and torch.equal(state["both"][0], torch.full((3,), 4.0, dtype=torch.bfloat16))
+        assert state["both"][0] is state["both"][1][0] and torch.equal(
+            state["both"][0], torch.full((3,), 4.0, dtype=torch.bfloat16)
+        )
         assert torch.equal(state["large"], torch.full((LARGE,), 4.0))
     assert type(optimizer.state["global"]) is collections.OrderedDict
     assert equal(dict(optimizer.state["global"]), {"step": 4, "norm": torch.tensor(4.0)})
@@ -427,7 +492,9 @@ def test_a_distributed_optimizer_does_not_step(hvd: Any) -> None:
 
 def test_horovods_gradients_of_zeros_before_the_first_step(hvd: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     world = runtime.world_of(hvd.global_process_set)
-    model = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Embedding(4, 2, sparse=True), torch.nn.Linear(2, 2).requires_grad_(False)])
+    model = torch.nn.ModuleList(
+        [torch.nn.Linear(2, 2), torch.nn.Embedding(4, 2, sparse=True), torch.nn.Linear(2, 2).requires_grad_(False)]
+    )
     optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
     hvd.broadcast_optimizer_state(optimizer, 0, model)
     assert all(param.grad is None for param in model.parameters())
@@ -450,11 +517,23 @@ def test_optimizers_that_differ_are_refused_on_every_rank(hvd: Any) -> None:
     odd = hvd.rank() == hvd.size() - 1
     params = parameters(0)
     fewer = torch.optim.SGD(params[: 2 + (not odd)], lr=0.1)
-    on_all(hvd, lambda: hvd.broadcast_optimizer_state(fewer, 0), "param_groups[0] is not the same on every rank: 3 parameters on rank")
+    on_all(
+        hvd,
+        lambda: hvd.broadcast_optimizer_state(fewer, 0),
+        "param_groups[0] is not the same on every rank: 3 parameters on rank",
+    )
     other = (torch.optim.Adam if odd else torch.optim.SGD)(params, lr=0.1)
-    on_all(hvd, lambda: hvd.broadcast_optimizer_state(other, 0), "the optimizer is not the same on every rank: SGD with 1 parameter groups")
+    on_all(
+        hvd,
+        lambda: hvd.broadcast_optimizer_state(other, 0),
+        "the optimizer is not the same on every rank: SGD with 1 parameter groups",
+    )
     reshaped = torch.optim.SGD([torch.nn.Parameter(torch.ones(3 + odd))], lr=0.1)
-    on_all(hvd, lambda: hvd.broadcast_optimizer_state(reshaped, 0), "param_groups[0]['params'][0] is not the same on every rank: float32")
+    on_all(
+        hvd,
+        lambda: hvd.broadcast_optimizer_state(reshaped, 0),
+        "param_groups[0]['params'][0] is not the same on every rank: float32",
+    )
 
 
 def test_what_is_no_optimizer_or_cannot_be_sent_is_refused(hvd: Any) -> None:
@@ -464,7 +543,11 @@ def test_what_is_no_optimizer_or_cannot_be_sent_is_refused(hvd: Any) -> None:
         optimizer = torch.optim.SGD(params, lr=0.1)
         if hvd.rank() == 0:
             optimizer.param_groups[0]["wrong"] = option
-        kind, said = (InvalidTypeError, "the state cannot be sent") if hvd.rank() == 0 else (MismatchError, "the state cannot be sent")
+        kind, said = (
+            (InvalidTypeError, "the state cannot be sent")
+            if hvd.rank() == 0
+            else (MismatchError, "the state cannot be sent")
+        )
         on_all(hvd, lambda optimizer=optimizer: hvd.broadcast_optimizer_state(optimizer, 0), said, (kind,))
 
 
@@ -482,11 +565,16 @@ def test_optimizers_within_a_process_set(hvd: Any, pair: Any) -> None:
         assert optimizer.param_groups[0]["lr"] == 0.1 + hvd.rank()
 
 
-# ---- objects --------------------------------------------------------------------------------------------------------------------------
+# ---- objects
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 def test_objects(hvd: Any, pair: Any) -> None:
-    mine = {"rank": hvd.rank(), "weights": [torch.full((2, 2), float(hvd.rank())).bfloat16()], "rest": "x" * 1000 * hvd.rank()}
+    mine = {
+        "rank": hvd.rank(),
+        "weights": [torch.full((2, 2), float(hvd.rank())).bfloat16()],
+        "rest": "x" * 1000 * hvd.rank(),
+    }
     for root in range(hvd.size()):
         found = hvd.broadcast_object(mine, root, "settings")
         assert found["rank"] == root and torch.equal(found["weights"][0], torch.full((2, 2), root).bfloat16())

@@ -33,7 +33,11 @@ def batches(rows: list[int], shape: tuple[int, ...], dtype: Any = torch.float64,
     """A batch for each rank, far from zero, with another mean on each rank."""
     generator = torch.Generator().manual_seed(17 + step)
     return [
-        (torch.randn(count, CHANNELS, *shape, generator=generator, dtype=torch.float64) * (1 + rank) + 30 * rank + step).to(dtype)
+        (
+            torch.randn(count, CHANNELS, *shape, generator=generator, dtype=torch.float64) * (1 + rank)
+            + 30 * rank
+            + step
+        ).to(dtype)
         for rank, count in enumerate(rows)
     ]
 
@@ -43,7 +47,9 @@ def of_all(hvd: Any, tensor: Any) -> Any:
 
 
 def layer(plain: bool, dims: int, hvd: Any, dtype: Any = torch.float64, **options: Any) -> Any:
-    module = PLAIN[dims](CHANNELS, dtype=dtype, **options) if plain else hvd.SyncBatchNorm(CHANNELS, dtype=dtype, **options)
+    module = (
+        PLAIN[dims](CHANNELS, dtype=dtype, **options) if plain else hvd.SyncBatchNorm(CHANNELS, dtype=dtype, **options)
+    )
     if module.affine:
         with torch.no_grad():
             module.weight.copy_(torch.tensor([0.5, -2.0, 3.0]))
@@ -59,7 +65,9 @@ def compare(hvd: Any, mine: Any, plain: Any, inputs: list[Any], dims: int, steps
     for step in range(steps):
         whole = (torch.cat(inputs) * (1 + step)).requires_grad_()
         part = (inputs[rank] * (1 + step)).requires_grad_()
-        slopes = torch.randn(whole.shape, generator=torch.Generator().manual_seed(step), dtype=torch.float64).to(whole.dtype)
+        slopes = torch.randn(whole.shape, generator=torch.Generator().manual_seed(step), dtype=torch.float64).to(
+            whole.dtype
+        )
         wanted, found = plain(whole), mine(part)
         assert found.dtype == wanted.dtype and found.shape == part.shape
         (wanted * slopes).sum().backward()
@@ -81,14 +89,24 @@ EXACT = {"rtol": 1e-10, "atol": 1e-10}
 @pytest.mark.parametrize("rows", ["even", "uneven", "empty"])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_it_equals_plain_batch_norm_over_all_batches(hvd: Any, shape: tuple[int, ...], rows: str) -> None:
-    counts = {"even": [4] * hvd.size(), "uneven": list(range(2, 2 + hvd.size())), "empty": [0] * (hvd.size() - 1) + [3]}[rows]
+    counts = {
+        "even": [4] * hvd.size(),
+        "uneven": list(range(2, 2 + hvd.size())),
+        "empty": [0] * (hvd.size() - 1) + [3],
+    }[rows]
     dims = len(shape)
     compare(hvd, layer(False, dims, hvd), layer(True, dims, hvd), batches(counts, shape), dims, **EXACT)
 
 
 @pytest.mark.parametrize(
     "options",
-    [{"momentum": None}, {"momentum": 0.7}, {"track_running_stats": False}, {"affine": False}, {"eps": 0.5, "momentum": 0.0}],
+    [
+        {"momentum": None},
+        {"momentum": 0.7},
+        {"track_running_stats": False},
+        {"affine": False},
+        {"eps": 0.5, "momentum": 0.0},
+    ],
     ids=str,
 )
 def test_its_options_mean_the_same(hvd: Any, options: dict[str, Any]) -> None:
@@ -110,7 +128,9 @@ def test_a_mean_far_from_zero_costs_no_accuracy(hvd: Any) -> None:
     inputs = [each + 10_000 for each in batches([64] * hvd.size(), (3, 3))]
     exact = torch.nn.functional.batch_norm(torch.cat(inputs), None, None, training=True).split(64)[hvd.rank()]
     found = hvd.SyncBatchNorm(CHANNELS, affine=False)(inputs[hvd.rank()].float())
-    torch.testing.assert_close(found.double(), exact, rtol=0, atol=0.02)  # float32 tells neighbours at 10,000 apart by 0.001
+    torch.testing.assert_close(
+        found.double(), exact, rtol=0, atol=0.02
+    )  # float32 tells neighbours at 10,000 apart by 0.001
 
 
 def test_autocast(hvd: Any) -> None:
@@ -176,7 +196,9 @@ def test_compiled_as_one_graph(hvd: Any) -> None:
     if hvd.size() != 2:
         pytest.skip("compiling takes seconds on every rank, and two ranks show it")
     torch.manual_seed(0)
-    plain = torch.nn.Sequential(torch.nn.Conv2d(CHANNELS, CHANNELS, 1), torch.nn.BatchNorm2d(CHANNELS, momentum=None)).double()
+    plain = torch.nn.Sequential(
+        torch.nn.Conv2d(CHANNELS, CHANNELS, 1), torch.nn.BatchNorm2d(CHANNELS, momentum=None)
+    ).double()
     mine = hvd.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(plain))
     model = torch.compile(mine, backend="aot_eager", fullgraph=True)
     counts = [2 + rank for rank in range(hvd.size())]
@@ -197,7 +219,9 @@ def test_compiled_as_one_graph(hvd: Any) -> None:
 def test_checkpointing(hvd: Any, reentrant: bool) -> None:
     inputs = batches([3] * hvd.size(), (2, 2))
     torch.manual_seed(0)
-    plain = torch.nn.Sequential(torch.nn.Conv2d(CHANNELS, CHANNELS, 1), torch.nn.BatchNorm2d(CHANNELS), torch.nn.Tanh()).double()
+    plain = torch.nn.Sequential(
+        torch.nn.Conv2d(CHANNELS, CHANNELS, 1), torch.nn.BatchNorm2d(CHANNELS), torch.nn.Tanh()
+    ).double()
     mine = hvd.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(plain))
     whole, part = torch.cat(inputs).requires_grad_(), inputs[hvd.rank()].clone().requires_grad_()
     plain(whole).pow(2).sum().backward()
@@ -303,7 +327,12 @@ def test_models_are_converted(hvd: Any) -> None:
     weight, mean = shared.weight, shared.running_mean
     assert hvd.SyncBatchNorm.convert_sync_batchnorm(model) is model
     norms = [module for module in model.modules() if isinstance(module, torch.nn.modules.batchnorm._BatchNorm)]
-    assert [type(each) for each in norms] == [hvd.SyncBatchNorm] * 4 and [each.num_features for each in norms] == [3, 5, 6, 7]
+    assert [type(each) for each in norms] == [hvd.SyncBatchNorm] * 4 and [each.num_features for each in norms] == [
+        3,
+        5,
+        6,
+        7,
+    ]
     assert model[1] is model[2][2] and model[1].weight is weight and model[1].running_mean is mean
     assert (model[1].eps, model[1].momentum, model[1].training, model[2][0].training) == (0.1, None, False, True)
     assert model[2][0].weight is None and model[3].running_mean is None

@@ -1,7 +1,9 @@
-"""Training on any number of ranks is training on one: the same parameters to rounding, and bit for bit the same on all ranks.
+"""Training on any number of ranks is training on one: the same parameters to rounding, and bit for bit the same on all
+ranks.
 
-Each rank also trains a plain copy of the model on the whole global batch by itself; that copy is what the distributed one has to become.
-A rank's share of a batch is every size-th row, so that 12 rows give 1, 2, 3 and 4 ranks shares of one size.
+Each rank also trains a plain copy of the model on the whole global batch by itself; that copy is what the distributed
+one has to become. A rank's share of a batch is every size-th row, so that 12 rows give 1, 2, 3 and 4 ranks shares of
+one size.
 """
 
 from __future__ import annotations
@@ -51,7 +53,10 @@ def batches(dtype: Any = torch.float64, count: int = STEPS) -> list[tuple[Any, A
     """The global batches, the same on every rank, each row different."""
     source = torch.Generator().manual_seed(9)
     return [
-        (torch.randn(ROWS, INPUTS, generator=source, dtype=dtype), torch.randn(ROWS, OUTPUTS, generator=source, dtype=dtype))
+        (
+            torch.randn(ROWS, INPUTS, generator=source, dtype=dtype),
+            torch.randn(ROWS, OUTPUTS, generator=source, dtype=dtype),
+        )
         for _ in range(count)
     ]
 
@@ -79,7 +84,9 @@ def parameters_of(model: Model) -> list[Any]:
 
 def assert_trained_alike(hvd: Any, model: Model, reference: Model, initial: Model, **tolerance: float) -> None:
     """All ranks' parameters are bitwise equal, near the reference's, and no longer what they were."""
-    digest = hashlib.sha256(b"".join(parameter.contiguous().numpy().tobytes() for parameter in parameters_of(model))).hexdigest()
+    digest = hashlib.sha256(
+        b"".join(parameter.contiguous().numpy().tobytes() for parameter in parameters_of(model))
+    ).hexdigest()
     assert len(set(hvd.allgather_object(digest))) == 1, "the ranks' parameters differ"
     hvd.check_consistency(parameters_of(model))
     tolerance = tolerance or TOLERANCES[parameters_of(model)[0].dtype]
@@ -89,7 +96,9 @@ def assert_trained_alike(hvd: Any, model: Model, reference: Model, initial: Mode
     assert moved == trained, "a parameter was not trained, or a frozen one was"
 
 
-def check(hvd: Any, make_optimizer: Callable[[Model], Any], tolerance: dict[str, float] | None = None, **options: Any) -> None:
+def check(
+    hvd: Any, make_optimizer: Callable[[Model], Any], tolerance: dict[str, float] | None = None, **options: Any
+) -> None:
     """Train the perceptron on shares through the distributed optimizer and, by itself, on whole batches."""
     initial = perceptron()
     model, reference = copy.deepcopy(initial), copy.deepcopy(initial)
@@ -144,8 +153,14 @@ def test_explicit_groups(hvd: Any) -> None:
 def test_without_names(hvd: Any) -> None:
     initial = perceptron()
     model, reference = copy.deepcopy(initial), copy.deepcopy(initial)
-    layers = [{"params": model[0].parameters(), "lr": 0.2}, {"params": [*model[2].parameters(), *model[4].parameters()]}]
-    theirs = [{"params": reference[0].parameters(), "lr": 0.2}, {"params": [*reference[2].parameters(), *reference[4].parameters()]}]
+    layers = [
+        {"params": model[0].parameters(), "lr": 0.2},
+        {"params": [*model[2].parameters(), *model[4].parameters()]},
+    ]
+    theirs = [
+        {"params": reference[0].parameters(), "lr": 0.2},
+        {"params": [*reference[2].parameters(), *reference[4].parameters()]},
+    ]
     train(model, hvd.DistributedOptimizer(torch.optim.SGD(layers, lr=0.1)), [share(hvd, batch) for batch in batches()])
     train(reference, torch.optim.SGD(theirs, lr=0.1), batches())
     assert_trained_alike(hvd, model, reference, initial)
@@ -173,7 +188,11 @@ def test_groups_and_several_backward_passes_a_step(hvd: Any, view: bool) -> None
             optimizer.step()
 
     optimizer = hvd.DistributedOptimizer(
-        momentum(model), named_parameters=model.named_parameters(), backward_passes_per_step=2, groups=2, gradient_as_bucket_view=view
+        momentum(model),
+        named_parameters=model.named_parameters(),
+        backward_passes_per_step=2,
+        groups=2,
+        gradient_as_bucket_view=view,
     )
     accumulate(model, optimizer, [share(hvd, batch) for batch in batches()])
     accumulate(reference, momentum(reference), batches())
@@ -186,7 +205,12 @@ class Branches(nn.Module):  # type: ignore[misc, name-defined]
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(6)
-        self.first, self.twice, self.sometimes, self.last = nn.Linear(INPUTS, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, OUTPUTS)
+        self.first, self.twice, self.sometimes, self.last = (
+            nn.Linear(INPUTS, 8),
+            nn.Linear(8, 8),
+            nn.Linear(8, 8),
+            nn.Linear(8, OUTPUTS),
+        )
         self.frozen = nn.Linear(8, 8).requires_grad_(False)
         self.double()
 
@@ -201,9 +225,14 @@ def test_shared_frozen_and_sometimes_unused_parameters(hvd: Any, view: bool, gro
     """The last rank never uses the branch, the others in every other step; who does not, adds zeros to the average."""
     initial = Branches()
     model, reference = copy.deepcopy(initial), copy.deepcopy(initial)
-    uses = [[step % 2 == 0 and (rank < hvd.size() - 1 or hvd.size() == 1) for rank in range(hvd.size())] for step in range(STEPS)]
+    uses = [
+        [step % 2 == 0 and (rank < hvd.size() - 1 or hvd.size() == 1) for rank in range(hvd.size())]
+        for step in range(STEPS)
+    ]
     plain = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer = hvd.DistributedOptimizer(plain, named_parameters=model.named_parameters(), groups=groups, gradient_as_bucket_view=view)
+    optimizer = hvd.DistributedOptimizer(
+        plain, named_parameters=model.named_parameters(), groups=groups, gradient_as_bucket_view=view
+    )
     for (inputs, targets), used in zip(batches(), uses, strict=True):
         mine = share(hvd, (inputs, targets))
         optimizer.zero_grad()

@@ -1,8 +1,8 @@
 """Recipes: what programs do around a training step, on several ranks and on one process.
 
-A recipe is one function that is run twice: on `Ranks`, where each rank has its own rows of every global batch and optimizers are
-distributed; and `Alone`, where one process has all rows and optimizers are torch's own. Both must end with the same parameters.
-Rows are dealt out by turns, 13 of them, so that ranks have different numbers of rows.
+A recipe is one function that is run twice: on `Ranks`, where each rank has its own rows of every global batch and
+optimizers are distributed; and `Alone`, where one process has all rows and optimizers are torch's own. Both must end
+with the same parameters. Rows are dealt out by turns, 13 of them, so that ranks have different numbers of rows.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ class Side:
         raise NotImplementedError
 
     def parts(self, batch: Batch) -> list[tuple[int, Batch]]:
-        """Ranks and their rows: this rank's, or all; where ranks do different things, or rounding depends on the rows."""
+        """Ranks and their rows: this rank's, or all; where ranks do different things, or rounding depends on the
+        rows."""
         raise NotImplementedError
 
     def optimizer(self, optimizer: Any, model: Model = None, **options: Any) -> Any:
@@ -87,7 +88,8 @@ class Side:
         return self.mean((model(batch[0]) - batch[1]).square(), weight)
 
     def halves(self, model: Model, batch: Batch, dtype: Any) -> Iterator[tuple[int, Any]]:
-        """Ranks and the losses of their rows, computed in 16 bits: of each rank's rows by themselves, so that all is rounded alike."""
+        """Ranks and the losses of their rows, computed in 16 bits: of each rank's rows by themselves, so that all is
+        rounded alike."""
         for rank, part in self.parts(batch):
             with torch.autocast("cpu", dtype):
                 loss = self.loss(model, part, self.size)

@@ -1,7 +1,7 @@
 """One rank of the scenarios on a GPU: ``collectivesrun -np 2 python -m tests.gpu.ranks --transport cuda-ipc``.
 
-All ranks may share one GPU. Where a transport cannot be had, this says so and ends well; any other failure ends all ranks.
-``--device cpu`` does the same on an emulated GPU, which needs g++.
+All ranks may share one GPU. Where a transport cannot be had, this says so and ends well; any other failure ends all
+ranks. ``--device cpu`` does the same on an emulated GPU, which needs g++.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ def main() -> None:
     flags.add_argument("--makers", default="cupy")
     flags.add_argument("--transport")
     flags.add_argument("--quick", action="store_true", help="only those that touch memory in every way")
-    flags.add_argument("--no-pool", action="store_true", help="every array is an allocation of its own, whose bounds a checker sees")
+    flags.add_argument(
+        "--no-pool", action="store_true", help="every array is an allocation of its own, whose bounds a checker sees"
+    )
     given = flags.parse_args()
     with _on_gpu(given) if given.device == "cuda" else _emulated() as frameworks:
         run(frameworks, QUICK if given.quick else SCENARIOS, given.transport)

@@ -1,4 +1,5 @@
-"""The kernels on a real GPU, against NumPy: what they combine, pack and unpack, to the element, at odd counts and odd addresses."""
+"""The kernels on a real GPU, against NumPy: what they combine, pack and unpack, to the element, at odd counts and odd
+addresses."""
 
 from __future__ import annotations
 

@@ -22,7 +22,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(PROBLEM is not None, reason=PR
 @pytest.mark.parametrize("transport", ["nccl", "cuda-ipc"])
 def test_scenarios(transport: str) -> None:
     """One world for all of them, each rank on a stream of its own; connecting NCCL is what takes long."""
-    threads.run(2, lambda world: on_own_stream(world, SCENARIOS, {"transport": transport}), timeout=50, make_world=World)
+    threads.run(
+        2, lambda world: on_own_stream(world, SCENARIOS, {"transport": transport}), timeout=50, make_world=World
+    )
 
 
 def on_own_stream(world: World, scenarios: list[Scenario], forced: dict[str, Any]) -> None:

@@ -29,7 +29,9 @@ def flags(text: str) -> list[str]:
     return text.split()
 
 
-@pytest.mark.parametrize("collective", [ALLREDUCE, ALLGATHER, BROADCAST, REDUCESCATTER, ALLTOALL], ids=lambda found: found.name)
+@pytest.mark.parametrize(
+    "collective", [ALLREDUCE, ALLGATHER, BROADCAST, REDUCESCATTER, ALLTOALL], ids=lambda found: found.name
+)
 def test_every_value_is_right(collective: Collective, capsys: pytest.CaptureFixture[str]) -> None:
     main(collective, flags("-b 4 -e 1M -f 512 -n 2 -w 1 -d float,half,bfloat16,uint8 --peers mpi"))
     shown = capsys.readouterr().out
@@ -64,7 +66,10 @@ def test_wrong_results_fail_on_every_rank(monkeypatch: pytest.MonkeyPatch, capsy
 
 
 def test_files_and_forced_choices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main(ALLREDUCE, ["-b", "64K", "-e", "64K", "-n", "2", "--algorithm", "ring,direct", "--json", str(tmp_path / "results.json")])
+    main(
+        ALLREDUCE,
+        ["-b", "64K", "-e", "64K", "-n", "2", "--algorithm", "ring,direct", "--json", str(tmp_path / "results.json")],
+    )
     if RANK == 0:
         assert (tmp_path / "results.json").stat().st_size > 0
         shown = capsys.readouterr().out

@@ -1,4 +1,5 @@
-"""The transports among processes pass the conformance suite: shared memory and MPI on one host, and on pretended ones."""
+"""The transports among processes pass the conformance suite: shared memory and MPI on one host, and on pretended
+ones."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Device tensors with ranks as processes, on an emulated GPU whose memory they map: CUDA IPC, what is done without it, and hosts between
-which MPI carries what was staged."""
+"""Device tensors with ranks as processes, on an emulated GPU whose memory they map: CUDA IPC, what is done without it,
+and hosts between which MPI carries what was staged."""
 
 from __future__ import annotations
 
@@ -28,7 +28,13 @@ from tests.scenarios import expected, sample
 pytestmark = [pytest.mark.mpi, pytest.mark.usefixtures("kernels")]
 RANKS = (2, 3)
 
-UNPACKED = [scenarios.every_size, scenarios.odd_addresses_and_layouts, scenarios.broadcasts, scenarios.allgathers, scenarios.reducescatters]
+UNPACKED = [
+    scenarios.every_size,
+    scenarios.odd_addresses_and_layouts,
+    scenarios.broadcasts,
+    scenarios.allgathers,
+    scenarios.reducescatters,
+]
 """In which peers would look at the tensors themselves."""
 FLOAT = np.dtype(np.float32)
 
@@ -82,7 +88,9 @@ def test_hosts_between_which_messages_travel(scenario: Scenario, device: Emulate
 
 
 @pytest.mark.parametrize("refusing", ["one rank", "all ranks"])
-def test_without_shared_memory_tensors_go_through_the_host(refusing: str, device: EmulatedDevice, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_shared_memory_tensors_go_through_the_host(
+    refusing: str, device: EmulatedDevice, caplog: pytest.LogCaptureFixture
+) -> None:
     """Every rank does the same, whichever could not share; the user is told once."""
     with connected(device) as world, caplog.at_level(logging.WARNING, "collectives"):
         device.refuse_sharing = refusing == "all ranks" or world.rank == world.size - 1
@@ -120,7 +128,8 @@ def test_tensors_that_cannot_be_shared_are_copied(
 
 
 def test_peers_that_are_done_keep_what_others_still_read(device: EmulatedDevice) -> None:
-    """Each rank drops its tensor as soon as it has its own result; allocations at the same addresses come and go meanwhile."""
+    """Each rank drops its tensor as soon as it has its own result; allocations at the same addresses come and go
+    meanwhile."""
     with connected(device) as world:
         maker = EmulatedMaker(device)
         for step in range(30):
@@ -137,7 +146,9 @@ def mapped_and_freed(world: World, device: EmulatedDevice, maker: EmulatedMaker)
     world.allreduce_(tensor, transport="cuda-ipc")
     np.testing.assert_array_equal(maker.host(tensor), 1)
     del tensor
-    world.broadcast_(maker.device(np.ones(3)), 0, transport="cuda-ipc")  # the engine keeps the latest operation's tensors
+    world.broadcast_(
+        maker.device(np.ones(3)), 0, transport="cuda-ipc"
+    )  # the engine keeps the latest operation's tensors
     device._trim()
     assert SPACE.still_mapped(device) >= 8_000_000
 
@@ -165,7 +176,8 @@ def test_memory_is_released_that_is_mapped_but_not_in_use(device: EmulatedDevice
 def test_memory_is_released_before_there_is_said_to_be_none(
     first: bool, starving: str, device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Freed memory is not free while peers have it mapped; once they have not, what is asked for a second time is there or is not."""
+    """Freed memory is not free while peers have it mapped; once they have not, what is asked for a second time is there
+    or is not."""
     monkeypatch.setattr(side, "_ALONE_FROM", 1 << 20)
     with connected(device) as world:
         maker = EmulatedMaker(device)

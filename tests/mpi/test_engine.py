@@ -1,5 +1,5 @@
-"""Every scenario of the engine with ranks as processes, on one host, on pretended ones and over messages only; and process sets
-as `collectives` shows them, in the numbers of all ranks."""
+"""Every scenario of the engine with ranks as processes, on one host, on pretended ones and over messages only; and
+process sets as `collectives` shows them, in the numbers of all ranks."""
 
 from __future__ import annotations
 

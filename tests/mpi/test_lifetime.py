@@ -99,7 +99,9 @@ def test_process_sets_are_recognized_by_their_ranks() -> None:
     everybody = MPI.COMM_WORLD
     rank = everybody.Get_rank()
     alone, both = ProcessSet(everybody.Split(rank)), ProcessSet(everybody.Dup())
-    with pytest.raises(InvalidArgumentError, match=r"process_sets\[1\] is a duplicate: set 0 has the same ranks \[0, 1\]"):
+    with pytest.raises(
+        InvalidArgumentError, match=r"process_sets\[1\] is a duplicate: set 0 has the same ranks \[0, 1\]"
+    ):
         collectives.init(everybody, [alone, both, ProcessSet([0])] if rank else [alone, both, ProcessSet(range(1))])
     assert (alone.process_set_id, alone.ranks, alone.rank()) == (1 + rank, [rank], 0)
     assert both.process_set_id is None and collectives.global_process_set.mpi_comm == everybody

@@ -1,4 +1,5 @@
-"""Random programs with ranks as processes: many programs on one world, on one host, on pretended hosts, and over messages only."""
+"""Random programs with ranks as processes: many programs on one world, on one host, on pretended hosts, and over
+messages only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What the engine offers to adapters: results in their memory, several tensors in one, and agreement on what no operation compares."""
+"""What the engine offers to adapters: results in their memory, several tensors in one, and agreement on what no
+operation compares."""
 
 from __future__ import annotations
 
@@ -33,7 +34,11 @@ def test_results_come_into_the_callers_memory(size: int, compression: Any) -> No
             memory[:] = -1
             world.grouped_allreduce(given, op=Op.SUM, name="group", out=out, parts=PARTS, compression=compression)
             total = size * (size + 1) / 2
-            assert np.array_equal(memory[:10], np.arange(10) * total) and np.all(memory[16:] == total) and np.all(memory[10:16] == -1)
+            assert (
+                np.array_equal(memory[:10], np.arange(10) * total)
+                and np.all(memory[16:] == total)
+                and np.all(memory[10:16] == -1)
+            )
             assert np.array_equal(given[0], np.arange(10) * (world.rank + 1))
 
     threads.run(size, program, make_world=World)
@@ -42,7 +47,9 @@ def test_results_come_into_the_callers_memory(size: int, compression: Any) -> No
 def test_other_parts_are_a_mismatch_that_names_them() -> None:
     def program(world: World) -> None:
         parts = PARTS if world.rank == 0 else [((3, 2), (4,)), ()]
-        with pytest.raises(MismatchError, match=r"(?s)3 tensors: float32\[2, 3\], float32\[4\], .*3 tensors: float32\[3, 2\], "):
+        with pytest.raises(
+            MismatchError, match=r"(?s)3 tensors: float32\[2, 3\], float32\[4\], .*3 tensors: float32\[3, 2\], "
+        ):
             world.grouped_allreduce(_operands(world.rank), op=Op.SUM, name="group", parts=parts)
         world.barrier()
 
@@ -74,7 +81,9 @@ def test_agreement() -> None:
     def program(world: World) -> None:
         agree(world, "start", {"variable 0": "float32", "variable 1": "int64"})
         mine = {"variable 0": "float32", "variable 1": "int64" if world.rank == 1 else "int32"}
-        with pytest.raises(MismatchError, match="start: variable 1 is not the same on every rank: int32 on ranks 0, 2; int64 on rank 1"):
+        with pytest.raises(
+            MismatchError, match="start: variable 1 is not the same on every rank: int32 on ranks 0, 2; int64 on rank 1"
+        ):
             agree(world, "start", mine)
 
     threads.run(3, program, make_world=World)

@@ -1,4 +1,5 @@
-"""Adasum and compression through the engine: blocking, asynchronous, in groups, with factors, and beside ranks that have joined."""
+"""Adasum and compression through the engine: blocking, asynchronous, in groups, with factors, and beside ranks that
+have joined."""
 
 from __future__ import annotations
 
@@ -163,7 +164,9 @@ def test_consistency_names_the_tensor_and_the_ranks() -> None:
     threads.run(4, program, make_world=World)
 
 
-@pytest.mark.parametrize("form", ["allreduce", "allreduce_", "allreduce_async", "grouped_allreduce", "grouped_allreduce_async_"])
+@pytest.mark.parametrize(
+    "form", ["allreduce", "allreduce_", "allreduce_async", "grouped_allreduce", "grouped_allreduce_async_"]
+)
 def test_an_operation_is_said_in_one_way(form: str) -> None:
     """Rank 0 gives both ``average`` and ``op``, and every rank raises; then all pair up again."""
 
@@ -176,6 +179,10 @@ def test_an_operation_is_said_in_one_way(form: str) -> None:
                 if "async" in form:
                     result.wait()
             assert world.allreduce(np.float64(world.rank), False) == sum(range(world.size))
-        assert world.allreduce(np.float64(world.rank), True) == world.allreduce(np.float64(world.rank)) == (world.size - 1) / 2
+        assert (
+            world.allreduce(np.float64(world.rank), True)
+            == world.allreduce(np.float64(world.rank))
+            == (world.size - 1) / 2
+        )
 
     threads.run(2, program, make_world=World)

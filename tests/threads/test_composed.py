@@ -1,4 +1,5 @@
-"""Calls that are made of several operations: what fails on one rank between them is told to all, and the next call works."""
+"""Calls that are made of several operations: what fails on one rank between them is told to all, and the next call
+works."""
 
 from __future__ import annotations
 

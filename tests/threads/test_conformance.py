@@ -10,7 +10,12 @@ from collectives.transport import threads
 from collectives.transport.group import Group
 from tests import conformance
 
-ALL = [*conformance.control_checks, *conformance.memory_checks, *conformance.message_checks, conformance.a_failure_reaches_every_wait]
+ALL = [
+    *conformance.control_checks,
+    *conformance.memory_checks,
+    *conformance.message_checks,
+    conformance.a_failure_reaches_every_wait,
+]
 
 
 @pytest.mark.parametrize("hosts", [None, ((0, 1), (2, 3))], ids=["one-host", "two-hosts"])

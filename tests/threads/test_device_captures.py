@@ -22,7 +22,8 @@ CONFIG = Config(timeout=PATIENCE, host_until=0)
 
 
 class Captured:
-    """A capture of the calling thread, of a stream on which there is nothing else; within it the stream is the current one.
+    """A capture of the calling thread, of a stream on which there is nothing else; within it the stream is the current
+    one.
 
     One rank captures while the others' programs make no calls of their own, which would spoil its capture in CUDA too.
     """
@@ -79,7 +80,9 @@ def test_a_capture_outlives_the_looks_of_the_watch(monkeypatch: pytest.MonkeyPat
     def program(world: World, maker: EmulatedMaker) -> None:
         device = provider.device(world.rank)
         tensor = full(world, maker)
-        check(maker, world.allreduce(tensor, average=False, name="held back"))  # what is new makes the host wait for the GPU
+        check(
+            maker, world.allreduce(tensor, average=False, name="held back")
+        )  # what is new makes the host wait for the GPU
         capturing = Captured(device)
         gate = Gate(device, device.current_stream())
         result = world.allreduce(tensor, average=False, name="held back")
@@ -156,7 +159,9 @@ def test_collectives_and_waits_are_refused_in_a_capture_and_spoil_nothing() -> N
                     lambda: world.synchronize(group),
                     lambda: world.allreduce(tensor, stream=stream),
                 ):
-                    with pytest.raises(InvalidArgumentError, match=r"rank 0: .*captured into a CUDA graph.*(before|outside)"):
+                    with pytest.raises(
+                        InvalidArgumentError, match=r"rank 0: .*captured into a CUDA graph.*(before|outside)"
+                    ):
                         call()
                 assert handle.poll() in (True, False)
         else:

@@ -12,7 +12,13 @@ import numpy as np
 import pytest
 
 from collectives.base.config import Config
-from collectives.base.errors import CollectiveTimeoutError, InvalidArgumentError, MismatchError, RankFailedError, TransportError
+from collectives.base.errors import (
+    CollectiveTimeoutError,
+    InvalidArgumentError,
+    MismatchError,
+    RankFailedError,
+    TransportError,
+)
 from collectives.cuda import accelerator
 from collectives.device import selection
 from collectives.device.protocol import active
@@ -47,8 +53,8 @@ class Silent:
 
 @pytest.mark.parametrize("notices", ["NCCL", "host"])
 def test_work_that_a_peer_never_issues_is_aborted(notices: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Either the communicator says that it failed, or the peer that has failed says so; the kernel that waits could not tell. Graphs that
-    refer to the communicator do not hold that up."""
+    """Either the communicator says that it failed, or the peer that has failed says so; the kernel that waits could not
+    tell. Graphs that refer to the communicator do not hold that up."""
     silent, checked = Silent(monkeypatch, rank=1), threading.Event()
     seconds: list[float] = []
 
@@ -116,7 +122,9 @@ def test_a_rank_uses_one_gpu() -> None:
 
         np.testing.assert_array_equal(maker.host(world.allreduce(ones(maker))), 1)
         moved = elsewhere(np.ones(10))
-        with pytest.raises(InvalidArgumentError, match=f"rank {world.rank}: .*expected device {world.rank}.*got device {other.index}"):
+        with pytest.raises(
+            InvalidArgumentError, match=f"rank {world.rank}: .*expected device {world.rank}.*got device {other.index}"
+        ):
             world.allreduce(moved)
         np.testing.assert_array_equal(maker.host(world.allreduce(ones(maker))), 1)
         # One rank alone is wrong: the others are told as well.
@@ -160,13 +168,19 @@ def test_nccl_that_cannot_connect_is_told_on_every_rank_at_once(step: str) -> No
         return took
 
     with emulated(3, library=Broken(3)) as provider:
-        on_threads(3, lambda world, maker: seconds.append(program(world, maker)), provider, config=Config(timeout=30, host_until=0))
+        on_threads(
+            3,
+            lambda world, maker: seconds.append(program(world, maker)),
+            provider,
+            config=Config(timeout=30, host_until=0),
+        )
     assert len(seconds) == 3 and max(seconds) < BOUND
 
 
 @pytest.mark.parametrize("what", ["bucket", "scaled"])
 def test_memory_that_runs_out_on_one_rank_ends_the_world_on_all(what: str) -> None:
-    """It is no answer that all ranks are given alike: to fail this rank's operation alone would leave the others to wait for it."""
+    """It is no answer that all ranks are given alike: to fail this rank's operation alone would leave the others to
+    wait for it."""
     raised: list[BaseException] = []
 
     def program(world: World, maker: EmulatedMaker) -> None:
@@ -175,7 +189,9 @@ def test_memory_that_runs_out_on_one_rank_ends_the_world_on_all(what: str) -> No
         afterwards = ones(maker)
         if world.rank == 1:
             device = provider.device(1)
-            device._capacity = device._used + {"bucket": 0, "scaled": 1_000_000}[what]  # enough for a result, but for nothing else
+            device._capacity = (
+                device._used + {"bucket": 0, "scaled": 1_000_000}[what]
+            )  # enough for a result, but for nothing else
         try:
             if what == "bucket":
                 world.grouped_allreduce_(tensors)
@@ -190,7 +206,11 @@ def test_memory_that_runs_out_on_one_rank_ends_the_world_on_all(what: str) -> No
     before = selection.use(provider)
     began = time.monotonic()
     try:
-        threads.run(2, lambda world: on_its_device(world, provider, program), make_world=lambda group: World(group, Config(host_until=0)))
+        threads.run(
+            2,
+            lambda world: on_its_device(world, provider, program),
+            make_world=lambda group: World(group, Config(host_until=0)),
+        )
     finally:
         selection.use(before)
     assert len(raised) == 2 and all("out of device memory" in str(error) for error in raised), raised
@@ -208,11 +228,15 @@ def test_nccl_that_hangs_while_it_connects_is_done_without(monkeypatch: pytest.M
     waited: list[float] = []
 
     class Stuck(EmulatedNccl):
-        def connect(self, rank: int, size: int, unique_id: bytes, timeout: float, *arguments: Any, **options: Any) -> Any:
+        def connect(
+            self, rank: int, size: int, unique_id: bytes, timeout: float, *arguments: Any, **options: Any
+        ) -> Any:
             waited.append(timeout)
             if rank == 1:
                 time.sleep(min(timeout, BOUND))  # the hang itself
-                raise CollectiveTimeoutError(f"rank 1: the {size} ranks did not all connect with NCCL within {timeout:g} s")
+                raise CollectiveTimeoutError(
+                    f"rank 1: the {size} ranks did not all connect with NCCL within {timeout:g} s"
+                )
             return super().connect(rank, size, unique_id, timeout, *arguments, **options)
 
     def program(world: World, maker: EmulatedMaker) -> None:
@@ -237,5 +261,10 @@ def test_nccl_hears_how_many_ranks_share_a_gpu(count: int, sharers: int) -> None
             return super().connect(*arguments)
 
     with emulated(count, library=Listening(4)) as provider:
-        on_threads(4, lambda world, maker: world.allreduce(ones(maker), transport="nccl"), provider, config=Config(host_until=0))
+        on_threads(
+            4,
+            lambda world, maker: world.allreduce(ones(maker), transport="nccl"),
+            provider,
+            config=Config(host_until=0),
+        )
     assert heard == [sharers] * 4

@@ -25,7 +25,9 @@ def test_the_transports_are_said_once_and_each_choice_once(caplog: pytest.LogCap
     with caplog.at_level(logging.DEBUG, "collectives"), emulated(1) as provider:
         on_threads(2, program, provider, config=Config(host_until=0))
     said = [record.getMessage() for record in caplog.records]
-    assert len([text for text in said if text.startswith("GPU tensors: 2 ranks on 1 GPUs; CUDA IPC (yes), NCCL (")]) == 1, said
+    assert (
+        len([text for text in said if text.startswith("GPU tensors: 2 ranks on 1 GPUs; CUDA IPC (yes), NCCL (")]) == 1
+    ), said
     assert [text for text in said if " on GPUs: " in text] == [
         "allreduce of 4000 bytes on GPUs: direct over cuda-ipc",
         "allgather of 8000 bytes on GPUs: auto over host (as asked for)",

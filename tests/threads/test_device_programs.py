@@ -1,4 +1,5 @@
-"""Random programs on host and device tensors with ranks as threads on emulated GPUs; and what such programs have found, one by one.
+"""Random programs on host and device tensors with ranks as threads on emulated GPUs; and what such programs have found,
+one by one.
 
 More of them by hand: ``python -m tests.device_programs 0 1000``.
 """
@@ -106,7 +107,8 @@ def test_what_a_joined_rank_gives_outlives_an_operation_that_is_refused() -> Non
 
 
 def test_a_refused_group_keeps_nothing_alive() -> None:
-    """All is given back at the shutdown, with no garbage collected: the error that the caller has must not know the engine's frames."""
+    """All is given back at the shutdown, with no garbage collected: the error that the caller has must not know the
+    engine's frames."""
     kept: list[Any] = []
 
     def body(world: World) -> None:
@@ -122,7 +124,12 @@ def test_a_refused_group_keeps_nothing_alive() -> None:
     with emulated(2, library=NO_NCCL) as provider:
         gc.disable()
         try:
-            threads.run(2, body, timeout=PATIENCE, make_world=lambda group: World(group, Config(timeout=PATIENCE, device=group.rank)))
+            threads.run(
+                2,
+                body,
+                timeout=PATIENCE,
+                make_world=lambda group: World(group, Config(timeout=PATIENCE, device=group.rank)),
+            )
             check(provider.device(0))
             check(provider.device(1))
         finally:
@@ -130,7 +137,8 @@ def test_a_refused_group_keeps_nothing_alive() -> None:
 
 
 def test_a_scaled_group_of_one_rank_leaves_nothing_behind() -> None:
-    """The host's entries remember groups, and so their members' tables: the shutdown must not wait for the last who knows them."""
+    """The host's entries remember groups, and so their members' tables: the shutdown must not wait for the last who
+    knows them."""
 
     def body(world: World) -> None:
         device = provider.device(0)
@@ -150,7 +158,8 @@ def test_a_scaled_group_of_one_rank_leaves_nothing_behind() -> None:
 
 
 def test_measuring_at_first_leaves_the_turn_to_process_sets() -> None:
-    """The operation for which the ranks have met is refused; its world has no more to do, and must not keep the turn."""
+    """The operation for which the ranks have met is refused; its world has no more to do, and must not keep the
+    turn."""
 
     def program(world: World, maker: EmulatedMaker) -> None:
         pair = world.add_process_set((0, 1))

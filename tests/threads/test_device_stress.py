@@ -1,4 +1,5 @@
-"""Many operations on GPU tensors at once, again and again, while streams dawdle and memory comes and goes: every bit must be right."""
+"""Many operations on GPU tensors at once, again and again, while streams dawdle and memory comes and goes: every bit
+must be right."""
 
 from __future__ import annotations
 
@@ -24,14 +25,15 @@ STEPS = 2
 
 
 def values(size: int, rank: int, step: int, k: int) -> Array:
-    """Of which two ranks' sums are the same in either order; and of more ranks those of whole numbers, which are exact."""
+    """Of which two ranks' sums are the same in either order; and of more ranks those of whole numbers, which are
+    exact."""
     numbers = sample(FLOAT, (7, 300, 1003, 5_000, 20_011)[k % 5] + k, rank, 100 * step + k)
     return numbers if size == 2 else np.rint(1000 * numbers)
 
 
 def stress(world: World, maker: EmulatedMaker, seed: int, forced: dict[str, Any]) -> dict[tuple[int, int], bytes]:
-    """Named operations in another order on every rank. Results are looked at late, or dropped unseen; tensors are dropped as soon as they
-    were passed, and their memory is written by others. The bytes of what was seen."""
+    """Named operations in another order on every rank. Results are looked at late, or dropped unseen; tensors are
+    dropped as soon as they were passed, and their memory is written by others. The bytes of what was seen."""
     own = Random(f"{seed} {world.rank}")
     seen: dict[tuple[int, int], bytes] = {}
     waiting: deque[tuple[int, int, Any]] = deque()
@@ -75,14 +77,20 @@ def stress(world: World, maker: EmulatedMaker, seed: int, forced: dict[str, Any]
     ids=["2 ranks", "2 GPUs", "3 ranks", "NCCL", "ring"],
 )
 def test_every_bit_is_right(size: int, devices: int, runs: int, forced: dict[str, Any]) -> None:
-    inputs = {(step, k): [values(size, rank, step, k) for rank in range(size)] for step in range(STEPS) for k in range(TENSORS)}
+    inputs = {
+        (step, k): [values(size, rank, step, k) for rank in range(size)]
+        for step in range(STEPS)
+        for k in range(TENSORS)
+    }
     wanted = {key: sum(parts[1:], parts[0]).tobytes() for key, parts in inputs.items()}
     config = Config(timeout=PATIENCE, host_until=0, cuda_graphs=True)
     looked_at = 0
     for seed in range(runs):
         # Now and then a freed allocation's address is given out anew, as the driver does.
         with emulated(devices, delays=seed, reuse_addresses=seed % 2 == 0) as provider:
-            results = on_threads(size, lambda world, maker, seed=seed: stress(world, maker, seed, forced), provider, config=config)  # type: ignore[misc]
+            results = on_threads(
+                size, lambda world, maker, seed=seed: stress(world, maker, seed, forced), provider, config=config
+            )  # type: ignore[misc]
         for rank, seen in enumerate(results):
             wrong = [key for key, got in seen.items() if got != wanted[key]]
             assert not wrong, f"seed {seed}, rank {rank}: (step, tensor) {wrong}"

@@ -1,5 +1,5 @@
-"""Every scenario of device tensors with ranks as threads on emulated GPUs, whose streams dawdle: every transport, and hosts of several
-shapes. On a GPU the same scenarios run in tests/gpu."""
+"""Every scenario of device tensors with ranks as threads on emulated GPUs, whose streams dawdle: every transport, and
+hosts of several shapes. On a GPU the same scenarios run in tests/gpu."""
 
 from __future__ import annotations
 
@@ -40,11 +40,19 @@ class Case:
     hosts: tuple[tuple[int, ...], ...] | None = None
     nccl: bool = True
     measures: bool = False
-    """Whether small tensors go by whichever way was measured to be the quickest; else never through the host, unless that is forced."""
+    """Whether small tensors go by whichever way was measured to be the quickest; else never through the host, unless
+    that is forced."""
 
     def __str__(self) -> str:
-        notes = {"own GPUs": self.devices > 1, "no NCCL": not self.nccl, "measured": self.measures, str(self.hosts): self.hosts is not None}
-        return " ".join([f"{self.size} ranks", *self.forced.values(), *(note for note, holds in notes.items() if holds)])
+        notes = {
+            "own GPUs": self.devices > 1,
+            "no NCCL": not self.nccl,
+            "measured": self.measures,
+            str(self.hosts): self.hosts is not None,
+        }
+        return " ".join(
+            [f"{self.size} ranks", *self.forced.values(), *(note for note, holds in notes.items() if holds)]
+        )
 
 
 ALL = [
@@ -93,17 +101,27 @@ def run(case: Case, scenario: Scenario) -> None:
     config = Config(timeout=PATIENCE, host_until=-1 if case.measures else 0)
     seed = sum(map(ord, scenario.__name__)) + case.size
     with emulated(case.devices, library=library, delays=seed) as provider:
-        on_threads(case.size, lambda world, maker: scenario(world, maker, case.forced), provider, hosts=case.hosts, config=config)
+        on_threads(
+            case.size,
+            lambda world, maker: scenario(world, maker, case.forced),
+            provider,
+            hosts=case.hosts,
+            config=config,
+        )
 
 
 def sampled(cases: list[Case], every: list[Scenario], share: int, of: int) -> list[Any]:
     """``share`` of ``of`` scenarios for each case, so that each has its turn with some case."""
-    chosen = [(case, scenario) for i, case in enumerate(cases) for k, scenario in enumerate(every) if (k + i) % of < share]
+    chosen = [
+        (case, scenario) for i, case in enumerate(cases) for k, scenario in enumerate(every) if (k + i) % of < share
+    ]
     assert {id(scenario) for _, scenario in chosen} == {id(scenario) for scenario in every}
     return [pytest.param(case, scenario, id=f"{case}-{scenario.__name__}") for case, scenario in chosen]
 
 
-@pytest.mark.parametrize(("case", "scenario"), sampled(ALL, SCENARIOS, 1, 1) + sampled(MOST, QUICKER, 1, 1) + sampled(SOME, QUICKER, 1, 5))
+@pytest.mark.parametrize(
+    ("case", "scenario"), sampled(ALL, SCENARIOS, 1, 1) + sampled(MOST, QUICKER, 1, 1) + sampled(SOME, QUICKER, 1, 5)
+)
 def test_scenario(case: Case, scenario: Scenario) -> None:
     run(case, scenario)
 
@@ -116,7 +134,8 @@ def test_algorithm(case: Case, scenario: Scenario) -> None:
 @pytest.mark.parametrize("collective", ["allreduce", "allgather", "reducescatter", "alltoall", "broadcast"])
 @pytest.mark.parametrize("transport", ["cuda-ipc", "nccl"])
 def test_results_lie_where_the_program_was_still_reading(transport: str, collective: str) -> None:
-    """A tensor that the program's stream has still to read is dropped: its memory becomes the result, which must not come too early."""
+    """A tensor that the program's stream has still to read is dropped: its memory becomes the result, which must not
+    come too early."""
     size, rows = 2, 600
 
     def program(world: World, maker: EmulatedMaker) -> None:
@@ -185,14 +204,19 @@ def test_graphs_replay_what_comes_again(algorithm: str, count: int, graphs: Coun
 
 
 def test_graphs_are_of_all_ranks_or_of_none(graphs: Counter[str]) -> None:
-    """One rank has its tensor where it was, the other has a new one in each of the first calls: NCCL wants both to capture, or neither."""
+    """One rank has its tensor where it was, the other has a new one in each of the first calls: NCCL wants both to
+    capture, or neither."""
     size, steps = 2, 6
 
     def program(world: World, maker: EmulatedMaker) -> None:
         kept = []
         for step in range(steps):
             if world.rank == 0 or step < 3:
-                kept.append(maker.device(np.full(500, float(world.rank + step), np.float32)) if world.rank or not step else kept[0])
+                kept.append(
+                    maker.device(np.full(500, float(world.rank + step), np.float32))
+                    if world.rank or not step
+                    else kept[0]
+                )
             tensor = kept[-1]
             tensor.set(np.full(500, float(world.rank + step), np.float32))
             world.allreduce_(tensor, average=False, transport="nccl", algorithm="ring")
@@ -214,7 +238,9 @@ def test_more_graphs_than_are_kept(graphs: Counter[str], monkeypatch: pytest.Mon
         for step in range(steps):
             for k, tensor in enumerate(tensors):
                 for repeat in range(3):
-                    values = [sample(np.dtype(np.float32), 500, rank, 100 * step + 10 * k + repeat) for rank in range(size)]
+                    values = [
+                        sample(np.dtype(np.float32), 500, rank, 100 * step + 10 * k + repeat) for rank in range(size)
+                    ]
                     tensor.set(values[world.rank])
                     world.allreduce_(tensor, average=False, transport="nccl", algorithm="direct")
                     np.testing.assert_allclose(maker.host(tensor), values[0] + values[1], rtol=1e-6)
@@ -242,9 +268,13 @@ def test_fused_tensors_on_graphs(graphs: Counter[str]) -> None:
 
     def program(world: World, maker: EmulatedMaker) -> None:
         for step in range(5):
-            parts = [[sample(np.dtype(np.float32), 50 + k, rank, k + step) for k in range(4)] for rank in range(world.size)]
+            parts = [
+                [sample(np.dtype(np.float32), 50 + k, rank, k + step) for k in range(4)] for rank in range(world.size)
+            ]
             tensors = [maker.device(part) for part in parts[world.rank]]
-            for k, result in enumerate(world.grouped_allreduce(tensors, average=False, name="group", transport="nccl", algorithm="ring")):
+            for k, result in enumerate(
+                world.grouped_allreduce(tensors, average=False, name="group", transport="nccl", algorithm="ring")
+            ):
                 wanted = expected(Op.SUM, [part[k] for part in parts])
                 np.testing.assert_allclose(maker.host(result), wanted, rtol=1e-5, atol=1e-5)
 
@@ -254,7 +284,8 @@ def test_fused_tensors_on_graphs(graphs: Counter[str]) -> None:
 
 
 def test_nccl_that_cannot_connect_is_done_without(caplog: pytest.LogCaptureFixture) -> None:
-    """It is found out while there is another way, and said once; a call that insists fails on every rank, and the next one works."""
+    """It is found out while there is another way, and said once; a call that insists fails on every rank, and the next
+    one works."""
 
     def program(world: World, maker: EmulatedMaker) -> None:
         tensor = maker.device(np.full(1003, float(world.rank), np.float32))
@@ -264,7 +295,10 @@ def test_nccl_that_cannot_connect_is_done_without(caplog: pytest.LogCaptureFixtu
                 world.allreduce_(tensor, transport="nccl")
             np.testing.assert_array_equal(maker.host(tensor), float(world.rank))
 
-    for devices in (2, 1):  # of their own, where NCCL would be chosen; or shared, where it is connected when it is asked for
+    for devices in (
+        2,
+        1,
+    ):  # of their own, where NCCL would be chosen; or shared, where it is connected when it is asked for
         caplog.clear()
         with emulated(devices, library=EmulatedNccl(1)) as provider:
             on_threads(2, program, provider, config=Config(timeout=PATIENCE, host_until=0))
@@ -290,7 +324,9 @@ def test_gpus_whose_kernels_cannot_reach_each_other(nccl: bool, caplog: pytest.L
     assert "cannot reach the memory" in told and ("through NCCL" if nccl else "through host memory") in told
 
 
-def test_memory_that_is_no_plain_allocation_is_copied_between_gpus_of_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_is_no_plain_allocation_is_copied_between_gpus_of_one_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Peer access holds for what cudaMalloc gave; memory that was mapped piecemeal has its own rules."""
     exported = EmulatedDevice.export_memory
     refused = threading.Event()
@@ -311,7 +347,8 @@ def test_memory_that_is_no_plain_allocation_is_copied_between_gpus_of_one_proces
 
 
 def test_unused_memory_is_released_by_all_ranks_together() -> None:
-    """Also where some rank has never seen a GPU tensor, in a process set, and alone; and refused while a rank has run out of data."""
+    """Also where some rank has never seen a GPU tensor, in a process set, and alone; and refused while a rank has run
+    out of data."""
 
     def program(world: World, maker: EmulatedMaker) -> None:
         device = provider.device(0)
@@ -338,4 +375,6 @@ def test_unused_memory_is_released_by_all_ranks_together() -> None:
     with emulated(1) as provider:
         on_threads(3, program, provider, config=Config(timeout=PATIENCE, host_until=0))
     with emulated(1) as provider:
-        assert on_threads(1, lambda world, maker: (world.allreduce(maker.device(np.ones(3))), world.empty_cache())[1], provider) == [0]
+        assert on_threads(
+            1, lambda world, maker: (world.allreduce(maker.device(np.ones(3))), world.empty_cache())[1], provider
+        ) == [0]

@@ -1,4 +1,5 @@
-"""Every scenario of the engine with ranks as threads: one host, hosts of several shapes, and settings that make its limits near."""
+"""Every scenario of the engine with ranks as threads: one host, hosts of several shapes, and settings that make its
+limits near."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Ranks of which one has passed over an operation, or made one more, find each other again where it is known who is behind."""
+"""Ranks of which one has passed over an operation, or made one more, find each other again where it is known who is
+behind."""
 
 from __future__ import annotations
 
@@ -44,7 +45,9 @@ def test_an_operation_that_one_rank_passes_over_fails_alone(call: Call, size: in
                 call(world, "a")
             assert "for which rank 0 has not asked" in str(caught.value), caught.value
             others = ", ".join(map(str, range(1, size)))
-            assert f"for which rank {others} has not asked, and goes on waiting for it" in str(caught.value), caught.value
+            assert f"for which rank {others} has not asked, and goes on waiting for it" in str(caught.value), (
+                caught.value
+            )
         assert call(world, "b") == total(world)
         assert call(world, None) == total(world)
 
@@ -96,7 +99,8 @@ def test_several_operations_in_flight_are_left_alone(call: Call) -> None:
 
 @CALLS
 def test_a_loop_over_names_is_in_step_again_after_two_of_them(call: Call) -> None:
-    """Both wait at the same line, so that nobody knows who is behind, until one comes to a name at which the other was."""
+    """Both wait at the same line, so that nobody knows who is behind, until one comes to a name at which the other
+    was."""
     told: dict[int, list[int]] = {0: [], 1: []}
 
     def program(world: World) -> None:
@@ -155,7 +159,8 @@ def test_names_that_come_again_never_meet_those_of_another_step() -> None:
 
 
 def test_names_that_are_new_never_meet_those_of_another_step() -> None:
-    """Rank 0 has passed over the end of step 0, so that the names of step 1 are as new as those for which rank 1 waits."""
+    """Rank 0 has passed over the end of step 0, so that the names of step 1 are as new as those for which rank 1
+    waits."""
     sums: list[float] = []
 
     def program(world: World) -> None:
@@ -178,7 +183,8 @@ def test_names_that_are_new_never_meet_those_of_another_step() -> None:
 
 
 def test_names_of_the_first_step_never_meet_those_of_the_second() -> None:
-    """Rank 0 has passed over the end of the first step, and comes to the names of the second that both know; then to those that are new."""
+    """Rank 0 has passed over the end of the first step, and comes to the names of the second that both know; then to
+    those that are new."""
     sums: list[float] = []
 
     def program(world: World) -> None:
@@ -195,7 +201,9 @@ def test_names_of_the_first_step_never_meet_those_of_the_second() -> None:
 
 def test_an_unnamed_mismatch_says_what_to_do() -> None:
     def program(world: World) -> None:
-        with pytest.raises(MismatchError, match=r"order of calls.*name the operations, or call shutdown\(\) and init\(\)"):
+        with pytest.raises(
+            MismatchError, match=r"order of calls.*name the operations, or call shutdown\(\) and init\(\)"
+        ):
             world.allreduce(np.ones(2 + world.rank))
 
     run(2, program)

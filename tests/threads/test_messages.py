@@ -52,7 +52,9 @@ def test_an_argument_that_is_refused_further_out_again() -> None:
 
     def program(world: World) -> str:
         if world.rank == 0:
-            return str(world.refused(InvalidArgumentError("rank 0: tensor 'x': root_rank: expected a rank, got 7"), "x"))
+            return str(
+                world.refused(InvalidArgumentError("rank 0: tensor 'x': root_rank: expected a rank, got 7"), "x")
+            )
         return said(lambda: world.allreduce(np.ones(3), name="x"))
 
     refused = "InvalidArgumentError: tensor 'x': root_rank: expected a rank, got 7"
@@ -89,7 +91,11 @@ def test_a_rank_that_leaves_early_and_what_the_others_wait_for(name: str | None)
 
     text = threads.run(2, program, make_world=World)[0]
     assert "rank 1, which has shut down or ended" in text or "rank 1 has shut down or ended" in text, text
-    assert "rank 0 was waiting for allreduce 'async 0', submitted at " in text and "test_messages.py" in text and "; and " in text, text
+    assert (
+        "rank 0 was waiting for allreduce 'async 0', submitted at " in text
+        and "test_messages.py" in text
+        and "; and " in text
+    ), text
 
 
 def test_a_rank_that_leaves_early_while_the_others_wait_for_one_operation() -> None:

@@ -1,4 +1,5 @@
-"""The same memory in several operations in flight: refused on every rank, or of one defined meaning, on every transport."""
+"""The same memory in several operations in flight: refused on every rank, or of one defined meaning, on every
+transport."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ WAYS: dict[str, tuple[Config, Any]] = {
 
 def on_every_way(program: Callable[[World], Any], size: int = 3) -> None:
     for config, hosts in WAYS.values():
-        threads.run(size, program, hosts=hosts and hosts[:size], make_world=lambda group, config=config: World(group, config))
+        threads.run(
+            size, program, hosts=hosts and hosts[:size], make_world=lambda group, config=config: World(group, config)
+        )
 
 
 def mine(world: World, count: int = 6) -> np.ndarray[Any, Any]:
@@ -56,13 +59,16 @@ OVERLAPS: dict[str, Callable[[World, Any], Any]] = {
     "broadcast": lambda world, b: world.broadcast_async_(b, 0, name="second"),
     "gathered": lambda world, b: world.allgather_async(b, name="second"),
     "in a group": lambda world, b: world.grouped_allreduce_async_([mine(world), b[1:]], average=False, name="second"),
-    "compressed": lambda world, b: world.allreduce_async_(b, average=False, name="second", compression=Compression.fp16),
+    "compressed": lambda world, b: world.allreduce_async_(
+        b, average=False, name="second", compression=Compression.fp16
+    ),
 }
 
 
 @pytest.mark.parametrize("second", OVERLAPS.values(), ids=OVERLAPS)
 def test_memory_that_an_operation_in_flight_writes_is_refused_to_another(second: Callable[[World, Any], Any]) -> None:
-    """Rank 1 has the same memory in two operations; the others do not, and hear of it. The first goes on, and the next call works."""
+    """Rank 1 has the same memory in two operations; the others do not, and hear of it. The first goes on, and the next
+    call works."""
 
     refused = threading.Event()
 
@@ -78,7 +84,9 @@ def test_memory_that_an_operation_in_flight_writes_is_refused_to_another(second:
         else:
             assert refused.wait(20)  # until then the first one cannot be complete
             first = world.allreduce_async_(b, average=False, name="first")
-            with pytest.raises(MismatchError, match=r"(?s)rank 1: refused its arguments: InvalidArgumentError: .*'first'"):
+            with pytest.raises(
+                MismatchError, match=r"(?s)rank 1: refused its arguments: InvalidArgumentError: .*'first'"
+            ):
                 result = second(world, mine(world))
                 result.wait()
         np.testing.assert_array_equal(first.wait(), total(world))
@@ -127,7 +135,9 @@ def test_failed_and_refused_operations_leave_their_memory() -> None:
 def test_what_does_not_share_an_element_is_not_refused() -> None:
     def program(world: World) -> None:
         table = np.stack([mine(world) * (row + 1) for row in range(4)])
-        handles = [world.allreduce_async_(table[:, column], average=False, name=f"column {column}") for column in range(6)]
+        handles = [
+            world.allreduce_async_(table[:, column], average=False, name=f"column {column}") for column in range(6)
+        ]
         for handle in handles:
             handle.wait()
         np.testing.assert_array_equal(table, np.stack([total(world) * (row + 1) for row in range(4)]))
@@ -144,7 +154,10 @@ def test_what_does_not_share_an_element_is_not_refused() -> None:
 def test_memory_that_is_only_read_is_shared() -> None:
     def program(world: World) -> None:
         b = mine(world)
-        handles = [world.allreduce_async(part, average=False, name=f"read {at}") for at, part in enumerate((b, b, b[2:], b[::2]))]
+        handles = [
+            world.allreduce_async(part, average=False, name=f"read {at}")
+            for at, part in enumerate((b, b, b[2:], b[::2]))
+        ]
         handles.append(world.grouped_allreduce_async([b, b], average=False, name="group"))
         handles.append(world.allgather_async(b, name="gathered"))
         results = [handle.wait() for handle in handles]

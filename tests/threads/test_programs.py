@@ -1,4 +1,5 @@
-"""Random programs with ranks as threads: one host, hosts of several shapes, no direct reads, and blocking calls alone."""
+"""Random programs with ranks as threads: one host, hosts of several shapes, no direct reads, and blocking calls
+alone."""
 
 from __future__ import annotations
 
@@ -14,7 +15,14 @@ SEVERAL_HOSTS = (((0,), (1,)), ((0, 2), (1,)), ((0, 1), (2, 3)), ((0, 1, 2), (3,
 
 
 def carry_out(program: Program, hosts: Sequence[Sequence[int]] | None = None, reads_private: bool = True) -> None:
-    threads.run(program.size, lambda world: run(world, program), hosts=hosts, reads_private=reads_private, timeout=30, make_world=World)
+    threads.run(
+        program.size,
+        lambda world: run(world, program),
+        hosts=hosts,
+        reads_private=reads_private,
+        timeout=30,
+        make_world=World,
+    )
 
 
 @pytest.mark.parametrize("seed", range(80))

@@ -10,7 +10,13 @@ import numpy as np
 import pytest
 
 from collectives.base.config import Config
-from collectives.base.errors import InvalidArgumentError, InvalidTypeError, MismatchError, NotInitializedError, RankFailedError
+from collectives.base.errors import (
+    InvalidArgumentError,
+    InvalidTypeError,
+    MismatchError,
+    NotInitializedError,
+    RankFailedError,
+)
 from collectives.engine import timeline
 from collectives.transport import threads
 from collectives.transport.group import Group
@@ -165,8 +171,11 @@ def test_shutting_down_ends_what_another_thread_waits_for() -> None:
             assert time.monotonic() - begun < 10
             thread.join(10)
             assert caught and not thread.is_alive()
-            # Whether a round had been entered by then, so that the other rank was counting on this one, is a matter of time.
-            assert isinstance(caught[0], NotInitializedError) or "never everywhere; synchronize them first" in str(caught[0])
+            # Whether a round had been entered by then, so that the other rank was counting on this one, is a matter of
+            # time.
+            assert isinstance(caught[0], NotInitializedError) or "never everywhere; synchronize them first" in str(
+                caught[0]
+            )
 
     threads.run(2, program, make_world=World)
 
@@ -243,7 +252,10 @@ def test_sets_of_sets_are_called_by_the_outermost_numbers() -> None:
 
 def test_a_refusal_names_the_rank_and_the_tensor() -> None:
     def program(world: World) -> None:
-        with pytest.raises(InvalidArgumentError, match=f"rank {world.rank}: tensor 'bias': root_rank: expected a rank from 0 to 1, got 7"):
+        with pytest.raises(
+            InvalidArgumentError,
+            match=f"rank {world.rank}: tensor 'bias': root_rank: expected a rank from 0 to 1, got 7",
+        ):
             world.broadcast(np.ones(2), 7, name="bias")
 
     threads.run(2, program, make_world=World)

@@ -1,4 +1,5 @@
-"""Tuning and the timeline, on ranks as threads: all ranks always have the same settings, results stay right, the trace can be read."""
+"""Tuning and the timeline, on ranks as threads: all ranks always have the same settings, results stay right, the trace
+can be read."""
 
 from __future__ import annotations
 
@@ -40,7 +41,11 @@ def test_all_ranks_are_tuned_alike_and_come_to_an_end(size: int, tmp_path: Path)
 
     def make_world(group: Group) -> World:
         config = Config(
-            autotune=True, autotune_warmup=1, autotune_samples=6, autotune_steps=1, autotune_log=str(log) if group.rank == 0 else ""
+            autotune=True,
+            autotune_warmup=1,
+            autotune_samples=6,
+            autotune_steps=1,
+            autotune_log=str(log) if group.rank == 0 else "",
         )
         return World(group, config)
 
@@ -52,7 +57,14 @@ def test_all_ranks_are_tuned_alike_and_come_to_an_end(size: int, tmp_path: Path)
 
 
 def test_what_was_set_by_hand_is_left_alone() -> None:
-    config = Config(autotune=True, autotune_warmup=0, autotune_samples=8, autotune_steps=1, fusion_threshold=3 << 20, algorithm="ring")
+    config = Config(
+        autotune=True,
+        autotune_warmup=0,
+        autotune_samples=8,
+        autotune_steps=1,
+        fusion_threshold=3 << 20,
+        algorithm="ring",
+    )
     for history in threads.run(2, lambda world: train(world, 24), make_world=lambda group: World(group, config)):
         assert {(settings.fusion_threshold, settings.algorithm) for settings, _ in history} == {(3 << 20, "ring")}
 
@@ -129,7 +141,13 @@ def test_a_timeline_has_the_rows_that_readers_of_horovods_look_for(tmp_path: Pat
         else:
             assert event["ph"] == "E"
     # "loss" three times: of all ranks twice, and of the process set once, which may be written in between.
-    assert sorted(phases.pop("allreduce.loss")) == ["ADASUM", "ALLREDUCE", "ALLREDUCE", "NEGOTIATE_ADASUM", *["NEGOTIATE_ALLREDUCE"] * 2]
+    assert sorted(phases.pop("allreduce.loss")) == [
+        "ADASUM",
+        "ALLREDUCE",
+        "ALLREDUCE",
+        "NEGOTIATE_ADASUM",
+        *["NEGOTIATE_ALLREDUCE"] * 2,
+    ]
     assert sorted(ticks.pop("allreduce.loss")) == ["0", "0", "1", "1", "1", "2", "2", "2"]
     assert len([pid for pid, name in rows.items() if name == "allreduce.loss"]) == 2
     expected = {"allreduce.group[0]": "ALLREDUCE", "allreduce.group[1]": "ALLREDUCE", "allgather.noname.1": "ALLGATHER"}
@@ -166,7 +184,9 @@ def test_a_broadcast_of_the_parameters_comes_first(caplog: pytest.LogCaptureFixt
         (7, logging.INFO, "ended after 1 of 6 samples"),
     ],
 )
-def test_what_was_not_sampled_is_said_at_the_end(steps: int, level: int, said: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_was_not_sampled_is_said_at_the_end(
+    steps: int, level: int, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
     def program(world: World) -> None:
         world.broadcast_(np.zeros(3), 0, name="parameters")
         for _ in range(steps):
@@ -198,7 +218,8 @@ def test_groups_keep_their_names(tmp_path: Path) -> None:
         world.stop_timeline()
         return [repr(shown) for handle in handles for shown in (handle, *handle.members[1:])]
 
-    # One thread a rank submits, so that the numbers of the unnamed are known: the first call that has no name is start_timeline.
+    # One thread a rank submits, so that the numbers of the unnamed are known: the first call that has no name is
+    # start_timeline.
     shown = threads.run(2, program, make_world=World)[0]
     assert shown == [
         "<Handle grouped_allreduce 'gradients' of 2 tensors: done>",

@@ -42,12 +42,20 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("adapter", "installed", "tensor", "backend"), CASES, ids=[f"{a}-{b}".rstrip("-") for a, _, _, b in CASES])
-def test_an_adapter_needs_no_framework_but_its_own(adapter: str, installed: set[str], tensor: str, backend: str) -> None:
+@pytest.mark.parametrize(
+    ("adapter", "installed", "tensor", "backend"), CASES, ids=[f"{a}-{b}".rstrip("-") for a, _, _, b in CASES]
+)
+def test_an_adapter_needs_no_framework_but_its_own(
+    adapter: str, installed: set[str], tensor: str, backend: str
+) -> None:
     missing = sorted(name for name in installed if importlib.util.find_spec(name) is None)
     if missing:
         pytest.skip(f"{', '.join(missing)} not installed")
-    program = PROGRAM.format(absent=[name for name in FRAMEWORKS if name not in installed], adapter=adapter, tensor=tensor)
+    program = PROGRAM.format(
+        absent=[name for name in FRAMEWORKS if name not in installed], adapter=adapter, tensor=tensor
+    )
     environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": "", "KERAS_BACKEND": backend}
-    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False, env=environment)
+    shown = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False, env=environment
+    )
     assert shown.returncode == 0 and shown.stdout.endswith("alone\n"), shown.stdout + shown.stderr

@@ -27,7 +27,8 @@ Vectors = list[np.ndarray[Any, Any]]
 
 
 def distributed(vectors: Vectors, slices: list[int] | None = None) -> np.ndarray[Any, Any]:
-    """What the engine does, for all ranks in turn: slices, dot products summed over the ranks, the slices put together."""
+    """What the engine does, for all ranks in turn: slices, dot products summed over the ranks, the slices put
+    together."""
     size, count = len(vectors), vectors[0].size
     slices = split(count, size) if slices is None else slices
     cuts = [slice(start, start + length) for start, length in zip(offsets(slices), slices, strict=True)]
@@ -50,7 +51,8 @@ def drawn(size: int, count: int, dtype: np.dtype[Any], seed: int) -> Vectors:
 
 
 def assert_close(found: np.ndarray[Any, Any], wanted: np.ndarray[Any, Any], vectors: Vectors) -> None:
-    """Each level adds some roundings of the working dtype, of numbers as large as the vectors; the end one of the vectors' own."""
+    """Each level adds some roundings of the working dtype, of numbers as large as the vectors; the end one of the
+    vectors' own."""
     dtype = found.dtype
     reach = sum(float(np.linalg.norm(vector.astype(np.float64))) for vector in vectors)
     working = EPS[dtypes.accumulator(dtype)] * reach * 4 * max(1, len(adasum.tree(len(vectors))))
@@ -58,7 +60,8 @@ def assert_close(found: np.ndarray[Any, Any], wanted: np.ndarray[Any, Any], vect
     assert np.all(np.abs(found.astype(np.float64) - wanted) <= working + last)
 
 
-# ---- the tree -----------------------------------------------------------------------------------------------------------
+# ---- the tree
+# -----------------------------------------------------------------------------------------------------------
 
 
 def test_trees_are_written_as_levels_of_pairs() -> None:
@@ -85,14 +88,16 @@ def test_every_rank_is_combined_once_in_as_few_levels_as_possible(size: int) -> 
 @pytest.mark.parametrize("size", [2, 4, 8, 16, 32])
 def test_powers_of_two_pair_up_like_recursive_distance_doubling(size: int) -> None:
     for level, pairs in enumerate(adasum.tree(size)):
-        # There every rank combines with rank ^ distance; all ranks of a group then hold the same, the lowest among them.
+        # There every rank combines with rank ^ distance; all ranks of a group then hold the same, the lowest among
+        # them.
         partners = {(rank, rank ^ 2**level) for rank in range(size)}
         lowest = {tuple(sorted(rank >> level << level for rank in pair)) for pair in partners}
         groups = {(a >> (level + 1) << (level + 1), b) for a, b in lowest}
         assert set(pairs) == groups and len(pairs) == size >> (level + 1)
 
 
-# ---- the formula --------------------------------------------------------------------------------------------------------
+# ---- the formula
+# --------------------------------------------------------------------------------------------------------
 
 
 def test_the_formula_on_numbers_worked_out_by_hand() -> None:
@@ -124,7 +129,9 @@ def test_equal_vectors_are_averaged(size: int, dtype: np.dtype[Any], count: int,
 
 
 @given(st.sampled_from(DTYPES), st.integers(0, 30), st.integers(0, 99), st.integers(1, 9), st.data())
-def test_zero_vectors_leave_the_other_as_it_is(dtype: np.dtype[Any], count: int, seed: int, size: int, data: st.DataObject) -> None:
+def test_zero_vectors_leave_the_other_as_it_is(
+    dtype: np.dtype[Any], count: int, seed: int, size: int, data: st.DataObject
+) -> None:
     vectors = [np.zeros(count, dtype) for _ in range(size)]
     rank = data.draw(st.integers(0, size - 1))
     vectors[rank] = drawn(1, count, dtype, seed)[0]
@@ -138,7 +145,9 @@ def test_a_pair_is_symmetric(dtype: np.dtype[Any], count: int, seed: int) -> Non
 
 
 @given(st.integers(2, 9), st.sampled_from([-40, -14, 3, 40]), st.integers(1, 30), st.integers(0, 99))
-def test_scaled_vectors_give_the_scaled_result_however_short_they_are(size: int, exponent: int, count: int, seed: int) -> None:
+def test_scaled_vectors_give_the_scaled_result_however_short_they_are(
+    size: int, exponent: int, count: int, seed: int
+) -> None:
     vectors = drawn(size, count, np.dtype(np.float32), seed)
     scale = np.float32(2.0**exponent)
     np.testing.assert_array_equal(distributed([vector * scale for vector in vectors]), distributed(vectors) * scale)
@@ -156,7 +165,8 @@ def test_infinities_and_nan_come_through_in_silence() -> None:
         assert np.isfinite(distributed(vectors)[0]) == np.isfinite(bad)
 
 
-# ---- the distributed form -----------------------------------------------------------------------------------------------
+# ---- the distributed form
+# -----------------------------------------------------------------------------------------------
 
 
 @settings(deadline=None)
@@ -176,7 +186,9 @@ def test_long_vectors_of_normal_numbers_give_the_reference(size: int, dtype: np.
 
 
 @given(st.integers(2, 9), st.sampled_from(DTYPES), st.integers(0, 99), st.data())
-def test_how_the_elements_are_sliced_does_not_matter(size: int, dtype: np.dtype[Any], seed: int, data: st.DataObject) -> None:
+def test_how_the_elements_are_sliced_does_not_matter(
+    size: int, dtype: np.dtype[Any], seed: int, data: st.DataObject
+) -> None:
     count = data.draw(st.integers(0, 40))
     cuts = sorted(data.draw(st.lists(st.integers(0, count), min_size=size - 1, max_size=size - 1)))
     slices = [stop - start for start, stop in zip([0, *cuts], [*cuts, count], strict=True)]

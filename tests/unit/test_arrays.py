@@ -36,7 +36,8 @@ def check(found: View) -> None:
     assert found.array.size == np.prod(found.shape, dtype=int)
 
 
-# ---- NumPy ---------------------------------------------------------------------------------------------------------------
+# ---- NumPy
+# ---------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", NUMPY_NAMES)
@@ -111,7 +112,10 @@ def test_any_slicing_and_transposing_reads_and_stores_like_numpy(data: st.DataOb
     shape = tuple(data.draw(st.lists(st.integers(0, 4), min_size=1, max_size=3)))
     dtype = np.dtype(data.draw(st.sampled_from(["<f4", ">f4", "<i8", ">i2", "u1", ">c16"])))
     base = np.arange(np.prod(shape, dtype=int)).reshape(shape).astype(dtype)
-    index = tuple(slice(data.draw(st.none() | st.integers(-4, 4)), None, data.draw(st.sampled_from([None, 1, 2, -1, -2]))) for _ in shape)
+    index = tuple(
+        slice(data.draw(st.none() | st.integers(-4, 4)), None, data.draw(st.sampled_from([None, 1, 2, -1, -2])))
+        for _ in shape
+    )
     order = data.draw(st.permutations(range(len(shape))))
     tensor = base[index].transpose(order)
     wanted = tensor.copy()
@@ -156,7 +160,9 @@ def test_a_stride_of_zero_over_one_element_is_no_overlap() -> None:
 
 @pytest.mark.parametrize("dtype", [object, "U4", "S4", "M8[s]", "m8[s]", "V3", [("a", "f4")]])
 def test_unsupported_dtypes_are_refused_by_name(dtype: Any) -> None:
-    with pytest.raises(InvalidTypeError, match=r"loss \(numpy.ndarray\): dtype .* is not supported; expected one of bool"):
+    with pytest.raises(
+        InvalidTypeError, match=r"loss \(numpy.ndarray\): dtype .* is not supported; expected one of bool"
+    ):
         view(np.zeros(3, dtype), argument="loss")
 
 
@@ -194,7 +200,8 @@ def test_a_memory_map_is_written_in_place_and_its_results_are_plain(tmp_path: An
     assert (tensor == 4).all() and type(found.wrap(np.zeros(3, np.float32))) is np.ndarray
 
 
-# ---- scalars -------------------------------------------------------------------------------------------------------------
+# ---- scalars
+# -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", NUMPY_NAMES)
@@ -225,7 +232,8 @@ def test_an_int_beyond_64_bits_is_refused() -> None:
         view(1 << 63, argument="count")
 
 
-# ---- buffers -------------------------------------------------------------------------------------------------------------
+# ---- buffers
+# -------------------------------------------------------------------------------------------------------------
 
 
 def test_buffers_come_back_as_their_own_type() -> None:
@@ -277,7 +285,8 @@ def test_a_buffer_of_no_numbers_is_refused() -> None:
             view(tensor)
 
 
-# ---- protocols, by small stand-ins ---------------------------------------------------------------------------------------
+# ---- protocols, by small stand-ins
+# ---------------------------------------------------------------------------------------
 
 
 class Interfaced:
@@ -352,12 +361,19 @@ def test_a_module_with_from_dlpack_is_found_without_an_array_namespace(monkeypat
 
 @pytest.mark.parametrize("device", [4, 8, 10, 14])
 def test_tensors_on_other_devices_are_refused(device: int) -> None:
-    with pytest.raises(InvalidTypeError, match=rf"grad: .*NVIDIA GPU, got a .*Packed on DLPack device kind {device}: copy it to the host"):
+    with pytest.raises(
+        InvalidTypeError,
+        match=rf"grad: .*NVIDIA GPU, got a .*Packed on DLPack device kind {device}: copy it to the host",
+    ):
         view(Packed(np.zeros(3), device), argument="grad")
 
 
-@pytest.mark.parametrize("tensor", [Packed(np.zeros(3), 2), Packed(np.zeros(3), 13), type("Cuda", (), {"__cuda_array_interface__": {}})()])
-def test_gpu_tensors_are_refused_by_the_reason_where_gpus_cannot_be_used(tensor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "tensor", [Packed(np.zeros(3), 2), Packed(np.zeros(3), 13), type("Cuda", (), {"__cuda_array_interface__": {}})()]
+)
+def test_gpu_tensors_are_refused_by_the_reason_where_gpus_cannot_be_used(
+    tensor: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(diagnosis, "why_not", lambda: "no driver: install it")
     before = selection.use(None)
     try:
@@ -367,7 +383,9 @@ def test_gpu_tensors_are_refused_by_the_reason_where_gpus_cannot_be_used(tensor:
         selection.use(before)
 
 
-@pytest.mark.parametrize("tensor", [np.zeros(3), np.zeros((3, 3)).T, np.float32(1), 2.5, bytearray(3), Packed(np.zeros(3))])
+@pytest.mark.parametrize(
+    "tensor", [np.zeros(3), np.zeros((3, 3)).T, np.float32(1), 2.5, bytearray(3), Packed(np.zeros(3))]
+)
 @pytest.mark.parametrize("stream", [0, 7, object()])
 def test_a_stream_is_refused_for_a_tensor_on_the_cpu(tensor: Any, stream: Any) -> None:
     with pytest.raises(InvalidArgumentError, match=r"stream: expected None for a tensor on the CPU, got .* of grad \("):
@@ -385,7 +403,9 @@ def test_an_exporter_that_refuses_is_reported() -> None:
 
 @pytest.mark.parametrize("tensor", [[1.0, 2.0], (1, 2)])
 def test_lists_and_tuples_are_refused_with_the_remedy(tensor: Any) -> None:
-    with pytest.raises(InvalidTypeError, match=rf"tensor: .*got a {type(tensor).__name__}: pass numpy.asarray\(tensor\)"):
+    with pytest.raises(
+        InvalidTypeError, match=rf"tensor: .*got a {type(tensor).__name__}: pass numpy.asarray\(tensor\)"
+    ):
         view(tensor)
 
 
@@ -404,10 +424,24 @@ def test_an_object_that_only_converts_is_refused_with_the_remedy() -> None:
         view(Convertible())
 
 
-# ---- frameworks ----------------------------------------------------------------------------------------------------------
+# ---- frameworks
+# ----------------------------------------------------------------------------------------------------------
 
 
-TORCH_DTYPES = ["bool", "int8", "int16", "int32", "int64", "uint8", "float16", "bfloat16", "float32", "float64", "complex64", "complex128"]
+TORCH_DTYPES = [
+    "bool",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "uint8",
+    "float16",
+    "bfloat16",
+    "float32",
+    "float64",
+    "complex64",
+    "complex128",
+]
 
 
 @pytest.mark.parametrize("name", TORCH_DTYPES)

@@ -40,7 +40,9 @@ def flags(text: str) -> list[str]:
 
 
 def run(*words: str, expect: int = 0) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run([sys.executable, "-m", *words], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", *words], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == expect, done.stdout + done.stderr
     return done
 
@@ -85,7 +87,8 @@ def test_definitions_for_four_ranks(name: str, factor: float, limit: int, parts:
 
 @pytest.mark.parametrize("collective", ALL.values(), ids=list(ALL))
 def test_expected_results_against_a_plain_model(collective: Collective) -> None:
-    """Each collective's check accepts what NumPy says is right, on every rank, and counts one changed element as one."""
+    """Each collective's check accepts what NumPy says is right, on every rank, and counts one changed element as
+    one."""
     size, count, root = 3, 1000, 1
     values = Values(np.dtype(np.float32), "sum" if collective.reduces else "none", size)
     inputs = [np.empty(count * collective.send_parts(size), np.float32) for _ in range(size)]
@@ -143,7 +146,9 @@ def test_closing_lines() -> None:
 def test_comparison_shows_ratios_and_their_mean() -> None:
     peer = record(contestant="mpi", ratio=Summary(4.0, 3.0, 5.0, 2.0))
     other = record(contestant="mpi", ratio=Summary(1.0, 1.0, 1.0, 1.0), size=8)
-    text = table.comparison([record(), peer, record(size=8), other, record(contestant="gloo", time=None, unavailable="no")])
+    text = table.comparison(
+        [record(), peer, record(size=8), other, record(contestant="gloo", time=None, unavailable="no")]
+    )
     assert "4.00    3.00    5.00" in text
     assert "mpi, in-place: 2.00 x ours (geometric mean of 2 rows)" in text
     assert "gloo" not in text
@@ -178,7 +183,9 @@ def test_plot_writes_png_and_svg(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ALL)
 def test_one_rank_runs_without_a_launcher(name: str, tmp_path: Path) -> None:
     written = tmp_path / "results.json"
-    done = run(f"benchmarks.{name}", *flags("-b 4 -e 4K -f 32 -n 2 -w 1 -d float,half,bfloat16,int32"), "--json", str(written))
+    done = run(
+        f"benchmarks.{name}", *flags("-b 4 -e 4K -f 32 -n 2 -w 1 -d float,half,bfloat16,int32"), "--json", str(written)
+    )
     assert "# Out of bounds values : 0 OK" in done.stdout
     assert "# Avg bus bandwidth" in done.stdout
     assert "\x1b" not in done.stderr, "a progress bar, and no terminal"

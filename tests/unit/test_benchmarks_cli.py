@@ -37,7 +37,11 @@ def test_defaults_are_nccl_tests() -> None:
 
 
 def test_everything_given() -> None:
-    settings = parse(*flags("-b 64K -e 1M -f 4 -n 3 -w 0 -d half,int32,complex64 -o sum,avg -c 0 -z 0 --peers gloo,mpi --algorithm ring"))
+    settings = parse(
+        *flags(
+            "-b 64K -e 1M -f 4 -n 3 -w 0 -d half,int32,complex64 -o sum,avg -c 0 -z 0 --peers gloo,mpi --algorithm ring"
+        )
+    )
     assert settings.sizes == (65536, 262144, 1048576)
     assert settings.dtypes == ("float16", "int32", "complex64")
     assert settings.ops == ("sum", "avg")

@@ -1,4 +1,5 @@
-"""The benchmarks' GPU buffers, with a CuPy that is NumPy: what is written is read, what is timed is waited for, whole runs come right."""
+"""The benchmarks' GPU buffers, with a CuPy that is NumPy: what is written is read, what is timed is waited for, whole
+runs come right."""
 
 from __future__ import annotations
 
@@ -131,7 +132,9 @@ def test_the_limit_copies_within_the_device(cupy: FakeCupy) -> None:
         (2, 0, "1", "pip install"),
     ],
 )
-def test_who_may_share_a_gpu(monkeypatch: pytest.MonkeyPatch, gpus: int, nccl: int, asked: str, problem: str | None) -> None:
+def test_who_may_share_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, nccl: int, asked: str, problem: str | None
+) -> None:
     fake = FakeCupy(gpus, nccl)
     monkeypatch.setitem(sys.modules, "cupy", fake)
     monkeypatch.setitem(sys.modules, "cupy.cuda.nccl", fake.cuda.nccl)
@@ -162,7 +165,9 @@ class OneRankBackend:
     def broadcast(self, array: np.ndarray, root: int) -> None: ...
 
 
-@pytest.mark.parametrize("collective", [ALLREDUCE, ALLGATHER, BROADCAST, REDUCESCATTER, ALLTOALL], ids=lambda collective: collective.name)
+@pytest.mark.parametrize(
+    "collective", [ALLREDUCE, ALLGATHER, BROADCAST, REDUCESCATTER, ALLTOALL], ids=lambda collective: collective.name
+)
 def test_cupyx_as_its_users_call_it(cupy: FakeCupy, collective: Collective) -> None:
     peer = Cupyx()
     peer.backend = OneRankBackend()
@@ -173,7 +178,9 @@ def test_cupyx_as_its_users_call_it(cupy: FakeCupy, collective: Collective) -> N
         if collective is BROADCAST and mode != IN_PLACE:
             continue
         np.testing.assert_array_equal(collective.cupyx(peer, case, mode)(), np.arange(12))
-    halves = Case(np.dtype(ml_dtypes.bfloat16), "sum", 0, 0, 1, 6, send.view(ml_dtypes.bfloat16), work.view(ml_dtypes.bfloat16))
+    halves = Case(
+        np.dtype(ml_dtypes.bfloat16), "sum", 0, 0, 1, 6, send.view(ml_dtypes.bfloat16), work.view(ml_dtypes.bfloat16)
+    )
     with pytest.raises(Unavailable, match="bfloat16"):
         collective.cupyx(peer, halves, IN_PLACE)
 
@@ -183,27 +190,41 @@ def test_torch_over_nccl_differs_from_gloo_in_the_backend_only() -> None:
 
 
 @pytest.mark.parametrize("words", ["--peers nccl", "--device cuda --peers mpi", "--device cuda --peers gloo"])
-def test_peers_belong_to_devices(words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_peers_belong_to_devices(
+    words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(cli, "why_not", lambda name: None)
     with pytest.raises(SystemExit) as ended:
         cli.settings(cli.parser("allreduce", True, False), words.split())
     assert ended.value.code == 2 and "does not run on --device" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("program", ["allreduce", "allgather", "broadcast", "reducescatter", "alltoall", "latency", "gradients"])
+@pytest.mark.parametrize(
+    "program", ["allreduce", "allgather", "broadcast", "reducescatter", "alltoall", "latency", "gradients"]
+)
 def test_without_a_gpu_each_says_so_in_one_line(program: str) -> None:
     run = (
         "import sys; from benchmarks import cli; cli.why_not = lambda device: 'no driver: install one';"
-        f"import runpy; sys.argv = ['x', '--device', 'cuda']; runpy.run_module('benchmarks.{program}', run_name='__main__')"
+        f"import runpy; sys.argv = ['x', '--device', 'cuda']; runpy.run_module('benchmarks.{program}', "
+        f"run_name='__main__')"
     )
-    done = subprocess.run([sys.executable, "-c", run], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", run], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.returncode == 2 and done.stdout == "", done
-    assert done.stderr.startswith(f"benchmarks.{program}: error: argument --device: no driver: install one"), done.stderr
+    assert done.stderr.startswith(f"benchmarks.{program}: error: argument --device: no driver: install one"), (
+        done.stderr
+    )
     assert done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize(
-    "words", ["allreduce -b 4 -e 64K -f 64 -n 2 -w 1 -o sum,avg -d float,bfloat16", "broadcast -b 4K -e 4K -n 2", "latency -m 3 -n 3"]
+    "words",
+    [
+        "allreduce -b 4 -e 64K -f 64 -n 2 -w 1 -o sum,avg -d float,bfloat16",
+        "broadcast -b 4K -e 4K -n 2",
+        "latency -m 3 -n 3",
+    ],
 )
 def test_whole_runs(words: str) -> None:
     """One rank, on arrays that the engine takes for NumPy's."""
@@ -211,9 +232,12 @@ def test_whole_runs(words: str) -> None:
     run = (
         "import runpy, sys; from tests.unit.test_benchmarks_device import FakeCupy; sys.modules['cupy'] = FakeCupy();"
         "from benchmarks import cli; cli.why_not = lambda device: None;"
-        f"sys.argv = ['x', '--device', 'cuda', *{arguments!r}]; runpy.run_module('benchmarks.{program}', run_name='__main__')"
+        f"sys.argv = ['x', '--device', 'cuda', *{arguments!r}]; runpy.run_module('benchmarks.{program}', "
+        f"run_name='__main__')"
     )
-    done = subprocess.run([sys.executable, "-c", run], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", run], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     if program != "latency":
         assert "device cuda" in done.stdout and "0 OK" in done.stdout, done.stdout

@@ -1,4 +1,5 @@
-"""The benchmarks of the engine: the models' shapes, the check of a step, the arithmetic, the tables; whole runs of one rank."""
+"""The benchmarks of the engine: the models' shapes, the check of a step, the arithmetic, the tables; whole runs of one
+rank."""
 
 from __future__ import annotations
 
@@ -72,7 +73,9 @@ def test_right_sums_are_right_in_pieces_and_in_one(size: int) -> None:
 
 def test_wrong_results_of_a_step_are_counted() -> None:
     mine, sums = reduced(2)
-    assert mine.wrong(mine.tensors) > 0.9 * elements(SHAPES), "nothing was reduced, and only a peer's zeros do not show it"
+    assert mine.wrong(mine.tensors) > 0.9 * elements(SHAPES), (
+        "nothing was reduced, and only a peer's zeros do not show it"
+    )
     one_off = [array.copy() for array in sums]
     one_off[2][0] += 1
     assert mine.wrong(one_off) == 1
@@ -191,7 +194,9 @@ def test_one_rank_runs_without_a_launcher(program: str, flags: str, expected: st
 
 
 def test_wrong_values_end_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gradients, "ours", lambda mine, blocking, out_of_place: lambda: [array + 1 for array in mine.tensors])
+    monkeypatch.setattr(
+        gradients, "ours", lambda mine, blocking, out_of_place: lambda: [array + 1 for array in mine.tensors]
+    )
     with pytest.raises(SystemExit) as ended:
         gradients.main(["--model", "mlp", "-n", "1", "-w", "0"])
     assert ended.value.code == 1

@@ -1,4 +1,5 @@
-"""The benchmarks' test values: right expectations for every dtype and operation, and every kind of mistake is counted."""
+"""The benchmarks' test values: right expectations for every dtype and operation, and every kind of mistake is
+counted."""
 
 from __future__ import annotations
 

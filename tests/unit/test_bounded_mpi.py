@@ -46,7 +46,9 @@ def test_a_call_is_bounded_and_names_what_was_waited_for() -> None:
 def test_an_error_of_mpi_is_the_failure_of_a_rank_if_one_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bounded_mpi, "_FAILURE_SHOWS_WITHIN", 0.05)
     waiting = Patience(3, 20.0)
-    with pytest.raises(TransportError, match="rank 3: MPI failed while this rank waited for the others: division by zero"):
+    with pytest.raises(
+        TransportError, match="rank 3: MPI failed while this rank waited for the others: division by zero"
+    ):
         waiting.call(lambda: 1 / 0, "the others", "meeting")
     waiting.check = gone
     with pytest.raises(RankFailedError, match="rank 1"):

@@ -29,13 +29,19 @@ def cupy(monkeypatch: pytest.MonkeyPatch, *, is_hip: bool = False, nccl: int | N
         return nccl
 
     module = SimpleNamespace(cuda=SimpleNamespace(runtime=SimpleNamespace(is_hip=is_hip)))
-    for name, part in {"cupy": module, "cupy.cuda": module.cuda, "cupy.cuda.nccl": SimpleNamespace(get_version=get_version)}.items():
+    for name, part in {
+        "cupy": module,
+        "cupy.cuda": module.cuda,
+        "cupy.cuda.nccl": SimpleNamespace(get_version=get_version),
+    }.items():
         monkeypatch.setitem(sys.modules, name, part)  # type: ignore[arg-type]
 
 
 def test_mpi_is_what_mpi4py_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "mpi4py.MPI", raising=False)
-    monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: SimpleNamespace(returncode=0, stdout="noise\nMPICH 5.0\n"))
+    monkeypatch.setattr(
+        subprocess, "run", lambda *args, **kwargs: SimpleNamespace(returncode=0, stdout="noise\nMPICH 5.0\n")
+    )
     assert capabilities.mpi_library() == "MPICH 5.0" and capabilities.mpi_built() is True
     capabilities.mpi_library.cache_clear()
     monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: SimpleNamespace(returncode=1, stdout=""))
@@ -74,4 +80,6 @@ def test_cuda_is_cupy_for_cuda(is_hip: bool, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_what_is_not_used_is_not_there() -> None:
-    assert not any((capabilities.gloo_built(), capabilities.gloo_enabled(), capabilities.ddl_built(), capabilities.ccl_built()))
+    assert not any(
+        (capabilities.gloo_built(), capabilities.gloo_enabled(), capabilities.ddl_built(), capabilities.ccl_built())
+    )

@@ -40,7 +40,8 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def anything(dtype: np.dtype[Any], count: int, seed: int) -> np.ndarray[Any, Any]:
-    """Half of them any bit patterns, with infinities, NaN and subnormals among them; half of them numbers that halves can hold."""
+    """Half of them any bit patterns, with infinities, NaN and subnormals among them; half of them numbers that halves
+    can hold."""
     rng = np.random.default_rng(seed)
     patterns = rng.integers(0, 256, count * dtype.itemsize, np.uint8).view(dtype)
     with np.errstate(all="ignore"):
@@ -69,12 +70,15 @@ def assert_same_bits(found: np.ndarray[Any, Any], wanted: np.ndarray[Any, Any]) 
     np.testing.assert_array_equal(found[number].view(bits), wanted[number].view(bits))
 
 
-# ---- conversion ---------------------------------------------------------------------------------------------------------
+# ---- conversion
+# ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("wanted", FLOATS, ids=dtypes.name)
 @pytest.mark.parametrize("given", FLOATS, ids=dtypes.name)
-def test_every_conversion_equals_numpys_at_every_length(given: np.dtype[Any], wanted: np.dtype[Any], backend: str) -> None:
+def test_every_conversion_equals_numpys_at_every_length(
+    given: np.dtype[Any], wanted: np.dtype[Any], backend: str
+) -> None:
     for count in LENGTHS:
         source = anything(given, count, seed=count)
         before = source.tobytes()
@@ -170,7 +174,8 @@ def test_a_numkong_that_differs_or_fails_is_not_used(half: np.dtype[Any]) -> Non
             assert not compression._agrees(numkong_of_numpy(change), half)
 
 
-# ---- compressors --------------------------------------------------------------------------------------------------------
+# ---- compressors
+# --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", dtypes.NAMES)
@@ -187,12 +192,25 @@ def layouts(dtype: np.dtype[Any]) -> list[np.ndarray[Any, Any]]:
     frozen = grid.copy()
     frozen.flags.writeable = False
     swapped = grid.astype(dtype.newbyteorder(">"))
-    return [grid, grid[::2, 1:], np.asfortranarray(grid), frozen, swapped, grid[:0], np.array(grid[0, 0]), grid.reshape(2, 3, 4)]
+    return [
+        grid,
+        grid[::2, 1:],
+        np.asfortranarray(grid),
+        frozen,
+        swapped,
+        grid[:0],
+        np.array(grid[0, 0]),
+        grid.reshape(2, 3, 4),
+    ]
 
 
 @pytest.mark.parametrize("dtype", [FLOAT32, FLOAT64], ids=dtypes.name)
-@pytest.mark.parametrize(("compressor", "half"), [(Compression.fp16, FLOAT16), (Compression.bf16, BFLOAT16)], ids=["fp16", "bf16"])
-def test_arrays_of_any_layout_travel_as_halves_and_come_back(compressor: Any, half: np.dtype[Any], dtype: np.dtype[Any]) -> None:
+@pytest.mark.parametrize(
+    ("compressor", "half"), [(Compression.fp16, FLOAT16), (Compression.bf16, BFLOAT16)], ids=["fp16", "bf16"]
+)
+def test_arrays_of_any_layout_travel_as_halves_and_come_back(
+    compressor: Any, half: np.dtype[Any], dtype: np.dtype[Any]
+) -> None:
     for array in layouts(dtype):
         sent, context = compressor.compress(array)
         assert sent.dtype == half and sent.shape == array.shape
@@ -203,7 +221,14 @@ def test_arrays_of_any_layout_travel_as_halves_and_come_back(compressor: Any, ha
 
 @pytest.mark.parametrize("compressor", compression.BUILT_IN)
 def test_what_is_not_compressed_passes_through_untouched(compressor: Any) -> None:
-    for tensor in (np.arange(3), np.ones(2, np.float16), np.ones(2, BFLOAT16), np.ones(2, np.complex64), np.array([True]), 3):
+    for tensor in (
+        np.arange(3),
+        np.ones(2, np.float16),
+        np.ones(2, BFLOAT16),
+        np.ones(2, np.complex64),
+        np.array([True]),
+        3,
+    ):
         sent, context = compressor.compress(tensor)
         assert sent is tensor
         assert compressor.decompress(sent, context) is tensor
@@ -242,7 +267,9 @@ def framework_of(name: str, monkeypatch: pytest.MonkeyPatch) -> type[Any]:
     return kind
 
 
-@pytest.mark.parametrize(("compressor", "half"), [(Compression.fp16, FLOAT16), (Compression.bf16, BFLOAT16)], ids=["fp16", "bf16"])
+@pytest.mark.parametrize(
+    ("compressor", "half"), [(Compression.fp16, FLOAT16), (Compression.bf16, BFLOAT16)], ids=["fp16", "bf16"]
+)
 @pytest.mark.parametrize("framework", ["jax", "cupy", "tensorflow"])
 def test_a_frameworks_tensor_is_converted_by_its_framework(
     framework: str, compressor: Any, half: np.dtype[Any], monkeypatch: pytest.MonkeyPatch
@@ -269,8 +296,14 @@ def test_a_torch_tensor_stays_one(compressor: Any) -> None:
             sent, context = compressor.compress(tensor)
             assert type(sent) is torch.Tensor and sent.dtype is half and sent.shape == tensor.shape
             back = compressor.decompress(sent, context)
-            assert back.dtype is dtype and torch.equal(back.nan_to_num(7, 8), tensor.to(half).to(dtype).nan_to_num(7, 8))
-    for tensor in (torch.ones(2, dtype=torch.int64), torch.ones(2, dtype=torch.float16), torch.ones(2, dtype=torch.bfloat16)):
+            assert back.dtype is dtype and torch.equal(
+                back.nan_to_num(7, 8), tensor.to(half).to(dtype).nan_to_num(7, 8)
+            )
+    for tensor in (
+        torch.ones(2, dtype=torch.int64),
+        torch.ones(2, dtype=torch.float16),
+        torch.ones(2, dtype=torch.bfloat16),
+    ):
         sent, context = compressor.compress(tensor)
         assert sent is tensor and compressor.decompress(sent, context) is tensor
     empty = torch.empty(3, device="meta")  # on a device that only torch can reach
@@ -300,7 +333,10 @@ class Scaled:
 
 def test_compressors_of_every_kind_are_accepted() -> None:
     accepted = [*compression.BUILT_IN, Compression.fp16(), Compressor, Signs, Signs(), Scaled()]
-    for each in [*accepted, SimpleNamespace(compress=lambda tensor: (tensor, None), decompress=lambda tensor, context: tensor)]:
+    for each in [
+        *accepted,
+        SimpleNamespace(compress=lambda tensor: (tensor, None), decompress=lambda tensor, context: tensor),
+    ]:
         check(each)
 
 
@@ -313,15 +349,23 @@ def test_compressors_of_every_kind_are_accepted() -> None:
         (Compression, "got Compression, which has no method 'compress'"),
         (SimpleNamespace(compress=print), "which has no method 'decompress'"),
         (SimpleNamespace(compress=print, decompress=3), "which has no method 'decompress'"),
-        (Scaled, "got Scaled, whose compress cannot be called with (tensor); pass an instance, or make it a @staticmethod"),
-        (SimpleNamespace(compress=print, decompress=lambda tensor: tensor), "whose decompress cannot be called with (tensor, context)"),
+        (
+            Scaled,
+            "got Scaled, whose compress cannot be called with (tensor); pass an instance, or make it a @staticmethod",
+        ),
+        (
+            SimpleNamespace(compress=print, decompress=lambda tensor: tensor),
+            "whose decompress cannot be called with (tensor, context)",
+        ),
     ],
 )
 def test_what_is_no_compressor_is_refused_by_name(wrong: Any, said: str) -> None:
     with pytest.raises(InvalidTypeError) as error:
         check(wrong)
     assert said in str(error.value)
-    assert str(error.value).startswith("compression: expected Compression.none, Compression.fp16, Compression.bf16, or a class or instance")
+    assert str(error.value).startswith(
+        "compression: expected Compression.none, Compression.fp16, Compression.bf16, or a class or instance"
+    )
 
 
 def test_the_base_class_does_nothing_by_itself() -> None:

@@ -152,7 +152,9 @@ def test_settings_are_read(variable: str, text: str, attribute: str, value: obje
         ("HOROVOD_LOG_LEVEL", "loud", "one of trace, debug"),
     ],
 )
-def test_what_cannot_be_understood_is_an_error_that_names_variable_text_and_expectation(variable: str, text: str, expected: str) -> None:
+def test_what_cannot_be_understood_is_an_error_that_names_variable_text_and_expectation(
+    variable: str, text: str, expected: str
+) -> None:
     with pytest.raises(InvalidArgumentError) as caught:
         Config.from_environment({variable: text})
     message = str(caught.value)
@@ -193,7 +195,10 @@ def test_our_variable_wins_over_horovods() -> None:
     both = {"HOROVOD_FUSION_THRESHOLD": "1", "COLLECTIVES_FUSION_THRESHOLD": "2"}
     assert Config.from_environment(both).fusion_threshold == 2
     assert Config.from_environment({**both, "COLLECTIVES_FUSION_THRESHOLD": ""}).fusion_threshold == 1
-    assert Config.from_environment({"HOROVOD_STALL_CHECK_DISABLE": "1", "COLLECTIVES_STALL_WARNING": "5"}).stall_warning == 5
+    assert (
+        Config.from_environment({"HOROVOD_STALL_CHECK_DISABLE": "1", "COLLECTIVES_STALL_WARNING": "5"}).stall_warning
+        == 5
+    )
 
 
 def test_a_variable_that_loses_is_not_read() -> None:
@@ -209,15 +214,18 @@ def test_horovods_switch_turns_the_whole_stall_check_off() -> None:
 
 
 def test_what_is_given_is_told_from_the_defaults() -> None:
-    assert given({"HOROVOD_CYCLE_TIME": "1", "COLLECTIVES_SEGMENT": "", "HOROVOD_TIMELINE": "DYNAMIC", "PATH": "/bin"}) == {
-        "cycle_time": 1.0
-    }
+    assert given(
+        {"HOROVOD_CYCLE_TIME": "1", "COLLECTIVES_SEGMENT": "", "HOROVOD_TIMELINE": "DYNAMIC", "PATH": "/bin"}
+    ) == {"cycle_time": 1.0}
 
 
 @pytest.mark.parametrize(
     ("variable", "said"),
     [
-        ("COLLECTIVES_FUSION_TRESHOLD", "COLLECTIVES_FUSION_TRESHOLD is no setting; did you mean COLLECTIVES_FUSION_THRESHOLD?"),
+        (
+            "COLLECTIVES_FUSION_TRESHOLD",
+            "COLLECTIVES_FUSION_TRESHOLD is no setting; did you mean COLLECTIVES_FUSION_THRESHOLD?",
+        ),
         ("COLLECTIVES_LOGLEVEL", "COLLECTIVES_LOGLEVEL is no setting; did you mean COLLECTIVES_LOG_LEVEL?"),
         ("COLLECTIVES_QUX", "COLLECTIVES_QUX is no setting of collectives"),
     ],
@@ -236,5 +244,7 @@ def test_every_variable_that_is_used_here_is_known() -> None:
 
 def test_other_variables_are_nobodys_mistake() -> None:
     settings = {field.metadata["variable"]: "1" for field in dataclasses.fields(Config)}
-    others = dict.fromkeys(["COLLECTIVES_RECORDS", "COLLECTIVES_TEST_TOKEN", "HOROVOD_FUSION_TRESHOLD", "_COLLECTIVES_PLACE_TAKEN"], "1")
+    others = dict.fromkeys(
+        ["COLLECTIVES_RECORDS", "COLLECTIVES_TEST_TOKEN", "HOROVOD_FUSION_TRESHOLD", "_COLLECTIVES_PLACE_TAKEN"], "1"
+    )
     assert unknown(settings | others) == []

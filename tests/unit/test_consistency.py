@@ -23,7 +23,8 @@ def told(*ranks: Any, rank: int = 0) -> str:
     return str(error.value)
 
 
-# ---- fingerprints -------------------------------------------------------------------------------------------------------
+# ---- fingerprints
+# -------------------------------------------------------------------------------------------------------
 
 
 def test_a_fingerprint_says_name_shape_and_dtype() -> None:
@@ -37,7 +38,12 @@ def test_mappings_pairs_sequences_and_generators_are_read_in_their_order() -> No
     tensors = {"b": np.ones(3), "a": np.zeros((2, 2), np.int8)}
     named = fingerprints(tensors)
     assert [found.name for found in named] == ["b", "a"]
-    assert fingerprints(tensors.items()) == fingerprints(list(tensors.items())) == fingerprints(iter(tensors.items())) == named
+    assert (
+        fingerprints(tensors.items())
+        == fingerprints(list(tensors.items()))
+        == fingerprints(iter(tensors.items()))
+        == named
+    )
     unnamed = fingerprints(tensor for tensor in tensors.values())
     assert [found.name for found in unnamed] == ["tensors[0]", "tensors[1]"]
     assert [found[1:] for found in unnamed] == [found[1:] for found in named]
@@ -77,7 +83,9 @@ def test_one_bit_anywhere_changes_the_digest(count: int, data: st.DataObject) ->
 
 @pytest.mark.parametrize("wrong", [np.ones((2, 2)), np.float32(1), "weight", b"weight", 3, None])
 def test_a_single_tensor_or_no_collection_is_refused(wrong: Any) -> None:
-    with pytest.raises(InvalidTypeError, match=f"expected a mapping of names to tensors.*got {type(wrong).__name__}: pass a list"):
+    with pytest.raises(
+        InvalidTypeError, match=f"expected a mapping of names to tensors.*got {type(wrong).__name__}: pass a list"
+    ):
         fingerprints(wrong)
 
 
@@ -93,7 +101,8 @@ def test_two_tensors_of_one_name_are_refused() -> None:
         fingerprints([("w", np.ones(1)), ("w", np.ones(1))])
 
 
-# ---- comparison ---------------------------------------------------------------------------------------------------------
+# ---- comparison
+# ---------------------------------------------------------------------------------------------------------
 
 
 @given(st.integers(1, 6), st.permutations(["a", "b", "c"]))
@@ -131,7 +140,9 @@ def test_a_missing_tensor_is_named_with_the_ranks_that_lack_it() -> None:
     )
     assert "it is missing on rank 0 and present on rank 1." in told([], one)
     # Ranks that have it may differ as well; that it is missing comes first.
-    assert "tensor 'a' is not on every rank: it is missing on rank 1 and present on ranks 0, 2." in told({"a": 1}, {}, {"a": 2})
+    assert "tensor 'a' is not on every rank: it is missing on rank 1 and present on ranks 0, 2." in told(
+        {"a": 1}, {}, {"a": 2}
+    )
 
 
 def test_the_first_tensor_is_the_first_of_the_lowest_rank_that_has_it() -> None:

@@ -42,7 +42,8 @@ class Recorder:
 
 
 def fetched(copied: bool) -> Calls:
-    """What a device is given when a result is fetched on stream 10 and then on stream 20; the operation's own stream is 1."""
+    """What a device is given when a result is fetched on stream 10 and then on stream 20; the operation's own stream is
+    1."""
     device: Any = Recorder()
     streams = iter((10, 20))
     view: Any = SimpleNamespace(device=device, copied=copied, current_stream=lambda: next(streams))

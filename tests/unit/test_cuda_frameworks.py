@@ -1,5 +1,5 @@
-"""torch, CuPy, jax and TensorFlow at the door for GPUs. Without a GPU they are stand-ins over the host's memory, which note on which
-stream they were asked to work; the device is the emulated one."""
+"""torch, CuPy, jax and TensorFlow at the door for GPUs. Without a GPU they are stand-ins over the host's memory, which
+note on which stream they were asked to work; the device is the emulated one."""
 
 from __future__ import annotations
 
@@ -36,16 +36,21 @@ def device() -> Iterator[EmulatedDevice]:
     assert violations == []
 
 
-def at(address: int, shape: tuple[int, ...], dtype: Any, strides: tuple[int, ...] | None = None) -> np.ndarray[Any, Any]:
+def at(
+    address: int, shape: tuple[int, ...], dtype: Any, strides: tuple[int, ...] | None = None
+) -> np.ndarray[Any, Any]:
     """Host memory by its address."""
     reach = (
-        sum((n - 1) * step for n, step in zip(shape, strides, strict=True)) if strides else int(np.prod(shape)) * np.dtype(dtype).itemsize
+        sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
+        if strides
+        else int(np.prod(shape)) * np.dtype(dtype).itemsize
     )
     memory = (ctypes.c_uint8 * (reach + np.dtype(dtype).itemsize)).from_address(address)
     return np.ndarray(shape, dtype, memory, 0, strides)
 
 
-# ---- torch -----------------------------------------------------------------------------------------------------------------
+# ---- torch
+# -----------------------------------------------------------------------------------------------------------------
 
 
 class Torch:
@@ -140,7 +145,13 @@ def test_a_torch_tensor_is_its_own_view_and_comes_back(torch: Torch, name: str, 
     torch.current.append(77)
     found = arrays.view(tensor, writable=True)
     assert isinstance(found, DeviceView) and is_on_device(tensor)
-    assert (dtypes.name(found.dtype), found.shape, found.stream, found.copied, found.writable) == (name, shape, 77, False, True)
+    assert (dtypes.name(found.dtype), found.shape, found.stream, found.copied, found.writable) == (
+        name,
+        shape,
+        77,
+        False,
+        True,
+    )
     assert (found.array.address, found.array.size) == (tensor.data_ptr(), tensor.numel())
     found.store()
     result, memory = found.empty((3, *shape))
@@ -217,22 +228,31 @@ def test_overlapping_torch_tensors_are_read_and_not_written(torch: Torch) -> Non
     wide = torch.tensor(torch.module.arange(2.0).reshape(2, 1).expand(2, 3))
     found = view(wide)
     assert at(found.array.address, (6,), np.float32).tolist() == [0, 0, 0, 1, 1, 1]
-    with pytest.raises(InvalidArgumentError, match=r"share memory, got a .*CudaTensor of shape \(2, 3\) and strides \(4, 0\)"):
+    with pytest.raises(
+        InvalidArgumentError, match=r"share memory, got a .*CudaTensor of shape \(2, 3\) and strides \(4, 0\)"
+    ):
         view(wide, writable=True)
 
 
 def test_torch_tensors_that_cannot_be_used_are_refused(torch: Torch, monkeypatch: pytest.MonkeyPatch) -> None:
     module = torch.module
-    with pytest.raises(InvalidTypeError, match=r"loss: dtype torch\.float8_e4m3fn is not supported; expected one of bool"):
+    with pytest.raises(
+        InvalidTypeError, match=r"loss: dtype torch\.float8_e4m3fn is not supported; expected one of bool"
+    ):
         view(torch.tensor(module.zeros(3, dtype=module.float8_e4m3fn)), argument="loss")
     sparse = types.SimpleNamespace(is_cuda=True, device=module.device("cuda", 0), layout=module.sparse_coo)
     monkeypatch.setattr("collectives.tensors.detection.framework", lambda kind: "torch")
-    with pytest.raises(InvalidTypeError, match=r"loss: expected a dense tensor, got layout torch.sparse_coo; pass loss.to_dense\(\)"):
+    with pytest.raises(
+        InvalidTypeError, match=r"loss: expected a dense tensor, got layout torch.sparse_coo; pass loss.to_dense\(\)"
+    ):
         view(sparse, argument="loss")
     with pytest.raises(InvalidTypeError, match=r"expected a tensor with elements, .* on meta"):
         view(types.SimpleNamespace(device=module.device("meta")))
     for place in ("mps", "xpu"):
-        with pytest.raises(InvalidTypeError, match=f"expected memory of the CPU or of an NVIDIA GPU, .* on {place}: copy it to the host"):
+        with pytest.raises(
+            InvalidTypeError,
+            match=f"expected memory of the CPU or of an NVIDIA GPU, .* on {place}: copy it to the host",
+        ):
             view(types.SimpleNamespace(device=module.device(place)))
     monkeypatch.setattr(module.version, "hip", "6.2")
     with pytest.raises(InvalidTypeError, match=r"on cuda:0 \(ROCm\)"):
@@ -248,7 +268,8 @@ def test_a_torch_tensor_without_memory_is_refused(torch: Torch, monkeypatch: pyt
         view(torch.tensor(torch.module.zeros(3)))
 
 
-# ---- CuPy ------------------------------------------------------------------------------------------------------------------
+# ---- CuPy
+# ------------------------------------------------------------------------------------------------------------------
 
 
 class Ndarray:
@@ -259,7 +280,9 @@ class Ndarray:
     def __init__(self, shape: Any, dtype: Any, memptr: Any = None, strides: Any = None) -> None:
         self.dtype = np.dtype(dtype)
         assert self.dtype.kind != "V" or memptr is None, "CuPy may not know this dtype"
-        self.host = np.zeros(shape, self.dtype) if memptr is None else at(memptr.address, tuple(shape), self.dtype, strides)
+        self.host = (
+            np.zeros(shape, self.dtype) if memptr is None else at(memptr.address, tuple(shape), self.dtype, strides)
+        )
         self.owner = memptr
 
     @classmethod
@@ -354,7 +377,8 @@ def test_with_cupy_any_strided_tensor_is_copied(device: EmulatedDevice, cupy: An
     assert array.get(0).tolist() == [[0, 2, 4], [6, 8, 10]]
 
 
-# ---- jax and TensorFlow ------------------------------------------------------------------------------------------------------
+# ---- jax and TensorFlow
+# ------------------------------------------------------------------------------------------------------
 
 
 class Place:
@@ -395,7 +419,10 @@ def jax(monkeypatch: pytest.MonkeyPatch) -> Any:
         return Array(dlpack.read(capsule))
 
     vars(module).update(
-        Array=Array, core=types.SimpleNamespace(Tracer=Tracer), dlpack=types.SimpleNamespace(from_dlpack=from_dlpack), made=made
+        Array=Array,
+        core=types.SimpleNamespace(Tracer=Tracer),
+        dlpack=types.SimpleNamespace(from_dlpack=from_dlpack),
+        made=made,
     )
     monkeypatch.setitem(sys.modules, "jax", module)
     return module
@@ -449,7 +476,9 @@ def tensorflow(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["Tensor", "Variable"])
-def test_tensorflow_tensors_are_read_and_made_anew_when_they_are_ready(device: EmulatedDevice, tensorflow: Any, kind: str) -> None:
+def test_tensorflow_tensors_are_read_and_made_anew_when_they_are_ready(
+    device: EmulatedDevice, tensorflow: Any, kind: str
+) -> None:
     array = EmulatedArray.of(device, np.arange(6, dtype=np.float32).reshape(2, 3))
     tensor = getattr(tensorflow, kind)(array)
     found = arrays.view(tensor)

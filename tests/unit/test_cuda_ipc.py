@@ -1,4 +1,5 @@
-"""Mapping other processes' memory: once, as often as it is needed, and never the old beside the new; and how long it stays mapped."""
+"""Mapping other processes' memory: once, as often as it is needed, and never the old beside the new; and how long it
+stays mapped."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from tests.emulated_cuda import EmulatedDevice
 
 
 class Driver:
-    """Refuses to map what overlaps something mapped, as CUDA does (cudaErrorAlreadyMapped); a handle is (base, bytes)."""
+    """Refuses to map what overlaps something mapped, as CUDA does (cudaErrorAlreadyMapped); a handle is (base,
+    bytes)."""
 
     def __init__(self) -> None:
         self.mapped: dict[int, tuple[int, int]] = {}
@@ -67,11 +69,13 @@ def test_what_an_owner_has_freed_is_given_back_before_its_place_is_mapped_anew()
     assert not driver.mapped
 
 
-# ---- how long memory stays mapped ----------------------------------------------------------------------------------------------------
+# ---- how long memory stays mapped
+# ----------------------------------------------------------------------------------------------------
 
 
 class Reached:
-    """A rank's view of peers that are other processes, on a driver that counts: what is waited for, mapped and unmapped."""
+    """A rank's view of peers that are other processes, on a driver that counts: what is waited for, mapped and
+    unmapped."""
 
     def __init__(self, peers: int) -> None:
         self.waits = 0

@@ -1,4 +1,5 @@
-"""Device plans, carried out by NumPy: every algorithm for many sizes, ranks in random turns, memory overwritten as early as allowed."""
+"""Device plans, carried out by NumPy: every algorithm for many sizes, ranks in random turns, memory overwritten as
+early as allowed."""
 
 from __future__ import annotations
 
@@ -44,8 +45,12 @@ class Jobs:
         jobs = list(self._jobs())
         for number, (sources, targets, nbytes) in enumerate(jobs):
             for others, theirs, length in jobs[:number] + jobs[number + 1 :]:
-                assert not any(a < b + length and b < a + nbytes for a in targets for b in (*others, *theirs)), "jobs of a launch interfere"
-            assert not any(a != b and abs(a - b) < nbytes for a in targets for b in sources), "source and target overlap in part"
+                assert not any(a < b + length and b < a + nbytes for a in targets for b in (*others, *theirs)), (
+                    "jobs of a launch interfere"
+                )
+            assert not any(a != b and abs(a - b) < nbytes for a in targets for b in sources), (
+                "source and target overlap in part"
+            )
         random.shuffle(jobs)
         for sources, targets, nbytes in jobs:
             total = sum(memory(source, nbytes) for source in sources)
@@ -60,7 +65,9 @@ class Jobs:
 class Kernels:
     """Instead of `kernels.Kernels`."""
 
-    def combination(self, op: Op | None, dtype: np.dtype[Any], shapes: Sequence[tuple[int, int, int]], scaling: Any) -> Jobs:
+    def combination(
+        self, op: Op | None, dtype: np.dtype[Any], shapes: Sequence[tuple[int, int, int]], scaling: Any
+    ) -> Jobs:
         return Jobs(shapes, scaling is not None)
 
 
@@ -87,7 +94,12 @@ def placement(rank: int, hosts: Sequence[Sequence[int]]) -> Placement:
 
 
 def carry_out(
-    make: Make, choice: DeviceChoice, sources: list[Array], outputs: list[int] | None, hosts: Sequence[Sequence[int]] | None, seed: int
+    make: Make,
+    choice: DeviceChoice,
+    sources: list[Array],
+    outputs: list[int] | None,
+    hosts: Sequence[Sequence[int]] | None,
+    seed: int,
 ) -> tuple[list[Array], list[DevicePlan]]:
     """Every rank's result; ``outputs``: elements, None: in place."""
     size, random = len(sources), Random(seed)
@@ -109,7 +121,9 @@ def carry_out(
     return [result for rank in ranks if (result := rank.result) is not None], [rank.plan for rank in ranks]
 
 
-def advance(rank: Rank, ranks: list[Rank], table: Array, mail: dict[tuple[int, int], deque[Array]], random: Random) -> bool:
+def advance(
+    rank: Rank, ranks: list[Rank], table: Array, mail: dict[tuple[int, int], deque[Array]], random: Random
+) -> bool:
     """A part of a stage, if what it waits for is there."""
     plan = rank.plan
 
@@ -136,7 +150,10 @@ def advance(rank: Rank, ranks: list[Rank], table: Array, mail: dict[tuple[int, i
             mail[rank.rank, letter.peer].append(block(letter, own).copy())
         rank.sent = True
         return True
-    if any(len(mail[letter.peer, rank.rank]) < sum(other.peer == letter.peer for other in stage.receives) for letter in stage.receives):
+    if any(
+        len(mail[letter.peer, rank.rank]) < sum(other.peer == letter.peer for other in stage.receives)
+        for letter in stage.receives
+    ):
         return False
     for letter in stage.receives:
         block(letter, own)[...] = mail[letter.peer, rank.rank].popleft()
@@ -144,7 +161,9 @@ def advance(rank: Rank, ranks: list[Rank], table: Array, mail: dict[tuple[int, i
         reach = [entry_of(peer, space) for peer, space in plan.reached]
         mine = [entry_of(rank.rank, space) for space in (Space.INPUT, Space.OUTPUT, Space.WINDOW)]
         known = own.copy()
-        known[[entry for entry in range(len(ranks) * SPACES) if entry not in (*reach, *mine)]] = 1 << 62  # would be noticed
+        known[[entry for entry in range(len(ranks) * SPACES) if entry not in (*reach, *mine)]] = (
+            1 << 62
+        )  # would be noticed
         launch.place(known)
         launch.combination.run(random)  # type: ignore[attr-defined]
     rank.sent = False
@@ -196,7 +215,9 @@ def test_allreduce_over_several_hosts(hosts: Sequence[Sequence[int]]) -> None:
         results, plans = carry_out(summing(count), choice, sources, None, hosts, count)
         for result in results:
             np.testing.assert_array_equal(result, 10 * sum(sources))
-        assert len({plan.least_words for plan in plans}) == 1 and plans[0].least_words, "over messages, ranks show each other as many words"
+        assert len({plan.least_words for plan in plans}) == 1 and plans[0].least_words, (
+            "over messages, ranks show each other as many words"
+        )
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -218,7 +239,9 @@ def test_reducescatter(choice: DeviceChoice, size: int) -> None:
 def test_what_only_moves(choice: DeviceChoice, size: int) -> None:
     rows = [(rank * 7 + 1) % 4 * 100 for rank in range(size)]
     sources = [np.full(count, rank) for rank, count in enumerate(rows)]
-    results, _ = carry_out(lambda plans, chosen: plans.allgather(rows, DTYPE, chosen), choice, sources, [sum(rows)] * size, None, 1)
+    results, _ = carry_out(
+        lambda plans, chosen: plans.allgather(rows, DTYPE, chosen), choice, sources, [sum(rows)] * size, None, 1
+    )
     for result in results:
         np.testing.assert_array_equal(result, np.concatenate(sources))
     for root in {0, size - 1}:

@@ -1,6 +1,7 @@
 """The door for tensors on GPUs: frameworks' tensors in, the same kind out, in the order of streams; without a GPU.
 
-Arrays of the emulated device stand for whatever speaks DLPack or ``__cuda_array_interface__``; the frameworks have a file of their own.
+Arrays of the emulated device stand for whatever speaks DLPack or ``__cuda_array_interface__``; the frameworks have a
+file of their own.
 """
 
 from __future__ import annotations
@@ -73,13 +74,16 @@ def write(found: DeviceArray, values: Any, stream: int) -> None:
     device.drain(stream)
 
 
-# ---- DLPack and __cuda_array_interface__ -----------------------------------------------------------------------------------
+# ---- DLPack and __cuda_array_interface__
+# -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("wrapped", [False, True], ids=["dlpack", "interface"])
 @pytest.mark.parametrize("name", dtypes.NAMES)
 @pytest.mark.parametrize("shape", [(), (0,), (5,), (2, 3), (2, 0, 3)])
-def test_a_contiguous_tensor_is_its_own_view(device: EmulatedDevice, name: str, shape: tuple[int, ...], wrapped: bool) -> None:
+def test_a_contiguous_tensor_is_its_own_view(
+    device: EmulatedDevice, name: str, shape: tuple[int, ...], wrapped: bool
+) -> None:
     dtype = dtypes.resolve(name)
     values = np.arange(np.prod(shape, dtype=int)).reshape(shape).astype(dtype)
     array = EmulatedArray.of(device, values)
@@ -125,7 +129,12 @@ def test_the_current_stream_is_the_threads_own_and_a_named_one_stays(device: Emu
         free = view(array)
     named = view(array, stream=first)
     with device.use_stream(second):
-        assert (free.stream, free.current_stream(), named.stream, named.current_stream()) == (first, second, first, first)
+        assert (free.stream, free.current_stream(), named.stream, named.current_stream()) == (
+            first,
+            second,
+            first,
+            first,
+        )
 
 
 @pytest.mark.parametrize("entry", [None, "absent", 1, "own"])
@@ -151,7 +160,9 @@ def test_the_per_thread_default_stream_is_refused(device: EmulatedDevice) -> Non
             found.current_stream()
 
 
-def test_what_was_made_on_the_per_thread_default_stream_is_ordered_in_the_callers_thread(device: EmulatedDevice) -> None:
+def test_what_was_made_on_the_per_thread_default_stream_is_ordered_in_the_callers_thread(
+    device: EmulatedDevice,
+) -> None:
     current = device.create_stream()
     tensor = Interfaced(EmulatedArray.of(device, np.zeros(3)), stream=streams.PER_THREAD)
     with device.use_stream(current):
@@ -162,7 +173,9 @@ def test_what_was_made_on_the_per_thread_default_stream_is_ordered_in_the_caller
 
 
 @pytest.mark.parametrize("wrapped", [False, True], ids=["dlpack", "interface"])
-def test_a_stream_that_is_being_captured_is_refused_before_it_is_made_to_wait(device: EmulatedDevice, wrapped: bool) -> None:
+def test_a_stream_that_is_being_captured_is_refused_before_it_is_made_to_wait(
+    device: EmulatedDevice, wrapped: bool
+) -> None:
     making, captured = device.create_stream(), device.create_stream()
     array = EmulatedArray.of(device, np.zeros(3), making)
     tensor = Interfaced(array) if wrapped else array
@@ -184,7 +197,11 @@ def test_results_are_arrays_of_the_device(device: EmulatedDevice) -> None:
     found = view(Interfaced(EmulatedArray.of(device, np.zeros((2, 3), np.float32))), stream=stream)
     for shape, dtype in (((4, 3), None), ((), np.dtype(np.int64)), ((0, 3), None)):
         result, memory = found.empty(shape, dtype)
-        assert type(result) is EmulatedArray and result.shape == shape and result.dtype == (dtype or np.float32) == memory.dtype
+        assert (
+            type(result) is EmulatedArray
+            and result.shape == shape
+            and result.dtype == (dtype or np.float32) == memory.dtype
+        )
         assert memory.size == result.size and memory.address == result.address and result.stream == stream
         assert found.wrap(result, dtype) is result
 
@@ -204,7 +221,9 @@ def test_read_only_tensors_can_be_read_and_not_written(device: EmulatedDevice, m
     frozen = Interfaced(array, data=(array.address, True))
     monkeypatch.setattr(dlpack, "_READ_ONLY", 0)
     assert not view(frozen).writable and view(array).writable
-    with pytest.raises(InvalidArgumentError, match=r"weights: .*read-only .*Interfaced of shape \(3,\) and dtype float64"):
+    with pytest.raises(
+        InvalidArgumentError, match=r"weights: .*read-only .*Interfaced of shape \(3,\) and dtype float64"
+    ):
         view(frozen, argument="weights", writable=True)
 
 
@@ -285,13 +304,16 @@ def test_a_library_with_from_dlpack_gets_its_own_type_back(device: EmulatedDevic
     assert found.wrap(result) == ("made", memory.address)
 
 
-# ---- refusals --------------------------------------------------------------------------------------------------------------
+# ---- refusals
+# --------------------------------------------------------------------------------------------------------------
 
 
 def test_other_layouts_are_refused_where_nobody_can_copy_them(device: EmulatedDevice) -> None:
     array = EmulatedArray.of(device, np.zeros((3, 4)))
     for tensor in (array.T, array[:, 1:], Interfaced(array[::2, ::2])):
-        with pytest.raises(InvalidTypeError, match=r"loss: expected a contiguous tensor, .*strides .*make it contiguous first"):
+        with pytest.raises(
+            InvalidTypeError, match=r"loss: expected a contiguous tensor, .*strides .*make it contiguous first"
+        ):
             view(tensor, argument="loss")
     assert not view(array[1:]).copied and not view(array[:, 1:][:0]).copied and not view(array[1:2].T[:1]).copied
 
@@ -305,7 +327,10 @@ def test_overlapping_elements_are_refused_in_place(device: EmulatedDevice) -> No
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"typestr": ">f8"}, r"loss \(.*Interfaced\): byte-swapped dtype >f8 is not supported on a GPU; convert it to float64"),
+        (
+            {"typestr": ">f8"},
+            r"loss \(.*Interfaced\): byte-swapped dtype >f8 is not supported on a GPU; convert it to float64",
+        ),
         ({"typestr": "<M8[s]"}, "dtype datetime64.* is not supported; expected one of bool"),
         ({"typestr": "|V8"}, None),
         ({"version": 1}, "of version 2 or 3"),
@@ -313,7 +338,9 @@ def test_overlapping_elements_are_refused_in_place(device: EmulatedDevice) -> No
         ({"stream": 1.5}, "stream: expected a CUDA stream"),
     ],
 )
-def test_an_interface_that_cannot_be_used_is_refused(device: EmulatedDevice, changes: dict[str, Any], words: str | None) -> None:
+def test_an_interface_that_cannot_be_used_is_refused(
+    device: EmulatedDevice, changes: dict[str, Any], words: str | None
+) -> None:
     tensor = Interfaced(EmulatedArray.of(device, np.zeros(3)), **changes)
     if words is None:  # nameless there; the tensor's own attribute knows
         assert view(tensor).dtype == np.float64
@@ -341,13 +368,16 @@ def test_without_gpus_the_message_says_what_is_missing(monkeypatch: pytest.Monke
     monkeypatch.setattr(diagnosis, "why_not", lambda: "no CuPy: pip install cupy-cuda13x")
     before = selection.use(None)
     try:
-        with pytest.raises(MissingDependencyError, match=r"loss: got a .*Lender on a GPU, but .*no CuPy: pip install cupy-cuda13x"):
+        with pytest.raises(
+            MissingDependencyError, match=r"loss: got a .*Lender on a GPU, but .*no CuPy: pip install cupy-cuda13x"
+        ):
             arrays.view(Lender(None), argument="loss")
     finally:
         selection.use(before)
 
 
-# ---- lifetime --------------------------------------------------------------------------------------------------------------
+# ---- lifetime
+# --------------------------------------------------------------------------------------------------------------
 
 
 def test_memory_lives_as_long_as_an_array_of_it_and_is_given_back_once(device: EmulatedDevice) -> None:
@@ -376,7 +406,8 @@ def test_an_interfaces_tensor_lives_as_long_as_an_array_of_it(device: EmulatedDe
     assert gone() is None
 
 
-# ---- streams ---------------------------------------------------------------------------------------------------------------
+# ---- streams
+# ---------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

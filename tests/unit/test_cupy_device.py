@@ -1,4 +1,5 @@
-"""The real device without a GPU: every call that it makes is held to CuPy's own signatures, and every error is told in our words."""
+"""The real device without a GPU: every call that it makes is held to CuPy's own signatures, and every error is told in
+our words."""
 
 from __future__ import annotations
 
@@ -68,7 +69,8 @@ def device(cupy: FakeCupy) -> Any:
     return importlib.import_module("collectives.device.cupy_device").CupyDevice(1)
 
 
-# ---- what CuPy has ------------------------------------------------------------------------------------------------------------------
+# ---- what CuPy has
+# ------------------------------------------------------------------------------------------------------------------
 
 
 def _used() -> set[str]:
@@ -115,7 +117,8 @@ def test_a_wrong_argument_is_seen(cupy: FakeCupy) -> None:
     assert cupy.calls == []
 
 
-# ---- the device ----------------------------------------------------------------------------------------------------------------------
+# ---- the device
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 def test_what_a_device_is(device: Any, cupy: FakeCupy) -> None:
@@ -151,8 +154,12 @@ CALLS: list[tuple[Callable[[Any], object], str, tuple[Any, ...]]] = [
 ]
 
 
-@pytest.mark.parametrize(("do", "name", "arguments"), CALLS, ids=[f"{name}-{index}" for index, (_, name, _) in enumerate(CALLS)])
-def test_a_method_is_one_call(do: Callable[[Any], object], name: str, arguments: tuple[Any, ...], device: Any, cupy: FakeCupy) -> None:
+@pytest.mark.parametrize(
+    ("do", "name", "arguments"), CALLS, ids=[f"{name}-{index}" for index, (_, name, _) in enumerate(CALLS)]
+)
+def test_a_method_is_one_call(
+    do: Callable[[Any], object], name: str, arguments: tuple[Any, ...], device: Any, cupy: FakeCupy
+) -> None:
     cupy.calls.clear()
     result = do(device)
     assert cupy.calls == [(name, arguments)]
@@ -160,10 +167,16 @@ def test_a_method_is_one_call(do: Callable[[Any], object], name: str, arguments:
     assert result is not None if name.startswith(tells) else result is None
 
 
-@pytest.mark.parametrize(("do", "name", "arguments"), CALLS, ids=[f"{name}-{index}" for index, (_, name, _) in enumerate(CALLS)])
-def test_an_error_of_cuda_is_ours(do: Callable[[Any], object], name: str, arguments: tuple[Any, ...], device: Any, cupy: FakeCupy) -> None:
+@pytest.mark.parametrize(
+    ("do", "name", "arguments"), CALLS, ids=[f"{name}-{index}" for index, (_, name, _) in enumerate(CALLS)]
+)
+def test_an_error_of_cuda_is_ours(
+    do: Callable[[Any], object], name: str, arguments: tuple[Any, ...], device: Any, cupy: FakeCupy
+) -> None:
     cupy.failures[name] = CudaError("cudaErrorIllegalAddress: an illegal memory access was encountered")
-    with pytest.raises(TransportError, match=r"^GPU 1 \(NVIDIA H200\): cannot .+: cudaErrorIllegalAddress: .*started anew") as caught:
+    with pytest.raises(
+        TransportError, match=r"^GPU 1 \(NVIDIA H200\): cannot .+: cudaErrorIllegalAddress: .*started anew"
+    ) as caught:
         do(device)
     assert isinstance(caught.value.__cause__, CudaError)
 
@@ -193,7 +206,9 @@ def test_the_current_device_is_the_programs_own_again(device: Any, cupy: FakeCup
         device.deactivate(previous)
 
 
-def test_captures_of_the_program_do_not_restrict_the_thread_while_the_device_is_active(device: Any, cupy: FakeCupy) -> None:
+def test_captures_of_the_program_do_not_restrict_the_thread_while_the_device_is_active(
+    device: Any, cupy: FakeCupy
+) -> None:
     """And do again afterwards, as the program had it, whatever fails."""
     read = lambda: libcuda.capture_mode(libcuda.RELAXED)  # noqa: E731
     libcuda.capture_mode(1)
@@ -210,7 +225,9 @@ def test_captures_of_the_program_do_not_restrict_the_thread_while_the_device_is_
 
 
 def test_the_default_stream_counts_as_captured_while_a_stream_is_that_waits_for_it(device: Any, cupy: FakeCupy) -> None:
-    cupy.failures["streamIsCapturing"] = CudaError("cudaErrorStreamCaptureImplicit: operation would make the legacy stream depend on it")
+    cupy.failures["streamIsCapturing"] = CudaError(
+        "cudaErrorStreamCaptureImplicit: operation would make the legacy stream depend on it"
+    )
     assert device.capturing(0) is True
 
 
@@ -223,7 +240,9 @@ def test_what_is_shared_fills_whole_blocks(nbytes: int, taken: int, device: Any,
 
 def test_memory_that_is_full(device: Any, cupy: FakeCupy) -> None:
     cupy.failures["malloc"] = CudaError("cudaErrorMemoryAllocation: out of memory")
-    with pytest.raises(OutOfMemoryError, match=r"cannot allocate 4096 bytes: .*out of memory.*torch.*collectives.empty_cache"):
+    with pytest.raises(
+        OutOfMemoryError, match=r"cannot allocate 4096 bytes: .*out of memory.*torch.*collectives.empty_cache"
+    ):
         device.allocate(4096)
     cupy.failures["empty"] = MemoryError("Out of memory allocating 16 bytes")
     with pytest.raises(OutOfMemoryError, match=r"cannot make an array of \(4,\) float32: Out of memory.*nvidia-smi"):
@@ -242,13 +261,17 @@ def test_sharing_that_is_refused(do: Callable[[Any], object], error: str, device
 def test_kernels_are_let_into_another_gpus_memory(device: Any, cupy: FakeCupy) -> None:
     device.reach(0)
     assert (cupy.called("deviceCanAccessPeer"), cupy.called("deviceEnablePeerAccess")) == ([(1, 0)], [(0,)])
-    cupy.failures["deviceEnablePeerAccess"] = CudaError("cudaErrorPeerAccessAlreadyEnabled: peer access is already enabled")
+    cupy.failures["deviceEnablePeerAccess"] = CudaError(
+        "cudaErrorPeerAccessAlreadyEnabled: peer access is already enabled"
+    )
     device.reach(0)
     cupy.failures["deviceEnablePeerAccess"] = CudaError("cudaErrorInvalidDevice: invalid device ordinal")
     with pytest.raises(TransportError, match=r"GPU 1 .*: cannot reach the memory of GPU 0: cudaErrorInvalidDevice"):
         device.reach(0)
     cupy.results["deviceCanAccessPeer"] = 0
-    with pytest.raises(TransportError, match=r"GPU 1 .*: its kernels cannot reach the memory of GPU 0: nvidia-smi topo"):
+    with pytest.raises(
+        TransportError, match=r"GPU 1 .*: its kernels cannot reach the memory of GPU 0: nvidia-smi topo"
+    ):
         device.reach(0)
 
 
@@ -297,7 +320,9 @@ def test_idle_pinned_memory_is_bounded_and_given_back_before_there_is_none(
 
 def test_what_an_address_belongs_to(device: Any) -> None:
     assert device.allocation(0x7F00_0000_0010) == Allocation(0x7F00_0000_0000, 8 << 30, 0x1234_5678_9AB)
-    with pytest.raises(TransportError, match=r"GPU 1 .*: 0x1000 is not device memory .*cuMemGetAddressRange_v2: error 1"):
+    with pytest.raises(
+        TransportError, match=r"GPU 1 .*: 0x1000 is not device memory .*cuMemGetAddressRange_v2: error 1"
+    ):
         device.allocation(0x1000)
 
 
@@ -330,7 +355,8 @@ def test_a_graph(device: Any, cupy: FakeCupy) -> None:
     assert len(cupy.called("graphDestroy")) == 2
 
 
-# ---- kernels -------------------------------------------------------------------------------------------------------------------------
+# ---- kernels
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 def test_a_kernel_is_compiled_once(device: Any, cupy: FakeCupy) -> None:
@@ -396,7 +422,9 @@ def test_an_older_gpu_needs_an_older_cupy(device: Any, cupy: FakeCupy) -> None:
 def test_a_kernel_with_a_mistake(device: Any, cupy: FakeCupy) -> None:
     nvrtc = cupy.modules["cupy.cuda"].nvrtc
     cupy.failures["compileProgram"] = nvrtc.NVRTCError("NVRTC_ERROR_COMPILATION (6)")
-    with pytest.raises(TransportError, match=r"does not compile \(NVRTC_ERROR_COMPILATION.*-arch=sm_90.*\):\ncollectives.cu\(1\)"):
+    with pytest.raises(
+        TransportError, match=r"does not compile \(NVRTC_ERROR_COMPILATION.*-arch=sm_90.*\):\ncollectives.cu\(1\)"
+    ):
         device.function(SOURCE, "scale")
     assert len(cupy.called("destroyProgram")) == 1
     cupy.results["getProgramLog"] = 'collectives.cu(1): catastrophic error: could not open source file "cuda_fp16.h"'
@@ -445,7 +473,8 @@ def test_real_errors_are_ours(real_compiler: Any) -> None:
         real_compiler.compiled("#include <no_such_header.h>", 90)
 
 
-# ---- where devices come from ---------------------------------------------------------------------------------------------------------
+# ---- where devices come from
+# ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -15,7 +15,9 @@ from collectives.engine.negotiation import Request
 LOOP = (100, 200)
 
 
-def place(line: int, function: str = "main", at: int | None = None, loop: tuple[int, int] | None = None, calls: str = "step") -> Place:
+def place(
+    line: int, function: str = "main", at: int | None = None, loop: tuple[int, int] | None = None, calls: str = "step"
+) -> Place:
     return Place(("train.py", function, 1), line, line if at is None else at, loop, frozenset([calls]))
 
 
@@ -23,7 +25,9 @@ def wait(name: str | int, *stack: Place) -> Wait:
     return Wait(name, Request("allreduce", name if isinstance(name, str) else None), stack)
 
 
-def fails(waits: list[list[Wait]], passed: dict[str, set[int]] | None = None, known: str = "", joined: tuple[int, ...] = ()) -> set[object]:
+def fails(
+    waits: list[list[Wait]], passed: dict[str, set[int]] | None = None, known: str = "", joined: tuple[int, ...] = ()
+) -> set[object]:
     asking = {wait.key: {rank for rank, mine in enumerate(waits) if wait in mine} for mine in waits for wait in mine}
     return set(failing(waits, asking, passed or {}, known, joined))
 
@@ -97,8 +101,13 @@ def test_names_in_a_loop_do_not_tell_who_is_behind() -> None:
     assert fails([[b], [wait("c", place(3, at=120, loop=LOOP))]], {"b": {1}}) == {"b"}  # one place, whose names change
     assert fails([[b], [wait("c", place(9, at=240))]], {"b": {1}}) == {"b"}
     mapped = place(3, calls="map")
-    assert fails([[wait("b", mapped, place(7, "step"))], [wait("c", mapped, place(8, "step"))]], {"b": {1}}) == {"b", "c"}
-    assert fails([[wait("b", mapped, place(7, "test_b"))], [wait("c", mapped, place(8, "test_c"))]], {"b": {1}}) == {"b"}
+    assert fails([[wait("b", mapped, place(7, "step"))], [wait("c", mapped, place(8, "step"))]], {"b": {1}}) == {
+        "b",
+        "c",
+    }
+    assert fails([[wait("b", mapped, place(7, "test_b"))], [wait("c", mapped, place(8, "test_c"))]], {"b": {1}}) == {
+        "b"
+    }
 
 
 def stack_of(program: Callable[[Callable[[], None]], None], in_thread: bool = False) -> Stack:

@@ -1,4 +1,5 @@
-"""What is missing for GPUs is said by name, each with what brings it; nothing is imported before it is asked, and nothing raises."""
+"""What is missing for GPUs is said by name, each with what brings it; nothing is imported before it is asked, and
+nothing raises."""
 
 from __future__ import annotations
 
@@ -131,7 +132,9 @@ def test_nothing_at_all(machine: Machine) -> None:
     assert [row.found for row in found.values()] == [None] * 4
     assert found["CuPy"].advice == "pip install cupy-cuda13x (cupy-cuda12x if the driver is older than CUDA 13)"
     assert found["NCCL"].advice == "not needed within one host: pip install nvidia-nccl-cu13"
-    assert str(diagnosis.why_not()).startswith("no driver: libcuda-that-is-not-there.so.1 cannot be loaded: install NVIDIA's driver")
+    assert str(diagnosis.why_not()).startswith(
+        "no driver: libcuda-that-is-not-there.so.1 cannot be loaded: install NVIDIA's driver"
+    )
     assert "--gpus all" in str(diagnosis.why_not())
 
 
@@ -156,7 +159,11 @@ def test_a_driver_that_is_older_than_cupy(machine: Machine) -> None:
     reason = "too new for the driver: update the driver, or pip uninstall cupy-cuda13x and pip install cupy-cuda12x"
     assert diagnosis.why_not() == f"CuPy, cupy-cuda13x 14.2.0: {reason}"
     # A driver serves every CUDA of its major version, and older ones.
-    for package, built, cuda in (("cupy-cuda12x", 12090, 12020), ("cupy-cuda12x", 12090, 13000), ("cupy-cuda13x", 13020, 13000)):
+    for package, built, cuda in (
+        ("cupy-cuda12x", 12090, 12020),
+        ("cupy-cuda12x", 12090, 13000),
+        ("cupy-cuda13x", 13020, 13000),
+    ):
         machine.cupy(package, "14.2.0", built)
         machine.driver(cuda)
         assert diagnosis.why_not() is None
@@ -169,7 +176,9 @@ def test_no_gpu_is_visible(machine: Machine) -> None:
     assert diagnosis.why_not() == "no device: none is visible: CUDA_VISIBLE_DEVICES is ''"
     machine.driver(init=100)
     machine.visible("7")
-    assert diagnosis.why_not() == "no device: none is visible (cuInit: CUDA_ERROR_NO_DEVICE): CUDA_VISIBLE_DEVICES is '7'"
+    assert (
+        diagnosis.why_not() == "no device: none is visible (cuInit: CUDA_ERROR_NO_DEVICE): CUDA_VISIBLE_DEVICES is '7'"
+    )
 
 
 def test_a_library_that_is_no_driver(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +191,10 @@ def test_a_library_that_is_no_driver(machine: Machine, monkeypatch: pytest.Monke
     [
         (ImportError(BROKEN), "it is installed, but cannot be imported: ImportError: numpy is too old"),
         (OSError(), "it is installed, but cannot be imported: OSError"),
-        (ModuleNotFoundError("No module named 'fastrlock'", name="fastrlock"), "lacks a package: pip install fastrlock"),
+        (
+            ModuleNotFoundError("No module named 'fastrlock'", name="fastrlock"),
+            "lacks a package: pip install fastrlock",
+        ),
     ],
 )
 def test_a_cupy_that_does_not_work(error: Exception, said: str, machine: Machine) -> None:
@@ -202,7 +214,9 @@ def test_a_cupy_without_compiler_or_headers(machine: Machine) -> None:
     assert rows()["headers"].found is None
     assert diagnosis.why_not() is None
     machine.no_nvrtc()
-    assert str(diagnosis.why_not()).startswith('no NVRTC: kernels cannot be compiled: pip install "cupy-cuda13x[ctk]", or set CUDA_PATH')
+    assert str(diagnosis.why_not()).startswith(
+        'no NVRTC: kernels cannot be compiled: pip install "cupy-cuda13x[ctk]", or set CUDA_PATH'
+    )
 
 
 def test_nccl_is_not_needed(machine: Machine) -> None:
@@ -211,13 +225,17 @@ def test_nccl_is_not_needed(machine: Machine) -> None:
     assert diagnosis.why_not() is None
 
 
-@pytest.mark.parametrize(("code", "number", "old"), [(22907, "2.29.7", True), (23000, "2.30.0", False), (23203, "2.32.3", False)])
+@pytest.mark.parametrize(
+    ("code", "number", "old"), [(22907, "2.29.7", True), (23000, "2.30.0", False), (23203, "2.32.3", False)]
+)
 def test_an_older_nccl_does_less(code: int, number: str, old: bool, machine: Machine) -> None:
     machine.nccl(code)
     row = rows()["NCCL"]
     assert (row.found, bool(row.advice), row.stops) == (number, old, False)
     if old:
-        assert "2.30" in row.advice and "NCCL_MULTI_RANK_GPU_ENABLE=1" in row.advice and "nvidia-nccl-cu13" in row.advice
+        assert (
+            "2.30" in row.advice and "NCCL_MULTI_RANK_GPU_ENABLE=1" in row.advice and "nvidia-nccl-cu13" in row.advice
+        )
 
 
 def test_check_build_prints_the_rows(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:

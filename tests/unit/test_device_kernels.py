@@ -1,4 +1,5 @@
-"""The device kernels, compiled for the CPU, against NumPy and `collectives.tensors.reduction`; and compiled for a GPU, if there is a compiler."""
+"""The device kernels, compiled for the CPU, against NumPy and `collectives.tensors.reduction`; and compiled for a GPU,
+if there is a compiler."""
 
 from __future__ import annotations
 
@@ -70,7 +71,11 @@ def numbers(dtype: np.dtype[Any], count: int, generator: np.random.Generator) ->
     """Without floats that overflow or are hardly there, so that sums and products say something."""
     if dtypes.is_floating(dtype) or dtypes.is_complex(dtype):
         parts = generator.normal(size=2 * count)
-        return (parts[:count] + 1j * parts[count:]).astype(dtype) if dtypes.is_complex(dtype) else parts[:count].astype(dtype)
+        return (
+            (parts[:count] + 1j * parts[count:]).astype(dtype)
+            if dtypes.is_complex(dtype)
+            else parts[:count].astype(dtype)
+        )
     return anything(dtype, count, generator)
 
 
@@ -115,14 +120,17 @@ def assert_same(found: Array, wanted: Array, *, zeros: bool = True) -> None:
 
 
 def memory(count: int, dtype: np.dtype[Any], misalignment: int) -> tuple[Array, Array]:
-    """Bytes, and an array in their midst that begins ``misalignment`` bytes after a multiple of 16; 7 everywhere else."""
+    """Bytes, and an array in their midst that begins ``misalignment`` bytes after a multiple of 16; 7 everywhere
+    else."""
     size = count * dtype.itemsize
     raw = np.full(size + 64, 7, np.uint8)
     start = -raw.ctypes.data % 16 + 16 + misalignment
     return raw, raw[start : start + size].view(dtype)
 
 
-def run(kernels_of: Kernels, op: Op | None, jobs: list[tuple[list[Array], list[Array]]], scaling: Scaling | None = None) -> None:
+def run(
+    kernels_of: Kernels, op: Op | None, jobs: list[tuple[list[Array], list[Array]]], scaling: Scaling | None = None
+) -> None:
     shape = [(len(sources), len(targets), sources[0].size) for sources, targets in jobs]
     combination = kernels_of.combination(op, jobs[0][0][0].dtype, shape, scaling)
     assert combination.pointers.shape == (len(jobs), 16) and combination.pointers.dtype == np.int64
@@ -160,7 +168,9 @@ def test_jobs_of_every_shape_and_alignment_equal_numpy(op: Op, dtype: np.dtype[A
             together = int(generator.integers(0, 16 // step)) * step
 
             def place(alignment: str = alignment, together: int = together) -> int:
-                return {"words": 0, "together": together, "each": int(generator.integers(0, 16 // step)) * step}[alignment]
+                return {"words": 0, "together": together, "each": int(generator.integers(0, 16 // step)) * step}[
+                    alignment
+                ]
 
             fill = anything if number % 2 else numbers
             sources = [memory(count, dtype, place())[1] for _ in range(sources_of)]
@@ -256,7 +266,8 @@ def test_jobs_of_other_shapes_are_refused() -> None:
             Kernels(Device()).combination(op, np.dtype(np.float32), [job])
 
 
-# ---- halves --------------------------------------------------------------------------------------------------------------
+# ---- halves
+# --------------------------------------------------------------------------------------------------------------
 
 CONVERSIONS = """
 template <class Half> __device__ void convert(unsigned short *halves, float *wides, long long count, int narrow) {
@@ -292,7 +303,10 @@ def test_every_half_is_widened_and_comes_back(dtype: np.dtype[Any]) -> None:
 def test_floats_are_rounded_to_the_nearest_half_and_ties_to_even(dtype: np.dtype[Any]) -> None:
     everything = np.arange(1 << 16, dtype=np.uint16)
     with np.errstate(all="ignore"):
-        low, high = everything.view(dtype).astype(np.float32), (everything + np.uint16(1)).view(dtype).astype(np.float32)
+        low, high = (
+            everything.view(dtype).astype(np.float32),
+            (everything + np.uint16(1)).view(dtype).astype(np.float32),
+        )
         middle = (low.astype(np.float64) + high).astype(np.float32) / np.float32(2)
         middle = np.where(np.isfinite(middle), middle, low)
         wides = np.concatenate(
@@ -301,7 +315,9 @@ def test_floats_are_rounded_to_the_nearest_half_and_ties_to_even(dtype: np.dtype
                 np.nextafter(middle, np.float32(np.inf)),
                 np.nextafter(middle, np.float32(-np.inf)),
                 np.arange(0, 1 << 32, 65521, dtype=np.uint32).view(np.float32),
-                np.array([0x7F800001, 0x7FFFFFFF, 0xFF800001, 0xFFFFFFFF, 0x477FEFFF, 0x477FF000, 0x7F7FFFFF], np.uint32).view(np.float32),
+                np.array(
+                    [0x7F800001, 0x7FFFFFFF, 0xFF800001, 0xFFFFFFFF, 0x477FEFFF, 0x477FF000, 0x7F7FFFFF], np.uint32
+                ).view(np.float32),
             ]
         )
         found = np.empty(wides.size, np.uint16)
@@ -322,7 +338,8 @@ def test_halves_are_rounded_once_after_all_sources_and_the_scaling(dtype: np.dty
         assert (target == largest).all()
 
 
-# ---- scaling ---------------------------------------------------------------------------------------------------------------
+# ---- scaling
+# ---------------------------------------------------------------------------------------------------------------
 
 
 @given(
@@ -331,23 +348,36 @@ def test_halves_are_rounded_once_after_all_sources_and_the_scaling(dtype: np.dty
     size=st.integers(1, 300),
     factor=st.one_of(st.just(1.0), st.floats(-4, 4)),
 )
-def test_a_scaling_is_nothing_where_the_hosts_is_nothing(dtype: np.dtype[Any], op: Op, size: int, factor: float) -> None:
+def test_a_scaling_is_nothing_where_the_hosts_is_nothing(
+    dtype: np.dtype[Any], op: Op, size: int, factor: float
+) -> None:
     assert (kernels.finish(op, dtype, size, factor) is None) == (reduction.finish(op, dtype, size, factor) is None)
     assert (kernels.prescale(dtype, factor) is None) == (reduction.prescale(dtype, factor) is None)
 
 
-SCALINGS = [(Op.AVERAGE, 2, 1.0), (Op.AVERAGE, 3, 1.0), (Op.AVERAGE, 300, 1.0), (Op.AVERAGE, 5, 0.7), (Op.SUM, 4, 0.3), (Op.SUM, 4, -0.5)]
+SCALINGS = [
+    (Op.AVERAGE, 2, 1.0),
+    (Op.AVERAGE, 3, 1.0),
+    (Op.AVERAGE, 300, 1.0),
+    (Op.AVERAGE, 5, 0.7),
+    (Op.SUM, 4, 0.3),
+    (Op.SUM, 4, -0.5),
+]
 
 
 @needs_compiler
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtypes.name)
 @pytest.mark.parametrize(("op", "size", "factor"), SCALINGS)
-def test_scalings_equal_the_hosts_bit_for_bit(dtype: np.dtype[Any], op: Op, size: int, factor: float, device: Device) -> None:
+def test_scalings_equal_the_hosts_bit_for_bit(
+    dtype: np.dtype[Any], op: Op, size: int, factor: float, device: Device
+) -> None:
     if dtype.kind == "u" and factor < 0:
         factor = -factor  # a negative product has no meaning there, and every processor another idea of it
     generator = np.random.default_rng(size)
     scaling, host = kernels.finish(op, dtype, size, factor), reduction.finish(op, dtype, size, factor)
-    everything = np.arange(1 << 16, dtype=np.uint16).view(dtype) if dtypes.is_half(dtype) else anything(dtype, 3001, generator)
+    everything = (
+        np.arange(1 << 16, dtype=np.uint16).view(dtype) if dtypes.is_half(dtype) else anything(dtype, 3001, generator)
+    )
     wanted, target = everything.copy(), np.empty_like(everything)
     if host is not None:
         host(wanted, wanted)
@@ -374,7 +404,11 @@ def test_integer_averages_truncate_toward_zero_and_are_exact(name: str, size: in
 def test_a_bool_with_a_factor_is_true_where_the_product_is_not_zero(device: Device) -> None:
     source, target = np.array([True, False, True]), np.empty(3, bool)
     for factor in (0.5, 0.0, math.nan, math.inf):
-        scaling, host, wanted = kernels.prescale(source.dtype, factor), reduction.prescale(source.dtype, factor), np.empty(3, bool)
+        scaling, host, wanted = (
+            kernels.prescale(source.dtype, factor),
+            reduction.prescale(source.dtype, factor),
+            np.empty(3, bool),
+        )
         assert host is not None
         host(source, wanted)
         run(Kernels(device), Op.SUM, [([source], [target])], scaling)
@@ -400,7 +434,8 @@ def test_a_complex_infinity_keeps_its_other_part(device: Device) -> None:
     assert target[0].real == math.inf and target[0].imag == 2.0
 
 
-# ---- compiled for a GPU ----------------------------------------------------------------------------------------------------------
+# ---- compiled for a GPU
+# ----------------------------------------------------------------------------------------------------------
 
 
 def widest_kernels() -> list[kernel_sources.Kernel]:
@@ -431,7 +466,9 @@ def test_the_kernels_compile_for_a_gpu_within_its_registers(tmp_path: Path) -> N
     command = [NVCC, "-arch=sm_90", "-cubin", "-Xptxas", "-v", "-Werror", "all-warnings", "-o", "kernels.cubin", source]
     done = subprocess.run(command, capture_output=True, text=True, timeout=250, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    spills = re.findall(r"Function properties for (\w+)\s+(\d+) bytes stack frame, (\d+) bytes spill stores", done.stdout + done.stderr)
+    spills = re.findall(
+        r"Function properties for (\w+)\s+(\d+) bytes stack frame, (\d+) bytes spill stores", done.stdout + done.stderr
+    )
     assert {name for name, *_ in spills} == {kernel.name for kernel in every}
     assert [(name, stack, spilled) for name, stack, spilled in spills if (stack, spilled) != ("0", "0")] == []
 
@@ -447,7 +484,11 @@ def test_words_of_16_bytes_are_loaded_and_stored_at_once(tmp_path: Path) -> None
     ):
         source.write_text(kernel_sources.source(kernel))
         subprocess.run(
-            [NVCC, "-arch=sm_90", "-ptx", "-o", "kernels.ptx", source], check=True, capture_output=True, timeout=100, cwd=tmp_path
+            [NVCC, "-arch=sm_90", "-ptx", "-o", "kernels.ptx", source],
+            check=True,
+            capture_output=True,
+            timeout=100,
+            cwd=tmp_path,
         )
         text = (tmp_path / "kernels.ptx").read_text()
         assert len(re.findall(r"ld\.global\.v4\.[bu]32", text)) == loads

@@ -1,4 +1,5 @@
-"""Fusion on an emulated device: layouts, conversions and scalings bit for bit, and address tables while the device lags behind."""
+"""Fusion on an emulated device: layouts, conversions and scalings bit for bit, and address tables while the device lags
+behind."""
 
 from __future__ import annotations
 
@@ -33,14 +34,26 @@ pytestmark = [
 Array = np.ndarray[Any, Any]
 DTYPES = [dtypes.resolve(name) for name in dtypes.NAMES]
 HALVES = [dtype for dtype in DTYPES if dtypes.is_half(dtype)]
-PAIRS = [(dtype, dtype) for dtype in DTYPES] + [(np.dtype(wide), half) for wide in ("float32", "float64") for half in HALVES]
+PAIRS = [(dtype, dtype) for dtype in DTYPES] + [
+    (np.dtype(wide), half) for wide in ("float32", "float64") for half in HALVES
+]
 FLOAT32 = np.dtype(np.float32)
 
 RESNET50 = [64 * 3 * 49, 64, 64]
 for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
     for block in range(blocks):
         given_width = 4 * width if block else 64 if width == 64 else 2 * width
-        RESNET50 += [given_width * width, width, width, width * width * 9, width, width, width * width * 4, 4 * width, 4 * width]
+        RESNET50 += [
+            given_width * width,
+            width,
+            width,
+            width * width * 9,
+            width,
+            width,
+            width * width * 4,
+            4 * width,
+            4 * width,
+        ]
         if block == 0:
             RESNET50 += [given_width * width * 4, 4 * width, 4 * width]
 RESNET50 += [2048 * 1000, 1000]
@@ -72,7 +85,9 @@ class Rig:
         self.stream = device.create_stream()
         self.held: list[int] = []
         step = dtype.itemsize // 2 if dtypes.is_complex(dtype) else dtype.itemsize
-        self.places = [(count, shifts[number % len(shifts)] % (16 // step or 1) * step) for number, count in enumerate(counts)]
+        self.places = [
+            (count, shifts[number % len(shifts)] % (16 // step or 1) * step) for number, count in enumerate(counts)
+        ]
         self.buffer_at = self._allocate(self.packing.total * wire.itemsize)
         self.buffer = view(self.buffer_at, self.packing.total, wire)
         self.buffer.view(np.uint8)[:] = 7
@@ -97,7 +112,10 @@ class Rig:
 
     def parts(self) -> list[Array]:
         """The tensors in the buffer."""
-        return [self.buffer[offset : offset + count] for offset, (count, _) in zip(self.packing.offsets.tolist(), self.places, strict=True)]
+        return [
+            self.buffer[offset : offset + count]
+            for offset, (count, _) in zip(self.packing.offsets.tolist(), self.places, strict=True)
+        ]
 
     def close(self) -> None:
         self.finish()
@@ -152,7 +170,12 @@ LENGTHS = st.one_of(st.integers(0, 40), st.integers(1000, 9000), st.sampled_from
 
 
 @settings(max_examples=40)
-@given(st.lists(LENGTHS, max_size=12), st.sampled_from(PAIRS), st.lists(st.integers(0, 15), min_size=1, max_size=3), st.integers(0, 9))
+@given(
+    st.lists(LENGTHS, max_size=12),
+    st.sampled_from(PAIRS),
+    st.lists(st.integers(0, 15), min_size=1, max_size=3),
+    st.integers(0, 9),
+)
 def test_tensors_of_any_length_and_place_go_there_and_back(
     counts: list[int], pair: tuple[np.dtype[Any], np.dtype[Any]], shifts: list[int], seed: int
 ) -> None:
@@ -227,7 +250,9 @@ def test_every_half_and_every_tie_is_converted_as_on_the_host(wire: np.dtype[Any
     halves = np.arange(1 << 16, dtype=np.uint16).view(wire)
     low, high = halves.astype(np.float32), np.roll(halves, -1).astype(np.float32)
     ties = low / 2 + high / 2
-    everything = np.concatenate([low, ties, np.nextafter(ties, np.float32(np.inf)), np.nextafter(ties, np.float32(-np.inf))])
+    everything = np.concatenate(
+        [low, ties, np.nextafter(ties, np.float32(np.inf)), np.nextafter(ties, np.float32(-np.inf))]
+    )
     rig = Rig(device, [everything.size], FLOAT32, wire)
     addresses, (tensor,) = rig.tensors()
     tensor[:] = everything
@@ -342,6 +367,12 @@ def test_blocks_have_equal_shares_of_resnet50() -> None:
 
 
 def test_a_dtype_travels_as_itself_or_as_a_half(device: EmulatedDevice) -> None:
-    for dtype, wire in (("float32", "float64"), ("float16", "bfloat16"), ("int16", "float16"), ("complex64", "float16"), ("int8", "uint8")):
+    for dtype, wire in (
+        ("float32", "float64"),
+        ("float16", "bfloat16"),
+        ("int16", "float16"),
+        ("complex64", "float16"),
+        ("int8", "uint8"),
+    ):
         with pytest.raises(InvalidTypeError, match=f"got {wire} for {dtype}"):
             Packing(device, Kernels(device), [5], dtypes.resolve(dtype), dtypes.resolve(wire))

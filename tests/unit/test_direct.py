@@ -71,10 +71,17 @@ def test_peers_are_met_in_turn() -> None:
 def test_a_broadcast_takes_each_chunk_from_the_root_once(size: int) -> None:
     root = size - 1
     first, *_ = direct.broadcast(root, size, root).rounds
-    assert sorted(step.chunk for step in first if step.kind is Kind.SEND and not step.push) == [c for c in range(size) if c != root]
+    assert sorted(step.chunk for step in first if step.kind is Kind.SEND and not step.push) == [
+        c for c in range(size) if c != root
+    ]
     assert {step.chunk for step in first if step.push} == {root}
     for rank in set(range(size)) - {root}:
-        got = [step.chunk for steps in direct.broadcast(rank, size, root).rounds for step in steps if step.kind is Kind.RECEIVE]
+        got = [
+            step.chunk
+            for steps in direct.broadcast(rank, size, root).rounds
+            for step in steps
+            if step.kind is Kind.RECEIVE
+        ]
         assert sorted(got) == list(range(size))
 
 
@@ -90,14 +97,21 @@ def test_two_ranks_share_the_work_of_a_broadcast() -> None:
 def test_all_ranks_get_the_same_bits(algorithm: Algorithm, size: int) -> None:
     schedules = [algorithm(rank, size) for rank in range(size)]
     random = np.random.default_rng(size)
-    data = [{chunk: random.standard_normal(40).astype(np.float32) for chunk in range(schedules[0].chunks)} for _ in range(size)]
+    data = [
+        {chunk: random.standard_normal(40).astype(np.float32) for chunk in range(schedules[0].chunks)}
+        for _ in range(size)
+    ]
     results = replay(schedules, data)
     for chunk in data[0]:
-        np.testing.assert_allclose(results[0][chunk], sum(mine[chunk].astype(float) for mine in data), rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(
+            results[0][chunk], sum(mine[chunk].astype(float) for mine in data), rtol=1e-5, atol=1e-5
+        )
         assert len({result[chunk].tobytes() for result in results}) == 1
 
 
 def test_one_shot_combines_in_the_order_of_the_ranks() -> None:
     size = 4
     data = [{0: np.array([f"{rank}"], object)} for rank in range(size)]
-    assert [result[0][0] for result in replay([direct.one_shot(rank, size) for rank in range(size)], data)] == ["0123"] * size
+    assert [result[0][0] for result in replay([direct.one_shot(rank, size) for rank in range(size)], data)] == [
+        "0123"
+    ] * size

@@ -1,4 +1,5 @@
-"""The reader of DLPack capsules, over host memory: it never touches what they point to. And results as others take them."""
+"""The reader of DLPack capsules, over host memory: it never touches what they point to. And results as others take
+them."""
 
 from __future__ import annotations
 
@@ -64,7 +65,9 @@ class Versioned(ctypes.Structure):
     )
 
 
-new_capsule = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)(("PyCapsule_New", ctypes.pythonapi))
+new_capsule = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)(
+    ("PyCapsule_New", ctypes.pythonapi)
+)
 
 
 class Made:
@@ -87,13 +90,16 @@ class Made:
         self.numbers = (ctypes.c_int64 * len(shape))(*shape), (ctypes.c_int64 * len(shape))(*(strides or shape))
         self.managed: Any = Managed() if version is None else Versioned(*version, 0, 0, flags)
         at = [ctypes.addressof(each) if shape else 0 for each in self.numbers]
-        self.managed.tensor = Tensor(data, *place, len(shape), *dtype, at[0], at[1] if strides is not None else 0, offset)
+        self.managed.tensor = Tensor(
+            data, *place, len(shape), *dtype, at[0], at[1] if strides is not None else 0, offset
+        )
         name = b"dltensor" if version is None else b"dltensor_versioned"
         self.kept.append(self)
         self.capsule = new_capsule(ctypes.addressof(self.managed), name, None)
 
 
-# ---- real exporters ------------------------------------------------------------------------------------------------------
+# ---- real exporters
+# ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", NUMPY_NAMES)
@@ -126,7 +132,8 @@ def test_torchs_capsules_say_what_the_tensor_is(name: str) -> None:
     assert found.shape == (3, 3) and found.strides == tuple(step * tensor.element_size() for step in tensor.stride())
 
 
-# ---- chosen fields -------------------------------------------------------------------------------------------------------
+# ---- chosen fields
+# -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("version", [None, (1, 0), (1, 7)])
@@ -178,17 +185,22 @@ def test_a_structure_from_the_future_is_refused() -> None:
 
 def test_what_is_no_capsule_or_consumed_is_refused() -> None:
     capsule = np.zeros(3).__dlpack__()
-    np.from_dlpack(type("Lender", (), {"__dlpack__": lambda self, **_: capsule, "__dlpack_device__": lambda self: (1, 0)})())
+    np.from_dlpack(
+        type("Lender", (), {"__dlpack__": lambda self, **_: capsule, "__dlpack_device__": lambda self: (1, 0)})()
+    )
     for given in (capsule, None, 7):
         with pytest.raises(InvalidTypeError, match="expected a DLPack capsule that has not been consumed"):
             dlpack.read(given)
 
 
-# ---- lifetime ------------------------------------------------------------------------------------------------------------
+# ---- lifetime
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("version", [None, (1, 0)])
-def test_the_memory_is_given_back_once_when_the_capsule_is_dropped(device: EmulatedDevice, version: tuple[int, int] | None) -> None:
+def test_the_memory_is_given_back_once_when_the_capsule_is_dropped(
+    device: EmulatedDevice, version: tuple[int, int] | None
+) -> None:
     before = lent()
     array = EmulatedArray.of(device, np.arange(3.0))
     gone = weakref.ref(array)
@@ -204,7 +216,8 @@ def test_the_memory_is_given_back_once_when_the_capsule_is_dropped(device: Emula
     assert lent() == before and gone() is None
 
 
-# ---- results for others --------------------------------------------------------------------------------------------------
+# ---- results for others
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["bool", "int32", "bfloat16", "float32", "complex64"])
@@ -247,6 +260,8 @@ def test_who_takes_an_export_waits_for_what_fills_it(device: EmulatedDevice, nam
 def test_an_export_without_ordering_waits_for_nothing(device: EmulatedDevice) -> None:
     filling, consumer = device.create_stream(), device.create_stream()
     gate = Gate(device, filling)
-    Export(device.empty((4,), np.dtype(np.float32), filling), np.dtype(np.float32), device, filling).__dlpack__(stream=-1)
+    Export(device.empty((4,), np.dtype(np.float32), filling), np.dtype(np.float32), device, filling).__dlpack__(
+        stream=-1
+    )
     device.drain(consumer)  # which would not come to an end
     gate.open()

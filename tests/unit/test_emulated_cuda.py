@@ -441,7 +441,12 @@ def test_an_exception_in_a_stream_breaks_the_device_and_who_waits_for_it(device:
 
 def test_a_wait_without_end_breaks_the_device() -> None:
     with opened(patience=0.05) as device:
-        held, waiting, event, over = device.create_stream(), device.create_stream(), device.create_event(), threading.Event()
+        held, waiting, event, over = (
+            device.create_stream(),
+            device.create_stream(),
+            device.create_event(),
+            threading.Event(),
+        )
         device.enqueue(held, lambda: assert_true(over.wait(BOUND)))
         device.record(event, held)
         device.wait(waiting, event)
@@ -583,7 +588,9 @@ def test_memory_is_shared_between_processes(device: EmulatedDevice, child: Child
     assert child.end() == "[]"
 
 
-def test_importing_twice_gives_the_same_address_until_it_is_forgotten_twice(device: EmulatedDevice, child: Child) -> None:
+def test_importing_twice_gives_the_same_address_until_it_is_forgotten_twice(
+    device: EmulatedDevice, child: Child
+) -> None:
     handle = bytes.fromhex(child(f"device.export_memory({child.keep('device.allocate(100)')})"))
     assert len(handle) == 64
     first = device.import_memory(handle)
@@ -666,7 +673,9 @@ def test_a_shared_event_is_captured_by_record_and_wait_like_any_other(device: Em
     child(f"device.wait(0, {there}), device.enqueue(0, hold.set)")
     device.record(event, fast_stream)
     device.synchronize(event)
-    assert child(f"device.synchronize({there}), hold.is_set()") == "(None, False)"  # it waits for the first record still
+    assert (
+        child(f"device.synchronize({there}), hold.is_set()") == "(None, False)"
+    )  # it waits for the first record still
     gate.open()
     assert child("device.drain(0), hold.is_set()") == "(None, True)"
     child(f"hold.clear(), device.enqueue(0, lambda: hold.wait(20)), device.wait(0, {there})")
@@ -739,7 +748,9 @@ def test_a_kernel_that_is_given_freed_memory_is_a_violation(device: EmulatedDevi
 
 
 @needs_compiler
-@pytest.mark.parametrize(("grid", "threads"), [((0, 1), 32), ((1, 0), 32), ((1, 65536), 32), ((1, 1), 1025), ((1, 1), 0)])
+@pytest.mark.parametrize(
+    ("grid", "threads"), [((0, 1), 32), ((1, 0), 32), ((1, 65536), 32), ((1, 1), 1025), ((1, 1), 0)]
+)
 def test_launches_that_cuda_refuses(device: EmulatedDevice, grid: tuple[int, int], threads: int) -> None:
     function = device.function(SOURCE, "fill")
     with pytest.raises(TransportError, match="refuses this configuration"):
@@ -750,7 +761,8 @@ def test_launches_that_cuda_refuses(device: EmulatedDevice, grid: tuple[int, int
 
 
 def test_a_capture_notes_and_a_graph_repeats(slow: EmulatedDevice) -> None:
-    """The graph spans two streams: source -> middle on one, middle -> target on the other, which waits for the first."""
+    """The graph spans two streams: source -> middle on one, middle -> target on the other, which waits for the
+    first."""
     stream, other = slow.create_stream(), slow.create_stream()
     source, middle, target = (slow.allocate(8) for _ in range(3))
     fork, join = slow.create_event(), slow.create_event()
@@ -796,7 +808,9 @@ def test_a_graph_orders_only_what_was_ordered() -> None:
 
 
 def test_captures_that_cuda_refuses(device: EmulatedDevice, child: Child) -> None:
-    imported = device.import_event(bytes.fromhex(child(f"device.export_event({child.keep('device.create_event(shared=True)')})")))
+    imported = device.import_event(
+        bytes.fromhex(child(f"device.export_event({child.keep('device.create_event(shared=True)')})"))
+    )
     shared, before, memory = device.create_event(shared=True), device.create_event(), device.allocate(8)
     device.record(before, 0)
     mistakes: list[Callable[[int], object]] = [
@@ -848,8 +862,11 @@ def test_captures_that_cuda_refuses(device: EmulatedDevice, child: Child) -> Non
         (RELAXED, True, True, False),
     ],
 )
-def test_whose_calls_spoil_a_capture(mode: int, forbidden: bool, own: bool, spoilt: bool, device: EmulatedDevice) -> None:
-    """Those of the capturing thread, and in the global mode those of all threads; but none of a thread that captures do not restrict."""
+def test_whose_calls_spoil_a_capture(
+    mode: int, forbidden: bool, own: bool, spoilt: bool, device: EmulatedDevice
+) -> None:
+    """Those of the capturing thread, and in the global mode those of all threads; but none of a thread that captures do
+    not restrict."""
     stream, event = device.create_stream(), device.create_event()
 
     def ask() -> None:
@@ -899,7 +916,13 @@ def test_views_share_memory_and_keep_it(device: EmulatedDevice) -> None:
     values = np.arange(24, dtype=np.int32).reshape(4, 6)
     array = EmulatedArray.of(device, values)
     address = array.address
-    views = {"strided": array[::2], "transposed": array.T, "flat": array.reshape(-1), "part": array[1:3, 2:4], "one": array[1, 2]}
+    views = {
+        "strided": array[::2],
+        "transposed": array.T,
+        "flat": array.reshape(-1),
+        "part": array[1:3, 2:4],
+        "one": array[1, 2],
+    }
     del array
     gc.collect()
     assert device.empty((4, 6), np.dtype(np.int32), 0).address != address  # its memory has not gone back
@@ -949,12 +972,17 @@ def test_dlpack_lends_and_takes_back(device: EmulatedDevice) -> None:
     assert numbers[:8].view(np.uint64)[0] == address
     assert numbers[8:20].view(np.int32).tolist() == [2, 0, 2]
     assert (numbers[20], numbers[21], numbers[22]) == (2, 32, 1)
-    shape, strides = (ctypes.c_int64 * 2).from_address(int(numbers[24:32].view(np.uint64)[0])), int(numbers[32:40].view(np.uint64)[0])
+    shape, strides = (
+        (ctypes.c_int64 * 2).from_address(int(numbers[24:32].view(np.uint64)[0])),
+        int(numbers[32:40].view(np.uint64)[0]),
+    )
     assert list(shape) == [3, 2] and list((ctypes.c_int64 * 2).from_address(strides)) == [1, 3]
     set_name(capsule, b"used_dltensor")
     del capsule
     assert lent() == before + 1  # the consumer has it
-    deleter = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(int(np.frombuffer(ctypes.string_at(managed + 56, 8), np.uint64)[0]))
+    deleter = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(
+        int(np.frombuffer(ctypes.string_at(managed + 56, 8), np.uint64)[0])
+    )
     deleter(managed)
     assert lent() == before
     reused = [device.empty((2, 3), np.dtype(np.float32), 0) for _ in range(2)]
@@ -993,7 +1021,12 @@ def test_closing_ends_threads_and_files_even_if_a_stream_is_stuck() -> None:
     threads, files = set(threading.enumerate()), len(os.listdir("/proc/self/fd"))
     device = EmulatedDevice(delays=1)
     device.activate()
-    stream, waiting, event, over = device.create_stream(), device.create_stream(), device.create_event(shared=True), threading.Event()
+    stream, waiting, event, over = (
+        device.create_stream(),
+        device.create_stream(),
+        device.create_event(shared=True),
+        threading.Event(),
+    )
     array = EmulatedArray.of(device, np.zeros(10), stream)
     device.allocate(1 << 20)
     assert device.held() == {"streams": 2, "events": 1, "allocations": 1, "imports": 0}

@@ -38,7 +38,9 @@ def ended(program: str, code: int, **environment: str) -> subprocess.CompletedPr
 
 
 def test_an_uncaught_exception_is_printed_published_recorded_and_ends_the_job(tmp_path: Path) -> None:
-    shown = ended("def deep():\n    raise ValueError('no good')\ndeep()", 1, COLLECTIVES_RECORDS=str(tmp_path / "records"))
+    shown = ended(
+        "def deep():\n    raise ValueError('no good')\ndeep()", 1, COLLECTIVES_RECORDS=str(tmp_path / "records")
+    )
     assert shown.stderr.rstrip().endswith("ValueError: no good")
     published, left, aborted = shown.stdout.splitlines()
     assert published.startswith("PUBLISH") and "in deep" in published and left == "LEAVE" and aborted == "ABORT 1"
@@ -74,7 +76,8 @@ def test_sys_exit_from_the_depths_still_runs_what_is_on_the_way() -> None:
         "try: sys.exit(3)\nexcept SystemExit: pass",
         "try: sys.exit(3)\nexcept SystemExit as kept: copy = kept",
         "import threading; t = threading.Thread(target=lambda: sys.exit(9)); t.start(); t.join()",
-        "import threading; threading.excepthook = lambda a: None\nt = threading.Thread(target=lambda: 1 / 0); t.start(); t.join()",
+        "import threading; threading.excepthook = lambda a: None\nt = threading.Thread(target=lambda: 1 / 0); "
+        "t.start(); t.join()",
     ],
 )
 def test_a_clean_exit_leaves(clean: str) -> None:
@@ -95,7 +98,11 @@ def test_the_wait_for_the_others_is_bounded_and_over_at_once_when_they_have_left
 
 @pytest.mark.parametrize("error", ["RankFailedError", "CollectiveTimeoutError"])
 def test_a_consequence_is_marked_as_one(error: str, tmp_path: Path) -> None:
-    ended(f"from collectives.base.errors import {error}\nraise {error}('rank 1 failed')", 1, COLLECTIVES_RECORDS=str(tmp_path / "records"))
+    ended(
+        f"from collectives.base.errors import {error}\nraise {error}('rank 1 failed')",
+        1,
+        COLLECTIVES_RECORDS=str(tmp_path / "records"),
+    )
     assert json.loads((tmp_path / "records").read_text())["consequence"] is True
 
 
@@ -151,7 +158,9 @@ else:
 """
 
 
-@pytest.mark.parametrize(("end", "code"), [("pass", 0), ("sys.exit(4)", 4), ("raise ValueError('x')", 1), ("os._exit(6)", 6)])
+@pytest.mark.parametrize(
+    ("end", "code"), [("pass", 0), ("sys.exit(4)", 4), ("raise ValueError('x')", 1), ("os._exit(6)", 6)]
+)
 @pytest.mark.parametrize("removed", [False, True])
 def test_a_forked_child_touches_nothing(end: str, code: int, removed: bool) -> None:
     lines = ended(("hooks.remove()\n" if removed else "") + FORK.format(end=end), 0).stdout.splitlines()

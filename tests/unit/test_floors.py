@@ -1,4 +1,5 @@
-"""The house stands: a module imports only from its own floor or from below, without cycles, and importing starts nothing."""
+"""The house stands: a module imports only from its own floor or from below, without cycles, and importing starts
+nothing."""
 
 from __future__ import annotations
 
@@ -62,7 +63,8 @@ MODULES = modules()
 
 
 def imports(path: Path, *, for_types: bool) -> Iterator[str]:
-    """The package's own modules that a file imports, anywhere in it; with ``for_types`` those under TYPE_CHECKING as well."""
+    """The package's own modules that a file imports, anywhere in it; with ``for_types`` those under TYPE_CHECKING as
+    well."""
     tree = ast.parse(path.read_text())
     for node in ast.walk(tree):
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test) and not for_types:
@@ -95,7 +97,9 @@ def floor(module: str) -> str:
 
 @pytest.mark.parametrize("module", MODULES)
 def test_imports_come_from_the_same_floor_or_below(module: str) -> None:
-    assert floor(module) in ORDER, f"{module}: give its folder a place in the order of {Path(__file__).name}, and in the architecture's table"
+    assert floor(module) in ORDER, (
+        f"{module}: give its folder a place in the order of {Path(__file__).name}, and in the architecture's table"
+    )
     height = ORDER.index(floor(module))
     above = {target for target in imports(MODULES[module], for_types=True) if ORDER.index(floor(target)) > height}
     assert not above, f"{module} ({floor(module)}) imports from above: {sorted(above)}"

@@ -13,7 +13,9 @@ KEYS = st.lists(st.sampled_from(["float32 sum", "float64 sum", "float32 max", No
 
 
 @given(KEYS, st.data(), st.integers(1, 200))
-def test_every_operation_is_in_one_bucket_with_its_like(keys: list[str | None], data: st.DataObject, threshold: int) -> None:
+def test_every_operation_is_in_one_bucket_with_its_like(
+    keys: list[str | None], data: st.DataObject, threshold: int
+) -> None:
     sizes = data.draw(st.lists(st.integers(0, 100), min_size=len(keys), max_size=len(keys)))
     buckets = fusion.plan(keys, sizes, threshold)
     assert sorted(number for bucket in buckets for number in bucket) == list(range(len(keys)))
@@ -86,4 +88,6 @@ def test_lists_say_where_every_piece_lies(counts: list[int], block: int) -> None
     for (at, n), (first, count) in zip(blocks, rows, strict=True):
         expected = [[inputs[number] + 8 * start, 8 * (end - start)] for number, start, end, _, _ in pieces.cut(at, n)]
         assert lists.inputs(3).rows[first : first + count].tolist() == expected
-        assert lists.outputs(3).rows[first : first + count, 0].tolist() == [address + 500_000 for address, _ in expected]
+        assert lists.outputs(3).rows[first : first + count, 0].tolist() == [
+            address + 500_000 for address, _ in expected
+        ]

@@ -1,4 +1,5 @@
-"""The command that runs every GPU check, without a GPU: parts are bounded, leave nothing behind, and what they say is kept."""
+"""The command that runs every GPU check, without a GPU: parts are bounded, leave nothing behind, and what they say is
+kept."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ from benchmarks.gpu.runner import FAILED, NOT_RUN, PASSED, SKIPPED, TIMED_OUT, O
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Three processes: one in the part's group, one in a group of its own as an MPI launcher makes them, one in a session of its own; none
-# heeds SIGTERM.
+# Three processes: one in the part's group, one in a group of its own as an MPI launcher makes them, one in a session of
+# its own; none heeds SIGTERM.
 HANG = """
 import os, pathlib, signal, subprocess, sys
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -129,7 +130,11 @@ def test_a_result_of_an_earlier_run_is_not_taken_for_this_one(tmp_path: Path) ->
         ("from benchmarks.gpu.figures import skip; skip('no such thing')", SKIPPED, "no such thing"),
         ("print('SKIPPED [2] tests/x.py:3: no driver'); print('===== 2 skipped in 0.1s =====')", SKIPPED, "no driver"),
         ("print('===== 1 passed, 2 skipped in 0.1s =====')", PASSED, "1 passed, 2 skipped"),
-        ("print('E   AssertionError: inner'); print('mpirun says a lot'); raise SystemExit(1)", FAILED, "AssertionError: inner"),
+        (
+            "print('E   AssertionError: inner'); print('mpirun says a lot'); raise SystemExit(1)",
+            FAILED,
+            "AssertionError: inner",
+        ),
     ],
 )
 def test_what_becomes_of_a_part(tmp_path: Path, text: str, status: str, said: str) -> None:
@@ -182,7 +187,8 @@ def _start_hanging_run(folder: Path, text: str = HANG) -> subprocess.Popen[bytes
     """`run_all` in a process of its own, with one part that hangs."""
     run = (
         "import sys; from pathlib import Path; from benchmarks.gpu import runner; runner._TO_TIDY_UP = 0.3;"
-        "folder = Path(sys.argv[1]); part = runner.Part('hanging', [sys.executable, '-c', sys.argv[2], str(folder / 'pids')], 60);"
+        "folder = Path(sys.argv[1]); part = runner.Part('hanging', [sys.executable, '-c', sys.argv[2], str(folder / "
+        "'pids')], 60);"
         "runner.run_all([part], 60, folder, lambda outcome: None)"
     )
     return subprocess.Popen([sys.executable, "-c", run, str(folder), text], cwd=ROOT)
@@ -190,7 +196,8 @@ def _start_hanging_run(folder: Path, text: str = HANG) -> subprocess.Popen[bytes
 
 @pytest.mark.usefixtures("quick")
 def test_what_hangs_says_where(tmp_path: Path) -> None:
-    """The ranks of a part whose time is up write their stacks, which the launcher's processes pass on; its last words are those before."""
+    """The ranks of a part whose time is up write their stacks, which the launcher's processes pass on; its last words
+    are those before."""
     child = "import threading\ndef waits_for_ever(): threading.Event().wait()\nprint('about to wait', flush=True); waits_for_ever()"
     text = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
     outcome = run_part(program("hanging", text, "collectives/launch/rank.py", "1"), 3, tmp_path)
@@ -265,30 +272,59 @@ def test_figures_and_cuda_ipc_come_first() -> None:
     names = [part.name for part in parts()]
     risky = [name for name in names if "nccl" in name or name == "tests-threads" or name.startswith("memory")]
     assert names[:5] == ["versions", "kernels", "ipc-2", "latency", "tests-ipc-2"]
-    assert max(map(names.index, ("ipc-4", "tests-ipc-4", "tests-kernels", "tests-one", "torch-streams"))) < min(map(names.index, risky))
+    assert max(map(names.index, ("ipc-4", "tests-ipc-4", "tests-kernels", "tests-one", "torch-streams"))) < min(
+        map(names.index, risky)
+    )
     assert [name.startswith("cpu-rings") for name in names] == [False] * (len(names) - 3) + [True] * 3
 
 
 def test_only_names_parts_exactly(capsys: pytest.CaptureFixture[str]) -> None:
     assert named(["ipc-2", "nccl", "latency"]) == {"ipc-2", "nccl", "latency"}
-    assert named(["tests-ipc", "torch", "memory"]) == {name for group in ("tests-ipc", "torch", "memory") for name in GROUPS[group]}
-    assert named(["versions", "tests-kernels", "kernels", "ipc-2", "latency", "tests-ipc", "tests-one", "torch", "tests-nccl-2", "nccl"])
+    assert named(["tests-ipc", "torch", "memory"]) == {
+        name for group in ("tests-ipc", "torch", "memory") for name in GROUPS[group]
+    }
+    assert named(
+        [
+            "versions",
+            "tests-kernels",
+            "kernels",
+            "ipc-2",
+            "latency",
+            "tests-ipc",
+            "tests-one",
+            "torch",
+            "tests-nccl-2",
+            "nccl",
+        ]
+    )
     assert named(["memory", "tests-threads", "tests-auto", "tests-host", "tests-nccl-4", "ipc-4"])
     with pytest.raises(SystemExit):
         command.main(["--only", "ipc-2,ipc"])
     assert "no part is called 'ipc'; did you mean 'ipc-" in capsys.readouterr().err
     assert command.main(["--only", "nccl,ipc-2", "--list"]) == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[:2]] == ["ipc-2", "nccl"], "the check's order"
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[:2]] == ["ipc-2", "nccl"], (
+        "the check's order"
+    )
 
 
 def test_the_rehearsal_names_what_it_leaves_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Every part runs without a GPU, or says why not; parts that need none are the same."""
     rehearsed = [part.rehearsed() for part in parts()]
     assert all(part.lacks == "needs a GPU" or "cpu" in part.command or not part.gpu for part in rehearsed)
-    assert {part.name for part in rehearsed if not part.lacks} >= {"ipc-2", "latency", "tests-ipc-2", "torch-training", "cpu-rings-16"}
+    assert {part.name for part in rehearsed if not part.lacks} >= {
+        "ipc-2",
+        "latency",
+        "tests-ipc-2",
+        "torch-training",
+        "cpu-rings-16",
+    }
     given = ["--device", "cpu", "--only", "tests-kernels,nccl", "--output", str(tmp_path)]
     assert command.main(given) == 0
-    lines = [line.split(maxsplit=3) for line in capsys.readouterr().out.splitlines() if line.startswith(("tests-kernels", "nccl "))]
+    lines = [
+        line.split(maxsplit=3)
+        for line in capsys.readouterr().out.splitlines()
+        if line.startswith(("tests-kernels", "nccl "))
+    ]
     assert [(line[0], line[1], line[3]) for line in lines] == [
         ("tests-kernels", "skipped", "needs a GPU"),
         ("nccl", "skipped", "needs a GPU"),
@@ -303,6 +339,8 @@ def test_a_part_that_lacks_cores_says_so(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(os.path.exists("/dev/nvidiactl"), reason="there is a GPU")
 def test_without_a_gpu_it_says_so_in_one_line() -> None:
-    done = subprocess.run([sys.executable, "-m", "benchmarks.gpu"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith("benchmarks.gpu: error: ") and done.stderr.count("\n") == 1, done.stderr

@@ -80,7 +80,9 @@ def test_none_is_lost_and_none_called_twice(quick_switches: None) -> None:
         told: list[int] = []
         start = threading.Barrier(3)
 
-        def add(numbers: range, handle: Handle = handle, told: list[int] = told, start: threading.Barrier = start) -> None:
+        def add(
+            numbers: range, handle: Handle = handle, told: list[int] = told, start: threading.Barrier = start
+        ) -> None:
             start.wait()
             for number in numbers:
                 handle.add_done_callback(lambda _, number=number: told.append(number))  # type: ignore[misc]

@@ -79,12 +79,16 @@ def test_a_host_exchanges_no_more_than_one_rank_of_a_ring_would(counts: list[int
         assert links[f"host {host} out"] == links[f"host {host} in"] == 2 * (number - 1) * nbytes // number
 
 
-@pytest.mark.parametrize("hosts", [hosts_of(2, 2), hosts_of(3, 3, 3), hosts_of(1, 4, 2), ((3, 0), (5, 1), (2, 4)), ((4, 1, 2), (0, 3))])
+@pytest.mark.parametrize(
+    "hosts", [hosts_of(2, 2), hosts_of(3, 3, 3), hosts_of(1, 4, 2), ((3, 0), (5, 1), (2, 4)), ((4, 1, 2), (0, 3))]
+)
 def test_all_ranks_get_the_same_bits(hosts: Hosts) -> None:
     every = schedules(hosts)
     random = np.random.default_rng(7)
     data = [{chunk: random.standard_normal(40).astype(np.float32) for chunk in range(every[0].chunks)} for _ in every]
     results = replay(every, data)
     for chunk in data[0]:
-        np.testing.assert_allclose(results[0][chunk], sum(mine[chunk].astype(float) for mine in data), rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(
+            results[0][chunk], sum(mine[chunk].astype(float) for mine in data), rtol=1e-5, atol=1e-5
+        )
         assert len({result[chunk].tobytes() for result in results}) == 1

@@ -113,7 +113,9 @@ def test_a_command_is_ended_with_what_it_has_started() -> None:
 
     stdout, pause = Told(), f"sleep 60.{os.getpid()}1"
     execute = helper("common.util.safe_shell_exec").execute
-    code = execute(f"sh -c 'echo ready; {pause}; echo more'; echo and more", stdout=stdout, stderr=io.StringIO(), events=[event])
+    code = execute(
+        f"sh -c 'echo ready; {pause}; echo more'; echo and more", stdout=stdout, stderr=io.StringIO(), events=[event]
+    )
     assert (code, stdout.getvalue()) == (143, "ready\n") and not goes_on(pause)
 
 
@@ -137,7 +139,9 @@ def test_a_function_in_a_thread_gets_its_arguments() -> None:
     threads.in_thread(lambda *values: got.append(values), (1, 2)).join(30)
     threads.in_thread(lambda: 1 // 0, silent=True).join(30)
     assert got == [(1, 2)]
-    with pytest.raises(ValueError, match=r"^args must be a tuple, not <class 'int'>, for a single argument use \(arg,\)$"):
+    with pytest.raises(
+        ValueError, match=r"^args must be a tuple, not <class 'int'>, for a single argument use \(arg,\)$"
+    ):
         threads.in_thread(print, 1)
     assert threads.execute_function_multithreaded(lambda a, b: a * b, [[2, 3], [4, 5]]) == {0: 6, 1: 20}
     assert threads.execute_function_multithreaded(got.append, []) == {}
@@ -148,7 +152,10 @@ def test_a_function_in_a_thread_gets_its_arguments() -> None:
 def test_a_function_is_called_on_an_event_unless_it_is_stopped_before() -> None:
     on_event = helper("util.threads").on_event
     event, stop, calls = threading.Event(), threading.Event(), []
-    waiting = [on_event(event, calls.append, (1,)), on_event(event, calls.append, (2,), stop=stop, check_stop_interval_s=0.01)]
+    waiting = [
+        on_event(event, calls.append, (1,)),
+        on_event(event, calls.append, (2,), stop=stop, check_stop_interval_s=0.01),
+    ]
     stop.set()
     waiting[1].join(30)
     event.set()
@@ -187,7 +194,9 @@ def test_small_ones() -> None:
     secret, codec, hashes = helper("common.util.secret"), helper("common.util.codec"), helper("common.util.host_hash")
     key = secret.make_secret_key()
     assert len(key) == secret.SECRET_LENGTH and len(secret.compute_digest(key, b"m")) == secret.DIGEST_LENGTH
-    assert secret.check_digest(key, b"m", secret.compute_digest(key, b"m")) and not secret.check_digest(key, b"n", b"x" * 32)
+    assert secret.check_digest(key, b"m", secret.compute_digest(key, b"m")) and not secret.check_digest(
+        key, b"n", b"x" * 32
+    )
     assert codec.loads_base64(codec.dumps_base64({1: (2, "x")})) == {1: (2, "x")}
     assert isinstance(codec.dumps_base64(1, to_ascii=False), bytes)
     assert hashes.host_hash() == hashes.host_hash("") != hashes.host_hash("salt")

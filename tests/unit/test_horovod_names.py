@@ -1,4 +1,5 @@
-"""``import horovod`` without Horovod: each way to it, what is found there, and that Horovod itself always goes first."""
+"""``import horovod`` without Horovod: each way to it, what is found there, and that Horovod itself always goes
+first."""
 
 from __future__ import annotations
 
@@ -24,7 +25,12 @@ from tests.mpirun import ROOT
 
 FOLDER = collectives.horovod.FOLDER
 COMPAT = ROOT / "compat"
-WAYS = {"import": ("import collectives.horovod\n", ()), "path": ("", (FOLDER,)), "compat": ("", (COMPAT,)), "both": ("", (FOLDER, COMPAT))}
+WAYS = {
+    "import": ("import collectives.horovod\n", ()),
+    "path": ("", (FOLDER,)),
+    "compat": ("", (COMPAT,)),
+    "both": ("", (FOLDER, COMPAT)),
+}
 """By way: what a program does before it imports ``horovod``, and what is on its PYTHONPATH."""
 DOCS = (ROOT / "docs" / "horovod.md").read_text()
 
@@ -59,15 +65,69 @@ def listed_of_torch() -> list[tuple[str, str]]:
 IN_USE = {"horovod": ["__version__", "run"], "horovod.runner": ["run"], **listed(True)}
 """What programs import, by module."""
 IN_USE_OF_TORCH = {
-    "horovod.torch": ("DistributedOptimizer", "SyncBatchNorm", "Compression", "init", "HorovodInternalError", "check_extension"),
-    "horovod.torch.mpi_ops": (
-        *("allreduce", "allreduce_", "allreduce_async", "allreduce_async_", "grouped_allreduce_async_", "sparse_allreduce_async"),
-        *("allgather", "allgather_async", "broadcast", "broadcast_", "broadcast_async_", "alltoall", "reducescatter_async"),
-        *("poll", "synchronize", "join", "barrier", "init", "shutdown", "size", "rank", "local_size", "local_rank", "cross_rank"),
-        *("Average", "Sum", "Adasum", "rocm_built", "nccl_built", "mpi_threads_supported", "is_homogeneous", "ProcessSet"),
-        *("HorovodInternalError", "_basics", "handle_average_backwards_compatibility", "check_num_rank_power_of_2", "gpu_available"),
+    "horovod.torch": (
+        "DistributedOptimizer",
+        "SyncBatchNorm",
+        "Compression",
+        "init",
+        "HorovodInternalError",
+        "check_extension",
     ),
-    "horovod.torch.functions": ("allgather_object", "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters"),
+    "horovod.torch.mpi_ops": (
+        *(
+            "allreduce",
+            "allreduce_",
+            "allreduce_async",
+            "allreduce_async_",
+            "grouped_allreduce_async_",
+            "sparse_allreduce_async",
+        ),
+        *(
+            "allgather",
+            "allgather_async",
+            "broadcast",
+            "broadcast_",
+            "broadcast_async_",
+            "alltoall",
+            "reducescatter_async",
+        ),
+        *(
+            "poll",
+            "synchronize",
+            "join",
+            "barrier",
+            "init",
+            "shutdown",
+            "size",
+            "rank",
+            "local_size",
+            "local_rank",
+            "cross_rank",
+        ),
+        *(
+            "Average",
+            "Sum",
+            "Adasum",
+            "rocm_built",
+            "nccl_built",
+            "mpi_threads_supported",
+            "is_homogeneous",
+            "ProcessSet",
+        ),
+        *(
+            "HorovodInternalError",
+            "_basics",
+            "handle_average_backwards_compatibility",
+            "check_num_rank_power_of_2",
+            "gpu_available",
+        ),
+    ),
+    "horovod.torch.functions": (
+        "allgather_object",
+        "broadcast_object",
+        "broadcast_optimizer_state",
+        "broadcast_parameters",
+    ),
     "horovod.torch.optimizer": ("DistributedOptimizer", "_DistributedOptimizer"),
     "horovod.torch.compression": ("Compression", "Compressor", "FP16Compressor", "NoneCompressor"),
     "horovod.torch.sync_batch_norm": ("SyncBatchNorm",),
@@ -179,7 +239,10 @@ print(json.dumps(horovod.__version__))"""
 def test_a_folder_of_that_name_is_not_horovod(way: str, tmp_path: Path) -> None:
     (tmp_path / "horovod").mkdir()
     first, path = WAYS[way]
-    assert shown(f"{first}import horovod\nprint(json.dumps(horovod.__version__))", *path, cwd=tmp_path) == collectives.horovod.VERSION
+    assert (
+        shown(f"{first}import horovod\nprint(json.dumps(horovod.__version__))", *path, cwd=tmp_path)
+        == collectives.horovod.VERSION
+    )
 
 
 def test_another_collectives_on_the_path_is_not_horovod(tmp_path: Path) -> None:
@@ -202,14 +265,21 @@ if __name__ == "__main__":
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(script)]
-    assert subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, check=True).stdout == "4\n"
+    assert (
+        subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, check=True).stdout == "4\n"
+    )
 
 
 _NEEDS_A_FRAMEWORK = ("horovod.torch.", "horovod.tensorflow.", "horovod.keras.", "horovod._keras.")
 
 
 @pytest.mark.parametrize(
-    "name", [*(name for name in INSTEAD if not name.startswith(_NEEDS_A_FRAMEWORK)), "horovod.spark.x", "horovod.runner.http.http_server"]
+    "name",
+    [
+        *(name for name in INSTEAD if not name.startswith(_NEEDS_A_FRAMEWORK)),
+        "horovod.spark.x",
+        "horovod.runner.http.http_server",
+    ],
 )
 def test_what_is_not_here_says_so(name: str) -> None:
     message = r"horovod\.\S+ is not in collectives, which takes Horovod's place here: there (is|are) no"
@@ -227,14 +297,22 @@ def test_what_is_not_here_is_listed_and_nothing_else_is_said_to_be_missing() -> 
 
 def test_python_m_prints_the_folder() -> None:
     command = [sys.executable, "-m", "collectives.horovod"]
-    assert subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT, check=True).stdout == f"{FOLDER}\n"
+    assert (
+        subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT, check=True).stdout
+        == f"{FOLDER}\n"
+    )
 
 
 def test_horovods_error_is_what_an_operation_fails_with() -> None:
     kinds = importlib.import_module("horovod.common.exceptions")
     failures = (errors.MismatchError, errors.RankFailedError, errors.CollectiveTimeoutError, errors.TransportError)
     assert all(issubclass(kind, kinds.HorovodInternalError) for kind in failures)
-    mistakes = (errors.InvalidArgumentError, errors.InvalidTypeError, errors.NotInitializedError, kinds.HostsUpdatedInterrupt)
+    mistakes = (
+        errors.InvalidArgumentError,
+        errors.InvalidTypeError,
+        errors.NotInitializedError,
+        kinds.HostsUpdatedInterrupt,
+    )
     assert not any(issubclass(kind, kinds.HorovodInternalError) for kind in mistakes)
     assert kinds.HostsUpdatedInterrupt(skip_sync=True).skip_sync
 
@@ -255,7 +333,11 @@ def test_small_helpers() -> None:
     assert util.nccl_built(verbose=True) == collectives.nccl_built()
     os.environ["COLLECTIVES_A"] = "before"
     with util.env(COLLECTIVES_A="while", COLLECTIVES_B="while", COLLECTIVES_C=None):
-        assert (os.environ["COLLECTIVES_A"], os.environ["COLLECTIVES_B"], os.environ.get("COLLECTIVES_C")) == ("while", "while", None)
+        assert (os.environ["COLLECTIVES_A"], os.environ["COLLECTIVES_B"], os.environ.get("COLLECTIVES_C")) == (
+            "while",
+            "while",
+            None,
+        )
     assert os.environ.pop("COLLECTIVES_A") == "before" and "COLLECTIVES_B" not in os.environ
 
 
@@ -278,7 +360,15 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_horovod_run_takes_horovods_arguments(called: list[Any]) -> None:
     horovod = importlib.import_module("horovod")
     importlib.import_module("horovod.runner.launch")
-    options = {"hosts": "a:1,b:2", "ssh_port": 22, "mpi_args": "-x A", "verbose": 2, "use_gloo": True, "use_mpi": False, "executable": "py"}
+    options = {
+        "hosts": "a:1,b:2",
+        "ssh_port": 22,
+        "mpi_args": "-x A",
+        "verbose": 2,
+        "use_gloo": True,
+        "use_mpi": False,
+        "executable": "py",
+    }
     assert horovod.run(len, ("abc",), np=3, **options) == [3]
     options["network_interfaces"] = ["eth0", "eth1"]
     assert horovod.run(len, ("abc",), num_proc=5, np=3, **options) == [3]
@@ -307,18 +397,27 @@ def test_horovod_run_refuses_what_makes_no_sense(arguments: dict[str, Any], mess
 
 def test_as_horovod_reaches_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[tuple[list[str], str]] = []
-    monkeypatch.setattr(job, "run", lambda command, environment, output: started.append((command, environment["PYTHONPATH"])) or 0)
+    monkeypatch.setattr(
+        job, "run", lambda command, environment, output: started.append((command, environment["PYTHONPATH"])) or 0
+    )
     monkeypatch.setattr(cli, "find", lambda: Launcher("mpirun", Vendor.MPICH, "5.0"))
     monkeypatch.setenv("PYTHONPATH", "/theirs")
     monkeypatch.setattr(sys, "argv", ["horovodrun", "-np", "2", sys.executable])
-    assert cli.main(["--as-horovod", "-np", "2", sys.executable]) == cli.horovodrun() == cli.main(["-np", "2", sys.executable]) == 0
+    assert (
+        cli.main(["--as-horovod", "-np", "2", sys.executable])
+        == cli.horovodrun()
+        == cli.main(["-np", "2", sys.executable])
+        == 0
+    )
     assert [path for _, path in started] == [f"{FOLDER}{os.pathsep}/theirs"] * 2 + ["/theirs"]
     assert [command[-3] for command, _ in started] == ["=2", "=2", "="]
 
 
 def test_as_horovod_tells_the_ranks_in_horovods_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     started: list[tuple[list[str], dict[str, str]]] = []
-    monkeypatch.setattr(job, "run", lambda command, environment, output: started.append((command, dict(environment))) or 0)
+    monkeypatch.setattr(
+        job, "run", lambda command, environment, output: started.append((command, dict(environment))) or 0
+    )
     monkeypatch.setattr(cli, "find", lambda: Launcher("mpirun", Vendor.MPICH, "5.0"))
     file = tmp_path / "settings.yaml"
     file.write_text("params:\n  cycle_time_ms: 3\nlibrary_options:\n  num_nccl_streams: 2\n  thread_affinity: 4\n")
@@ -326,7 +425,12 @@ def test_as_horovod_tells_the_ranks_in_horovods_words(monkeypatch: pytest.Monkey
     assert cli.main(["--as-horovod", "-np", "6", *options, "train"]) == 0
     command, environment = started[0]
     told = {name[8:]: environment[name] for name in environment if name.startswith("HOROVOD_")}
-    assert told == {"FUSION_THRESHOLD": str(32 << 20), "CYCLE_TIME": "3", "NUM_NCCL_STREAMS": "5", "THREAD_AFFINITY": "4"}
+    assert told == {
+        "FUSION_THRESHOLD": str(32 << 20),
+        "CYCLE_TIME": "3",
+        "NUM_NCCL_STREAMS": "5",
+        "THREAD_AFFINITY": "4",
+    }
     assert command[-3] == "=4,1,1" and f"-genv HOROVOD_FUSION_THRESHOLD {32 << 20}" in " ".join(command)
 
 
@@ -337,7 +441,9 @@ def test_the_version_of_horovodrun(capsys: pytest.CaptureFixture[str], monkeypat
     assert capsys.readouterr().out == f"{collectives.horovod.VERSION} (collectives {collectives.__version__})\n"
 
 
-def test_what_is_built_is_said_as_horovodrun_says_it(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_built_is_said_as_horovodrun_says_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(collectives.capabilities, "nccl_built", lambda: 22304)
     cli.main(["--as-horovod", "--check-build"])
     output = capsys.readouterr().out

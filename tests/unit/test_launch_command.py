@@ -10,7 +10,13 @@ from collectives.launch.mpi import Launcher, Vendor, recognise
 
 PROGRAM = ["python", "train.py", "--mpi-args", "x y", "--", "-np", "3"]
 HOSTS = (Host("h1", 2), Host("h2", 2))
-ENVIRONMENT = {"PATH": "/bin", "HOME": "/home/me", "COLLECTIVES_TIMEOUT": "60", "COLLECTIVES_ALGORITHM": "ring", "NCCL_DEBUG": "INFO"}
+ENVIRONMENT = {
+    "PATH": "/bin",
+    "HOME": "/home/me",
+    "COLLECTIVES_TIMEOUT": "60",
+    "COLLECTIVES_ALGORITHM": "ring",
+    "NCCL_DEBUG": "INFO",
+}
 
 
 def command(vendor: Vendor, **options: object) -> list[str]:
@@ -19,7 +25,18 @@ def command(vendor: Vendor, **options: object) -> list[str]:
 
 
 def test_open_mpi_on_this_host() -> None:
-    expected = ["/opt/mpirun", "-n", "4", "--bind-to", "none", "-x", "COLLECTIVES_ALGORITHM", "-x", "COLLECTIVES_TIMEOUT", *PROGRAM]
+    expected = [
+        "/opt/mpirun",
+        "-n",
+        "4",
+        "--bind-to",
+        "none",
+        "-x",
+        "COLLECTIVES_ALGORITHM",
+        "-x",
+        "COLLECTIVES_TIMEOUT",
+        *PROGRAM,
+    ]
     assert command(Vendor.OPEN_MPI) == expected
 
 
@@ -69,8 +86,14 @@ def test_further_arguments_stand_right_before_the_program(vendor: Vendor) -> Non
         ("mpirun (Open MPI) 5.0.11\n\nReport bugs to ...", (Vendor.OPEN_MPI, "5.0.11")),
         ("mpirun (Open MPI) 4.1.6", (Vendor.OPEN_MPI, "4.1.6")),
         ("prterun (PRRTE) 3.0.8", (Vendor.OPEN_MPI, "3.0.8")),
-        ("HYDRA build details:\n    Version:                                 5.0.2\n    Release Date: ...", (Vendor.MPICH, "5.0.2")),
-        ("Intel(R) MPI Library for Linux* OS, Version 2021.18 Build 20260301 (id: 1a2b)\nCopyright ...", (Vendor.INTEL_MPI, "2021.18")),
+        (
+            "HYDRA build details:\n    Version:                                 5.0.2\n    Release Date: ...",
+            (Vendor.MPICH, "5.0.2"),
+        ),
+        (
+            "Intel(R) MPI Library for Linux* OS, Version 2021.18 Build 20260301 (id: 1a2b)\nCopyright ...",
+            (Vendor.INTEL_MPI, "2021.18"),
+        ),
         ("slurm 23.02", None),
         ("", None),
     ],

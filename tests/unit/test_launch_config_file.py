@@ -83,8 +83,16 @@ def test_every_key_of_horovods_has_its_meaning(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "line", "message"),
     [
-        ("params:\n  cycle_time: 1\n", 2, "params.cycle_time: unknown key; params has fusion_threshold_mb, cycle_time_ms, cache_capacity"),
-        ("param:\n  cycle_time_ms: 1\n", 2, "param.cycle_time_ms: unknown key; there are verbose, controller, params, timeline"),
+        (
+            "params:\n  cycle_time: 1\n",
+            2,
+            "params.cycle_time: unknown key; params has fusion_threshold_mb, cycle_time_ms, cache_capacity",
+        ),
+        (
+            "param:\n  cycle_time_ms: 1\n",
+            2,
+            "param.cycle_time_ms: unknown key; there are verbose, controller, params, timeline",
+        ),
         ("\ntimelines: a\n", 2, "timelines: unknown key; there are verbose"),
         ("bogus:\n", 1, "bogus: unknown key"),
         ("params:\n  bogus:\n", 2, "params.bogus: unknown key"),
@@ -99,7 +107,9 @@ def test_an_unknown_key_is_said_and_passed_over(text: str, line: int, message: s
     assert message.partition(": ")[2] in said
 
 
-@pytest.mark.parametrize("text", ["", "# nothing\n", "params:\n", "params:\n  cycle_time_ms:\nautotune: ~\nverbose: null\n"])
+@pytest.mark.parametrize(
+    "text", ["", "# nothing\n", "params:\n", "params:\n  cycle_time_ms:\nautotune: ~\nverbose: null\n"]
+)
 def test_what_has_no_value_sets_nothing(text: str, tmp_path: Path) -> None:
     assert read(tmp_path, text) == config_file.ConfigFile()
 
@@ -117,7 +127,11 @@ def test_a_stall_check_that_is_off_is_off_whatever_its_times(tmp_path: Path) -> 
         ("params: [1]\n", 1, "got a list"),
         ("params:\n  cycle_time_ms: [1]\n", 2, "params.cycle_time_ms: expected a single value, got a list"),
         ("params:\n  cycle_time_ms:\n    a: 1\n", 2, "params.cycle_time_ms: expected a single value, got a section"),
-        ("params:\n  cycle_time_ms: fast\n", 2, "params.cycle_time_ms: expected a number of milliseconds, 0 or more, got 'fast'"),
+        (
+            "params:\n  cycle_time_ms: fast\n",
+            2,
+            "params.cycle_time_ms: expected a number of milliseconds, 0 or more, got 'fast'",
+        ),
         ("params:\n  fusion_threshold_mb: 64M\n", 2, "expected a number of MiB such as 64, 0 or more, got '64M'"),
         ("autotune:\n  enabled: maybe\n", 2, "autotune.enabled: expected true or false, got 'maybe'"),
         ("verbose: 2\n", 1, "verbose: expected true or false, got '2'"),

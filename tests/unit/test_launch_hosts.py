@@ -12,10 +12,16 @@ from collectives.launch.hosts import Host, parse_hosts, read_hostfile
 
 def test_a_list_of_hosts() -> None:
     assert parse_hosts("host1:4,host2:2") == (Host("host1", 4), Host("host2", 2))
-    assert parse_hosts("node-7.cluster, 10.0.0.3:16,[fe80::1]:2") == (Host("node-7.cluster", 1), Host("10.0.0.3", 16), Host("[fe80::1]", 2))
+    assert parse_hosts("node-7.cluster, 10.0.0.3:16,[fe80::1]:2") == (
+        Host("node-7.cluster", 1),
+        Host("10.0.0.3", 16),
+        Host("[fe80::1]", 2),
+    )
 
 
-@pytest.mark.parametrize("text", ["", "host1:", "host1:0", "host1:-1", "host1:two", "host1,,host2", ":4", "host1:4:4", "a b:2"])
+@pytest.mark.parametrize(
+    "text", ["", "host1:", "host1:0", "host1:-1", "host1:two", "host1,,host2", ":4", "host1:4:4", "a b:2"]
+)
 def test_a_wrong_list_is_shown(text: str) -> None:
     with pytest.raises(InvalidArgumentError, match="-H/--hosts: expected host:ranks"):
         parse_hosts(text)

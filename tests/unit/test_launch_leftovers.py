@@ -59,7 +59,9 @@ def test_where_others_cannot_be_seen_nothing_is_touched(tmp_path: Path, monkeypa
 
 
 @pytest.mark.parametrize(("pid", "shared", "hides"), [("7", 4, True), ("7", 0, False), ("1", 4, False)])
-def test_a_process_that_shows_no_maps_but_has_shared_memory_hides_it(pid: str, shared: int, hides: bool, tmp_path: Path) -> None:
+def test_a_process_that_shows_no_maps_but_has_shared_memory_hides_it(
+    pid: str, shared: int, hides: bool, tmp_path: Path
+) -> None:
     (tmp_path / pid / "maps").mkdir(parents=True)  # cannot be read, not even by the superuser
     (tmp_path / pid / "status").write_text(f"Name:\tpython\nRssShmem:\t{shared:8} kB\n")
     assert leftovers.users_may_be_hidden(tmp_path) is hides

@@ -18,11 +18,15 @@ def parse(*arguments: str) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def merged(*flags: str, environment: dict[str, str] | None = None, file: dict[str, str | bool] | None = None) -> dict[str, str]:
+def merged(
+    *flags: str, environment: dict[str, str] | None = None, file: dict[str, str | bool] | None = None
+) -> dict[str, str]:
     return options.merge(environment or {}, options.chosen(parse(*flags)), file or {})
 
 
-def merged_as_horovod(*flags: str, environment: dict[str, str] | None = None, file: dict[str, str | bool] | None = None) -> dict[str, str]:
+def merged_as_horovod(
+    *flags: str, environment: dict[str, str] | None = None, file: dict[str, str | bool] | None = None
+) -> dict[str, str]:
     parsed = parse(*flags)
     return options.merge_as_horovod(environment or {}, options.chosen(parsed), file or {}, parsed.told)
 
@@ -59,7 +63,9 @@ def test_an_option_sets_its_setting_and_no_other(arguments: list[str], setting: 
     variables = merged(*arguments)
     assert all(name.startswith("COLLECTIVES_") for name in variables)
     config = Config.from_environment(variables)
-    assert {name for name in Config.__dataclass_fields__ if getattr(config, name) != getattr(Config(), name)} == {setting}
+    assert {name for name in Config.__dataclass_fields__ if getattr(config, name) != getattr(Config(), name)} == {
+        setting
+    }
     assert getattr(config, setting) == value
 
 
@@ -95,7 +101,10 @@ def test_a_text_that_cannot_be_understood_is_refused(flag: str, text: str, messa
 
 def test_an_option_beats_both_spellings_in_the_environment() -> None:
     for name in ("COLLECTIVES_FUSION_THRESHOLD", "HOROVOD_FUSION_THRESHOLD"):
-        assert Config.from_environment(merged("--fusion-threshold-mb", "1", environment={name: "7"})).fusion_threshold == 1 << 20
+        assert (
+            Config.from_environment(merged("--fusion-threshold-mb", "1", environment={name: "7"})).fusion_threshold
+            == 1 << 20
+        )
 
 
 @pytest.mark.parametrize("merge", [merged, merged_as_horovod])
@@ -104,12 +113,19 @@ def test_the_file_beats_the_environment_and_an_option_the_file(merge: Callable[.
     for name in ("COLLECTIVES_FUSION_THRESHOLD", "HOROVOD_FUSION_THRESHOLD"):
         environment = {name: "7", "COLLECTIVES_CYCLE_TIME": "", "HOROVOD_CACHE_CAPACITY": "5"}
         config = Config.from_environment(merge("--cycle-time-ms", "3", environment=environment, file=file))
-        assert (config.fusion_threshold, config.cycle_time, config.autotune, config.cache_capacity) == (1 << 20, 3, True, 5)
+        assert (config.fusion_threshold, config.cycle_time, config.autotune, config.cache_capacity) == (
+            1 << 20,
+            3,
+            True,
+            5,
+        )
 
 
 def test_an_option_can_switch_off_what_is_on_elsewhere() -> None:
     assert not Config.from_environment(merged("--no-autotune", environment={"HOROVOD_AUTOTUNE": "1"})).autotune
-    assert not Config.from_environment(merged("--no-timeline-mark-cycles", file={"--timeline-mark-cycles": True})).timeline_mark_cycles
+    assert not Config.from_environment(
+        merged("--no-timeline-mark-cycles", file={"--timeline-mark-cycles": True})
+    ).timeline_mark_cycles
 
 
 def test_a_stall_check_that_is_off_is_off_whatever_times_are_given_with_it() -> None:
@@ -117,14 +133,21 @@ def test_a_stall_check_that_is_off_is_off_whatever_times_are_given_with_it() -> 
     assert (config.stall_warning, config.stall_shutdown) == (0, 0)
     file: dict[str, str | bool] = {"--stall-check": False, "--stall-check-warning-time-seconds": "5"}
     assert Config.from_environment(merged(file=file)).stall_warning == 0
-    assert Config.from_environment(merged("--no-stall-check", environment={"COLLECTIVES_STALL_SHUTDOWN": "9"})).stall_shutdown == 0
+    assert (
+        Config.from_environment(
+            merged("--no-stall-check", environment={"COLLECTIVES_STALL_SHUTDOWN": "9"})
+        ).stall_shutdown
+        == 0
+    )
 
 
 def test_a_stall_check_can_be_switched_on_again() -> None:
     for name, text in (("HOROVOD_STALL_CHECK_DISABLE", "1"), ("COLLECTIVES_STALL_WARNING", "0")):
         assert Config.from_environment(merged("--stall-check", environment={name: text})).stall_warning == 60
     assert Config.from_environment(merged("--stall-check", file={"--stall-check": False})).stall_warning == 60
-    assert Config.from_environment(merged("--stall-check", "--stall-check-warning-time-seconds", "5")).stall_warning == 5
+    assert (
+        Config.from_environment(merged("--stall-check", "--stall-check-warning-time-seconds", "5")).stall_warning == 5
+    )
 
 
 def test_algorithm_goes_before_hierarchical_allreduce() -> None:
@@ -137,14 +160,18 @@ def test_a_variable_that_an_option_replaces_need_not_make_sense() -> None:
         Config.from_environment(merged(environment={"COLLECTIVES_TIMEOUT": "soon"}))
 
 
-@pytest.mark.parametrize(("row", "flag"), [(row, flag) for row in options.IGNORED for flag in row.flags], ids=lambda value: str(value)[:20])
+@pytest.mark.parametrize(
+    ("row", "flag"), [(row, flag) for row in options.IGNORED for flag in row.flags], ids=lambda value: str(value)[:20]
+)
 def test_what_has_no_effect_says_why(row: options.Ignored, flag: str) -> None:
     parsed = parse(flag, "7") if row.parse else parse(flag)
     assert parsed.ignored == [f"{flag} has no effect: {row.why}"]
     assert options.chosen(parsed) == {} and list(parsed.told) == ([row.variable] if row.variable else [])
 
 
-@pytest.mark.parametrize("flag", ["--ssh-port", "--start-timeout", "--num-nccl-streams", "--thread-affinity", "--gloo-timeout-seconds"])
+@pytest.mark.parametrize(
+    "flag", ["--ssh-port", "--start-timeout", "--num-nccl-streams", "--thread-affinity", "--gloo-timeout-seconds"]
+)
 def test_numbers_without_effect_are_numbers_all_the_same(flag: str) -> None:
     for text in ("abc", "-1", "1.5", ""):
         with pytest.raises(argparse.ArgumentError, match=f"expected a whole number, 0 or more, got '{text}'"):
@@ -160,7 +187,10 @@ def test_numbers_without_effect_are_numbers_all_the_same(flag: str) -> None:
         ("--no-hierarchical-allgather --no-torus-allreduce", {"HIERARCHICAL_ALLGATHER": "0", "TORUS_ALLREDUCE": "0"}),
         ("--no-hierarchical-allreduce", {"HIERARCHICAL_ALLREDUCE": "0"}),
         ("--autotune --autotune-log-file a.txt", {"AUTOTUNE": "1", "AUTOTUNE_LOG": "a.txt"}),
-        ("--autotune-warmup-samples 1 --autotune-steps-per-sample 5", {"AUTOTUNE_WARMUP_SAMPLES": "1", "AUTOTUNE_STEPS_PER_SAMPLE": "5"}),
+        (
+            "--autotune-warmup-samples 1 --autotune-steps-per-sample 5",
+            {"AUTOTUNE_WARMUP_SAMPLES": "1", "AUTOTUNE_STEPS_PER_SAMPLE": "5"},
+        ),
         ("--autotune-bayes-opt-max-samples 10", {"AUTOTUNE_BAYES_OPT_MAX_SAMPLES": "10"}),
         ("--autotune-gaussian-process-noise 0.2", {"AUTOTUNE_GAUSSIAN_PROCESS_NOISE": "0.2"}),
         ("--timeline-filename a.json --timeline-mark-cycles", {"TIMELINE": "a.json", "TIMELINE_MARK_CYCLES": "1"}),

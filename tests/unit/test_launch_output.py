@@ -98,7 +98,9 @@ def test_the_traceback_of_the_cause_comes_last_and_once_and_those_of_its_consequ
     job.fail(1, "x", at=0.1)
     job.fail(2, "x", at=0.2, code=143)
     out, err = job.end()
-    assert out == "[1] saved\n" and err.startswith("[1] before\n\ncollectivesrun: because of what follows, so failed rank 0 (--verbose")
+    assert out == "[1] saved\n" and err.startswith(
+        "[1] before\n\ncollectivesrun: because of what follows, so failed rank 0 (--verbose"
+    )
     assert err.endswith("collectivesrun: rank 1 on h failed with exit code 1:\n" + TRACE.format("no good"))
     assert err.count("Traceback") == 1 and "MPI_ABORT" not in err
 
@@ -107,7 +109,9 @@ def test_verbose_shows_all_of_it(tmp_path: Path) -> None:
     job = Job(tmp_path, verbose=True)
     job.say(0, "e", TRACE.format("rank 1 has failed"))
     job.fail(0, "r", TRACE.format("rank 1 has failed"), consequence=True)
-    job.say(1, "e", "Abort(1) on node 1 (rank 1 in comm 0): application called MPI_Abort(MPI_COMM_WORLD, 1) - process 1\n")
+    job.say(
+        1, "e", "Abort(1) on node 1 (rank 1 in comm 0): application called MPI_Abort(MPI_COMM_WORLD, 1) - process 1\n"
+    )
     job.fail(1, "x")
     job.raw(b"=== BAD TERMINATION\n")
     err = job.end()[1]
@@ -145,7 +149,11 @@ def test_a_second_cause_is_shown_too(job: Job) -> None:
         job.say(rank, "e", TRACE.format(f"own error {rank}"))
         job.fail(rank, "r", TRACE.format(f"own error {rank}"), at=rank)
     err = job.end()[1]
-    assert "[2] ValueError: own error 2\n" in err and err.endswith("ValueError: own error 0\n") and err.count("own error 0") == 1
+    assert (
+        "[2] ValueError: own error 2\n" in err
+        and err.endswith("ValueError: own error 0\n")
+        and err.count("own error 0") == 1
+    )
 
 
 def test_the_launchers_words_are_shown_if_no_rank_failed(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:

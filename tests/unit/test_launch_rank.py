@@ -20,7 +20,9 @@ from collectives.launch import rank
 PLACE = {"PATH": os.environ["PATH"], "PMI_RANK": "3", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1"}
 
 
-def start(program: str, output: str = "", width: int = 1, placement: str = "", terminal: str = "") -> subprocess.Popen[bytes]:
+def start(
+    program: str, output: str = "", width: int = 1, placement: str = "", terminal: str = ""
+) -> subprocess.Popen[bytes]:
     command = before(sys.executable, "-c", program, options=[output, str(width), placement, terminal])
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=PLACE)
 
@@ -55,7 +57,13 @@ def test_a_good_rank_leaves_no_record() -> None:
 
 @pytest.mark.parametrize(
     ("end", "code"),
-    [("raise ValueError('x')", 1), ("sys.exit(3)", 3), ("os._exit(5)", 5), ("os.kill(os.getpid(), 9)", 137), ("os.abort()", 134)],
+    [
+        ("raise ValueError('x')", 1),
+        ("sys.exit(3)", 3),
+        ("os._exit(5)", 5),
+        ("os.kill(os.getpid(), 9)", 137),
+        ("os.abort()", 134),
+    ],
 )
 def test_a_failing_rank_leaves_one(end: str, code: int) -> None:
     returned, found = ended(f"import os, sys\nprint('last words', file=sys.stderr, flush=True)\n{end}")
@@ -73,7 +81,9 @@ from collectives import failures
 failures.record(os.environ[failures.RECORDS], 3, failures.Failure(4, "é" * 20_000 + "the reason", True))
 failures.record(os.environ[failures.RECORDS], 3, failures.Failure(5, "later"))
 """
-    code, found = ended(f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {record!r}], check=True)\nsys.exit(4)")
+    code, found = ended(
+        f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {record!r}], check=True)\nsys.exit(4)"
+    )
     first, second = map(json.loads, found["r"].splitlines())
     assert code == 4 and first["text"].endswith("éthe reason") and len(first["text"]) == 10_000
     assert (first["rank"], first["code"], first["consequence"], second["code"]) == (3, 4, True, 5)
@@ -81,7 +91,9 @@ failures.record(os.environ[failures.RECORDS], 3, failures.Failure(5, "later"))
 
 
 def test_all_output_is_passed_on() -> None:
-    code, found = ended("import sys\nfor n in range(100_000): print(n, 'x' * 20, file=sys.stderr)\nprint('é' * 50_000)\nsys.exit(1)")
+    code, found = ended(
+        "import sys\nfor n in range(100_000): print(n, 'x' * 20, file=sys.stderr)\nprint('é' * 50_000)\nsys.exit(1)"
+    )
     assert code == 1 and found["e"].count("\n") == 100_000 and found["o"] == "é" * 50_000 + "\n"
 
 
@@ -167,7 +179,9 @@ def test_a_rank_is_told_its_place_in_horovods_words(placement: str, told: dict[s
     assert found == ({"HOSTNAME": os.uname().nodename, **told} if told else {})
 
 
-@pytest.mark.parametrize(("terminal", "out", "err"), [("", False, False), ("30 70 2", False, True), ("30 70 1 2", True, True)])
+@pytest.mark.parametrize(
+    ("terminal", "out", "err"), [("", False, False), ("30 70 2", False, True), ("30 70 1 2", True, True)]
+)
 def test_a_rank_has_a_terminal_where_the_launcher_has(terminal: str, out: bool, err: bool) -> None:
     program = "import os, sys; print(sys.stdout.isatty(), sys.stderr.isatty(), sys.stderr.isatty() and tuple(os.get_terminal_size(2)))"
     code, found = ended(program, terminal=terminal)

@@ -114,7 +114,8 @@ def test_signals_are_named() -> None:
 def test_only_the_last_traceback_is_shown_with_its_causes() -> None:
     text = (
         "noise\nTraceback (most recent call last):\n  handled\nOSError: handled\nmore noise\n"
-        "Traceback (most recent call last):\n  a\nKeyError: 'a'\n\nDuring handling of the above exception, another exception occurred:\n\n"
+        "Traceback (most recent call last):\n  a\nKeyError: 'a'\n\nDuring handling of the above exception, another "
+        "exception occurred:\n\n"
         "Traceback (most recent call last):\n  b\nValueError: b\n"
     )
     shown = str(Record(0, 1, text, 0.0, "h"))

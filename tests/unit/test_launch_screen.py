@@ -64,10 +64,15 @@ def test_lines_are_tagged(stream: Stream) -> None:
 
 
 def test_lines_that_come_in_pieces_are_whole(stream: Stream) -> None:
-    assert feed(stream, (0, b"one "), (1, b"three\nfo"), (0, b"two\n"), (1, b"ur\n")) == b"[1] three\n[0] one two\n[1] four\n"
+    assert (
+        feed(stream, (0, b"one "), (1, b"three\nfo"), (0, b"two\n"), (1, b"ur\n"))
+        == b"[1] three\n[0] one two\n[1] four\n"
+    )
 
 
-def test_a_prompt_is_shown_after_a_moment_and_broken_by_another_rank(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_is_shown_after_a_moment_and_broken_by_another_rank(
+    stream: Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert feed(stream, (0, b"Name? ")) == b""
     stream.settle()
     assert not stream.pending

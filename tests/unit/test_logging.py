@@ -49,7 +49,9 @@ def test_the_root_logger_is_left_alone(level: str) -> None:
 def shown(setup: str) -> list[str]:
     """What a program shows on stderr that logs an item of information and a warning."""
     program = f"import logging\nfrom collectives.base import logging as logs\n{setup}\nlogs.logger.info('one')\nlogs.logger.warning('two')"
-    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60).stderr.splitlines()
+    return subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
+    ).stderr.splitlines()
 
 
 def test_warnings_are_shown_where_a_program_sets_nothing_up() -> None:
@@ -73,7 +75,9 @@ def test_every_record_says_where_it_comes_from(caplog: pytest.LogCaptureFixture)
 
 
 @pytest.mark.parametrize(("rank", "level"), [(None, "WARNING"), (0, "WARNING"), (1, "INFO")])
-def test_what_is_alike_everywhere_is_a_warning_on_one_rank(rank: int | None, level: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_alike_everywhere_is_a_warning_on_one_rank(
+    rank: int | None, level: str, caplog: pytest.LogCaptureFixture
+) -> None:
     logs.configure("info")
     logs.place(rank)
     logs.warn_on_first_rank("%s is missing", "it")

@@ -1,4 +1,5 @@
-"""NCCL's adapter: what elements are called, what errors say, how long things take; the watch; and the emulation's rules."""
+"""NCCL's adapter: what elements are called, what errors say, how long things take; the watch; and the emulation's
+rules."""
 
 from __future__ import annotations
 
@@ -15,7 +16,13 @@ import numpy as np
 import pytest
 
 from collectives.base import dtypes
-from collectives.base.errors import CollectiveTimeoutError, InvalidTypeError, MissingDependencyError, RankFailedError, TransportError
+from collectives.base.errors import (
+    CollectiveTimeoutError,
+    InvalidTypeError,
+    MissingDependencyError,
+    RankFailedError,
+    TransportError,
+)
 from collectives.base.reduce_op import Op
 from collectives.cuda.launches import Letter
 from collectives.cuda.messages import NcclMessages
@@ -36,7 +43,8 @@ def dtype(name: str) -> Any:
     return dtypes.resolve(name)
 
 
-# ---- elements ------------------------------------------------------------------------------------------------------------------
+# ---- elements
+# ------------------------------------------------------------------------------------------------------------------
 
 SIZES = {0: 1, 1: 1, 2: 4, 3: 4, 4: 8, 5: 8, 6: 2, 7: 4, 8: 8, 9: 2}
 """Bytes of NCCL's data types."""
@@ -79,12 +87,16 @@ def test_cupy_calls_them_by_the_same_numbers() -> None:
     if not cupy_nccl.available:
         pytest.skip("NCCL is not installed")
     of = {"UINT8": "uint8", "BFLOAT16": "bfloat16"} | {f"INT{bits}": f"int{bits}" for bits in (8, 32, 64)}
-    of |= {f"UINT{bits}": f"uint{bits}" for bits in (32, 64)} | {f"FLOAT{bits}": f"float{bits}" for bits in (16, 32, 64)}
+    of |= {f"UINT{bits}": f"uint{bits}" for bits in (32, 64)} | {
+        f"FLOAT{bits}": f"float{bits}" for bits in (16, 32, 64)
+    }
     for constant, name in of.items():
         assert nccl.word(dtype(name)) == (getattr(cupy_nccl, f"NCCL_{constant}"), 1)
     int32 = dtype("int32")
     ops = {Op.SUM: "SUM", Op.PRODUCT: "PROD", Op.MIN: "MIN", Op.MAX: "MAX"}
-    assert {op: nccl.reduction(op, int32) for op in ops} == {op: getattr(cupy_nccl, f"NCCL_{name}") for op, name in ops.items()}
+    assert {op: nccl.reduction(op, int32) for op in ops} == {
+        op: getattr(cupy_nccl, f"NCCL_{name}") for op, name in ops.items()
+    }
 
 
 def test_cupy_raises_what_is_expected_of_it() -> None:
@@ -98,22 +110,38 @@ def test_cupy_raises_what_is_expected_of_it() -> None:
         told[status] = str(nccl.failure("allReduce", 3, raised.value))
     assert all(f"({status})" in text and "rank 3" in text and "allReduce" in text for status, text in told.items())
     assert "ncclInvalidUsage" in told[5] and "ncclRemoteError" in told[6] and "ncclInProgress" in told[7]
-    methods = ("allReduce", "reduceScatter", "allGather", "broadcast", "send", "recv", "check_async_error", "abort", "destroy")
+    methods = (
+        "allReduce",
+        "reduceScatter",
+        "allGather",
+        "broadcast",
+        "send",
+        "recv",
+        "check_async_error",
+        "abort",
+        "destroy",
+    )
     assert all(hasattr(cupy_nccl.NcclCommunicator, name) for name in methods)
     library = nccl.CupyNccl()
     assert library.why_not() is None
     assert library.version() >= (2, 20, 0)
     first, second = library.make_id(), library.make_id()
     assert len(first) == len(second) == 128 and first != second
-    unconnected = nccl.CupyCommunicator(cupy_nccl, cupy_nccl.NcclCommunicator.__new__(cupy_nccl.NcclCommunicator), 0, 2, FakeDevice())
-    for call in (lambda: unconnected.all_reduce(0, 0, 1, dtype("int32"), Op.SUM, 0), lambda: unconnected.send(0, 1, dtype("int16"), 1, 0)):
+    unconnected = nccl.CupyCommunicator(
+        cupy_nccl, cupy_nccl.NcclCommunicator.__new__(cupy_nccl.NcclCommunicator), 0, 2, FakeDevice()
+    )
+    for call in (
+        lambda: unconnected.all_reduce(0, 0, 1, dtype("int32"), Op.SUM, 0),
+        lambda: unconnected.send(0, 1, dtype("int16"), 1, 0),
+    ):
         with pytest.raises(TransportError, match="ncclInvalidArgument"):
             call()
     with pytest.raises(TransportError, match="ncclInvalidArgument"):
         unconnected.check()
 
 
-# ---- a binding that raises as CuPy's does ----------------------------------------------------------------------------------------
+# ---- a binding that raises as CuPy's does
+# ----------------------------------------------------------------------------------------
 
 
 class FakeNcclError(RuntimeError):
@@ -312,7 +340,8 @@ def test_an_abort_and_a_close_that_hang_are_left_behind(monkeypatch: pytest.Monk
     never.set()
 
 
-# ---- connecting ------------------------------------------------------------------------------------------------------------------
+# ---- connecting
+# ------------------------------------------------------------------------------------------------------------------
 
 
 class FakeDevice:
@@ -461,7 +490,8 @@ def test_the_library_can_be_replaced() -> None:
     assert nccl.library() is before
 
 
-# ---- the watch -------------------------------------------------------------------------------------------------------------------
+# ---- the watch
+# -------------------------------------------------------------------------------------------------------------------
 
 
 class Aborted:
@@ -668,7 +698,8 @@ def test_a_watch_that_is_dropped_ends_its_thread_without_the_collector(interval:
         gc.enable()
 
 
-# ---- the emulation ---------------------------------------------------------------------------------------------------------------
+# ---- the emulation
+# ---------------------------------------------------------------------------------------------------------------
 
 
 class StreamThreads:
@@ -778,7 +809,9 @@ def test_emulated_collectives(name: str) -> None:
     for rank, member in enumerate(group):
         communicator, stream = member.communicator, member.stream
         communicator.all_reduce(at(given[rank]), at(sums[rank]), 3, kind, Op.SUM, stream)
-        communicator.reduce_scatter(at(given[rank]), at(parts[rank]), 1, kind, Op.AVERAGE if name != "bool" else Op.SUM, stream)
+        communicator.reduce_scatter(
+            at(given[rank]), at(parts[rank]), 1, kind, Op.AVERAGE if name != "bool" else Op.SUM, stream
+        )
         communicator.all_gather(at(given[rank]), at(gathered[rank]), 3, kind, stream)
         communicator.broadcast(at(spread[rank]), at(spread[rank]), 3, kind, 1, stream)
     for rank, member in enumerate(group):
@@ -905,7 +938,9 @@ def test_emulated_operations_are_repeated_by_graphs() -> None:
         graph = device.end_capture(stream)
         seen = []
         for _ in range(2):
-            communicator.broadcast(at(total), at(total), 2, kind, 0, stream)  # between the graphs, in the stream's order
+            communicator.broadcast(
+                at(total), at(total), 2, kind, 0, stream
+            )  # between the graphs, in the stream's order
             device.launch_graph(graph, stream)
             device.drain(stream)
             seen.append(float(total.view(kind)[0]))

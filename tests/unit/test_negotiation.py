@@ -31,7 +31,14 @@ def test_a_frame_survives_as_words(bits: int, news: bool, joined: bool, stuck: b
 @given(st.sampled_from([f.name for f in dataclasses.fields(Request)]))
 def test_everything_but_the_detail_is_in_the_signature(field: str) -> None:
     first = request("a")
-    other = {"collective": "allgather", "root": 1, "members": (first,), "shape": (5,), "prescale": 2.0, "postscale": 2.0}
+    other = {
+        "collective": "allgather",
+        "root": 1,
+        "members": (first,),
+        "shape": (5,),
+        "prescale": 2.0,
+        "postscale": 2.0,
+    }
     second = dataclasses.replace(first, **{field: other.get(field, "other")})
     assert (first.signature() == second.signature()) == (field == "detail")
     assert (first == second) == (field == "detail")
@@ -85,7 +92,11 @@ def test_the_entry_that_was_not_used_for_longest_makes_room() -> None:
     a, b, c = ((name, request(name), request(name).signature()) for name in "abc")
     for known in (a, b, a, c):
         ledger.remember([known])
-    assert ledger.position("a", a[2]) is not None and ledger.position("b", b[2]) is None and ledger.position("c", c[2]) is not None
+    assert (
+        ledger.position("a", a[2]) is not None
+        and ledger.position("b", b[2]) is None
+        and ledger.position("c", c[2]) is not None
+    )
 
 
 def test_a_joined_rank_is_not_waited_for() -> None:
@@ -105,8 +116,12 @@ def test_what_was_carried_out_is_no_longer_told() -> None:
 
 
 @settings(max_examples=200)
-@given(st.lists(st.lists(st.sampled_from("abcdefg"), min_size=1, max_size=5, unique=True), max_size=30), st.integers(1, 5))
-def test_caches_stay_alike_although_some_ranks_skip_what_changes_nothing(batches: list[list[str]], capacity: int) -> None:
+@given(
+    st.lists(st.lists(st.sampled_from("abcdefg"), min_size=1, max_size=5, unique=True), max_size=30), st.integers(1, 5)
+)
+def test_caches_stay_alike_although_some_ranks_skip_what_changes_nothing(
+    batches: list[list[str]], capacity: int
+) -> None:
     careful, quick = Ledger(2, capacity), Ledger(2, capacity)
     generations: dict[tuple[str, ...], int] = {}
     for names in batches:
@@ -128,7 +143,13 @@ def test_caches_stay_alike_although_some_ranks_skip_what_changes_nothing(batches
 
 def test_messages_name_the_tensor_and_every_ranks_request() -> None:
     text = str(negotiation.mismatch(7, [request("w"), request("w", (5,)), None], (3, 7, 9)))
-    assert text.startswith("rank 7") and "'w'" in text and "in shape" in text and "rank 3:" in text and "rank 9" not in text
+    assert (
+        text.startswith("rank 7")
+        and "'w'" in text
+        and "in shape" in text
+        and "rank 3:" in text
+        and "rank 9" not in text
+    )
     group = Request("grouped_allreduce", "g", members=(request(None), request(None, (2, 2))))
     text = str(negotiation.mismatch(0, [group, dataclasses.replace(group, members=group.members[:1])]))
     assert "members" in text and "2 tensors: float32[4], float32[2, 2]" in text and "1 tensors" in text

@@ -12,12 +12,24 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 NAME = "pycollectives"
-PLACES = ("README.md", "CHANGELOG.md", "Makefile", "pyproject.toml", "collectives", "compat", "docs", "examples", "benchmarks")
+PLACES = (
+    "README.md",
+    "CHANGELOG.md",
+    "Makefile",
+    "pyproject.toml",
+    "collectives",
+    "compat",
+    "docs",
+    "examples",
+    "benchmarks",
+)
 
 
 def files() -> list[Path]:
     kinds = (".py", ".md", ".toml", ".sh", ".txt")
-    found = [path for place in PLACES for path in ([ROOT / place] if (ROOT / place).is_file() else (ROOT / place).rglob("*"))]
+    found = [
+        path for place in PLACES for path in ([ROOT / place] if (ROOT / place).is_file() else (ROOT / place).rglob("*"))
+    ]
     return [path for path in found if path.suffix in kinds or path.name == "Makefile"]
 
 
@@ -71,12 +83,16 @@ print("right")
 
 
 def test_halves_work_without_numkong_and_that_they_are_slow_is_said_once() -> None:
-    shown = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, timeout=60, check=False, cwd=ROOT)
+    shown = subprocess.run(
+        [sys.executable, "-c", WITHOUT], capture_output=True, text=True, timeout=60, check=False, cwd=ROOT
+    )
     assert shown.stdout == "right\n", shown.stderr
     assert shown.stderr.count("pip install numkong") == 1, shown.stderr
 
 
 def test_what_needs_no_half_says_nothing_of_numkong() -> None:
     program = 'import sys\nsys.modules["numkong"] = None\nimport numpy, collectives as hvd\nhvd.init()\nhvd.allreduce(numpy.ones(9))'
-    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True, cwd=ROOT)
+    shown = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True, cwd=ROOT
+    )
     assert shown.stderr == ""

@@ -1,4 +1,5 @@
-"""The planner where there is nothing to choose: a group of one rank accepts every transport and algorithm that exists."""
+"""The planner where there is nothing to choose: a group of one rank accepts every transport and algorithm that
+exists."""
 
 from __future__ import annotations
 

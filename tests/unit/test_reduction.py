@@ -68,7 +68,9 @@ def assert_same(found: np.ndarray[Any, Any], wanted: np.ndarray[Any, Any]) -> No
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtypes.name)
 @pytest.mark.parametrize("op", ELEMENTWISE)
-def test_kernels_equal_the_widened_oracle_at_every_length_in_place_and_out_of_place(op: Op, dtype: np.dtype[Any]) -> None:
+def test_kernels_equal_the_widened_oracle_at_every_length_in_place_and_out_of_place(
+    op: Op, dtype: np.dtype[Any]
+) -> None:
     if not defined(op, dtype):
         pytest.skip("complex numbers have no order")
     combine = kernel(op, dtype)
@@ -109,7 +111,9 @@ def test_halves_write_only_their_block_at_any_offset(op: Op, dtype: np.dtype[Any
             with quiet():
                 kernel(op, dtype)(a, b, memory[offset : offset + count])
             assert_same(memory[offset : offset + count], expected(op, a, b))
-            assert (memory[:offset].astype(np.float32) == 7).all() and (memory[offset + count :].astype(np.float32) == 7).all()
+            assert (memory[:offset].astype(np.float32) == 7).all() and (
+                memory[offset + count :].astype(np.float32) == 7
+            ).all()
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=dtypes.name)
@@ -212,7 +216,8 @@ def test_float_overflow_is_silent_under_quiet_and_the_state_comes_back() -> None
     assert reduction.warns(a.dtype)
 
 
-# ---- finish and prescale -------------------------------------------------------------------------------------------------
+# ---- finish and prescale
+# -------------------------------------------------------------------------------------------------
 
 
 def test_nothing_to_do_is_none() -> None:
@@ -232,7 +237,9 @@ def test_nothing_to_do_is_none() -> None:
 def test_integer_averages_truncate_toward_zero_exactly(data: st.DataObject, dtype: np.dtype[Any], size: int) -> None:
     limits = np.iinfo(dtype)
     edges = [limits.min, limits.min + 1, limits.max, limits.max - 1, 0, 1]
-    values = data.draw(st.lists(st.one_of(st.sampled_from(edges), st.integers(int(limits.min), int(limits.max))), max_size=40))
+    values = data.draw(
+        st.lists(st.one_of(st.sampled_from(edges), st.integers(int(limits.min), int(limits.max))), max_size=40)
+    )
     a = np.array(values, dtype)
     scale = finish(Op.AVERAGE, dtype, size)
     assert scale is not None
@@ -247,7 +254,10 @@ def test_integer_averages_truncate_toward_zero_exactly(data: st.DataObject, dtyp
 @pytest.mark.parametrize("dtype", ["int8", "uint16", "int64"])
 def test_integer_averages_are_right_beyond_one_block(dtype: str) -> None:
     a = anything(np.dtype(dtype), 40000, seed=1)
-    wanted = [math.trunc(value / 3) if abs(value) < 1 << 50 else abs(value) // 3 * (1 if value > 0 else -1) for value in a.tolist()]
+    wanted = [
+        math.trunc(value / 3) if abs(value) < 1 << 50 else abs(value) // 3 * (1 if value > 0 else -1)
+        for value in a.tolist()
+    ]
     scale = finish(Op.AVERAGE, a.dtype, 3)
     assert scale is not None
     scale(a, a)
@@ -267,7 +277,9 @@ def test_integers_with_a_factor_are_multiplied_in_float64_and_truncated(dtype: s
     scale = finish(Op.AVERAGE, a.dtype, 4, 0.5)
     assert scale is not None
     scale(a, a)
-    assert a.tolist() == [math.trunc(value * 0.125) for value in (np.arange(100) - (50 if a.dtype.kind == "i" else 0)).tolist()]
+    assert a.tolist() == [
+        math.trunc(value * 0.125) for value in (np.arange(100) - (50 if a.dtype.kind == "i" else 0)).tolist()
+    ]
 
 
 def test_integers_that_leave_their_range_do_not_warn() -> None:

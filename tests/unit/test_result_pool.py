@@ -146,7 +146,8 @@ def test_a_block_that_comes_back_while_the_lock_is_held_is_not_lost() -> None:
 
 
 def test_an_interrupt_is_not_lost_in_what_drops_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python ignores what is raised in a destructor, and handles a signal wherever its next line is: there must be none."""
+    """Python ignores what is raised in a destructor, and handles a signal wherever its next line is: there must be
+    none."""
     ignored = []
     monkeypatch.setattr(sys, "unraisablehook", ignored.append)
     pool = ResultPool(64 * MIB)
@@ -194,7 +195,9 @@ def test_threads_may_share_a_pool() -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Python 3.12 warns of a fork while other tests' threads are alive
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning"
+)  # Python 3.12 warns of a fork while other tests' threads are alive
 def test_a_child_forked_in_the_middle_of_a_call_can_still_allocate() -> None:
     program = textwrap.dedent(
         """

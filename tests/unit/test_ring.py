@@ -1,4 +1,5 @@
-"""The ring: proved for every size, in its number of rounds and chunks, safe in place, and equal to the last bit on all ranks."""
+"""The ring: proved for every size, in its number of rounds and chunks, safe in place, and equal to the last bit on all
+ranks."""
 
 from __future__ import annotations
 
@@ -80,5 +81,7 @@ def test_all_ranks_get_the_same_bits(size: int) -> None:
     data = [{chunk: random.standard_normal(40).astype(np.float32) for chunk in range(size)} for _ in range(size)]
     results = replay([ring.allreduce(rank, size) for rank in range(size)], data)
     for chunk in range(size):
-        np.testing.assert_allclose(results[0][chunk], sum(mine[chunk].astype(float) for mine in data), rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(
+            results[0][chunk], sum(mine[chunk].astype(float) for mine in data), rtol=1e-5, atol=1e-5
+        )
         assert len({result[chunk].tobytes() for result in results}) == 1

@@ -55,12 +55,21 @@ def test_where_the_work_is_fixed_speedup_is_a_ratio_of_times() -> None:
 
 
 def test_a_sweeps_values_are_compared_each_with_itself() -> None:
-    points = [Point(1, (10.0,), value="a"), Point(2, (15.0,), value="a"), Point(1, (40.0,), value="b"), Point(2, (80.0,), value="b")]
+    points = [
+        Point(1, (10.0,), value="a"),
+        Point(2, (15.0,), value="a"),
+        Point(1, (40.0,), value="b"),
+        Point(2, (80.0,), value="b"),
+    ]
     assert [compare(point, points).efficiency for point in points] == [1, 0.75, 1, 1]
 
 
 def test_a_sweep_on_one_number_of_ranks() -> None:
-    points = [Point(2, (10.0,), 8, "a", (0.2,)), Point(2, (20.0,), 8, "b", (0.2,)), Point(2, (20.0,), None, "c", (0.2,))]
+    points = [
+        Point(2, (10.0,), 8, "a", (0.2,)),
+        Point(2, (20.0,), 8, "b", (0.2,)),
+        Point(2, (20.0,), None, "c", (0.2,)),
+    ]
     assert [compare(point, points).speedup for point in points] == [1, 2, 2]
     assert [compare(point, points).efficiency for point in points] == pytest.approx([0.75, 0.5, None])
 
@@ -95,7 +104,10 @@ def test_g_is_the_least_squares_solution() -> None:
 
 
 def test_a_fit_that_explains_little_is_bad_even_if_it_is_never_far_off() -> None:
-    points = [Point(ranks, (64 / step,), 64, None, (cost,)) for ranks, step, cost in ((1, 1.0, 0.0), (2, 1.1, 0.5), (4, 0.97, 0.75))]
+    points = [
+        Point(ranks, (64 / step,), 64, None, (cost,))
+        for ranks, step, cost in ((1, 1.0, 0.0), (2, 1.1, 0.5), (4, 0.97, 0.75))
+    ]
     model = fitted(points, True)
     assert model.worst < 0.1 and model.r_squared is not None and model.r_squared < 0.9
     assert ", R² is " in model.problem
@@ -196,4 +208,6 @@ def test_a_prediction_is_what_the_measurement_would_be(divided: bool) -> None:
     assert found.step == pytest.approx(true.step)
     assert found.rate == pytest.approx(true.rate)
     assert found.communication == pytest.approx(cost(32))
-    assert (found.speedup, found.efficiency) == pytest.approx((compare(true, both).speedup, compare(true, both).efficiency))
+    assert (found.speedup, found.efficiency) == pytest.approx(
+        (compare(true, both).speedup, compare(true, both).efficiency)
+    )

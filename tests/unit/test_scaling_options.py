@@ -18,7 +18,14 @@ TRAIN = ["--", "python", "train.py", "--batch-size", "{batch}"]
 
 @pytest.fixture(autouse=True)
 def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for variable in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID"):
+    for variable in (
+        "OMPI_COMM_WORLD_SIZE",
+        "PMI_SIZE",
+        "OMPI_COMM_WORLD_RANK",
+        "PMIX_RANK",
+        "PMI_RANK",
+        "SLURM_PROCID",
+    ):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.chdir(tmp_path)
 
@@ -37,13 +44,19 @@ def test_defaults() -> None:
     assert settings.patterns == KNOWN
     assert (settings.take, settings.repeats, settings.launch, settings.gradient_bytes) == ("median", 3, (), ())
     assert settings.output == Path("scaling-output") and settings.output.is_dir()
-    assert [case.command for case in plan] == [("python", "train.py", "--batch-size", "64"), ("python", "train.py", "--batch-size", "32")]
+    assert [case.command for case in plan] == [
+        ("python", "train.py", "--batch-size", "64"),
+        ("python", "train.py", "--batch-size", "32"),
+    ]
     json.dumps(settings.as_dict())
 
 
 def test_everything_given() -> None:
     settings, plan = parse(
-        *words("sweep -np 4,2,4 --values 8@1,16,wide=3 --batch 3 --unit tokens --repeats 2 --best --timeout 9 --per-rank --take last"),
+        *words(
+            "sweep -np 4,2,4 --values 8@1,16,wide=3 --batch 3 --unit tokens --repeats 2 --best --timeout 9 "
+            "--per-rank --take last"
+        ),
         *("--pattern", r"speed (\d+)", "--launch", "-H a:2,b:2 --mpi-args '--bind-to core'"),
         *words("--gradient-bytes 1K,2K,1M --gradient-tensors 7 --predict 16,8 --output out -- x -np {value} -- y"),
     )
@@ -53,7 +66,13 @@ def test_everything_given() -> None:
     assert settings.launch == ("-H", "a:2,b:2", "--mpi-args", "--bind-to core")
     assert [pattern.per_rank for pattern in settings.patterns] == [True]
     assert (settings.gradient_bytes, settings.gradient_tensors, settings.predict) == ((1024, 2048, 1 << 20), 7, (8, 16))
-    assert (settings.work, settings.take, settings.unit, settings.repeats, settings.timeout) == (Work(batch=3), "last", "tokens", 2, 9)
+    assert (settings.work, settings.take, settings.unit, settings.repeats, settings.timeout) == (
+        Work(batch=3),
+        "last",
+        "tokens",
+        2,
+        9,
+    )
     assert settings.best
     assert [(case.value, case.ranks) for case in plan] == [("8", 1), ("16", 2), ("16", 4), ("wide=3", 2), ("wide=3", 4)]
 
@@ -128,7 +147,9 @@ def test_a_busy_machine_is_told() -> None:
     assert "3.5 of 2 cores are wanted already" in others(3.5, 2)[0]
 
 
-@pytest.mark.parametrize(("nbytes", "tensors", "sizes"), [(40, 3, [4, 3, 3]), (1, 1, [1]), (0, 2, [1, 1]), (41, 1, [11]), (4, 3, [1] * 3)])
+@pytest.mark.parametrize(
+    ("nbytes", "tensors", "sizes"), [(40, 3, [4, 3, 3]), (1, 1, [1]), (0, 2, [1, 1]), (41, 1, [11]), (4, 3, [1] * 3)]
+)
 def test_bytes_are_spread_over_tensors(nbytes: int, tensors: int, sizes: list[int]) -> None:
     assert [count for (count,) in spread(nbytes, tensors).values()] == sizes
 

@@ -24,7 +24,14 @@ def test_weak_multiplies_it() -> None:
 
 
 def test_a_sweep_goes_over_its_values_at_each_number_of_ranks() -> None:
-    plan = cases("sweep", ("x", "--layers={value}", "{batch}"), (1, 2), Work(batch=4), [("3", None), ("5", None)], gradients=(10, 20))
+    plan = cases(
+        "sweep",
+        ("x", "--layers={value}", "{batch}"),
+        (1, 2),
+        Work(batch=4),
+        [("3", None), ("5", None)],
+        gradients=(10, 20),
+    )
     assert [(case.value, case.ranks, case.work, case.gradients) for case in plan] == [
         ("3", 1, 4, 10),
         ("3", 2, 8, 10),
@@ -59,11 +66,20 @@ def test_without_the_amount_of_work_there_are_throughputs_still() -> None:
         ("sweep", ("{value}",), Work(4, 4), [("1", None)], (), "--total and --batch"),
         ("sweep", ("{value}",), Work(4, None, True), [("1", None)], (), "--total and --batch"),
         ("sweep", ("{value}",), Work(batch_is_value=True), [("wide", None)], (), "argument --batch value"),
-        ("sweep", ("{value}",), Work(), [("1", None), ("2", None), ("3", None)], (1, 2), "one for each of 3 values, got 2"),
+        (
+            "sweep",
+            ("{value}",),
+            Work(),
+            [("1", None), ("2", None), ("3", None)],
+            (1, 2),
+            "one for each of 3 values, got 2",
+        ),
         ("weak", ("x",), Work(), (), (1, 2), "--gradient-bytes"),
     ],
 )
-def test_what_cannot_be_meant(mode: str, command: tuple[str, ...], work: Work, values: list, gradients: tuple[int, ...], said: str) -> None:
+def test_what_cannot_be_meant(
+    mode: str, command: tuple[str, ...], work: Work, values: list, gradients: tuple[int, ...], said: str
+) -> None:
     with pytest.raises(ValueError, match=said.replace("{", r"\{").replace("}", r"\}")):
         cases(mode, command, (1, 2), work, values, gradients)
 
@@ -81,7 +97,9 @@ def test_doubts() -> None:
     assert doubts("strong", TRAIN) == []
     assert "weak scaling" in doubts("strong", ("train",))[0]
     assert doubts("weak", ("train",)) == []
-    assert doubts("weak", ("awk", "{print} {bacth} ${HOME}"))[0].startswith("{print} is passed on as it is; the placeholders are {ranks}")
+    assert doubts("weak", ("awk", "{print} {bacth} ${HOME}"))[0].startswith(
+        "{print} is passed on as it is; the placeholders are {ranks}"
+    )
     assert len(doubts("weak", ("awk", "{print} {bacth} ${HOME}"))) == 2
 
 

@@ -75,7 +75,11 @@ def test_the_table() -> None:
         ["2", "64", "116.4", "116.4", "116.4", "550.000", "1.82", "90.9%", "50.000", "550.000", "+0.0%"],
         ["4", "64", "60.0", "60.0", "60.0", "1066.667", "0.94", "23.4%", "200.000", "450.000", "+57.8%", "*"],
     ]
-    heads = next(line for line in lines if "ranks" in line and "speed-up " in line and "efficiency " in line and "model ms" in line)
+    heads = next(
+        line
+        for line in lines
+        if "ranks" in line and "speed-up " in line and "efficiency " in line and "model ms" in line
+    )
     assert len(heads) == len(next(line for line in lines if line.startswith("      1")))
     assert "# * more ranks than cores: shown beside the model, but not part of its fit" in lines
     assert "# good fit" in lines
@@ -129,13 +133,22 @@ def test_the_document_holds_everything() -> None:
 
 STUDIES = {
     "strong": strong(),
-    "weak": analyse("weak", ("x", "$a$"), "items", False, [Point(1, (5.0,), 8), Point(2, (9.0, 8.0), 16, None, (0.1,))], ()),
+    "weak": analyse(
+        "weak", ("x", "$a$"), "items", False, [Point(1, (5.0,), 8), Point(2, (9.0, 8.0), 16, None, (0.1,))], ()
+    ),
     "only throughputs": analyse("weak", ("x",), "items", False, [Point(1, (5.0,)), Point(3, (9.0,))], ()),
     "one point": analyse("strong", ("x",), "items", True, [Point(2, (5.0,), 8, None, (0.1,))], ()),
     "sweep": analyse(
-        "sweep", ("x",), "items", False, [Point(n, (5.0 * n,), 8 * n, v, (0.1,)[: n - 1]) for v in ("1", "2") for n in (1, 2)], ()
+        "sweep",
+        ("x",),
+        "items",
+        False,
+        [Point(n, (5.0 * n,), 8 * n, v, (0.1,)[: n - 1]) for v in ("1", "2") for n in (1, 2)],
+        (),
     ),
-    "sweep of words": analyse("sweep", ("x",), "items", False, [Point(2, (5.0,), 8, "wide"), Point(2, (4.0,), 8, "deep")], ()),
+    "sweep of words": analyse(
+        "sweep", ("x",), "items", False, [Point(2, (5.0,), 8, "wide"), Point(2, (4.0,), 8, "deep")], ()
+    ),
 }
 
 

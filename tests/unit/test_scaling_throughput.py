@@ -52,7 +52,9 @@ def test_what_programs_print(text: str, figures: tuple[float, ...], per_rank: bo
     assert (reading.per_rank, reading.times, reading.unit) == (per_rank, times, unit)
 
 
-@pytest.mark.parametrize("text", ["", "loss 0.5", "images/sec", "img/sec per GPU", "images/sec: nan", "3.5 it/s", "1/45 - 10ms/step"])
+@pytest.mark.parametrize(
+    "text", ["", "loss 0.5", "images/sec", "img/sec per GPU", "images/sec: nan", "3.5 it/s", "1/45 - 10ms/step"]
+)
 def test_nothing_found(text: str) -> None:
     with pytest.raises(ValueError, match="no throughput in the output; give --pattern"):
         found(text)
@@ -73,11 +75,15 @@ def test_the_users_pattern() -> None:
     reading = read(text, [user_pattern(r"did (\d+) things", per_rank=True)])
     assert reading.figures == (10, 30) and reading.per_rank
     assert read(text, [user_pattern(r"(did) (?P<rate>\d+)", per_rank=False)]).figures == (10, 30)
-    assert read("a step: 4.0 ms", [user_pattern(r"(?P<milliseconds>[\d.]+) ms", False)]).figures == pytest.approx([0.004])
+    assert read("a step: 4.0 ms", [user_pattern(r"(?P<milliseconds>[\d.]+) ms", False)]).figures == pytest.approx(
+        [0.004]
+    )
     assert read("a step: 4.0 us", [user_pattern(r"(?P<microseconds>[\d.]+) us", False)]).times
 
 
-@pytest.mark.parametrize(("text", "said"), [("([", "expected a regular expression"), ("images", "expected a group around the figure")])
+@pytest.mark.parametrize(
+    ("text", "said"), [("([", "expected a regular expression"), ("images", "expected a group around the figure")]
+)
 def test_a_wrong_pattern_is_refused(text: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         user_pattern(text, per_rank=False)
@@ -96,7 +102,9 @@ def test_the_users_pattern_is_named_where_it_is_not_found() -> None:
         read("velocity: 3", [user_pattern("speed: (.*)", per_rank=False)])
 
 
-@pytest.mark.parametrize(("take", "rate"), [("median", 20.0), ("last", 60.0), ("mean", 30.0), ("max", 60.0), ("sum", 90.0)])
+@pytest.mark.parametrize(
+    ("take", "rate"), [("median", 20.0), ("last", 60.0), ("mean", 30.0), ("max", 60.0), ("sum", 90.0)]
+)
 def test_which_of_several_figures_counts(take: str, rate: float) -> None:
     assert Reading((10.0, 20.0, 60.0), per_rank=False, times=False).rate(take, 3, None) == rate
 

@@ -24,7 +24,8 @@ ALGORITHMS = ("auto", "direct", "ring", "recursive-doubling", "one-shot")
 Model = Callable[[Settings], float]
 
 
-# What a training step costs: the gradients of a ResNet-50, 102 MB in 161 tensors, in the order in which they become ready.
+# What a training step costs: the gradients of a ResNet-50, 102 MB in 161 tensors, in the order in which they become
+# ready.
 
 
 def _gradients() -> list[int]:
@@ -52,7 +53,9 @@ def _fused(tensors: list[int], threshold: int) -> list[int]:
 
 def one_host(chosen: Settings) -> float:
     """14 GB/s direct, 7 GB/s ring; 15 µs a bucket, 5 µs a block, half a cycle of waiting."""
-    bandwidth = {"auto": 14e9, "direct": 14e9, "ring": 7e9, "recursive-doubling": 3e9, "one-shot": 1e9}[chosen.algorithm]
+    bandwidth = {"auto": 14e9, "direct": 14e9, "ring": 7e9, "recursive-doubling": 3e9, "one-shot": 1e9}[
+        chosen.algorithm
+    ]
     segment = chosen.segment or MIB
     if segment > MIB:
         bandwidth *= 0.8
@@ -79,26 +82,36 @@ def network(chosen: Settings) -> float:
 
 
 def overlapped(chosen: Settings) -> float:
-    """Gradients become ready over 40 ms; each cycle takes those that have gathered. Threads share the memory's bandwidth."""
-    bandwidth = {"auto": 4e9, "direct": 4e9, "ring": 2e9, "recursive-doubling": 1e9, "one-shot": 0.3e9}[chosen.algorithm]
+    """Gradients become ready over 40 ms; each cycle takes those that have gathered. Threads share the memory's
+    bandwidth."""
+    bandwidth = {"auto": 4e9, "direct": 4e9, "ring": 2e9, "recursive-doubling": 1e9, "one-shot": 0.3e9}[
+        chosen.algorithm
+    ]
     cycle, each = chosen.cycle_time / 1e3, 0.040 / len(TENSORS)
     now, sent = 0.0, 0
     while sent < len(TENSORS):
         now = max(now, (math.floor((sent + 1) * each / cycle) + 1) * cycle)
         ready = min(len(TENSORS), max(sent + 1, math.floor(now / each)))
-        now += 50e-6 + sum(15e-6 + nbytes / bandwidth for nbytes in _fused(TENSORS[sent:ready], chosen.fusion_threshold))
+        now += 50e-6 + sum(
+            15e-6 + nbytes / bandwidth for nbytes in _fused(TENSORS[sent:ready], chosen.fusion_threshold)
+        )
         sent = ready
     return TOTAL / now
 
 
 def crossovers(chosen: Settings) -> float:
-    """`auto` and `direct` depend on what goes in one round, and on what goes through windows; large buckets fall out of the cache."""
+    """`auto` and `direct` depend on what goes in one round, and on what goes through windows; large buckets fall out of
+    the cache."""
     seconds = chosen.cycle_time / 2e3
     for nbytes in _fused(TENSORS, chosen.fusion_threshold):
         windowed = nbytes <= chosen.window
-        latency, bandwidth = (5e-6, 9e9 if nbytes <= MIB else 6e9) if windowed else (15e-6, 14e9 if nbytes <= 12 * MIB else 9e9)
+        latency, bandwidth = (
+            (5e-6, 9e9 if nbytes <= MIB else 6e9) if windowed else (15e-6, 14e9 if nbytes <= 12 * MIB else 9e9)
+        )
         one_round = chosen.algorithm == "one-shot" or (chosen.algorithm == "auto" and nbytes <= chosen.one_shot)
-        rounds, share = {"ring": (14, 0.5), "recursive-doubling": (6, 0.33)}.get(chosen.algorithm, (1, 0.25) if one_round else (2, 1.0))
+        rounds, share = {"ring": (14, 0.5), "recursive-doubling": (6, 0.33)}.get(
+            chosen.algorithm, (1, 0.25) if one_round else (2, 1.0)
+        )
         seconds += latency * rounds + nbytes / (bandwidth * share)
     return TOTAL / seconds
 
@@ -118,7 +131,10 @@ def best_score(model: Model) -> float:
     """By trying everything that matters."""
     names = MODELS[model]
     shortest = Settings(cycle_time=0.1)
-    return max(model(replace(shortest, **dict(zip(names, values, strict=True)))) for values in product(*map(SPACE.levels.get, names)))
+    return max(
+        model(replace(shortest, **dict(zip(names, values, strict=True))))
+        for values in product(*map(SPACE.levels.get, names))
+    )
 
 
 def bad_start(model: Model) -> Settings:
@@ -170,7 +186,10 @@ def test_a_good_start_is_kept_or_bettered() -> None:
 
 
 def test_a_lucky_sample_does_not_win() -> None:
-    space = Space({field.name: getattr(Settings(), field.name) for field in fields(Settings)[:4]} | {"cycle_time": 1.0}, ("ring", "direct"))
+    space = Space(
+        {field.name: getattr(Settings(), field.name) for field in fields(Settings)[:4]} | {"cycle_time": 1.0},
+        ("ring", "direct"),
+    )
     tuner = Tuner(space, Settings(algorithm="ring"), warmup=0, samples=8)
     scores = {"ring": [10e9] * 8, "direct": [10.5e9] + [8e9] * 7}
     while not tuner.done:
@@ -299,7 +318,9 @@ def test_the_log_has_a_line_for_each_sample_as_soon_as_it_is_taken(tmp_path: Pat
     assert header == "step,phase," + ",".join(field.name for field in fields(Settings)) + ",score,best"
     for step in range(1, 13):
         tuner.observe(1e9 + step)
-        assert int(read()[step - 1]["step"]) == step and float(read()[step - 1]["score"]) == pytest.approx(1e9 + step, rel=1e-5)
+        assert int(read()[step - 1]["step"]) == step and float(read()[step - 1]["score"]) == pytest.approx(
+            1e9 + step, rel=1e-5
+        )
         assert {name: str(value) for name, value in asdict(tuner.settings).items()}.items() <= read()[step - 1].items()
         tuner.adopt(tuner.propose())
     tuner.observe(5e9)
@@ -340,7 +361,9 @@ def test_the_fit_tells_noise_and_what_matters() -> None:
     assert quiet.lengths[0] < quiet.lengths[1]
 
 
-@pytest.mark.parametrize(("mean", "spread", "best"), [(1.0, 0.5, 1.2), (3.0, 1.0, 2.0), (0.0, 2.0, 5.0), (2.0, 0.0, 1.5), (1.0, 0.0, 1.5)])
+@pytest.mark.parametrize(
+    ("mean", "spread", "best"), [(1.0, 0.5, 1.2), (3.0, 1.0, 2.0), (0.0, 2.0, 5.0), (2.0, 0.0, 1.5), (1.0, 0.0, 1.5)]
+)
 def test_the_expected_improvement_is_the_integral(mean: float, spread: float, best: float) -> None:
     z = np.linspace(-10, 10, 200_001)
     gains = np.maximum(mean + spread * z - best, 0) * np.exp(-(z**2) / 2) / math.sqrt(2 * math.pi)

@@ -1,4 +1,5 @@
-"""Shared memory and direct reads between two processes that know no MPI: what the end of one looks like to the other."""
+"""Shared memory and direct reads between two processes that know no MPI: what the end of one looks like to the
+other."""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ if sys.argv[1] == "says-so":
 def test_the_memory_of_a_process_that_has_ended_is_its_failure(ending: str) -> None:
     """Also while nobody has collected its exit code, so that the process table still lists it."""
     environment = {"PYTHONPATH": ":".join(filter(None, sys.path))}
-    with subprocess.Popen([sys.executable, "-c", PEER, ending], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as peer:
+    with subprocess.Popen(
+        [sys.executable, "-c", PEER, ending], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+    ) as peer:
         assert peer.stdin is not None and peer.stdout is not None
 
         def exchange(value: Any) -> list[Any]:
@@ -51,7 +54,9 @@ def test_the_memory_of_a_process_that_has_ended_is_its_failure(ending: str) -> N
             pytest.skip("this system does not allow direct reads")
         address, own = exchange(None)[1], np.zeros(1000, np.int64)
         peer.stdout.read()  # to its end, which comes with the end of the process
-        with pytest.raises(RankFailedError, match="(?s)rank 1 has failed.*" + ("the disk is full" if ending == "says-so" else "died")):
+        with pytest.raises(
+            RankFailedError, match="(?s)rank 1 has failed.*" + ("the disk is full" if ending == "says-so" else "died")
+        ):
             while True:
                 memory.fetch(1, address, own.ctypes.data, own.nbytes)
         assert memory.board.state_of(1) == FAILED or ending == "silent"

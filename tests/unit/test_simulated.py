@@ -58,7 +58,8 @@ def test_ring_of_1024_ranks() -> None:
 
 @pytest.mark.parametrize("uplink", [math.inf, 8 * BANDWIDTH, BANDWIDTH])
 def test_hierarchical_of_128_hosts_of_8(uplink: float) -> None:
-    """Two local exchanges of (L-1)/L of S, and a ring over H hosts in which each rank has S/(L * H) per round, or L share an uplink."""
+    """Two local exchanges of (L-1)/L of S, and a ring over H hosts in which each rank has S/(L * H) per round, or L
+    share an uplink."""
     number, local, nbytes = 128, 8, 100_000_000
     hosts = equal_hosts(number, local)
     network = Network(LATENCY, BANDWIDTH, hosts, local_latency=1e-6, local_bandwidth=200e9, uplink=uplink)
@@ -104,7 +105,8 @@ def test_segments_overlap_the_rounds_of_a_chain(segments: int) -> None:
 @pytest.mark.parametrize("segments", [1, 2, 5])
 @pytest.mark.parametrize("stride", [1, 2, 3, 8, 100])
 def test_the_stride_says_how_closely_segments_follow(segments: int, stride: int) -> None:
-    """A ring keeps every link busy, so all bytes take what they take, and each of the K + (G-1) * stride groups adds a latency."""
+    """A ring keeps every link busy, so all bytes take what they take, and each of the K + (G-1) * stride groups adds a
+    latency."""
     size, nbytes = 5, 5 << 20
     rounds = 2 * (size - 1)
     schedules = [ring.allreduce(rank, size) for rank in range(size)]
@@ -196,7 +198,11 @@ def test_hosts_have_faster_links_within_and_share_one_way_out() -> None:
         ((receive(0, 0),), ()),
         ((receive(1, 0),), ()),
     )
-    report = simulate(schedules, [1000], Network(1.0, 100.0, [[0, 1], [2, 3]], local_latency=0.5, local_bandwidth=1000.0, uplink=100.0))
+    report = simulate(
+        schedules,
+        [1000],
+        Network(1.0, 100.0, [[0, 1], [2, 3]], local_latency=0.5, local_bandwidth=1000.0, uplink=100.0),
+    )
     assert list(report.times) == pytest.approx([22.5, 22.5, 21.0, 21.0])
     assert report.links["host 0 out"] == report.links["host 1 in"] == 2000
     assert report.links["rank 0 local out"] == report.links["rank 1 local in"] == 1000
@@ -223,7 +229,8 @@ def test_the_same_call_gives_the_same_report() -> None:
 
 @pytest.mark.parametrize("segment", [None, 300])
 def test_an_uplink_that_is_never_full_changes_nothing(segment: int | None) -> None:
-    """Without limited uplinks groups are played one after the other, with them all together: two ways to the same times."""
+    """Without limited uplinks groups are played one after the other, with them all together: two ways to the same
+    times."""
     hosts = [range(5), range(5, 7), range(7, 14)]
     every = {
         "hierarchical": [hierarchical.allreduce(rank, hosts) for rank in range(14)],
@@ -263,9 +270,13 @@ def inputs(size: int, chunks: int, seed: int) -> list[dict[int, np.ndarray[Any, 
 
 
 @pytest.mark.parametrize("combine", [np.add, np.minimum, np.multiply])
-@pytest.mark.parametrize("algorithm", [ring.allreduce, direct.allreduce, direct.one_shot, tree.recursive_doubling, hierarchical.allreduce])
+@pytest.mark.parametrize(
+    "algorithm", [ring.allreduce, direct.allreduce, direct.one_shot, tree.recursive_doubling, hierarchical.allreduce]
+)
 @given(size=st.integers(1, 9), seed=st.integers(0, 1000), segment=st.sampled_from([None, 8, 40]))
-def test_allreduce_moves_data(algorithm: Callable[..., Schedule], combine: Any, size: int, seed: int, segment: int | None) -> None:
+def test_allreduce_moves_data(
+    algorithm: Callable[..., Schedule], combine: Any, size: int, seed: int, segment: int | None
+) -> None:
     hosts = [range(size // 2), range(size // 2, size)] if size > 1 else [range(1)]
     schedules = [algorithm(rank, hosts if algorithm is hierarchical.allreduce else size) for rank in range(size)]
     chunks = schedules[0].chunks
@@ -280,7 +291,9 @@ def test_allreduce_moves_data(algorithm: Callable[..., Schedule], combine: Any, 
 
 @pytest.mark.parametrize("size", range(1, 8))
 def test_the_other_collectives_move_data(size: int) -> None:
-    def moved(schedules: list[Schedule], data: list[dict[int, np.ndarray[Any, Any]]]) -> list[dict[int, np.ndarray[Any, Any]]]:
+    def moved(
+        schedules: list[Schedule], data: list[dict[int, np.ndarray[Any, Any]]]
+    ) -> list[dict[int, np.ndarray[Any, Any]]]:
         results = simulate(schedules, [COUNT * 8] * schedules[0].chunks, NETWORK, data=data).results
         assert results is not None
         return results
@@ -291,8 +304,12 @@ def test_the_other_collectives_move_data(size: int) -> None:
         for rank in range(size):
             np.testing.assert_array_equal(results[rank][rank], sum(mine[rank] for mine in full))
     for allgather in (ring.allgather, direct.allgather):
-        for result in moved([allgather(rank, size) for rank in range(size)], [{rank: full[rank][rank]} for rank in range(size)]):
-            np.testing.assert_array_equal(np.stack([result[c] for c in range(size)]), np.stack([full[c][c] for c in range(size)]))
+        for result in moved(
+            [allgather(rank, size) for rank in range(size)], [{rank: full[rank][rank]} for rank in range(size)]
+        ):
+            np.testing.assert_array_equal(
+                np.stack([result[c] for c in range(size)]), np.stack([full[c][c] for c in range(size)])
+            )
     for broadcast in (ring.broadcast, direct.broadcast, direct.broadcast_flat, tree.broadcast):
         schedules = [broadcast(rank, size, size - 1) for rank in range(size)]
         chunks = schedules[0].chunks
@@ -320,7 +337,10 @@ def test_the_input_data_is_left_alone() -> None:
     ("arguments", "message"),
     [
         (([ring.allreduce(0, 2)], [8, 8], NETWORK), "expected one for each of 2 ranks, found 1"),
-        (([ring.allreduce(1, 2), ring.allreduce(0, 2)], [8, 8], NETWORK), "expected a schedule of rank 0 .* found rank 1"),
+        (
+            ([ring.allreduce(1, 2), ring.allreduce(0, 2)], [8, 8], NETWORK),
+            "expected a schedule of rank 0 .* found rank 1",
+        ),
         (([ring.allreduce(0, 1)], [8, 8], NETWORK), "over 2 chunks, one size for each, found rank 0 over 1"),
         (([ring.allreduce(0, 1)], [-8], NETWORK), "sizes: .*found -8"),
         (([ring.allreduce(0, 1)], [8], NETWORK, 0), "segment=0: expected a positive number"),
@@ -334,7 +354,10 @@ def test_the_input_data_is_left_alone() -> None:
             (probe(1, ((send(1, 0),),), ((),)), [8], NETWORK),
             "sent is in round 0 from rank 0 to rank 1 chunk 0, span 1; received is nothing",
         ),
-        ((probe(2, ((send(1, 0),),), ((receive(0, 1),),)), [8, 8], NETWORK), "received is in round 0 from rank 0 to rank 1 chunk 1"),
+        (
+            (probe(2, ((send(1, 0),),), ((receive(0, 1),),)), [8, 8], NETWORK),
+            "received is in round 0 from rank 0 to rank 1 chunk 1",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(arguments: tuple[Any, ...], message: str) -> None:

@@ -13,7 +13,9 @@ MODEL = [(f"layer {number}", 4_000 * (1 + number % 5)) for number in range(40)]
 BROADCAST = [(f"parameter {number}", nbytes) for number, (_, nbytes) in enumerate(MODEL)]
 
 
-def begins(training: Sequence[Sequence[tuple[str | int, int]]], before: Sequence[tuple[str | int, int]] = ()) -> list[list[int]]:
+def begins(
+    training: Sequence[Sequence[tuple[str | int, int]]], before: Sequence[tuple[str | int, int]] = ()
+) -> list[list[int]]:
     """For each step of a training of single operations: which of its operations are told to begin one."""
     steps = Steps()
     for operation in before:
@@ -21,7 +23,9 @@ def begins(training: Sequence[Sequence[tuple[str | int, int]]], before: Sequence
     return [[at for at, operation in enumerate(step) if steps.begins([operation])] for step in training]
 
 
-@pytest.mark.parametrize("before", [[], BROADCAST, [("one", 1 << 30)]], ids=["at once", "after a broadcast", "after one large tensor"])
+@pytest.mark.parametrize(
+    "before", [[], BROADCAST, [("one", 1 << 30)]], ids=["at once", "after a broadcast", "after one large tensor"]
+)
 def test_named_gradients_in_one_order(before: list[tuple[str | int, int]]) -> None:
     assert begins([MODEL] * 30, before) == [[]] + [[0]] * 29
 
@@ -52,7 +56,12 @@ def resnet() -> Iterator[tuple[int, int]]:
     yield 1, 37_632
     for stage in range(4):
         for _ in range(3 + stage):
-            yield from ((10 + stage, 65_536 << stage), (20 + stage, 1_024), (20 + stage, 1_024), (30 + stage, 147_456 << stage))
+            yield from (
+                (10 + stage, 65_536 << stage),
+                (20 + stage, 1_024),
+                (20 + stage, 1_024),
+                (30 + stage, 147_456 << stage),
+            )
     yield 2, 8_192_000
     yield 3, 4_000
 

@@ -47,7 +47,16 @@ def test_a_rank_is_a_process_and_a_track_a_thread(path: Path) -> None:
     assert (names["thread_name", 1], names["thread_name", 2]) == ({"name": "engine"}, {"name": "rounds"})
     pack, first, unpack = of(read(path), "X")
     args = {"bytes": 4096, "tensors": ["a", "b"]}
-    assert pack == {"ph": "X", "pid": 3, "tid": 1, "cat": "engine", "ts": 1.5e6, "dur": 0.25e6, "name": "pack", "args": args}
+    assert pack == {
+        "ph": "X",
+        "pid": 3,
+        "tid": 1,
+        "cat": "engine",
+        "ts": 1.5e6,
+        "dur": 0.25e6,
+        "name": "pack",
+        "args": args,
+    }
     assert (first["tid"], first["dur"], unpack["tid"], unpack["ts"]) == (2, 0.125e6, 1, 1.75e6)
 
 
@@ -60,7 +69,11 @@ def test_async_spans_have_ids_of_their_own(path: Path) -> None:
     begins, ends = of(read(path), "b"), of(read(path), "e")
     assert len({event["id"] for event in begins}) == 6
     length = {event["id"]: event["ts"] for event in ends}
-    assert [length[event["id"]] - event["ts"] for event in begins if event["name"] == "layer1.weight"] == [1e6, 2e6, 3e6]
+    assert [length[event["id"]] - event["ts"] for event in begins if event["name"] == "layer1.weight"] == [
+        1e6,
+        2e6,
+        3e6,
+    ]
     assert begins[0]["args"] == {"ranks": 3}
 
 
@@ -81,7 +94,12 @@ def test_any_text_and_any_value_is_json(path: Path) -> None:
     recorder.close()
     assert path.read_text(encoding="ascii").startswith("[\n")
     events = json.loads(path.read_text(), parse_constant=pytest.fail)
-    assert [event["args"] for event in of(events, "X")] == [{"whole": 3}, {"nan": "nan"}, {"odd": "{(1, 2): 3}"}, {"thing": "x"}]
+    assert [event["args"] for event in of(events, "X")] == [
+        {"whole": 3},
+        {"nan": "nan"},
+        {"odd": "{(1, 2): 3}"},
+        {"thing": "x"},
+    ]
     assert {event["name"] for event in of(events, "X", "b", "e")} == {WORDS}
 
 
@@ -93,7 +111,10 @@ def test_no_nanosecond_is_lost_after_years_of_uptime(path: Path) -> None:
     assert timeline._us(10**19 + 1) == "10000000000000000.001"
 
 
-Spans = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 12)).map(lambda pair: (pair[0] / 8, (pair[0] + pair[1]) / 8)), max_size=30)
+Spans = st.lists(
+    st.tuples(st.integers(0, 40), st.integers(0, 12)).map(lambda pair: (pair[0] / 8, (pair[0] + pair[1]) / 8)),
+    max_size=30,
+)
 
 
 @given(spans=Spans)
@@ -118,7 +139,10 @@ def test_spans_that_overlap_get_another_lane_of_the_track(path: Path) -> None:
         recorder.span("engine", "work", begin, end)
     recorder.close()
     assert [event["tid"] for event in of(read(path), "X")] == [1, 2, 1]
-    assert [event["args"]["name"] for event in of(read(path), "M") if event["name"] == "thread_name"] == ["engine", "engine (2)"]
+    assert [event["args"]["name"] for event in of(read(path), "M") if event["name"] == "thread_name"] == [
+        "engine",
+        "engine (2)",
+    ]
 
 
 def test_too_many_tracks_are_recorded_beside_the_tracks(path: Path) -> None:
@@ -233,15 +257,21 @@ def test_many_ranks_write_one_file_from_many_threads(path: Path, monkeypatch: py
         for number in range(200):
             recorder.span(f"thread {thread}", "work", number, number + 0.5, number=number)
 
-    threads = [threading.Thread(target=record, args=(recorder, thread)) for recorder in recorders for thread in range(2)]
+    threads = [
+        threading.Thread(target=record, args=(recorder, thread)) for recorder in recorders for thread in range(2)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     for recorder in recorders:
         recorder.close()
-    found = sorted((event["pid"], event["cat"], event["args"]["number"]) for event in of(json.loads(path.read_text()), "X"))
-    assert found == sorted((rank, f"thread {thread}", number) for rank in range(4) for thread in range(2) for number in range(200))
+    found = sorted(
+        (event["pid"], event["cat"], event["args"]["number"]) for event in of(json.loads(path.read_text()), "X")
+    )
+    assert found == sorted(
+        (rank, f"thread {thread}", number) for rank in range(4) for thread in range(2) for number in range(200)
+    )
 
 
 def test_only_the_first_rank_empties_the_file(path: Path) -> None:
@@ -270,7 +300,9 @@ def test_after_close_nothing_is_recorded(path: Path) -> None:
 
 
 def test_a_file_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
-    with pytest.raises(InvalidArgumentError, match=r"rank 2: the timeline '.*nowhere/trace.json' cannot be written: No such file"):
+    with pytest.raises(
+        InvalidArgumentError, match=r"rank 2: the timeline '.*nowhere/trace.json' cannot be written: No such file"
+    ):
         Timeline(tmp_path / "nowhere" / "trace.json", 2)
 
 
@@ -354,7 +386,8 @@ def test_ranks_on_one_host_share_a_clock() -> None:
 
 
 class TwoHosts:
-    """Rank 0 and this rank with clocks that differ by ``ahead``; each step of either rank takes a while of true time."""
+    """Rank 0 and this rank with clocks that differ by ``ahead``; each step of either rank takes a while of true
+    time."""
 
     def __init__(self, ahead: float, delays: list[float]) -> None:
         self.ahead, self.delays = ahead, itertools.cycle(delays)
@@ -378,7 +411,9 @@ class TwoHosts:
 @given(ahead=st.floats(-1e4, 1e4), delays=st.lists(st.floats(1e-6, 1e-2), min_size=1, max_size=40))
 def test_clocks_of_hosts_are_aligned_to_within_a_round(ahead: float, delays: list[float]) -> None:
     # Two steps of this rank and two of rank 0 lie between the bounds, at most.
-    assert align((hosts := TwoHosts(ahead, delays)).exchange, hosts.now) == pytest.approx(ahead, abs=2 * max(delays) + 1e-9)
+    assert align((hosts := TwoHosts(ahead, delays)).exchange, hosts.now) == pytest.approx(
+        ahead, abs=2 * max(delays) + 1e-9
+    )
 
 
 def test_an_undisturbed_round_is_enough() -> None:

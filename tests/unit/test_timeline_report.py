@@ -22,18 +22,28 @@ EVIL = "</script><script>alert(1)</script><!-- {{data}} & \u2028"
 
 @pytest.fixture
 def trace(tmp_path: Path) -> Path:
-    """Two ranks, 10 seconds: rank 1 submits "late" 3 seconds after rank 0, which waits for it; then a bucket of two tensors, twice."""
+    """Two ranks, 10 seconds: rank 1 submits "late" 3 seconds after rank 0, which waits for it; then a bucket of two
+    tensors, twice."""
     path = tmp_path / "trace.json"
     recorders = [Timeline(path, rank, host=f"node{rank}", first=rank == 0) for rank in range(2)]
     for rank, recorder in enumerate(recorders):
         recorder.mark("CYCLE_START", 0.0)
         recorder.tick("", "allreduce.late", 1.0)
-        recorder.phase("", "allreduce.late", "NEGOTIATE_ALLREDUCE", 0.5, 11.0)  # a row for readers of Horovod's: no rank of the report
+        recorder.phase(
+            "", "allreduce.late", "NEGOTIATE_ALLREDUCE", 0.5, 11.0
+        )  # a row for readers of Horovod's: no rank of the report
         recorder.async_span("negotiate", "late", 1.0 + 3 * rank, 5.0)
         recorder.async_span("negotiate", "soon", 1.0 - rank / 2, 2.0)
         recorder.span("engine", "pack", 5.0, 5.5)
         for begin in (5.5, 7.0):
-            recorder.span("engine", "allreduce ring over window", begin, begin + 1.0 + rank / 4, bytes=3 << 20, tensors=["late", "soon"])
+            recorder.span(
+                "engine",
+                "allreduce ring over window",
+                begin,
+                begin + 1.0 + rank / 4,
+                bytes=3 << 20,
+                tensors=["late", "soon"],
+            )
             recorder.span("rounds", "round 0", begin, begin + 1.0)
     recorders[0].span("engine", "wait for ranks [1]", 2.0, 5.0, missing=[1])
     recorders[1].span("engine", "unpack", 9.0, 10.0)
@@ -92,7 +102,9 @@ def test_where_the_time_went(trace: Path) -> None:
     assert seconds[1] == pytest.approx({"waiting": 0.0, "pack": 0.5, "unpack": 1.0, "communicate": 2.5, "idle": 6.0})
 
 
-Engine = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 10), st.sampled_from([*KINDS[1:], "wait"])), min_size=1, max_size=12)
+Engine = st.lists(
+    st.tuples(st.integers(0, 30), st.integers(0, 10), st.sampled_from([*KINDS[1:], "wait"])), min_size=1, max_size=12
+)
 
 
 @given(spans=Engine)
@@ -124,13 +136,25 @@ def test_who_waited_for_whom(trace: Path) -> None:
 
 def test_what_was_fused(trace: Path) -> None:
     (bucket,) = timeline_summary.buckets(parse(read(trace)))
-    assert (bucket.operation, bucket.tensors, bucket.nbytes, bucket.times) == ("allreduce ring over window", ("late", "soon"), 3 << 20, 2)
+    assert (bucket.operation, bucket.tensors, bucket.nbytes, bucket.times) == (
+        "allreduce ring over window",
+        ("late", "soon"),
+        3 << 20,
+        2,
+    )
     assert bucket.total == pytest.approx(2.25e6)
 
 
 def test_who_submitted_a_tensor_last(trace: Path) -> None:
     late, soon = timeline_summary.negotiations(parse(read(trace)))
-    assert (late.tensor, late.times, late.mean, late.longest, late.longest_rank, late.last) == ("late", 2, 2.5e6, 4e6, 0, {1: 1})
+    assert (late.tensor, late.times, late.mean, late.longest, late.longest_rank, late.last) == (
+        "late",
+        2,
+        2.5e6,
+        4e6,
+        0,
+        {1: 1},
+    )
     assert (soon.tensor, soon.mean, soon.longest_rank, soon.last) == ("soon", 1.25e6, 1, {0: 1})
 
 
@@ -184,12 +208,19 @@ def test_the_tables_show_the_numbers(trace: Path) -> None:
 def test_the_drawing_holds_all_lanes(trace: Path) -> None:
     drawing = page(trace).drawing()
     assert [(lane["rank"], lane["track"], lane["area"]) for lane in drawing["lanes"]] == [
-        (rank, track, area) for rank in range(2) for track, area in (("engine", False), ("rounds", False), ("negotiate", True))
+        (rank, track, area)
+        for rank in range(2)
+        for track, area in (("engine", False), ("rounds", False), ("negotiate", True))
     ]
     engine = drawing["lanes"][0]
     assert [drawing["names"][name] for name in engine["name"]][:2] == ["wait for ranks [1]", "pack"]
     assert [drawing["kinds"][kind] for kind in engine["kind"]] == ["waiting", "pack", "communicate", "communicate"]
-    assert (engine["begin"][0], engine["length"][0], drawing["duration"], drawing["marks"]["0"]) == (2e6, 3e6, 10e6, [0.0])
+    assert (engine["begin"][0], engine["length"][0], drawing["duration"], drawing["marks"]["0"]) == (
+        2e6,
+        3e6,
+        10e6,
+        [0.0],
+    )
     assert drawing["details"][engine["detail"][2]] == "3 MiB\ntensors (2): late, soon"
 
 
@@ -247,7 +278,13 @@ def test_what_is_not_drawn_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert {lane["track"] for lane in spans} == {"engine"}
     assert sum(map(len, drawing["marks"].values())) == 10
     text = path.with_name("report.html").read_text(encoding="utf-8")
-    for said in ("the first 2 of 3 ranks", "10 of 100 spans", "10 of 40 waiting times", "one of 4 marks", "2 of 3 ranks."):
+    for said in (
+        "the first 2 of 3 ranks",
+        "10 of 100 spans",
+        "10 of 40 waiting times",
+        "one of 4 marks",
+        "2 of 3 ranks.",
+    ):
         assert said in text
     monkeypatch.undo()
     assert len({lane["track"] for lane in page(path).drawing()["lanes"]}) == 9
@@ -277,7 +314,17 @@ def test_calls_without_a_name_are_added_up() -> None:
     events: list[dict[str, Any]] = []
     for number in range(3):
         names = [f"grouped_allreduce number {number}[{place}], unnamed" for place in range(2)]
-        events.append({"ph": "X", "pid": 0, "ts": number, "dur": 1, "cat": "engine", "name": "x", "args": {"tensors": names, "bytes": 8}})
+        events.append(
+            {
+                "ph": "X",
+                "pid": 0,
+                "ts": number,
+                "dur": 1,
+                "cat": "engine",
+                "name": "x",
+                "args": {"tensors": names, "bytes": 8},
+            }
+        )
         common = {"pid": 0, "id": number, "cat": "negotiate", "name": f"allreduce number {number}, unnamed"}
         events += [{"ph": "b", "ts": number, **common}, {"ph": "e", "ts": number + 1, **common}]
     found = parse(events)

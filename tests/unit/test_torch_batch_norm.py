@@ -1,6 +1,7 @@
 """The arithmetic between the collectives of `SyncBatchNorm`, for shards in one process: on the CPU, and as GPUs do it.
 
-Where there is no GPU, torch's kernels are played by what their names promise, called by the real kernels' argument names.
+Where there is no GPU, torch's kernels are played by what their names promise, called by the real kernels' argument
+names.
 """
 
 from __future__ import annotations
@@ -88,7 +89,9 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> A
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.__name__)
 def test_the_kernels_are_called_as_torch_has_them(kernel: Callable[..., Any]) -> None:
     schema = getattr(torch.ops.aten, kernel.__name__).default._schema
-    assert [argument.name for argument in schema.arguments] == list(kernel.__code__.co_varnames[: kernel.__code__.co_argcount])
+    assert [argument.name for argument in schema.arguments] == list(
+        kernel.__code__.co_varnames[: kernel.__code__.co_argcount]
+    )
 
 
 @pytest.mark.parametrize("affine", [True, False])
@@ -141,7 +144,11 @@ def test_memory_without_gaps_as_another_has_it() -> None:
         (torch.contiguous_format, image),
         (torch.contiguous_format, image.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0)),
     ):
-        for tensor in (image, image.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0), torch.ones(()).expand(2, 3, 4, 5)):
+        for tensor in (
+            image,
+            image.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0),
+            torch.ones(()).expand(2, 3, 4, 5),
+        ):
             found = dense(tensor, like)
             assert found.is_contiguous(memory_format=layout) and torch.equal(found, tensor)
     assert dense(image) is image and dense(image[:, :, ::2]).is_contiguous()

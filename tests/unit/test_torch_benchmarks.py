@@ -1,4 +1,5 @@
-"""The benchmarks in torch: the models are what they say, the arithmetic of what communication adds, the check, the clock, the tables."""
+"""The benchmarks in torch: the models are what they say, the arithmetic of what communication adds, the check, the
+clock, the tables."""
 
 from __future__ import annotations
 
@@ -102,7 +103,9 @@ def test_hooks_are_clocked_only_while_asked_for() -> None:
     assert calls[0] > 0.009
 
 
-@pytest.mark.parametrize(("program", "flags"), [("torch_step", "--model mlp -n 2 -w 1 --peers memcpy"), ("torch_hooks", "-n 2 -w 1")])
+@pytest.mark.parametrize(
+    ("program", "flags"), [("torch_step", "--model mlp -n 2 -w 1 --peers memcpy"), ("torch_hooks", "-n 2 -w 1")]
+)
 def test_one_rank_runs_without_a_launcher(program: str, flags: str, tmp_path: Path) -> None:
     written = tmp_path / "results.json"
     command = [sys.executable, "-m", f"benchmarks.{program}", *flags.split(), "--json", str(written)]

@@ -1,4 +1,5 @@
-"""The PyTorch interface takes Horovod's arguments, in Horovod's order, with its defaults; and what belongs to no rank in particular."""
+"""The PyTorch interface takes Horovod's arguments, in Horovod's order, with its defaults; and what belongs to no rank
+in particular."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ HOROVODS = {
     "join": "device=-1",
     "barrier": "process_set",
 }
-"""Of Horovod 0.28; where no default is given, it is the set of all ranks for process_set, and none at all for others."""
+"""Of Horovod 0.28; where no default is given, it is the set of all ranks for process_set, and none at all for
+others."""
 
 _DEFAULTS = {"None": None, "1.0": 1.0, "-1": -1, "none": hvd.Compression.none, "Average": hvd.Average}
 

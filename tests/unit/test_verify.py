@@ -1,4 +1,5 @@
-"""The verifier catches what is broken: every single step of right schedules, changed in every way, and broken ones by hand."""
+"""The verifier catches what is broken: every single step of right schedules, changed in every way, and broken ones by
+hand."""
 
 from __future__ import annotations
 
@@ -39,7 +40,9 @@ def catalogue() -> dict[str, list[Schedule]]:
     found = {}
     for algorithm in plain:
         for size in (1, 2, 3, 4, 5):
-            found[f"{algorithm.__module__}.{algorithm.__name__} {size}"] = [algorithm(rank, size) for rank in range(size)]
+            found[f"{algorithm.__module__}.{algorithm.__name__} {size}"] = [
+                algorithm(rank, size) for rank in range(size)
+            ]
     for broadcast in rooted:
         for size in (1, 2, 3, 4, 5):
             for root in {0, size - 1}:
@@ -47,7 +50,9 @@ def catalogue() -> dict[str, list[Schedule]]:
                     broadcast(rank, size, root) for rank in range(size)
                 ]
     for name, hosts in HOSTS.items():
-        found[f"hierarchical.allreduce {name}"] = [hierarchical.allreduce(rank, hosts) for rank in range(sum(map(len, hosts)))]
+        found[f"hierarchical.allreduce {name}"] = [
+            hierarchical.allreduce(rank, hosts) for rank in range(sum(map(len, hosts)))
+        ]
     return found
 
 
@@ -75,9 +80,11 @@ class Mutation:
     def changes_nothing(self, schedules: Sequence[Schedule]) -> bool:
         """Whether the mutant does the same as the original. There are two such ways, both with one's own value:
 
-        * a receive from oneself and a copy both put the own value, from before the round, where it was (but only a copy marks the
+        * a receive from oneself and a copy both put the own value, from before the round, where it was (but only a copy
+        marks the
           root of a broadcast);
-        * a receive from oneself that is the first step on its chunk, in a round that goes on to reduce into it, may be left out.
+        * a receive from oneself that is the first step on its chunk, in a round that goes on to reduce into it, may be
+        left out.
         """
         step, own = self.step, self.step.peer == self.rank
         alike = (Kind.COPY, Kind.RECEIVE)
@@ -87,12 +94,15 @@ class Mutation:
         if own and step.kind is Kind.RECEIVE and not self.instead:
             steps = schedules[self.rank].rounds[self.round]
             first = all(earlier.kind is Kind.SEND for earlier in steps[: self.place])
-            return first and any(later.kind is Kind.REDUCE and later.chunk == step.chunk for later in steps[self.place + 1 :])
+            return first and any(
+                later.kind is Kind.REDUCE and later.chunk == step.chunk for later in steps[self.place + 1 :]
+            )
         return False
 
 
 def mutations(schedules: Sequence[Schedule]) -> Iterator[Mutation]:
-    """Every step dropped, doubled, misdirected, on another chunk, longer, shorter, of another kind, moved by the other side."""
+    """Every step dropped, doubled, misdirected, on another chunk, longer, shorter, of another kind, moved by the other
+    side."""
     size, chunks = schedules[0].size, schedules[0].chunks
     for rank, schedule in enumerate(schedules):
         for number, steps in enumerate(schedule.rounds):
@@ -107,9 +117,11 @@ def mutations(schedules: Sequence[Schedule]) -> Iterator[Mutation]:
 
 
 def numbers(schedules: Sequence[Schedule]) -> list[dict[int, np.ndarray]]:
-    """Distinct powers of three for each rank and chunk, so that nothing that is lost or doubled cancels out; all chunks everywhere."""
+    """Distinct powers of three for each rank and chunk, so that nothing that is lost or doubled cancels out; all chunks
+    everywhere."""
     return [
-        {chunk: np.array([3**rank, chunk * 3**rank], object) for chunk in range(schedule.chunks)} for rank, schedule in enumerate(schedules)
+        {chunk: np.array([3**rank, chunk * 3**rank], object) for chunk in range(schedule.chunks)}
+        for rank, schedule in enumerate(schedules)
     ]
 
 
@@ -141,9 +153,14 @@ def test_every_mutant_is_caught(name: str) -> None:
 def test_few_mutants_change_nothing() -> None:
     """The exceptions stay what they are: one dropped step of one rank in one-shot, and copies of the own value."""
     dropped = [
-        (name, m) for name, schedules in CATALOGUE.items() for m in mutations(schedules) if not m.instead and m.changes_nothing(schedules)
+        (name, m)
+        for name, schedules in CATALOGUE.items()
+        for m in mutations(schedules)
+        if not m.instead and m.changes_nothing(schedules)
     ]
-    assert [(name, m.rank) for name, m in dropped] == [(f"collectives.schedules.direct.one_shot {size}", 0) for size in (3, 4, 5)]
+    assert [(name, m.rank) for name, m in dropped] == [
+        (f"collectives.schedules.direct.one_shot {size}", 0) for size in (3, 4, 5)
+    ]
 
 
 @pytest.mark.parametrize("name", [name for name in CATALOGUE if len(CATALOGUE[name]) > 1])
@@ -177,11 +194,15 @@ EXCHANGE = ((send(1, 0), reduce(1, 0)),), ((send(0, 0), reduce(0, 0)),)
         (by_hand("allreduce", 0, ((),), ((),)), "0 chunks, expected 1"),
         (by_hand("gossip", 1, *EXCHANGE), "nothing is known of what 'gossip' promises"),
         (by_hand("allreduce", 1, ((),), ()), "rank 1: its number of rounds is 0, expected 1"),
-        (by_hand("broadcast", 1, ((copy(0, 0),),), ((copy(1, 0),),)), r"ranks \[0, 1\] copy their own value, expected one, the root"),
+        (
+            by_hand("broadcast", 1, ((copy(0, 0),),), ((copy(1, 0),),)),
+            r"ranks \[0, 1\] copy their own value, expected one, the root",
+        ),
         (by_hand("broadcast", 1, ((send(1, 0),),), ((receive(0, 0),),)), r"ranks \[\] copy their own value"),
         (
             by_hand("allreduce", 1, ((send(1, 0), reduce(1, 0)),) * 2, ((send(0, 0), reduce(0, 0)),) * 2),
-            "round 1, rank 0, chunk 0: receive-and-reduce from rank 1, chunk 0: the contribution of rank 0 is reduced twice",
+            "round 1, rank 0, chunk 0: receive-and-reduce from rank 1, chunk 0: the contribution of rank 0 is "
+            "reduced twice",
         ),
         (
             by_hand("allgather", 2, ((copy(0, 0), send(1, 1)),), ((copy(1, 1), receive(0, 1)),)),
@@ -194,7 +215,8 @@ EXCHANGE = ((send(1, 0), reduce(1, 0)),), ((send(0, 0), reduce(0, 0)),)
         (by_hand("allreduce", 1, ((),)), "rank 0, chunk 0: the value lies in the input only"),
         (
             by_hand("allreduce", 2, ((send(1, 0, 2), reduce(1, 0, 2)),), ((send(0, 0), send(0, 1), reduce(0, 0, 2)),)),
-            "rank 0, chunk 0: receive-and-reduce from rank 1, chunks 0 to 1: it meets send to rank 0, chunk 0 of rank 1",
+            "rank 0, chunk 0: receive-and-reduce from rank 1, chunks 0 to 1: it meets send to rank 0, chunk 0 of "
+            "rank 1",
         ),
         (
             by_hand("allreduce", 1, ((send(1, 0), reduce(1, 0)),), ((send(0, 0, push=True), reduce(0, 0)),)),
@@ -239,7 +261,10 @@ def test_a_push_over_what_another_still_reads_races(aliased: bool) -> None:
     found = races(schedules, aliased)
     assert len(found) == (1 if aliased else 0)
     if aliased:
-        assert "chunk 0 of rank 0: version 0 is read by rank 2 in round 0" in found[0] and "overwritten by rank 1 in round 1" in found[0]
+        assert (
+            "chunk 0 of rank 0: version 0 is read by rank 2 in round 0" in found[0]
+            and "overwritten by rank 1 in round 1" in found[0]
+        )
 
 
 def test_a_push_is_safe_once_the_pusher_has_heard_from_the_reader() -> None:
@@ -254,9 +279,16 @@ def test_a_push_is_safe_once_the_pusher_has_heard_from_the_reader() -> None:
 
 
 def test_what_was_pushed_is_read_by_its_receiver_in_order_and_by_others_in_none() -> None:
-    """Rank 1 waits for the push before it sends it on, but rank 2 waits only for rank 1 to have finished the round of the push."""
+    """Rank 1 waits for the push before it sends it on, but rank 2 waits only for rank 1 to have finished the round of
+    the push."""
     first = ((send(1, 0, push=True),), ())
-    own = by_hand("probe", 1, (*first,), ((receive(0, 0, push=True),), (send(2, 0, push=True),)), ((), (receive(1, 0, push=True),)))
+    own = by_hand(
+        "probe",
+        1,
+        (*first,),
+        ((receive(0, 0, push=True),), (send(2, 0, push=True),)),
+        ((), (receive(1, 0, push=True),)),
+    )
     assert races(own, aliased=True) == []
     pulled = by_hand("probe", 1, (*first,), ((receive(0, 0, push=True),), (send(2, 0),)), ((), (receive(1, 0),)))
     assert ["written by rank 0" in line for line in races(pulled, aliased=True)] == [True]
@@ -270,11 +302,16 @@ def test_own_steps_race_when_the_value_from_before_the_round_is_gone() -> None:
 
 def test_two_writers_race() -> None:
     schedules = by_hand(
-        "probe", 1, ((receive(1, 0, push=True), receive(2, 0, push=True)),), ((send(0, 0, push=True),),), ((send(0, 0, push=True),),)
+        "probe",
+        1,
+        ((receive(1, 0, push=True), receive(2, 0, push=True)),),
+        ((send(0, 0, push=True),),),
+        ((send(0, 0, push=True),),),
     )
-    assert ["version 1 is written by rank 1" in line and "overwritten by rank 2" in line for line in races(schedules, aliased=False)] == [
-        True
-    ]
+    assert [
+        "version 1 is written by rank 1" in line and "overwritten by rank 2" in line
+        for line in races(schedules, aliased=False)
+    ] == [True]
 
 
 def pushed_chunks_read_later(schedules: Sequence[Schedule]) -> list[tuple[int, int, int]]:
@@ -283,7 +320,10 @@ def pushed_chunks_read_later(schedules: Sequence[Schedule]) -> list[tuple[int, i
         pushed: set[int] = set()
         for number, steps in enumerate(schedule.rounds):
             touched = {
-                c for s in steps if s.kind in (Kind.SEND, Kind.REDUCE) or s.peer == schedule.rank for c in range(s.chunk, s.chunk + s.span)
+                c
+                for s in steps
+                if s.kind in (Kind.SEND, Kind.REDUCE) or s.peer == schedule.rank
+                for c in range(s.chunk, s.chunk + s.span)
             }
             found += [(schedule.rank, number, chunk) for chunk in touched & pushed]
             pushed |= {c for s in steps if s.kind is Kind.RECEIVE and s.push for c in range(s.chunk, s.chunk + s.span)}
@@ -299,7 +339,8 @@ def test_no_pushed_chunk_is_used_again(name: str) -> None:
 @pytest.mark.parametrize("aliased", [True, False])
 @pytest.mark.parametrize("name", CATALOGUE)
 def test_who_moves_the_bytes_makes_no_race(name: str, aliased: bool) -> None:
-    """Where ranks share windows, what could be pushed is pulled like the rest: then, too, nothing races that did not before."""
+    """Where ranks share windows, what could be pushed is pulled like the rest: then, too, nothing races that did not
+    before."""
     pulled = [
         replace(schedule, rounds=tuple(tuple(replace(step, push=False) for step in steps) for steps in schedule.rounds))
         for schedule in CATALOGUE[name]

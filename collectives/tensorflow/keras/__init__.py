@@ -1,7 +1,8 @@
-"""``tf.keras``: ``import collectives.tensorflow.keras as hvd``, with the names, arguments and habits of Horovod's interface.
+"""``tf.keras``: ``import collectives.tensorflow.keras as hvd``, with the names, arguments and habits of Horovod's
+interface.
 
-``tf.keras`` is Keras 3, and this is `collectives.keras`; with ``TF_USE_LEGACY_KERAS=1`` in the environment ``tf.keras`` is Keras 2 (the
-package ``tf_keras``), and this is for that.
+``tf.keras`` is Keras 3, and this is `collectives.keras`; with ``TF_USE_LEGACY_KERAS=1`` in the environment ``tf.keras``
+is Keras 2 (the package ``tf_keras``), and this is for that.
 """
 
 from collectives import (
@@ -51,7 +52,13 @@ from collectives.tensorflow.keras.kind import LEGACY
 
 if LEGACY:
     from collectives.tensorflow.keras.legacy import DistributedOptimizer, PartialDistributedOptimizer, load_model
-    from collectives.tensorflow.keras.legacy_values import allgather, allreduce, broadcast, broadcast_global_variables, reducescatter
+    from collectives.tensorflow.keras.legacy_values import (
+        allgather,
+        allreduce,
+        broadcast,
+        broadcast_global_variables,
+        reducescatter,
+    )
 else:
     from collectives.keras import (
         DistributedOptimizer,

@@ -1,4 +1,5 @@
-"""Callbacks for ``fit`` on several ranks: ``hvd.callbacks``; those of `collectives.keras`, unless ``tf.keras`` is ``tf_keras``."""
+"""Callbacks for ``fit`` on several ranks: ``hvd.callbacks``; those of `collectives.keras`, unless ``tf.keras`` is
+``tf_keras``."""
 
 from collectives.tensorflow.keras.kind import LEGACY
 

@@ -7,6 +7,7 @@ LEGACY = not hasattr(tf.keras, "version") or tf.keras.version().startswith("2.")
 
 if not LEGACY and tf.keras.backend.backend() != "tensorflow":
     raise ImportError(
-        f"collectives.tensorflow.keras: Keras runs on {tf.keras.backend.backend()}; import collectives.keras as hvd, or set"
+        f"collectives.tensorflow.keras: Keras runs on {tf.keras.backend.backend()}; import collectives.keras as hvd, "
+        f"or set"
         " KERAS_BACKEND=tensorflow"
     )

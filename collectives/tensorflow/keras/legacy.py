@@ -1,8 +1,9 @@
-"""`DistributedOptimizer` for Keras 2 (``tf_keras``): its optimizers, and the older ones in ``tf.keras.optimizers.legacy``.
+"""`DistributedOptimizer` for Keras 2 (``tf_keras``): its optimizers, and the older ones in
+``tf.keras.optimizers.legacy``.
 
-Both kinds ask ``aggregate_gradients`` (``_aggregate_gradients``, in the older ones) to combine gradients of replicas, once per step, before
-they are clipped and applied; this is where those of the ranks are combined. A ``LossScaleOptimizer`` asks its inner optimizer, before it
-looks for overflow.
+Both kinds ask ``aggregate_gradients`` (``_aggregate_gradients``, in the older ones) to combine gradients of replicas,
+once per step, before they are clipped and applied; this is where those of the ranks are combined. A
+``LossScaleOptimizer`` asks its inner optimizer, before it looks for overflow.
 """
 
 from __future__ import annotations
@@ -47,10 +48,13 @@ class Distributed:
         self._local.add(key(var))
 
     def compute_gradients(self, loss: Any, var_list: Any, tape: Any = None) -> list[tuple[Any, Any]]:
-        """Pairs of gradients and variables, with the gradients of all ranks; or, before the last of several passes, with this rank's."""
+        """Pairs of gradients and variables, with the gradients of all ranks; or, before the last of several passes,
+        with this rank's."""
         return self._compute_gradients(loss, var_list, tape=tape)
 
-    def _compute_gradients(self, loss: Any, var_list: Any, grad_loss: Any = None, tape: Any = None) -> list[tuple[Any, Any]]:
+    def _compute_gradients(
+        self, loss: Any, var_list: Any, grad_loss: Any = None, tape: Any = None
+    ) -> list[tuple[Any, Any]]:
         """`compute_gradients`, as the older optimizers have it."""
         if isinstance(self, _OLDER):
             pairs = super()._compute_gradients(loss, var_list, grad_loss, tape)  # type: ignore[misc]
@@ -89,8 +93,9 @@ class Distributed:
     def apply_gradients(self, grads_and_vars: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
         """As the optimizer's. Of several passes only the last one changes anything but the number of iterations.
 
-        Gradients that `compute_gradients` or a ``DistributedGradientTape`` has combined are applied, clipped or not; others are combined
-        before. With ``skip_gradients_aggregation=True`` (``experimental_aggregate_gradients=False``) all are applied as they are.
+        Gradients that `compute_gradients` or a ``DistributedGradientTape`` has combined are applied, clipped or not;
+        others are combined before. With ``skip_gradients_aggregation=True``
+        (``experimental_aggregate_gradients=False``) all are applied as they are.
 
         Raises:
             InvalidArgumentError: it cannot be told which gradients these are; see `collectives.tensorflow.combined`.
@@ -108,7 +113,13 @@ class Distributed:
         grads, variables = [grad for grad, _ in pairs], [variable for _, variable in pairs]
 
         def step() -> Any:
-            return _nothing(apply(list(zip(confirmed(grads, variables, self.way, self._local), variables, strict=True)), *args, **kwargs))
+            return _nothing(
+                apply(
+                    list(zip(confirmed(grads, variables, self.way, self._local), variables, strict=True)),
+                    *args,
+                    **kwargs,
+                )
+            )
 
         iterations: Any = self.iterations  # type: ignore[attr-defined]
         return self._aggregation.apply(grads, step, lambda: _nothing(iterations.assign_add(1)))
@@ -157,11 +168,12 @@ def DistributedOptimizer(
 
     Args:
         optimizer: of ``tf.keras.optimizers`` or ``tf.keras.optimizers.legacy``, or a ``LossScaleOptimizer`` of either.
-        name, ...: as of `collectives.keras.DistributedOptimizer`; with several passes sparse gradients need ``sparse_as_dense``.
+        name, ...: as of `collectives.keras.DistributedOptimizer`; with several passes sparse gradients need
+            ``sparse_as_dense``.
 
     Returns:
-        The optimizer, of the same class, which shares the other's variables and takes its place; a ``LossScaleOptimizer`` is itself, with
-        its inner optimizer wrapped. Saved with a model it is what it was before.
+        The optimizer, of the same class, which shares the other's variables and takes its place; a
+        ``LossScaleOptimizer`` is itself, with its inner optimizer wrapped. Saved with a model it is what it was before.
 
     Raises:
         ValueError, InvalidTypeError: an argument makes no sense, it is wrapped already, or no optimizer of Keras 2.
@@ -172,13 +184,18 @@ def DistributedOptimizer(
         inner = optimizer
     else:
         raise InvalidTypeError(
-            f"optimizer: expected one of Keras 2 (TF_USE_LEGACY_KERAS=1), got {detection.describe(optimizer)}; those of Keras 3 are for"
+            f"optimizer: expected one of Keras 2 (TF_USE_LEGACY_KERAS=1), got {detection.describe(optimizer)}; those "
+            f"of Keras 3 are for"
             " collectives.keras"
         )
     if isinstance(inner, Distributed):
-        raise InvalidArgumentError("optimizer: expected a Keras optimizer, got one that DistributedOptimizer has wrapped already")
+        raise InvalidArgumentError(
+            "optimizer: expected a Keras optimizer, got one that DistributedOptimizer has wrapped already"
+        )
     if not isinstance(backward_passes_per_step, int) or backward_passes_per_step < 1:
-        raise InvalidArgumentError(f"backward_passes_per_step: expected an integer of at least 1, got {backward_passes_per_step!r}")
+        raise InvalidArgumentError(
+            f"backward_passes_per_step: expected an integer of at least 1, got {backward_passes_per_step!r}"
+        )
     kind = type(inner)
     members = {
         "__module__": kind.__module__,
@@ -224,12 +241,15 @@ def PartialDistributedOptimizer(
     local_layers: Any = None,
     scale_local_gradients: bool = True,
 ) -> Optimizer:
-    """`DistributedOptimizer` for a model some of whose layers are this rank's own; see `collectives.keras.PartialDistributedOptimizer`."""
+    """`DistributedOptimizer` for a model some of whose layers are this rank's own; see
+    `collectives.keras.PartialDistributedOptimizer`."""
     layers = [local_layers] if isinstance(local_layers, tf.keras.layers.Layer) else list(local_layers or ())
     for layer in layers:
         if not isinstance(layer, tf.keras.layers.Layer):
             kind = detection.describe(layer)
-            raise InvalidArgumentError(f"local_layers: all local layers must be of tf.keras.layers.Layer type, got {kind}")
+            raise InvalidArgumentError(
+                f"local_layers: all local layers must be of tf.keras.layers.Layer type, got {kind}"
+            )
     result = DistributedOptimizer(
         optimizer,
         name=name,
@@ -257,7 +277,8 @@ def load_model(
     compression: Any = Compression.none,
     legacy_opts: bool = False,
 ) -> tf.keras.Model:
-    """Load a model with its optimizer's state, and make the optimizer a `DistributedOptimizer`; see `collectives.keras.load_model`.
+    """Load a model with its optimizer's state, and make the optimizer a `DistributedOptimizer`; see
+    `collectives.keras.load_model`.
 
     Args:
         custom_objects: may make distributed optimizers, which stay as they are.

@@ -15,7 +15,8 @@ _callbacks: Any = tf.keras.callbacks
 
 
 class _InSessions(Part):
-    """Reads and writes variables by Keras's session, if there is one: in graphs, as after ``tf.compat.v1.disable_v2_behavior()``."""
+    """Reads and writes variables by Keras's session, if there is one: in graphs, as after
+    ``tf.compat.v1.disable_v2_behavior()``."""
 
     def _read(self, found: Sequence[Any]) -> Sequence[Any]:
         values: Sequence[Any] = tf.keras.backend.batch_get_value(list(found))
@@ -29,7 +30,12 @@ class BroadcastGlobalVariablesCallback(_InSessions, Broadcasting, _callbacks.Cal
     """Every rank begins with the root's model and optimizer, whether they are new or loaded."""
 
     def __init__(
-        self, root_rank: int, device: str = "", local_variables: Any = None, *, process_set: ProcessSet = global_process_set
+        self,
+        root_rank: int,
+        device: str = "",
+        local_variables: Any = None,
+        *,
+        process_set: ProcessSet = global_process_set,
     ) -> None:
         super().__init__()
         self.device = device

@@ -1,4 +1,5 @@
-"""``horovod``: collectives under Horovod's names, or Horovod itself where it is installed. See `collectives.horovod`."""
+"""``horovod``: collectives under Horovod's names, or Horovod itself where it is installed. See
+`collectives.horovod`."""
 
 from collectives.horovod import VERSION, choose_gradients, hand_over
 

@@ -1,4 +1,5 @@
-"""What Horovod's two Keras interfaces have in common, for adapters of one's own: each function gets the Keras that it is for."""
+"""What Horovod's two Keras interfaces have in common, for adapters of one's own: each function gets the Keras that it
+is for."""
 
 from __future__ import annotations
 
@@ -56,7 +57,8 @@ def load_model(
     custom_objects: Mapping[str, Any] | None,
     legacy_opts: bool = False,
 ) -> Any:
-    """The adapter's ``load_model``, which makes the optimizer a distributed one by itself: ``wrap_optimizer`` is not called."""
+    """The adapter's ``load_model``, which makes the optimizer a distributed one by itself: ``wrap_optimizer`` is not
+    called."""
     load = _adapter(keras).load_model
     return load(filepath, custom_optimizers=custom_optimizers, custom_objects=custom_objects, legacy_opts=legacy_opts)
 

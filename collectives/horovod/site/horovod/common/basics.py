@@ -49,4 +49,6 @@ class HorovodBasics:
         for number, members in known.items():
             if members == ranks:
                 return number
-        raise InvalidArgumentError(f"process_set: there is none with the ranks {ranks} of the communicator; known are {known}")
+        raise InvalidArgumentError(
+            f"process_set: there is none with the ranks {ranks} of the communicator; known are {known}"
+        )

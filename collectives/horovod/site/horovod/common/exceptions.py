@@ -2,7 +2,12 @@
 
 from collectives.base.errors import OperationError as HorovodInternalError
 
-__all__ = ["HorovodInternalError", "HorovodVersionMismatchError", "HostsUpdatedInterrupt", "get_version_mismatch_message"]
+__all__ = [
+    "HorovodInternalError",
+    "HorovodVersionMismatchError",
+    "HostsUpdatedInterrupt",
+    "get_version_mismatch_message",
+]
 
 
 class HostsUpdatedInterrupt(RuntimeError):

@@ -63,7 +63,9 @@ def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: str) 
     """
     framework = ext_name.rpartition(".")[2]
     if not extension_available(framework):
-        raise ImportError(f"{ext_name} cannot be used: {framework} is not installed, or collectives has no adapter for it")
+        raise ImportError(
+            f"{ext_name} cannot be used: {framework} is not installed, or collectives has no adapter for it"
+        )
 
 
 def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
@@ -144,7 +146,8 @@ def check_installed_version(name: str, version: str, exception: Exception | None
 
 @_cache
 def is_version_greater_equal_than(ver: str, target: str) -> bool:
-    """Whether the version ``ver`` is ``target`` or a later one. Needs ``packaging``, which PyTorch and TensorFlow bring.
+    """Whether the version ``ver`` is ``target`` or a later one. Needs ``packaging``, which PyTorch and TensorFlow
+    bring.
 
     Raises:
         ValueError: they are no strings, or ``target`` is not of the form major.minor.patch.
@@ -152,5 +155,7 @@ def is_version_greater_equal_than(ver: str, target: str) -> bool:
     from packaging.version import Version
 
     if not isinstance(ver, str) or not isinstance(target, str) or target.count(".") != 2:
-        raise ValueError(f"expected a version and one of the form major.minor.patch, both as strings; got {ver!r} and {target!r}")
+        raise ValueError(
+            f"expected a version and one of the form major.minor.patch, both as strings; got {ver!r} and {target!r}"
+        )
     return Version(ver) >= Version(target)

@@ -42,8 +42,8 @@ def run(
 ) -> list[Any]:
     """Call ``func(*args, **kwargs)`` on ``num_proc`` ranks (``np`` is its older name), by `collectives.launch.run`.
 
-    ``hosts``, ``hostfile``, ``output_filename``, ``verbose``, ``mpi_args`` and ``executable`` mean what they mean to Horovod. What tells
-    how to connect the ranks has no effect, which is said: MPI connects them.
+    ``hosts``, ``hostfile``, ``output_filename``, ``verbose``, ``mpi_args`` and ``executable`` mean what they mean to
+    Horovod. What tells how to connect the ranks has no effect, which is said: MPI connects them.
 
     Returns:
         What the function returned, by rank.
@@ -64,7 +64,9 @@ def run(
     }
     asked = [f"{name}={value!r}" for name, value in elastic.items() if value is not None]
     if asked:
-        raise InvalidArgumentError(f"horovod.run: {', '.join(asked)}: the number of ranks is fixed, there are no elastic jobs")
+        raise InvalidArgumentError(
+            f"horovod.run: {', '.join(asked)}: the number of ranks is fixed, there are no elastic jobs"
+        )
     if hosts is not None and hostfile is not None:
         raise InvalidArgumentError("horovod.run: expected hosts or hostfile, got both")
     if use_gloo and use_mpi:

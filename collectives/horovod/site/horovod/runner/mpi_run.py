@@ -1,4 +1,5 @@
-"""Questions about the MPI that ``horovodrun`` starts the ranks by. Each looks for ``mpirun`` as `collectives.launch.mpi.find` does."""
+"""Questions about the MPI that ``horovodrun`` starts the ranks by. Each looks for ``mpirun`` as
+`collectives.launch.mpi.find` does."""
 
 from __future__ import annotations
 

@@ -37,7 +37,11 @@ def _allreduce(
     process_set: Any = _ours.global_process_set,
 ) -> Any:
     """As `collectives.tensorflow.allreduce`."""
-    how: dict[str, Any] = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor, "ignore_name_scope": ignore_name_scope}
+    how: dict[str, Any] = {
+        "prescale_factor": prescale_factor,
+        "postscale_factor": postscale_factor,
+        "ignore_name_scope": ignore_name_scope,
+    }
     return _ours.allreduce(tensor, name=name, op=op, process_set=process_set, **how)
 
 
@@ -51,7 +55,11 @@ def _grouped_allreduce(
     process_set: Any = _ours.global_process_set,
 ) -> Any:
     """As `collectives.tensorflow.grouped_allreduce`."""
-    how: dict[str, Any] = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor, "ignore_name_scope": ignore_name_scope}
+    how: dict[str, Any] = {
+        "prescale_factor": prescale_factor,
+        "postscale_factor": postscale_factor,
+        "ignore_name_scope": ignore_name_scope,
+    }
     return _ours.grouped_allreduce(tensors, name=name, op=op, process_set=process_set, **how)
 
 
@@ -65,7 +73,11 @@ def _reducescatter(
     postscale_factor: float = 1.0,
 ) -> Any:
     """As `collectives.tensorflow.reducescatter`."""
-    how: dict[str, Any] = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor, "ignore_name_scope": ignore_name_scope}
+    how: dict[str, Any] = {
+        "prescale_factor": prescale_factor,
+        "postscale_factor": postscale_factor,
+        "ignore_name_scope": ignore_name_scope,
+    }
     return _ours.reducescatter(tensor, name=name, op=op, process_set=process_set, **how)
 
 

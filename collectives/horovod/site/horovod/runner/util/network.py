@@ -16,7 +16,9 @@ _PORTS = range(1024, 65536)
 def _addresses() -> dict[str, list[str]]:
     """The IPv4 addresses by interface."""
     found = importlib.import_module("psutil").net_if_addrs()
-    return {name: [entry.address for entry in entries if entry.family == socket.AF_INET] for name, entries in found.items()}
+    return {
+        name: [entry.address for entry in entries if entry.family == socket.AF_INET] for name, entries in found.items()
+    }
 
 
 def get_local_host_addresses() -> set[str]:
@@ -70,5 +72,7 @@ def get_driver_ip(nics: Iterable[str]) -> str:
     first = next(iter(nics))
     address = next(iter(_addresses().get(first, [])), None)
     if address is None:
-        raise RuntimeError(f"get_driver_ip: the interface {first!r} has no IPv4 address; there are {sorted(_addresses())}")
+        raise RuntimeError(
+            f"get_driver_ip: the interface {first!r} has no IPv4 address; there are {sorted(_addresses())}"
+        )
     return address

@@ -8,7 +8,11 @@ SSH_COMMAND_PREFIX = "ssh -o PasswordAuthentication=no -o StrictHostKeyChecking=
 
 
 def get_ssh_command(
-    local_command: str, host: str, port: int | None = None, identity_file: str | None = None, timeout_s: int | None = None
+    local_command: str,
+    host: str,
+    port: int | None = None,
+    identity_file: str | None = None,
+    timeout_s: int | None = None,
 ) -> str:
     """The shell command that runs ``local_command`` on the host by SSH."""
     options = [("-p", port), ("-i", identity_file), ("-o ConnectTimeout=", timeout_s)]
@@ -17,7 +21,11 @@ def get_ssh_command(
 
 
 def get_remote_command(
-    local_command: str, host: str, port: int | None = None, identity_file: str | None = None, timeout_s: int | None = None
+    local_command: str,
+    host: str,
+    port: int | None = None,
+    identity_file: str | None = None,
+    timeout_s: int | None = None,
 ) -> str:
     """The same, by Kubeflow's script where that is in use."""
     if env.is_kubeflow_mpi():

@@ -10,7 +10,11 @@ from typing import Any
 
 
 def in_thread(
-    target: Callable[..., Any], args: tuple[Any, ...] = (), name: str | None = None, daemon: bool = True, silent: bool = False
+    target: Callable[..., Any],
+    args: tuple[Any, ...] = (),
+    name: str | None = None,
+    daemon: bool = True,
+    silent: bool = False,
 ) -> threading.Thread:
     """Call a function in a thread of its own, and return the thread.
 
@@ -30,7 +34,9 @@ def in_thread(
         with contextlib.suppress(Exception):
             target(*args)
 
-    thread = threading.Thread(target=quietly if silent else target, args=() if silent else args, name=name, daemon=daemon)
+    thread = threading.Thread(
+        target=quietly if silent else target, args=() if silent else args, name=name, daemon=daemon
+    )
     thread.start()
     return thread
 
@@ -53,7 +59,8 @@ def on_event(
         daemon, silent: as in `in_thread`.
 
     Raises:
-        ValueError: there is no event, the arguments are no tuple, or a thread that is no daemon has nothing that stops it.
+        ValueError: there is no event, the arguments are no tuple, or a thread that is no daemon has nothing that stops
+            it.
     """
     if event is None:
         raise ValueError("Event must not be None")
@@ -72,7 +79,10 @@ def on_event(
 
 
 def execute_function_multithreaded(
-    fn: Callable[..., Any], args_list: Sequence[Sequence[Any]], block_until_all_done: bool = True, max_concurrent_executions: int = 1000
+    fn: Callable[..., Any],
+    args_list: Sequence[Sequence[Any]],
+    block_until_all_done: bool = True,
+    max_concurrent_executions: int = 1000,
 ) -> dict[int, Any] | None:
     """Call a function once for each list of arguments, in several threads at the same time.
 

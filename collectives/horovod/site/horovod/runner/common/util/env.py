@@ -28,7 +28,10 @@ def get_env_rank_and_size() -> tuple[int, int]:
         if rank is not None and size is not None:
             return int(rank), int(size)
         if rank is not None or size is not None:
-            raise RuntimeError(f"rank and size: expected both {names[0]} and {names[1]} in the environment, or neither; got one of them")
+            raise RuntimeError(
+                f"rank and size: expected both {names[0]} and {names[1]} in the environment, or neither; got one of "
+                f"them"
+            )
     return 0, 1
 
 

@@ -71,12 +71,16 @@ def parse_hosts_and_slots(hosts: str) -> tuple[list[str], dict[str, int]]:
     entries = [entry.strip() for entry in hosts.split(",")]
     wrong = next((entry for entry in entries if not _ENTRY.fullmatch(entry)), None)
     if wrong is not None:
-        raise ValueError(f"hosts: expected host:slots,host:slots,... such as worker-0:2,worker-1:2, got {wrong!r} in {hosts!r}")
+        raise ValueError(
+            f"hosts: expected host:slots,host:slots,... such as worker-0:2,worker-1:2, got {wrong!r} in {hosts!r}"
+        )
     found = [HostInfo.from_string(entry) for entry in entries]
     return [host.hostname for host in found], {host.hostname: host.slots for host in found}
 
 
-def get_host_assignments(hosts: Sequence[HostInfo], min_num_proc: int, max_num_proc: int | None = None) -> list[SlotInfo]:
+def get_host_assignments(
+    hosts: Sequence[HostInfo], min_num_proc: int, max_num_proc: int | None = None
+) -> list[SlotInfo]:
     """Place ranks on hosts: each host is filled before the next.
 
     Args:

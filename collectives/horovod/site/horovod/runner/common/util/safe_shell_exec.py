@@ -21,7 +21,8 @@ GRACEFUL_TERMINATION_TIME_S = 5
 _LOOK = 0.1
 """Seconds between two looks at the events."""
 _SHELL = 'trap "trap : TERM; kill -TERM 0; wait" TERM; eval "$1" & wait $!'
-"""Passes SIGTERM on to the whole group. A shell that ran the command in the foreground would do so only after its end."""
+"""Passes SIGTERM on to the whole group. A shell that ran the command in the foreground would do so only after its
+end."""
 
 
 class _HasFileno(Protocol):
@@ -58,7 +59,9 @@ def execute(
         preexec_fn=die_with_parent(),
     )
     streams = ((process.stdout, stdout or sys.stdout, "stdout"), (process.stderr, stderr or sys.stderr, "stderr"))
-    readers = [in_thread(prefix_connection, (source, *to, index, prefix_output_with_timestamp)) for source, *to in streams]
+    readers = [
+        in_thread(prefix_connection, (source, *to, index, prefix_output_with_timestamp)) for source, *to in streams
+    ]
     watched = list(events or ())
     try:
         while process.poll() is None and not any(event.is_set() for event in watched):
@@ -83,11 +86,16 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def prefix_connection(
-    src_connection: _HasFileno, dst_stream: Any, prefix: str | None, index: int | None, prefix_output_with_timestamp: bool
+    src_connection: _HasFileno,
+    dst_stream: Any,
+    prefix: str | None,
+    index: int | None,
+    prefix_output_with_timestamp: bool,
 ) -> None:
     """Copy bytes of UTF-8 as text, line by line, until the other end is closed; then close this one.
 
-    With an index and a prefix each line becomes ``[index]<prefix>:line``. A carriage return ends a line, too: progress bars show at once.
+    With an index and a prefix each line becomes ``[index]<prefix>:line``. A carriage return ends a line, too: progress
+    bars show at once.
     """
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     begun = ""

@@ -30,10 +30,10 @@ from pathlib import Path
 from types import CodeType, FrameType
 
 from collectives.base.errors import MismatchError
+from collectives.engine.handles import PACKAGE
 from collectives.engine.negotiation import UNNAMED, Key, Request
 
-_PACKAGE = str(Path(__file__).parent)
-_RANKS = str(Path(_PACKAGE, "transport", "threads.py"))
+_RANKS = str(Path(PACKAGE, "transport", "threads.py"))
 """Where ranks are threads, this module calls each of them, once."""
 AGAIN = (
     "A rank that has passed over one, as by an exception that it has caught, may meet the others again at a name "
@@ -96,7 +96,7 @@ def stacks(waiting: CodeType, variable: str) -> dict[int, Stack]:
         if frame is None:
             continue
         awaited = id(frame.f_locals.get(variable))
-        while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        while frame is not None and frame.f_code.co_filename.startswith(PACKAGE):
             frame = frame.f_back
         places: list[Place] = []
         while frame is not None and frame.f_code.co_filename != _RANKS:

@@ -29,7 +29,7 @@ else:
 
     Result = TypeVar("Result", covariant=True)
 
-_PACKAGE = str(Path(__file__).parent)
+PACKAGE = str(Path(__file__).parents[1])
 _adding = threading.Lock()
 _MOST_UNNAMED_ROWS = 1000
 
@@ -221,7 +221,7 @@ class Handle(Generic[Result]):
     def locate(self) -> None:
         """Note the line of the program that submits this operation: the nearest caller outside of this package."""
         frame = sys._getframe(2)
-        while frame.f_code.co_filename.startswith(_PACKAGE) and frame.f_back is not None:
+        while frame.f_code.co_filename.startswith(PACKAGE) and frame.f_back is not None:
             frame = frame.f_back
         self._code, self._line = frame.f_code, frame.f_lineno
 

@@ -164,9 +164,7 @@ def untraced(function: Callable[Arguments, Returned]) -> Callable[Arguments, Ret
     @functools.wraps(function)
     def call(*arguments: Arguments.args, **keywords: Arguments.kwargs) -> Returned:
         if torch.compiler.is_compiling():
-            return torch.compiler.disable(function)(
-                *arguments, **keywords
-            )  # a graph ends here: call the blocking form instead
+            return torch.compiler.disable(function)(*arguments, **keywords)  # a graph ends here: block instead
         return function(*arguments, **keywords)
 
     return call

@@ -124,7 +124,10 @@ def measure(given: Any, ranks: Ranks) -> dict[str, Any]:
                 say(ranks, f"# {outcome}")
             else:
                 steps[name] = outcome
-        kind = f"{'blocking' if given.blocking else 'asynchronous'}, {'out of place' if given.out_of_place else 'in place'}"
+        kind = (
+            f"{'blocking' if given.blocking else 'asynchronous'}, "
+            f"{'out of place' if given.out_of_place else 'in place'}"
+        )
         say(
             ranks,
             f"# gradients of {given.model}: {count} float32 tensors, {nbytes / 1e6:.1f} MB; ours: {kind}; "

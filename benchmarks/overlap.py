@@ -109,7 +109,8 @@ def measure(given: Any, ranks: Ranks) -> list[dict[str, Any]]:
         say(ranks, f"# {short_bytes(tensor.nbytes)} float32 sum in place; {where}; milliseconds, medians")
         say(
             ranks,
-            f"#{'compute':<9}{'contestant':<14}{'blocking':>10}{'compute':>10}{'both':>10}{'hidden %':>10}{'p25':>8}{'p75':>8}",
+            f"#{'compute':<9}{'contestant':<14}{'blocking':>10}{'compute':>10}{'both':>10}{'hidden %':>10}{'p25':>8}"
+            f"{'p75':>8}",
         )
         records = [overlap(kind, contestant, given, ranks) for contestant in contestants for kind in given.compute]
         records.append(beside_python(tensor, given, ranks))
@@ -247,7 +248,8 @@ def beside_python(tensor: np.ndarray, given: Any, ranks: Ranks) -> dict[str, Any
     say(ranks, "# from submission until done, the main thread:")
     say(
         ranks,
-        f"#{'in synchronize':>16}{'sleeping':>12}{'in Python':>12}{'p25':>10}{'p75':>10}{'x sleeping':>12}{'p25':>8}{'p75':>8}",
+        f"#{'in synchronize':>16}{'sleeping':>12}{'in Python':>12}{'p25':>10}{'p75':>10}{'x sleeping':>12}{'p25':>8}"
+        f"{'p75':>8}",
     )
     say(
         ranks,

@@ -22,7 +22,10 @@ from benchmarks.session import say, session
 
 ITEM = 4
 """Bytes of an element."""
-_LINE = "communication: {tensors} tensors, {bytes} bytes, {ranks} ranks: {median:.6f} ms a step, quartiles {p25:.6f} and {p75:.6f}"
+_LINE = (
+    "communication: {tensors} tensors, {bytes} bytes, {ranks} ranks: {median:.6f} ms a step, quartiles {p25:.6f} "
+    "and {p75:.6f}"
+)
 _READ = re.compile(r"^communication: .* ranks: ([\d.]+) ms a step", re.MULTILINE)
 
 

@@ -129,7 +129,10 @@ def fit(points: Sequence[Point], divided: bool) -> Fit | str:
     if all(point.step is None for point in points):
         return "it is not known how many items a step has: give --total, or --batch"
     if not any(point.communications for point in points):
-        return "C(W) was not measured: say with --gradient-bytes or --gradient-model what a step all-reduces, for more than one rank"
+        return (
+            "C(W) was not measured: say with --gradient-bytes or --gradient-model what a step all-reduces, for "
+            "more than one rank"
+        )
     known = [
         point
         for point in points

@@ -19,7 +19,8 @@ from benchmarks.scaling_plan import MODES, SWEEP, Case, Work, cases
 from benchmarks.scaling_throughput import KNOWN, TAKE, Pattern, user_pattern
 
 _EPILOG = """\
-placeholders in the command: {ranks}; {batch} or {per_rank}, the items of a step of one rank; {total}, those of all ranks; {value}
+placeholders in the command: {ranks}; {batch} or {per_rank}, the items of a step of one rank; {total}, those of all
+ranks; {value}
 """
 _PATTERN = (
     "finds the throughput: its first group, or (?P<rate>...); or (?P<seconds>...), (?P<milliseconds>...), "

@@ -84,15 +84,18 @@ def text(study: Study, runs: int) -> str:
         f"# {_against(study)}",
         f"# C: the gradients' all-reduce, measured by itself; model: {study.formula}; error: (step - model) / step",
         f"#{'value' if sweeps else '':>{width if sweeps else 0}}{'ranks':>6}{'items/step':>12}{study.unit + '/s':>14}"
-        f"{'min':>11}{'max':>11}{'step ms':>11}{'speed-up':>10}{'efficiency':>12}{'C ms':>10}{'model ms':>11}{'error':>8}",
+        f"{'min':>11}{'max':>11}{'step ms':>11}{'speed-up':>10}{'efficiency':>12}{'C ms':>10}{'model ms':>11}"
+        f"{'error':>8}",
     ]
     for point in study.points:
         found, modelled, step = compare(point, study.points), study.modelled(point), point.step
         error = "-" if modelled is None or step is None else f"{(step - modelled) / step:+.1%}"
         name = f"{point.value:>{width}}" if sweeps else ""
         lines.append(
-            f" {name}{point.ranks:>6}{_count(point.work):>12}{point.rate:>14,.1f}{min(point.rates):>11,.1f}{max(point.rates):>11,.1f}"
-            f"{_milliseconds(step):>11}{found.speedup:>10.2f}{_percent(found.efficiency):>12}{_milliseconds(point.communication):>10}"
+            f" {name}{point.ranks:>6}{_count(point.work):>12}{point.rate:>14,.1f}{min(point.rates):>11,.1f}"
+            f"{max(point.rates):>11,.1f}"
+            f"{_milliseconds(step):>11}{found.speedup:>10.2f}{_percent(found.efficiency):>12}"
+            f"{_milliseconds(point.communication):>10}"
             f"{_milliseconds(modelled):>11}{error:>8}" + (" *" if point.oversubscribed else "")
         )
     if any(point.oversubscribed for point in study.points):
@@ -129,7 +132,8 @@ def _predictions(study: Study) -> list[str]:
     ]
     for found in study.predictions:
         lines.append(
-            f"#{found.ranks:>6}{'':>12}{found.rate:>14,.1f}{'':>22}{found.step * 1e3:>11.3f}{found.speedup:>10.2f}{found.efficiency:>12.1%}"
+            f"#{found.ranks:>6}{'':>12}{found.rate:>14,.1f}{'':>22}{found.step * 1e3:>11.3f}{found.speedup:>10.2f}"
+            f"{found.efficiency:>12.1%}"
             f"{found.communication * 1e3:>10.3f}  predicted"
         )
     return lines
@@ -139,7 +143,10 @@ def _against(study: Study) -> str:
     """What speed-up and efficiency refer to."""
     if study.mode != SWEEP:
         first = min(point.ranks for point in study.points)
-        return f"speed-up: throughput / that of {first} rank{'s' if first > 1 else ''}; efficiency: speed-up x {first} / ranks"
+        return (
+            f"speed-up: throughput / that of {first} rank{'s' if first > 1 else ''}; efficiency: speed-up x "
+            f"{first} / ranks"
+        )
     if any(point.value == other.value and point is not other for point in study.points for other in study.points):
         return "speed-up: throughput / that of the value's fewest ranks; efficiency: speed-up x fewest / ranks"
     return "speed-up: throughput / that of the first value; efficiency: 1 - C / step"

@@ -3,7 +3,7 @@
 Inside ``tf.function``, the tensors of a model are summed over the ranks. The contestants take turns call by call:
 
     collectives    collectives.tensorflow.grouped_allreduce, inside tf.function
-    engine         the same tensors as NumPy arrays in collectives.grouped_allreduce: what is left when TensorFlow is taken away
+    engine         the same tensors as NumPy arrays in collectives.grouped_allreduce: without TensorFlow
     function       the same tf.function with tf.identity in place of the all-reduce: what is left when we are taken away
     strategy       tf.distribute.MultiWorkerMirroredStrategy, rings over gRPC, inside tf.function
     memcpy         one copy of as many bytes on every rank: the least that an all-reduce moves

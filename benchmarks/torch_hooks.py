@@ -1,14 +1,17 @@
-"""What the distributed optimizer's Python costs in a backward pass: ``collectivesrun -np 2 python -m
-benchmarks.torch_hooks``.
+"""What the distributed optimizer's Python costs in a backward pass.
+
+    collectivesrun -np 2 python -m benchmarks.torch_hooks
 
 torch calls a hook for a parameter whose gradient is there. Rank 0 makes its backward pass while the others wait at a
 barrier, so that what can be submitted is submitted and nothing can travel: what is measured is the caller's Python, and
 not the communication. Then the others follow.
 
-    call       a clock around each call of a hook, less what the clock itself shows; also of those that complete a bucket and submit it
+    call       a clock around each call of a hook, less what the clock itself shows; also of those that fill a bucket
+               and submit it
     parameter  all calls of a backward pass together, divided by the parameters: tiny ones share one hook
-    backward   the backward pass with hooks, less that of a copy of the model without, divided by the parameters: also torch's way into
-               Python, and what the engine's thread takes from the caller while it offers the buckets to the others
+    backward   the backward pass with hooks, less that of a copy of the model without, divided by the parameters: also
+               torch's way into Python, and what the engine's thread takes from the caller while it offers the buckets
+               to the others
 """
 
 from __future__ import annotations
@@ -84,7 +87,10 @@ def measure(given: Any, ranks: Ranks) -> list[dict[str, Any]]:
         f"# microseconds per parameter on rank 0, {given.steps} steps, nothing travels; wanted: a median of at most "
         f"{TARGET:g}",
     )
-    heads = f"{'calls':>7}{'call':>10}{'p25':>8}{'p75':>8}{'parameter':>12}{'p25':>8}{'p75':>8}{'backward':>12}{'p25':>8}{'p75':>8}"
+    heads = (
+        f"{'calls':>7}{'call':>10}{'p25':>8}{'p75':>8}{'parameter':>12}{'p25':>8}{'p75':>8}{'backward':>12}"
+        f"{'p25':>8}{'p75':>8}"
+    )
     say(ranks, f"#{'':<10}{heads}")
     records: list[dict[str, Any]] = []
     if ranks.size == 1:

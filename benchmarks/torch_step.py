@@ -9,7 +9,8 @@ same input, and take turns step by step:
     ddp                 torch's DistributedDataParallel over gloo, with its default buckets
     ddp-view            the same with gradient_as_bucket_view=True
     ddp-hook            DistributedDataParallel with our communication hook
-    memcpy              one copy of as many bytes as all gradients have, on every rank: no step, but the least that an all-reduce moves
+    memcpy              one copy of as many bytes as all gradients have, on every rank: no step, but the least that an
+                        all-reduce moves
 
 What a contestant adds in a round is its step's time minus that of ``alone`` in the same round.
 """

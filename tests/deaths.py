@@ -1,6 +1,6 @@
 """Kill a rank in every way, at every place, and look at what becomes of the job.
 
-    python -m tests.deaths                          # 208 injections: every way at every place, twice, over both MPIs and launchers
+    python -m tests.deaths                          # 208: every way at every place, twice, both MPIs and launchers
     python -m tests.deaths --count 40 --seed 7      # fewer, others
     python -m tests.deaths --part 2/5               # the second fifth of them
     python -m tests.deaths --where synchronize --how SIGKILL --mpi mpich
@@ -130,7 +130,8 @@ while True:
         time.sleep(0.001)
         hvd.barrier()
     elif where == "synchronize":
-        handles = [hvd.allreduce_async_(large, op=hvd.Average, name="large"), hvd.allreduce_async_(small, op=hvd.Average, name="small")]
+        tensors = {"large": large, "small": small}
+        handles = [hvd.allreduce_async_(tensor, op=hvd.Average, name=name) for name, tensor in tensors.items()]
         if rank != victim:
             time.sleep(0.02)
         for handle in handles:

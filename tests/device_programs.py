@@ -1,6 +1,6 @@
 """Random programs of collectives on host and device tensors, as `tests.programs`, on emulated devices; oracle: NumPy.
 
-    python -m tests.device_programs 0 1000        the programs of seeds 0 to 999; stops a seed that hangs, with all stacks
+    python -m tests.device_programs 0 1000        the programs of seeds 0 to 999; stops one that hangs, with all stacks
 
 What is added to a program of `tests.programs`: each tensor lies on the host or on the rank's device, where it is made,
 passed, fetched and read on streams of the rank's own choice. After a result has been ordered behind a stream, that
@@ -284,7 +284,10 @@ def run(
     except (RankFailedError, KeyboardInterrupt):
         raise  # not this rank's fault
     except BaseException as error:
-        text = f"seed {program.seed}, size {program.size}, rank {world.rank}, at {run_.doing}: {type(error).__name__}: {error}"
+        text = (
+            f"seed {program.seed}, size {program.size}, rank {world.rank}, at {run_.doing}: "
+            f"{type(error).__name__}: {error}"
+        )
         raise AssertionError(text) from error
 
 

@@ -479,7 +479,10 @@ def run(world: World, program: Program, sets: Mapping[tuple[int, ...], World | N
     except (RankFailedError, KeyboardInterrupt):
         raise  # not this rank's fault
     except BaseException as error:
-        text = f"seed {program.seed}, size {program.size}, rank {world.rank}, at {run_.doing}: {type(error).__name__}: {error}"
+        text = (
+            f"seed {program.seed}, size {program.size}, rank {world.rank}, at {run_.doing}: "
+            f"{type(error).__name__}: {error}"
+        )
         raise AssertionError(text) from error
 
 

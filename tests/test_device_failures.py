@@ -130,7 +130,9 @@ assert hvd.allreduce(np.ones(3), op=hvd.Sum)[0] == size
 
 for asynchronous in (False, True):
     def allreduce(tensor, **forced):
-        return hvd.synchronize(hvd.allreduce_async_(tensor, **forced)) if asynchronous else hvd.allreduce_(tensor, **forced)
+        if asynchronous:
+            return hvd.synchronize(hvd.allreduce_async_(tensor, **forced))
+        return hvd.allreduce_(tensor, **forced)
 
     mine = full(rank)
     refused(hvd.TransportError, "NCCL is not emulated among processes", lambda: allreduce(mine, transport="nccl"))

@@ -37,6 +37,9 @@ def test_exit_codes_are_compared(mpi: str) -> None:
 
 
 def test_a_process_left_behind_is_found_and_ended() -> None:
-    leave = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], start_new_session=True)"
+    leave = (
+        "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], "
+        "start_new_session=True)"
+    )
     with pytest.raises(AssertionError, match=r"left behind: .*time\.sleep"):
         run_command([sys.executable, "-c", leave], timeout=20)

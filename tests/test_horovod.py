@@ -61,12 +61,14 @@ def train(steps):
         torch.nn.functional.mse_loss(model(data), data.sum(1, keepdim=True)).backward()
         optimizer.step()
     moved = any(not torch.equal(*pair) for pair in zip(start, model.parameters()))
-    seen = hvd.allgather(torch.cat([parameter.detach().flatten() for parameter in model.parameters()])[None], name="weights")
+    weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    seen = hvd.allgather(weights[None], name="weights")
     total = synchronize(allreduce_async_(torch.ones(2), name="ones", op=Sum))
     embedding = torch.ones(1, requires_grad=True)
     hvd.allgather(embedding).sum().backward()
     assert embedding.grad.item() == 1.0
-    return moved, bool((seen == seen[0]).all()), hvd.allreduce(torch.tensor(float(hvd.rank())), name="mean").item(), total.tolist()
+    mean = hvd.allreduce(torch.tensor(float(hvd.rank())), name="mean").item()
+    return moved, bool((seen == seen[0]).all()), mean, total.tolist()
 """
 RESUMING = """
 import os
@@ -87,7 +89,8 @@ def train(checkpoint_format, epochs):
     else:
         model = keras.Sequential([keras.layers.Dense(16, activation='relu'), keras.layers.Dense(1)])
         opt = keras.optimizers.SGD(learning_rate=initial_lr, momentum=0.9)
-        model.compile(loss='mse', optimizer=hvd.DistributedOptimizer(opt, compression=hvd.Compression.fp16), metrics=['mae'])
+        opt = hvd.DistributedOptimizer(opt, compression=hvd.Compression.fp16)
+        model.compile(loss='mse', optimizer=opt, metrics=['mae'])
     callbacks = [
         hvd.callbacks.BroadcastGlobalVariablesCallback(0),
         hvd.callbacks.MetricAverageCallback(),

@@ -24,7 +24,8 @@ if hvd.size() > 1 and task == "hang":
     time.sleep(1000)
 total = hvd.allreduce(batch, op=hvd.Sum)
 if hvd.rank() == 0:
-    print(f"Total img/sec on {hvd.size()} CPU(s): {10 * total * hvd.size():.1f} +-0.1" if task != "mumble" else "quick enough")
+    report = f"Total img/sec on {hvd.size()} CPU(s): {10 * total * hvd.size():.1f} +-0.1"
+    print(report if task != "mumble" else "quick enough")
 """
 """Claims 10 batches a second on each of its ranks, and so a perfect scaling that no machine disturbs, twice over if
 work is fixed."""

@@ -66,7 +66,8 @@ if __name__ == "__main__":
         found = train(batches)
         assert torch.equal(found, expected), (found, expected)
         assert torch.equal(hvd.broadcast(found, 0), found)
-        assert len(multiprocessing.active_children()) == (WORKERS if persistent else 0), multiprocessing.active_children()
+        children = multiprocessing.active_children()
+        assert len(children) == (WORKERS if persistent else 0), children
     print("trained")  # and the persistent workers are there when the program ends
 """
 
@@ -85,7 +86,8 @@ hvd.init()
 rank, size = hvd.rank(), hvd.size()
 pooled = hvd.allreduce(torch.ones(1 << 19))
 for round in range(15):
-    handles = [hvd.allreduce_async_(torch.full((20000,), float(rank)), op=hvd.Sum, name=f"large {i}") for i in range(30)]
+    tensors = [torch.full((20000,), float(rank)) for _ in range(30)]
+    handles = [hvd.allreduce_async_(tensor, op=hvd.Sum, name=f"large {i}") for i, tensor in enumerate(tensors)]
     gathered = []
     for step, (x, y) in enumerate(loader("fork", result=pooled)):
         gathered.append(hvd.allgather_async(x, name=f"batch {step}"))

@@ -120,7 +120,10 @@ def test_other_models_on_other_ranks_are_an_error(hvd_keras: Any) -> None:
     model = keras.Sequential(
         [keras.Input((5,)), keras.layers.Dense(3), keras.layers.Dense(3, use_bias=hvd.rank() == 0)]
     )
-    text = r"variable 3 is not the same on every rank: float32 of shape \(3,\) on rank 0; absent on ranks? 1.*Nothing was changed"
+    text = (
+        r"variable 3 is not the same on every rank: float32 of shape \(3,\) on rank 0; absent on ranks? "
+        r"1.*Nothing was changed"
+    )
     with pytest.raises(MismatchError, match=text):
         together(hvd, model, keras.optimizers.SGD(0.1), callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
 

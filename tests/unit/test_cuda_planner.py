@@ -57,7 +57,7 @@ def planner(facts: DeviceFacts, hosts: Any = ONE, transport: str = "auto") -> De
         (MEASURED, ONE, "allreduce", 4097, True, ("direct", "cuda-ipc")),
         (MEASURED, ONE, "broadcast", 4096, True, ("direct", "cuda-ipc")),
     ],
-)  # fmt: skip
+)
 def test_what_is_chosen(
     facts: DeviceFacts, hosts: Any, collective: str, nbytes: int, native: bool, wanted: tuple[str, str]
 ) -> None:
@@ -91,28 +91,102 @@ def test_what_is_forced(facts: DeviceFacts, hosts: Any, forced: dict[str, str], 
 @pytest.mark.parametrize(
     ("facts", "hosts", "collective", "native", "forced", "error", "text"),
     [
-        (BOTH, ONE, "allreduce", True, {"algorithm": "fastest"}, InvalidArgumentError, "allreduce of GPU tensors has "
-                                                                                       "ring, direct"),
+        (
+            BOTH,
+            ONE,
+            "allreduce",
+            True,
+            {"algorithm": "fastest"},
+            InvalidArgumentError,
+            "allreduce of GPU tensors has ring, direct",
+        ),
         (BOTH, ONE, "allreduce", True, {"algorithm": "recursive-doubling"}, InvalidArgumentError, "GPU tensors has"),
         (BOTH, ONE, "allreduce", True, {"algorithm": "one-shot"}, InvalidArgumentError, "GPU tensors has"),
-        (BOTH, ONE, "alltoall", False, {"algorithm": "native"}, InvalidArgumentError, "alltoall of GPU tensors has "
-                                                                                      "direct$"),
-        (BOTH, ONE, "allreduce", True, {"transport": "pigeon"}, InvalidArgumentError, "expected one of auto, "
-                                                                                      "cuda-ipc, nccl, host"),
+        (
+            BOTH,
+            ONE,
+            "alltoall",
+            False,
+            {"algorithm": "native"},
+            InvalidArgumentError,
+            "alltoall of GPU tensors has direct$",
+        ),
+        (
+            BOTH,
+            ONE,
+            "allreduce",
+            True,
+            {"transport": "pigeon"},
+            InvalidArgumentError,
+            "expected one of auto, cuda-ipc, nccl, host",
+        ),
         (IPC, ONE, "allreduce", True, {"transport": "nccl"}, TransportError, "transport='nccl': NCCL is missing"),
         (IPC, ONE, "allreduce", True, {"algorithm": "native"}, TransportError, "algorithm='native': NCCL is missing"),
-        (NCCL, ONE, "allreduce", True, {"transport": "cuda-ipc"}, TransportError, "transport='cuda-ipc': IPC is "
-                                                                                  "refused"),
-        (BOTH, ONE, "allreduce", False, {"algorithm": "native"}, InvalidArgumentError, "no such collective for these "
-                                                                                       "elements"),
-        (BOTH, ONE, "allreduce", True, {"algorithm": "native", "transport": "cuda-ipc"}, InvalidArgumentError, "is not the transport"),
-        (BOTH, ONE, "allgather", True, {"algorithm": "native", "transport": "host"}, InvalidArgumentError, "is not the transport"),
-        (BOTH, TWO, "allreduce", True, {"algorithm": "hierarchical", "transport": "nccl"}, InvalidArgumentError, "works with transport"),
-        (BOTH, TWO, "allreduce", True, {"algorithm": "ring", "transport": "cuda-ipc"}, TransportError, "use 'hierarchical', "),
-        (BOTH, TWO, "broadcast", True, {"transport": "cuda-ipc"}, TransportError, "stays on one host; use 'nccl' or "
-                                                                                  "'host'"),
+        (
+            NCCL,
+            ONE,
+            "allreduce",
+            True,
+            {"transport": "cuda-ipc"},
+            TransportError,
+            "transport='cuda-ipc': IPC is refused",
+        ),
+        (
+            BOTH,
+            ONE,
+            "allreduce",
+            False,
+            {"algorithm": "native"},
+            InvalidArgumentError,
+            "no such collective for these elements",
+        ),
+        (
+            BOTH,
+            ONE,
+            "allreduce",
+            True,
+            {"algorithm": "native", "transport": "cuda-ipc"},
+            InvalidArgumentError,
+            "is not the transport",
+        ),
+        (
+            BOTH,
+            ONE,
+            "allgather",
+            True,
+            {"algorithm": "native", "transport": "host"},
+            InvalidArgumentError,
+            "is not the transport",
+        ),
+        (
+            BOTH,
+            TWO,
+            "allreduce",
+            True,
+            {"algorithm": "hierarchical", "transport": "nccl"},
+            InvalidArgumentError,
+            "works with transport",
+        ),
+        (
+            BOTH,
+            TWO,
+            "allreduce",
+            True,
+            {"algorithm": "ring", "transport": "cuda-ipc"},
+            TransportError,
+            "use 'hierarchical', ",
+        ),
+        (
+            BOTH,
+            TWO,
+            "broadcast",
+            True,
+            {"transport": "cuda-ipc"},
+            TransportError,
+            "stays on one host; use 'nccl' or 'host'",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_is_refused(
     facts: DeviceFacts,
     hosts: Any,

@@ -19,7 +19,10 @@ from collectives.device import diagnosis, libcuda
 from collectives.launch import report
 from tests.fake_cupy import FakeCupy, build_library
 
-BROKEN = "================================\nFailed to import CuPy.\n\nOriginal error:\n  ImportError: numpy is too old\n======="
+BROKEN = (
+    "================================\nFailed to import CuPy.\n\nOriginal error:\n  ImportError: numpy is too "
+    "old\n======="
+)
 
 
 class Machine:

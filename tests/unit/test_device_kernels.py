@@ -275,8 +275,12 @@ template <class Half> __device__ void convert(unsigned short *halves, float *wid
         if (narrow) halves[i] = Half::narrow(wides[i]);
         else wides[i] = Half::widen(halves[i]);
 }
-extern "C" __global__ void float16(unsigned short *h, float *w, long long n, int narrow) { convert<Float16>(h, w, n, narrow); }
-extern "C" __global__ void bfloat16(unsigned short *h, float *w, long long n, int narrow) { convert<BFloat16>(h, w, n, narrow); }
+extern "C" __global__ void float16(unsigned short *h, float *w, long long n, int narrow) {
+    convert<Float16>(h, w, n, narrow);
+}
+extern "C" __global__ void bfloat16(unsigned short *h, float *w, long long n, int narrow) {
+    convert<BFloat16>(h, w, n, narrow);
+}
 """
 
 

@@ -92,7 +92,10 @@ def test_ctrl_c_is_a_failure() -> None:
 def test_the_wait_for_the_others_is_bounded_and_over_at_once_when_they_have_left() -> None:
     assert ended("alone = lambda: False\nsys.exit(3)", 3).stdout.splitlines()[-1] == "ABORT 3"
     program = "asked = []\ndef alone():\n    asked.append(1)\n    return len(asked) == 3\nimport atexit\n"
-    program += "def abort_now(code):\n    print(len(asked), flush=True)\n    os._exit(code)\nhooks._abort = abort_now\nsys.exit(3)"
+    program += (
+        "def abort_now(code):\n    print(len(asked), flush=True)\n    os._exit(code)\nhooks._abort = "
+        "abort_now\nsys.exit(3)"
+    )
     assert ended(program, 3).stdout.splitlines()[-1] == "3"
 
 
@@ -127,9 +130,15 @@ def test_output_that_was_buffered_is_not_lost() -> None:
 
 
 def test_hooks_chain_and_are_taken_out_again() -> None:
-    program = "assert (sys.excepthook, sys.exit) != before\nhooks.remove()\nhooks.remove()\nassert (sys.excepthook, sys.exit) == before\n"
+    program = (
+        "assert (sys.excepthook, sys.exit) != before\nhooks.remove()\nhooks.remove()\nassert (sys.excepthook, "
+        "sys.exit) == before\n"
+    )
     assert ended(program + "sys.exit(3)", 3).stdout == ""
-    inner = "outer = sys.excepthook\nsys.excepthook = lambda *a: (print('MINE'), outer(*a))\nhooks.remove()\nraise ValueError('x')"
+    inner = (
+        "outer = sys.excepthook\nsys.excepthook = lambda *a: (print('MINE'), outer(*a))\nhooks.remove()\nraise "
+        "ValueError('x')"
+    )
     shown = ended(inner, 1)
     assert shown.stdout == "MINE\n" and "ValueError: x" in shown.stderr
 
@@ -170,5 +179,8 @@ def test_a_forked_child_touches_nothing(end: str, code: int, removed: bool) -> N
 
 
 def test_multiprocessing_children_work_and_touch_nothing() -> None:
-    program = "import multiprocessing\nwith multiprocessing.get_context('fork').Pool(2) as pool: print(pool.map(abs, [-1, 2]))"
+    program = (
+        "import multiprocessing\nwith multiprocessing.get_context('fork').Pool(2) as pool: print(pool.map(abs, "
+        "[-1, 2]))"
+    )
     assert ended(program, 0).stdout.splitlines() == ["[1, 2]", "LEAVE"]

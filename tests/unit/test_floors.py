@@ -148,7 +148,8 @@ from collectives.world import World
 
 def of_a_rank(world):
     tensor = numpy.ones(1000, numpy.float32)
-    world.allreduce(tensor), world.allreduce_(tensor), world.allgather(tensor), world.broadcast(tensor, 0), world.alltoall(tensor)
+    world.allreduce(tensor), world.allreduce_(tensor), world.allgather(tensor), world.broadcast(tensor, 0)
+    world.alltoall(tensor)
     world.grouped_allreduce([tensor, tensor]), world.reducescatter(tensor), world.barrier()
 
 run(2, of_a_rank, make_world=World)

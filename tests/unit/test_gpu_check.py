@@ -43,7 +43,8 @@ signal.pause()
 
 PUBLISH = """
 from benchmarks.gpu.figures import Figure, publish
-publish([Figure("speed", 90.0, "%", least=85), Figure("time", 70.0, "us", most=60), Figure("size", 1.0, "B")], more=[1, 2])
+figures = [Figure("speed", 90.0, "%", least=85), Figure("time", 70.0, "us", most=60), Figure("size", 1.0, "B")]
+publish(figures, more=[1, 2])
 print("the last line")
 """
 
@@ -198,7 +199,10 @@ def _start_hanging_run(folder: Path, text: str = HANG) -> subprocess.Popen[bytes
 def test_what_hangs_says_where(tmp_path: Path) -> None:
     """The ranks of a part whose time is up write their stacks, which the launcher's processes pass on; its last words
     are those before."""
-    child = "import threading\ndef waits_for_ever(): threading.Event().wait()\nprint('about to wait', flush=True); waits_for_ever()"
+    child = (
+        "import threading\ndef waits_for_ever(): threading.Event().wait()\nprint('about to wait', flush=True); "
+        "waits_for_ever()"
+    )
     text = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
     outcome = run_part(program("hanging", text, "collectives/launch/rank.py", "1"), 3, tmp_path)
     assert outcome.status == TIMED_OUT and "about to wait" in outcome.detail, outcome

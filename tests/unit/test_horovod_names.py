@@ -164,12 +164,16 @@ def test_what_programs_import_for_torch_is_there_and_is_ours() -> None:
     program = f"""import importlib, pickle, horovod.torch, collectives.torch
 from operator import attrgetter
 missing = []
-for module, name in {listed_of_torch() + [(module, name) for module, names in IN_USE_OF_TORCH.items() for name in names]}:
+for module, name in {
+        listed_of_torch() + [(module, name) for module, names in IN_USE_OF_TORCH.items() for name in names]
+    }:
     try: attrgetter(name)(importlib.import_module(module))
     except (ImportError, AttributeError): missing.append(f"{{module}}.{{name}}")
-public = [name for name in collectives.torch.__all__ if getattr(horovod.torch, name) is not getattr(collectives.torch, name)]
+ours = collectives.torch
+public = [name for name in ours.__all__ if getattr(horovod.torch, name) is not getattr(ours, name)]
 again = pickle.loads(pickle.dumps(horovod.torch.mpi_ops.allreduce)) is collectives.torch.allreduce
-found = [horovod.torch.mpi_ops.synchronize is collectives.torch.synchronize, horovod.torch.mpi_ops._basics.is_initialized()]
+mpi_ops = horovod.torch.mpi_ops
+found = [mpi_ops.synchronize is ours.synchronize, mpi_ops._basics.is_initialized()]
 print(json.dumps([missing, public, again, importlib.reload(horovod.torch) is horovod.torch, found]))"""
     assert len(listed_of_torch()) > 60
     # Under Horovod's names a process set of the ranks of another is refused.

@@ -14,7 +14,7 @@ import collectives.jax as hvd
 
 class Descent:
     init = staticmethod(lambda params: ())
-    update = staticmethod(lambda gradients, state, params=None: (jax.tree.map(lambda each: -0.01 * each, gradients), state))
+    update = staticmethod(lambda found, state, params=None: (jax.tree.map(lambda each: -0.01 * each, found), state))
 
 
 def main():

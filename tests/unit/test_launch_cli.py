@@ -109,16 +109,18 @@ def test_options_may_be_abbreviated(argument: str, full: str) -> None:
 
 
 def test_every_option_of_horovodrun_is_known() -> None:
-    flags = """-v --version -np --num-proc -cb --check-build --disable-cache --start-timeout --network-interfaces --network-interface
-        --output-filename --verbose --config-file -p --ssh-port -i --ssh-identity-file --fusion-threshold-mb --cycle-time-ms
-        --cache-capacity --hierarchical-allreduce --no-hierarchical-allreduce --hierarchical-allgather --no-hierarchical-allgather
-        --torus-allreduce --no-torus-allreduce --autotune --no-autotune --autotune-log-file --autotune-warmup-samples
-        --autotune-steps-per-sample --autotune-bayes-opt-max-samples --autotune-gaussian-process-noise --min-np --min-num-proc --max-np
+    flags = """-v --version -np --num-proc -cb --check-build --disable-cache --start-timeout --network-interfaces
+        --network-interface --output-filename --verbose --config-file -p --ssh-port -i --ssh-identity-file
+        --fusion-threshold-mb --cycle-time-ms --cache-capacity --hierarchical-allreduce --no-hierarchical-allreduce
+        --hierarchical-allgather --no-hierarchical-allgather --torus-allreduce --no-torus-allreduce --autotune
+        --no-autotune --autotune-log-file --autotune-warmup-samples --autotune-steps-per-sample
+        --autotune-bayes-opt-max-samples --autotune-gaussian-process-noise --min-np --min-num-proc --max-np
         --max-num-proc --slots-per-host --elastic-timeout --reset-limit --blacklist-cooldown-range --timeline-filename
-        --timeline-mark-cycles --no-timeline-mark-cycles --no-stall-check --stall-check --stall-check-warning-time-seconds
-        --stall-check-shutdown-time-seconds --mpi-threads-disable --no-mpi-threads-disable --mpi-args --tcp --binding-args
-        --num-nccl-streams --thread-affinity --gloo-timeout-seconds --log-level --log-with-timestamp --log-without-timestamp
-        -prefix-timestamp --prefix-output-with-timestamp --log-hide-timestamp --no-log-hide-timestamp -H --hosts -hostfile --hostfile
+        --timeline-mark-cycles --no-timeline-mark-cycles --no-stall-check --stall-check
+        --stall-check-warning-time-seconds --stall-check-shutdown-time-seconds --mpi-threads-disable
+        --no-mpi-threads-disable --mpi-args --tcp --binding-args --num-nccl-streams --thread-affinity
+        --gloo-timeout-seconds --log-level --log-with-timestamp --log-without-timestamp -prefix-timestamp
+        --prefix-output-with-timestamp --log-hide-timestamp --no-log-hide-timestamp -H --hosts -hostfile --hostfile
         --host-discovery-script --gloo --mpi --jsrun"""
     known = {flag for action in cli._parser()._actions for flag in action.option_strings}
     assert set(flags.split()) <= known | set(options.REFUSED)

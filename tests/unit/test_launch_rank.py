@@ -147,7 +147,10 @@ while True:
 
 
 def test_signals_reach_the_rank() -> None:
-    program = "import signal, sys\nsignal.signal(signal.SIGUSR1, lambda *a: sys.exit(6))\nprint('ready', flush=True)\nsignal.pause()"
+    program = (
+        "import signal, sys\nsignal.signal(signal.SIGUSR1, lambda *a: sys.exit(6))\nprint('ready', "
+        "flush=True)\nsignal.pause()"
+    )
     process = start(program)
     assert process.stderr is not None and process.stderr.readline() == b"\x103oready\x10n\n"
     process.send_signal(signal.SIGUSR1)
@@ -174,7 +177,10 @@ TOLD = {"RANK": "3", "SIZE": "8", "LOCAL_RANK": "1"}
     ],
 )
 def test_a_rank_is_told_its_place_in_horovods_words(placement: str, told: dict[str, str]) -> None:
-    program = "import json, os; print(json.dumps({name[8:]: text for name, text in os.environ.items() if name.startswith('HOROVOD_')}))"
+    program = (
+        "import json, os; print(json.dumps({name[8:]: text for name, text in os.environ.items() if "
+        "name.startswith('HOROVOD_')}))"
+    )
     found = json.loads(ended(program, placement=placement)[1]["o"])
     assert found == ({"HOSTNAME": os.uname().nodename, **told} if told else {})
 
@@ -183,7 +189,10 @@ def test_a_rank_is_told_its_place_in_horovods_words(placement: str, told: dict[s
     ("terminal", "out", "err"), [("", False, False), ("30 70 2", False, True), ("30 70 1 2", True, True)]
 )
 def test_a_rank_has_a_terminal_where_the_launcher_has(terminal: str, out: bool, err: bool) -> None:
-    program = "import os, sys; print(sys.stdout.isatty(), sys.stderr.isatty(), sys.stderr.isatty() and tuple(os.get_terminal_size(2)))"
+    program = (
+        "import os, sys; print(sys.stdout.isatty(), sys.stderr.isatty(), sys.stderr.isatty() and "
+        "tuple(os.get_terminal_size(2)))"
+    )
     code, found = ended(program, terminal=terminal)
     assert code == 0 and found["o"] == f"{out} {err} {(70, 30) if err else False}\n"
 

@@ -48,7 +48,10 @@ def test_the_root_logger_is_left_alone(level: str) -> None:
 
 def shown(setup: str) -> list[str]:
     """What a program shows on stderr that logs an item of information and a warning."""
-    program = f"import logging\nfrom collectives.base import logging as logs\n{setup}\nlogs.logger.info('one')\nlogs.logger.warning('two')"
+    program = (
+        f"import logging\nfrom collectives.base import logging as logs\n{setup}\nlogs.logger.info('one')\n"
+        f"logs.logger.warning('two')"
+    )
     return subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
     ).stderr.splitlines()

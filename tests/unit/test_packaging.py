@@ -91,7 +91,10 @@ def test_halves_work_without_numkong_and_that_they_are_slow_is_said_once() -> No
 
 
 def test_what_needs_no_half_says_nothing_of_numkong() -> None:
-    program = 'import sys\nsys.modules["numkong"] = None\nimport numpy, collectives as hvd\nhvd.init()\nhvd.allreduce(numpy.ones(9))'
+    program = (
+        'import sys\nsys.modules["numkong"] = None\nimport numpy, collectives as hvd\nhvd.init()\n'
+        "hvd.allreduce(numpy.ones(9))"
+    )
     shown = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True, cwd=ROOT
     )

@@ -1,0 +1,118 @@
+"""The keywords that collectives share, each with its type and its default, said once.
+
+A function takes them as ``**options: Unpack[ReduceOptions]`` and hands them on as they are, so that only those that the
+caller has given are carried. `complete` adds the defaults where a request is made; `spelled_out` shows every keyword in
+the function's signature.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, TypedDict, TypeVar
+
+from collectives.base.reduce_op import Op
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+_PACKAGE = str(Path(__file__).parents[1])
+
+
+class ProcessSetLike(Protocol):
+    """A `collectives.ProcessSet`, as lower floors see it."""
+
+    def included(self) -> bool: ...
+
+    def size(self) -> int: ...
+
+
+class CallOptions(TypedDict, total=False):
+    """Keywords of every collective."""
+
+    name: str | None
+    process_set: ProcessSetLike | int | None
+    algorithm: str | None
+    transport: str | None
+    stream: Any
+
+
+class ScaleOptions(CallOptions, total=False):
+    """Keywords of a reduction whose operation is an argument of its own."""
+
+    prescale_factor: float
+    postscale_factor: float
+
+
+class ReduceOptions(ScaleOptions, total=False):
+    """Keywords of an all-reduce."""
+
+    op: Op | None
+    compression: Any
+
+
+class Options(NamedTuple):
+    """All keywords of one call. The defaults stand here, and the order in which signatures show them."""
+
+    op: Op | None = None
+    name: str | None = None
+    prescale_factor: float = 1.0
+    postscale_factor: float = 1.0
+    compression: Any = None
+    process_set: ProcessSetLike | int | None = None
+    algorithm: str | None = None
+    transport: str | None = None
+    stream: Any = None
+
+
+def complete(options: Mapping[str, Any], accepted: type[Any]) -> Options:
+    """Add the defaults of the keywords that the caller has left out.
+
+    Args:
+        options: the keywords of a call on one world; ``process_set``, which names the world, is none of them.
+        accepted: `CallOptions` or a subclass.
+
+    Raises:
+        TypeError: the function has no such keyword; names the function of this package that the program called.
+    """
+    unknown = [keyword for keyword in options if keyword == "process_set" or keyword not in accepted.__optional_keys__]
+    if unknown:
+        raise TypeError(f"{_called_function()}() got an unexpected keyword argument {unknown[0]!r}")
+    return Options(**options)
+
+
+def spelled_out(accepted: type[Any], **defaults: Any) -> Callable[[Function], Function]:
+    """Show each keyword of ``**options`` in a function's signature, for `inspect.signature` and `help`.
+
+    Args:
+        accepted: `CallOptions` or a subclass: the type of the function's ``**options``.
+        defaults: to show in place of those of `Options`, where the function's own are others.
+    """
+    types = accepted.__annotations__
+    keywords = [
+        inspect.Parameter(
+            keyword,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=defaults.get(keyword, default),
+            annotation=getattr(types[keyword], "__forward_arg__", types[keyword]),
+        )
+        for keyword, default in Options._field_defaults.items()
+        if keyword in types
+    ]
+
+    def decorate(function: Function) -> Function:
+        signature = inspect.signature(function)
+        own = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
+        function.__signature__ = signature.replace(parameters=[*own, *keywords])  # type: ignore[attr-defined]
+        return function
+
+    return decorate
+
+
+def _called_function() -> str:
+    """The name of the outermost function of this package among the callers: the one that the program called."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_back.f_code.co_filename.startswith(_PACKAGE):
+        frame = frame.f_back
+    return frame.f_code.co_name

@@ -1,0 +1,49 @@
+"""The keywords that collectives share: signatures show them all, and only known ones are taken."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+
+from collectives.base.options import CallOptions, Options, ReduceOptions, ScaleOptions, complete, spelled_out
+
+
+@spelled_out(ReduceOptions)
+def reduce(tensor: Any, average: bool | None = None, **options: Any) -> Options:
+    return complete(options, ReduceOptions)
+
+
+@spelled_out(CallOptions, process_set="all")
+def gather(tensor: Any, **options: Any) -> Options:
+    return complete(options, CallOptions)
+
+
+def test_a_signature_shows_every_keyword_with_its_type_and_default() -> None:
+    shown = inspect.signature(reduce).parameters
+    assert list(shown) == ["tensor", "average", *Options._fields]
+    assert shown["op"].annotation == "Op | None" and shown["op"].kind is inspect.Parameter.KEYWORD_ONLY
+    assert shown["prescale_factor"].default == 1.0 and shown["stream"].default is None
+
+
+def test_a_signature_shows_the_defaults_of_the_function() -> None:
+    shown = inspect.signature(gather).parameters
+    assert list(shown) == ["tensor", "name", "process_set", "algorithm", "transport", "stream"]
+    assert shown["process_set"].default == "all" and shown["name"].default is None
+
+
+def test_every_keyword_has_a_type_and_a_default() -> None:
+    assert set(ReduceOptions.__annotations__) == set(Options._fields)
+    assert set(CallOptions.__annotations__) < set(ScaleOptions.__annotations__) < set(ReduceOptions.__annotations__)
+
+
+def test_keywords_are_completed_by_their_defaults() -> None:
+    assert reduce(1) == Options()
+    assert gather(1, name="x", algorithm="ring") == Options(name="x", algorithm="ring")
+
+
+@pytest.mark.parametrize("keyword", ["op", "compression", "prescale_factor", "ring", "process_set"])
+def test_an_unknown_keyword_is_refused(keyword: str) -> None:
+    with pytest.raises(TypeError, match=rf"\(\) got an unexpected keyword argument '{keyword}'"):
+        gather(1, **{keyword: None})

@@ -21,11 +21,11 @@ from __future__ import annotations
 import os
 import platform
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from collectives.base.errors import CollectiveTimeoutError, RankFailedError
+from collectives.base.errors import RankFailedError
+from collectives.transport import backoff
 
 ALIVE, LEFT, FAILED = 0, 1, 2
 
@@ -34,9 +34,6 @@ _TEXT_BYTES = 16 << 10
 CALL_MASK = 0xFFFF
 """A token is a signature of 47 bits shifted by 16, and the call's number under this mask: never 0, the state of a fresh
 page."""
-_YIELDS = 200
-_NAP, _LONGEST_NAP = 20e-6, 1e-3
-_LOOK_AT_PROCESSES = 0.1
 _DEATH_SHOWS_WITHIN = 1.0
 
 _lock = threading.Lock()
@@ -71,7 +68,7 @@ class Board:
         rank: this rank in the group.
         timeout: seconds that a wait may last while the peers are alive.
         spins: how often to look before the core is yielded; few where ranks outnumber cores.
-        pause: gives other ranks a chance to run; yields the core by default.
+        pause: gives other ranks and threads a chance to run.
         processes: whether ranks are processes, whose death shows in the process table.
     """
 
@@ -82,7 +79,7 @@ class Board:
         *,
         timeout: float,
         spins: int,
-        pause: Callable[[], object] | None = None,
+        pause: Callable[[], object] = backoff.yield_core,
         processes: bool = True,
     ) -> None:
         self.rank = rank
@@ -99,10 +96,7 @@ class Board:
         self._mine = self._words[rank]
         self._timeout = timeout
         self._spins = spins
-        # Gives the core away, as sched_yield does where there is one: it may be the one that the peer needs.
-        self._pause: Callable[[], object] = (
-            pause if pause is not None else getattr(os, "sched_yield", lambda: time.sleep(0))
-        )
+        self._pause = pause
         self._processes = processes
         self._mine[_PID] = os.getpid()
         self._slots = (_WORDS, _WORDS + max_words(self.size))
@@ -252,43 +246,32 @@ class Board:
             gone: whether the process is known to have ended, although the process table may list it until its parent
                 has looked.
         """
-        end = time.monotonic() + _DEATH_SHOWS_WITHIN
-        while True:
-            self.check(peer)
-            if gone:
-                raise RankFailedError(
-                    f"rank {self.names[self.rank]}: rank {self.names[peer]} has failed (it died without a word)"
-                )
-            if time.monotonic() > end:
-                return
-            time.sleep(_LONGEST_NAP)  # for another process to end or to speak
+        self.check(peer)
+        if gone:
+            raise RankFailedError(
+                f"rank {self.names[self.rank]}: rank {self.names[peer]} has failed (it died without a word)"
+            )
+        backoff.poll(lambda: self.check(peer), _DEATH_SHOWS_WITHIN)
 
     def _died(self, peer: int) -> bool:
         return self._processes and not _process_lives(self._words[peer][_PID])
 
     def _wait_long(self, peer: int, arrived: Callable[[], bool]) -> None:
-        for _ in range(_YIELDS):
-            if arrived():
-                return
-            self._pause()
-        begun = looked = time.monotonic()
-        nap = _NAP
-        while not arrived():
-            now = time.monotonic()
-            deep = now - looked > _LOOK_AT_PROCESSES
-            if deep:
-                looked = now
+        def check(deep: bool) -> None:
             self.check(peer, arrived, processes=deep)
             if self.also_check is not None:
                 self.also_check()
-            if now - begun > self._timeout:
-                raise CollectiveTimeoutError(
-                    f"rank {self.names[self.rank]}: waited {self._timeout:g} s for rank {self.names[peer]}, which is "
-                    f"alive but "
-                    f"did not come; see what it is doing, or raise COLLECTIVES_TIMEOUT"
-                )
-            time.sleep(nap)
-            nap = min(nap * 1.2, _LONGEST_NAP)
+
+        backoff.wait(
+            arrived,
+            check,
+            self._timeout,
+            lambda: (
+                f"rank {self.names[self.rank]}: waited {self._timeout:g} s for rank {self.names[peer]}, which is alive "
+                f"but did not come; see what it is doing, or raise COLLECTIVES_TIMEOUT"
+            ),
+            pause=self._pause,
+        )
 
 
 def _word_bytes(size: int) -> int:

@@ -7,20 +7,19 @@ exception does not leave its peers inside a call of MPI.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from collectives.base.errors import CollectiveTimeoutError, TransportError
+from collectives.base.errors import TransportError
+from collectives.transport import backoff
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-_SPINS, _YIELDS = 200, 200
-_NAP, _LONGEST_NAP = 20e-6, 1e-3
-_LAZY_NAP = 0.1
+_SPINS = 200
+_FIRST_NAP, _LONGEST_NAP = 20e-6, 0.1
 _FAILURE_SHOWS_WITHIN = 1.0
 """Seconds that the death of a peer may take to show after MPI has reported an error because of it."""
 _THREAD_NAME = "collectives rank: MPI call"
@@ -100,28 +99,19 @@ class Patience:
         for _ in range(_SPINS):
             if done():
                 return
-        for _ in range(_YIELDS):
-            os.sched_yield()
-            if done():
-                return
-        begun = time.monotonic()
-        nap = _NAP
-        while not done():
-            self.check()
-            if time.monotonic() - begun > self._timeout:
-                raise CollectiveTimeoutError(
-                    f"rank {self._rank}: waited {self._timeout:g} s for {what}; see what the other ranks are doing, "
-                    f"or raise COLLECTIVES_TIMEOUT"
-                )
-            time.sleep(nap)
-            nap = min(nap * 1.2, _LONGEST_NAP)
+        backoff.wait(
+            done,
+            lambda deep: self.check(),
+            self._timeout,
+            lambda: (
+                f"rank {self._rank}: waited {self._timeout:g} s for {what}; see what the other ranks are doing, "
+                f"or raise COLLECTIVES_TIMEOUT"
+            ),
+        )
 
     def _explain(self, error: BaseException, what: str) -> None:
         """Raise what an error of MPI comes from: a rank that is gone, or MPI itself."""
-        end = time.monotonic() + _FAILURE_SHOWS_WITHIN
-        while time.monotonic() < end:
-            self.check()
-            time.sleep(_LONGEST_NAP)
+        backoff.poll(self.check, _FAILURE_SHOWS_WITHIN)
         raise TransportError(f"rank {self._rank}: MPI failed while this rank waited for {what}: {error}") from error
 
 
@@ -137,7 +127,7 @@ def barrier_then(barrier: Callable[[], MPI.Request], function: Callable[[], Any]
     begun = time.monotonic()
     while not request.Test():
         # A rank that has not come yet; nobody rings. One that never comes costs ever less.
-        time.sleep(min(max(_NAP, (time.monotonic() - begun) / 50), _LAZY_NAP))
+        time.sleep(min(max(_FIRST_NAP, (time.monotonic() - begun) / 50), _LONGEST_NAP))
     return function()
 
 

@@ -7,13 +7,13 @@ call) comes at any time, and is read by whoever waits for anything.
 from __future__ import annotations
 
 import pickle
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from collectives.base.errors import RankFailedError
+from collectives.transport import backoff
 from collectives.transport.bounded_mpi import Patience
 
 if TYPE_CHECKING:
@@ -141,12 +141,7 @@ class Channel:
 
         What nobody has read would be read on a later communicator, if MPI gave that the number of this one.
         """
-        end = time.monotonic() + _SAY_GOODBYE_WITHIN
-        while not self._all_said_goodbye():
-            if time.monotonic() > end:
-                return False
-            time.sleep(1e-3)  # notices come as messages, which can only be looked for
-        return True
+        return backoff.poll(self._all_said_goodbye, _SAY_GOODBYE_WITHIN)
 
     def _all_said_goodbye(self) -> bool:
         self.read_notices()

@@ -8,14 +8,13 @@ order of their numbers, one behind the other, which is why they cannot wait for 
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from typing import Protocol
 
-from collectives.base.errors import CollectiveTimeoutError
+from collectives.transport import backoff
 
 _NAP = 50e-6
-_LOOK_EVERY = 0.1
+"""Seconds: what is waited for is an event of the GPU, of which nobody tells this thread."""
 
 
 class Holder(Protocol):
@@ -50,20 +49,21 @@ class Turn:
         Raises:
             CollectiveTimeoutError: another world's work did not end in time.
         """
-        looked = begun = time.monotonic()
-        while True:
-            with self._lock:
-                if self._holder is None or self._holder is holder or not self._holder.busy():
-                    self._holder = holder
-                    return
-            now = time.monotonic()
-            if now - looked > _LOOK_EVERY:
-                looked = now
-                check()
-            if now - begun > timeout:
-                raise CollectiveTimeoutError(
-                    f"rank {rank}: another process set's NCCL operation did not end within {timeout:g} s: is one of "
-                    f"its ranks missing? "
-                    f"A larger COLLECTIVES_TIMEOUT waits longer"
-                )
-            time.sleep(_NAP)  # for an event of the GPU, of which nobody tells this thread
+        backoff.wait(
+            lambda: self._taken(holder),
+            lambda deep: check() if deep else None,
+            timeout,
+            lambda: (
+                f"rank {rank}: another process set's NCCL operation did not end within {timeout:g} s: is one of its "
+                f"ranks missing? A larger COLLECTIVES_TIMEOUT waits longer"
+            ),
+            yields=0,
+            longest=_NAP,
+        )
+
+    def _taken(self, holder: Holder) -> bool:
+        with self._lock:
+            if self._holder is None or self._holder is holder or not self._holder.busy():
+                self._holder = holder
+                return True
+            return False

@@ -9,7 +9,6 @@ by whoever initialised it.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
@@ -21,7 +20,7 @@ from collectives.base import dtypes
 from collectives.base.config import Config
 from collectives.base.errors import InvalidTypeError, MismatchError, RankFailedError, TransportError
 from collectives.base.reduce_op import Op
-from collectives.transport import shared_memory
+from collectives.transport import backoff, shared_memory
 from collectives.transport.base import Array
 from collectives.transport.board import CALL_MASK, FAILED, LEFT, Board
 from collectives.transport.bounded_mpi import Patience, barrier_then, forget
@@ -310,7 +309,7 @@ class MpiControl:
         return [peer for peer in range(self.size) if peer != self.rank and self._channel.here.get(peer, 0) < self._call]
 
     def relax(self) -> None:
-        os.sched_yield()
+        backoff.yield_core()
 
     def words_of(self, peer: int) -> Sequence[int]:
         words: list[int] = self._words[peer].tolist()

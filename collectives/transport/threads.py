@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from collectives.base.errors import CollectiveTimeoutError, InvalidArgumentError, RankFailedError, in_words
+from collectives.transport import backoff
 from collectives.transport.base import WINDOW_BYTES, Array, Blocks
 from collectives.transport.board import Board, board_bytes
 from collectives.transport.group import BoardControl, Group
@@ -177,14 +178,13 @@ class ThreadMessages:
         self._sends.clear()
 
     def _until(self, peer: int | None, done: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + self._timeout
-        while not done():
-            time.sleep(0)
-            self._board.check(peer, done)
-            if time.monotonic() > deadline:
-                raise CollectiveTimeoutError(
-                    f"rank {self._rank}: waited {self._timeout:g} s for a message from or to rank {peer}"
-                )
+        backoff.wait(
+            done,
+            lambda deep: self._board.check(peer, done),
+            self._timeout,
+            lambda: f"rank {self._rank}: waited {self._timeout:g} s for a message from or to another rank",
+            pause=_let_others_run,
+        )
 
 
 def run(
@@ -267,4 +267,8 @@ def _pages(size: int) -> list[memoryview]:
 def _board(pages: Sequence[memoryview | None], rank: int, timeout: float) -> Board:
     # A thread that spins holds the interpreter lock and keeps out the very peer that it waits for: look once, then
     # yield.
-    return Board(pages, rank, timeout=timeout, spins=1, pause=lambda: time.sleep(0), processes=False)
+    return Board(pages, rank, timeout=timeout, spins=1, pause=_let_others_run, processes=False)
+
+
+def _let_others_run() -> None:
+    time.sleep(0)  # gives the interpreter lock away

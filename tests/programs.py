@@ -3,11 +3,10 @@
 Every rank draws the same program and takes its own part from it. A program is a list of epochs:
 
 - `Epoch`: segments, one after the other. In a segment a rank first submits its asynchronous operations, the named ones
-in an
-  order of its own, the unnamed ones of each set in everybody's order; between them it polls, and synchronizes what
-  every rank has submitted by then. A segment may end with a blocking operation, at the same place on all its ranks. A
-  *late* operation is submitted one segment later by one rank, so that it is certainly in flight when another rank tries
-  to submit it twice.
+  in an order of its own, the unnamed ones of each set in everybody's order; between them it polls, and synchronizes
+  what every rank has submitted by then. A segment may end with a blocking operation, at the same place on all its
+  ranks. A *late* operation is submitted one segment later by one rank, so that it is certainly in flight when another
+  rank tries to submit it twice.
 - `JoinPhase`: ranks run out of data one after another and join; the others go on.
 
 Nothing can wait in a circle, because nothing is synchronized before the place where all ranks have submitted it.

@@ -81,10 +81,9 @@ class Mutation:
         """Whether the mutant does the same as the original. There are two such ways, both with one's own value:
 
         * a receive from oneself and a copy both put the own value, from before the round, where it was (but only a copy
-        marks the
-          root of a broadcast);
+          marks the root of a broadcast);
         * a receive from oneself that is the first step on its chunk, in a round that goes on to reduce into it, may be
-        left out.
+          left out.
         """
         step, own = self.step, self.step.peer == self.rank
         alike = (Kind.COPY, Kind.RECEIVE)

@@ -19,13 +19,13 @@ from collectives.base.errors import CollectivesError, InvalidTypeError, Mismatch
 from collectives.base.reduce_op import Op
 from collectives.engine.engine import Engine
 from collectives.engine.handles import Handle
-from collectives.engine.request_cache import Entries
-from collectives.engine.requests import Door, store, wrap
+from collectives.engine.request_cache import RequestCache
+from collectives.engine.requests import HandleFactory, store, wrap
 from collectives.tensors import arrays, consistency
 from collectives.tensors.result_pool import ResultPool
 
 if TYPE_CHECKING:
-    from collectives.cuda.side import DeviceSide
+    from collectives.cuda.backend import DeviceBackend
 
 Tensor = TypeVar("Tensor")
 
@@ -36,11 +36,11 @@ class Operations:
     rank: int
     size: int
     ranks: tuple[int, ...]
-    _door: Door
+    _door: HandleFactory
     _engine: Engine
-    _entries: Entries
+    _entries: RequestCache
     _pool: ResultPool
-    _use_devices: Callable[[], DeviceSide]
+    _use_devices: Callable[[], DeviceBackend]
 
     def memory(self, count: int, dtype: Any) -> Any:
         """Memory for results that an adapter passes as ``out``: 1-D, uninitialised, aligned to 64 bytes, used again
@@ -65,7 +65,7 @@ class Operations:
         stream: Any = None,
         out: Any = None,
     ) -> Tensor:
-        """See `collectives.allreduce`; ``out`` is an adapter's memory for the result, as `Door.allreduce` says."""
+        """See `collectives.allreduce`; ``out`` is an adapter's memory for the result, see `HandleFactory.allreduce`."""
         if compression is not None or op is Op.ADASUM or arrays.on_device(tensor, stream):
             return self._wait(
                 name,
@@ -226,7 +226,7 @@ class Operations:
     def grouped_allreduce(
         self, tensors: Sequence[Tensor], average: bool | None = None, **keywords: Any
     ) -> list[Tensor]:
-        """See `collectives.grouped_allreduce`; ``out`` and ``parts`` are sequences of what `Door.allreduce` says, for
+        """See `collectives.grouped_allreduce`; ``out`` and ``parts`` are sequences as in `HandleFactory.allreduce`, for
         adapters."""
         return self._group_of_allreduces(tensors, average, False, **keywords).wait()
 

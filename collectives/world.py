@@ -36,8 +36,8 @@ from collectives.engine.context import Context, Statistics
 from collectives.engine.engine import Engine
 from collectives.engine.handles import Handle
 from collectives.engine.overlaps import InFlight
-from collectives.engine.request_cache import Entries, Native
-from collectives.engine.requests import Door
+from collectives.engine.request_cache import NativeTransport, RequestCache
+from collectives.engine.requests import HandleFactory
 from collectives.operations import Operations
 from collectives.plan.builder import Plans
 from collectives.plan.executor import Executor
@@ -49,7 +49,7 @@ from collectives.tuning.online import Tuning
 from collectives.tuning.search import Settings
 
 if TYPE_CHECKING:
-    from collectives.cuda.side import DeviceSide
+    from collectives.cuda.backend import DeviceBackend
 
 _LEAVE_WITHIN = 2.0
 _SETTLE_WITHIN = 30.0
@@ -100,12 +100,12 @@ class World(Operations):
         )
         executor = Executor(group)
         plans = Plans(placement, executor)
-        native = group.messages if isinstance(group.messages, Native) else None
-        self._entries = Entries(placement, self.planner, plans, native)
+        native = group.messages if isinstance(group.messages, NativeTransport) else None
+        self._entries = RequestCache(placement, self.planner, plans, native)
         self._context = Context(group, executor, self._entries, plans, self.planner, self._pool)
-        self._devices: DeviceSide | None = None
+        self._devices: DeviceBackend | None = None
         self._opening = threading.Lock()
-        self._door = Door(self.rank, self.size, self._entries, self._pool, self._use_devices)
+        self._door = HandleFactory(self.rank, self.size, self._entries, self._pool, self._use_devices)
         self._in_flight = InFlight() if in_flight is None else in_flight
         """Of this rank: its process sets share it, since they may be given the same memory."""
         self._engine = Engine(
@@ -123,11 +123,11 @@ class World(Operations):
         """The timeline that this world has begun, and closes; its process sets write to it too."""
         _remember(self)
 
-    def _use_devices(self) -> DeviceSide:
+    def _use_devices(self) -> DeviceBackend:
         """The side of this world that is for tensors on GPUs, which is made when the first one comes."""
         with self._opening:
             if self._devices is None:
-                side = importlib.import_module("collectives.cuda.side")
+                side = importlib.import_module("collectives.cuda.backend")
                 this = weakref.ref(self)  # the thread that watches the GPU must not keep the world alive
 
                 def failed(error: Exception) -> None:
@@ -135,7 +135,7 @@ class World(Operations):
                     if world is not None:
                         world.fail(f"work on the GPU was aborted: {in_words(world.ranks[world.rank], error)}")
 
-                self._devices = side.DeviceSide(self._context, self.config, self.local_rank, self._turn, failed)
+                self._devices = side.DeviceBackend(self._context, self.config, self.local_rank, self._turn, failed)
             return self._devices
 
     # ---- process sets

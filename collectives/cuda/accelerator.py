@@ -33,14 +33,14 @@ from collectives.cuda.completion import Completion, Events, Keeper
 from collectives.cuda.executor import DeviceExecutor
 from collectives.cuda.messages import NcclMessages, StagedMessages
 from collectives.cuda.planner import DeviceFacts, DevicePlanner
-from collectives.cuda.request_cache import Shape
+from collectives.cuda.request_cache import TensorSpec
 from collectives.cuda.transfer import Carrier, Memory
 from collectives.device import selection
 from collectives.device.kernels import Kernels
 from collectives.device.packing import Packing
 from collectives.device.protocol import Array, Device, active
 from collectives.engine.context import Context
-from collectives.engine.request_cache import Entry
+from collectives.engine.request_cache import CachedRequest
 from collectives.transport import nccl
 from collectives.transport.cuda_ipc import Card, IpcMemory
 from collectives.transport.issue_order import Turn
@@ -252,10 +252,10 @@ class Accelerator:
                 packing.close()
                 self._packings.discard(packing)
 
-    def twin(self, count: int, dtype: np.dtype[Any], op: Op) -> Entry:
+    def twin(self, count: int, dtype: np.dtype[Any], op: Op) -> CachedRequest:
         """The host's entry of an all-reduce of a packed bucket, which leaves all scaling to whoever unpacks it."""
         plain = Op.SUM if op is Op.AVERAGE and not dtypes.is_bool(dtype) else op
-        shape: Any = Shape((count,), count, dtype)
+        shape: Any = TensorSpec((count,), count, dtype)
         return self.context.entries.reducing("allreduce", shape, None, plain, None, 1.0, 1.0, None, None)
 
     def take_turn(self) -> None:

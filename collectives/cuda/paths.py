@@ -24,7 +24,7 @@ from collectives.device.kernel_sources import WAYS
 from collectives.device.kernels import Combination, Scaling
 from collectives.engine.context import Context
 from collectives.engine.handles import Handle
-from collectives.engine.request_cache import Entry
+from collectives.engine.request_cache import CachedRequest
 from collectives.engine.tasks import Combine, One
 from collectives.transport.base import Array
 
@@ -144,7 +144,7 @@ class Hosted:
         source, out: elements of input and output.
     """
 
-    def __init__(self, accelerator: Accelerator, context: Context, entry: Entry, source: int, out: int) -> None:
+    def __init__(self, accelerator: Accelerator, context: Context, entry: CachedRequest, source: int, out: int) -> None:
         self.description = "through host memory"
         self._accelerator = accelerator
         self._entry = entry
@@ -178,7 +178,7 @@ def allreduce_by(
     dtype: np.dtype[Any],
     op: Op,
     finish: Scaling | None,
-    host: Entry,
+    host: CachedRequest,
 ) -> Way:
     """How an all-reduce is carried out as the planner has chosen.
 

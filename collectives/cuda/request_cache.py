@@ -19,13 +19,13 @@ from collectives.device import kernels
 from collectives.device.kernels import Scaling
 from collectives.engine import arguments
 from collectives.engine.negotiation import Request
-from collectives.engine.request_cache import Entries, Entry
+from collectives.engine.request_cache import CachedRequest, RequestCache
 from collectives.plan.planner import Planner
 from collectives.tensors import compression
 from collectives.tensors.cuda_tensors import DeviceView
 
 
-class DeviceEntry(Entry):
+class CachedDeviceRequest(CachedRequest):
     """One request for device tensors, remembered.
 
     Attributes:
@@ -39,7 +39,7 @@ class DeviceEntry(Entry):
 
     on_device = True
 
-    def __init__(self, request: Request, planner: Planner, host: Entry, wire: np.dtype[Any]) -> None:
+    def __init__(self, request: Request, planner: Planner, host: CachedRequest, wire: np.dtype[Any]) -> None:
         super().__init__(request, planner)
         self.host = host
         self.wire = wire
@@ -51,7 +51,7 @@ class DeviceEntry(Entry):
         self.packs = False
 
 
-class Shape:
+class TensorSpec:
     """What the host's entries want to know of a tensor."""
 
     def __init__(self, shape: tuple[int, ...], size: int, dtype: np.dtype[Any]) -> None:
@@ -59,7 +59,7 @@ class Shape:
         self.array = self
 
 
-class DeviceEntries:
+class DeviceRequestCache:
     """The device entries of one world.
 
     Args:
@@ -67,11 +67,11 @@ class DeviceEntries:
         planner, entries: of its host memory.
     """
 
-    def __init__(self, size: int, planner: Planner, entries: Entries) -> None:
+    def __init__(self, size: int, planner: Planner, entries: RequestCache) -> None:
         self._size = size
         self._planner = planner
         self._entries = entries
-        self._known: dict[tuple[Any, ...], DeviceEntry] = {}
+        self._known: dict[tuple[Any, ...], CachedDeviceRequest] = {}
 
     def reducing(
         self,
@@ -85,9 +85,9 @@ class DeviceEntries:
         compressor: Any,
         algorithm: str | None,
         transport: str | None,
-    ) -> DeviceEntry:
+    ) -> CachedDeviceRequest:
         """The entry of an all-reduce or a reduce-scatter; raises as
-        `collectives.engine.request_cache.Entries.reducing`."""
+        `collectives.engine.request_cache.RequestCache.reducing`."""
         if type(prescale) is not float or type(postscale) is not float:
             prescale, postscale = (
                 arguments.factor("prescale_factor", prescale),
@@ -113,7 +113,7 @@ class DeviceEntries:
         if compressor is not None and compressor is not compression.Compression.none:
             wire = compressor.wire(view.dtype) or wire
         _check_forced(algorithm, transport)
-        shape: Any = Shape(view.shape, view.array.size, wire)
+        shape: Any = TensorSpec(view.shape, view.array.size, wire)
         host = self._entries.reducing(collective, shape, average, op, name, prescale, postscale, None, None)
         adasum = host.op is Op.ADASUM
         if adasum and (algorithm, transport) != (None, None):
@@ -127,7 +127,7 @@ class DeviceEntries:
             algorithm=algorithm,
             transport=transport,
         )
-        entry = DeviceEntry(request, self._planner, host, wire)
+        entry = CachedDeviceRequest(request, self._planner, host, wire)
         entry.dtype, entry.nbytes = view.dtype, view.nbytes
         if host.op is not None and (
             not adasum or self._size == 1
@@ -151,7 +151,7 @@ class DeviceEntries:
 
     def broadcasting(
         self, view: DeviceView, root: Any, name: str | None, algorithm: str | None, transport: str | None
-    ) -> DeviceEntry:
+    ) -> CachedDeviceRequest:
         """The entry of a broadcast; raises as above."""
         if type(root) is not int:
             root = arguments.root(root, self._size)
@@ -160,9 +160,9 @@ class DeviceEntries:
         if known is not None:
             return known
         _check_forced(algorithm, transport)
-        shape: Any = Shape(view.shape, view.array.size, view.dtype)
+        shape: Any = TensorSpec(view.shape, view.array.size, view.dtype)
         host = self._entries.broadcasting(shape, root, name, None, None)
-        entry = DeviceEntry(
+        entry = CachedDeviceRequest(
             replace(host.request, device="cuda", algorithm=algorithm, transport=transport),
             self._planner,
             host,
@@ -173,16 +173,16 @@ class DeviceEntries:
 
     def gathering(
         self, collective: str, view: DeviceView, name: str | None, algorithm: str | None, transport: str | None
-    ) -> DeviceEntry:
+    ) -> CachedDeviceRequest:
         """The entry of an allgather or an all-to-all; raises as above."""
         key = (collective, view.dtype.num, view.shape[1:], name, algorithm, transport)
         known = self._look_up(key)
         if known is not None:
             return known
         _check_forced(algorithm, transport)
-        shape: Any = Shape(view.shape, view.array.size, view.dtype)
+        shape: Any = TensorSpec(view.shape, view.array.size, view.dtype)
         host = self._entries.gathering(collective, shape, name, None, None)
-        entry = DeviceEntry(
+        entry = CachedDeviceRequest(
             replace(host.request, device="cuda", algorithm=algorithm, transport=transport),
             self._planner,
             host,
@@ -196,13 +196,13 @@ class DeviceEntries:
         self._known.clear()
         del self._entries
 
-    def _look_up(self, key: tuple[Any, ...]) -> DeviceEntry | None:
+    def _look_up(self, key: tuple[Any, ...]) -> CachedDeviceRequest | None:
         try:
             return self._known.get(key)
         except TypeError:  # an argument that cannot be hashed is wrong, and will be refused with a better message
             return None
 
-    def _remember(self, key: tuple[Any, ...], entry: DeviceEntry) -> DeviceEntry:
+    def _remember(self, key: tuple[Any, ...], entry: CachedDeviceRequest) -> CachedDeviceRequest:
         if len(self._known) >= _MOST_ENTRIES:
             self._known.clear()
         self._known[key] = entry

@@ -17,7 +17,7 @@ from collectives.base import dtypes
 from collectives.base.reduce_op import Op
 from collectives.cuda.accelerator import Accelerator
 from collectives.cuda.completion import Completion, Fence
-from collectives.cuda.request_cache import DeviceEntries, DeviceEntry
+from collectives.cuda.request_cache import CachedDeviceRequest, DeviceRequestCache
 from collectives.device.kernel_sources import WAYS
 from collectives.device.kernels import Combination, Scaling
 from collectives.device.packing import Packing
@@ -30,7 +30,7 @@ from collectives.tensors import arrays, compression, cuda_tensors, reduction, st
 from collectives.tensors.cuda_tensors import DeviceArray, DeviceView
 
 
-class DeviceDoor:
+class DeviceHandleFactory:
     """Makes the handles of one world for device tensors.
 
     Args:
@@ -39,7 +39,7 @@ class DeviceDoor:
         accelerator: of the world.
     """
 
-    def __init__(self, rank: int, size: int, entries: DeviceEntries, accelerator: Accelerator) -> None:
+    def __init__(self, rank: int, size: int, entries: DeviceRequestCache, accelerator: Accelerator) -> None:
         self._rank, self._size = rank, size
         self._entries = entries
         self._accelerator = accelerator
@@ -153,7 +153,7 @@ class DeviceDoor:
     # ---- handles
     # ------------------------------------------------------------------------------------------------------------------
 
-    def _in_place(self, entry: DeviceEntry, view: DeviceView, tensor: Any, stores: bool = True) -> Handle:
+    def _in_place(self, entry: CachedDeviceRequest, view: DeviceView, tensor: Any, stores: bool = True) -> Handle:
         def finish() -> Any:
             if stores:
                 view.store()
@@ -161,13 +161,13 @@ class DeviceDoor:
 
         return self._handle(entry, view, view.array, finish, (view, tensor), writes=stores)
 
-    def _out_of_place(self, entry: DeviceEntry, view: DeviceView, shape: tuple[int, ...]) -> Handle:
+    def _out_of_place(self, entry: CachedDeviceRequest, view: DeviceView, shape: tuple[int, ...]) -> Handle:
         with active(view.device):
             result, out = view.empty(shape)
         return self._handle(entry, view, out, lambda: view.wrap(result), (view, result))
 
     def _gathered(
-        self, entry: DeviceEntry, view: DeviceView, rows: tuple[int, ...], finish: Callable[[Any, Any], Any]
+        self, entry: CachedDeviceRequest, view: DeviceView, rows: tuple[int, ...], finish: Callable[[Any, Any], Any]
     ) -> Handle:
         def make() -> Any:
             result, received = handle.gathered
@@ -179,7 +179,7 @@ class DeviceDoor:
 
     def _handle(
         self,
-        entry: DeviceEntry,
+        entry: CachedDeviceRequest,
         view: DeviceView,
         out: DeviceArray,
         finish: Callable[[], Any],
@@ -254,7 +254,7 @@ class _Alone:
         source, out: elements of input and output.
     """
 
-    def __init__(self, accelerator: Accelerator, entry: DeviceEntry, source: int, out: int) -> None:
+    def __init__(self, accelerator: Accelerator, entry: CachedDeviceRequest, source: int, out: int) -> None:
         self._accelerator = accelerator
         self._packing: Packing | None = None
         self._steps: list[Combination] = []

@@ -24,7 +24,7 @@ from collectives.cuda.accelerator import Accelerator, ConnectError
 from collectives.cuda.calibration import calibrate
 from collectives.cuda.paths import Hosted, Native, Planned, Way, allreduce_by, bring, messages_of
 from collectives.cuda.planner import DeviceChoice
-from collectives.cuda.request_cache import DeviceEntry
+from collectives.cuda.request_cache import CachedDeviceRequest
 from collectives.cuda.transfer import Block
 from collectives.device.kernel_sources import WAYS
 from collectives.device.kernels import Combination
@@ -56,7 +56,7 @@ class DeviceTask:
 
     packs = False
 
-    def __init__(self, accelerator: Accelerator, entry: DeviceEntry) -> None:
+    def __init__(self, accelerator: Accelerator, entry: CachedDeviceRequest) -> None:
         self.entry = entry
         self.token = entry.signature
         self.accelerator = accelerator
@@ -211,7 +211,7 @@ class DeviceBucket(DeviceTask):
     _unscaled: Packing | None = None
     _way: Way | None = None
 
-    def __init__(self, accelerator: Accelerator, entries: Sequence[DeviceEntry]) -> None:
+    def __init__(self, accelerator: Accelerator, entries: Sequence[CachedDeviceRequest]) -> None:
         super().__init__(accelerator, entries[0])
         self._counts = [entry.count for entry in entries]
         self._buffer = Block(0, 0)
@@ -269,7 +269,7 @@ class DeviceRows(DeviceTask):
 
     _inner: Rows | None = None
 
-    def __init__(self, accelerator: Accelerator, entry: DeviceEntry) -> None:
+    def __init__(self, accelerator: Accelerator, entry: CachedDeviceRequest) -> None:
         super().__init__(accelerator, entry)
         self._plans: dict[tuple[int, ...], tuple[DeviceChoice, Way | None]] = {}
 

@@ -16,7 +16,7 @@ from collectives.engine.buckets import Copied, Listed, Packed
 from collectives.engine.context import Context
 from collectives.engine.handles import Handle
 from collectives.engine.negotiation import STARVING
-from collectives.engine.request_cache import Entry
+from collectives.engine.request_cache import CachedRequest
 from collectives.engine.tasks import Combine, One, Rows
 from collectives.plan.lowering import Medium
 from collectives.plan.planner import Choice
@@ -42,7 +42,7 @@ class Batch:
         chain: the list's signature.
     """
 
-    def __init__(self, context: Context, entries: Sequence[Entry], threshold: int, chain: int) -> None:
+    def __init__(self, context: Context, entries: Sequence[CachedRequest], threshold: int, chain: int) -> None:
         self._context = context
         self.entries = entries
         self.chain = chain
@@ -79,7 +79,9 @@ class Batch:
             small = tuple(number for number in members if self.entries[number].nbytes < _ALONE_FROM)
             self._split(small, _COPIED_BYTES, lambda part, chosen: Copied(context, part, chosen))
 
-    def _split(self, members: Sequence[int], limit: int, make: Callable[[Sequence[Entry], Choice], Task]) -> None:
+    def _split(
+        self, members: Sequence[int], limit: int, make: Callable[[Sequence[CachedRequest], Choice], Task]
+    ) -> None:
         """Make one task for each part of the members that has at most ``limit`` bytes."""
         part: list[int] = []
         filled = 0
@@ -93,7 +95,7 @@ class Batch:
             part.append(number)
             filled += nbytes
 
-    def _alone(self, entry: Entry) -> Task:
+    def _alone(self, entry: CachedRequest) -> Task:
         context = self._context
         if entry.request.collective in ("allgather", "alltoall"):
             return Rows(context, entry)

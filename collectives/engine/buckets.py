@@ -11,7 +11,7 @@ import numpy as np
 from collectives import fusion
 from collectives.engine.context import Context, address
 from collectives.engine.handles import Handle
-from collectives.engine.request_cache import Entry, Reduce
+from collectives.engine.request_cache import CachedRequest, Reduce
 from collectives.plan.binder import Plan
 from collectives.plan.planner import Choice
 from collectives.tensors import reduction
@@ -23,7 +23,7 @@ class Packed:
 
     packs = True
 
-    def __init__(self, context: Context, entries: Sequence[Entry], choice: Choice) -> None:
+    def __init__(self, context: Context, entries: Sequence[CachedRequest], choice: Choice) -> None:
         self._context = context
         self._entry = first = entries[0]
         self.token = first.signature
@@ -58,7 +58,7 @@ class Listed:
 
     packs = False
 
-    def __init__(self, context: Context, entries: Sequence[Entry], choice: Choice) -> None:
+    def __init__(self, context: Context, entries: Sequence[CachedRequest], choice: Choice) -> None:
         self._context = context
         self._entry = first = entries[0]
         self.token = first.signature
@@ -95,7 +95,7 @@ class Copied:
 
     packs = True
 
-    def __init__(self, context: Context, entries: Sequence[Entry], choice: Choice) -> None:
+    def __init__(self, context: Context, entries: Sequence[CachedRequest], choice: Choice) -> None:
         self._context = context
         self._entry = first = entries[0]
         self.token = first.signature

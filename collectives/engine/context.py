@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from collectives.base.errors import TransportError
-from collectives.engine.request_cache import Entries, Entry
+from collectives.engine.request_cache import CachedRequest, RequestCache
 from collectives.plan.binder import Plan
 from collectives.plan.builder import Plans
 from collectives.plan.executor import Executor
@@ -54,7 +54,7 @@ class Context:
     """What the tasks of one world share."""
 
     def __init__(
-        self, group: Group, executor: Executor, entries: Entries, plans: Plans, planner: Planner, pool: ResultPool
+        self, group: Group, executor: Executor, entries: RequestCache, plans: Plans, planner: Planner, pool: ResultPool
     ) -> None:
         self.rank, self.size = group.rank, group.size
         self.group = group
@@ -66,7 +66,7 @@ class Context:
         self.pool = pool
         self.statistics = Statistics()
         self.timeline: Timeline | None = None
-        self.device_tasks: Callable[[Sequence[Entry]], Sequence[tuple[Any, Sequence[int]]]] = _no_devices
+        self.device_tasks: Callable[[Sequence[CachedRequest]], Sequence[tuple[Any, Sequence[int]]]] = _no_devices
         """Makes the tasks of entries of device tensors that may be fused: each with the places of its entries among
         these."""
         self.release_devices: Callable[[], int] = _nothing
@@ -138,7 +138,7 @@ def _nothing() -> int:
     return 0
 
 
-def _no_devices(entries: Sequence[Entry]) -> Sequence[tuple[Any, Sequence[int]]]:
+def _no_devices(entries: Sequence[CachedRequest]) -> Sequence[tuple[Any, Sequence[int]]]:
     raise TransportError("an operation on a device tensor has come to a world that has no device")
 
 

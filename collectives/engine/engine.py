@@ -27,7 +27,7 @@ from collectives.engine.handles import Handle
 from collectives.engine.negotiation import Request
 from collectives.engine.overlaps import InFlight
 from collectives.engine.progress import quick_switches
-from collectives.engine.request_cache import Entry
+from collectives.engine.request_cache import CachedRequest
 from collectives.engine.stall import LOOK_EVERY, StallInspector
 from collectives.engine.tasks import One
 from collectives.tensors.arrays import view
@@ -87,7 +87,7 @@ class Engine(Rounds):
 
     def run(
         self,
-        entry: Entry,
+        entry: CachedRequest,
         source: Array,
         out: Array,
         deliver: Callable[[Handle], Any] | None = None,
@@ -175,7 +175,7 @@ class Engine(Rounds):
             self.wait(handle)
         return handle
 
-    def _settle_solo(self, entry: Entry) -> None:
+    def _settle_solo(self, entry: CachedRequest) -> None:
         if entry.name is None:
             self._ledger.settle(self._unnamed - 1)
         else:
@@ -537,7 +537,9 @@ class Engine(Rounds):
         self.hinder("refusal")
 
 
-def _handle(entry: Entry, source: Array, out: Array, deliver: Callable[[Handle], Any] | None, keep: Any) -> Handle:
+def _handle(
+    entry: CachedRequest, source: Array, out: Array, deliver: Callable[[Handle], Any] | None, keep: Any
+) -> Handle:
     """The handle of a blocking call that needs one after all."""
     if keep is None:
         return Handle(entry, source, out, deliver or _no_result)

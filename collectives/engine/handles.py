@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol
 from collectives.base.errors import CollectivesError
 from collectives.base.logging import logger
 from collectives.engine.overlaps import InFlight
-from collectives.engine.request_cache import Entry
+from collectives.engine.request_cache import CachedRequest
 from collectives.tensors.detection import Extent
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ class Handle(Generic[Result]):
 
     def __init__(
         self,
-        entry: Entry,
+        entry: CachedRequest,
         source: Any,
         out: Any,
         deliver: Callable[[Handle], Any],

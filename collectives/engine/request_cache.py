@@ -33,7 +33,7 @@ Reduce = Callable[[Array, Array], None]
 
 
 @runtime_checkable
-class Native(Protocol):
+class NativeTransport(Protocol):
     """A transport that has an all-reduce of its own, for tiny tensors."""
 
     def knows(self, op: Op, dtype: np.dtype[Any]) -> bool:
@@ -43,7 +43,7 @@ class Native(Protocol):
         """Reduce; an average is only summed."""
 
 
-class Entry:
+class CachedRequest:
     """One request, remembered.
 
     Attributes:
@@ -151,7 +151,7 @@ class Entry:
         self._native = made if not isinstance(made, Plan) else None
 
 
-class Entries:
+class RequestCache:
     """The entries of one world.
 
     Args:
@@ -161,12 +161,12 @@ class Entries:
         native: a transport with an all-reduce of its own, or None.
     """
 
-    def __init__(self, placement: Placement, planner: Planner, plans: Plans, native: Native | None) -> None:
+    def __init__(self, placement: Placement, planner: Planner, plans: Plans, native: NativeTransport | None) -> None:
         self._size = placement.size
         self._planner = planner
         self._plans = plans
         self._native = native
-        self._known: dict[tuple[Any, ...], Entry] = {}
+        self._known: dict[tuple[Any, ...], CachedRequest] = {}
 
     def reducing(
         self,
@@ -180,7 +180,7 @@ class Entries:
         algorithm: str | None,
         transport: str | None,
         parts: tuple[tuple[int, ...], ...] = (),
-    ) -> Entry:
+    ) -> CachedRequest:
         """The entry of an all-reduce or a reduce-scatter; ``parts`` as in `Request`.
 
         Raises:
@@ -236,7 +236,7 @@ class Entries:
             )
 
         choose()  # refuses what cannot be
-        entry = Entry(
+        entry = CachedRequest(
             Request(
                 collective,
                 name,
@@ -275,7 +275,7 @@ class Entries:
         postscale: float,
         algorithm: str | None,
         transport: str | None,
-    ) -> Entry:
+    ) -> CachedRequest:
         """The entry of an Adasum, which is made of other operations."""
         if collective != "allreduce":
             raise UnsupportedError(f"op=Adasum: {collective} has no Adasum; allreduce has")
@@ -286,7 +286,7 @@ class Entries:
         request = Request(
             "allreduce", name, dtypes.name(view.dtype), view.shape, op="adasum", prescale=prescale, postscale=postscale
         )
-        entry = Entry(request, self._planner)
+        entry = CachedRequest(request, self._planner)
         entry.finish, entry.prescale = (
             reduction.prescale(view.dtype, postscale),
             reduction.prescale(view.dtype, prescale),
@@ -296,12 +296,15 @@ class Entries:
         entry.op, entry.dtype, entry.count, entry.nbytes = Op.ADASUM, view.dtype, view.array.size, view.nbytes
         return entry
 
-    def group(self, collective: str, name: str | None, members: Sequence[Entry]) -> Entry:
+    def group(self, collective: str, name: str | None, members: Sequence[CachedRequest]) -> CachedRequest:
         """The entry of operations that are carried out together."""
         arguments.check_name(name)
         key = (collective, name, *members)
         return self._look_up(key) or self._remember(
-            key, Entry(Request(collective, name, members=tuple(member.request for member in members)), self._planner)
+            key,
+            CachedRequest(
+                Request(collective, name, members=tuple(member.request for member in members)), self._planner
+            ),
         )
 
     def plain(
@@ -311,13 +314,13 @@ class Entries:
         ranks: tuple[int, ...] | None = None,
         what: str | None = None,
         detail: str = "",
-    ) -> Entry:
+    ) -> CachedRequest:
         """The entry of an operation without a tensor; "invalid" is one whose arguments were refused."""
-        return Entry(Request(collective, name, shape=ranks, op=what, detail=detail), self._planner)
+        return CachedRequest(Request(collective, name, shape=ranks, op=what, detail=detail), self._planner)
 
     def broadcasting(
         self, view: View, root: int, name: str | None, algorithm: str | None, transport: str | None
-    ) -> Entry:
+    ) -> CachedRequest:
         """The entry of a broadcast; raises as `reducing`."""
         if type(root) is not int:
             root = arguments.root(root, self._size)
@@ -339,13 +342,13 @@ class Entries:
         moves = self._size > 1 and view.array.size > 0
         shape, dtype = view.shape, view.dtype
         make_plan = (lambda: self._plans.broadcast(shape, dtype, root, choose())) if moves else None
-        entry = Entry(request, self._planner, make_plan)
+        entry = CachedRequest(request, self._planner, make_plan)
         entry.dtype, entry.count, entry.nbytes = dtype, view.array.size, view.nbytes
         return self._remember(key, entry)
 
     def gathering(
         self, collective: str, view: View, name: str | None, algorithm: str | None, transport: str | None
-    ) -> Entry:
+    ) -> CachedRequest:
         """The entry of an allgather or an all-to-all, whose plans depend on rows that are not known yet; raises as
         `reducing`."""
         key = (collective, view.dtype.num, view.shape[1:], name, algorithm, transport)
@@ -359,11 +362,11 @@ class Entries:
         request = Request(
             collective, name, dtypes.name(view.dtype), view.shape[1:], algorithm=algorithm, transport=transport
         )
-        entry = Entry(request, self._planner)
+        entry = CachedRequest(request, self._planner)
         entry.dtype = view.dtype
         return self._remember(key, entry)
 
-    def meeting(self) -> Entry:
+    def meeting(self) -> CachedRequest:
         """The entry of a barrier."""
         return self._known.get(("barrier",)) or self._remember(("barrier",), self.plain("barrier"))
 
@@ -373,7 +376,7 @@ class Entries:
             entry.release()
         self._known.clear()
 
-    def choose_fused(self, entry: Entry, nbytes: int) -> Choice:
+    def choose_fused(self, entry: CachedRequest, nbytes: int) -> Choice:
         """The choice for a bucket of all-reduces like this one, ``nbytes`` in all."""
         request = entry.request
         assert entry.op is not None
@@ -386,18 +389,18 @@ class Entries:
             transport=request.transport,
         )
 
-    def natively(self, entry: Entry) -> Reduce:
+    def natively(self, entry: CachedRequest) -> Reduce:
         """The transport's own all-reduce of such numbers."""
         native, op = self._native, entry.op
         assert native is not None and op is not None
         return lambda source, out: native.native_allreduce(source, out, op)
 
-    def plan_for_rows(self, entry: Entry, rows: tuple[int, ...]) -> Plan | None:
+    def plan_for_rows(self, entry: CachedRequest, rows: tuple[int, ...]) -> Plan | None:
         """The plan of an allgather for every rank's rows, or of an all-to-all for the rows of every pair of ranks, by
         sender."""
         return entry.plan_for(rows, lambda: self._plan_rows(entry, rows))
 
-    def _plan_rows(self, entry: Entry, rows: Sequence[int]) -> Plan | None:
+    def _plan_rows(self, entry: CachedRequest, rows: Sequence[int]) -> Plan | None:
         request = entry.request
         row = math.prod(request.shape or ())
         sizes: list[int] = [count * row for count in rows]
@@ -410,13 +413,13 @@ class Entries:
         )
         return (self._plans.allgather if gathers else self._plans.alltoall)(sizes, entry.dtype, choice)
 
-    def _look_up(self, key: tuple[Any, ...]) -> Entry | None:
+    def _look_up(self, key: tuple[Any, ...]) -> CachedRequest | None:
         try:
             return self._known.get(key)
         except TypeError:  # an argument that cannot be hashed is wrong, and will be refused with a better message
             return None
 
-    def _remember(self, key: tuple[Any, ...], entry: Entry) -> Entry:
+    def _remember(self, key: tuple[Any, ...], entry: CachedRequest) -> CachedRequest:
         if len(self._known) >= _MOST_ENTRIES:
             for old in list(itertools.islice(self._known, _MOST_ENTRIES // 2)):
                 self._known.pop(old, None)

@@ -17,7 +17,7 @@ from collectives.base.reduce_op import Op
 from collectives.engine import arguments, overlaps
 from collectives.engine.handles import Handle
 from collectives.engine.negotiation import Request
-from collectives.engine.request_cache import Entries, Entry
+from collectives.engine.request_cache import CachedRequest, RequestCache
 from collectives.schedules import partition
 from collectives.tensors import arrays, compression, reduction
 from collectives.tensors.arrays import View
@@ -82,7 +82,7 @@ class DeviceRequests(Protocol):
     def alone(self, handle: Handle) -> None: ...
 
 
-class Door:
+class HandleFactory:
     """Makes the handles of one world.
 
     Args:
@@ -93,7 +93,7 @@ class Door:
     """
 
     def __init__(
-        self, rank: int, size: int, entries: Entries, pool: ResultPool, devices: Callable[[], DeviceRequests]
+        self, rank: int, size: int, entries: RequestCache, pool: ResultPool, devices: Callable[[], DeviceRequests]
     ) -> None:
         self._rank, self._size = rank, size
         self._devices = devices
@@ -358,7 +358,7 @@ class Door:
         """Complete an operation without anybody else."""
         for member in handle.members:
             self.alone(member)
-        entry: Entry = handle.entry
+        entry: CachedRequest = handle.entry
         if entry.on_device:
             self._devices().alone(handle)
         elif entry.request.collective in ("allgather", "alltoall"):
@@ -374,7 +374,7 @@ class Door:
             handle.result, handle.done = together(handle), True
         return handle
 
-    def copy(self, entry: Entry, source: Array, out: Array) -> None:
+    def copy(self, entry: CachedRequest, source: Array, out: Array) -> None:
         """What one rank makes of a tensor."""
         with reduction.quiet():
             if entry.prescale is not None:

@@ -20,7 +20,7 @@ from collectives.base.reduce_op import Op
 from collectives.engine import adasum
 from collectives.engine.context import Context, address
 from collectives.engine.handles import Handle
-from collectives.engine.request_cache import Entry
+from collectives.engine.request_cache import CachedRequest
 from collectives.plan.binder import Plan
 from collectives.schedules import partition
 from collectives.tensors import arrays, compression
@@ -33,7 +33,7 @@ class One:
 
     packs = False
 
-    def __init__(self, context: Context, entry: Entry) -> None:
+    def __init__(self, context: Context, entry: CachedRequest) -> None:
         self._context = context
         self.entry = entry
         self.token = entry.signature
@@ -95,7 +95,7 @@ class Rows:
 
     packs = False
 
-    def __init__(self, context: Context, entry: Entry) -> None:
+    def __init__(self, context: Context, entry: CachedRequest) -> None:
         self._context = context
         self.entry = entry
         self.token = entry.signature
@@ -138,7 +138,7 @@ class Combine:
 
     packs = False
 
-    def __init__(self, context: Context, entry: Entry) -> None:
+    def __init__(self, context: Context, entry: CachedRequest) -> None:
         self._context = context
         self.entry = entry
         self.token = entry.signature
@@ -195,7 +195,7 @@ class Combine:
         state.input = state.output = _EMPTY
 
 
-def _carry_out(context: Context, entry: Entry, source: Array, out: Array) -> None:
+def _carry_out(context: Context, entry: CachedRequest, source: Array, out: Array) -> None:
     """Agree on and run an operation that is part of another: all ranks are here, and know what comes."""
     one = One(context, entry)
     words = one.prepare(source, out)

@@ -9,8 +9,8 @@ from typing import Any
 from collectives.base.config import Config
 from collectives.base.reduce_op import Op
 from collectives.cuda.accelerator import Accelerator
-from collectives.cuda.request_cache import DeviceEntries
-from collectives.cuda.requests import DeviceDoor
+from collectives.cuda.request_cache import DeviceRequestCache
+from collectives.cuda.requests import DeviceHandleFactory
 from collectives.cuda.tasks import DeviceBucket, DeviceOne, DeviceRows, DeviceTask
 from collectives.engine.context import Context
 from collectives.transport.issue_order import Turn
@@ -20,7 +20,7 @@ _ALONE_FROM = 16 << 20
 takes longer than an operation of its own costs."""
 
 
-class DeviceSide(DeviceDoor):
+class DeviceBackend(DeviceHandleFactory):
     """The door for device tensors, and what is behind it.
 
     Args:
@@ -35,7 +35,10 @@ class DeviceSide(DeviceDoor):
     ) -> None:
         self.accelerator = Accelerator(context, config, local_rank, turn, on_failure)
         super().__init__(
-            context.rank, context.size, DeviceEntries(context.size, context.planner, context.entries), self.accelerator
+            context.rank,
+            context.size,
+            DeviceRequestCache(context.size, context.planner, context.entries),
+            self.accelerator,
         )
         context.device_tasks = self._tasks
         context.release_devices = self.release

@@ -1,5 +1,5 @@
-// CUDA C++ kernels compiled by g++: what they use of the language, and a loop over the grid. One thread after the other runs to its
-// end, so that kernels must not wait for one another's threads (shared memory, barriers, warps).
+// CUDA C++ kernels compiled by g++: the parts of the language that they use, and a loop over the grid. Threads run to
+// completion one after another, so kernels must not wait for each other's threads (shared memory, barriers, warps).
 #pragma once
 
 #include <cstddef>
@@ -19,7 +19,8 @@ struct HostDim3 {
 static thread_local HostDim3 threadIdx, blockIdx, blockDim, gridDim;
 
 template <class... Arguments, std::size_t... Numbers>
-static void run_grid(void (*kernel)(Arguments...), int blocks, int rows, int threads, void **parameters, std::index_sequence<Numbers...>) {
+static void run_grid(void (*kernel)(Arguments...), int blocks, int rows, int threads, void **parameters,
+                     std::index_sequence<Numbers...>) {
     gridDim = {unsigned(blocks), unsigned(rows), 1};
     blockDim = {unsigned(threads), 1, 1};
     for (blockIdx.y = 0; blockIdx.y < gridDim.y; ++blockIdx.y)

@@ -110,7 +110,6 @@ class EmulatedDevice:
         _current.identity, _current.mode = previous
 
     # ---- memory
-    # ------------------------------------------------------------------------------------------------------------------
 
     def allocate(self, nbytes: int, *, shared: bool = False) -> int:
         self._check_current()
@@ -163,7 +162,6 @@ class EmulatedDevice:
         return self.empty_array(shape, dtype, stream)
 
     # ---- streams and events
-    # -------------------------------------------------------------------------------------------------------
 
     def create_stream(self) -> int:
         self._check_current()
@@ -221,7 +219,6 @@ class EmulatedDevice:
         self._event(event).synchronize(self._health)
 
     # ---- sharing with other processes of the host
-    # -----------------------------------------------------------------------------------
 
     def export_memory(self, base: int) -> bytes:
         self._check_sharing()
@@ -258,7 +255,6 @@ class EmulatedDevice:
         self._peers.add(peer)
 
     # ---- kernels
-    # ------------------------------------------------------------------------------------------------------------------
 
     def function(self, source: str, name: str) -> int:
         from tests import host_kernels  # here: only what launches kernels needs a compiler
@@ -298,7 +294,6 @@ class EmulatedDevice:
         self._stream(stream).submit(run)
 
     # ---- graphs
-    # ------------------------------------------------------------------------------------------------------------------
 
     def begin_capture(self, stream: int) -> None:
         self.capture(stream, THREAD_LOCAL)
@@ -326,7 +321,6 @@ class EmulatedDevice:
         del self.graphs[graph]
 
     # ---- what tests need beside a device's own methods
-    # --------------------------------------------------------------------------------
 
     @contextmanager
     def use_stream(self, stream: int) -> Iterator[int]:
@@ -416,7 +410,6 @@ class EmulatedDevice:
         self.violations += SPACE.free_all(self)
 
     # ---- private
-    # ------------------------------------------------------------------------------------------------------------------
 
     def _check_current(self) -> None:
         if getattr(_current, "identity", None) != self.identity and not getattr(self._local, "warned", False):

@@ -114,7 +114,6 @@ class Space:
         """What was freed here and may be mapped elsewhere, with its files."""
 
     # ---- making and freeing
-    # -------------------------------------------------------------------------------------------------------
 
     def allocate(self, nbytes: int, owner: object, *, again: bool = False) -> Piece:
         """New memory full of garbage; ``again``: where some of that size was freed before, if there was any."""
@@ -191,7 +190,6 @@ class Space:
             return [text for piece in mine if (text := self.free(piece))]
 
     # ---- other processes
-    # ------------------------------------------------------------------------------------------------------------
 
     def export(self, base: int) -> bytes:
         piece = self.find(base)
@@ -235,7 +233,6 @@ class Space:
                 self.free(piece)
 
     # ---- looking up
-    # ------------------------------------------------------------------------------------------------------------------
 
     def find(self, address: int) -> Piece | None:
         """What an address belongs to, or belonged to when it was freed."""

@@ -121,7 +121,6 @@ class Accelerator:
         return self._device
 
     # ---- the device
-    # ----------------------------------------------------------------------------------------------------------------
 
     def use(self, device: Device | None) -> Device:
         """Use this device from now on; None: whichever is this rank's.
@@ -168,7 +167,6 @@ class Accelerator:
         return active(self.device)
 
     # ---- between the caller's stream and ours
-    # ----------------------------------------------------------------------------------------
 
     def mark(self, stream: int) -> Completion:
         """All that the caller's stream has been given so far."""
@@ -276,7 +274,6 @@ class Accelerator:
         return self._issuing or (self._last is not None and not self._last.passed())
 
     # ---- connecting
-    # ------------------------------------------------------------------------------------------------------------------
 
     def connect(self) -> None:
         """Meet the other ranks with their devices; all ranks are in the same operation. Does nothing the second

@@ -55,7 +55,6 @@ class Device(Protocol):
         """Restore what was before `activate`: the calling thread's current device, and how captures restrict it."""
 
     # ---- memory
-    # ----------------------------------------------------------------------------------------------------------------
 
     def allocate(self, nbytes: int, *, shared: bool = False) -> int:
         """Memory outside of any pool: aligned to 256 bytes, contents undefined; ``shared``: that can be exported.
@@ -89,7 +88,6 @@ class Device(Protocol):
         ``__cuda_array_interface__``."""
 
     # ---- streams and events
-    # ------------------------------------------------------------------------------------------------------
 
     def create_stream(self) -> int:
         """A stream of high priority that does not wait for the default stream."""
@@ -125,7 +123,6 @@ class Device(Protocol):
         """Block until it is; other threads may run meanwhile."""
 
     # ---- sharing with other processes of the host
-    # ----------------------------------------------------------------------------------
 
     def export_memory(self, base: int) -> bytes:
         """64 bytes by which another process can reach an allocation; ``base`` is where it begins.
@@ -156,7 +153,6 @@ class Device(Protocol):
         """
 
     # ---- kernels
-    # -----------------------------------------------------------------------------------------------------------------
 
     def function(self, source: str, name: str) -> int:
         """The kernel ``name`` (``extern "C"``) of a CUDA C++ source, compiled at its first use and kept."""
@@ -171,7 +167,6 @@ class Device(Protocol):
         """
 
     # ---- graphs
-    # ------------------------------------------------------------------------------------------------------------------
 
     def begin_capture(self, stream: int) -> None:
         """From now on work given to the stream (and to those that are made to wait for it) is noted down and not

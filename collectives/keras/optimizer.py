@@ -220,9 +220,9 @@ def _adapter_of_keras_2(optimizer: Any) -> Any:
         optimizer, tf_keras.optimizers.Optimizer | tf_keras.optimizers.legacy.Optimizer
     ):
         return None
-    from collectives.tensorflow.keras import kind
+    from collectives.tensorflow import keras_version
 
-    if not kind.LEGACY:
+    if not keras_version.LEGACY:
         raise InvalidTypeError(
             "optimizer: expected one of Keras 3 (import keras), got one of tf_keras; for that set "
             "TF_USE_LEGACY_KERAS=1 in the environment"

@@ -84,8 +84,8 @@ def reducer(settings: Settings, backend: str) -> Reducer:
 
 class _OfTensorFlow(Reducer):
     def __init__(self, settings: Settings) -> None:
-        from collectives.tensorflow.combined import combine_rest
         from collectives.tensorflow.gradients import key, settle
+        from collectives.tensorflow.reduction_tracking import combine_rest
 
         self._key, self._combine_rest = key, combine_rest
         self._way = settle(

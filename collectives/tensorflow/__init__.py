@@ -78,7 +78,7 @@ from collectives.tensorflow.operations import (
     reducescatter,
 )
 from collectives.tensorflow.optimizer import DistributedOptimizer
-from collectives.tensorflow.questions import local_rank_op, local_size_op, process_set_included_op, rank_op, size_op
+from collectives.tensorflow.rank_queries import local_rank_op, local_size_op, process_set_included_op, rank_op, size_op
 from collectives.tensorflow.tape import DistributedGradientTape, PartialDistributedGradientTape
 
 __all__ = [

@@ -18,8 +18,8 @@ import tensorflow as tf
 from collectives.base.errors import InvalidArgumentError
 from collectives.process_sets import ProcessSet
 from collectives.tensorflow.autograph import unconverted
-from collectives.tensorflow.combined import Notes, note_tensors
 from collectives.tensorflow.gradients import key
+from collectives.tensorflow.reduction_tracking import Notes, note_tensors
 
 Reduce = Callable[[Sequence[Any], Sequence[Any]], list[Any]]
 """Combines the gradients of some variables over the ranks."""

@@ -47,8 +47,8 @@ from collectives.base.reduce_op import Op
 from collectives.engine import adasum
 from collectives.process_sets import ProcessSet
 from collectives.runtime import world_of
-from collectives.tensorflow import calls, graph, questions
-from collectives.tensorflow.calls import Call
+from collectives.tensorflow import graph, graph_call, rank_queries
+from collectives.tensorflow.graph_call import GraphCall
 
 _Adjoint = Callable[[list[Any], list[Any], list[Any]], Sequence[Any]]
 """The gradients of outputs, the inputs, and all outputs, to the gradients of inputs."""
@@ -64,8 +64,8 @@ _counts: weakref.WeakKeyDictionary[Any, Counter[str]] = weakref.WeakKeyDictionar
 """How many unnamed calls of each kind a world, or a graph, has seen."""
 
 
-def run(call: Call, tensors: Sequence[Any]) -> list[Any]:
-    """Carry out a call, or put it into a graph, differentiably; arguments and results as for `calls.run`.
+def run(call: GraphCall, tensors: Sequence[Any]) -> list[Any]:
+    """Carry out a call, or put it into a graph, differentiably; arguments and results as for `graph_call.run`.
 
     All tensors of a group get gradients, or none: all ranks' adjoints must be about the same ones, and another rank may
     need one that is not needed here.
@@ -73,7 +73,7 @@ def run(call: Call, tensors: Sequence[Any]) -> list[Any]:
     back = gradient_of(call, tensors)
     adjoint = _ADJOINTS[call.collective]
     try:
-        return attach(lambda inputs: calls.run(call, inputs), lambda *about: adjoint(back, *about), tensors)
+        return attach(lambda inputs: graph_call.run(call, inputs), lambda *about: adjoint(back, *about), tensors)
     except Exception:
         _take_back(call, back)
         raise
@@ -158,7 +158,7 @@ def _is_recorded() -> bool:
         return True
 
 
-def gradient_of(call: Call, tensors: Sequence[Any]) -> Call:
+def gradient_of(call: GraphCall, tensors: Sequence[Any]) -> GraphCall:
     """The call by the name of its gradient, which is alike on all ranks: by the number of an unnamed call."""
     if call.name is not None:
         return replace(call, name=f"{graph.scoped(call.name, call.ignore_name_scope)}.gradient", ignore_name_scope=True)
@@ -177,7 +177,7 @@ def gradient_of(call: Call, tensors: Sequence[Any]) -> Call:
     return replace(call, name=f"{kind}.{number}.gradient", ignore_name_scope=True)
 
 
-def _take_back(call: Call, back: Call) -> None:
+def _take_back(call: GraphCall, back: GraphCall) -> None:
     """Its number, of a call that has failed: a rank that refused it has not counted it at all."""
     if call.name is None and tf.executing_eagerly() and back.name is not None:
         _counts[call.world][back.name.rsplit(".", 2)[0]] -= 1
@@ -193,7 +193,7 @@ def begin_anew(process_set: ProcessSet) -> None:
 # takes the call, by the name of its gradient, the gradients of outputs, the inputs and all outputs.
 
 
-def _allreduce(call: Call, gradients: list[Any], inputs: list[Any], outputs: list[Any]) -> list[Any]:
+def _allreduce(call: GraphCall, gradients: list[Any], inputs: list[Any], outputs: list[Any]) -> list[Any]:
     if call.linear or _as_horovod(call):
         return run(call, gradients)
     return [
@@ -201,7 +201,7 @@ def _allreduce(call: Call, gradients: list[Any], inputs: list[Any], outputs: lis
     ]
 
 
-def _of_one(call: Call, number: int, gradient: Any, x: Any) -> Any:
+def _of_one(call: GraphCall, number: int, gradient: Any, x: Any) -> Any:
     call = replace(call, name=f"{call.name}.{number}")
     if call.op is Op.ADASUM:
         return _through_adasum(call, x, gradient)
@@ -209,14 +209,14 @@ def _of_one(call: Call, number: int, gradient: Any, x: Any) -> Any:
     return tf.reshape(_through_rows(call, tf.reshape(x, [-1]), share), tf.shape(x))
 
 
-def _reducescatter(call: Call, gradients: list[Any], inputs: list[Any], outputs: list[Any]) -> list[Any]:
+def _reducescatter(call: GraphCall, gradients: list[Any], inputs: list[Any], outputs: list[Any]) -> list[Any]:
     if call.linear:
         back = run(
             call.other("allgather"), [scaled(gradient, call.prescale * call.postscale) for gradient in gradients]
         )
         if (call.op is Op.AVERAGE) is _as_horovod(call):
             return back
-        size = questions.ask("size", call.process_set)
+        size = rank_queries.query("size", call.process_set)
         return [
             gradient * tf.cast(size, gradient.dtype) if call.op is Op.SUM else _divided(gradient, size)
             for gradient in back
@@ -225,36 +225,36 @@ def _reducescatter(call: Call, gradients: list[Any], inputs: list[Any], outputs:
     return [_through_rows(replace(call, name=f"{call.name}.{number}"), x, gradient) for number, (gradient, x) in pairs]
 
 
-def _allgather(call: Call, gradients: list[Any], inputs: list[Any], outputs: list[Any]) -> list[Any]:
+def _allgather(call: GraphCall, gradients: list[Any], inputs: list[Any], outputs: list[Any]) -> list[Any]:
     rows = tf.stack([tf.shape(x, out_type=tf.int64)[0] for x in inputs])
     return _for_rank(call, run(call.other("own_rows"), [*gradients, rows]))
 
 
-def _own_rows(call: Call, gradients: list[Any], inputs: list[Any], outputs: list[Any]) -> list[Any]:
+def _own_rows(call: GraphCall, gradients: list[Any], inputs: list[Any], outputs: list[Any]) -> list[Any]:
     return run(call.other("allgather"), gradients)
 
 
-def _broadcast(call: Call, gradients: list[Any], inputs: list[Any], outputs: list[Any]) -> list[Any]:
+def _broadcast(call: GraphCall, gradients: list[Any], inputs: list[Any], outputs: list[Any]) -> list[Any]:
     return _for_rank(call, run(call.other("at_root", root=call.root), gradients))
 
 
-def _at_root(call: Call, gradients: list[Any], inputs: list[Any], outputs: list[Any]) -> list[Any]:
+def _at_root(call: GraphCall, gradients: list[Any], inputs: list[Any], outputs: list[Any]) -> list[Any]:
     return run(call.other("broadcast", root=call.root), gradients)
 
 
-def _alltoall(call: Call, gradients: list[Any], inputs: list[Any], outputs: list[Any]) -> list[Any]:
+def _alltoall(call: GraphCall, gradients: list[Any], inputs: list[Any], outputs: list[Any]) -> list[Any]:
     return run(call.other("alltoall"), [gradients[0], outputs[1]])[:1]
 
 
-def _as_horovod(call: Call) -> bool:
+def _as_horovod(call: GraphCall) -> bool:
     return not call.exact and call.world.config.gradients == "horovod"
 
 
-def _for_rank(call: Call, gradients: list[Any]) -> list[Any]:
+def _for_rank(call: GraphCall, gradients: list[Any]) -> list[Any]:
     """Sums over the ranks as they are, or Horovod's means."""
     if not _as_horovod(call):
         return gradients
-    size = questions.ask("size", call.process_set)
+    size = rank_queries.query("size", call.process_set)
     return [_divided(gradient, size) for gradient in gradients]
 
 
@@ -262,7 +262,7 @@ def _divided(gradient: Any, size: Any) -> Any:
     return gradient / tf.cast(size, gradient.dtype)
 
 
-_ADJOINTS: dict[str, Callable[[Call, list[Any], list[Any], list[Any]], list[Any]]] = {
+_ADJOINTS: dict[str, Callable[[GraphCall, list[Any], list[Any], list[Any]], list[Any]]] = {
     "allreduce": _allreduce,
     "reducescatter": _reducescatter,
     "allgather": _allgather,
@@ -277,9 +277,9 @@ _ADJOINTS: dict[str, Callable[[Call, list[Any], list[Any], list[Any]], list[Any]
 # --------------------------------------------------------------------------------------------------
 
 
-def _through_rows(call: Call, x: Any, gradient: Any) -> Any:
+def _through_rows(call: GraphCall, x: Any, gradient: Any) -> Any:
     """The gradient of ``x``, given that of this rank's rows of its reduction."""
-    size = questions.ask("size", call.process_set)
+    size = rank_queries.query("size", call.process_set)
     rows = tf.shape(x)[0]
     shares = (rows + size - 1 - tf.range(size)) // size  # as `partition.rows`
     own = tf.shape(gradient)[0]
@@ -296,7 +296,7 @@ def _through_rows(call: Call, x: Any, gradient: Any) -> Any:
     return run(call.other("alltoall", ".back"), [back, tf.fill([size], own)])[0]
 
 
-def _through_adasum(call: Call, x: Any, gradient: Any) -> Any:
+def _through_adasum(call: GraphCall, x: Any, gradient: Any) -> Any:
     """The adjoint of Adasum, computed in float64 as its sums are. Takes memory for every rank's tensor."""
     (rows,) = run(call.other("allgather", ".rows"), [tf.reshape(x, [1, -1])])
     (total,) = run(call.other("allreduce", ".sum", op=Op.SUM), [tf.reshape(gradient, [-1])])

@@ -12,9 +12,9 @@ from collectives.base import dtypes
 from collectives.base.errors import InvalidArgumentError, InvalidTypeError
 from collectives.process_sets import ProcessSet
 from collectives.runtime import global_process_set, root_in, world_of
-from collectives.tensorflow import fused
+from collectives.tensorflow import packed_callbacks
 from collectives.tensorflow.autograph import unconverted
-from collectives.tensorflow.calls import Call
+from collectives.tensorflow.graph_call import GraphCall
 from collectives.tensors import detection
 
 Object = TypeVar("Object")
@@ -69,8 +69,8 @@ def _broadcast(variables: list[Any], root_rank: int, name: str | None, process_s
     if not tensors and not tf.executing_eagerly():
         return []
     # Eagerly also without any: another rank may have some, and is told so.
-    call = Call("broadcast", label, process_set, root=root_rank)
-    results = fused.broadcast(call, tensors)
+    call = GraphCall("broadcast", label, process_set, root=root_rank)
+    results = packed_callbacks.broadcast(call, tensors)
     if tf.executing_eagerly() and world_of(process_set).rank == root_in(process_set, root_rank):
         return []
     return [variable.assign(result) for variable, result in zip(variables, results, strict=True)]

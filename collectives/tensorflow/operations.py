@@ -30,7 +30,7 @@ from collectives.process_sets import ProcessSet
 from collectives.runtime import global_process_set, world_of
 from collectives.tensorflow import autograd, graph, sparse
 from collectives.tensorflow.autograph import unconverted
-from collectives.tensorflow.calls import Call
+from collectives.tensorflow.graph_call import GraphCall
 from collectives.tensors import compression as compressors
 from collectives.tensors import detection
 from collectives.tensors.compression import BUILT_IN, Compression
@@ -126,7 +126,7 @@ def grouped_allreduce(
     chosen = _operation(average, op, name, process_set)
     given = _tensors(tensors, name, process_set)
     factors = _factors(prescale_factor, postscale_factor, name, process_set)
-    call = Call(
+    call = GraphCall(
         "allreduce",
         name,
         process_set,
@@ -184,7 +184,9 @@ def reducescatter(
     (given,) = _tensors([tensor], name, process_set)
     how = *_factors(prescale_factor, postscale_factor, name, process_set), None, algorithm, transport
     return _compressed(
-        Call("reducescatter", name, process_set, op, *how, ignore_name_scope=ignore_name_scope), compression, [given]
+        GraphCall("reducescatter", name, process_set, op, *how, ignore_name_scope=ignore_name_scope),
+        compression,
+        [given],
     )[0]
 
 
@@ -205,7 +207,7 @@ def grouped_reducescatter(
     """`reducescatter` of several tensors that complete together; the results in order."""
     given = _tensors(tensors, name, process_set)
     how = *_factors(prescale_factor, postscale_factor, name, process_set), None, algorithm, transport
-    return _compressed(Call("reducescatter", name, process_set, op, *how), compression, given) if given else []
+    return _compressed(GraphCall("reducescatter", name, process_set, op, *how), compression, given) if given else []
 
 
 @unconverted
@@ -245,7 +247,7 @@ def grouped_allgather(
     """`allgather` of several tensors that complete together; the results in order."""
     given = _tensors(tensors, name, process_set)
     how: dict[str, Any] = {"algorithm": algorithm, "transport": transport, "ignore_name_scope": ignore_name_scope}
-    return autograd.run(Call("allgather", name, process_set, **how), given) if given else []
+    return autograd.run(GraphCall("allgather", name, process_set, **how), given) if given else []
 
 
 @unconverted
@@ -271,7 +273,7 @@ def broadcast(
     """
     given = _tensors([tensor], name, process_set)
     how: dict[str, Any] = {"algorithm": algorithm, "transport": transport, "ignore_name_scope": ignore_name_scope}
-    return autograd.run(Call("broadcast", name, process_set, root=root_rank, **how), given)[0]
+    return autograd.run(GraphCall("broadcast", name, process_set, root=root_rank, **how), given)[0]
 
 
 @overload
@@ -337,7 +339,7 @@ def alltoall(
             text = f"splits: expected integers, one per rank, got {splits!r}"
             raise world_of(process_set).refused(InvalidTypeError(text), name) from None
     how: dict[str, Any] = {"algorithm": algorithm, "transport": transport, "ignore_name_scope": ignore_name_scope}
-    result, received = autograd.run(Call("alltoall", name, process_set, **how), [given, counts])
+    result, received = autograd.run(GraphCall("alltoall", name, process_set, **how), [given, counts])
     return result if splits is None else (result, received)
 
 
@@ -366,7 +368,7 @@ def barrier(process_set: ProcessSet = global_process_set) -> tf.Operation | None
 
 
 def _without_tensors(collective: str, process_set: ProcessSet) -> Any:
-    call = Call(collective, None, process_set)
+    call = GraphCall(collective, None, process_set)
     if tf.executing_eagerly():
         return tf.constant(call()[0])
     return graph.call(call.named, collective, [], [tf.int32], [()])[0]
@@ -429,7 +431,7 @@ def _tensor(given: Any) -> Any:
     return tensor
 
 
-def _compressed(call: Call, compression: Any, tensors: list[Any]) -> list[Any]:
+def _compressed(call: GraphCall, compression: Any, tensors: list[Any]) -> list[Any]:
     """What a call makes of the tensors in the form in which they travel; gradients see what the compressor does."""
     if compression is None or compression is Compression.none:
         return autograd.run(call, tensors)

@@ -15,8 +15,8 @@ from collectives.process_sets import ProcessSet
 from collectives.runtime import global_process_set
 from collectives.tensorflow.aggregation import Aggregation, local_variable
 from collectives.tensorflow.autograph import unconverted
-from collectives.tensorflow.combined import combine_rest, confirmed, note
 from collectives.tensorflow.gradients import Way, key, settle
+from collectives.tensorflow.reduction_tracking import combine_rest, confirmed, note
 from collectives.tensors.compression import Compression
 
 Optimizer = TypeVar("Optimizer")
@@ -159,7 +159,7 @@ class _Averaging(_Distributed):
         others are combined before.
 
         Raises:
-            InvalidArgumentError: it cannot be told which gradients these are; see `collectives.tensorflow.combined`.
+            InvalidArgumentError: it cannot be told which gradients these are; see `collectives.tensorflow.reduction_tracking`.
             MismatchError, RankFailedError, CollectiveTimeoutError: as for `collectives.allreduce`.
         """
         pairs = list(grads_and_vars)

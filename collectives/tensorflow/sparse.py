@@ -1,4 +1,4 @@
-"""All-reduce of ``tf.IndexedSlices``: as two gatherings, or denser where the ranks' rows overlap; `merging` has the
+"""All-reduce of ``tf.IndexedSlices``: as two gatherings, or denser where the ranks' rows overlap; `sparse_rows` has the
 rule."""
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from typing import Any
 import tensorflow as tf
 
 from collectives.base.reduce_op import Op
-from collectives.tensorflow import autograd, calls
-from collectives.tensorflow.calls import Call
+from collectives.tensorflow import autograd, graph_call
 from collectives.tensorflow.errors import UnsupportedError
+from collectives.tensorflow.graph_call import GraphCall
 
 
-def check(call: Call) -> None:
+def check(call: GraphCall) -> None:
     """Refuse what cannot be done with sparse tensors.
 
     Raises:
@@ -26,7 +26,7 @@ def check(call: Call) -> None:
         raise call.world.refused(UnsupportedError(text), call.name)
 
 
-def allreduce(call: Call, slices: Sequence[Any]) -> list[Any]:
+def allreduce(call: GraphCall, slices: Sequence[Any]) -> list[Any]:
     """Add up several sparse tensors over the ranks, in one call. Differentiable with respect to their values.
 
     Args:
@@ -39,14 +39,14 @@ def allreduce(call: Call, slices: Sequence[Any]) -> list[Any]:
     """
     if call.op is Op.AVERAGE:
         slices = [_divisible(each) for each in slices]
-    merging = replace(
+    merge = replace(
         call, collective="merge", prescale=1.0, postscale=1.0, compression=None, algorithm=None, transport=None
     )
     indices = [each.indices for each in slices]
-    back = autograd.gradient_of(merging, [each.values for each in slices])
+    back = autograd.gradient_of(merge, [each.values for each in slices])
 
     def merged(values: Sequence[Any]) -> list[Any]:
-        results = calls.run(merging, [tensor for pair in zip(values, indices, strict=True) for tensor in pair])
+        results = graph_call.run(merge, [tensor for pair in zip(values, indices, strict=True) for tensor in pair])
         return results[::2] + results[1::2]
 
     def adjoint(gradients: list[Any], inputs: list[Any], outputs: list[Any]) -> list[Any]:

@@ -22,7 +22,8 @@ from collectives.base.errors import InvalidArgumentError
 from collectives.runtime import global_process_set, world_of
 from collectives.tensorflow import autograd
 from collectives.tensorflow.autograph import unconverted
-from collectives.tensorflow.calls import Call
+from collectives.tensorflow.graph_call import GraphCall
+from collectives.tensorflow.keras_version import LEGACY
 from collectives.world import World
 
 
@@ -74,7 +75,7 @@ class SyncBatchNormalization(tf.keras.layers.BatchNormalization):  # type: ignor
             if len(axis) != 1:
                 raise InvalidArgumentError(f"axis: expected one axis, got {axis}")
             kwargs["axis"] = axis[0]
-        if _LEGACY:
+        if LEGACY:
             kwargs["fused"] = False  # by default the variance over inputs of four dimensions would be another one
         super().__init__(**kwargs)
         self._process_set = process_set
@@ -95,7 +96,7 @@ class SyncBatchNormalization(tf.keras.layers.BatchNormalization):  # type: ignor
         x = tf.cast(inputs, tf.float64 if inputs.dtype == tf.float64 else tf.float32)
         channel = self._channel_axis(len(x.shape))
         near, row = _statistics(x, mask, channel)
-        gathering = Call("allgather", self._label(world), self._process_set, exact=True)
+        gathering = GraphCall("allgather", self._label(world), self._process_set, exact=True)
         (rows,) = autograd.run(gathering, [row[tf.newaxis]])
         mean, variance, count = _merge(rows)
         self._move(mean, variance, count)
@@ -130,9 +131,6 @@ class SyncBatchNormalization(tf.keras.layers.BatchNormalization):  # type: ignor
         for moving, found in ((self.moving_mean, mean), (self.moving_variance, variance)):
             known = tf.convert_to_tensor(moving)
             moving.assign(known + tf.cast((found - tf.cast(known, tf.float64)) * rate, known.dtype))
-
-
-_LEGACY = not hasattr(tf.keras, "version") or tf.keras.version().startswith("2.")
 
 
 def _flag(training: Any) -> bool:

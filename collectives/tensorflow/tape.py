@@ -13,8 +13,8 @@ from collectives.base.reduce_op import Op
 from collectives.process_sets import ProcessSet
 from collectives.runtime import global_process_set
 from collectives.tensorflow.autograph import unconverted
-from collectives.tensorflow.combined import note
 from collectives.tensorflow.gradients import Way, key, settle
+from collectives.tensorflow.reduction_tracking import note
 from collectives.tensors.compression import Compression
 
 Tape = TypeVar("Tape", bound=tf.GradientTape)

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 import collectives
 from collectives.base.errors import CollectivesError, InvalidTypeError, MismatchError
-from collectives.tensorflow import fused, gradients, merging
+from collectives.tensorflow import gradients, packed_callbacks, sparse_rows
 
 pytestmark = pytest.mark.mpi
 
@@ -219,8 +219,8 @@ def test_what_one_rank_has_no_memory_for_is_told_to_all(
     rows = np.arange(4) if overlap else np.arange(4) + 10 * hvd.rank()
     values = np.ones((4, 2), np.float32)
     for owner, name, call in (
-        (fused.Broadcast, "_memory", lambda: hvd.broadcast_variables(variables, root_rank=0)),
-        (np, "unique", lambda: merging.allreduce(collectives.world(), [values, rows], False, "rows")),
+        (packed_callbacks.PackedBroadcast, "_memory", lambda: hvd.broadcast_variables(variables, root_rank=0)),
+        (np, "unique", lambda: sparse_rows.allreduce(collectives.world(), [values, rows], False, "rows")),
     ):
         with monkeypatch.context() as patch:
             if hvd.rank() == 1:

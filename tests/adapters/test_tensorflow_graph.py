@@ -14,7 +14,7 @@ import tensorflow as tf
 from collectives.base.errors import MismatchError
 from collectives.engine import coordinator
 from collectives.runtime import world
-from collectives.tensorflow import fused
+from collectives.tensorflow import packed_callbacks
 
 pytestmark = pytest.mark.mpi
 
@@ -275,10 +275,10 @@ def test_functions_traced_again_share_their_callbacks(hvd_tf: Any) -> None:
 
     trace()
     gc.collect()
-    before = len(fused._callbacks)
+    before = len(packed_callbacks._callbacks)
     for _ in range(5):
         trace()
-    assert len(fused._callbacks) == before
+    assert len(packed_callbacks._callbacks) == before
 
 
 # ---- errors

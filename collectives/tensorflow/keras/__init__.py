@@ -5,6 +5,8 @@ interface.
 is Keras 2 (the package ``tf_keras``), and this is for that.
 """
 
+import tensorflow as tf
+
 from collectives import (
     Adasum,
     Average,
@@ -48,8 +50,13 @@ from collectives import (
 )
 from collectives.tensorflow.functions import broadcast_variables
 from collectives.tensorflow.keras import callbacks
-from collectives.tensorflow.keras.kind import LEGACY
+from collectives.tensorflow.keras_version import LEGACY
 
+if not LEGACY and tf.keras.backend.backend() != "tensorflow":
+    raise ImportError(
+        f"collectives.tensorflow.keras: Keras runs on {tf.keras.backend.backend()}; import collectives.keras as hvd, "
+        "or set KERAS_BACKEND=tensorflow"
+    )
 if LEGACY:
     from collectives.tensorflow.keras.legacy import DistributedOptimizer, PartialDistributedOptimizer, load_model
     from collectives.tensorflow.keras.legacy_values import (

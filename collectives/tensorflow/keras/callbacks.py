@@ -1,7 +1,7 @@
 """Callbacks for ``fit`` on several ranks: ``hvd.callbacks``; those of `collectives.keras`, unless ``tf.keras`` is
 ``tf_keras``."""
 
-from collectives.tensorflow.keras.kind import LEGACY
+from collectives.tensorflow.keras_version import LEGACY
 
 if LEGACY:
     from collectives.tensorflow.keras.legacy_callbacks import (

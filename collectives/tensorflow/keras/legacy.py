@@ -18,8 +18,8 @@ from collectives.base.reduce_op import Op
 from collectives.process_sets import ProcessSet
 from collectives.runtime import global_process_set
 from collectives.tensorflow.aggregation import Aggregation
-from collectives.tensorflow.combined import combine_rest, confirmed, note, note_tensors, spend
 from collectives.tensorflow.gradients import Way, key, settle
+from collectives.tensorflow.reduction_tracking import combine_rest, confirmed, note, note_tensors, spend
 from collectives.tensorflow.tape import trainable_weights
 from collectives.tensors import detection
 from collectives.tensors.compression import Compression
@@ -98,7 +98,7 @@ class Distributed:
         (``experimental_aggregate_gradients=False``) all are applied as they are.
 
         Raises:
-            InvalidArgumentError: it cannot be told which gradients these are; see `collectives.tensorflow.combined`.
+            InvalidArgumentError: it cannot be told which gradients these are; see `collectives.tensorflow.reduction_tracking`.
         """
         apply: Any = super().apply_gradients  # type: ignore[misc]
         pairs = list(grads_and_vars)

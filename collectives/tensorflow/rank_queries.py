@@ -21,25 +21,25 @@ _NOT_INITIALIZED, _UNKNOWN_SET = -1, -3
 @unconverted
 def size_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
     """The number of ranks when the graph runs, in a process set: an int32 scalar."""
-    return ask("members", process_set_id, name)
+    return query("members", process_set_id, name)
 
 
 @unconverted
 def rank_op(name: str | None = None) -> tf.Tensor:
     """This rank when the graph runs: an int32 scalar."""
-    return ask("rank", None, name)
+    return query("rank", None, name)
 
 
 @unconverted
 def local_size_op(name: str | None = None) -> tf.Tensor:
     """The number of ranks on this host when the graph runs: an int32 scalar."""
-    return ask("local_size", None, name)
+    return query("local_size", None, name)
 
 
 @unconverted
 def local_rank_op(name: str | None = None) -> tf.Tensor:
     """This rank among those of its host when the graph runs: an int32 scalar."""
-    return ask("local_rank", None, name)
+    return query("local_rank", None, name)
 
 
 @unconverted
@@ -48,10 +48,10 @@ def process_set_included_op(process_set_id: int = 0, name: str | None = None) ->
 
     -1: there is no world (`collectives.init` has not been called); -3: there is no process set of that number.
     """
-    return ask("included", process_set_id, name)
+    return query("included", process_set_id, name)
 
 
-def ask(what: str, process_set: ProcessSet | int | None = None, name: str | None = None) -> tf.Tensor:
+def query(what: str, process_set: ProcessSet | int | None = None, name: str | None = None) -> tf.Tensor:
     """The answer as an int32 scalar; in a graph that is being built, of the time when it runs."""
     answer = _question(what, process_set)
     if tf.executing_eagerly():

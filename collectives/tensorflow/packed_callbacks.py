@@ -30,7 +30,7 @@ from collectives.tensorflow import graph
 from collectives.tensors.arrays import wrap_tensorflow
 
 if TYPE_CHECKING:
-    from collectives.tensorflow.calls import Call
+    from collectives.tensorflow.graph_call import GraphCall
 
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -41,7 +41,7 @@ _ROW = 64
 
 
 @dataclass(frozen=True)
-class Part:
+class PackedArgument:
     """What an argument of a callback is.
 
     Attributes:
@@ -55,13 +55,13 @@ class Part:
     in_rows: bool
 
 
-def allreduce(call: Call, tensors: Sequence[Any]) -> list[Any]:
+def allreduce(call: GraphCall, tensors: Sequence[Any]) -> list[Any]:
     """Put the all-reduce of a group of tensors into the graph."""
     # Adasum is about each tensor as a whole.
-    return _through(tensors, call.op is not Op.ADASUM, _Allreduce, call)
+    return _through(tensors, call.op is not Op.ADASUM, _PackedAllreduce, call)
 
 
-def allreduce_now(call: Call, tensors: Sequence[Any]) -> list[Any]:
+def allreduce_now(call: GraphCall, tensors: Sequence[Any]) -> list[Any]:
     """Carry out the all-reduce of a group of tensors."""
     if any("CPU" not in tensor.device for tensor in tensors):
         return call(*tensors)
@@ -86,19 +86,19 @@ def allreduce_now(call: Call, tensors: Sequence[Any]) -> list[Any]:
     return [wrap_tensorflow(place) for place in places]
 
 
-def broadcast(call: Call, tensors: Sequence[Any]) -> list[Any]:
+def broadcast(call: GraphCall, tensors: Sequence[Any]) -> list[Any]:
     """Carry out the broadcast of a group of tensors, or put it into the graph."""
-    return _through(tensors, True, Broadcast, call)
+    return _through(tensors, True, PackedBroadcast, call)
 
 
 # ---- in the graph
 # ----------------------------------------------------------------------------------------------------------
 
 
-def _through(tensors: Sequence[Any], packs: bool, kind: type[_Fused], call: Call) -> list[Any]:
+def _through(tensors: Sequence[Any], packs: bool, kind: type[_PackedCallback], call: GraphCall) -> list[Any]:
     """The results of a callback that gets tensors, some of them copied together."""
     given: list[Any] = []
-    parts: list[Part] = []
+    parts: list[PackedArgument] = []
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         numbers = [number for number, tensor in enumerate(tensors) if tensor.dtype == dtype]
         small = [number for number in numbers if packs and _is_small(tensors[number])]
@@ -108,12 +108,14 @@ def _through(tensors: Sequence[Any], packs: bool, kind: type[_Fused], call: Call
         rows = len(split) + bool(small) > 1
         if small:
             given.append(tf.concat([tf.reshape(tensors[number], [-1]) for number in small], 0))
-            parts.append(Part(tuple(small), tuple(tuple(tensors[number].shape.as_list()) for number in small), rows))
+            parts.append(
+                PackedArgument(tuple(small), tuple(tuple(tensors[number].shape.as_list()) for number in small), rows)
+            )
         for number in large:
             given.append(tensors[number])
-            parts.append(Part((number,), (), rows and number in split))
+            parts.append(PackedArgument((number,), (), rows and number in split))
 
-    def make(name: str | None) -> _Fused:
+    def make(name: str | None) -> _PackedCallback:
         return _known(kind(replace(call, name=name), tuple(parts)))
 
     if tf.executing_eagerly():
@@ -137,7 +139,7 @@ def _fills_rows(tensor: Any) -> bool:
     return bool(tensor.shape.is_fully_defined() and tensor.shape.num_elements() * tensor.dtype.size % _ROW == 0)
 
 
-def _outputs(given: Sequence[Any], parts: Sequence[Part]) -> list[Any]:
+def _outputs(given: Sequence[Any], parts: Sequence[PackedArgument]) -> list[Any]:
     """For each result of the callback the first argument that it is for: one for all that share rows, in the place of
     their first."""
     seen: set[Any] = set()
@@ -150,7 +152,7 @@ def _outputs(given: Sequence[Any], parts: Sequence[Part]) -> list[Any]:
     return outputs
 
 
-def _pieces(found: Sequence[Any], given: Sequence[Any], parts: Sequence[Part]) -> list[Any]:
+def _pieces(found: Sequence[Any], given: Sequence[Any], parts: Sequence[PackedArgument]) -> list[Any]:
     """What belongs to each argument, out of the callback's results."""
     rest = iter(found)
     shared: dict[Any, Any] = {}
@@ -196,11 +198,11 @@ def _rows(count: int, itemsize: int) -> int:
 
 
 @dataclass(frozen=True)
-class _Fused:
+class _PackedCallback:
     """A callback: what it carries out, and what its arguments are."""
 
-    call: Call
-    parts: tuple[Part, ...]
+    call: GraphCall
+    parts: tuple[PackedArgument, ...]
 
     def __call__(self, *arrays: Any) -> list[Any]:
         raise NotImplementedError
@@ -230,7 +232,7 @@ class _Fused:
         return results, places
 
 
-class _Allreduce(_Fused):
+class _PackedAllreduce(_PackedCallback):
     def __call__(self, *arrays: Any) -> list[Any]:
         call = self.call
         results, places = self._memory(arrays)
@@ -242,7 +244,7 @@ class _Allreduce(_Fused):
         return results
 
 
-class Broadcast(_Fused):
+class PackedBroadcast(_PackedCallback):
     """The callback of a broadcast of variables; the ranks first show each other what they have."""
 
     def __call__(self, *arrays: Any) -> list[Any]:
@@ -271,10 +273,10 @@ class Broadcast(_Fused):
         return results
 
 
-_callbacks: dict[_Fused, _Fused] = {}
+_callbacks: dict[_PackedCallback, _PackedCallback] = {}
 """For as long as the process lives, as TensorFlow keeps its callbacks; one for each name, way and layout."""
 
 
-def _known(callback: _Fused) -> _Fused:
+def _known(callback: _PackedCallback) -> _PackedCallback:
     """The first of all equal callbacks."""
     return _callbacks.setdefault(callback, callback)

@@ -19,14 +19,14 @@ from collectives.base.errors import InvalidTypeError
 from collectives.base.reduce_op import Op
 from collectives.runtime import root_in, world_of
 from collectives.schedules import partition
-from collectives.tensorflow import fused, graph, merging
+from collectives.tensorflow import graph, packed_callbacks, sparse_rows
 from collectives.tensorflow.errors import raises_tensorflow
 from collectives.tensors import detection
 from collectives.world import World
 
 
 @dataclass(frozen=True)
-class Call:
+class GraphCall:
     """A collective call; with arrays it carries it out, and returns arrays.
 
     Attributes:
@@ -64,14 +64,14 @@ class Call:
     def world(self) -> World:
         return world_of(self.process_set)
 
-    def named(self, name: str | None) -> Call:
+    def named(self, name: str | None) -> GraphCall:
         """This call by another name; the first of all equal ones."""
         call = replace(self, name=name)
         return _known.setdefault(call, call)
 
-    def other(self, collective: str, suffix: str = "", **changes: Any) -> Call:
+    def other(self, collective: str, suffix: str = "", **changes: Any) -> GraphCall:
         """Another collective of the same ranks, in the same way, without factors."""
-        alike = Call(collective, self.name and self.name + suffix, self.process_set)
+        alike = GraphCall(collective, self.name and self.name + suffix, self.process_set)
         return replace(alike, ignore_name_scope=self.ignore_name_scope, exact=self.exact, **changes)
 
     def how(self) -> dict[str, Any]:
@@ -94,13 +94,13 @@ def _number(root: Any) -> int:
         raise InvalidTypeError(text) from None
 
 
-_known: dict[Call, Call] = {}
+_known: dict[GraphCall, GraphCall] = {}
 """For as long as the process lives, as TensorFlow keeps its callbacks; one for each name and way, however often a
 function is traced."""
 
 
 @raises_tensorflow
-def run(call: Call, tensors: Sequence[Any]) -> list[Any]:
+def run(call: GraphCall, tensors: Sequence[Any]) -> list[Any]:
     """Carry out a call, or put it into the graph that is being built; nothing is differentiable.
 
     Args:
@@ -110,14 +110,18 @@ def run(call: Call, tensors: Sequence[Any]) -> list[Any]:
         Its results, as tensors.
     """
     if call.collective == "allreduce":
-        return fused.allreduce_now(call, tensors) if tf.executing_eagerly() else fused.allreduce(call, tensors)
+        return (
+            packed_callbacks.allreduce_now(call, tensors)
+            if tf.executing_eagerly()
+            else packed_callbacks.allreduce(call, tensors)
+        )
     if tf.executing_eagerly():
         return call(*tensors)
     types, shapes = _signature(call, tensors)
     return graph.call(call.named, call.collective, tensors, types, shapes, call.name, call.ignore_name_scope)
 
 
-def _signature(call: Call, tensors: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+def _signature(call: GraphCall, tensors: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     """The dtypes of the results, and their shapes as far as they are known: rows depend on the ranks that there are
     when the graph runs."""
     if call.collective in ("broadcast", "at_root"):
@@ -138,29 +142,29 @@ def _rows(tensor: Any) -> Any:
 # -------------------------------------------------------------------------------------------------------------
 
 
-def _allreduce(call: Call, world: World, tensors: Sequence[Any]) -> list[Any]:
+def _allreduce(call: GraphCall, world: World, tensors: Sequence[Any]) -> list[Any]:
     if len(tensors) == 1:
         return [world.allreduce(tensors[0], compression=call.compression, **call.scaled())]
     return world.grouped_allreduce(tensors, compression=call.compression, **call.scaled())
 
 
-def _reducescatter(call: Call, world: World, tensors: Sequence[Any]) -> list[Any]:
+def _reducescatter(call: GraphCall, world: World, tensors: Sequence[Any]) -> list[Any]:
     if len(tensors) == 1:
         return [world.reducescatter(tensors[0], **call.scaled())]
     return world.grouped_reducescatter(tensors, **call.scaled())
 
 
-def _allgather(call: Call, world: World, tensors: Sequence[Any]) -> list[Any]:
+def _allgather(call: GraphCall, world: World, tensors: Sequence[Any]) -> list[Any]:
     if len(tensors) == 1:
         return [world.allgather(tensors[0], **call.how())]
     return world.grouped_allgather(tensors, **call.how())
 
 
-def _broadcast(call: Call, world: World, tensors: Sequence[Any]) -> list[Any]:
+def _broadcast(call: GraphCall, world: World, tensors: Sequence[Any]) -> list[Any]:
     return [world.broadcast(tensors[0], root_in(call.process_set, call.root, call.name), **call.how())]
 
 
-def _alltoall(call: Call, world: World, tensors: Sequence[Any]) -> list[Any]:
+def _alltoall(call: GraphCall, world: World, tensors: Sequence[Any]) -> list[Any]:
     tensor, splits = tensors
     given: Any = np.asarray(splits)
     if (
@@ -172,7 +176,7 @@ def _alltoall(call: Call, world: World, tensors: Sequence[Any]) -> list[Any]:
     return [result, received if isinstance(splits, np.ndarray) else tf.convert_to_tensor(received)]
 
 
-def _at_root(call: Call, world: World, tensors: Sequence[Any]) -> list[Any]:
+def _at_root(call: GraphCall, world: World, tensors: Sequence[Any]) -> list[Any]:
     """The adjoint of a broadcast: the sum of the ranks' tensors on the root, zeros elsewhere."""
     total = world.allreduce(tensors[0], op=Op.SUM, name=call.name)
     if world.rank == root_in(call.process_set, call.root, call.name):
@@ -180,7 +184,7 @@ def _at_root(call: Call, world: World, tensors: Sequence[Any]) -> list[Any]:
     return [np.zeros_like(total) if isinstance(total, np.ndarray) else tf.zeros_like(total)]
 
 
-def _own_rows(call: Call, world: World, tensors: Sequence[Any]) -> list[Any]:
+def _own_rows(call: GraphCall, world: World, tensors: Sequence[Any]) -> list[Any]:
     """The adjoint of an allgather: this rank's rows of each sum over the ranks; the last argument says how many are
     this rank's."""
     *tensors, rows = tensors
@@ -217,21 +221,21 @@ def _sum_tensor(parts: Any) -> Any:
     return tf.cast(tf.reduce_sum(tf.cast(parts, tf.float32) if half else parts, 0), parts.dtype)
 
 
-def _merge(call: Call, world: World, tensors: Sequence[Any]) -> list[Any]:
-    results = merging.allreduce(world, [np.asarray(tensor) for tensor in tensors], call.op is Op.AVERAGE, call.name)
+def _merge(call: GraphCall, world: World, tensors: Sequence[Any]) -> list[Any]:
+    results = sparse_rows.allreduce(world, [np.asarray(tensor) for tensor in tensors], call.op is Op.AVERAGE, call.name)
     return results if isinstance(tensors[0], np.ndarray) else [tf.convert_to_tensor(result) for result in results]
 
 
-def _join(call: Call, world: World, tensors: Sequence[Any]) -> list[Any]:
+def _join(call: GraphCall, world: World, tensors: Sequence[Any]) -> list[Any]:
     return [np.int32(world.join())]
 
 
-def _barrier(call: Call, world: World, tensors: Sequence[Any]) -> list[Any]:
+def _barrier(call: GraphCall, world: World, tensors: Sequence[Any]) -> list[Any]:
     world.barrier()
     return [np.int32(0)]
 
 
-_RUN: dict[str, Callable[[Call, World, Sequence[Any]], list[Any]]] = {
+_RUN: dict[str, Callable[[GraphCall, World, Sequence[Any]], list[Any]]] = {
     "allreduce": _allreduce,
     "reducescatter": _reducescatter,
     "allgather": _allgather,

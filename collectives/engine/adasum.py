@@ -51,7 +51,7 @@ import numpy as np
 import numpy.typing as npt
 
 from collectives.base.dtypes import accumulator, is_half
-from collectives.tensors.compression import cast
+from collectives.tensors.halves import cast
 from collectives.tensors.reduction import quiet
 
 _Array = npt.NDArray[Any]

@@ -19,7 +19,7 @@ from collectives.engine.handles import Handle
 from collectives.engine.negotiation import Request
 from collectives.engine.request_cache import CachedRequest, RequestCache
 from collectives.schedules import partition
-from collectives.tensors import arrays, compression, reduction
+from collectives.tensors import arrays, compression, halves, reduction
 from collectives.tensors.arrays import View
 from collectives.tensors.result_pool import ResultPool
 from collectives.transport.base import Array
@@ -163,7 +163,7 @@ class HandleFactory:
                 tensor, average, op, name, prescale, postscale, None, *how, None, in_place, out, parts
             )
         packed = self._pool.empty(view.array.size, wire)
-        compression.cast(view.array, packed)
+        halves.cast(view.array, packed)
         small = arrays.view(packed.reshape(view.shape))
         entry = self._entries.reducing("allreduce", small, average, op, name, prescale, postscale, *how, parts)
         written = view if in_place else None if out is None else arrays.view(out)
@@ -405,7 +405,7 @@ def keep(handle: Handle) -> Any:
 def restore(handle: Handle) -> Any:
     """Out of its compressed form."""
     view, out, tensor = handle.keep
-    compression.cast(handle.out, out.reshape(-1))
+    halves.cast(handle.out, out.reshape(-1))
     if tensor is None:
         return view.wrap(out)
     if view.copied:

@@ -23,7 +23,7 @@ from collectives.engine.handles import Handle
 from collectives.engine.request_cache import CachedRequest
 from collectives.plan.binder import Plan
 from collectives.schedules import partition
-from collectives.tensors import arrays, compression
+from collectives.tensors import arrays, halves
 from collectives.transport.base import Array
 
 
@@ -169,7 +169,7 @@ class Combine:
             )
             adasum.combine(vectors, pairs, dots)
         mine = np.empty(sizes[rank], source.dtype)
-        compression.cast(vectors[0], mine)
+        halves.cast(vectors[0], mine)
         self._move(entry.plan_for((1,), lambda: self._exchange(sizes, entry.dtype, gathers=True)), mine, out)
         if entry.finish is not None:
             context.scale(entry.finish, out, out)

@@ -12,7 +12,6 @@ NumPy warns of overflow and NaN through Python, once per block. Who calls kernel
 from __future__ import annotations
 
 import functools
-import importlib
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -20,15 +19,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from collectives.base import dtypes, logging
+from collectives.base import dtypes
 from collectives.base.reduce_op import Op, check
+from collectives.tensors import halves
 
 _Array = npt.NDArray[Any]
 _Dtype = np.dtype[Any]
 Kernel = Callable[[_Array, _Array, _Array], object]
 """``kernel(a, b, out)`` writes ``a op b`` into ``out``: 1-D, contiguous, aligned, equally long; ``out`` may be ``a`` or
 ``b``."""
-Scaling = Callable[[_Array, _Array], None]
+Scaling = Callable[[_Array, _Array], object]
 """``scaling(array, out)`` writes the scaled ``array`` into ``out``, which may be ``array``."""
 
 
@@ -82,7 +82,7 @@ def kernel(op: Op, dtype: _Dtype) -> Kernel:
     if dtypes.is_bool(dtype):
         return np.logical_or if op in (Op.SUM, Op.MAX) else np.logical_and
     if dtypes.is_half(dtype):
-        return _half_kernel(op, dtype)
+        return halves.combining(_KERNELS[op], dtype)
     return _KERNELS[op]
 
 
@@ -144,14 +144,7 @@ def _floating(dtype: _Dtype, function: np.ufunc, number: float) -> Scaling:
     """``function(array, number)`` for a real number; a complex array is scaled as pairs, so that inf + 1j keeps its
     1j."""
     if dtypes.is_half(dtype):
-        operand = np.float32(number)
-        if function is np.multiply and _numkong() is not None and operand != 0 and np.isfinite(operand):
-            return _half_product(_numkong(), dtype, float(operand))
-
-        def scale_half(array: _Array, out: _Array) -> None:
-            _widened(dtype, lambda a, _, wide: function(a, operand, wide), array, None, out)
-
-        return scale_half
+        return halves.scaling(function, dtype, number)
     real = np.dtype(f"f{dtype.itemsize // 2}") if dtypes.is_complex(dtype) else dtype
     scalar = real.type(number)
     if real is dtype:
@@ -165,6 +158,20 @@ def _floating(dtype: _Dtype, function: np.ufunc, number: float) -> Scaling:
         function(array.view(real), scalar, out.view(real))
 
     return scale_pairs
+
+
+_BLOCK = 16384
+"""Elements that are in a wider type at a time: 128 KiB of float64 or int64, which stay in the L2 cache."""
+
+
+class _Scratch(threading.local):
+    """Per thread, because ranks may be threads; made at a thread's first use and kept."""
+
+    def __init__(self) -> None:
+        self.doubles = np.empty(_BLOCK, np.float64)
+
+
+_scratch = _Scratch()
 
 
 def _scale_whole(array: _Array, out: _Array, factor: np.float64) -> None:
@@ -204,179 +211,3 @@ def _integer_quotient(dtype: _Dtype, size: int) -> Scaling:
             np.copyto(out[start:stop], temporary, casting="unsafe")
 
     return divide
-
-
-# ---- halves
-# --------------------------------------------------------------------------------------------------------------
-
-_BLOCK = 16384
-"""Elements that are widened at a time: with two float32 operands, an eighth of a megabyte, which stays in the L2
-cache."""
-
-
-class _Scratch(threading.local):
-    """Per thread, because ranks may be threads; made at a thread's first use and kept."""
-
-    def __init__(self) -> None:
-        self.doubles = np.empty(_BLOCK, np.float64)
-        self.left = np.empty(_BLOCK, np.float32)
-        self.right = np.empty(_BLOCK, np.float32)
-        self.bits = np.empty(_BLOCK, np.uint16)
-        # By length. NumPy offers bfloat16 to nobody (it is no buffer format): numkong is told the address and the type.
-        self.tensors: dict[int, Any] = {}
-
-
-_TINY = 1024
-"""Elements up to which NumPy's own loop over halves, which rounds alike, is quicker than widening them."""
-
-_scratch = _Scratch()
-_BITS = np.dtype(np.uint16)
-_NEGATIVE_ZEROS = np.full(_BLOCK, 0x8000, np.uint16)
-"""-0.0 in both halves: what leaves every number as it is when it is added, the zeros' signs included."""
-
-
-@functools.cache
-def import_numkong() -> Any:
-    """The module numkong, or None where it is not installed, which is said once."""
-    try:
-        return importlib.import_module("numkong")
-    except ImportError:
-        logging.warn_on_first_rank(
-            "float16 and bfloat16 are many times slower than float32 without numkong: pip install numkong"
-        )
-        return None
-
-
-@functools.cache
-def _numkong() -> Any:
-    """The module numkong, or None where it is missing or differs from NumPy's widened sum on this processor."""
-    module = import_numkong()
-    return module if module is not None and _agrees(module) else None
-
-
-def _agrees(numkong: Any) -> bool:
-    """A sample of all float16s, with subnormals, ties, infinities and NaN: sums, products and conversions bit for
-    bit."""
-    a = np.arange(0, 1 << 16, 41, dtype=np.uint16).view(np.float16)
-    b = a[::-1].copy()
-    zeros = np.full(a.size, -0.0, np.float16)
-    out, wide = np.empty_like(a), np.empty(a.size, np.float32)
-    with np.errstate(all="ignore"):
-        total = a.astype(np.float32) + b.astype(np.float32)
-        third = a.astype(np.float32) * np.float32(1 / 3)
-
-        def same(found: _Array, expected: _Array) -> bool:
-            return np.array_equal(found, expected.astype(found.dtype), equal_nan=True)
-
-        try:
-            numkong.blend(a, b, out=out)
-            agrees = same(out, total)
-            numkong.blend(a, zeros, "float16", alpha=float(np.float32(1 / 3)), beta=1.0, out=out)
-            agrees &= same(out, third)
-            numkong.astype(a, "float32", out=wide)
-            agrees &= same(wide, a)
-            numkong.astype(total, "float16", out=out)
-            return agrees and same(out, total)
-        except (TypeError, ValueError, AttributeError, RuntimeError):
-            return False
-
-
-def _half_kernel(op: Op, dtype: _Dtype) -> Kernel:
-    numkong = _numkong()
-    if numkong is not None and op in (Op.SUM, Op.AVERAGE):
-        return _half_sum(numkong, dtype)
-    # numkong has no elementwise minimum, and its multiply of float16 (7.8.6) makes NaN of some finite factors.
-    function = _KERNELS[op]
-
-    def combine(a: _Array, b: _Array, out: _Array) -> None:
-        if a.size <= _TINY:
-            function(a, b, out)
-        else:
-            _widened(dtype, function, a, b, out)
-
-    return combine
-
-
-def _half_sum(numkong: Any, dtype: _Dtype) -> Kernel:
-    """numkong's blend with both weights 1 is its sum with half the overhead. It gives the GIL away, as NumPy's larger
-    loops do."""
-    blend = numkong.blend
-    if dtypes.name(dtype) == "float16":
-
-        def add(a: _Array, b: _Array, out: _Array) -> None:
-            blend(a, b, out=out)
-
-        return add
-
-    def add_bits(a: _Array, b: _Array, out: _Array) -> None:
-        # As bits, because numkong needs 6 µs to find out what an ml_dtypes array holds.
-        blend(a.view(_BITS), b.view(_BITS), "bfloat16", out=out.view(_BITS))
-
-    return add_bits
-
-
-def _half_product(numkong: Any, dtype: _Dtype, factor: float) -> Scaling:
-    """factor * a + 1 * -0.0, which is factor * a. (A blend with a zero weight would skip its operand, infinities
-    included.)"""
-    kind = dtypes.name(dtype)
-    carrier = dtype if kind == "float16" else _BITS
-    zeros = _NEGATIVE_ZEROS.view(carrier)
-    blend = numkong.blend
-
-    def scale(array: _Array, out: _Array) -> None:
-        array, out = array.view(carrier), out.view(carrier)
-        for start in range(0, array.size, _BLOCK):
-            stop = min(start + _BLOCK, array.size)
-            blend(array[start:stop], zeros[: stop - start], kind, alpha=factor, beta=1.0, out=out[start:stop])
-
-    return scale
-
-
-def _widened(dtype: _Dtype, function: Kernel, a: _Array, b: _Array | None, out: _Array) -> None:
-    """``function`` in float32 on blocks that stay in cache, rounded once into ``out``. ``b`` None: a function of ``a``
-    alone."""
-    numkong = _numkong()
-    widen, narrow = (_widen_numpy, _narrow_numpy) if numkong is None else _CONVERSIONS[dtypes.name(dtype)]
-    left, right = _scratch.left, _scratch.right
-    for start in range(0, a.size, _BLOCK):
-        stop = min(start + _BLOCK, a.size)
-        x = left[: stop - start]
-        y = right[: stop - start]
-        widen(a[start:stop], x)
-        if b is not None:
-            widen(b[start:stop], y)
-        function(x, y, x)
-        narrow(x, out[start:stop])
-
-
-def _widen_numpy(half: _Array, wide: _Array) -> None:
-    np.copyto(wide, half)  # bfloat16: ml_dtypes' loop, which is vectorised
-
-
-def _narrow_numpy(wide: _Array, half: _Array) -> None:
-    np.copyto(half, wide, casting="unsafe")
-
-
-def _widen_float16(half: _Array, wide: _Array) -> None:
-    _numkong().astype(half, "float32", out=wide)
-
-
-def _narrow_float16(wide: _Array, half: _Array) -> None:
-    _numkong().astype(wide, "float16", out=half)
-
-
-def _narrow_bfloat16(wide: _Array, half: _Array) -> None:
-    bits, tensors, size = _scratch.bits, _scratch.tensors, wide.size
-    tensor = tensors.get(size)
-    if tensor is None:
-        if len(tensors) > 64:  # ragged last blocks; full ones come back at once
-            tensors.clear()
-        tensor = tensors[size] = _numkong().from_pointer(bits.ctypes.data, (size,), "bfloat16", owner=bits)
-    _numkong().astype(wide, "bfloat16", out=tensor)
-    np.copyto(half.view(_BITS), bits[:size])
-
-
-_CONVERSIONS: dict[str, tuple[Callable[[_Array, _Array], None], Callable[[_Array, _Array], None]]] = {
-    "float16": (_widen_float16, _narrow_float16),
-    "bfloat16": (_widen_numpy, _narrow_bfloat16),
-}

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from collectives.base import dtypes
 from collectives.engine import adasum
 from collectives.schedules.partition import offsets, split
-from collectives.tensors.compression import cast
+from collectives.tensors.halves import cast
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)

@@ -13,8 +13,9 @@ import pytest
 
 from collectives.base import dtypes
 from collectives.base.errors import InvalidTypeError
-from collectives.tensors import compression
-from collectives.tensors.compression import Compression, Compressor, cast, check
+from collectives.tensors import halves
+from collectives.tensors.compression import BUILT_IN, Compression, Compressor, check
+from collectives.tensors.halves import cast
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
 FLOAT16, BFLOAT16 = np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
@@ -31,12 +32,12 @@ pytestmark = pytest.mark.filterwarnings("error")
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The conversions with numkong, and as if it were not installed."""
     if request.param == "numpy":
-        monkeypatch.setattr(compression, "_numkong", lambda half: None)
+        monkeypatch.setattr(halves, "numkong", lambda half: None)
     elif importlib.util.find_spec("numkong") is None:
         pytest.skip("numkong is not installed")
-    compression._conversion.cache_clear()
+    halves._conversion.cache_clear()
     yield request.param
-    compression._conversion.cache_clear()
+    halves._conversion.cache_clear()
 
 
 def anything(dtype: np.dtype[Any], count: int, seed: int) -> np.ndarray[Any, Any]:
@@ -133,11 +134,12 @@ def test_float64_rounds_to_the_nearer_half_or_misses_it_by_an_eight_thousandth(b
 def test_numkong_is_used_where_it_is_installed() -> None:
     pytest.importorskip("numkong")
     with np.errstate(all="ignore"):
-        assert all(compression._numkong(half) is not None for half in HALVES)
+        assert all(halves.numkong(half) is not None for half in HALVES)
 
 
 def numkong_of_numpy(change: Callable[[Any, Any], object]) -> Any:
-    """A numkong that converts with NumPy, and whose narrow results are changed."""
+    """A numkong whose conversions are NumPy's, and whose narrow results are changed."""
+    arithmetic = pytest.importorskip("numkong").blend
 
     def astype(source: Any, name: str, out: Any) -> None:
         source, out = (each.owner if isinstance(each, SimpleNamespace) else each for each in (source, out))
@@ -145,7 +147,7 @@ def numkong_of_numpy(change: Callable[[Any, Any], object]) -> Any:
         if dtypes.is_half(out.dtype):
             change(source, out)
 
-    return SimpleNamespace(astype=astype, from_pointer=lambda *_, owner: SimpleNamespace(owner=owner))
+    return SimpleNamespace(blend=arithmetic, astype=astype, from_pointer=lambda *_, owner: SimpleNamespace(owner=owner))
 
 
 def truncate(source: Any, out: Any) -> None:
@@ -169,9 +171,9 @@ def refuse(source: Any, out: Any) -> None:
 @pytest.mark.parametrize("half", HALVES, ids=dtypes.name)
 def test_a_numkong_that_differs_or_fails_is_not_used(half: np.dtype[Any]) -> None:
     with np.errstate(all="ignore"):
-        assert compression._agrees(numkong_of_numpy(lambda source, out: None), half)
+        assert halves._agrees(numkong_of_numpy(lambda source, out: None), half)
         for change in (truncate, flush_subnormals, lose_infinities, refuse):
-            assert not compression._agrees(numkong_of_numpy(change), half)
+            assert not halves._agrees(numkong_of_numpy(change), half)
 
 
 # ---- compressors
@@ -219,7 +221,7 @@ def test_arrays_of_any_layout_travel_as_halves_and_come_back(
         np.testing.assert_array_equal(back, array.astype(np.float32).astype(half).astype(dtype))
 
 
-@pytest.mark.parametrize("compressor", compression.BUILT_IN)
+@pytest.mark.parametrize("compressor", BUILT_IN)
 def test_what_is_not_compressed_passes_through_untouched(compressor: Any) -> None:
     for tensor in (
         np.arange(3),
@@ -332,7 +334,7 @@ class Scaled:
 
 
 def test_compressors_of_every_kind_are_accepted() -> None:
-    accepted = [*compression.BUILT_IN, Compression.fp16(), Compressor, Signs, Signs(), Scaled()]
+    accepted = [*BUILT_IN, Compression.fp16(), Compressor, Signs, Signs(), Scaled()]
     for each in [
         *accepted,
         SimpleNamespace(compress=lambda tensor: (tensor, None), decompress=lambda tensor, context: tensor),

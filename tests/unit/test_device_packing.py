@@ -20,7 +20,7 @@ from collectives.device import kernels
 from collectives.device.kernel_sources import TILE_BYTES
 from collectives.device.kernels import Kernels
 from collectives.device.packing import Packing, _tables
-from collectives.tensors import compression, reduction
+from collectives.tensors import halves, reduction
 from tests import host_kernels
 from tests.emulated_cuda import EmulatedDevice
 
@@ -162,7 +162,7 @@ def scaled(scaling: Callable[[Array, Array], None] | None, array: Array) -> Arra
 
 def cast(array: Array, dtype: np.dtype[Any]) -> Array:
     out = np.empty(array.size, dtype)
-    compression.cast(array, out)
+    halves.cast(array, out)
     return out
 
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from collectives.base import dtypes
 from collectives.base.errors import InvalidTypeError
 from collectives.base.reduce_op import Op
-from collectives.tensors import reduction
-from collectives.tensors.reduction import finish, identity, kernel, prescale, quiet
+from collectives.tensors import halves
+from collectives.tensors.reduction import finish, identity, kernel, prescale, quiet, warns
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -119,7 +119,7 @@ def test_halves_write_only_their_block_at_any_offset(op: Op, dtype: np.dtype[Any
 @pytest.mark.parametrize("dtype", HALVES, ids=dtypes.name)
 @pytest.mark.parametrize("op", ELEMENTWISE)
 def test_halves_without_numkong_give_the_same(op: Op, dtype: np.dtype[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reduction, "_numkong", lambda: None)
+    monkeypatch.setattr(halves, "numkong", lambda half: None)
     combine = kernel.__wrapped__(op, dtype)
     a, b = anything(dtype, 20000, 5), anything(dtype, 20000, 6)
     wanted, out = expected(op, a, b), np.empty_like(a)
@@ -132,12 +132,14 @@ def test_halves_without_numkong_give_the_same(op: Op, dtype: np.dtype[Any], monk
         assert_same(out, (a.astype(np.float32) * np.float32(0.3)).astype(dtype))
 
 
-def test_numkong_is_used_only_if_it_agrees_with_numpy() -> None:
+@pytest.mark.parametrize("dtype", HALVES, ids=dtypes.name)
+def test_numkong_is_used_only_if_its_arithmetic_agrees_with_numpy(dtype: np.dtype[Any]) -> None:
     numkong = pytest.importorskip("numkong")
-    assert reduction._agrees(numkong)
+    assert halves._agrees(numkong, dtype)
 
     class Wrong:
         astype = staticmethod(numkong.astype)
+        from_pointer = staticmethod(numkong.from_pointer)
 
         @staticmethod
         def blend(a: Any, b: Any, *rest: Any, out: Any, **options: Any) -> None:
@@ -147,7 +149,7 @@ def test_numkong_is_used_only_if_it_agrees_with_numpy() -> None:
     class Old:
         pass
 
-    assert not reduction._agrees(Wrong) and not reduction._agrees(Old)
+    assert not halves._agrees(Wrong, dtype) and not halves._agrees(Old, dtype)
 
 
 def test_ranks_as_threads_do_not_share_scratch() -> None:
@@ -203,7 +205,7 @@ def test_integers_wrap_without_a_warning_and_without_quiet(dtype: np.dtype[Any])
     a, b = np.full(9, limits.max, dtype), np.ones(9, dtype)
     kernel(Op.SUM, dtype)(a, b, a)
     assert (a == limits.min).all()
-    assert not reduction.warns(dtype)
+    assert not warns(dtype)
 
 
 def test_float_overflow_is_silent_under_quiet_and_the_state_comes_back() -> None:
@@ -213,7 +215,7 @@ def test_float_overflow_is_silent_under_quiet_and_the_state_comes_back() -> None
         warnings.simplefilter("error")
         kernel(Op.SUM, a.dtype)(a, a.copy(), a)
     assert np.isinf(a).all() and np.geterr() == before
-    assert reduction.warns(a.dtype)
+    assert warns(a.dtype)
 
 
 # ---- finish and prescale

@@ -61,38 +61,35 @@ class NoneCompressor(Compressor):
         return tensor
 
 
-class FP16Compressor(Compressor):
+class _HalfCompressor(Compressor):
+    """float32 and float64 travel as ``half``."""
+
+    half: str
+
+    @classmethod
+    def wire(cls, dtype: _Dtype) -> _Dtype | None:
+        """The dtype in which a tensor of ``dtype`` travels; None: its own."""
+        return dtypes.resolve(cls.half) if dtype in _COMPRESSED else None
+
+    @classmethod
+    def compress(cls, tensor: Any) -> tuple[Any, Any]:
+        return _compress(tensor, cls.half)
+
+    @classmethod
+    def decompress(cls, tensor: Any, context: Any) -> Any:
+        return _decompress(tensor, context)
+
+
+class FP16Compressor(_HalfCompressor):
     """float32 and float64 travel as float16; beyond 65504 they become infinity."""
 
-    @staticmethod
-    def wire(dtype: _Dtype) -> _Dtype | None:
-        """The dtype in which a tensor of ``dtype`` travels; None: its own."""
-        return np.dtype(np.float16) if dtype in _COMPRESSED else None
-
-    @staticmethod
-    def compress(tensor: Any) -> tuple[Any, Any]:
-        return _compress(tensor, "float16")
-
-    @staticmethod
-    def decompress(tensor: Any, context: Any) -> Any:
-        return _decompress(tensor, context)
+    half = "float16"
 
 
-class BF16Compressor(Compressor):
+class BF16Compressor(_HalfCompressor):
     """float32 and float64 travel as bfloat16: float32's range, with 8 significant bits."""
 
-    @staticmethod
-    def wire(dtype: _Dtype) -> _Dtype | None:
-        """The dtype in which a tensor of ``dtype`` travels; None: its own."""
-        return dtypes.resolve("bfloat16") if dtype in _COMPRESSED else None
-
-    @staticmethod
-    def compress(tensor: Any) -> tuple[Any, Any]:
-        return _compress(tensor, "bfloat16")
-
-    @staticmethod
-    def decompress(tensor: Any, context: Any) -> Any:
-        return _decompress(tensor, context)
+    half = "bfloat16"
 
 
 class Compression:
@@ -109,7 +106,7 @@ BUILT_IN = (NoneCompressor, FP16Compressor, BF16Compressor)
 
 def named(wire: str | None) -> type[Compressor] | None:
     """The built-in compressor whose tensors travel as ``wire``; None: there is nothing to compress."""
-    return {"float16": FP16Compressor, "bfloat16": BF16Compressor}.get(wire or "")
+    return next((kind for kind in (FP16Compressor, BF16Compressor) if kind.half == wire), None)
 
 
 def check(compression: Any) -> None:

@@ -25,7 +25,7 @@ alltoall.
 An effect happens once: torch refuses to compile a region under activation checkpointing that holds a collective, since
 backward would run it again. Keep such a region out of the graph with ``torch.compiler.disable``.
 
-The adjoints are those of `collectives.torch.autograd`, and are operators too, because backward is compiled as well. In
+The adjoints are those of `collectives.frontends.adjoints`, and are operators too, because backward is compiled as well. In
 a compiled backward pass all of them run, with gradients of zeros where an output was not used.
 """
 
@@ -38,11 +38,11 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from collectives.base.reduce_op import Op
+from collectives.frontends import adjoints
 from collectives.process_sets import ProcessSet
 from collectives.runtime import world_of
 from collectives.tensors.compression import BUILT_IN, BF16Compressor, FP16Compressor, NoneCompressor
 from collectives.torch import operators
-from collectives.torch.operators import LINEAR
 
 Arguments = ParamSpec("Arguments")
 Returned = TypeVar("Returned")
@@ -190,35 +190,31 @@ def _number(process_set: ProcessSet | int) -> int:
 
 def _note_reduction(ctx: Any, inputs: Any, output: Any) -> None:
     x, op, name, prescale, postscale, last, process_set = inputs
-    ctx.how = op, name and f"{name}.gradient", prescale, postscale, process_set
-    ctx.wire_or_rows, ctx.grouped = last, isinstance(x, (list, tuple))
-    if op not in LINEAR:
+    ctx.how = op, name and f"{name}.gradient", prescale, postscale
+    ctx.last, ctx.process_set, ctx.grouped = last, process_set, isinstance(x, (list, tuple))
+    if not adjoints.is_linear(Op(op)):
         ctx.save_for_backward(*(x if ctx.grouped else [x]))
 
 
 def _back_through_allreduce(ctx: Any, gradient: Any) -> Any:
-    op, name, prescale, postscale, process_set = ctx.how
-    run = torch.ops.collectives.grouped_allreduce if ctx.grouped else torch.ops.collectives.allreduce
-    if op in LINEAR or operators.as_horovod(process_set):
-        return run(gradient, op, name, prescale, postscale, ctx.wire_or_rows, process_set), *_NO_GRADIENTS
-    totals = run(gradient, Op.SUM.value, name, 1.0, 1.0, None, process_set)
-    results = [
-        torch.ops.collectives.through_reduction(total, x, op, name and f"{name}.{i}", prescale, postscale, process_set)
-        for i, (total, x) in enumerate(zip(totals if ctx.grouped else [totals], ctx.saved_tensors, strict=True))
-    ]
+    ops = torch.ops.collectives
+    if operators.repeats_in_backward(ctx.how[0], ctx.process_set):
+        run = ops.grouped_allreduce if ctx.grouped else ops.allreduce
+        return run(gradient, *ctx.how, ctx.last, ctx.process_set), *_NO_GRADIENTS
+    gradients = gradient if ctx.grouped else [gradient]
+    results = ops.adjoint_of_allreduce(gradients, list(ctx.saved_tensors), *ctx.how, ctx.process_set)
     return results if ctx.grouped else results[0], *_NO_GRADIENTS
-
-
-def _back_through_reducescatter(ctx: Any, gradient: Any) -> Any:
-    op, name, prescale, postscale, process_set = ctx.how
-    total = torch.ops.collectives.allgather(gradient, name, ctx.all_rows, process_set)
-    x = None if op in LINEAR else ctx.saved_tensors[0]
-    return torch.ops.collectives.through_reduction(total, x, op, name, prescale, postscale, process_set), *_NO_GRADIENTS
 
 
 def _note_reducescatter(ctx: Any, inputs: Any, output: Any) -> None:
     _note_reduction(ctx, inputs, output)
-    ctx.all_rows = inputs[0].shape[0]
+    ctx.rows = inputs[0].shape[0]
+
+
+def _back_through_reducescatter(ctx: Any, gradient: Any) -> Any:
+    x = None if adjoints.is_linear(Op(ctx.how[0])) else ctx.saved_tensors[0]
+    run = torch.ops.collectives.adjoint_of_reducescatter
+    return run(gradient, x, *ctx.how, ctx.rows, ctx.process_set), *_NO_GRADIENTS
 
 
 def _note_allgather(ctx: Any, inputs: Any, output: Any) -> None:
@@ -253,7 +249,6 @@ _NO_GRADIENTS = (None,) * 6
 
 
 # ---- registration
-# --------------------------------------------------------------------------------------------------------
 
 
 def _like(x: Any, *_: Any) -> Any:
@@ -343,7 +338,12 @@ _define(
 )
 _define("at_root(Tensor gradient, int root, str? name, int process_set) -> Tensor", operators.at_root, _like)
 _define(
-    f"through_reduction(Tensor total, Tensor? x, {_REDUCES}, int process_set) -> Tensor",
-    operators.through_reduction,
-    _like,
+    f"adjoint_of_allreduce(Tensor[] gradients, Tensor[] xs, {_REDUCES}, int process_set) -> Tensor[]",
+    operators.adjoint_of_allreduce,
+    lambda gradients, xs, *_: [_like(x) for x in xs],
+)
+_define(
+    f"adjoint_of_reducescatter(Tensor gradient, Tensor? x, {_REDUCES}, SymInt rows, int process_set) -> Tensor",
+    operators.adjoint_of_reducescatter,
+    lambda gradient, x, op, name, prescale, postscale, rows, process_set: _with_rows(gradient, rows),
 )

@@ -26,7 +26,7 @@ from collectives.runtime import global_process_set, root_in, world_of
 from collectives.tensors import compression as compressors
 from collectives.tensors.compression import Compression
 from collectives.torch import autograd, compiled
-from collectives.torch.autograd import Call, tracks
+from collectives.torch.autograd import DifferentiableCall, tracks
 from collectives.torch.compiled import untraced
 from collectives.torch.handles import Derived
 from collectives.world import World
@@ -36,7 +36,6 @@ Tensor = TypeVar("Tensor")
 Average = Op.AVERAGE
 
 # ---- all-reduce
-# ----------------------------------------------------------------------------------------------------------
 
 
 def allreduce(
@@ -83,7 +82,9 @@ def allreduce(
     world = world_of(process_set)
     op = _operation(world, average, op, name)
     if tracks(tensor):
-        call = Call(world, name, False, _options(op, prescale_factor, postscale_factor, algorithm, transport, stream))
+        call = DifferentiableCall(
+            world, name, False, _options(op, prescale_factor, postscale_factor, algorithm, transport, stream)
+        )
         return _compressed(call, compression, [tensor], autograd.allreduce)[0]
     return world.allreduce(
         tensor,
@@ -228,7 +229,7 @@ def grouped_allreduce(
     op = _operation(world, average, op, name)
     options = _options(op, prescale_factor, postscale_factor, algorithm, transport, stream)
     if _any_tracked(tensors):
-        return _compressed(Call(world, name, True, options), compression, tensors, autograd.allreduce)
+        return _compressed(DifferentiableCall(world, name, True, options), compression, tensors, autograd.allreduce)
     return world.grouped_allreduce(
         tensors, name=name, compression=None if compression is Compression.none else compression, **options
     )
@@ -305,7 +306,6 @@ def grouped_allreduce_async_(
 
 
 # ---- allgather
-# -----------------------------------------------------------------------------------------------------------
 
 
 def allgather(
@@ -336,7 +336,9 @@ def allgather(
         return compiled.allgather(tensor, name, process_set, **_nothing_else(algorithm, transport, stream))
     world = world_of(process_set)
     if tracks(tensor):
-        call = Call(world, name, False, {"algorithm": algorithm, "transport": transport, "stream": stream})
+        call = DifferentiableCall(
+            world, name, False, {"algorithm": algorithm, "transport": transport, "stream": stream}
+        )
         return autograd.allgather(call, [tensor])[0]
     return world.allgather(tensor, name=name, algorithm=algorithm, transport=transport, stream=stream)
 
@@ -379,7 +381,7 @@ def _gather_group(
 ) -> list[Tensor]:
     world = world_of(process_set)
     if _any_tracked(tensors):
-        return autograd.allgather(Call(world, name, True, options), tensors)
+        return autograd.allgather(DifferentiableCall(world, name, True, options), tensors)
     return world.grouped_allgather(tensors, name=name, **options)
 
 
@@ -400,7 +402,6 @@ def grouped_allgather_async(
 
 
 # ---- broadcast
-# -----------------------------------------------------------------------------------------------------------
 
 
 def broadcast(
@@ -435,7 +436,9 @@ def broadcast(
         return compiled.broadcast(tensor, root, name, process_set, **_nothing_else(algorithm, transport, stream))
     world, root = world_of(process_set), root_in(process_set, root_rank, name)
     if tracks(tensor):
-        call = Call(world, name, False, {"algorithm": algorithm, "transport": transport, "stream": stream})
+        call = DifferentiableCall(
+            world, name, False, {"algorithm": algorithm, "transport": transport, "stream": stream}
+        )
         return autograd.broadcast(call, tensor, root)
     return world.broadcast(tensor, root, name=name, algorithm=algorithm, transport=transport, stream=stream)
 
@@ -493,7 +496,6 @@ def broadcast_async_(
 
 
 # ---- all-to-all
-# ----------------------------------------------------------------------------------------------------------
 
 
 @overload
@@ -561,7 +563,9 @@ def alltoall(
     world = world_of(process_set)
     counts = _counts(splits, tensor, world.size)
     if tracks(tensor):
-        call = Call(world, name, False, {"algorithm": algorithm, "transport": transport, "stream": stream})
+        call = DifferentiableCall(
+            world, name, False, {"algorithm": algorithm, "transport": transport, "stream": stream}
+        )
         result, received = autograd.alltoall(call, tensor, counts)
         return result if splits is None else (result, _received(received, splits))
     found: Any = world.alltoall(tensor, counts, name=name, algorithm=algorithm, transport=transport, stream=stream)
@@ -590,7 +594,6 @@ def alltoall_async(
 
 
 # ---- reduce-scatter
-# ------------------------------------------------------------------------------------------------------
 
 
 def reducescatter(
@@ -632,7 +635,7 @@ def reducescatter(
     world = world_of(process_set)
     options = _options(Average if op is None else op, prescale_factor, postscale_factor, algorithm, transport, stream)
     run = autograd.reducescatter if tracks(tensor) else _reducescatter
-    return _compressed(Call(world, name, False, options), compression, [tensor], run)[0]
+    return _compressed(DifferentiableCall(world, name, False, options), compression, [tensor], run)[0]
 
 
 @untraced
@@ -674,7 +677,7 @@ def grouped_reducescatter(
     world = world_of(process_set)
     options = _options(Average if op is None else op, prescale_factor, postscale_factor, algorithm, transport, stream)
     run = autograd.reducescatter if _any_tracked(tensors) else _reducescatter
-    return _compressed(Call(world, name, True, options), compression, tensors, run)
+    return _compressed(DifferentiableCall(world, name, True, options), compression, tensors, run)
 
 
 @untraced
@@ -696,7 +699,6 @@ def grouped_reducescatter_async(
 
 
 # ---- without tensors
-# -----------------------------------------------------------------------------------------------------
 
 
 @untraced
@@ -719,7 +721,6 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 
 
 # ---- arguments and results
-# -------------------------------------------------------------------------------------------------
 
 
 def _operation(world: World, average: Any, op: Op | None, name: str | None) -> Op:
@@ -757,7 +758,10 @@ def _options(
 
 
 def _compressed(
-    call: Call, compression: Any, tensors: Sequence[Any], run: Callable[[Call, Sequence[Any]], list[Any]]
+    call: DifferentiableCall,
+    compression: Any,
+    tensors: Sequence[Any],
+    run: Callable[[DifferentiableCall, Sequence[Any]], list[Any]],
 ) -> list[Any]:
     """What ``run`` makes of the tensors in the form in which they travel; autograd sees what the compressor does."""
     if compression is None or compression is Compression.none:
@@ -771,7 +775,7 @@ def _compressed(
     return [compression.decompress(result, context) for result, (_, context) in zip(results, packed, strict=True)]
 
 
-def _reducescatter(call: Call, tensors: Sequence[Any]) -> list[Any]:
+def _reducescatter(call: DifferentiableCall, tensors: Sequence[Any]) -> list[Any]:
     if call.grouped:
         return call.world.grouped_reducescatter(tensors, name=call.name, **call.options)
     return [call.world.reducescatter(tensors[0], name=call.name, **call.options)]

@@ -1,8 +1,7 @@
-"""What the operators of `collectives.torch.compiled` do when compiled code runs: calls of the engine, and the
-mathematics of the adjoints.
+"""The bodies of the operators of `collectives.torch.compiled`: blocking calls of the engine, and adjoints.
 
-The arguments are what a graph can hold: tensors, numbers, strings; a process set is its number, an operation its name.
-Autograd is off in here. Results are new tensors.
+Arguments are what a graph can hold: tensors, numbers, strings; a process set is its number, an operation its name.
+Autograd is off. Results are new tensors.
 """
 
 from __future__ import annotations
@@ -14,11 +13,10 @@ import numpy as np
 import torch
 
 from collectives.base.reduce_op import Op
-from collectives.engine import adasum
+from collectives.frontends import adjoints
 from collectives.runtime import world_of
 from collectives.tensors.compression import named
-
-LINEAR = (Op.SUM.value, Op.AVERAGE.value)
+from collectives.torch.autograd import DifferentiableCall
 
 
 def allreduce(
@@ -70,79 +68,59 @@ def alltoall(x: Any, splits: Any, name: str | None, rows: int | None, ranks: int
     return [result, torch.from_numpy(received.astype(np.int64))]
 
 
-def as_horovod(process_set: int) -> bool:
-    """Whether gradients are Horovod's: see `collectives.torch.autograd`."""
-    return world_of(process_set).config.gradients == "horovod"
-
-
 # ---- adjoints
-# ------------------------------------------------------------------------------------------------------------
+
+
+def repeats_in_backward(op: str, process_set: int) -> bool:
+    """Whether the adjoint of an all-reduce is the same all-reduce."""
+    return adjoints.is_linear(Op(op)) or world_of(process_set).config.gradients == "horovod"
+
+
+def adjoint_of_allreduce(
+    gradients: Sequence[Any],
+    xs: Sequence[Any],
+    op: str,
+    name: str | None,
+    prescale: float,
+    postscale: float,
+    process_set: int,
+) -> list[Any]:
+    """Of an operation that is not linear."""
+    call = _reduction(op, name, prescale, postscale, process_set)
+    with torch.no_grad():
+        return list(adjoints.allreduce(call, gradients, xs))
+
+
+def adjoint_of_reducescatter(
+    gradient: Any,
+    x: Any,
+    op: str,
+    name: str | None,
+    prescale: float,
+    postscale: float,
+    rows: int,
+    process_set: int,
+) -> Any:
+    """``x`` is None where the operation is linear; ``rows`` are those of the input."""
+    call = _reduction(op, name, prescale, postscale, process_set)
+    with torch.no_grad():
+        return adjoints.reducescatter(call, [gradient], [x])[0]
 
 
 def own_rows(gradient: Any, name: str | None, rows: int, process_set: int) -> Any:
-    """Of an allgather: this rank's rows of the sum of the ranks' gradients, of Horovod's their mean."""
-    world = world_of(process_set)
-    counts = world.allgather(np.array([rows], np.int64), name=name and f"{name}.rows")
-    parts, _ = world.alltoall(gradient, counts, name=name)
-    parts = parts.reshape(world.size, rows, *parts.shape[1:])
-    return parts.mean(0) if as_horovod(process_set) else parts.sum(0)
+    """Adjoint of an all-gather; ``rows`` are those of the input."""
+    call = DifferentiableCall(world_of(process_set), name, rows=[rows])
+    with torch.no_grad():
+        return adjoints.allgather(call, [gradient])[0]
 
 
 def at_root(gradient: Any, root: int, name: str | None, process_set: int) -> Any:
-    """Of a broadcast: the sum of the ranks' gradients on the root, of Horovod's their mean; zeros elsewhere."""
-    world = world_of(process_set)
-    total = world.allreduce(gradient, op=Op.AVERAGE if as_horovod(process_set) else Op.SUM, name=name)
-    return total if world.rank == root else total.zero_()
+    """Adjoint of a broadcast."""
+    call = DifferentiableCall(world_of(process_set), name, root=root)
+    with torch.no_grad():
+        return adjoints.broadcast(call, [gradient])[0]
 
 
-def through_reduction(
-    total: Any, x: Any, op: str, name: str | None, prescale: float, postscale: float, process_set: int
-) -> Any:
-    """Of a reduction with its factors, given the gradient of all rows of its result, summed over the ranks.
-
-    Takes memory for every rank's ``x``, unless the reduction is linear. Horovod's is ``size()`` times that of a linear
-    one.
-    """
-    world = world_of(process_set)
-    if op in LINEAR:
-        times = world.size if as_horovod(process_set) else 1
-        return total * (prescale * postscale * times / (world.size if op == Op.AVERAGE.value else 1))
-    wide = torch.float64 if op == Op.ADASUM.value else torch.promote_types(x.dtype, torch.float32)
-    inputs = world.allgather(x.reshape(1, -1), name=name and f"{name}.inputs").to(wide) * prescale
-    own, gradient = world.rank, total.reshape(-1).to(wide) * postscale
-    if op == Op.ADASUM.value:
-        gradient = _through_adasum(list(inputs), own, gradient)
-    elif op == Op.PRODUCT.value:
-        gradient = gradient * torch.cat([inputs[:own], inputs[own + 1 :]]).prod(0).conj()
-    else:
-        extreme = inputs == (inputs.amax(0) if op == Op.MAX.value else inputs.amin(0))
-        gradient = gradient * extreme[own] / extreme.sum(0)
-    return (gradient * prescale).to(x.dtype).reshape(x.shape)
-
-
-def _through_adasum(vectors: list[Any], rank: int, gradient: Any) -> Any:
-    """From the root of the tree of pairs to this rank's leaf."""
-    at, path = rank, []
-    for level in adasum.tree(len(vectors)):
-        for i, j in level:
-            a, b = vectors[i], vectors[j]
-            if at in (i, j):
-                path.append((a, b) if at == i else (b, a))
-                at = i
-            vectors[i] = _coefficient(a, b) * a + _coefficient(b, a) * b
-    for own, other in reversed(path):
-        product, square = own @ other, _square(own)
-        along_own, along_other = gradient @ own, gradient @ other
-        to_product = -(along_own / square + along_other / _square(other)) / 2
-        gradient = _coefficient(own, other) * gradient + to_product * other + along_own * product / square**2 * own
-    return gradient
-
-
-def _coefficient(a: Any, b: Any) -> Any:
-    return 1 - a @ b / _square(a) / 2
-
-
-def _square(a: Any) -> Any:
-    """Of a vector of zeros 1: the coefficient is the constant 1 there."""
-    square = a @ a
-    return square.masked_fill(square == 0, 1)
+def _reduction(op: str, name: str | None, prescale: float, postscale: float, process_set: int) -> DifferentiableCall:
+    options = {"op": Op(op), "prescale_factor": prescale, "postscale_factor": postscale}
+    return DifferentiableCall(world_of(process_set), name, options=options)

@@ -96,7 +96,6 @@ def allgather_object(
 
 
 # ---- what the ranks pass
-# -------------------------------------------------------------------------------------------------------------
 
 
 def _named(params: Any) -> Tensors:
@@ -178,7 +177,6 @@ def refuse_unreachable(what: str, tensor: Any) -> None:
 
 
 # ---- moving tensors
-# ------------------------------------------------------------------------------------------------------------------
 
 
 def move(world: World, label: str, root: int, tensors: Tensors) -> None:

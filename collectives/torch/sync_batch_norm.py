@@ -162,7 +162,6 @@ def _counterpart(kind: type[SyncBatchNorm], module: Any, process_set: ProcessSet
 
 
 # ---- names
-# ----------------------------------------------------------------------------------------------------------------------
 
 
 class _Label:
@@ -213,7 +212,6 @@ def _label(world: World, layer: SyncBatchNorm) -> _Label:
 
 
 # ---- the function
-# --------------------------------------------------------------------------------------------------------------------
 
 
 class _Normalise(torch.autograd.Function):  # type: ignore[misc]

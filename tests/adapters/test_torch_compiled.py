@@ -259,7 +259,8 @@ def test_operators_are_what_torch_expects(hvd: Any) -> None:
         "alltoall": (x, None, None, None, size, 0),
         "own_rows": (x.detach(), None, 2, 0),
         "at_root": (x.detach(), 0, None, 0),
-        "through_reduction": (x.detach(), x.detach(), "max", None, 1.0, 1.0, 0),
+        "adjoint_of_allreduce": ([x.detach()], [x.detach()], "max", None, 1.0, 1.0, 0),
+        "adjoint_of_reducescatter": (x.detach()[:2], x.detach(), "max", None, 1.0, 1.0, 2 * size, 0),
     }
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     for name, arguments in samples.items():

@@ -25,7 +25,7 @@ from benchmarks.scaling_plan import Case, doubts, order
 from benchmarks.scaling_report import analyse, document, text
 from benchmarks.scaling_throughput import Reading, read
 from collectives.launch.cli import cores
-from collectives.launch.mpi import find
+from collectives.launch.mpirun import find
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from collectives.launch import leftovers
+from collectives.launch import shared_memory_cleanup
 from tests.mpirun import IMPLEMENTATIONS, ROOT, Result, python_for, run_command, run_ranks
 
 pytestmark = pytest.mark.parametrize("mpi", IMPLEMENTATIONS)
@@ -80,7 +80,7 @@ def test_a_failure_ends_the_job_and_is_shown_last(mpi: str, failure: str, code: 
             "in deep" in result.output.rpartition("collectivesrun: rank 1")[2] and result.output.count("Traceback") == 1
         )
     made = [Path(line) for rank in range(3) for line in (tmp_path / f"shared-{rank}").read_text().split()]
-    assert made and (leftovers.users_may_be_hidden() or not any(path.exists() for path in made))
+    assert made and (shared_memory_cleanup.users_may_be_hidden() or not any(path.exists() for path in made))
 
 
 def test_a_failure_before_mpi_is_started_ends_the_job(mpi: str, tmp_path: Path) -> None:

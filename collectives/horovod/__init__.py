@@ -24,7 +24,7 @@ import warnings
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
-from collectives.horovod.absent import Finder
+from collectives.horovod.unavailable import Finder
 from collectives.runtime import is_initialized, world
 
 FOLDER = Path(__file__).parent / "site"

@@ -53,7 +53,7 @@ from collectives import (
 )
 from collectives.jax import autodiff as _autodiff  # noqa: F401  (gives the primitive its derivatives)
 from collectives.jax.gradients import grad, value_and_grad
-from collectives.jax.life import init, shutdown
+from collectives.jax.lifecycle import init, shutdown
 from collectives.jax.operations import (
     allgather,
     allreduce,

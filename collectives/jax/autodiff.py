@@ -28,13 +28,13 @@ from jax.interpreters import ad
 
 from collectives.base.reduce_op import Op
 from collectives.engine import adasum
-from collectives.jax import drift
-from collectives.jax.calls import Call
+from collectives.jax import compat
+from collectives.jax.collective_call import CollectiveCall
 from collectives.jax.primitive import bind, collective_p
 from collectives.schedules import partition
 
 
-def _tangents(primals: Sequence[Any], tangents: Sequence[Any], *, call: Call) -> tuple[list[Any], list[Any]]:
+def _tangents(primals: Sequence[Any], tangents: Sequence[Any], *, call: CollectiveCall) -> tuple[list[Any], list[Any]]:
     results = bind(call, primals)
     moving = [number for number, tangent in enumerate(tangents) if type(tangent) is not ad.Zero]
     given = [ad.instantiate_zeros(tangents[number]) for number in moving]
@@ -42,13 +42,13 @@ def _tangents(primals: Sequence[Any], tangents: Sequence[Any], *, call: Call) ->
         found = bind(call.derived("tangent", moving), given)
     else:
         found = _through_reduction(call.derived("tangent", moving), [primals[number] for number in moving], given)
-    out: list[Any] = [drift.no_tangent(result) for result in results]
+    out: list[Any] = [compat.no_tangent(result) for result in results]
     for number, tangent in zip(moving, found, strict=True):
         out[number] = tangent
     return results, out
 
 
-def _adjoint(gradients: Sequence[Any], *operands: Any, call: Call) -> list[Any]:
+def _adjoint(gradients: Sequence[Any], *operands: Any, call: CollectiveCall) -> list[Any]:
     """The gradients of the operands of a linear call from those of its results."""
     given = [ad.instantiate_zeros(gradient) for gradient in gradients]
     call = call.derived("gradient", range(len(given)))
@@ -58,11 +58,11 @@ def _adjoint(gradients: Sequence[Any], *operands: Any, call: Call) -> list[Any]:
     ]
 
 
-def _of_allreduce(call: Call, gradients: list[Any]) -> list[Any]:
+def _of_allreduce(call: CollectiveCall, gradients: list[Any]) -> list[Any]:
     return bind(call, gradients)
 
 
-def _of_reducescatter(call: Call, gradients: list[Any]) -> list[Any]:
+def _of_reducescatter(call: CollectiveCall, gradients: list[Any]) -> list[Any]:
     factor = call.prescale * call.postscale / (call.size if call.op == Op.AVERAGE.value else 1)
     rows = tuple(tuple(partition.rows(total, call.size)) for total in call.rows_before)
     gathering = replace(
@@ -71,7 +71,7 @@ def _of_reducescatter(call: Call, gradients: list[Any]) -> list[Any]:
     return bind(gathering, [gradient * jnp.asarray(factor, gradient.dtype) for gradient in gradients])
 
 
-def _of_allgather(call: Call, gradients: list[Any]) -> list[Any]:
+def _of_allgather(call: CollectiveCall, gradients: list[Any]) -> list[Any]:
     assert call.rows is not None
     totals = tuple(sum(rows) for rows in call.rows)
     summing = replace(call, op=Op.SUM.value, rows=None, algorithm=None)
@@ -85,13 +85,13 @@ def _of_allgather(call: Call, gradients: list[Any]) -> list[Any]:
     ]
 
 
-def _of_broadcast(call: Call, gradients: list[Any]) -> list[Any]:
+def _of_broadcast(call: CollectiveCall, gradients: list[Any]) -> list[Any]:
     totals = bind(replace(call, collective="allreduce", op=Op.SUM.value, root=0, algorithm=None), gradients)
     # Zeros that still know of the all-reduce: a second derivative needs this rank as well.
     return [jnp.where(call.rank == call.root, total, jnp.zeros_like(total)) for total in totals]
 
 
-def _of_alltoall(call: Call, gradients: list[Any]) -> list[Any]:
+def _of_alltoall(call: CollectiveCall, gradients: list[Any]) -> list[Any]:
     assert call.splits is not None and call.rows is not None
     return bind(replace(call, splits=call.rows[0], rows=(call.splits,) * len(gradients)), gradients)
 
@@ -109,7 +109,7 @@ _ADJOINTS = {
 # ----------------------------------------------------------------------------------------------------
 
 
-def _through_reduction(call: Call, primals: list[Any], tangents: list[Any]) -> list[Any]:
+def _through_reduction(call: CollectiveCall, primals: list[Any], tangents: list[Any]) -> list[Any]:
     # Two calls, and not one: a derivative is linear in what has come with the second, and must know what has come with
     # the first.
     all_primals, all_tangents = _everyone(call, "inputs", primals), _everyone(call, "tangents", tangents)
@@ -124,9 +124,9 @@ def _through_reduction(call: Call, primals: list[Any], tangents: list[Any]) -> l
     return results
 
 
-def _everyone(call: Call, what: str, tensors: list[Any]) -> list[Any]:
+def _everyone(call: CollectiveCall, what: str, tensors: list[Any]) -> list[Any]:
     """Every rank's tensors, along a new first dimension."""
-    gathering = Call(
+    gathering = CollectiveCall(
         "allgather",
         call.size,
         call.rank,
@@ -139,7 +139,7 @@ def _everyone(call: Call, what: str, tensors: list[Any]) -> list[Any]:
     return bind(gathering, [each[None] for each in tensors])
 
 
-def _reduced(call: Call, all_x: Any) -> Any:
+def _reduced(call: CollectiveCall, all_x: Any) -> Any:
     """The reduction of every rank's tensor, along the first dimension."""
     dtype = all_x.dtype
     wide = all_x.astype(jnp.promote_types(dtype, jnp.float32)) * call.prescale

@@ -13,14 +13,14 @@ import jax
 import numpy as np
 
 from collectives.base.logging import logger
-from collectives.jax import drift
-from collectives.jax.calls import Call
+from collectives.jax import compat
+from collectives.jax.collective_call import CollectiveCall
 
 _ALIGNED_FROM = 4096
 """Bytes below which a copy of a result costs nothing."""
 
 
-def run(call: Call, operands: Sequence[Any]) -> list[Any]:
+def run(call: CollectiveCall, operands: Sequence[Any]) -> list[Any]:
     """Carry a call out on JAX arrays, on the CPU or a GPU; new JAX arrays, placed like them."""
     settle()
     given = [_readable(operand) for operand in operands]
@@ -37,7 +37,7 @@ def run(call: Call, operands: Sequence[Any]) -> list[Any]:
     return placed(made if results is None else results, operands)
 
 
-def exchange(call: Call, operands: Sequence[Any]) -> tuple[list[Any], tuple[int, ...]]:
+def exchange(call: CollectiveCall, operands: Sequence[Any]) -> tuple[list[Any], tuple[int, ...]]:
     """`run` of an alltoall; and how many rows came from each rank."""
     settle()
     made, received = call.exchange([_readable(operand) for operand in operands])
@@ -54,7 +54,7 @@ def settle() -> None:
         jax.effects_barrier()
     except Exception as error:
         logger.warning("an earlier program has failed: %s", error)
-        drift.forget_effects()
+        compat.forget_effects()
 
 
 def _readable(operand: Any) -> Any:
@@ -69,8 +69,10 @@ def _readable(operand: Any) -> Any:
 def placed(made: list[Any], operands: Sequence[Any]) -> list[Any]:
     """Results as JAX arrays: where the operands are, if the program has put them there."""
     if any(isinstance(each, jax.Array) for each in made):
-        return [each if isinstance(each, jax.Array) else drift.adopt([each])[0] for each in made]
-    if any(isinstance(each, jax.Array) and drift.committed(each) for each in operands):
-        places = [each.sharding if isinstance(each, jax.Array) and drift.committed(each) else None for each in operands]
-        return drift.adopt(made, places)
-    return drift.adopt(made)
+        return [each if isinstance(each, jax.Array) else compat.adopt([each])[0] for each in made]
+    if any(isinstance(each, jax.Array) and compat.committed(each) for each in operands):
+        places = [
+            each.sharding if isinstance(each, jax.Array) and compat.committed(each) else None for each in operands
+        ]
+        return compat.adopt(made, places)
+    return compat.adopt(made)

@@ -32,8 +32,9 @@ from collectives import api
 from collectives.base.errors import InvalidArgumentError, InvalidTypeError, UnsupportedError
 from collectives.base.reduce_op import Op
 from collectives.engine import arguments
-from collectives.jax import compressing, drift, eager, packing, primitive, trees
-from collectives.jax.calls import Call
+from collectives.jax import compat, eager, primitive, pytrees, small_tensors
+from collectives.jax import compression as compressors
+from collectives.jax.collective_call import CollectiveCall
 from collectives.process_sets import ProcessSet
 from collectives.runtime import global_process_set, root_in, world_of
 from collectives.tensors.compression import Compression
@@ -90,8 +91,8 @@ def allreduce(
     try:
         chosen = arguments.operation(op, average)
         call = _reducing(call, chosen, prescale_factor, postscale_factor)
-        found, rebuild, grouped = trees.leaves(tensor)
-        wire, found, restore = compressing.inside(compression, found)
+        found, rebuild, grouped = pytrees.leaves(tensor)
+        wire, found, restore = compressors.inside(compression, found)
     except Exception as error:
         raise world.refused(error, name) from None
     call = call.having(grouped=grouped, wire=wire)
@@ -152,8 +153,8 @@ def reducescatter(
         call = _reducing(call, arguments.operation(op, None), prescale_factor, postscale_factor)
         if call.op == Op.ADASUM.value:
             raise UnsupportedError("op=Adasum: reducescatter has no Adasum; allreduce has")
-        found, rebuild, grouped = trees.leaves(tensor)
-        found, restore = compressing.outside(compression, found)
+        found, rebuild, grouped = pytrees.leaves(tensor)
+        found, restore = compressors.outside(compression, found)
         _check_rows("reducescatter", found)
     except Exception as error:
         raise world.refused(error, name) from None
@@ -214,7 +215,7 @@ def allgather(
     world = world_of(process_set)
     call = _call("allgather", world, process_set, name, algorithm, transport, ordered)
     try:
-        found, rebuild, grouped = trees.leaves(tensor)
+        found, rebuild, grouped = pytrees.leaves(tensor)
         _check_rows("allgather", found)
         expected = None if rows is None else _counts("rows", rows, world)
         for each in found:
@@ -275,7 +276,7 @@ def broadcast(
     root = root_in(process_set, root_rank, name)
     call = _call("broadcast", world, process_set, name, algorithm, transport, ordered)
     try:
-        found, rebuild, grouped = trees.leaves(tensor)
+        found, rebuild, grouped = pytrees.leaves(tensor)
         call = call.having(grouped=grouped, root=arguments.root(root, world.size))
     except Exception as error:
         raise world.refused(error, name) from None
@@ -345,9 +346,9 @@ def alltoall(
     world = world_of(process_set)
     call = _call("alltoall", world, process_set, name, algorithm, transport, ordered)
     try:
-        found, rebuild, grouped = trees.leaves(tensor)
+        found, rebuild, grouped = pytrees.leaves(tensor)
         _check_rows("alltoall", found)
-        if splits is not None and drift.is_tracer(splits):
+        if splits is not None and compat.is_tracer(splits):
             raise InvalidTypeError(
                 "splits: expected integers that are known while tracing, got a traced array; pass a list or a NumPy "
                 "array"
@@ -406,7 +407,7 @@ def join(device: int = -1, *, process_set: ProcessSet = global_process_set) -> i
 
 def outside(function: str) -> None:
     """Refuse to be traced."""
-    if drift.tracing():
+    if compat.tracing():
         raise InvalidArgumentError(f"{function}: it cannot be part of a compiled program; call it outside jit")
 
 
@@ -422,7 +423,7 @@ def _call(
     algorithm: str | None,
     transport: str | None,
     ordered: bool,
-) -> Call:
+) -> CollectiveCall:
     try:
         arguments.check_name(name)
         if not ordered and name is None:
@@ -433,27 +434,27 @@ def _call(
         raise world.refused(error, name) from None
     number = process_set if isinstance(process_set, int) else process_set.process_set_id
     assert number is not None
-    return Call(collective, world.size, world.rank, name, number, algorithm, transport, ordered=bool(ordered))
+    return CollectiveCall(collective, world.size, world.rank, name, number, algorithm, transport, ordered=bool(ordered))
 
 
-def _reducing(call: Call, op: Op, prescale: Any, postscale: Any) -> Call:
+def _reducing(call: CollectiveCall, op: Op, prescale: Any, postscale: Any) -> CollectiveCall:
     before, after = arguments.factor("prescale_factor", prescale), arguments.factor("postscale_factor", postscale)
     return call.having(op=op.value, prescale=before, postscale=after)
 
 
 def _staged(tensors: Sequence[Any]) -> bool:
     """Whether the call becomes a part of a program, or of a derivative."""
-    return drift.tracing() or any(drift.is_tracer(tensor) for tensor in tensors)
+    return compat.tracing() or any(compat.is_tracer(tensor) for tensor in tensors)
 
 
-def _run(call: Call, tensors: Sequence[Any]) -> list[Any]:
+def _run(call: CollectiveCall, tensors: Sequence[Any]) -> list[Any]:
     return primitive.bind(call, tensors) if _staged(tensors) else eager.run(call, tensors)
 
 
-def _allreduce(call: Call, tensors: list[Any]) -> list[Any]:
+def _allreduce(call: CollectiveCall, tensors: list[Any]) -> list[Any]:
     if not call.grouped or call.op == Op.ADASUM.value or not _staged(tensors):
         return _run(call, tensors)
-    operands, parts, unpack = packing.pack(tensors)
+    operands, parts, unpack = small_tensors.pack(tensors)
     return unpack(_run(call.having(parts=parts), operands))
 
 

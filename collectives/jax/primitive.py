@@ -22,42 +22,42 @@ from jax.interpreters import batching
 
 from collectives.base.errors import InvalidArgumentError
 from collectives.base.reduce_op import Op
-from collectives.jax import drift, eager, ffi
-from collectives.jax.calls import Call, read
+from collectives.jax import compat, eager, ffi
+from collectives.jax.collective_call import CollectiveCall, deserialize
 
-collective_p = drift.primitive("collective")
+collective_p = compat.primitive("collective")
 
 
-def bind(call: Call, operands: Sequence[Any]) -> list[Any]:
+def bind(call: CollectiveCall, operands: Sequence[Any]) -> list[Any]:
     """The call in a program that is being traced; or, of arrays that are there, carried out."""
     return list(collective_p.bind(*operands, call=call))
 
 
-def _abstract(*operands: Any, call: Call) -> tuple[Any, Any]:
+def _abstract(*operands: Any, call: CollectiveCall) -> tuple[Any, Any]:
     shapes = call.results([(each.shape, each.dtype) for each in operands])
-    return [drift.shaped(*each) for each in shapes], {drift.ORDERED} if call.ordered else set()
+    return [compat.shaped(*each) for each in shapes], {compat.ORDERED} if call.ordered else set()
 
 
-def _lower(ctx: Any, *operands: Any, call: Call) -> Any:
+def _lower(ctx: Any, *operands: Any, call: CollectiveCall) -> Any:
     """By a callback of JAX's: its operands and results are copied."""
 
     def run(*arrays: Any) -> tuple[Any, ...]:
         return tuple(call.run([np.asarray(array) for array in arrays]))
 
-    return drift.lower_as_callback(ctx, run, operands, call.ordered)
+    return compat.lower_as_callback(ctx, run, operands, call.ordered)
 
 
-def _lower_without_copies(ctx: Any, *operands: Any, call: Call) -> Any:
-    if drift.devices(ctx) > 1:
+def _lower_without_copies(ctx: Any, *operands: Any, call: CollectiveCall) -> Any:
+    if compat.devices(ctx) > 1:
         return _lower(ctx, *operands, call=call)
     shapes = [(each.shape, each.dtype) for each in ctx.avals_in]
     # Gradients are made by the program, and needed by nothing but the all-reduce. In place there is no memory to be
     # filled for the first time, which takes as long as the all-reduce itself.
     in_place = call.collective in ("allreduce", "broadcast")
-    return drift.lower_as_ffi_call(ctx, _TARGET, operands, call.text(shapes), call.ordered, in_place)
+    return compat.lower_as_ffi_call(ctx, _TARGET, operands, call.serialize(shapes), call.ordered, in_place)
 
 
-def _vectorise(operands: Sequence[Any], dims: Sequence[Any], *, call: Call) -> tuple[list[Any], list[Any]]:
+def _vectorise(operands: Sequence[Any], dims: Sequence[Any], *, call: CollectiveCall) -> tuple[list[Any], list[Any]]:
     if call.op == Op.ADASUM.value:
         raise InvalidArgumentError(
             "op=Adasum: cannot be vectorised, since it combines whole tensors; call it outside vmap"
@@ -73,6 +73,6 @@ collective_p.def_effectful_abstract_eval(_abstract)
 batching.primitive_batchers[collective_p] = _vectorise
 
 _TARGET = "collectives.jax"
-drift.register_lowering(collective_p, _lower)
-if drift.register_ffi_target(_TARGET, lambda version: ffi.handler(lambda text: read(text).run, version)):
-    drift.register_lowering(collective_p, _lower_without_copies, platform="cpu")
+compat.register_lowering(collective_p, _lower)
+if compat.register_ffi_target(_TARGET, lambda version: ffi.handler(lambda text: deserialize(text).run, version)):
+    compat.register_lowering(collective_p, _lower_without_copies, platform="cpu")

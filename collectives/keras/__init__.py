@@ -53,7 +53,7 @@ from collectives import (
 from collectives.keras import callbacks
 from collectives.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer
 from collectives.keras.saving import load_model
-from collectives.keras.values import (
+from collectives.keras.value_collectives import (
     allgather,
     allreduce,
     broadcast,

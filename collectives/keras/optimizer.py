@@ -12,9 +12,9 @@ import keras
 
 from collectives.base.errors import InvalidArgumentError, InvalidTypeError
 from collectives.base.reduce_op import Op
-from collectives.keras.distributed import Distributed, distributed
-from collectives.keras.hooks import extend_keras
-from collectives.keras.reduction import Settings, reducer
+from collectives.keras.gradient_reducer import GradientSettings, reducer
+from collectives.keras.optimizer_mixin import DistributedMixin, distributed
+from collectives.keras.patches import extend_keras
 from collectives.process_sets import ProcessSet
 from collectives.runtime import global_process_set, world_of
 from collectives.tensors import detection
@@ -98,7 +98,7 @@ def DistributedOptimizer(
         warnings.warn("num_groups: use groups instead, which takes a number as well", DeprecationWarning, stacklevel=2)
         groups = num_groups if groups is None else groups
     _check(optimizer)
-    settings = Settings(
+    settings = GradientSettings(
         name=name or f"Distributed{type(optimizer).__name__}",
         op=op,
         compression=Compression.none if compression is None else compression,
@@ -199,13 +199,13 @@ def PartialDistributedOptimizer(
 
 def _check(optimizer: Any) -> None:
     """Refuse what cannot be wrapped."""
-    if isinstance(optimizer, Distributed):
+    if isinstance(optimizer, DistributedMixin):
         raise InvalidArgumentError(
             "optimizer: expected a Keras optimizer, got one that DistributedOptimizer has wrapped already"
         )
     if isinstance(optimizer, keras.optimizers.Optimizer):
         inner = getattr(optimizer, "inner_optimizer", None)
-        if isinstance(inner, Distributed):
+        if isinstance(inner, DistributedMixin):
             raise InvalidArgumentError(
                 "optimizer: its inner optimizer is a DistributedOptimizer already; wrap one of the two"
             )

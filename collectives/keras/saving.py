@@ -8,8 +8,8 @@ from typing import Any
 import keras
 
 from collectives.base.errors import InvalidArgumentError
-from collectives.keras.distributed import Distributed
 from collectives.keras.optimizer import DistributedOptimizer
+from collectives.keras.optimizer_mixin import DistributedMixin
 from collectives.tensors.compression import Compression
 
 
@@ -46,7 +46,7 @@ def load_model(
     model = keras.saving.load_model(filepath, custom_objects=objects)
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None:
-        if not isinstance(getattr(optimizer, "inner_optimizer", optimizer), Distributed):
+        if not isinstance(getattr(optimizer, "inner_optimizer", optimizer), DistributedMixin):
             model.optimizer = DistributedOptimizer(optimizer, compression=compression)
         if keras.backend.backend() == "tensorflow":
             model.jit_compile = False

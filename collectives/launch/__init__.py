@@ -3,14 +3,17 @@
     collectivesrun -np 4 python train.py
     python -m collectives.launch -np 4 -H host1:2,host2:2 python train.py
 
-    cli       the command line                     hosts     "host1:2,host2:2" and host files
-    options   which option sets which setting      config_file    the same from a YAML file
-    mpi       which MPI's mpirun there is          command   options -> the command of that MPI (pure)
-    job       starts it, watches it, ends it       rank      stands before each rank and sees how it ends
-    output    tells the ranks' output apart        screen    shows it, line by line, tagged
-    records   what failed first                    leftovers shared memory that dead ranks leave
-    api       run(function) from within a program  call      what a rank of it does
-    report    --check-build, --show-plan
+    cli, options, config_file    the command line, the table of its options, and the same from a YAML file
+    hosts, mpirun                the hosts of a job, and the MPI that starts it
+    command                      the command line of that MPI (pure)
+    job                          start, watch and end the MPI launcher
+    rank                         the process before each rank that forwards its output and its end
+    output, screen               parse the ranks' output, and show it line by line, tagged
+    records                      collect failure records and find the first failure
+    shared_memory_cleanup        remove shared memory that dead ranks leave behind
+    api, run_function            run(function) from within a program, and its part on each rank
+    report                       --check-build, --show-plan
+    timeline_summary, timeline_report    statistics of a timeline, and the HTML page of it
 
 ``mpirun -np 4 python train.py`` and ``srun --mpi=pmix -n 4 python train.py`` start the same ranks without it.
 """

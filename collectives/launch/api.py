@@ -4,7 +4,7 @@ The function, its arguments and what it returns travel as files, pickled by clou
 itself defines will do. The job is an ordinary one, of a ``collectivesrun`` in a process of its own: this process joins
 no rank, and its threads, signal handlers and children are left alone.
 
-    run() -> collectivesrun -> mpirun -> N x python -m collectives.launch.call FOLDER
+    run() -> collectivesrun -> mpirun -> N x python -m collectives.launch.run_function FOLDER
 """
 
 from __future__ import annotations
@@ -71,7 +71,15 @@ def run(
     with tempfile.TemporaryDirectory(prefix="collectives-run-") as name:
         folder = Path(name)
         (folder / CALL).write_bytes(_pickled(function, tuple(args), dict(kwargs or {})))
-        arguments = ["-np", str(np), *options, executable or sys.executable, "-m", "collectives.launch.call", name]
+        arguments = [
+            "-np",
+            str(np),
+            *options,
+            executable or sys.executable,
+            "-m",
+            "collectives.launch.run_function",
+            name,
+        ]
         cli.understand(arguments)
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(_search_path())}
         code = _wait([sys.executable, "-m", "collectives.launch", *arguments], environment, timeout)

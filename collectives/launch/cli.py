@@ -21,9 +21,9 @@ from collectives.base.config import Config
 from collectives.base.errors import CollectivesError, InvalidArgumentError
 from collectives.launch import config_file, job, options, report
 from collectives.launch import rank as before_rank
-from collectives.launch.command import Request, build
+from collectives.launch.command import JobSpec, build
 from collectives.launch.hosts import Host, parse_hosts, read_hostfile
-from collectives.launch.mpi import Vendor, find
+from collectives.launch.mpirun import Vendor, find
 from collectives.launch.output import Output
 
 _HOROVOD = Path(__file__).parents[1] / "horovod" / "site"
@@ -320,7 +320,7 @@ def _start(wanted: _Job, *, stay: bool = False) -> int:
     shown = Output(ranks, tag=wanted.tag, verbose=wanted.verbose)
     placement = ",".join(map(str, _placement(ranks, wanted.hosts))) if wanted.as_horovod else ""
     words = [wanted.output, str(len(str(ranks - 1))), placement, shown.terminal, *program]
-    request = Request(
+    request = JobSpec(
         ranks=ranks,
         # -I and -S: the small process before each rank needs nothing but the standard library, and starts the quicker.
         program=[sys.executable, "-I", "-S", before_rank.__file__, *before_rank.pack(words)],

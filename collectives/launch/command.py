@@ -13,14 +13,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from collectives.launch.hosts import Host
-from collectives.launch.mpi import Launcher, Vendor
+from collectives.launch.mpirun import Launcher, Vendor
 
 _OURS = ("COLLECTIVES_", "HOROVOD_")
 _TO_OTHER_HOSTS = (*_OURS, "CUDA_", "NCCL_", "OMP_NUM_THREADS", "LD_LIBRARY_PATH", "PATH", "PYTHON", "VIRTUAL_ENV")
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class JobSpec:
     """What is to be started.
 
     Attributes:
@@ -42,7 +42,7 @@ class Request:
     cores: int = 1
 
 
-def build(launcher: Launcher, request: Request, environment: Mapping[str, str]) -> list[str]:
+def build(launcher: Launcher, request: JobSpec, environment: Mapping[str, str]) -> list[str]:
     """Build the command that starts the ranks.
 
     Args:
@@ -56,7 +56,7 @@ def build(launcher: Launcher, request: Request, environment: Mapping[str, str]) 
     return [launcher.path, "-n", str(request.ranks), *options, *request.mpi_args, *request.program]
 
 
-def _open_mpi(request: Request, environment: Mapping[str, str]) -> list[str]:
+def _open_mpi(request: JobSpec, environment: Mapping[str, str]) -> list[str]:
     options = []
     if request.root:
         options += ["--allow-run-as-root"]
@@ -74,7 +74,7 @@ def _open_mpi(request: Request, environment: Mapping[str, str]) -> list[str]:
     return options
 
 
-def _hydra(request: Request, environment: Mapping[str, str], vendor: Vendor) -> list[str]:
+def _hydra(request: JobSpec, environment: Mapping[str, str], vendor: Vendor) -> list[str]:
     options = []
     if request.hosts:
         options += (

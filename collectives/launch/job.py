@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
-from collectives.launch import leftovers
+from collectives.launch import shared_memory_cleanup
 from collectives.launch.output import Output
 from collectives.launch.records import culprit
 
@@ -65,7 +65,7 @@ def run(command: Sequence[str], environment: Mapping[str, str], output: Output) 
                 ended_by, when = _watch(process, notices, output)
             finally:
                 _sweep(process, mine)
-                leftovers.sweep(began)
+                shared_memory_cleanup.sweep(began)
             _drain(output, notices)
         found = [record for record in output.records.found() if not ended_by or record.time < when]
         first = culprit(found)

@@ -13,7 +13,7 @@ from collectives import __version__, capabilities
 from collectives.base.config import Config
 from collectives.base.errors import InvalidArgumentError
 from collectives.launch.hosts import Host
-from collectives.launch.mpi import Vendor, find
+from collectives.launch.mpirun import Vendor, find
 
 _SIZES = (4, 4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20, 256 << 20)
 _PACKAGES = {

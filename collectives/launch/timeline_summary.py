@@ -68,7 +68,7 @@ class Trace:
 
 
 @dataclass(frozen=True, slots=True)
-class Bucket:
+class OperationTotals:
     """What was communicated together, by one operation: how often (per rank), and how long it took altogether (per
     rank)."""
 
@@ -186,7 +186,7 @@ def _ranks(value: object) -> list[int]:
     return [rank for rank in value if isinstance(rank, int)] if isinstance(value, list) else []
 
 
-def buckets(trace: Trace) -> list[Bucket]:
+def buckets(trace: Trace) -> list[OperationTotals]:
     """What was communicated together; what took longest comes first."""
     groups: dict[tuple[str, tuple[str, ...], int], list[Span]] = defaultdict(list)
     for span in trace.spans:
@@ -200,7 +200,7 @@ def buckets(trace: Trace) -> list[Bucket]:
         ranks = len({span.rank for span in spans})
         total = sum(span.end - span.begin for span in spans) / ranks
         # Rounded up: the rank that was furthest when the trace ended.
-        found.append(Bucket(operation, names, nbytes, -(-len(spans) // ranks), total))
+        found.append(OperationTotals(operation, names, nbytes, -(-len(spans) // ranks), total))
     return sorted(found, key=lambda bucket: -bucket.total)
 
 

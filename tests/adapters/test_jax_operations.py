@@ -394,11 +394,11 @@ def drifted() -> Any:
 def test_a_program_of_another_world_is_refused(hvd_jax: Any) -> None:
     from dataclasses import replace
 
-    from collectives.jax.calls import Call, read
+    from collectives.jax.collective_call import CollectiveCall, deserialize
 
     hvd = hvd_jax
-    call = Call("allreduce", hvd.size(), hvd.rank(), op="sum", parts=(((2,), (3, 1)),), rows=((1, 2),))
-    assert read(call.text([((5,), np.dtype(np.float32))])) == call
+    call = CollectiveCall("allreduce", hvd.size(), hvd.rank(), op="sum", parts=(((2,), (3, 1)),), rows=((1, 2),))
+    assert deserialize(call.serialize([((5,), np.dtype(np.float32))])) == call
     with pytest.raises(InvalidArgumentError, match="clear_caches"):
         replace(call, size=hvd.size() + 1).run([np.ones(5, np.float32)])
 

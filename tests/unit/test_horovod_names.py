@@ -18,9 +18,9 @@ import pytest
 import collectives.horovod
 from collectives import launch
 from collectives.base import errors
-from collectives.horovod.absent import INSTEAD
+from collectives.horovod.unavailable import INSTEAD
 from collectives.launch import cli, job
-from collectives.launch.mpi import Launcher, Vendor
+from collectives.launch.mpirun import Launcher, Vendor
 from tests.mpirun import ROOT
 
 FOLDER = collectives.horovod.FOLDER

@@ -15,8 +15,8 @@ import pytest
 
 from collectives.base.config import Config
 from collectives.base.errors import InvalidArgumentError
-from collectives.launch import cli, job, mpi, options
-from collectives.launch.mpi import Launcher, Vendor
+from collectives.launch import cli, job, mpirun, options
+from collectives.launch.mpirun import Launcher, Vendor
 from collectives.launch.output import Output
 from collectives.launch.rank import pack, unpack
 
@@ -384,14 +384,14 @@ def test_the_mpirun_beside_this_python_comes_first(monkeypatch: pytest.MonkeyPat
         file.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path / 'path'}{os.pathsep}/usr/bin{os.pathsep}/bin")
     monkeypatch.setattr(sys, "executable", str(tmp_path / "beside" / "python"))
-    assert mpi.find() == Launcher(str(tmp_path / "beside" / "mpirun"), Vendor.OPEN_MPI, "5.0.1")
+    assert mpirun.find() == Launcher(str(tmp_path / "beside" / "mpirun"), Vendor.OPEN_MPI, "5.0.1")
     (tmp_path / "beside" / "mpirun").unlink()
-    assert mpi.find() == Launcher(str(tmp_path / "path" / "mpirun"), Vendor.OPEN_MPI, "4.1.0")
+    assert mpirun.find() == Launcher(str(tmp_path / "path" / "mpirun"), Vendor.OPEN_MPI, "4.1.0")
     (tmp_path / "path" / "mpirun").write_text("#!/bin/sh\necho 'something else 1.0'\n")
     with pytest.raises(
         InvalidArgumentError, match=r"expected one of Open MPI, MPICH, Intel MPI, got 'something else 1\.0'"
     ):
-        mpi.find()
+        mpirun.find()
 
 
 def test_version_help_and_plan() -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from collectives.launch.command import Request, build
+from collectives.launch.command import JobSpec, build
 from collectives.launch.hosts import Host
-from collectives.launch.mpi import Launcher, Vendor, recognise
+from collectives.launch.mpirun import Launcher, Vendor, recognise
 
 PROGRAM = ["python", "train.py", "--mpi-args", "x y", "--", "-np", "3"]
 HOSTS = (Host("h1", 2), Host("h2", 2))
@@ -20,7 +20,7 @@ ENVIRONMENT = {
 
 
 def command(vendor: Vendor, **options: object) -> list[str]:
-    request = Request(ranks=4, program=PROGRAM, machinefile="/tmp/run/hosts", cores=4, **options)  # type: ignore[arg-type]
+    request = JobSpec(ranks=4, program=PROGRAM, machinefile="/tmp/run/hosts", cores=4, **options)  # type: ignore[arg-type]
     return build(Launcher("/opt/mpirun", vendor, "5.0"), request, ENVIRONMENT)
 
 
@@ -41,7 +41,7 @@ def test_open_mpi_on_this_host() -> None:
 
 
 def test_open_mpi_as_root_with_more_ranks_than_cores() -> None:
-    request = Request(ranks=4, program=PROGRAM, root=True, cores=3)
+    request = JobSpec(ranks=4, program=PROGRAM, root=True, cores=3)
     assert build(Launcher("mpirun", Vendor.OPEN_MPI, ""), request, {}) == [
         "mpirun", "-n", "4", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", *PROGRAM,
     ]  # fmt: skip
@@ -58,7 +58,7 @@ def test_open_mpi_on_several_hosts_forwards_what_ranks_need_there() -> None:
 @pytest.mark.parametrize("hosts", [(), HOSTS], ids=["this host", "other hosts"])
 @pytest.mark.parametrize("vendor", Vendor)
 def test_horovods_settings_reach_the_ranks_too(vendor: Vendor, hosts: tuple[Host, ...]) -> None:
-    request = Request(ranks=4, program=PROGRAM, hosts=hosts, cores=4)
+    request = JobSpec(ranks=4, program=PROGRAM, hosts=hosts, cores=4)
     built = " ".join(build(Launcher("mpirun", vendor, ""), request, {"HOROVOD_CYCLE_TIME": "2"}))
     assert ("-x HOROVOD_CYCLE_TIME" if vendor is Vendor.OPEN_MPI else "-genv HOROVOD_CYCLE_TIME 2") in built
 
@@ -103,5 +103,5 @@ def test_whose_mpirun_it_is(text: str, expected: tuple[Vendor, str] | None) -> N
 
 
 def test_a_binding_of_ones_own_is_left_alone() -> None:
-    request = Request(ranks=2, program=PROGRAM, mpi_args=["--bind-to", "core"], cores=4)
+    request = JobSpec(ranks=2, program=PROGRAM, mpi_args=["--bind-to", "core"], cores=4)
     assert build(Launcher("mpirun", Vendor.OPEN_MPI, ""), request, {}).count("--bind-to") == 1

@@ -1,12 +1,12 @@
 """Questions about the MPI that ``horovodrun`` starts the ranks by. Each looks for ``mpirun`` as
-`collectives.launch.mpi.find` does."""
+`collectives.launch.mpirun.find` does."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 from collectives.base.errors import InvalidArgumentError
-from collectives.launch.mpi import Vendor, find
+from collectives.launch.mpirun import Vendor, find
 
 
 def _vendor() -> Vendor | None:

@@ -18,10 +18,10 @@ from typing import Any
 import keras
 
 from collectives.base.errors import InvalidArgumentError
-from collectives.keras.reduction import Reducer, Settings
+from collectives.keras.gradient_reducer import GradientReducer, GradientSettings
 
 
-class State:
+class OptimizerState:
     """What one distributed optimizer keeps beside Keras's own.
 
     Attributes:
@@ -53,17 +53,17 @@ class State:
             setattr(self, flag, False)
 
 
-class Distributed:
+class DistributedMixin:
     """Comes before the class of the optimizer that is wrapped; `settings` and `reducer` are of the class made of
     both."""
 
-    settings: Settings
-    reducer: Reducer
+    settings: GradientSettings
+    reducer: GradientReducer
 
     @property
-    def state(self) -> State:
-        found: State = vars(self).setdefault(
-            "_collectives", State()
+    def state(self) -> OptimizerState:
+        found: OptimizerState = vars(self).setdefault(
+            "_collectives", OptimizerState()
         )  # past Keras, which would look for variables in it
         return found
 
@@ -245,7 +245,7 @@ class Distributed:
             variable.assign(value)
 
 
-def distributed(optimizer: Any, settings: Settings, reducer: Reducer) -> Any:
+def distributed(optimizer: Any, settings: GradientSettings, reducer: GradientReducer) -> Any:
     """An optimizer that shares everything with this one, and applies the gradients of all ranks."""
     kind = subclass(type(optimizer), settings, reducer)
     result = object.__new__(kind)
@@ -256,7 +256,7 @@ def distributed(optimizer: Any, settings: Settings, reducer: Reducer) -> Any:
     return result
 
 
-def subclass(kind: type, settings: Settings, reducer: Reducer) -> Any:
+def subclass(kind: type, settings: GradientSettings, reducer: GradientReducer) -> Any:
     """A subclass of an optimizer's class whose objects are distributed, and are serialized as objects of that class.
 
     Keras writes down what ``__class__`` says: what is saved then loads without this package, also where classes are
@@ -270,4 +270,4 @@ def subclass(kind: type, settings: Settings, reducer: Reducer) -> Any:
         "settings": settings,
         "reducer": reducer,
     }
-    return type(kind.__name__, (Distributed, kind), members)
+    return type(kind.__name__, (DistributedMixin, kind), members)

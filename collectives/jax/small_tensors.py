@@ -1,7 +1,7 @@
 """Small tensors of a compiled program travel as one: XLA lays them one behind the other, and takes the result apart.
 
 An operand costs the engine and the call a few microseconds, and a small tensor's bytes next to nothing (161 tensors of
-1 to 40 elements: one operand in place of 161). The shapes go along as `Call.parts`, so that ranks whose tensors add up
+1 to 40 elements: one operand in place of 161). The shapes go along as `CollectiveCall.parts`, so that ranks whose tensors add up
 to the same length by chance do not mix them.
 """
 

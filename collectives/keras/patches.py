@@ -19,7 +19,7 @@ from typing import Any
 import keras
 
 from collectives.base.errors import InvalidArgumentError
-from collectives.keras.distributed import Distributed, subclass
+from collectives.keras.optimizer_mixin import DistributedMixin, subclass
 
 _extended: list[str] = []
 
@@ -40,7 +40,7 @@ def _taking_over(init: Any) -> Any:
     @functools.wraps(init)
     def extended(self: Any, inner_optimizer: Any, *args: Any, **kwargs: Any) -> None:
         init(self, inner_optimizer, *args, **kwargs)
-        if isinstance(inner_optimizer, Distributed) and not isinstance(self, Distributed):
+        if isinstance(inner_optimizer, DistributedMixin) and not isinstance(self, DistributedMixin):
             object.__setattr__(
                 self, "__class__", subclass(type(self), inner_optimizer.settings, inner_optimizer.reducer)
             )
@@ -56,7 +56,7 @@ def _without_xla(compile_: Any) -> Any:
     @functools.wraps(compile_)
     def extended(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = signature.bind(self, *args, **kwargs)
-        if isinstance(given.arguments.get("optimizer"), Distributed):
+        if isinstance(given.arguments.get("optimizer"), DistributedMixin):
             if given.arguments.get("jit_compile", "auto") not in ("auto", False, None):
                 raise InvalidArgumentError(
                     "compile(jit_compile=True): XLA compiles the whole training step, and what it has compiled "

@@ -19,7 +19,7 @@ from collectives.tensors.compression import Compression, check
 
 
 @dataclass(frozen=True, eq=False)
-class Settings:
+class GradientSettings:
     """How the gradients of an optimizer are combined; the arguments of `DistributedOptimizer`.
 
     Attributes:
@@ -57,7 +57,7 @@ class Settings:
         check(self.compression)
 
 
-class Reducer(ABC):
+class GradientReducer(ABC):
     """Combines gradients."""
 
     @abstractmethod
@@ -71,10 +71,14 @@ class Reducer(ABC):
         """
 
 
-def reducer(settings: Settings, backend: str) -> Reducer:
+def reducer(settings: GradientSettings, backend: str) -> GradientReducer:
     """What combines gradients of ``backend``: "tensorflow", "jax" or "torch"."""
     settings.check()
-    kinds: dict[str, Callable[[Settings], Reducer]] = {"tensorflow": _OfTensorFlow, "jax": _OfJax, "torch": _OfTorch}
+    kinds: dict[str, Callable[[GradientSettings], GradientReducer]] = {
+        "tensorflow": _TensorFlowReducer,
+        "jax": _JaxReducer,
+        "torch": _TorchReducer,
+    }
     if backend not in kinds:
         raise InvalidArgumentError(
             f"Keras's backend: expected one of {sorted(kinds)}, got {backend!r}; set KERAS_BACKEND"
@@ -82,8 +86,8 @@ def reducer(settings: Settings, backend: str) -> Reducer:
     return kinds[backend](settings)
 
 
-class _OfTensorFlow(Reducer):
-    def __init__(self, settings: Settings) -> None:
+class _TensorFlowReducer(GradientReducer):
+    def __init__(self, settings: GradientSettings) -> None:
         from collectives.tensorflow.gradients import key, settle
         from collectives.tensorflow.reduction_tracking import combine_rest
 
@@ -105,10 +109,10 @@ class _OfTensorFlow(Reducer):
         return self._combine_rest(grads, variables, self._way, {self._key(variable) for variable in local})
 
 
-class _OfArrays(Reducer):
+class _ArrayReducer(GradientReducer):
     """Of lists of arrays."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: GradientSettings) -> None:
         self._settings = settings
         self._groups = _groups(settings.groups)
 
@@ -158,10 +162,10 @@ class _OfArrays(Reducer):
         return ".".join([self._settings.name, str(len(grads)), *ends, *(["without", *missing] if missing else [])])
 
 
-class _OfJax(_OfArrays):
+class _JaxReducer(_ArrayReducer):
     """Of arrays, or of tracers inside ``jit``."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: GradientSettings) -> None:
         super().__init__(settings)
         from collectives.jax import grouped_allreduce
 
@@ -180,10 +184,10 @@ class _OfJax(_OfArrays):
         )
 
 
-class _OfTorch(_OfArrays):
+class _TorchReducer(_ArrayReducer):
     """Of tensors: in place where they are the variables' own gradients, which nobody else keeps."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: GradientSettings) -> None:
         super().__init__(settings)
         from collectives.torch.compiled import untraced
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from collectives.base import dtypes
 from collectives.base.errors import InvalidArgumentError, InvalidTypeError
-from collectives.jax import drift
+from collectives.jax import compat
 from collectives.tensors import detection
 
 Rebuild = Callable[[list[Any]], Any]
@@ -54,7 +54,7 @@ def _array(leaf: Any) -> Any:
             leaf = jnp.asarray(leaf)
         except (TypeError, OverflowError) as error:
             raise _Refused(InvalidTypeError, f"JAX cannot hold it: {error}") from None
-    elif not drift.is_tracer(leaf):
+    elif not compat.is_tracer(leaf):
         if leaf.is_deleted():
             raise _Refused(InvalidArgumentError, "this array was deleted, or donated to a compiled function")
         if not leaf.is_fully_replicated:

@@ -29,7 +29,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Call:
+class CollectiveCall:
     """One collective call.
 
     Attributes:
@@ -70,11 +70,11 @@ class Call:
     def linear(self) -> bool:
         return self.op in ("", Op.SUM.value, Op.AVERAGE.value)
 
-    def having(self, **fields: Any) -> Call:
+    def having(self, **fields: Any) -> CollectiveCall:
         """The same with other fields."""
         return replace(self, **fields)
 
-    def derived(self, suffix: str, chosen: Iterable[int]) -> Call:
+    def derived(self, suffix: str, chosen: Iterable[int]) -> CollectiveCall:
         """The same for some of the operands, as a part of a derivative."""
         numbers = list(chosen)
 
@@ -93,8 +93,8 @@ class Call:
             return [((sum(rows), *shape[1:]), dtype) for rows, (shape, dtype) in zip(self.rows, operands, strict=True)]
         return list(operands)
 
-    def text(self, operands: Sequence[Shaped]) -> str:
-        """All of it, and the operands that it is for, for an executable; `read` understands it."""
+    def serialize(self, operands: Sequence[Shaped]) -> str:
+        """All of it, and the operands that it is for, for an executable; `deserialize` understands it."""
         shapes = [[dtypes.name(dtype), *shape] for shape, dtype in operands]
         return json.dumps({**asdict(self), "operands": shapes}, sort_keys=True)
 
@@ -206,11 +206,11 @@ class Call:
         )
 
 
-def read(text: str) -> Call:
-    """What `Call.text` wrote."""
+def deserialize(text: str) -> CollectiveCall:
+    """What `CollectiveCall.serialize` wrote."""
     fields = json.loads(text)
     del fields["operands"]
-    return Call(**{key: _tuples(value) for key, value in fields.items()})
+    return CollectiveCall(**{key: _tuples(value) for key, value in fields.items()})
 
 
 def _tuples(value: Any) -> Any:

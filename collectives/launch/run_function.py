@@ -1,4 +1,4 @@
-"""``python -m collectives.launch.call FOLDER``: what a rank of `run` does. It calls the function in the folder; the
+"""``python -m collectives.launch.run_function FOLDER``: what a rank of `run` does. It calls the function in the folder; the
 result goes there too.
 
 A function that raises, or exits, leaves a record, as a rank of ``collectivesrun`` does, with its traceback from the

@@ -25,6 +25,7 @@ Distrib. Comput. 69 (2009); made popular for deep learning by Baidu's allreduce 
 
 from __future__ import annotations
 
+from collectives.schedules.algorithm import Algorithm, Tuned
 from collectives.schedules.schedule import Round, Schedule, copy, receive, reduce, send
 
 
@@ -75,3 +76,11 @@ def _reduce_scatter(rank: int, size: int) -> tuple[Round, ...]:
 def _allgather(rank: int, size: int) -> tuple[Round, ...]:
     after, before = (rank + 1) % size, (rank - 1) % size
     return tuple((send(after, (rank - k) % size), receive(before, (rank - k - 1) % size)) for k in range(size - 1))
+
+
+ALGORITHMS = (
+    Algorithm("allreduce", "ring", allreduce, passes_on=True, tuned=Tuned.ALWAYS),
+    Algorithm("reducescatter", "ring", reducescatter, passes_on=True),
+    Algorithm("allgather", "ring", allgather, passes_on=True),
+    Algorithm("broadcast", "ring", broadcast, passes_on=True, one_chunk=True),
+)

@@ -24,7 +24,7 @@ from collectives.base.errors import (
     TransportError,
 )
 from collectives.base.reduce_op import Op
-from collectives.plan.planner import algorithms
+from collectives.schedules.registry import on_host as algorithms
 from collectives.world import World
 
 DTYPES = [

@@ -14,8 +14,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from collectives.base.errors import InvalidArgumentError
+from collectives.schedules import registry
 
-ALGORITHMS = ("auto", "ring", "direct", "one-shot", "recursive-doubling", "hierarchical", "native")
+ALGORITHMS = ("auto", *registry.NAMES)
 TRANSPORTS = ("auto", "window", "direct-read", "mpi")
 DEVICE_TRANSPORTS = ("cuda-ipc", "nccl", "host")
 GRADIENTS = ("exact", "horovod")

@@ -13,7 +13,8 @@ from collectives.cuda.planner import DeviceChoice
 from collectives.device.kernels import Combination, Kernels, Scaling
 from collectives.plan import layouts
 from collectives.plan.lowering import Layout, Medium, compile_program
-from collectives.plan.planner import Placement, schedules
+from collectives.plan.planner import Placement
+from collectives.schedules import registry
 from collectives.transport.cuda_ipc import WORDS
 
 
@@ -34,7 +35,7 @@ class DevicePlans:
         self, count: int, dtype: np.dtype[Any], op: Op, choice: DeviceChoice, finish: Scaling | None
     ) -> DevicePlan:
         """``count`` elements, at the same places in input and output."""
-        chunks = schedules("allreduce", choice.algorithm, self._placement)(self._rank).chunks
+        chunks = self._chunks("allreduce", choice)
         return self._compile("allreduce", layouts.whole((count,), dtype, chunks), dtype, choice, op, finish)
 
     def reducescatter(
@@ -45,7 +46,7 @@ class DevicePlans:
 
     def broadcast(self, count: int, dtype: np.dtype[Any], root: int, choice: DeviceChoice) -> DevicePlan:
         """As for `allreduce`."""
-        chunks = schedules("broadcast", choice.algorithm, self._placement, root)(self._rank).chunks
+        chunks = self._chunks("broadcast", choice, root)
         return self._compile("broadcast", layouts.whole((count,), dtype, chunks), dtype, choice, root=root)
 
     def allgather(self, sizes: Sequence[int], dtype: np.dtype[Any], choice: DeviceChoice) -> DevicePlan:
@@ -55,6 +56,10 @@ class DevicePlans:
     def alltoall(self, sizes: Sequence[int], dtype: np.dtype[Any], choice: DeviceChoice) -> DevicePlan:
         """Chunk i * N + j goes from rank i to rank j."""
         return self._compile("alltoall", layouts.exchanged(sizes, self._size), dtype, choice)
+
+    def _chunks(self, collective: str, choice: DeviceChoice, root: int = 0) -> int:
+        algorithm = registry.find(collective, choice.algorithm)
+        return algorithm.schedules(self._placement.hosts, root)(self._rank).chunks
 
     def _compile(
         self,
@@ -72,8 +77,9 @@ class DevicePlans:
         block = min(-(-block // align) * align, largest)
         segments = -(-largest // block)
         between = self._between(choice)
+        algorithm = registry.find(collective, choice.algorithm)
         program = compile_program(
-            schedules(collective, choice.algorithm, self._placement, root),
+            algorithm.schedules(self._placement.hosts, root),
             self._rank,
             layout,
             block,
@@ -85,7 +91,7 @@ class DevicePlans:
         def combine(shapes: Sequence[tuple[int, int, int]], scaled: bool) -> Combination:
             return self._kernels.combination(op, dtype, shapes, finish if scaled else None)
 
-        merges = (collective, choice.algorithm, choice.transport) == ("allreduce", "direct", "cuda-ipc")
+        merges = algorithm.owner_pushes and choice.transport == "cuda-ipc"
         binder = Binder(program, self._rank, self._size, dtype, block, segments, combine, merges)
         parts = f", {segments} segments" if segments > 1 else ""
         return binder.plan(

@@ -191,7 +191,7 @@ def allreduce_by(
     """
     if choice.transport == "host":
         return Hosted(accelerator, accelerator.context, host, count, count)
-    if choice.algorithm == "native":
+    if choice.native:
         return Native(accelerator, "allreduce", op, 0, dtype, count).finished_by(finish)
     plan = accelerator.plans.allreduce(count, dtype, op, choice, finish)
     return Planned(accelerator, plan, dtype, messages_of(choice))

@@ -17,6 +17,8 @@ from collectives.base.config import DEVICE_TRANSPORTS as TRANSPORTS
 from collectives.base.errors import InvalidArgumentError, TransportError
 from collectives.plan import planner
 from collectives.plan.planner import Placement
+from collectives.schedules import registry
+from collectives.schedules.algorithm import Algorithm
 
 MIB = 1 << 20
 
@@ -54,7 +56,12 @@ class DeviceChoice:
     transport: str
     segments: int = 1
     pipelined: bool = False
-    """Segments take turns, one being reduced while another travels."""
+    """Whether one segment is reduced while another travels."""
+
+    @property
+    def native(self) -> bool:
+        """Whether NCCL carries out the whole collective."""
+        return self.algorithm == registry.NATIVE
 
 
 class DevicePlanner:
@@ -96,87 +103,75 @@ class DevicePlanner:
             InvalidArgumentError: there is no such algorithm or transport.
             TransportError: there is, but not for these ranks.
         """
-        forced = None if algorithm in (None, "auto") else algorithm
-        known = self._algorithms(collective)
-        if forced is not None and forced not in known:
-            raise InvalidArgumentError(f"algorithm={forced!r}: {collective} of GPU tensors has {', '.join(known)}")
-        chosen = self._medium(collective, nbytes, native, forced, transport)
-        if chosen == "host" and forced != "native":
-            return DeviceChoice(forced or "auto", "host")
-        name = forced or self._choose_algorithm(collective, nbytes, chosen, native)
-        if name == "native" and (chosen != "nccl" or not native):
+        names = registry.on_gpu(collective)
+        native = native and registry.NATIVE in names
+        forced = planner.known(collective, algorithm, names, " of GPU tensors")
+        chosen = self._medium(collective, nbytes, forced, transport, native)
+        if chosen == "host" and not (forced and forced.native):
+            return DeviceChoice(forced.name if forced else "auto", "host")
+        found = forced or registry.find(collective, self._choose_algorithm(collective, chosen, native))
+        if found.native and (chosen != "nccl" or not native):
             why = "has no such collective for these elements" if chosen == "nccl" else "is not the transport"
             raise InvalidArgumentError(
                 f"algorithm='native' is NCCL's own collective, and NCCL {why}; use ring or direct"
             )
-        if name == "hierarchical" and chosen == "nccl":
+        if found.spans_hosts and chosen == "nccl":
             raise InvalidArgumentError(
-                "algorithm='hierarchical' works with transport='cuda-ipc'; NCCL has its own ('native')"
+                f"algorithm={found.name!r} works with transport='cuda-ipc'; NCCL has its own ('native')"
             )
-        if chosen == "cuda-ipc" and not self._placement.one_host and (name != "hierarchical" or name not in known):
-            across = "use 'hierarchical', 'nccl' or 'host'" if "hierarchical" in known else "use 'nccl' or 'host'"
-            raise TransportError(f"transport='cuda-ipc': {collective} with {name} stays on one host; {across}")
-        return self._segmented(DeviceChoice(name, chosen), collective, nbytes)
+        if chosen == "cuda-ipc" and not self._placement.one_host and not found.spans_hosts:
+            spanning = [name for name in names if registry.find(collective, name).spans_hosts]
+            use = ", ".join(map(repr, (*spanning, "nccl"))) + " or 'host'"
+            raise TransportError(f"transport='cuda-ipc': {collective} with {found.name} stays on one host; use {use}")
+        return self._segmented(found, chosen, nbytes)
 
-    def _algorithms(self, collective: str) -> tuple[str, ...]:
-        """Those of the host that need no window, and NCCL's own."""
-        known = [name for name in planner.algorithms(collective) if name not in ("native", "recursive-doubling")]
-        if collective == "allreduce":
-            known.remove("one-shot")
-        return (*known, "native") if collective != "alltoall" else tuple(known)
-
-    def _medium(self, collective: str, nbytes: int, native: bool, algorithm: str | None, transport: str | None) -> str:
+    def _medium(
+        self, collective: str, nbytes: int, algorithm: Algorithm | None, transport: str | None, native: bool
+    ) -> str:
         facts, one_host = self.facts, self._placement.one_host
-        forced = self._transport if transport in (None, "auto") else transport
+        forced = self._transport if transport in (None, "auto") else str(transport)
         if forced != "auto":
             if forced not in TRANSPORTS:
                 raise InvalidArgumentError(
                     f"transport={forced!r}: expected one of auto, {', '.join(TRANSPORTS)} for GPU tensors"
                 )
-            why = {"cuda-ipc": facts.ipc, "nccl": facts.nccl}.get(str(forced), "")
+            why = {"cuda-ipc": facts.ipc, "nccl": facts.nccl}.get(forced)
             if why:
                 raise TransportError(f"transport={forced!r}: {why}")
-            return str(forced)
-        if algorithm == "native":
+            return forced
+        if algorithm is not None and algorithm.native:
             if facts.nccl:
                 raise TransportError(f"algorithm='native': {facts.nccl}")
             return "nccl"
-        nearby = not facts.ipc and (one_host or (collective == "allreduce" and algorithm in (None, "hierarchical")))
-        if algorithm is None and nbytes <= facts.host_until and collective == "allreduce":
-            return "host"
-        if algorithm == "hierarchical":
+        if algorithm is not None and algorithm.spans_hosts:
             return "host" if facts.ipc else "cuda-ipc"
+        if algorithm is None and collective == "allreduce" and nbytes <= facts.host_until:
+            return "host"
+        spans = algorithm is None and collective == "allreduce"
+        nearby = not facts.ipc and (one_host or spans)
         if facts.nccl:
             return "cuda-ipc" if nearby else "host"
-        # Ranks that share a GPU are seldom helped by NCCL; and over several hosts nothing else knows the network's GPU
-        # path.
+        # NCCL seldom helps ranks that share a GPU; between hosts nothing else knows the network's path to GPUs.
         if nearby and one_host and (facts.shares_gpus or nbytes <= _DIRECT_UNTIL or not native):
             return "cuda-ipc"
         return "nccl"
 
-    def _choose_algorithm(self, collective: str, nbytes: int, transport: str, native: bool) -> str:
-        if transport == "nccl":
-            return (
-                "native"
-                if native
-                else "ring"
-                if collective in ("allreduce", "reducescatter", "allgather", "broadcast")
-                else "direct"
-            )
-        if not self._placement.one_host:
-            return "hierarchical"
-        return "direct"
+    def _choose_algorithm(self, collective: str, transport: str, native: bool) -> str:
+        nccl = transport == "nccl"
+        table = (
+            (nccl and native, "native"),
+            (nccl and collective != "alltoall", "ring"),
+            (not nccl and not self._placement.one_host and collective == "allreduce", "hierarchical"),
+            (True, "direct"),
+        )
+        return next(name for applies, name in table if applies)
 
-    def _segmented(self, choice: DeviceChoice, collective: str, nbytes: int) -> DeviceChoice:
-        size = self._placement.size
-        if choice.transport != "nccl" or choice.algorithm == "native":
+    def _segmented(self, algorithm: Algorithm, transport: str, nbytes: int) -> DeviceChoice:
+        choice, size = DeviceChoice(algorithm.name, transport), self._placement.size
+        if transport != "nccl" or not algorithm.passes_on:
             return choice
-        if collective == "broadcast" and choice.algorithm == "ring" and size > 2:
+        if algorithm.one_chunk and size > 2:
             return replace(choice, segments=max(1, min(_MOST_CHAIN_SEGMENTS, nbytes // _CHAIN_SEGMENT)))
-        if (
-            collective in ("allreduce", "reducescatter")
-            and choice.algorithm == "ring"
-            and nbytes // size >= _PIPELINE_FROM
-        ):
+        if algorithm.collective in ("allreduce", "reducescatter") and nbytes // size >= _PIPELINE_FROM:
             return replace(choice, segments=2, pipelined=True)
         return choice

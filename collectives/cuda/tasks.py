@@ -170,7 +170,7 @@ class DeviceOne(DeviceTask):
             self._way = allreduce_by(choice, accelerator, count, dtype, op, entry.divide, entry.host)
         elif choice.transport == "host":
             self._way = Hosted(accelerator, accelerator.context, entry.host, count, share)
-        elif choice.algorithm == "native":
+        elif choice.native:
             self._way = Native(accelerator, collective, op, entry.request.root or 0, dtype, count).finished_by(
                 entry.divide
             )
@@ -321,7 +321,7 @@ class DeviceRows(DeviceTask):
         # NCCL gathers equal shares only, and it has no all-to-all of its own.
         choice = self._choose(handle, entry.request.collective, nbytes, gathers and len(set(sizes)) == 1)
         way: Way | None = None
-        if any(sizes) and choice.algorithm == "native":
+        if any(sizes) and choice.native:
             way = Native(accelerator, "allgather", None, 0, entry.dtype, sizes[0])
         elif any(sizes) and choice.transport != "host":
             make: Callable[..., Any] = accelerator.plans.allgather if gathers else accelerator.plans.alltoall

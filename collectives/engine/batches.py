@@ -20,6 +20,7 @@ from collectives.engine.request_cache import CachedRequest
 from collectives.engine.tasks import Combine, One, Rows
 from collectives.plan.lowering import Medium
 from collectives.plan.planner import Choice
+from collectives.schedules import registry
 
 if TYPE_CHECKING:
     from collectives.engine.timeline import Timeline
@@ -68,9 +69,10 @@ class Batch:
         total = sum(entry.nbytes for entry in entries)
         choice = context.entries.choose_fused(first, total)
         one_host = len(context.group.hosts) == 1
-        if one_host and choice.medium is Medium.WINDOW and choice.algorithm != "native":
+        pushes = registry.find("allreduce", choice.algorithm).owner_pushes
+        if one_host and choice.medium is Medium.WINDOW and not choice.native:
             self.tasks.append((Packed(context, entries, choice), members))
-        elif one_host and choice.medium is Medium.DIRECT and choice.algorithm == "direct" and first.prescale is None:
+        elif one_host and choice.medium is Medium.DIRECT and pushes and first.prescale is None:
             self.tasks.append((Listed(context, entries, choice), members))
         else:
             for number in members:

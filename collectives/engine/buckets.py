@@ -103,7 +103,7 @@ class Copied:
         self._native: Reduce | None = None
         self._plan: Plan | None = None
         assert first.kernel is not None
-        if choice.algorithm == "native":
+        if choice.native:
             self._native = context.entries.natively(first)
             context.plans.tell("allreduce", self._pieces.total, first.dtype, choice, "fused native over mpi")
         else:

@@ -228,7 +228,7 @@ class RequestCache:
 
         def make_plan() -> Plan | Reduce:
             choice = choose()
-            if choice.algorithm == "native" and native is not None:
+            if choice.native and native is not None:
                 self._plans.tell(collective, view.array.size, dtype, choice, "native over mpi")
                 return lambda source, out: native.native_allreduce(source, out, operation)
             return (self._plans.allreduce if collective == "allreduce" else self._plans.reducescatter)(

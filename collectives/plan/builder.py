@@ -18,7 +18,8 @@ from collectives.plan.binder import Plan
 from collectives.plan.executor import Executor, stride_for
 from collectives.plan.fast_paths import Kernel, Scale
 from collectives.plan.lowering import Layout, Medium, compile_program, window_blocks
-from collectives.plan.planner import Choice, Placement, medium_between, schedules
+from collectives.plan.planner import Choice, Placement, medium_between
+from collectives.schedules import registry
 from collectives.transport.base import SLOT_BYTES
 
 Shape = tuple[int, ...]
@@ -44,7 +45,7 @@ class Plans:
     ) -> Plan:
         """The tensor in as many chunks as the algorithm wants, at the same places in input and output, on every
         rank."""
-        chunks = schedules("allreduce", choice.algorithm, self._placement)(self._rank).chunks
+        chunks = self._chunks("allreduce", choice)
         return self._compile("allreduce", layouts.whole(shape, dtype, chunks), dtype, choice, kernel, finish)
 
     def fused(
@@ -57,7 +58,7 @@ class Plans:
         finish: Scale | None,
     ) -> Plan:
         """An all-reduce of several tensors as one, through windows, or with ``lists`` over direct reads."""
-        chunks = schedules("allreduce", choice.algorithm, self._placement)(self._rank).chunks
+        chunks = self._chunks("allreduce", choice)
         layout = layouts.whole((pieces.total,), dtype, chunks)
         return self._compile(
             "allreduce", layout, dtype, choice, kernel, finish, pieces=None if lists else pieces, lists=lists
@@ -71,7 +72,7 @@ class Plans:
 
     def broadcast(self, shape: Shape, dtype: np.dtype[Any], root: int, choice: Choice) -> Plan:
         """As for `allreduce`."""
-        chunks = schedules("broadcast", choice.algorithm, self._placement, root)(self._rank).chunks
+        chunks = self._chunks("broadcast", choice, root)
         return self._compile("broadcast", layouts.whole(shape, dtype, chunks), dtype, choice, root=root)
 
     def allgather(self, sizes: Sequence[int], dtype: np.dtype[Any], choice: Choice) -> Plan:
@@ -90,6 +91,11 @@ class Plans:
                 "%s of %d bytes of %s: %s (%s)", collective, nbytes, dtypes.name(dtype), how, choice.why
             )
 
+    def _chunks(self, collective: str, choice: Choice, root: int = 0) -> int:
+        """The number of chunks of the chosen algorithm."""
+        algorithm = registry.find(collective, choice.algorithm)
+        return algorithm.schedules(self._placement.hosts, root)(self._rank).chunks
+
     def _compile(
         self,
         collective: str,
@@ -102,28 +108,28 @@ class Plans:
         pieces: Pieces | None = None,
         lists: Lists | None = None,
     ) -> Plan:
-        schedule_of = schedules(collective, choice.algorithm, self._placement, root)
+        algorithm = registry.find(collective, choice.algorithm)
+        schedule_of = algorithm.schedules(self._placement.hosts, root)
         between = medium_between(self._placement, choice.medium)
+        staged = choice.medium is Medium.WINDOW
         largest = max(layout.sizes)
         block = min(max(1, choice.block_bytes // dtype.itemsize), largest)
         slot = SLOT_BYTES // dtype.itemsize
         # Every rank must come to the same block, and so to the same number of segments: the fullest window of all
         # decides.
         fullest = max(
-            window_blocks(schedule_of, rank, layout, between, choice.staged, choice.versioned)
-            for rank in range(self._size)
+            window_blocks(schedule_of, rank, layout, between, staged, algorithm.versioned) for rank in range(self._size)
         )
         if fullest * block > slot:
             align = max(1, _ALIGN // dtype.itemsize)
             block = slot // fullest // align * align or max(1, slot // fullest)
         program = compile_program(
-            schedule_of, self._rank, layout, block, between, choice.staged, choice.versioned, pieces is not None
+            schedule_of, self._rank, layout, block, between, staged, algorithm.versioned, pieces is not None
         )
         segments = -(-largest // block)
         stride = stride_for(len(program.rounds), segments, choice.overlap, fullest > 0)
-        # A ring passes on what it received: peers then read outputs, whose addresses were not known when the sizes were
-        # agreed on.
-        reads_outputs = choice.algorithm == "ring" and choice.medium is Medium.DIRECT
+        # Addresses of outputs are not known yet when the ranks agree on sizes.
+        reads_outputs = algorithm.passes_on and choice.medium is Medium.DIRECT
         fused = "fused " if pieces is not None or lists is not None else ""
         how = f"{fused}{choice.algorithm} over {choice.medium.value}"
         description = f"{how}, {segments} segments of {block * dtype.itemsize} bytes per chunk"
@@ -139,7 +145,7 @@ class Plans:
             block,
             segments,
             stride,
-            choice.staged,
+            staged,
             kernel,
             finish,
             description,

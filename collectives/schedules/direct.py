@@ -17,6 +17,7 @@ operations in MPICH", IJHPCA 19 (2005); scatter and allgather as a broadcast in 
 
 from __future__ import annotations
 
+from collectives.schedules.algorithm import Algorithm, Tuned
 from collectives.schedules.schedule import Schedule, Step, copy, receive, reduce, send
 
 
@@ -111,3 +112,14 @@ def broadcast_flat(rank: int, size: int, root: int) -> Schedule:
     else:
         steps = (receive(root, 0),)
     return Schedule("broadcast", "one-shot", rank, size, 1, (steps,))
+
+
+ALGORITHMS = (
+    Algorithm("allreduce", "direct", allreduce, owner_pushes=True, overlaps=False, tuned=Tuned.SEVERAL_HOSTS),
+    Algorithm("allreduce", "one-shot", one_shot, one_chunk=True, versioned=True, by_messages=False, on_gpu=False),
+    Algorithm("reducescatter", "direct", reducescatter, overlaps=False),
+    Algorithm("allgather", "direct", allgather, overlaps=False),
+    Algorithm("broadcast", "direct", broadcast, overlaps=False),
+    Algorithm("broadcast", "one-shot", broadcast_flat, one_chunk=True),
+    Algorithm("alltoall", "direct", alltoall, overlaps=False),
+)

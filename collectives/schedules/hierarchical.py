@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from collectives import ring
+from collectives.schedules.algorithm import Algorithm, Tuned
 from collectives.schedules.schedule import Kind, Round, Schedule, Step, copy, receive, reduce, send
 
 
@@ -88,3 +89,6 @@ def _across(host: int, ranks: Sequence[int], first: int, span: int) -> list[Roun
         tuple(renamed(step) for step in steps if step.kind is not Kind.COPY)
         for steps in ring.allreduce(host, len(ranks)).rounds
     ]
+
+
+ALGORITHMS = (Algorithm("allreduce", "hierarchical", allreduce, spans_hosts=True, tuned=Tuned.SEVERAL_HOSTS),)

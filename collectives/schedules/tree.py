@@ -15,6 +15,7 @@ Source: R. Thakur, R. Rabenseifner and W. Gropp, "Optimization of collective com
 
 from __future__ import annotations
 
+from collectives.schedules.algorithm import Algorithm, Tuned
 from collectives.schedules.schedule import Round, Schedule, copy, receive, reduce, send
 
 
@@ -62,3 +63,17 @@ def broadcast(rank: int, size: int, root: int) -> Schedule:
         rounds.append(tuple(steps))
         reach *= 2
     return Schedule("broadcast", "recursive-doubling", rank, size, 1, tuple(rounds))
+
+
+ALGORITHMS = (
+    Algorithm(
+        "allreduce",
+        "recursive-doubling",
+        recursive_doubling,
+        one_chunk=True,
+        versioned=True,
+        on_gpu=False,
+        tuned=Tuned.ONE_HOST,
+    ),
+    Algorithm("broadcast", "recursive-doubling", broadcast, one_chunk=True, on_gpu=False),
+)

@@ -19,6 +19,7 @@ from collectives.engine.batches import Batch
 from collectives.engine.engine import Engine
 from collectives.engine.handles import Handle
 from collectives.plan.planner import Crossovers, Planner
+from collectives.schedules import registry
 from collectives.tuning.search import Settings, Space, Tuner
 from collectives.tuning.steps import Steps
 
@@ -64,11 +65,8 @@ class Tuning:
             }
             if config.autotune_samples < _SAMPLES_FOR_ALL:
                 left_alone |= {"segment", "window", "one_shot"}
-            one_host = planner.placement.one_host
-            algorithms = (
-                ("auto", "ring", "recursive-doubling") if one_host else ("auto", "ring", "direct", "hierarchical")
-            )
-            algorithms = tuple(dict.fromkeys((*algorithms, self.settings.algorithm)))
+            tried = ("auto", *registry.tuned(planner.placement.one_host), self.settings.algorithm)
+            algorithms = tuple(dict.fromkeys(tried))
             self._tuner = Tuner(
                 Space({name: getattr(self.settings, name) for name in left_alone}, algorithms),
                 self.settings,

@@ -6,10 +6,10 @@ from __future__ import annotations
 import pytest
 
 from collectives.base.errors import InvalidArgumentError
-from collectives.plan.planner import Placement, Planner, algorithms
+from collectives.plan.planner import Placement, Planner
+from collectives.schedules.registry import COLLECTIVES, on_host
 
 ALONE = Placement(0, 1, ((0,),), shares_memory=False, reads_private=False)
-COLLECTIVES = ("allreduce", "reducescatter", "allgather", "broadcast", "alltoall")
 
 
 @pytest.mark.parametrize("collective", COLLECTIVES)
@@ -17,7 +17,7 @@ COLLECTIVES = ("allreduce", "reducescatter", "allgather", "broadcast", "alltoall
 def test_one_rank_may_ask_for_any_transport_and_algorithm(collective: str, transport: str) -> None:
     """By the environment, which holds for every process set, and for one call."""
     Planner(ALONE, transport=transport).choose(collective, 1 << 20)
-    for algorithm in algorithms(collective):
+    for algorithm in on_host(collective):
         Planner(ALONE, transport=transport, algorithm=algorithm).choose(collective, 64)
         Planner(ALONE).choose(collective, 64, algorithm=algorithm, transport=transport)
 

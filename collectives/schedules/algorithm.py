@@ -1,0 +1,73 @@
+"""An algorithm and its properties: everything that planning, lowering, fusion and tuning ask about it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from collectives.schedules.schedule import Schedule
+
+
+class Tuned(Enum):
+    """Where autotuning tries an algorithm."""
+
+    NEVER = ""
+    ONE_HOST = "one host"
+    SEVERAL_HOSTS = "several hosts"
+    ALWAYS = "always"
+
+
+@dataclass(frozen=True, slots=True)
+class Algorithm:
+    """One algorithm of one collective. An algorithm's module lists its own in ``ALGORITHMS``, beside the schedules."""
+
+    collective: str
+    name: str
+    build: Callable[..., Schedule] | None
+    """``build(rank, size)``, of a broadcast ``build(rank, size, root)``, with `spans_hosts` ``build(rank, hosts)``; None
+    if a library (MPI or NCCL) carries out the whole collective."""
+    one_chunk: bool = False
+    """The tensor is one chunk; otherwise there are at least as many chunks as ranks."""
+    versioned: bool = False
+    """A rank writes a chunk while a peer may still read it, so that each version of the chunk needs a place of its own:
+    windows or messages, no direct reads."""
+    by_messages: bool = True
+    """It also works with messages; otherwise in the windows of one host only."""
+    spans_hosts: bool = False
+    """Its schedule distinguishes ranks of one host from ranks of others."""
+    passes_on: bool = False
+    """A rank passes on what it received from one neighbour to the next: peers read outputs, not only inputs, and cutting
+    chunks into segments keeps all links busy."""
+    owner_pushes: bool = False
+    """Each chunk is reduced by one rank from its peers' inputs and pushed into their outputs. The two rounds need no
+    memory in between: they merge into one kernel, and work on lists of addresses."""
+    overlaps: bool = True
+    """With direct reads the rounds of different segments overlap; otherwise a segment goes through all rounds while it
+    is in cache."""
+    on_host: bool = True
+    """It serves host memory."""
+    on_gpu: bool = True
+    """It serves GPU memory, by kernels or NCCL."""
+    tuned: Tuned = Tuned.NEVER
+    """Where autotuning tries it."""
+
+    @property
+    def native(self) -> bool:
+        """Whether a library carries out the whole collective."""
+        return self.build is None
+
+    def schedules(self, hosts: Sequence[Sequence[int]], root: int = 0) -> Callable[[int], Schedule]:
+        """The schedule of any rank.
+
+        Args:
+            hosts: the ranks on each host.
+            root: of a broadcast.
+        """
+        build, size = self.build, sum(map(len, hosts))
+        assert build is not None, f"{self.name} has no schedule"
+        if self.spans_hosts:
+            return lambda rank: build(rank, hosts)
+        if self.collective == "broadcast":
+            return lambda rank: build(rank, size, root)
+        return lambda rank: build(rank, size)

@@ -1,0 +1,53 @@
+"""The registry of algorithms. A new algorithm is a module with a tuple ``ALGORITHMS``, listed in `_MODULES`.
+
+Whoever needs to know something of an algorithm asks for a property of `find(collective, name)`; names are tested
+nowhere else but where the planners choose by size.
+"""
+
+from __future__ import annotations
+
+from collectives import ring
+from collectives.schedules import direct, hierarchical, tree
+from collectives.schedules.algorithm import Algorithm, Tuned
+
+NATIVE = "native"
+"""The name of a library's own collectives: MPI's for host memory, NCCL's for GPU memory."""
+
+_MODULES = (ring, direct, tree, hierarchical)
+_LIBRARIES = (
+    Algorithm("allreduce", NATIVE, None),
+    *(Algorithm(name, NATIVE, None, on_host=False) for name in ("reducescatter", "allgather", "broadcast")),
+)
+_ALL: dict[tuple[str, str], Algorithm] = {
+    (algorithm.collective, algorithm.name): algorithm
+    for algorithm in (*(algorithm for module in _MODULES for algorithm in module.ALGORITHMS), *_LIBRARIES)
+}
+
+COLLECTIVES = ("allreduce", "reducescatter", "allgather", "broadcast", "alltoall")
+NAMES = tuple(dict.fromkeys(name for _, name in _ALL))
+"""The names of all algorithms."""
+
+
+def find(collective: str, name: str) -> Algorithm:
+    """The algorithm of a collective.
+
+    Raises:
+        KeyError: the collective has no such algorithm.
+    """
+    return _ALL[collective, name]
+
+
+def on_host(collective: str) -> tuple[str, ...]:
+    """Names of a collective's algorithms that serve host memory."""
+    return tuple(name for (of, name), algorithm in _ALL.items() if of == collective and algorithm.on_host)
+
+
+def on_gpu(collective: str) -> tuple[str, ...]:
+    """Names of a collective's algorithms that serve GPU memory."""
+    return tuple(name for (of, name), algorithm in _ALL.items() if of == collective and algorithm.on_gpu)
+
+
+def tuned(one_host: bool) -> tuple[str, ...]:
+    """Names of the algorithms that autotuning tries where all ranks are on one host, or on several."""
+    tries = (Tuned.ALWAYS, Tuned.ONE_HOST if one_host else Tuned.SEVERAL_HOSTS)
+    return tuple(dict.fromkeys(name for (_, name), algorithm in _ALL.items() if algorithm.tuned in tries))

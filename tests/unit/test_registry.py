@@ -1,0 +1,66 @@
+"""The registry of algorithms: every schedule is proved, and has the properties that it is registered with."""
+
+from __future__ import annotations
+
+import pytest
+
+from collectives.base.config import ALGORITHMS
+from collectives.schedules import registry
+from collectives.schedules.algorithm import Algorithm
+from collectives.schedules.schedule import Kind, Schedule
+from collectives.schedules.verify import races, verify
+
+REGISTERED = [
+    registry.find(collective, name)
+    for collective in registry.COLLECTIVES
+    for name in registry.NAMES
+    if name in registry.on_host(collective) + registry.on_gpu(collective)
+]
+WITH_SCHEDULE = [algorithm for algorithm in REGISTERED if not algorithm.native]
+HOSTS = [((0,),), ((0, 1),), ((0, 1, 2),), ((0, 1), (2, 3)), ((0, 1, 2), (3, 4)), (tuple(range(8)),)]
+
+
+def name(algorithm: Algorithm) -> str:
+    return f"{algorithm.collective}-{algorithm.name}"
+
+
+def schedules(algorithm: Algorithm, hosts: tuple[tuple[int, ...], ...], root: int = 0) -> list[Schedule]:
+    of_rank = algorithm.schedules(hosts, root)
+    return [of_rank(rank) for rank in range(sum(map(len, hosts)))]
+
+
+@pytest.mark.parametrize("hosts", HOSTS)
+@pytest.mark.parametrize("algorithm", WITH_SCHEDULE, ids=name)
+def test_schedules_are_right_and_named_as_registered(algorithm: Algorithm, hosts: tuple[tuple[int, ...], ...]) -> None:
+    for root in (0, len(hosts[0]) - 1):
+        found = schedules(algorithm, hosts, root)
+        verify(found)
+        assert {(schedule.collective, schedule.algorithm) for schedule in found} == {
+            (algorithm.collective, algorithm.name)
+        }
+
+
+@pytest.mark.parametrize("algorithm", WITH_SCHEDULE, ids=name)
+def test_properties_are_those_of_the_schedules(algorithm: Algorithm) -> None:
+    found = schedules(algorithm, ((0, 1, 2), (3, 4, 5)))
+    assert algorithm.one_chunk == (found[0].chunks == 1)
+    assert algorithm.versioned == any(races(found, aliased) for aliased in (True, False))
+    kinds = [{step.kind for step in steps if step.push} for steps in found[0].rounds]
+    reduces_then_pushes = kinds == [set(), {Kind.SEND, Kind.RECEIVE}] and algorithm.collective == "allreduce"
+    assert algorithm.owner_pushes == reduces_then_pushes
+
+
+def test_a_name_is_offered_to_users_as_soon_as_it_is_registered() -> None:
+    assert ("auto", *registry.NAMES) == ALGORITHMS
+    assert {algorithm.name for algorithm in REGISTERED} == set(registry.NAMES)
+
+
+def test_what_autotuning_tries_is_an_all_reduce_of_the_host() -> None:
+    for one_host in (True, False):
+        assert set(registry.tuned(one_host)) < set(registry.on_host("allreduce"))
+    assert "hierarchical" in registry.tuned(False) and "hierarchical" not in registry.tuned(True)
+
+
+def test_nccl_has_collectives_that_mpi_is_not_asked_for() -> None:
+    assert registry.NATIVE in registry.on_host("allreduce") and registry.NATIVE not in registry.on_host("broadcast")
+    assert registry.NATIVE in registry.on_gpu("broadcast") and registry.NATIVE not in registry.on_gpu("alltoall")

@@ -70,7 +70,7 @@ def _choice(nbytes: int) -> tuple[str, str]:
     if world._devices is None:
         found = world.planner.choose("allreduce", nbytes)
         return found.algorithm, str(found.medium.value)
-    choice = world._devices.accelerator.planner.choose("allreduce", nbytes, native=True)
+    choice = world._devices.accelerator.connection.planner.choose("allreduce", nbytes, native=True)
     return choice.algorithm, choice.transport
 
 

@@ -1,77 +1,46 @@
-"""All that a world has for device tensors: the GPU, streams, kernels, and the ways to its peers.
+"""The GPU of one world: device, streams, kernels, and the memory and completions of its operations.
 
-It is made when the first device tensor comes, and connected when all ranks carry out the first operation on one: then
-they show each other their GPUs, try to reach each other's memory, and agree on what works. NCCL is connected when an
-operation first needs it.
+It is created with the first device tensor. The transports to the peers' GPUs are `connection.Connection`.
 """
 
 from __future__ import annotations
 
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from collectives.base import dtypes
 from collectives.base.config import Config
-from collectives.base.errors import (
-    CollectivesError,
-    CollectiveTimeoutError,
-    InvalidArgumentError,
-    TransportError,
-    bare,
-    of_rank,
-)
-from collectives.base.logging import logger
+from collectives.base.errors import InvalidArgumentError
 from collectives.base.reduce_op import Op
 from collectives.cuda.builder import DevicePlans
 from collectives.cuda.completion import Completion, Events, Keeper
+from collectives.cuda.connection import Connection
 from collectives.cuda.executor import DeviceExecutor
-from collectives.cuda.messages import NcclMessages, StagedMessages
-from collectives.cuda.planner import DeviceFacts, DevicePlanner
 from collectives.cuda.request_cache import TensorSpec
-from collectives.cuda.transfer import Carrier, Memory
+from collectives.cuda.transfer import DeviceBuffers, Transfer
 from collectives.device import selection
 from collectives.device.kernels import Kernels
 from collectives.device.packing import Packing
 from collectives.device.protocol import Array, Device, active
 from collectives.engine.context import Context
 from collectives.engine.request_cache import CachedRequest
-from collectives.transport import nccl
-from collectives.transport.cuda_ipc import Card, IpcMemory
+from collectives.transport import backoff
 from collectives.transport.issue_order import Turn
-from collectives.transport.nccl import Communicator
 from collectives.transport.watchdog import Watch
 
 _SPINS = 200
 _NAP = 20e-6
-_LOOK_EVERY = 0.1
-_CONNECT_WITHIN = 120.0
-"""Seconds for NCCL to connect ranks that are all there: one that cannot is found out before users give up, and done
-without."""
-
+_TURN_TOKEN = 0x7475726E
+"""Token of the meeting after each rank has taken its turn."""
 
 _unsettled: list[Any] = []
-"""Page-locked memory of worlds whose GPU work has not been seen to end, with what uses it: nobody else may have it
-until then."""
-
-
-class ConnectError(TransportError):
-    """NCCL cannot connect the ranks: all of them are told so, before anything was moved."""
-
-
-class _Introduction(NamedTuple):
-    """What the ranks tell each other first."""
-
-    identity: str
-    card: Card | None
-    no_ipc: str
-    no_nccl: str
-    shares: bool
+"""Page-locked memory, and its users, of worlds whose GPU work has not been seen to end; kept so that it is not reused
+before."""
 
 
 class Accelerator:
@@ -82,11 +51,11 @@ class Accelerator:
         config: of the world.
         local_rank: this rank among those of its host.
         turn: of this rank.
-        on_failure: told when work that was under way between the ranks can never end, and has been aborted.
+        on_failure: called when issued work can never end, because a peer is gone, and has been aborted.
 
     Attributes:
-        connected: whether the ranks have met with their devices.
-        calibrated: whether they have found out what is quickest for tiny tensors.
+        calibrated: whether the ranks have measured what is quickest for tiny tensors.
+        connection: to the peers' GPUs.
     """
 
     def __init__(
@@ -94,138 +63,158 @@ class Accelerator:
     ) -> None:
         self.context = context
         self.config = config
-        self.connected = self.calibrated = False
+        self.calibrated = False
         self._device: Device | None = None
         self._local_rank = local_rank
         self._turn = turn
         self._on_failure = on_failure
         self._lock = threading.Lock()
-        self._communicator: Communicator | None = None
-        self._communicators: list[Communicator] = []
-        self._refusal: ConnectError | None = None
-        self._staged: StagedMessages | None = None
         self._pinned: dict[str, Array] = {}
         self._packings: set[Packing] = set()
         self._retired: list[Packing] = []
         self._staging: list[Any] = [self._pinned, self._packings, self._retired]
-        self._sharers = 1
-        """The most ranks that use one GPU."""
         self._last: Completion | None = None
         self._issuing = False
 
     @property
     def device(self) -> Device:
-        """That this rank uses: that of the first device tensor, or, where a rank has none, the one that is its by
-        number."""
+        """The GPU of this rank: that of its first device tensor; without one, the GPU that its number selects."""
         assert self._device is not None
         return self._device
 
-    # ---- the device
-
     def use(self, device: Device | None) -> Device:
-        """Use this device from now on; None: whichever is this rank's.
+        """Use this device from now on; None: the one that this rank's number selects.
 
         Raises:
-            InvalidArgumentError: this world uses another one already.
+            InvalidArgumentError: this world already uses another one.
         """
         with self._lock:
             if self._device is None:
                 override = self.config.device if self.config.device >= 0 else None
-                self._make(device or selection.provider().device(selection.choose(self._local_rank, override)))
+                self._create(device or selection.provider().device(selection.choose(self._local_rank, override)))
             elif device is not None and device is not self._device:
                 raise InvalidArgumentError(
                     f"tensor: expected device {self.device.index}, on which this rank's first tensor was, got device "
-                    f"{device.index}: "
-                    f"a rank uses one GPU; give it one with CUDA_VISIBLE_DEVICES, torch.cuda.set_device or "
-                    f"cupy.cuda.Device"
+                    f"{device.index}: a rank uses one GPU; give it one with CUDA_VISIBLE_DEVICES, "
+                    f"torch.cuda.set_device or cupy.cuda.Device"
                 )
             return self.device
 
-    def _make(self, device: Device) -> None:
+    def _create(self, device: Device) -> None:
         with active(device):
             context = self.context
-            board = context.group.memory.board if context.group.memory is not None else None
-            local = len(context.group.local)
-            self._row = max(16, 2 * local + 2 * len(context.group.hosts) + 4)
+            group, control = context.group, context.control
+            board = group.memory.board if group.memory is not None else None
+            row = max(16, 2 * len(group.local) + 2 * len(group.hosts) + 4)
             self.kernels = Kernels(device)
             self.events = Events(device)
             self.keeper = Keeper()
-            self.memory = Memory(device, self.wait)
-            self.executor = DeviceExecutor(device, context.rank, context.executor.state, board, self._row)
-            self.carrier = Carrier(context.rank, context.size, context.control, device, self.executor, self.memory)
+            self.buffers = DeviceBuffers(device, self.wait)
+            self.executor = DeviceExecutor(device, context.rank, context.executor.state, board, row)
+            self.transfer = Transfer(context.rank, context.size, control, device, self.executor, self.buffers)
             self.plans = DevicePlans(context.planner.placement, self.kernels)
-            self.planner = DevicePlanner(
-                context.planner.placement, DeviceFacts("not connected yet", "not connected yet")
+            self.connection = Connection(
+                context,
+                self.config,
+                device,
+                self.executor,
+                self.buffers,
+                2 * row,
+                self.wait,
+                self._turn,
+                self._staging.append,
             )
-            check, abandon = partial(context.control.check, deep=True), self.executor.abandon_graphs
-            self._watch = Watch(device, self._communicators, check, self._on_failure, abandon)
+            self._watch = Watch(
+                device,
+                self.connection.communicators,
+                partial(control.check, deep=True),
+                self._on_failure,
+                self.executor.abandon_graphs,
+            )
             _unsettled.append(self._staging)
             self._device = device
 
     def active(self) -> active:
-        """This rank's device is the calling thread's current one."""
+        """Context manager in which this rank's device is the calling thread's current one."""
         return active(self.device)
 
-    # ---- between the caller's stream and ours
+    # ---- order between the caller's stream and the main stream
 
     def mark(self, stream: int) -> Completion:
-        """All that the caller's stream has been given so far."""
+        """Completion of all work that was enqueued on the caller's stream so far."""
         return Completion(self.events, stream)
 
     def follow(self, mark: Completion) -> None:
-        """What is issued from now on comes after it."""
+        """Order all later work of the main stream after ``mark``."""
         mark.before(self.executor.main)
 
-    def wait(self, completion: Completion | None = None) -> None:
-        """Block until the GPU is done with something; None: with all that was issued. Other threads may run meanwhile.
-
-        Raises:
-            RankFailedError: it waits for a rank that is gone.
-            CollectiveTimeoutError: it took too long.
-        """
-        completion = completion or Completion(self.events, self.executor.main)
-        control, deadline = self.context.control, time.monotonic() + self.config.timeout
-        looks, looked = 0, time.monotonic()
-        while not completion.passed():
-            looks += 1
-            if looks < _SPINS:
-                continue
-            time.sleep(_NAP)  # the driver's own waits have no bound, and do not look at the peers
-            now = time.monotonic()
-            if now - looked > _LOOK_EVERY:
-                looked = now
-                if self._watch.failure is not None:
-                    raise self._watch.failure
-                control.check(deep=True)
-                if now > deadline:
-                    raise CollectiveTimeoutError(
-                        f"rank {self.context.rank}: waited {self.config.timeout:g} s for the GPU, whose work waits "
-                        f"for another rank; "
-                        f"see what that is doing, or raise COLLECTIVES_TIMEOUT"
-                    )
-
-    def settle(self, within: float) -> bool:
-        """Give the GPU so many seconds to be done with all that was issued; whether it is."""
-        if self._last is None:
-            return True
-        deadline = time.monotonic() + within
-        with self.active():
-            while not self._last.passed():
-                if time.monotonic() > deadline:
-                    return False
-                time.sleep(_NAP)  # as above
-        return True
-
     def complete(self, things: Any) -> Completion:
-        """All that was issued until now; ``things`` stay alive until the GPU is done with it."""
+        """Completion of all work issued so far; ``things`` stay alive until then."""
         completion = self._last = Completion(self.events, self.executor.main)
         self._issuing = False
         self.keeper.keep(completion, things)
         self._watch.add(completion.event)
         return completion
 
+    def wait(self, completion: Completion | None = None) -> None:
+        """Block until ``completion``; None: until all issued work is done. Other threads may run meanwhile.
+
+        Raises:
+            RankFailedError: the work waits for a rank that is gone.
+            CollectiveTimeoutError: it was not done in time.
+        """
+        # The driver's own waits have no bound and do not check the peers.
+        backoff.wait(
+            (completion or Completion(self.events, self.executor.main)).passed,
+            self._check,
+            self.config.timeout,
+            lambda: (
+                f"rank {self.context.rank}: waited {self.config.timeout:g} s for the GPU, whose work waits for another "
+                f"rank; see what that is doing, or raise COLLECTIVES_TIMEOUT"
+            ),
+            yields=_SPINS,
+            longest=_NAP,
+        )
+
+    def _check(self, deep: bool) -> None:
+        if deep:
+            if self._watch.failure is not None:
+                raise self._watch.failure
+            self.context.control.check(deep=True)
+
+    def settle(self, within: float) -> bool:
+        """Wait up to ``within`` seconds until the GPU has done all issued work. Returns whether it has."""
+        if self._last is None:
+            return True
+        with self.active():
+            return backoff.poll(self._last.passed, within, _NAP)
+
+    @property
+    def failure(self) -> Exception | None:
+        """Why issued work has been aborted; None if it has not."""
+        return self._watch.failure
+
+    def take_turn(self) -> None:
+        """Wait until no other world of these ranks has NCCL work under way, and keep them from issuing any until this
+        world's is done: see `collectives.transport.issue_order`. Collective."""
+        if not self._turn.needed:
+            return
+        for rank in range(self.context.size):
+            if rank == self.context.rank:
+                self._issuing = True  # set before the turn is taken: another world may call `busy` at any moment
+                self._turn.take(
+                    self, self.context.rank, self.config.timeout, lambda: self.context.control.check(deep=True)
+                )
+            self.context.meet(_TURN_TOKEN)
+
+    def busy(self) -> bool:
+        """See `issue_order.Holder`."""
+        return self._issuing or (self._last is not None and not self._last.passed())
+
+    # ---- memory
+
     def pinned(self, name: str, count: int, dtype: np.dtype[Any]) -> Array:
-        """Page-locked host memory by name, as ``count`` elements; it grows when it must."""
+        """Page-locked host memory by name, as ``count`` elements of ``dtype``; reallocated when it must grow."""
         nbytes = count * dtype.itemsize
         found = self._pinned.get(name)
         if found is None or found.nbytes < nbytes:
@@ -234,194 +223,29 @@ class Accelerator:
         return found[:nbytes].view(dtype)
 
     def adopt(self, packing: Packing, user: Any) -> Packing:
-        """Give the tables back when their user is no more and the GPU is done with everything, by `tidy`; or else at
-        the end."""
+        """Have `tidy` release ``packing`` once ``user`` is gone and the GPU is done; at the latest `free` does."""
         self._packings.add(packing)
-        # Not at exit: the driver may be gone by then, and takes everything back anyway.
+        # Not at exit: the driver may be gone by then, and releases everything anyway.
         weakref.finalize(user, self._retired.append, packing).atexit = False
         return packing
 
     def tidy(self) -> None:
-        """Give back what was retired, if the GPU is done. Called before the ranks meet for an operation: to free makes
-        the driver wait for the whole device, and no kernel there may be one that waits for this rank."""
+        """Release retired packings if the GPU is idle. Called before the ranks meet for an operation: the driver frees
+        memory only when the whole device is idle, and none of its kernels may be waiting for this rank."""
         if self._retired and (self._last is None or self._last.passed()):
             while self._retired:
                 packing = self._retired.pop()
                 packing.close()
                 self._packings.discard(packing)
 
-    def twin(self, count: int, dtype: np.dtype[Any], op: Op) -> CachedRequest:
-        """The host's entry of an all-reduce of a packed bucket, which leaves all scaling to whoever unpacks it."""
+    def host_entry(self, count: int, dtype: np.dtype[Any], op: Op) -> CachedRequest:
+        """The host's request of an all-reduce of a packed bucket; unscaled, because unpacking scales."""
         plain = Op.SUM if op is Op.AVERAGE and not dtypes.is_bool(dtype) else op
         shape: Any = TensorSpec((count,), count, dtype)
         return self.context.entries.reducing("allreduce", shape, None, plain, None, 1.0, 1.0, None, None)
 
-    def take_turn(self) -> None:
-        """No other world of these ranks has NCCL work under way from now on, until this one's is done: see
-        `collectives.transport.issue_order`."""
-        if not self._turn.needed:
-            return
-        for rank in range(self.context.size):
-            if rank == self.context.rank:
-                self._issuing = True  # before it is taken: the next one who wants it may ask at any moment
-                self._turn.take(
-                    self, self.context.rank, self.config.timeout, lambda: self.context.control.check(deep=True)
-                )
-            self.context.meet(_TURN)
-
-    def busy(self) -> bool:
-        """See `turn.Holder`."""
-        return self._issuing or (self._last is not None and not self._last.passed())
-
-    # ---- connecting
-
-    def connect(self) -> None:
-        """Meet the other ranks with their devices; all ranks are in the same operation. Does nothing the second
-        time."""
-        if self.connected:
-            return
-        context, device = self.context, self.device
-        exchange, rank, group = context.control.exchange, context.rank, context.group
-        memory, card, no_ipc = None, None, ""
-        if group.memory is None:
-            no_ipc = "the ranks of a host cannot share memory here"
-        try:
-            if not no_ipc and len(group.local) > 1:
-                memory = IpcMemory(rank, device, 2 * self._row, self.wait)
-                card = memory.card(self.executor.main)
-        except CollectivesError as error:
-            no_ipc = str(error)
-        library = nccl.library()
-        mine = _Introduction(device.identity, card, no_ipc, library.why_not() or "", library.shares_gpus())
-        every: list[_Introduction] = exchange(mine)
-        no_ipc = _first(every, "no_ipc")
-        if not no_ipc:
-            try:
-                if memory is not None:
-                    memory.connect(
-                        {peer: card for peer in group.local if (card := every[peer].card) is not None},
-                        self.executor.main,
-                    )
-            except CollectivesError as error:
-                no_ipc = str(error)
-            no_ipc = next(filter(None, exchange(no_ipc)), "")
-        self._sharers = max(selection.sharers([every[peer].identity for peer in host]) for host in group.hosts)
-        shares = self._sharers > 1
-        no_nccl = _first(every, "no_nccl")
-        if not no_nccl and shares and not all(one.shares for one in every):
-            no_nccl = (
-                "several ranks use one GPU, which NCCL does from 2.30 on and with NCCL_MULTI_RANK_GPU_ENABLE=1 only; "
-                "start fewer ranks, or use 'cuda-ipc'"
-            )
-        if no_ipc:
-            if memory is not None:
-                memory.forget()
-            exchange(None)  # nobody has mapped anything any more
-            if memory is not None:
-                memory.close()
-        else:
-            self.executor.memory = memory
-        if (
-            not no_nccl
-            and self.config.device_transport in ("auto", "nccl")
-            and (not shares or no_ipc or len(group.hosts) > 1)
-        ):
-            # The planner is going to choose it: better to find out now whether it works, while there is another way.
-            try:
-                self.communicator()
-            except ConnectError as error:
-                no_nccl = bare(rank, error)
-        facts = DeviceFacts(no_ipc, no_nccl, shares)
-        self.planner = DevicePlanner(context.planner.placement, facts, self.config.device_transport)
-        if group.messages is not None and len(group.hosts) > 1:
-            self._staged = StagedMessages(device, group.messages, self.wait)
-            self._staging.append(self._staged)
-        # Ranks that share a GPU take turns; what a graph holds back from the scheduler could make one wait for another
-        # for ever.
-        self.executor.graphs = self.config.cuda_graphs and not shares
-        self._say(facts, every)
-        self.connected = True
-
-    def _say(self, facts: DeviceFacts, every: list[_Introduction]) -> None:
-        """What a user should know, once, on one rank."""
-        if self.context.rank or self._turn.told:
-            return
-        self._turn.told = True
-        how = ", ".join(f"{name} ({why or 'yes'})" for name, why in (("CUDA IPC", facts.ipc), ("NCCL", facts.nccl)))
-        logger.info("GPU tensors: %d ranks on %d GPUs; %s", len(every), len({one.identity for one in every}), how)
-        if facts.shares_gpus:
-            gpus = len({one.identity for one in every})
-            logger.warning(
-                "%d ranks share %d GPU%s: they take turns on it, by CUDA IPC", len(every), gpus, "s" * (gpus > 1)
-            )
-        if facts.ipc and len(self.context.group.local) > 1:
-            detour = "through NCCL" if not facts.nccl else "through host memory, which is slower"
-            logger.warning("CUDA IPC cannot be used (%s): GPU tensors go %s", facts.ipc, detour)
-        if self._refusal is not None:
-            detour = "through host memory" if facts.ipc else "by CUDA IPC"
-            logger.warning("%s; GPU tensors go %s", bare(self.context.rank, self._refusal), detour)
-
-    def communicator(self) -> Communicator:
-        """NCCL's communicator of these ranks; connected at the first call, which all ranks make in the same operation.
-
-        Raises:
-            ConnectError: it cannot connect them: all ranks are told the same, now and later.
-        """
-        if self._communicator is not None:
-            return self._communicator
-        if self._refusal is not None:
-            raise self._refusal
-        library, rank, size, timeout = (
-            nccl.library(),
-            self.context.rank,
-            self.context.size,
-            min(_CONNECT_WITHIN, self.config.timeout),
-        )
-        connect = partial(library.connect, sharers=self._sharers)
-        made: list[Communicator] = []
-        # Allocated before any rank's kernel can wait for this rank: see `carrier.Memory`.
-        scratch = self.memory.get("greetings", 2 * size)
-        self.wait()
-        try:
-            unique = self.context.control.exchange(self._together(lambda: library.make_id() if rank == 0 else b""))[0]
-            self._together(lambda: made.append(connect(rank, size, unique, timeout, self.device)))
-            self._together(lambda: nccl.warm_up(made[0], self.device, scratch, self.executor.main, timeout))
-        except ConnectError as error:
-            self._refusal = error
-            for communicator in made:
-                communicator.abort()
-            raise
-        self._communicator = made[0]
-        self._communicators += made
-        return made[0]
-
-    def _together(self, step: Callable[[], Any]) -> Any:
-        """Take a step towards NCCL that may fail on one rank alone: then it fails on all, at once, and for the same
-        reason."""
-        result, problem = None, ""
-        try:
-            result = step()
-        except CollectivesError as error:
-            problem = str(error)
-        problem = next(filter(None, self.context.control.exchange(problem)), "")
-        if problem:
-            raise ConnectError(
-                f"rank {self.context.rank}: NCCL cannot connect these ranks: {bare(self.context.rank, problem)}"
-            )
-        return result
-
-    def use_messages(self, transport: str) -> None:
-        """Messages between devices go through NCCL, or through host memory, from now on."""
-        self.executor.messages = NcclMessages(self.communicator()) if transport == "nccl" else self._staged
-
-    @property
-    def failure(self) -> Exception | None:
-        """Why work that was under way has been aborted."""
-        return self._watch.failure
-
     def release(self) -> int:
-        """Give back the tensors of operations that are done, and the peers' memory; the bytes of the latter that are
-        mapped no more."""
+        """Drop the tensors of completed operations and unmap the peers' memory. Returns the bytes unmapped."""
         if self._device is None:
             return 0
         with self.active():
@@ -430,48 +254,35 @@ class Accelerator:
             return 0 if self.executor.memory is None else self.executor.memory.release()
 
     def trim(self) -> int:
-        """Give back what was outgrown or retired, when all peers have given it back; the bytes of the former."""
+        """Free outgrown buffers and retired packings, after all peers have unmapped them. Returns the bytes of the
+        buffers."""
         if self._device is None:
             return 0
         with self.active():
             self.wait()
             self.tidy()
-            return self.memory.trim()
+            return self.buffers.trim()
 
     def close(self) -> None:
-        """Stop using the device and the peers' memory; the device is done."""
+        """Stop using the device and the peers' memory; the device is idle."""
         if self._device is None:
             return
         with self.active():
-            self.keeper.release()  # from here on every completion knows that it has passed, and asks no event again
+            self.keeper.release()  # every completion has passed now and queries its event no more
             self._watch.close()
             _unsettled[:] = [staging for staging in _unsettled if staging is not self._staging]
             self.executor.release_graphs()
-            if self._communicator is not None:
-                self._communicator.close()
-            if self.executor.memory is not None:
-                self.executor.memory.forget()
+            self.connection.close()
 
     def free(self) -> None:
-        """Give everything back, when no peer uses this rank's memory or events any more."""
+        """Release everything; no peer uses this rank's memory or events any more."""
         if self._device is None:
             return
         with self.active():
             for packing in self._packings:
                 packing.close()
             self._packings.clear()
-            if self._staged is not None:
-                self._staged.close()
-            if self.executor.memory is not None:
-                self.executor.memory.close()
+            self.connection.free()
             self.executor.close()
             self.events.close()
-            self.memory.close()
-
-
-def _first(every: list[_Introduction], what: str) -> str:
-    return next((of_rank(rank, said) for rank, one in enumerate(every) if (said := getattr(one, what))), "")
-
-
-_TURN = 0x7475726E
-"""The token of a meeting in which a rank has taken its turn."""
+            self.buffers.close()

@@ -35,16 +35,16 @@ def calibrate(accelerator: Accelerator) -> None:
     accelerator.calibrated = True
     # The way through the host holds up whoever calls until all that its stream has to do is done; so it must be much
     # quicker to be worth it, which it can be only where processes take turns on a GPU.
-    facts = accelerator.planner.facts
+    facts = accelerator.connection.planner.facts
     if (
         config.host_until >= 0
         or config.device_transport != "auto"
         or not facts.shares_gpus
         or (facts.ipc and facts.nccl)
     ):
-        accelerator.planner.learn(max(0, config.host_until))
+        accelerator.connection.planner.learn(max(0, config.host_until))
         return
-    address = accelerator.memory.get("bucket", _SIZES[-1])
+    address = accelerator.buffers.get("bucket", _SIZES[-1])
     accelerator.device.clear(address, _SIZES[-1], accelerator.executor.main)
     mine = [
         (_time(accelerator, address, nbytes, True), _time(accelerator, address, nbytes, False)) for nbytes in _SIZES
@@ -55,16 +55,18 @@ def calibrate(accelerator: Accelerator) -> None:
         if by_host >= otherwise:
             break
         until = nbytes
-    accelerator.planner.learn(until)
+    accelerator.connection.planner.learn(until)
 
 
 def _time(accelerator: Accelerator, address: int, nbytes: int, through_host: bool) -> float:
     """Seconds of an all-reduce until the GPU is done with it: a median."""
     count = nbytes // _DTYPE.itemsize
     choice = (
-        DeviceChoice("auto", "host") if through_host else accelerator.planner.choose("allreduce", nbytes, native=True)
+        DeviceChoice("auto", "host")
+        if through_host
+        else accelerator.connection.planner.choose("allreduce", nbytes, native=True)
     )
-    way = allreduce_by(choice, accelerator, count, _DTYPE, Op.SUM, None, accelerator.twin(count, _DTYPE, Op.SUM))
+    way = allreduce_by(choice, accelerator, count, _DTYPE, Op.SUM, None, accelerator.host_entry(count, _DTYPE, Op.SUM))
     times = [_once(accelerator, way, Block(address, nbytes)) for _ in range(_WARM_UPS + _REPEATS)]
     return statistics.median(times[_WARM_UPS:])
 

@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from collectives.device.protocol import Device, active
 from collectives.tensors.cuda_tensors import DeviceView
@@ -76,6 +76,12 @@ class _Return(weakref.ref[Completion]):
 
     __slots__ = ("event",)
     event: int
+
+
+class Wait(Protocol):
+    """Blocks until a completion has passed; without one, until the GPU has done all issued work."""
+
+    def __call__(self, completion: Completion | None = None) -> None: ...
 
 
 class Fence:

@@ -7,11 +7,11 @@ have the same pieces.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
-from collectives.cuda.completion import Completion, Events
+from collectives.cuda.completion import Completion, Events, Wait
 from collectives.cuda.launches import Letter
 from collectives.device.protocol import Array, Device
 from collectives.transport.base import MessageTransport
@@ -56,7 +56,7 @@ class StagedMessages:
         wait: blocks until the device is done with something.
     """
 
-    def __init__(self, device: Device, messages: MessageTransport, wait: Callable[[Completion], None]) -> None:
+    def __init__(self, device: Device, messages: MessageTransport, wait: Wait) -> None:
         self._device = device
         self._messages = messages
         self._staging: Array = np.empty(0, np.uint8)

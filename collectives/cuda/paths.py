@@ -63,19 +63,19 @@ class Planned:
         self._transport = transport
 
     def prepare(self, source: Block, out: Block) -> Sequence[int]:
-        return self._accelerator.carrier.prepare(self._plan, source, out, replayed=self._transport == "nccl")
+        return self._accelerator.transfer.prepare(self._plan, source, out, replayed=self._transport == "nccl")
 
     def run(self, source: Block, out: Block) -> None:
         accelerator, plan = self._accelerator, self._plan
         standings: Sequence[int] = ()
         if self._transport == "nccl":
-            standings = accelerator.carrier.standings(plan)
+            standings = accelerator.transfer.standings(plan)
             # Also where this rank has no message in it: all ranks connect, and take their turns, together.
-            accelerator.use_messages("nccl")
+            accelerator.connection.use_messages("nccl")
             accelerator.take_turn()
         elif plan.messages:
-            accelerator.use_messages(self._transport)
-        accelerator.carrier.run(plan, self._dtype, standings)
+            accelerator.connection.use_messages(self._transport)
+        accelerator.transfer.run(plan, self._dtype, standings)
 
 
 class Native:
@@ -114,7 +114,7 @@ class Native:
 
     def run(self, source: Block, out: Block) -> None:
         accelerator, count, dtype = self._accelerator, self._count, self._dtype
-        communicator, stream = accelerator.communicator(), accelerator.executor.main
+        communicator, stream = accelerator.connection.communicator(), accelerator.executor.main
         accelerator.take_turn()
         if self._collective == "broadcast":
             communicator.broadcast(source.address, out.address, count, dtype, self._root, stream)

@@ -276,7 +276,7 @@ class _Alone:
     def run(self, source: int, out: int) -> None:
         stream = self._accelerator.executor.main
         if self._packing is not None:
-            buffer = self._accelerator.memory.get("bucket", self._nbytes)
+            buffer = self._accelerator.buffers.get("bucket", self._nbytes)
             self._packing.pack(np.array([source], np.int64), buffer, stream)
             self._packing.unpack(buffer, np.array([out], np.int64), stream)
         elif not (self._copies and source == out):

@@ -20,8 +20,9 @@ import numpy as np
 from collectives.base.errors import CollectivesError, InvalidArgumentError, TransportError, bare
 from collectives.base.logging import logger
 from collectives.base.reduce_op import Op
-from collectives.cuda.accelerator import Accelerator, ConnectError
+from collectives.cuda.accelerator import Accelerator
 from collectives.cuda.calibration import calibrate
+from collectives.cuda.connection import ConnectError
 from collectives.cuda.paths import Hosted, Native, Planned, Way, allreduce_by, bring, messages_of
 from collectives.cuda.planner import DeviceChoice
 from collectives.cuda.request_cache import CachedDeviceRequest
@@ -65,14 +66,14 @@ class DeviceTask:
 
     def prepare_handles(self, handles: Sequence[Handle]) -> Words:
         """The words to enter the round with; none before the devices have met."""
-        self._early = not self.accelerator.connected
+        self._early = not self.accelerator.connection.established
         return () if self._early else self._prepare(handles)
 
     def run_handles(self, handles: Sequence[Handle]) -> None:
         accelerator = self.accelerator
         if self._early:
             with accelerator.active():
-                accelerator.connect()
+                accelerator.connection.establish()
                 calibrate(accelerator)
             accelerator.context.meet(self.token, self._prepare(handles))
         if self._problem is not None:
@@ -104,7 +105,7 @@ class DeviceTask:
             try:
                 if not self._decided:
                     # To load kernels and to allocate may make the driver wait for the whole device: see
-                    # `carrier.Memory`.
+                    # `transfer.DeviceBuffers`.
                     accelerator.wait()
                 self._decide(handles[0])
                 self._decided = True
@@ -127,7 +128,7 @@ class DeviceTask:
         request, accelerator = self.entry.request, self.accelerator
         try:
             algorithm, transport = request.algorithm, request.transport
-            choice = accelerator.planner.choose(
+            choice = accelerator.connection.planner.choose(
                 collective, nbytes, native=native, algorithm=algorithm, transport=transport
             )
         except (InvalidArgumentError, TransportError) as error:
@@ -192,7 +193,7 @@ class DeviceOne(DeviceTask):
         if self._way is None:
             return ()
         if scaling is not None and not accelerator.context.joined:
-            scaled = accelerator.memory.get("scaled", self._source.nbytes)
+            scaled = accelerator.buffers.get("scaled", self._source.nbytes)
             scaling.pointers[0, 0], scaling.pointers[0, WAYS] = self._source.address, scaled
             scaling.launch(accelerator.executor.main)
             self._source = Block(scaled, self._source.nbytes)
@@ -228,7 +229,7 @@ class DeviceBucket(DeviceTask):
         nbytes = total * dtype.itemsize
         choice = self._choose(handle, "allreduce", nbytes, nccl.reduces(op, dtype))
         self.description = f"fused {choice.algorithm} over {choice.transport}"
-        self._way = allreduce_by(choice, accelerator, total, dtype, op, None, accelerator.twin(total, dtype, op))
+        self._way = allreduce_by(choice, accelerator, total, dtype, op, None, accelerator.host_entry(total, dtype, op))
         self._nbytes = nbytes
 
     def _pack_with(self, scale: Any) -> Packing:
@@ -241,7 +242,7 @@ class DeviceBucket(DeviceTask):
     def _begin(self, handles: Sequence[Handle]) -> Words:
         accelerator = self.accelerator
         stream = accelerator.executor.main
-        address = accelerator.memory.get("bucket", self._nbytes)
+        address = accelerator.buffers.get("bucket", self._nbytes)
         if address != self._buffer.address:
             self._buffer = Block(address, self._nbytes)
             accelerator.device.clear(address, self._nbytes, stream)  # what lies between the tensors is reduced too
@@ -280,7 +281,7 @@ class DeviceRows(DeviceTask):
     def _begin(self, handles: Sequence[Handle]) -> Words:
         handle = handles[0]
         self._source = block(handle.source)
-        return (*self.accelerator.carrier.describe(self._source), *handle.rows)
+        return (*self.accelerator.transfer.describe(self._source), *handle.rows)
 
     def _run(self, handles: Sequence[Handle]) -> None:
         handle, accelerator, entry = handles[0], self.accelerator, self.entry

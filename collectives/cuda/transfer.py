@@ -24,7 +24,7 @@ from collectives.transport.cuda_ipc import WORDS
 _NOWHERE = (0,) * WORDS
 
 
-class Memory:
+class DeviceBuffers:
     """Pieces of device memory by name, that grow when they must and stay until the world ends, because peers may have
     mapped them.
 
@@ -78,7 +78,7 @@ class Block:
     nbytes: int
 
 
-class Carrier:
+class Transfer:
     """Runs plans between this rank's blocks and those of its peers.
 
     Args:
@@ -86,17 +86,17 @@ class Carrier:
         control: of the world.
         device: of this rank.
         executor: that runs plans.
-        memory: of the world.
+        buffers: of the world.
     """
 
     def __init__(
-        self, rank: int, size: int, control: Control, device: Device, executor: DeviceExecutor, memory: Memory
+        self, rank: int, size: int, control: Control, device: Device, executor: DeviceExecutor, buffers: DeviceBuffers
     ) -> None:
         self._rank, self._size = rank, size
         self._control = control
         self._device = device
         self._executor = executor
-        self._memory = memory
+        self._buffers = buffers
         self._table: Array = np.zeros(size * SPACES + 1, np.int64)
         self._back: tuple[Block, Block] | None = None
 
@@ -121,11 +121,11 @@ class Carrier:
                 self._back = (Block(there, out.nbytes), out)
         else:
             at, there = source.address, out.address
-        window = self._memory.get("window", plan.window_bytes) if plan.window_bytes else 0
+        window = self._buffers.get("window", plan.window_bytes) if plan.window_bytes else 0
         if plan.window_bytes and plan.partners:
             words += self._describe(window)
         own[:SPACES] = (at, there, window)
-        self._table[-1] = self._memory.get("letters", plan.scratch_bytes) if plan.scratch_bytes else 0
+        self._table[-1] = self._buffers.get("letters", plan.scratch_bytes) if plan.scratch_bytes else 0
         if plan.partners:
             self._executor.begin()
         elif self._executor.graphs and replayed:
@@ -173,7 +173,7 @@ class Carrier:
         try:
             return block.address, self._describe(block.address)
         except TransportError:
-            address = self._memory.get(name, block.nbytes)
+            address = self._buffers.get(name, block.nbytes)
             if copies:
                 self._device.copy(address, block.address, block.nbytes, self._executor.main)
             return address, self._describe(address)

@@ -19,7 +19,7 @@ from collectives.base.errors import (
     RankFailedError,
     TransportError,
 )
-from collectives.cuda import accelerator
+from collectives.cuda import connection
 from collectives.device import selection
 from collectives.device.protocol import active
 from collectives.transport import threads
@@ -244,8 +244,8 @@ def test_nccl_that_hangs_while_it_connects_is_done_without(monkeypatch: pytest.M
         with pytest.raises(TransportError, match=r"within 0\.2 s"):
             world.allreduce(ones(maker), transport="nccl")
 
-    assert accelerator._CONNECT_WITHIN == 120
-    monkeypatch.setattr(accelerator, "_CONNECT_WITHIN", 0.2)
+    assert connection._CONNECT_WITHIN == 120
+    monkeypatch.setattr(connection, "_CONNECT_WITHIN", 0.2)
     with emulated(2, library=Stuck(2)) as provider:
         on_threads(2, program, provider, config=Config(timeout=1800, host_until=0))
     assert waited == [0.2, 0.2]

@@ -1,9 +1,13 @@
-"""Reduction operations: their names, and the dtypes for which each is defined."""
+"""Reduction operations: their names, what is known of each, and the dtypes for which each is defined.
+
+An operation is a member of `Op` and a row of `_TRAITS` here, and a row of `tensors.reduction` with its kernel and its
+neutral element; on GPUs, a structure of its name in the kernels' sources. Everything else asks the properties.
+"""
 
 from __future__ import annotations
 
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,10 +24,63 @@ class Op(Enum):
     MAX = "max"
     PRODUCT = "product"
     ADASUM = "adasum"
-    """Not element by element: see `collectives.engine.adasum`."""
 
     def __repr__(self) -> str:
         return self.value.capitalize()
+
+    @property
+    def elementwise(self) -> bool:
+        """Whether each element of the result depends on the ranks' elements at the same place alone."""
+        return _TRAITS[self].combined_by is not None
+
+    @property
+    def linear(self) -> bool:
+        """Whether the result is a linear function of the ranks' tensors: its adjoint is a sum, and rows of zeros may be
+        left out."""
+        return _TRAITS[self].linear
+
+    @property
+    def idempotent(self) -> bool:
+        """Whether reducing the same tensor on every rank gives that tensor."""
+        return _TRAITS[self].idempotent
+
+    def divides(self, dtype: np.dtype[Any]) -> bool:
+        """Whether combined elements are divided by the number of ranks. For bool none are: the mean, truncated, is
+        "and"."""
+        return self is Op.AVERAGE and not dtypes.is_bool(dtype)
+
+    def combining(self, dtype: np.dtype[Any]) -> Op:
+        """The operation that combines two elements, before any division. A bool is 0 or 1: "or" is MAX, "and" is MIN.
+        Not for Adasum, which combines whole tensors."""
+        traits = _TRAITS[self]
+        return Op(traits.of_bools if dtypes.is_bool(dtype) else traits.combined_by)
+
+
+class _Traits(NamedTuple):
+    """What is known of an operation.
+
+    Attributes:
+        combined_by: the operation that combines two elements; None: not element by element.
+        of_bools: the one that combines two bools.
+        linear, idempotent: see `Op`.
+        needs_order: whether it compares elements, which complex numbers do not let it.
+    """
+
+    combined_by: str | None
+    of_bools: str | None = None
+    linear: bool = False
+    idempotent: bool = False
+    needs_order: bool = False
+
+
+_TRAITS = {
+    Op.AVERAGE: _Traits("sum", of_bools="min", linear=True, idempotent=True),
+    Op.SUM: _Traits("sum", of_bools="max", linear=True),
+    Op.MIN: _Traits("min", of_bools="min", idempotent=True, needs_order=True),
+    Op.MAX: _Traits("max", of_bools="max", idempotent=True, needs_order=True),
+    Op.PRODUCT: _Traits("product", of_bools="min"),
+    Op.ADASUM: _Traits(None, idempotent=True),
+}
 
 
 def check(op: Op, dtype: np.dtype[Any]) -> None:
@@ -32,11 +89,11 @@ def check(op: Op, dtype: np.dtype[Any]) -> None:
     Raises:
         InvalidTypeError: Adasum, which is not element by element; Min or Max of complex numbers, which have no order.
     """
-    if op is Op.ADASUM:
+    if not op.elementwise:
         raise InvalidTypeError(
-            "op=Adasum combines whole tensors and not elements: allreduce has it, other collectives do not"
+            f"op={op!r} combines whole tensors and not elements: allreduce has it, other collectives do not"
         )
-    if dtypes.is_complex(dtype) and op in (Op.MIN, Op.MAX):
+    if dtypes.is_complex(dtype) and _TRAITS[op].needs_order:
         raise InvalidTypeError(
             f"op={op!r} is not defined for dtype {dtypes.name(dtype)}, because complex numbers have no order; reduce "
             f".real and .imag"

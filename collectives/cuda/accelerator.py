@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from collectives.base import dtypes
 from collectives.base.config import Config
 from collectives.base.errors import InvalidArgumentError
 from collectives.base.reduce_op import Op
@@ -240,7 +239,7 @@ class Accelerator:
 
     def host_entry(self, count: int, dtype: np.dtype[Any], op: Op) -> CachedRequest:
         """The host's request of an all-reduce of a packed bucket; unscaled, because unpacking scales."""
-        plain = Op.SUM if op is Op.AVERAGE and not dtypes.is_bool(dtype) else op
+        plain = op.combining(dtype)
         shape: Any = TensorSpec((count,), count, dtype)
         return self.context.entries.reducing("allreduce", shape, None, plain, None, 1.0, 1.0, None, None)
 

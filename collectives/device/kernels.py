@@ -27,8 +27,7 @@ from collectives.device.protocol import Array, Device
 _Dtype = np.dtype[Any]
 
 _BLOCKS_PER_MULTIPROCESSOR = 2
-_OPERATIONS = {Op.SUM: "Sum", Op.AVERAGE: "Sum", Op.PRODUCT: "Product", Op.MIN: "Min", Op.MAX: "Max"}
-_OPERATIONS_OF_BOOL = {Op.SUM: "Or", Op.MAX: "Or", Op.AVERAGE: "And", Op.MIN: "And", Op.PRODUCT: "And"}
+_OF_BOOLS = {Op.MAX: "Or", Op.MIN: "And"}
 
 
 # ---- scaling
@@ -59,8 +58,7 @@ class Scaling(NamedTuple):
 def finish(op: Op, dtype: _Dtype, size: int, postscale: float = 1.0) -> Scaling | None:
     """`reduction.finish` on a device: what is applied to a block that ``size`` ranks have fully reduced, or None if
     that is nothing."""
-    average = op is Op.AVERAGE and not dtypes.is_bool(dtype)
-    if not average or size == 1:
+    if not op.divides(dtype) or size == 1:
         return prescale(dtype, postscale)
     if postscale != 1.0:
         return prescale(dtype, float(postscale) / size)
@@ -228,5 +226,6 @@ def _choose(op: Op | None, dtype: _Dtype, copies: bool, scaling: Scaling | None)
         name, width = dtypes.name(dtype), 1
     else:
         name, width = elements(dtype)
-    operation = (_OPERATIONS_OF_BOOL if dtypes.is_bool(dtype) else _OPERATIONS)[op]
+    combining = op.combining(dtype)
+    operation = _OF_BOOLS[combining] if dtypes.is_bool(dtype) else combining.value.capitalize()
     return kernel_sources.combine(operation, name, scaling_name(scaling)), width

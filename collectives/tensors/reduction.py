@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -53,19 +53,7 @@ def identity(op: Op, dtype: _Dtype) -> Any:
         InvalidTypeError: the operation is not defined for the dtype.
     """
     check(op, dtype)
-    value: Any
-    if dtypes.is_bool(dtype):
-        value = op in (Op.AVERAGE, Op.MIN, Op.PRODUCT)
-    elif op in (Op.AVERAGE, Op.SUM):
-        value = 0
-    elif op is Op.PRODUCT:
-        value = 1
-    elif dtypes.is_integer(dtype):
-        limits = np.iinfo(dtype)
-        value = limits.max if op is Op.MIN else limits.min
-    else:
-        value = np.inf if op is Op.MIN else -np.inf
-    return dtype.type(value)
+    return dtype.type(_COMBINATIONS[op.combining(dtype)].identity(dtype))
 
 
 @functools.cache
@@ -79,11 +67,11 @@ def kernel(op: Op, dtype: _Dtype) -> Kernel:
         InvalidTypeError: Min or Max of complex numbers, which have no order.
     """
     check(op, dtype)
+    combining = op.combining(dtype)
     if dtypes.is_bool(dtype):
-        return np.logical_or if op in (Op.SUM, Op.MAX) else np.logical_and
-    if dtypes.is_half(dtype):
-        return halves.combining(_KERNELS[op], dtype)
-    return _KERNELS[op]
+        return _BOOL_KERNELS[combining]
+    function = _COMBINATIONS[combining].kernel
+    return halves.combining(function, dtype) if dtypes.is_half(dtype) else function
 
 
 def finish(op: Op, dtype: _Dtype, size: int, postscale: float = 1.0) -> Scaling | None:
@@ -95,8 +83,7 @@ def finish(op: Op, dtype: _Dtype, size: int, postscale: float = 1.0) -> Scaling 
     (where it leaves the dtype's range, the result is the hardware's). Bool: an average is complete already; with a
     factor, true where the product is not zero.
     """
-    average = op is Op.AVERAGE and not dtypes.is_bool(dtype)
-    if not average or size == 1:
+    if not op.divides(dtype) or size == 1:
         return prescale(dtype, postscale)
     if postscale != 1.0:
         return prescale(dtype, float(postscale) / size)
@@ -127,13 +114,26 @@ def _maximum(a: _Array, b: _Array, out: _Array) -> object:
     return np.maximum(a, b, out=out)
 
 
-_KERNELS: dict[Op, Kernel] = {
-    Op.AVERAGE: np.add,
-    Op.SUM: np.add,
-    Op.PRODUCT: np.multiply,
-    Op.MIN: _minimum,
-    Op.MAX: _maximum,
+def _lowest(dtype: _Dtype) -> Any:
+    return -np.inf if dtypes.is_floating(dtype) else 0 if dtypes.is_bool(dtype) else np.iinfo(dtype).min
+
+
+def _highest(dtype: _Dtype) -> Any:
+    return np.inf if dtypes.is_floating(dtype) else 1 if dtypes.is_bool(dtype) else np.iinfo(dtype).max
+
+
+class _Combination(NamedTuple):
+    kernel: Kernel
+    identity: Callable[[_Dtype], Any]
+
+
+_COMBINATIONS = {
+    Op.SUM: _Combination(np.add, lambda dtype: 0),
+    Op.PRODUCT: _Combination(np.multiply, lambda dtype: 1),
+    Op.MIN: _Combination(_minimum, _highest),
+    Op.MAX: _Combination(_maximum, _lowest),
 }
+_BOOL_KERNELS: dict[Op, Kernel] = {Op.MIN: np.logical_and, Op.MAX: np.logical_or}
 
 
 # ---- scaling

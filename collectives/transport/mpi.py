@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 _SAY_HERE_AFTER = 0.4
 """Seconds after which a rank that waits in a call says so to the others, who then know who is missing."""
 _RECORD = 3
+_MPI_NAMES = {Op.SUM: "SUM", Op.PRODUCT: "PROD", Op.MIN: "MIN", Op.MAX: "MAX"}
 _AFTER_EVERY_CALL = 1 << 62
 
 
@@ -213,9 +214,10 @@ class MpiMessages:
         It does not know halves; bool has no sum; Open MPI's sums of 8 and 16 bits saturate instead of wrapping (seen
         with 5.0.11 on AVX-512); its Min and Max lose NaN.
         """
+        combining = op.combining(dtype)
         if dtypes.is_integer(dtype):
-            return dtype.itemsize >= 4
-        return not (dtypes.is_half(dtype) or dtypes.is_bool(dtype) or op in (Op.MIN, Op.MAX))
+            return dtype.itemsize >= 4 and combining in _MPI_NAMES
+        return not (dtypes.is_half(dtype) or dtypes.is_bool(dtype)) and combining in (Op.SUM, Op.PRODUCT)
 
     def native_allreduce(self, source: Array, out: Array, op: Op) -> None:
         """MPI's own all-reduce, for messages so small that the number of messages is all that counts.
@@ -226,7 +228,7 @@ class MpiMessages:
         """
         from mpi4py import MPI
 
-        operation = {Op.MIN: MPI.MIN, Op.MAX: MPI.MAX, Op.PRODUCT: MPI.PROD}.get(op, MPI.SUM)
+        operation = getattr(MPI, _MPI_NAMES[op.combining(source.dtype)])
         send = MPI.IN_PLACE if source is out else source
         self._requests.append(self._comm.Iallreduce(send, out, operation))
         self.drain()

@@ -160,7 +160,7 @@ class Library(Protocol):
 
 # The numbers are NCCL's binary interface, the same in every version.
 _INT8, _UINT8, _INT32, _UINT32, _INT64, _UINT64, _FLOAT16, _FLOAT32, _FLOAT64, _BFLOAT16 = range(10)
-_SUM, _PRODUCT, _MAX, _MIN = range(4)
+_REDUCTIONS = {Op.SUM: 0, Op.PRODUCT: 1, Op.MAX: 2, Op.MIN: 3}
 
 
 class Word(NamedTuple):
@@ -204,19 +204,12 @@ def reduction(op: Op, dtype: Dtype) -> int | None:
     It has no 16-bit integers. Complex numbers add up as pairs, and multiply otherwise. A bool is a byte of 0 or 1: "or"
     is its maximum, "and" its minimum.
     """
-    if op is Op.ADASUM or dtypes.name(dtype) in ("int16", "uint16"):
+    if not op.elementwise or dtypes.name(dtype) in ("int16", "uint16"):
         return None
-    if dtypes.is_bool(dtype):
-        return _MAX if op in (Op.SUM, Op.MAX) else _MIN
-    if op in (Op.SUM, Op.AVERAGE):
-        return _SUM
-    if dtypes.is_complex(dtype):
-        return None
-    if op is Op.PRODUCT:
-        return _PRODUCT
-    if dtypes.is_floating(dtype):
-        return None
-    return _MIN if op is Op.MIN else _MAX
+    combining = op.combining(dtype)
+    if (dtypes.is_floating(dtype) or dtypes.is_complex(dtype)) and combining is not Op.SUM:
+        return _REDUCTIONS[Op.PRODUCT] if combining is Op.PRODUCT and dtypes.is_floating(dtype) else None
+    return _REDUCTIONS.get(combining)
 
 
 def reduces(op: Op, dtype: Dtype) -> bool:

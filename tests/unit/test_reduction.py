@@ -375,3 +375,23 @@ def test_the_operations_have_short_names() -> None:
 def test_adasum_is_no_kernel() -> None:
     with pytest.raises(InvalidTypeError, match="whole tensors"):
         kernel(Op.ADASUM, np.dtype(np.float32))
+
+
+@pytest.mark.parametrize("op", ELEMENTWISE)
+def test_what_an_operation_says_of_itself_is_what_its_kernel_does(op: Op) -> None:
+    dtype = np.dtype(np.float64)
+    rows = anything(np.dtype(np.uint8), 2000, 7).astype(dtype).reshape(2, -1)
+
+    def reduced(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        out = np.empty_like(a)
+        kernel(op, dtype)(a, b, out)
+        scale = finish(op, dtype, 2)
+        if scale is not None:
+            scale(out, out)
+        return out
+
+    a, b = rows
+    assert np.array_equal(reduced(a, a), a) == op.idempotent
+    assert np.array_equal(reduced(2 * a, 2 * b), 2 * reduced(a, b)) or not op.linear
+    assert np.array_equal(reduced(a + b, b + a), reduced(a, b) + reduced(b, a)) == op.linear
+    assert op.divides(dtype) == (op is Op.AVERAGE) and not op.divides(np.dtype(bool))

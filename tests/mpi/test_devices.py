@@ -13,7 +13,7 @@ import pytest
 from collectives.base.config import Config
 from collectives.base.errors import TransportError
 from collectives.base.reduce_op import Op
-from collectives.cuda import side
+from collectives.cuda import backend
 from collectives.device import selection
 from collectives.transport import mpi
 from collectives.world import World
@@ -178,7 +178,7 @@ def test_memory_is_released_before_there_is_said_to_be_none(
 ) -> None:
     """Freed memory is not free while peers have it mapped; once they have not, what is asked for a second time is there
     or is not."""
-    monkeypatch.setattr(side, "_ALONE_FROM", 1 << 20)
+    monkeypatch.setattr(backend, "_ALONE_FROM", 1 << 20)
     with connected(device) as world:
         maker = EmulatedMaker(device)
         counts = (200_000, 180_000) if first else (400_000, 200_000, 180_000)

@@ -19,8 +19,8 @@ import collectives
 PACKAGE = Path(collectives.__file__).parent
 
 ORDER = (
-    "base",
     "schedules",
+    "base",
     "device",
     "tensors",
     "transport",
@@ -35,7 +35,6 @@ ORDER = (
 )
 """The floors, from the lowest up. A folder is a floor, and so is each of these:"""
 FLOOR_OF = {
-    "base.config": "schedules",  # it offers the algorithms' names
     "ring": "schedules",
     "fusion": "plan",
     "torch": "adapters",
@@ -93,7 +92,7 @@ def _module(name: str) -> str:
 def floor(module: str) -> str:
     """The floor of a module: its folder, where the table says nothing else."""
     top = module.split(".")[0]
-    return FLOOR_OF.get(module) or FLOOR_OF.get(top, top if (PACKAGE / top).is_dir() else "face")
+    return FLOOR_OF.get(top, top if (PACKAGE / top).is_dir() else "face")
 
 
 @pytest.mark.parametrize("module", MODULES)

@@ -25,7 +25,7 @@ import numpy as np
 from collectives.base import dtypes
 from collectives.base.errors import CollectiveTimeoutError, InvalidTypeError, TransportError
 from collectives.base.reduce_op import Op
-from collectives.transport import nccl
+from collectives.transport import nccl_elements
 
 _STALL = 3.0
 
@@ -80,7 +80,7 @@ class Operation:
 
 
 class EmulatedNccl:
-    """A `nccl.Library` for ranks that are threads.
+    """A `transport.nccl.Library` for ranks that are threads.
 
     Args:
         size: the most ranks of a communicator.
@@ -226,7 +226,7 @@ class _Clique:
 
 
 class EmulatedCommunicator:
-    """A `nccl.Communicator`."""
+    """A `transport.nccl.Communicator`."""
 
     def __init__(self, rank: int, size: int, clique: _Clique, device: Streams, groups: _Groups) -> None:
         self.rank = rank
@@ -333,7 +333,7 @@ class EmulatedCommunicator:
             raise TransportError(f"rank {self.rank}: {call} cannot be called: the communicator has been {self._ended}")
 
     def _reducible(self, op: Op, dtype: Dtype) -> None:
-        if not nccl.reduces(op, dtype):
+        if not nccl_elements.reduces(op, dtype):
             raise InvalidTypeError(f"NCCL does not reduce op={op!r} of dtype {dtype}")
 
     def _issue(self, operation: Operation, stream: int) -> None:

@@ -15,7 +15,7 @@ from collectives.cuda.completion import Completion, Events, Wait
 from collectives.cuda.launches import Letter
 from collectives.device.protocol import Array, Device
 from collectives.transport.base import MessageTransport
-from collectives.transport.nccl import Communicator, Group
+from collectives.transport.nccl import Communicator, NcclGroup
 
 _PIECE = 4 << 20
 """Bytes of a piece: some hundred microseconds of a fast network or of the bus."""
@@ -38,7 +38,7 @@ class NcclMessages:
     ) -> None:
         """See `executor.DeviceMessages`."""
         communicator, addresses = self._communicator, table.tolist()
-        with Group(communicator):
+        with NcclGroup(communicator):
             for letter in receives:
                 entry, offset = letter.where
                 communicator.receive(addresses[entry] + offset, letter.count, dtype, letter.peer, stream)

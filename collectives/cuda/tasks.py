@@ -34,7 +34,7 @@ from collectives.engine.handles import Handle
 from collectives.engine.tasks import Rows
 from collectives.schedules import partition
 from collectives.tensors.cuda_tensors import DeviceArray
-from collectives.transport import nccl
+from collectives.transport import nccl_elements
 from collectives.transport.base import Array
 from collectives.transport.cuda_ipc import WORDS
 
@@ -161,7 +161,7 @@ class DeviceOne(DeviceTask):
         if op is Op.ADASUM:
             self._way = Hosted(accelerator, accelerator.context, entry.host, count, share)
             return
-        native = collective == "broadcast" or (op is not None and nccl.reduces(op, dtype))
+        native = collective == "broadcast" or (op is not None and nccl_elements.reduces(op, dtype))
         if collective == "reducescatter" and shape[0] % size:
             native = False  # NCCL scatters equal shares only
         choice = self._choose(handle, collective, entry.nbytes, native)
@@ -227,7 +227,7 @@ class DeviceBucket(DeviceTask):
         dtype, total, op = entry.wire, packing.total, entry.op
         assert op is not None
         nbytes = total * dtype.itemsize
-        choice = self._choose(handle, "allreduce", nbytes, nccl.reduces(op, dtype))
+        choice = self._choose(handle, "allreduce", nbytes, nccl_elements.reduces(op, dtype))
         self.description = f"fused {choice.algorithm} over {choice.transport}"
         self._way = allreduce_by(choice, accelerator, total, dtype, op, None, accelerator.host_entry(total, dtype, op))
         self._nbytes = nbytes

@@ -7,13 +7,13 @@ exception does not leave its peers inside a call of MPI.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from collectives.base.errors import TransportError
 from collectives.transport import backoff
+from collectives.transport.bounded_call import Call
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -24,7 +24,7 @@ _FAILURE_SHOWS_WITHIN = 1.0
 """Seconds that the death of a peer may take to show after MPI has reported an error because of it."""
 _THREAD_NAME = "collectives rank: MPI call"
 
-_under_way: dict[Hashable, _Call] = {}
+_under_way: dict[Hashable, Call[Any]] = {}
 """Calls that have been made and whose result nobody has used; whoever asks for the same call again gets that one."""
 
 
@@ -84,16 +84,17 @@ class Patience:
         """
         call = _under_way.get(key) if key is not None else None
         if call is None:
-            call = _Call(function)
+            call = Call(function, _THREAD_NAME)
             if key is not None:
                 _under_way[key] = call
         if call.ident is None:
             call.start()
-        self._wait(call.done.is_set, what)
-        if call.error is not None:
+        self._wait(call.future.done, what)
+        error = call.future.exception()
+        if error is not None:
             forget(key)
-            self._explain(call.error, what)
-        return call.result
+            self._explain(error, what)
+        return call.future.result()
 
     def _wait(self, done: Callable[[], bool], what: str) -> None:
         for _ in range(_SPINS):
@@ -129,21 +130,3 @@ def barrier_then(barrier: Callable[[], MPI.Request], function: Callable[[], Any]
         # A rank that has not come yet; nobody rings. One that never comes costs ever less.
         time.sleep(min(max(_FIRST_NAP, (time.monotonic() - begun) / 50), _LONGEST_NAP))
     return function()
-
-
-class _Call(threading.Thread):
-    """A function running in a thread; Python delivers signals to the main thread alone, so no interrupt reaches it."""
-
-    def __init__(self, function: Callable[[], Any]) -> None:
-        super().__init__(name=_THREAD_NAME, daemon=True)
-        self._call = function
-        self.done = threading.Event()
-        self.result: Any = None
-        self.error: BaseException | None = None
-
-    def run(self) -> None:
-        try:
-            self.result = self._call()
-        except BaseException as error:  # raised by whoever waits for the call
-            self.error = error
-        self.done.set()

@@ -26,7 +26,7 @@ from collectives.base.errors import (
 from collectives.base.reduce_op import Op
 from collectives.cuda.launches import Letter
 from collectives.cuda.messages import NcclMessages
-from collectives.transport import nccl
+from collectives.transport import nccl, nccl_cupy, nccl_elements
 from collectives.transport.watchdog import Watch, _Flight
 from tests.emulated_cuda import EmulatedDevice
 from tests.emulated_nccl import EmulatedCommunicator, EmulatedNccl
@@ -52,13 +52,13 @@ SIZES = {0: 1, 1: 1, 2: 4, 3: 4, 4: 8, 5: 8, 6: 2, 7: 4, 8: 8, 9: 2}
 
 @pytest.mark.parametrize("name", dtypes.NAMES)
 def test_every_dtype_moves_with_all_its_bytes(name: str) -> None:
-    code, per_element = nccl.word(dtype(name))
+    code, per_element = nccl_elements.word(dtype(name))
     assert SIZES[code] * per_element == dtype(name).itemsize
 
 
 @pytest.mark.parametrize("name", dtypes.NAMES)
 def test_what_is_reduced_is_reduced_as_words_of_the_same_kind(name: str) -> None:
-    reduced = {op.value for op in Op if nccl.reduces(op, dtype(name))}
+    reduced = {op.value for op in Op if nccl_elements.reduces(op, dtype(name))}
     if name in ("int16", "uint16"):
         assert reduced == set()
     elif name.startswith("complex"):
@@ -77,7 +77,7 @@ def test_bool_is_reduced_as_the_package_reduces_it() -> None:
     for op in (Op.SUM, Op.AVERAGE, Op.MIN, Op.MAX, Op.PRODUCT):
         ours = np.empty_like(a)
         kernel(op, a.dtype)(a, b, ours)
-        number = nccl.reduction(op, a.dtype)
+        number = nccl_elements.reduction(op, a.dtype)
         assert number is not None
         np.testing.assert_array_equal(byte[number](a.view(np.uint8), b.view(np.uint8)), ours.view(np.uint8))
 
@@ -91,10 +91,10 @@ def test_cupy_calls_them_by_the_same_numbers() -> None:
         f"FLOAT{bits}": f"float{bits}" for bits in (16, 32, 64)
     }
     for constant, name in of.items():
-        assert nccl.word(dtype(name)) == (getattr(cupy_nccl, f"NCCL_{constant}"), 1)
+        assert nccl_elements.word(dtype(name)) == (getattr(cupy_nccl, f"NCCL_{constant}"), 1)
     int32 = dtype("int32")
     ops = {Op.SUM: "SUM", Op.PRODUCT: "PROD", Op.MIN: "MIN", Op.MAX: "MAX"}
-    assert {op: nccl.reduction(op, int32) for op in ops} == {
+    assert {op: nccl_elements.reduction(op, int32) for op in ops} == {
         op: getattr(cupy_nccl, f"NCCL_{name}") for op, name in ops.items()
     }
 
@@ -107,7 +107,7 @@ def test_cupy_raises_what_is_expected_of_it() -> None:
     for status in range(1, 10):
         with pytest.raises((RuntimeError, KeyError)) as raised:
             cupy_nccl.check_status(status)
-        told[status] = str(nccl.failure("allReduce", 3, raised.value))
+        told[status] = str(nccl_cupy.failure("allReduce", 3, raised.value))
     assert all(f"({status})" in text and "rank 3" in text and "allReduce" in text for status, text in told.items())
     assert "ncclInvalidUsage" in told[5] and "ncclRemoteError" in told[6] and "ncclInProgress" in told[7]
     methods = (
@@ -122,12 +122,12 @@ def test_cupy_raises_what_is_expected_of_it() -> None:
         "destroy",
     )
     assert all(hasattr(cupy_nccl.NcclCommunicator, name) for name in methods)
-    library = nccl.CupyNccl()
+    library = nccl_cupy.CupyNccl()
     assert library.why_not() is None
     assert library.version() >= (2, 20, 0)
     first, second = library.make_id(), library.make_id()
     assert len(first) == len(second) == 128 and first != second
-    unconnected = nccl.CupyCommunicator(
+    unconnected = nccl_cupy.CupyCommunicator(
         cupy_nccl, cupy_nccl.NcclCommunicator.__new__(cupy_nccl.NcclCommunicator), 0, 2, FakeDevice()
     )
     for call in (
@@ -207,9 +207,9 @@ class FakeModule:
             raise FakeNcclError(self.group_status)
 
 
-def adapter(rank: int = 1, size: int = 4) -> tuple[nccl.CupyCommunicator, FakeCommunicator, FakeModule]:
+def adapter(rank: int = 1, size: int = 4) -> tuple[nccl_cupy.CupyCommunicator, FakeCommunicator, FakeModule]:
     module, fake = FakeModule(), FakeCommunicator()
-    return nccl.CupyCommunicator(module, fake, rank, size, FakeDevice()), fake, module
+    return nccl_cupy.CupyCommunicator(module, fake, rank, size, FakeDevice()), fake, module
 
 
 def test_operations_arrive_with_counts_in_words() -> None:
@@ -269,8 +269,8 @@ def test_errors_name_rank_call_status_and_remedy(status: int, expected: str) -> 
 
 
 def test_errors_without_a_status_are_told_as_they_are() -> None:
-    assert "RuntimeError: odd" in str(nccl.failure("send", 0, RuntimeError("odd")))
-    assert "KeyError" in str(nccl.failure("send", 0, KeyError("name")))
+    assert "RuntimeError: odd" in str(nccl_cupy.failure("send", 0, RuntimeError("odd")))
+    assert "KeyError" in str(nccl_cupy.failure("send", 0, KeyError("name")))
 
 
 @pytest.mark.parametrize("end", ["abort", "close"])
@@ -300,7 +300,7 @@ def test_a_group_is_ended_when_a_call_in_it_raises(group_status: int) -> None:
 
 
 def test_an_abort_waits_for_a_group_and_ends_a_call_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nccl, "_GRACE_SECONDS", 0.05)
+    monkeypatch.setattr(nccl_cupy, "_GRACE_SECONDS", 0.05)
     communicator, fake, _ = adapter()
     fake.hold = threading.Event()
     call = threading.Thread(target=communicator.send, args=(0, 1, dtype("int8"), 1, 0), daemon=True)
@@ -312,7 +312,7 @@ def test_an_abort_waits_for_a_group_and_ends_a_call_that_hangs(monkeypatch: pyte
     call.join(SECONDS)
     assert not call.is_alive() and fake.gone == ["abort"]
 
-    monkeypatch.setattr(nccl, "_GRACE_SECONDS", 10 * SECONDS)
+    monkeypatch.setattr(nccl_cupy, "_GRACE_SECONDS", 10 * SECONDS)
     communicator, fake, module = adapter()
     communicator.begin_group()
     abort = threading.Thread(target=communicator.abort, daemon=True)
@@ -325,8 +325,8 @@ def test_an_abort_waits_for_a_group_and_ends_a_call_that_hangs(monkeypatch: pyte
 
 
 def test_an_abort_and_a_close_that_hang_are_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nccl, "_ABORT_SECONDS", 0.02)
-    monkeypatch.setattr(nccl, "_CLOSE_SECONDS", 0.02)
+    monkeypatch.setattr(nccl_cupy, "_ABORT_SECONDS", 0.02)
+    monkeypatch.setattr(nccl_cupy, "_CLOSE_SECONDS", 0.02)
     never, begun = threading.Event(), threading.Semaphore(0)
 
     def hang() -> None:
@@ -335,7 +335,7 @@ def test_an_abort_and_a_close_that_hang_are_left_behind(monkeypatch: pytest.Monk
 
     for end in ("abort", "close"):
         stuck = SimpleNamespace(abort=hang, destroy=hang)
-        getattr(nccl.CupyCommunicator(FakeModule(), stuck, 0, 2, FakeDevice()), end)()
+        getattr(nccl_cupy.CupyCommunicator(FakeModule(), stuck, 0, 2, FakeDevice()), end)()
         assert begun.acquire(timeout=SECONDS)
     never.set()
 
@@ -367,7 +367,7 @@ def test_connecting_activates_the_device_in_the_thread_that_connects() -> None:
         asked.append((size, unique_id, rank, threading.get_ident() in device.active))
         return FakeCommunicator()
 
-    communicator = nccl.CupyNccl(FakeModule(meet)).connect(2, 3, b"i" * 128, SECONDS, device)
+    communicator = nccl_cupy.CupyNccl(FakeModule(meet)).connect(2, 3, b"i" * 128, SECONDS, device)
     assert (communicator.rank, communicator.size) == (2, 3)
     assert asked == [(3, b"i" * 128, 2, True)]
 
@@ -377,7 +377,7 @@ def test_connecting_tells_nccls_error() -> None:
         raise FakeNcclError(5)
 
     with pytest.raises(TransportError, match=r"rank 1: .*ncclInvalidUsage.*two ranks use the same GPU"):
-        nccl.CupyNccl(FakeModule(meet)).connect(1, 2, bytes(128), SECONDS, FakeDevice())
+        nccl_cupy.CupyNccl(FakeModule(meet)).connect(1, 2, bytes(128), SECONDS, FakeDevice())
 
 
 def test_connecting_is_bounded_and_what_comes_too_late_is_aborted() -> None:
@@ -388,7 +388,7 @@ def test_connecting_is_bounded_and_what_comes_too_late_is_aborted() -> None:
         return SimpleNamespace(abort=aborted.set)
 
     with pytest.raises(CollectiveTimeoutError, match="rank 0: the 2 ranks did not all connect"):
-        nccl.CupyNccl(FakeModule(meet)).connect(0, 2, bytes(128), 0.02, FakeDevice())
+        nccl_cupy.CupyNccl(FakeModule(meet)).connect(0, 2, bytes(128), 0.02, FakeDevice())
     assert not aborted.is_set()
     proceed.set()
     assert aborted.wait(SECONDS)
@@ -426,7 +426,7 @@ def test_ranks_that_share_a_gpu_leave_room_for_each_other(
             patched.setenv(name, value)
         device = FakeDevice()
         device.multiprocessors = multiprocessors
-        nccl.CupyNccl(FakeModule(meet)).connect(0, 4, bytes(128), SECONDS, device, sharers=sharers)
+        nccl_cupy.CupyNccl(FakeModule(meet)).connect(0, 4, bytes(128), SECONDS, device, sharers=sharers)
     assert seen == [expected]
 
 
@@ -450,18 +450,18 @@ def test_gpus_are_shared_only_where_nccl_can_and_may(monkeypatch: pytest.MonkeyP
         ("yes", 23203, False),
         (None, 23203, False),
     ):
-        monkeypatch.delenv(nccl.SHARE_VARIABLE, raising=False)
+        monkeypatch.delenv(nccl_cupy.SHARE_VARIABLE, raising=False)
         if setting is not None:
-            monkeypatch.setenv(nccl.SHARE_VARIABLE, setting)
-        assert nccl.CupyNccl(FakeModule(version=version)).shares_gpus() is expected, (setting, version)
+            monkeypatch.setenv(nccl_cupy.SHARE_VARIABLE, setting)
+        assert nccl_cupy.CupyNccl(FakeModule(version=version)).shares_gpus() is expected, (setting, version)
 
 
 def test_versions_are_read_as_nccl_writes_them() -> None:
-    assert nccl.CupyNccl(FakeModule(version=23203)).version() == (2, 32, 3)
+    assert nccl_cupy.CupyNccl(FakeModule(version=23203)).version() == (2, 32, 3)
 
 
 def test_what_is_missing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    old = nccl.CupyNccl(SimpleNamespace(available=True))
+    old = nccl_cupy.CupyNccl(SimpleNamespace(available=True))
     assert "too old" in str(old.why_not())
     cupy = SimpleNamespace(cuda=SimpleNamespace(runtime=SimpleNamespace(runtimeGetVersion=lambda: 12090)))
 
@@ -470,11 +470,11 @@ def test_what_is_missing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
             return cupy
         raise ImportError(f"no module {name}")
 
-    monkeypatch.setattr(nccl.importlib, "import_module", find)
-    absent = nccl.CupyNccl(SimpleNamespace(available=False))
+    monkeypatch.setattr(nccl_cupy.importlib, "import_module", find)
+    absent = nccl_cupy.CupyNccl(SimpleNamespace(available=False))
     assert "pip install nvidia-nccl-cu12" in str(absent.why_not())
     assert not absent.shares_gpus()
-    without_cupy = nccl.CupyNccl()
+    without_cupy = nccl_cupy.CupyNccl()
     assert "no module cupy.cuda.nccl" in str(without_cupy.why_not())
     with pytest.raises(MissingDependencyError, match="CuPy"):
         without_cupy.make_id()

@@ -15,15 +15,13 @@ tensor kept from an earlier step is refused when it is back: torch's version cou
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from collectives.base.errors import InvalidArgumentError
-from collectives.base.reduce_op import Op
-from collectives.process_sets import ProcessSet
+from collectives.frontends.gradient_options import GradientOptions
 from collectives.runtime import world_of
 from collectives.tensors.compression import BUILT_IN
 from collectives.torch.guard import grad_of
@@ -39,32 +37,6 @@ overlap."""
 LARGE = 16 << 20
 """Bytes of all other gradients that share a bucket. Were each to leave by itself, the engine would take those together
 that happen to come close to each other, differently in every step, and plan anew."""
-
-
-@dataclass(frozen=True)
-class Way:
-    """How gradients are combined; as for `collectives.allreduce`. ``label`` goes before the names of all operations."""
-
-    label: str
-    op: Op
-    prescale_factor: float
-    postscale_factor: float
-    compression: Any
-    process_set: ProcessSet
-
-    @property
-    def packs(self) -> bool:
-        """Whether gradients may travel as one tensor: not where a compressor of the user's looks at each by itself."""
-        return self.compression is None or any(self.compression is known for known in BUILT_IN)
-
-    def keywords(self, name: str) -> dict[str, Any]:
-        return {
-            "op": self.op,
-            "name": self.label + name,
-            "prescale_factor": self.prescale_factor,
-            "postscale_factor": self.postscale_factor,
-            "compression": self.compression,
-        }
 
 
 class Slot:
@@ -132,7 +104,7 @@ class Bucket:
     Args:
         slots: their places.
         name: of the operation.
-        way: how they are combined.
+        options: how they are combined; ``name`` goes before the names of all operations.
 
     Attributes:
         late: it leaves in `synchronize`, and not in the backward pass.
@@ -143,14 +115,19 @@ class Bucket:
 
     late = False
 
-    def __init__(self, slots: Sequence[Slot], name: str, way: Way) -> None:
+    def __init__(self, slots: Sequence[Slot], name: str, options: GradientOptions) -> None:
         self.slots = list(slots)
         self.name = name
-        self.way = way
+        self.options = options
         self.pending = len(self.slots)
         self.missing: list[Slot] = []
         self.handle: Any = None
-        self._keywords = way.keywords(name)
+        self._keywords: dict[str, Any] = {
+            "op": options.op,
+            "name": options.name + name,
+            "compression": options.compression,
+            **options.factors,
+        }
         self._params = [slot.param for slot in self.slots]
         self._gradients: list[Any] = []
         self._versions: list[int] = []
@@ -218,14 +195,14 @@ class Grouped(Bucket):
     """Gradients that complete together, each combined where it is."""
 
     def begin(self, gradients: list[Any]) -> Any:
-        return world_of(self.way.process_set).grouped_allreduce_async_(gradients, **self._keywords)
+        return world_of(self.options.process_set).grouped_allreduce_async_(gradients, **self._keywords)
 
 
 class Packed(Bucket):
     """Small gradients of one dtype and device, copied into one tensor and back."""
 
-    def __init__(self, slots: Sequence[Slot], name: str, way: Way) -> None:
-        super().__init__(slots, name, way)
+    def __init__(self, slots: Sequence[Slot], name: str, options: GradientOptions) -> None:
+        super().__init__(slots, name, options)
         first = self.slots[0].param
         self.flat = torch.zeros(sum(slot.param.numel() for slot in self.slots), dtype=first.dtype, device=first.device)
         pieces = self.flat.split([slot.param.numel() for slot in self.slots])
@@ -234,7 +211,7 @@ class Packed(Bucket):
     def begin(self, gradients: list[Any]) -> Any:
         with torch.no_grad():
             torch._foreach_copy_(self.views, gradients)
-        return world_of(self.way.process_set).allreduce_async_(self.flat, **self._keywords)
+        return world_of(self.options.process_set).allreduce_async_(self.flat, **self._keywords)
 
     def unpack(self, gradients: list[Any]) -> None:
         with torch.no_grad():
@@ -250,8 +227,8 @@ class Late(Packed):
 class Viewed(Packed):
     """Gradients of one dtype and device that live in one tensor."""
 
-    def __init__(self, slots: Sequence[Slot], name: str, way: Way) -> None:
-        super().__init__(slots, name, way)
+    def __init__(self, slots: Sequence[Slot], name: str, options: GradientOptions) -> None:
+        super().__init__(slots, name, options)
         for slot, view in zip(self.slots, self.views, strict=True):
             slot.blank = slot.param.grad is None
             if not slot.blank:
@@ -271,7 +248,7 @@ class Viewed(Packed):
         self.missing += [slot for slot in self.slots if slot.blank and slot.left == slot.passes]
         for slot in self.slots:
             slot.blank = False
-        return world_of(self.way.process_set).allreduce_async_(self.flat, **self._keywords)
+        return world_of(self.options.process_set).allreduce_async_(self.flat, **self._keywords)
 
     def unpack(self, gradients: list[Any]) -> None:
         """They are there."""
@@ -300,7 +277,7 @@ class Sparse(Bucket):
         elif not grad.is_sparse:
             grad = grad.to_sparse(slot.sparse_dim)
         self.handle = sparse_allreduce_async(
-            grad, name=self._keywords["name"], op=self.way.op, process_set=self.way.process_set
+            grad, name=self._keywords["name"], op=self.options.op, process_set=self.options.process_set
         )
 
     def finish(self) -> None:
@@ -309,7 +286,9 @@ class Sparse(Bucket):
             self.slots[0].param.grad = handle()
 
 
-def arrange(slots: Sequence[Slot], groups: Sequence[Sequence[Slot]], way: Way, as_views: bool) -> list[Bucket]:
+def arrange(
+    slots: Sequence[Slot], groups: Sequence[Sequence[Slot]], options: GradientOptions, as_views: bool
+) -> list[Bucket]:
     """Buckets for gradients, in the order in which the backward pass is likely to fill them.
 
     Args:
@@ -317,26 +296,30 @@ def arrange(slots: Sequence[Slot], groups: Sequence[Sequence[Slot]], way: Way, a
         groups: of some of them that are to travel together.
         as_views: gradients live in their buckets.
     """
-    buckets: list[Bucket] = [_bucket(Grouped, group, way) for group in groups]
+    buckets: list[Bucket] = [_bucket(Grouped, group, options) for group in groups]
     grouped = {id(slot) for group in groups for slot in group}
     filling: dict[Any, list[Slot]] = {}
     for slot in reversed(slots):
         if id(slot) in grouped:
             continue
-        kind = _kind(slot, way, as_views)
+        kind = _kind(slot, options, as_views)
         which = kind if kind is Grouped else (kind, slot.param.dtype, slot.param.device)
         members = filling.setdefault(which, [])
         if members and sum(member.nbytes for member in members) + slot.nbytes > (
             PACKED if kind in (Packed, Late) else LARGE
         ):
-            buckets.append(_bucket(kind, members, way))
+            buckets.append(_bucket(kind, members, options))
             members = filling[which] = []
         members.append(slot)
-    return [*buckets, *(_bucket(_kind(members[0], way, as_views), members, way) for members in filling.values())]
+    return [
+        *buckets,
+        *(_bucket(_kind(members[0], options, as_views), members, options) for members in filling.values()),
+    ]
 
 
-def _kind(slot: Slot, way: Way, as_views: bool) -> type[Bucket]:
-    if not way.packs:
+def _kind(slot: Slot, options: GradientOptions, as_views: bool) -> type[Bucket]:
+    # A compressor of the user's sees each gradient by itself.
+    if not any(options.compression is known for known in BUILT_IN):
         return Grouped
     if as_views:
         return Viewed
@@ -345,22 +328,12 @@ def _kind(slot: Slot, way: Way, as_views: bool) -> type[Bucket]:
     return Packed if slot.nbytes <= SMALL else Grouped
 
 
-def _bucket(kind: type[Bucket], slots: Sequence[Slot], way: Way) -> Bucket:
+def _bucket(kind: type[Bucket], slots: Sequence[Slot], options: GradientOptions) -> Bucket:
     name = slots[0].name if len(slots) == 1 else f"{slots[0].name} to {slots[-1].name}, {len(slots)} gradients"
-    return kind(slots, name, way)
+    return kind(slots, name, options)
 
 
 def _shaped(piece: Any, param: Any) -> Any:
     """A piece of a flat tensor with the parameter's shape, and its layout where that has no gaps: as autograd lays
     gradients out."""
     return piece.as_strided(param.shape, torch.empty_like(param, device="meta").stride(), piece.storage_offset())
-
-
-def chunks(items: Sequence[Any], count: int) -> Iterator[Sequence[Any]]:
-    """So many lists of about equal length, the longer ones first; none empty."""
-    size, longer = divmod(len(items), count)
-    at = 0
-    for number in range(min(count, len(items))):
-        end = at + size + (number < longer)
-        yield items[at:end]
-        at = end

@@ -31,8 +31,9 @@ import torch
 
 from collectives.base.errors import InvalidArgumentError, MismatchError
 from collectives.base.reduce_op import Op
+from collectives.frontends.gradient_options import GradientOptions
 from collectives.runtime import world_of
-from collectives.torch.buckets import Bucket, Slot, Sparse, Viewed, Way, arrange
+from collectives.torch.buckets import Bucket, Slot, Sparse, Viewed, arrange
 from collectives.torch.compiled import untraced
 from collectives.torch.guard import Guard, grad_of, graph_task, in_backward_elsewhere
 from collectives.world import World
@@ -46,11 +47,9 @@ class Reducer:
 
     Args:
         named: the parameters, with names that are alike on all ranks.
-        way: how they are combined.
-        passes: backward passes until the gradients leave.
-        groups: of parameters whose gradients travel together.
+        options: how they are combined; ``name`` goes before the names of all operations.
+        groups: parameters whose gradients are combined together.
         as_views: gradients live in their buckets.
-        sparse_as_dense: sparse gradients become dense in order to travel, and sparse again.
 
     Attributes:
         begun: a backward pass has begun since the last `synchronize`.
@@ -60,18 +59,15 @@ class Reducer:
     def __init__(
         self,
         named: Sequence[tuple[str, Any]],
-        way: Way,
-        passes: int = 1,
+        options: GradientOptions,
         groups: Sequence[Sequence[Any]] = (),
         as_views: bool = False,
-        sparse_as_dense: bool = False,
     ) -> None:
         self.begun = self.combined = False
         self._rounds = 0  # of `synchronize` since gradients were last applied or reset
-        self._way = way
-        self._passes = passes
+        self._options = options
+        self._passes = options.backward_passes_per_step
         self._as_views = as_views
-        self._sparse_as_dense = sparse_as_dense
         self._lock = threading.Lock()  # autograd has one thread for each GPU
         self._turn = threading.RLock()  # of threads that synchronize
         self._thread = 0  # of the backward pass
@@ -109,11 +105,11 @@ class Reducer:
         place = {id(slot.param): slot for slot in slots}
         wanted = [[place[id(param)] for param in group if id(param) in place] for group in groups]
         self._slots += slots
-        self._buckets += arrange(slots, [group for group in wanted if group], self._way, self._as_views)
+        self._buckets += arrange(slots, [group for group in wanted if group], self._options, self._as_views)
 
     @property
     def _world(self) -> World:
-        return world_of(self._way.process_set)
+        return world_of(self._options.process_set)
 
     def wait_for(self, passes: int) -> None:
         """From now on gradients leave after so many backward passes."""
@@ -184,7 +180,7 @@ class Reducer:
         """Whether no gradient of a bucket has turned out to be sparse: the ranks have to agree on that first."""
         dense_so_far = [(slot, grad_of(slot.param)) for slot in bucket.slots if not slot.sparse_dim]
         sparse = [slot for slot, grad in dense_so_far if grad is not None and grad.is_sparse]
-        if self._sparse_as_dense:
+        if self._options.sparse_as_dense:
             for slot in sparse:
                 self._densify(slot)
             return True
@@ -202,7 +198,7 @@ class Reducer:
                 raise AssertionError(
                     f"gradient of {slot.name!r}: expected no backward pass between reading gradients or "
                     f"optimizer.synchronize(), "
-                    f"which combine them, and optimizer.step() or zero_grad(): with op={self._way.op.name} it would "
+                    f"which combine them, and optimizer.step() or zero_grad(): with op={self._options.op.name} it would "
                     f"combine them "
                     f"again; read them after the last backward pass, and raise backward_passes_per_step to "
                     f"accumulate locally"
@@ -284,14 +280,14 @@ class Reducer:
             self._reset()
             self._rounds += 1
         self.combined = True
-        if self._way.op in (Op.SUM, Op.PRODUCT):
+        if self._options.op in (Op.SUM, Op.PRODUCT):
             self._results = [weakref.ref(slot.param.grad) for slot in self._slots if slot.param.grad is not None]
 
     def split(self) -> None:
         """Turn combined gradients into this rank's part of them, so that combining what is added to them is right."""
         if self.combined:
             self.combined = False
-            if self._way.op is Op.SUM:
+            if self._options.op is Op.SUM:
                 gradients = [slot.param.grad for slot in self._slots if slot.param.grad is not None]
                 with torch.no_grad():
                     torch._foreach_div_(gradients, self._world.size)
@@ -299,7 +295,7 @@ class Reducer:
     def any_in_flight(self) -> bool:
         """Whether gradients are complete on any rank, and not combined yet; asked by all ranks."""
         return bool(
-            self._world.allreduce(int(self._guard.armed), op=Op.MAX, name=f"{self._way.label}gradients in flight")
+            self._world.allreduce(int(self._guard.armed), op=Op.MAX, name=f"{self._options.name}gradients in flight")
         )
 
     def end_step(self) -> None:
@@ -324,7 +320,7 @@ class Reducer:
 
     def mean(self, number: float) -> float:
         """The mean of a number over the ranks."""
-        return float(self._world.allreduce(number, name=f"{self._way.label}loss"))
+        return float(self._world.allreduce(number, name=f"{self._options.name}loss"))
 
     def _thaw(self) -> None:
         thawed = [slot for slot in self._frozen if slot.param.requires_grad]
@@ -340,17 +336,17 @@ class Reducer:
         """
         staying = sum(len(bucket.slots) for bucket in self._buckets if bucket.handle is None)
         self._tally[:] = staying, 1, self._rounds, self._rounds * self._rounds, reads, idle
-        self._world.allreduce_(self._tally, op=Op.SUM, name=f"{self._way.label}gradients missing")
+        self._world.allreduce_(self._tally, op=Op.SUM, name=f"{self._options.name}gradients missing")
 
     def _compare(self) -> None:
         """Find out what all ranks have, and let the remaining buckets leave."""
         kinds = np.array([_kind(slot) for slot in self._slots], np.uint8)
-        self._world.allreduce_(kinds, op=Op.MAX, name=f"{self._way.label}gradients used")
+        self._world.allreduce_(kinds, op=Op.MAX, name=f"{self._options.name}gradients used")
         for slot, kind in zip(self._slots, kinds.tolist(), strict=True):
             slot.kind = kind
             if slot.sparse_dim:
                 continue
-            if 0 < kind < _DENSE and not self._sparse_as_dense:
+            if 0 < kind < _DENSE and not self._options.sparse_as_dense:
                 self._make_room(slot, kind)
             elif slot.param.grad is not None and slot.param.grad.is_sparse:
                 self._densify(slot)
@@ -367,9 +363,9 @@ class Reducer:
         old = slot.bucket
         assert old is not None
         rest = [other for other in old.slots if other is not slot]
-        new: list[Bucket] = [Sparse([slot], slot.name, self._way)]
+        new: list[Bucket] = [Sparse([slot], slot.name, self._options)]
         if rest:
-            new.append(type(old)(rest, old.name, self._way))
+            new.append(type(old)(rest, old.name, self._options))
         at = self._buckets.index(old)
         self._buckets[at : at + 1] = new
 
@@ -379,7 +375,7 @@ class Reducer:
         for slot in self._slots:
             if slot.kind == 0:
                 slot.param.grad = None
-            elif self._sparse_as_dense and (dims := slot.was_sparse or slot.kind % _DENSE):
+            elif self._options.sparse_as_dense and (dims := slot.was_sparse or slot.kind % _DENSE):
                 slot.param.grad = slot.param.grad.to_sparse(dims)
 
     def _look_for_other_steps(self) -> None:

@@ -8,16 +8,17 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NoReturn, TypeVar
 
 import torch
 
 from collectives.base.reduce_op import Op
+from collectives.frontends.gradient_options import GradientOptions, evenly
 from collectives.process_sets import ProcessSet
 from collectives.runtime import global_process_set, world_of
-from collectives.tensors.compression import Compression, check
+from collectives.tensors.compression import Compression
 from collectives.torch.adasum import AdasumSteps
-from collectives.torch.buckets import Way, chunks
 from collectives.torch.compiled import untraced
 from collectives.torch.gradients import Reducer
 from collectives.torch.state import refuse_unreachable
@@ -94,18 +95,20 @@ def DistributedOptimizer(
     """
     if isinstance(optimizer, (_Distributed, AdasumSteps)):
         raise ValueError("optimizer: expected a torch optimizer, got one that DistributedOptimizer has wrapped already")
-    if gradient_predivide_factor != 1.0 and op is not Op.AVERAGE:
-        raise ValueError("gradient_predivide_factor not supported with op != Average")
-    if num_groups != 0:
-        warnings.warn("num_groups: use groups instead, which takes a number as well", DeprecationWarning, stacklevel=2)
-        groups = num_groups if groups is None else groups
-    if backward_passes_per_step < 1:
-        raise ValueError(f"backward_passes_per_step: expected at least 1, got {backward_passes_per_step}")
-    check(compression)
+    options = GradientOptions(
+        op=op,
+        compression=compression,
+        sparse_as_dense=sparse_as_dense,
+        gradient_predivide_factor=gradient_predivide_factor,
+        groups=groups,
+        num_groups=num_groups,
+        process_set=process_set,
+        backward_passes_per_step=backward_passes_per_step,
+    )
+    chosen = options.grouped("parameter", "torch.Tensor", _identity)
     named = _named(optimizer, named_parameters)
     for name, param in named:
         refuse_unreachable(f"parameter {name!r}", param)
-    lists = _groups(groups)
     together = process_set.included() and world_of(process_set).size > 1
     kind = AdasumSteps if op is Op.ADASUM and together else _Distributed
     wrapped: Any = type(type(optimizer).__name__, (kind, type(optimizer)), {"__module__": __name__})
@@ -118,23 +121,18 @@ def DistributedOptimizer(
     if kind is AdasumSteps:
         result.begin(compression, process_set, named)
         return result
-    result.begin(backward_passes_per_step, named)
+    result.begin(options.backward_passes_per_step, named)
     if together:
-        way = Way(
-            _label(named, process_set),
-            op,
-            1 / gradient_predivide_factor,
-            gradient_predivide_factor,
-            compression,
-            process_set,
-        )
-        if lists is not None:
+        if chosen:
             named = _in_order_of_root(named, process_set)
-        if isinstance(lists, int):
-            lists = list(chunks([param for _, param in named if param.requires_grad], lists))
-        result.connect(
-            Reducer(named, way, backward_passes_per_step, lists or (), gradient_as_bucket_view, sparse_as_dense)
+        trained = [param for _, param in named if param.requires_grad]
+        lists = (
+            evenly(trained, chosen)
+            if isinstance(chosen, int)
+            else [[param for param in trained if id(param) in group] for group in chosen]
         )
+        options = replace(options, name=_label(named, process_set))
+        result.connect(Reducer(named, options, lists, gradient_as_bucket_view))
     return result
 
 
@@ -315,20 +313,10 @@ def _numbered(group: int, params: Sequence[Any]) -> list[tuple[str, Any]]:
     return [(f"allreduce.noname.{group}.{number}", param) for number, param in enumerate(params)]
 
 
-def _groups(groups: Any) -> Any:
-    """Check what the user says of groups: None, a number, or lists of parameters."""
-    if groups is None or (isinstance(groups, int) and groups == 0):
-        return None
-    if isinstance(groups, int) and groups > 0:
-        return groups
-    if not isinstance(groups, (list, tuple)):
-        raise ValueError(f"groups should be a non-negative integer or a list of list of torch.Tensor, got {groups!r}.")
-    members = [param for group in groups for param in group]
-    if not all(isinstance(param, torch.Tensor) for param in members):
-        raise ValueError("groups must consist of torch.Tensor.")
-    if len({id(param) for param in members}) < len(members):
-        raise ValueError("A parameter can only appear once in groups.")
-    return [list(group) for group in groups]
+def _identity(param: Any) -> int:
+    if not isinstance(param, torch.Tensor):
+        raise TypeError(param)
+    return id(param)
 
 
 def _in_order_of_root(named: list[tuple[str, Any]], process_set: ProcessSet) -> list[tuple[str, Any]]:

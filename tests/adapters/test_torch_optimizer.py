@@ -159,7 +159,7 @@ def test_refusals(hvd: Any) -> None:
         "must be unique. Found duplicates: large": {"named_parameters": [*named, named[0]]},
         r"1 of 5, of shapes \(16391,\)": {"named_parameters": named[1:]},
         "not supported with op != Average": {"op": hvd.Sum, "gradient_predivide_factor": 2.0},
-        "expected at least 1": {"backward_passes_per_step": 0},
+        "expected an integer of at least 1": {"backward_passes_per_step": 0},
         "non-negative integer": {"groups": -1},
         "consist of torch.Tensor": {"groups": [[model.large, "large"]]},
         "only appear once": {"groups": [[model.large], [model.large]]},

@@ -1,0 +1,160 @@
+"""The options of distributed optimizers and tapes: their names, defaults and checks, for every framework."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, TypeVar
+
+from collectives.base.errors import InvalidArgumentError, InvalidTypeError
+from collectives.base.reduce_op import Op
+from collectives.process_sets import ProcessSet
+from collectives.runtime import global_process_set
+from collectives.schedules import partition
+from collectives.tensors.compression import Compression, check
+
+Item = TypeVar("Item")
+
+Groups = int | tuple[frozenset[Hashable], ...]
+"""Which gradients are combined together: a number of lists of about equal length, 0 for no such choice, or the keys of
+the variables of each list."""
+
+_PACKAGE = str(Path(__file__).parents[1])
+
+
+@dataclass(frozen=True, eq=False)
+class GradientOptions:
+    """How gradients are combined over the ranks; the keywords of Horovod's optimizers and tapes.
+
+    Attributes:
+        op: Average, Sum, Min, Max, Product or Adasum; sparse gradients support Average and Sum only.
+        compression: `Compression.none`, ``fp16``, ``bf16``, or a class with ``compress`` and ``decompress``; for dense
+            gradients.
+        sparse_as_dense: sparse gradients become dense; by default values and indices are gathered.
+        gradient_predivide_factor: f divides dense gradients by f before the sum and by size/f afterwards; for Average
+            only.
+        groups: a number of lists of about equal length, or the lists of variables, whose gradients are combined
+            together; gradients in none of the lists form one more.
+        num_groups: Horovod's older name of ``groups``; deprecated.
+        process_set: the ranks that train together.
+        backward_passes_per_step: backward passes whose gradients are summed on the rank before they are combined.
+        average_aggregated_gradients: divide that sum by the number of passes.
+        scale_local_gradients: divide gradients that stay on this rank by the number of ranks, as befits a loss that is
+            the mean over them.
+        device_dense, device_sparse: of Horovod's interface; tensors are combined where they are.
+        name: a prefix of the operations' names.
+
+    Raises:
+        InvalidArgumentError (a ValueError): a factor without Average, fewer than one pass, or ``groups`` is neither a
+            number nor lists.
+        InvalidTypeError: ``op`` is no operation, or ``compression`` no compressor.
+    """
+
+    op: Op = Op.AVERAGE
+    compression: Any = Compression.none
+    sparse_as_dense: bool = False
+    gradient_predivide_factor: float = 1.0
+    groups: int | Sequence[Sequence[Any]] | None = None
+    num_groups: int = 0
+    process_set: ProcessSet = global_process_set
+    backward_passes_per_step: int = 1
+    average_aggregated_gradients: bool = False
+    scale_local_gradients: bool = True
+    device_dense: str = ""
+    device_sparse: str = ""
+    name: str = "gradients"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.op, Op):
+            raise InvalidTypeError(f"op: expected Average, Sum, Min, Max, Product or Adasum, got {self.op!r}")
+        if self.gradient_predivide_factor != 1.0 and self.op is not Op.AVERAGE:
+            raise InvalidArgumentError("gradient_predivide_factor not supported with op != Average")
+        passes = self.backward_passes_per_step
+        if not isinstance(passes, int) or passes < 1:
+            raise InvalidArgumentError(f"backward_passes_per_step: expected an integer of at least 1, got {passes!r}")
+        if self.num_groups != 0:
+            warnings.warn(
+                "num_groups: use groups instead, which takes a number as well",
+                DeprecationWarning,
+                stacklevel=_frames_of_the_package() + 1,
+            )
+            if self.groups is None:
+                object.__setattr__(self, "groups", self.num_groups)
+            object.__setattr__(self, "num_groups", 0)  # said once, also where `dataclasses.replace` makes another
+        if self.compression is None:
+            object.__setattr__(self, "compression", Compression.none)
+        check(self.compression)
+
+    @property
+    def factors(self) -> dict[str, float]:
+        """The keywords ``prescale_factor`` and ``postscale_factor`` of the all-reduce of dense gradients."""
+        factor = float(self.gradient_predivide_factor)
+        return {"prescale_factor": 1.0 / factor, "postscale_factor": factor}
+
+    def grouped(
+        self, variable: str = "variable", kind: str = "variables", key: Callable[[Any], Hashable] = id
+    ) -> Groups:
+        """Check ``groups``.
+
+        Args:
+            variable, kind: the framework's words for a variable and for variables' type, in messages.
+            key: identifies a variable; raises AttributeError or TypeError for anything else.
+
+        Raises:
+            InvalidArgumentError: neither a number nor lists of variables, or a variable occurs twice.
+        """
+        groups = self.groups
+        if groups is None:
+            return 0
+        if isinstance(groups, int) and not isinstance(groups, bool) and groups >= 0:
+            return groups
+        if not isinstance(groups, (list, tuple)) or not all(isinstance(group, (list, tuple)) for group in groups):
+            raise InvalidArgumentError(
+                f"groups should be a non-negative integer or a list of list of {kind}, got {groups!r}."
+            )
+        try:
+            keys = tuple(tuple(map(key, group)) for group in groups)
+        except (AttributeError, TypeError):
+            raise InvalidArgumentError(f"groups must consist of {kind}.") from None
+        if len({each for group in keys for each in group}) < sum(map(len, keys)):
+            raise InvalidArgumentError(f"A {variable} can only appear once in groups.")
+        return tuple(map(frozenset, keys))
+
+
+def split(items: Sequence[Item], groups: Groups, keys: Sequence[Hashable]) -> list[list[Item]]:
+    """Divide items into the lists that are combined together; none is empty.
+
+    Args:
+        groups: as of `GradientOptions.grouped`; 0: one list.
+        keys: of each item's variable.
+    """
+    if isinstance(groups, int):
+        return evenly(items, groups or 1)
+    lists = [[item for item, key in zip(items, keys, strict=True) if key in group] for group in groups]
+    grouped: frozenset[Hashable] = frozenset().union(*groups)
+    rest = [item for item, key in zip(items, keys, strict=True) if key not in grouped]
+    return [group for group in [*lists, rest] if group]
+
+
+def evenly(items: Sequence[Item], count: int) -> list[list[Item]]:
+    """Divide items into ``count`` lists of about equal length, in order, or one list for each item if there are fewer."""
+    sizes = partition.split(len(items), min(count, len(items))) if items and count else []
+    return [list(items[at : at + size]) for at, size in zip(partition.offsets(sizes), sizes, strict=True)]
+
+
+def _frames_of_the_package() -> int:
+    """The number of frames, from the caller on, up to the program's: those of a framework's decorators included."""
+    frame: FrameType | None = sys._getframe(1)
+    count = 0
+    while frame is not None and _is_passed_over(frame.f_code.co_filename):
+        frame, count = frame.f_back, count + 1
+    return count
+
+
+def _is_passed_over(file: str) -> bool:
+    """A file of this package or of TensorFlow's, or the ``__init__`` that `dataclass` has made."""
+    return file.startswith((_PACKAGE, "<string>")) or "/tensorflow/python/" in file

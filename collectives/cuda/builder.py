@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from collectives.base.reduce_op import Op
-from collectives.cuda.launches import SPACES, Binder, DevicePlan
+from collectives.cuda.launches import SPACES, DevicePlan, LaunchBinder
 from collectives.cuda.planner import DeviceChoice
 from collectives.device.kernels import Combination, Kernels, Scaling
 from collectives.plan import layouts
@@ -92,7 +92,7 @@ class DevicePlans:
             return self._kernels.combination(op, dtype, shapes, finish if scaled else None)
 
         merges = algorithm.owner_pushes and choice.transport == "cuda-ipc"
-        binder = Binder(program, self._rank, self._size, dtype, block, segments, combine, merges)
+        binder = LaunchBinder(program, self._rank, self._size, dtype, block, segments, combine, merges)
         parts = f", {segments} segments" if segments > 1 else ""
         return binder.plan(
             pipelined=choice.pipelined,

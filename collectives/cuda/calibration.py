@@ -16,7 +16,7 @@ from collectives.base.reduce_op import Op
 from collectives.cuda.accelerator import Accelerator
 from collectives.cuda.paths import Way, allreduce_by
 from collectives.cuda.planner import DeviceChoice
-from collectives.cuda.transfer import Block
+from collectives.cuda.transfer import DeviceBlock
 
 _SIZES = (4, 4 << 10, 32 << 10, 256 << 10)
 _REPEATS = 5
@@ -67,11 +67,11 @@ def _time(accelerator: Accelerator, address: int, nbytes: int, through_host: boo
         else accelerator.connection.planner.choose("allreduce", nbytes, native=True)
     )
     way = allreduce_by(choice, accelerator, count, _DTYPE, Op.SUM, None, accelerator.host_entry(count, _DTYPE, Op.SUM))
-    times = [_once(accelerator, way, Block(address, nbytes)) for _ in range(_WARM_UPS + _REPEATS)]
+    times = [_once(accelerator, way, DeviceBlock(address, nbytes)) for _ in range(_WARM_UPS + _REPEATS)]
     return statistics.median(times[_WARM_UPS:])
 
 
-def _once(accelerator: Accelerator, way: Way, block: Block) -> float:
+def _once(accelerator: Accelerator, way: Way, block: DeviceBlock) -> float:
     begun = time.perf_counter()
     accelerator.context.meet(_TOKEN, way.prepare(block, block))
     way.run(block, block)

@@ -1,14 +1,14 @@
-"""The device's executor: issues the stages of a plan, and orders them among the ranks, without waiting for the GPU.
+"""The device executor: issues the stages of a plan and orders them among the ranks, without waiting for the GPU.
 
-    this rank's stream      ... wait for the peers' event 0 | launches of stage 0 | record event 1 | wait for a peer's event 1 | ...
-    this rank's thread      ... all ranks are here          |                     | progress + 1   | a peer's progress reached  | ...
+    stream     wait for the peers' event 0 | launches of stage 0 | record event 1 | wait for a peer's event 1  | ...
+    thread     all ranks have met          |                     | progress + 1   | a peer's progress reached  | ...
 
-The thread only ever waits for the peers' threads. Whether the GPUs have done what the threads have issued is the
-streams' business, who wait for the peers' events (`transport.cuda_ipc`). There are two rows of events that alternate
-from one run to the next: while one row is recorded anew, a slow peer may still be about to wait for the other, but
-never for the one before it, because all ranks meet between two runs.
+The thread waits only for the peers' threads. The streams wait for the peers' events (`transport.cuda_ipc`), which tell
+when the GPUs have done what the threads have issued. Two rows of events alternate from one run to the next: while one
+row is being recorded again, a slow peer may still be about to wait for the other, but never for the one before it,
+because all ranks meet between two runs.
 
-Where nothing but messages is used, the reductions of one segment run on a second stream while the next segment travels.
+Plans of messages alone run the reductions of one segment on a second stream while the next segment travels.
 """
 
 from __future__ import annotations
@@ -20,38 +20,36 @@ from typing import Protocol
 import numpy as np
 
 from collectives.base.errors import TransportError
-from collectives.cuda.launches import DevicePlan, Letter
+from collectives.cuda.launches import DevicePlan, Stage
 from collectives.device.protocol import Array, Device
 from collectives.plan.fast_paths import State
 from collectives.transport.board import Board
 from collectives.transport.cuda_ipc import IpcMemory
 
-_MOST_SEEN = 256
+_MOST_CAPTURES = 256
 _ABANDON_WITHIN = 5.0
 
 
 class DeviceMessages(Protocol):
     """Messages between device memories; both sides name the same number of elements."""
 
-    def exchange(
-        self,
-        receives: Sequence[Letter],
-        sends: Sequence[Letter],
-        table: Array,
-        dtype: np.dtype[np.generic],
-        stream: int,
-    ) -> None:
-        """Receive and send all of these at once; ordered on the stream like any other work."""
+    def exchange(self, stage: Stage, table: Array, dtype: np.dtype[np.generic], stream: int) -> None:
+        """Receive and send all messages of a stage at once, ordered on ``stream`` like any other work.
+
+        Args:
+            table: of addresses, see `launches`.
+        """
 
 
-class _Seen:
-    """A plan that has come with some addresses; it keeps the plan, and so the plan's number."""
+class _Capture:
+    """A plan with the addresses of one run, and its graph if it was captured. Refers to the plan, whose `id` is part of
+    the key."""
 
-    __slots__ = ("graph", "plan", "standing")
+    __slots__ = ("graph", "plan", "state")
 
     def __init__(self, plan: DevicePlan) -> None:
         self.plan = plan
-        self.standing = 1
+        self.state = 1
         self.graph = 0
 
 
@@ -63,17 +61,21 @@ class DeviceExecutor:
         rank: this rank, in the group.
         state: of the world's host executor, which counts the groups on the board.
         board: of the ranks of this host; None if there is none.
-        events: of a row: what a plan with memory may have of groups, and one more.
+        events: in a row: the largest number of stages of a plan over memory, plus one.
+
+    Attributes:
+        main: main stream; work enqueued here runs after the results are ready.
+        memory: of the peers on this host, if they can share it.
+        messages: the transport of messages, if there is one.
+        graphs: whether plans of NCCL messages alone are captured and replayed when they recur with the same addresses.
     """
 
     def __init__(self, device: Device, rank: int, state: State, board: Board | None, events: int) -> None:
         self.main = device.create_stream()
-        """Where results are ready and what is given to it goes behind them."""
         self._side = device.create_stream()
         self.memory: IpcMemory | None = None
         self.messages: DeviceMessages | None = None
         self.graphs = False
-        """Whether what was issued before with the same addresses is replayed, where nothing but messages is used."""
         self._device = device
         self._rank = rank
         self._state = state
@@ -83,29 +85,30 @@ class DeviceExecutor:
         self._arrived: list[int] = []
         self._reduced: list[int] = []
         self._replaying = threading.Lock()
-        """Held while graphs are made, launched and destroyed: `abandon_graphs` comes from another thread."""
+        """Held while graphs are created, launched and destroyed: `abandon_graphs` runs in another thread."""
         self._abandoned = False
-        self._seen: dict[tuple[int, bytes], _Seen] = {}
+        self._captures: dict[tuple[int, bytes], _Capture] = {}
         self._outdated: list[int] = []
-        """Graphs that nobody launches any more."""
+        """Graphs that are not launched any more."""
 
     def begin(self) -> None:
-        """What this rank's stream has been given until now is what peers will read; called before the ranks meet."""
+        """Record the event that peers wait for before they read this rank's memory; called before the ranks meet."""
         if self.memory is not None:
             self._device.record(self.memory.events[self._rank][self._row], self.main)
 
-    def standing(self, plan: DevicePlan, table: Array) -> int:
-        """How this rank stands with a plan at these addresses, for the ranks to compare: 0, it has not come yet; 1, it
-        has; more: the number of the graph into which all ranks have captured it."""
-        seen = self._seen.get((id(plan), table.tobytes()))
-        return 0 if seen is None else seen.standing
+    def capture_state(self, plan: DevicePlan, table: Array) -> int:
+        """Graph-capture state of (plan, addresses), which the ranks compare: 0 unseen, 1 seen, above 1 the capture's
+        number."""
+        capture = self._captures.get((id(plan), table.tobytes()))
+        return 0 if capture is None else capture.state
 
-    def run(self, plan: DevicePlan, table: Array, dtype: np.dtype[np.generic], standings: Sequence[int] = ()) -> None:
-        """Issue a plan that every rank has agreed on.
+    def run(self, plan: DevicePlan, table: Array, dtype: np.dtype[np.generic], states: Sequence[int] = ()) -> None:
+        """Issue a plan that all ranks have agreed on.
 
         Args:
             table: of addresses, see `launches`.
-            standings: of all ranks, where plans may be replayed.
+            dtype: of the elements.
+            states: `capture_state` of all ranks, where plans may be replayed.
         """
         addresses = table.tobytes()
         if addresses != plan.placed:
@@ -115,15 +118,15 @@ class DeviceExecutor:
                     launch.place(table)
         if plan.partners:
             self._run_over_memory(plan, table, dtype)
-        elif standings:
+        elif states:
             with self._replaying:
-                self._replay(plan, table, dtype, standings)
+                self._replay(plan, table, dtype, states)
         else:
             self._run_over_messages(plan, table, dtype)
 
     @property
     def _row(self) -> int:
-        """Where the row of events begins that the next run uses."""
+        """Index of the first event of the next run's row."""
         return (self._runs & 1) * self._events
 
     def _run_over_memory(self, plan: DevicePlan, table: Array, dtype: np.dtype[np.generic]) -> None:
@@ -144,8 +147,7 @@ class DeviceExecutor:
 
         for number, stage in enumerate(plan.stages, 1):
             follow(stage.waits)
-            if stage.receives or stage.sends:
-                self._exchange(stage.receives, stage.sends, table, dtype)
+            self._exchange(stage, table, dtype)
             for launch in stage.launches:
                 launch.combination.launch(main)
             device.record(own[row + number], main)
@@ -157,8 +159,7 @@ class DeviceExecutor:
     def _run_over_messages(self, plan: DevicePlan, table: Array, dtype: np.dtype[np.generic]) -> None:
         if not plan.pipelined:
             for stage in plan.stages:
-                if stage.receives or stage.sends:
-                    self._exchange(stage.receives, stage.sends, table, dtype)
+                self._exchange(stage, table, dtype)
                 for launch in stage.launches:
                     launch.combination.launch(self.main)
             return
@@ -168,7 +169,7 @@ class DeviceExecutor:
             self._reduced.append(device.create_event())
         last = -1
         waited = -1
-        # The side stream begins after whatever made the input.
+        # The side stream starts after the work that produced the input.
         device.record(self._arrived[0], main)
         device.wait(side, self._arrived[0])
         for number, stage in enumerate(plan.stages):
@@ -176,7 +177,7 @@ class DeviceExecutor:
             if needs > waited and plan.stages[needs].launches:
                 device.wait(main, self._reduced[needs])
                 waited = needs
-            self._exchange(stage.receives, stage.sends, table, dtype)
+            self._exchange(stage, table, dtype)
             if stage.launches:
                 device.record(self._arrived[number], main)
                 device.wait(side, self._arrived[number])
@@ -187,38 +188,37 @@ class DeviceExecutor:
         if last > waited:
             device.wait(main, self._reduced[last])
 
-    def _exchange(
-        self, receives: Sequence[Letter], sends: Sequence[Letter], table: Array, dtype: np.dtype[np.generic]
-    ) -> None:
+    def _exchange(self, stage: Stage, table: Array, dtype: np.dtype[np.generic]) -> None:
+        if not (stage.receives or stage.sends):
+            return
         if self.messages is None:
             raise TransportError(f"rank {self._rank}: a device plan with messages has come where there are none")
-        self.messages.exchange(receives, sends, table, dtype, self.main)
+        self.messages.exchange(stage, table, dtype, self.main)
 
-    def _replay(self, plan: DevicePlan, table: Array, dtype: np.dtype[np.generic], standings: Sequence[int]) -> None:
-        """What all ranks have issued before with the addresses that they have now is captured, and replayed from then
-        on.
+    def _replay(self, plan: DevicePlan, table: Array, dtype: np.dtype[np.generic], states: Sequence[int]) -> None:
+        """Capture a plan that all ranks have issued before with their present addresses, and replay it from then on.
 
-        NCCL wants all ranks to capture an operation, and to replay the graphs of one and the same capture, or none to
-        do so.
+        NCCL requires that either all ranks capture an operation or none, and that they replay graphs of the same
+        capture.
         """
         if self._abandoned:
             raise TransportError(f"rank {self._rank}: the work of this world has been aborted")
         key = (id(plan), plan.placed)
-        seen = self._seen.get(key)
-        if seen is None:
-            if len(self._seen) >= _MOST_SEEN:
+        capture = self._captures.get(key)
+        if capture is None:
+            if len(self._captures) >= _MOST_CAPTURES:
                 self._forget_graphs()
-            seen = self._seen[key] = _Seen(plan)
-        if min(standings) > 1 and min(standings) == max(standings):
-            self._device.launch_graph(seen.graph, self.main)
-        elif min(standings):
-            if seen.graph:
-                self._outdated.append(seen.graph)
-                seen.graph = 0  # a capture that fails must not leave it in two places
-            seen.graph = self._capture(plan, table, dtype)
-            self._device.launch_graph(seen.graph, self.main)
+            capture = self._captures[key] = _Capture(plan)
+        if min(states) > 1 and min(states) == max(states):
+            self._device.launch_graph(capture.graph, self.main)
+        elif min(states):
+            if capture.graph:
+                self._outdated.append(capture.graph)
+                capture.graph = 0  # a capture that fails must not leave it in two places
+            capture.graph = self._capture(plan, table, dtype)
+            self._device.launch_graph(capture.graph, self.main)
             plan.captures += 1
-            seen.standing = 1 + plan.captures
+            capture.state = 1 + plan.captures
         else:
             self._run_over_messages(plan, table, dtype)
 
@@ -237,28 +237,27 @@ class DeviceExecutor:
         self._destroy_graphs()
 
     def _destroy_graphs(self) -> None:
-        self._outdated += [seen.graph for seen in self._seen.values() if seen.graph]
-        self._seen.clear()
+        self._outdated += [capture.graph for capture in self._captures.values() if capture.graph]
+        self._captures.clear()
         while self._outdated:
             self._device.destroy_graph(self._outdated.pop())
 
     def release_graphs(self) -> None:
-        """Destroy all graphs, for which NCCL waits when the communicator is closed; the device is done with them."""
+        """Destroy all graphs; the device is done with them. Closing an NCCL communicator waits for that."""
         with self._replaying:
             self._forget_graphs()
 
     def abandon_graphs(self) -> None:
-        """Destroy all graphs although they may be at work, and make no more: the communicator is being aborted, which
-        waits for that."""
+        """Destroy all graphs, which may be running, and capture no more. Aborting the communicator waits for that."""
         self._abandoned = True
-        if self._replaying.acquire(timeout=_ABANDON_WITHIN):  # a call that hangs in there is ended by the abort
+        if self._replaying.acquire(timeout=_ABANDON_WITHIN):  # the abort ends a call that hangs there
             try:
                 self._destroy_graphs()
             finally:
                 self._replaying.release()
 
     def close(self) -> None:
-        """Give back streams, events and graphs; waits until the device is done with them."""
+        """Destroy streams, events and graphs, once the device is done with them."""
         device = self._device
         self.release_graphs()
         device.drain(self._side)

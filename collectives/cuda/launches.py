@@ -1,12 +1,12 @@
 """From a program to kernel launches: the actions of a round become the jobs of as few launches as possible.
 
-A job reads some blocks, combines them, and writes the result to some places: the rank's own memory, or a peer's that is
-mapped here. So a reduction from all peers is one job, whose sources are read once and whose result is written once; and
-where the next round only pushes that result to the peers, they are further targets of the same job. The direct
-all-reduce is then one launch, and moves what it must: every byte is read once and written once.
+A job reads blocks, combines them, and writes the result to one or more places: the rank's own memory, or a peer's that
+is mapped here. A reduction from all peers is one job, whose sources are read once and whose result is written once;
+where the next round only pushes that result to the peers, they are further targets of the same job. So the direct
+all-reduce is one launch, and reads and writes every byte once.
 
-Everything that the steady state needs is counted out here. What changes from call to call is one table of addresses:
-each rank's input, output and window, and the scratch memory that messages are received into.
+A plan is complete but for one table of addresses, which changes from call to call: each rank's input, output and
+window, and the scratch memory that messages are received into.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from collectives.plan.lowering import Action, Medium, Place, Program, RoundProgr
 _SPACES = {Space.INPUT: 0, Space.OUTPUT: 1, Space.WINDOW: 2}
 SPACES = 3
 
-Where = tuple[int, int]
-"""An entry of the table of addresses, and bytes from there."""
+Location = tuple[int, int]
+"""An entry of the table of addresses, and an offset in bytes."""
 Combine = Callable[[Sequence[tuple[int, int, int]], bool], Combination]
-"""Makes the launch of jobs (sources, targets, elements); and whether their results are scaled."""
+"""Creates the launch of jobs (sources, targets, elements); the second argument tells whether results are scaled."""
 
 
 def entry_of(rank: int, space: Space) -> int:
-    """Where the table of addresses has a rank's memory."""
+    """Index of a rank's memory in the table of addresses."""
     return rank * SPACES + _SPACES[space]
 
 
@@ -40,18 +40,18 @@ def entry_of(rank: int, space: Space) -> int:
 class Job:
     """One block that is read from ``sources``, combined, and written to ``targets``."""
 
-    sources: list[Where]
-    targets: list[Where]
+    sources: list[Location]
+    targets: list[Location]
     count: int
     finish: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Letter:
-    """A message: with whom, where it lies or goes, and its elements."""
+class Message:
+    """``count`` elements that are sent to ``peer`` from ``location``, or received from it there."""
 
     peer: int
-    where: Where
+    location: Location
     count: int
 
 
@@ -60,7 +60,7 @@ class Launch:
 
     Args:
         combination: of these jobs.
-        jobs: where they read and write.
+        jobs: their sources and targets.
     """
 
     __slots__ = ("_at", "_offsets", "_pointers", "_which", "combination")
@@ -71,31 +71,31 @@ class Launch:
         self._pointers = pointers.reshape(-1)
         ways = pointers.shape[1] // 2
         found = [
-            (number * 2 * ways + column, *where)
+            (number * 2 * ways + column, *location)
             for number, job in enumerate(jobs)
-            for column, where in (*enumerate(job.sources), *enumerate(job.targets, ways))
+            for column, location in (*enumerate(job.sources), *enumerate(job.targets, ways))
         ]
         self._at, self._which, self._offsets = (np.array(part, np.int64) for part in zip(*found, strict=True))
 
     def place(self, table: Array) -> None:
-        """Look the addresses up."""
+        """Set the addresses from the table."""
         self._pointers[self._at] = table[self._which] + self._offsets
 
 
 @dataclass(slots=True)
 class Stage:
-    """What is issued at once: one round of one segment, or of several segments.
+    """The work that is issued at once: one round of one segment, or of several segments.
 
     Attributes:
         waits: peers and the groups that they must have finished.
         receives, sends: messages, which travel together.
         launches: in order, after the messages.
-        needs: the stage whose launches make what is sent here; -1: none.
+        needs: index of the stage whose launches produce what is sent here; -1: none.
     """
 
     waits: tuple[tuple[int, int], ...] = ()
-    receives: list[Letter] = field(default_factory=list)
-    sends: list[Letter] = field(default_factory=list)
+    receives: list[Message] = field(default_factory=list)
+    sends: list[Message] = field(default_factory=list)
     launches: list[Launch] = field(default_factory=list)
     needs: int = -1
 
@@ -105,14 +105,17 @@ class DevicePlan:
     """A program bound to a dtype and an operation.
 
     Attributes:
-        stages: in the order in which they are issued; stage number n finishes group n + 1.
+        stages: in the order in which they are issued; stage n finishes group n + 1.
         pipelined: launches have a stream of their own, beside that of the messages.
-        partners: the peers whose memory this rank's kernels reach, or that reach this rank's.
-        leave: peers, and the group after which each touches this rank's memory no more.
-        window_bytes, scratch_bytes: of memory that the plan needs besides input and output.
+        partners: the peers whose memory this rank's kernels access, or that access this rank's.
+        leave: peers, and the group after which each accesses this rank's memory no more.
+        window_bytes, scratch_bytes: memory that the plan needs besides input and output.
         messages: whether there are any.
-        reached: the peers' memory that this rank's kernels reach.
-        least_words: with which every rank enters the round, whatever it has to show.
+        reached: the peers' memory that this rank's kernels access.
+        least_words: the smallest number of words with which every rank enters the negotiation round.
+        description: for logs.
+        captures: number of captures into a graph so far; the same on every rank.
+        placed: the table of addresses that the launches have at present.
     """
 
     stages: list[Stage]
@@ -126,27 +129,25 @@ class DevicePlan:
     least_words: int
     description: str
     captures: int = 0
-    """How often it has been captured into a graph; the same on every rank."""
     placed: bytes = b""
-    """The table of addresses that the launches have at present."""
 
     @property
     def launches(self) -> int:
-        """Kernels that a run launches."""
+        """Number of kernels that a run launches."""
         return sum(launch.combination.launches for stage in self.stages for launch in stage.launches)
 
 
 @dataclass(slots=True)
-class Binder:
-    """Binds the program of one rank.
+class LaunchBinder:
+    """Binds the program of one rank to launches and messages.
 
     Args:
-        program: written for one segment.
+        program: of one segment.
         dtype: of the elements.
         block: elements that a segment takes from each chunk.
-        segments: of the plan; several only where nothing but messages is used.
-        combine: makes launches.
-        merges: the pushes of the second round may be made by the job that reduces in the first (`direct.allreduce`).
+        segments: of the plan; above 1 only where all media are messages.
+        combine: creates launches.
+        merges: whether the job that reduces in the first round may make the pushes of the second (`direct.allreduce`).
     """
 
     program: Program
@@ -160,12 +161,12 @@ class Binder:
     _reached: set[tuple[int, Space]] = field(default_factory=set)
 
     def plan(self, *, pipelined: bool, least_words: int, description: str) -> DevicePlan:
-        """All stages.
+        """The plan with all its stages.
 
         Args:
-            pipelined: a stage is one round of one segment, and segments take turns, so that one is reduced while
-                another travels; otherwise rounds of different segments travel together, each one round behind the one
-                before.
+            pipelined: a stage is one round of one segment, and segments alternate, so that one is reduced while another
+                travels; otherwise a stage holds rounds of different segments, each one round behind the one before.
+            least_words, description: of the plan.
         """
         rounds, touched = self._merged() if self.merges else (self.program.rounds, dict(self.program.touched_by))
         stages: list[Stage] = []
@@ -205,10 +206,11 @@ class Binder:
         return tuple(sorted({a.peer for a in acting} | set(touched)))
 
     def _merged(self) -> tuple[Sequence[RoundProgram], dict[int, int]]:
-        """The direct all-reduce as one round: what is reduced is pushed at once, because nobody else reads what is
-        overwritten.
+        """The direct all-reduce as one round: results are pushed at once, because no other rank reads what they
+        overwrite. A job has up to `WAYS` targets; with more ranks the pushes remain a round of their own.
 
-        A job has `WAYS` targets; with more ranks the pushes remain a round of their own.
+        Returns:
+            The rounds, and after which of them each peer has accessed this rank's memory for the last time.
         """
         first, second = self.program.rounds
         if len(second.pushes) >= WAYS or second.rest:
@@ -221,7 +223,7 @@ class Binder:
         jobs: list[list[Job]] = [[]]
         waits: dict[int, int] = {}
         for program, segment in rounds:
-            letters: dict[int, Where] = {}
+            arrivals: dict[int, Location] = {}
             for action in program.receives:
                 count = self._count(action, segment)
                 if action.detour:
@@ -229,25 +231,23 @@ class Binder:
                         f"a block of {action} arrives where its old value is still on its way out: not on devices"
                     )
                 if action.verb is Verb.REDUCE:
-                    number = segment * self.program.messages + len(letters)
-                    letters[id(action)] = where = (self.size * SPACES, number * self.block * self.dtype.itemsize)
+                    number = segment * self.program.messages + len(arrivals)
+                    arrivals[id(action)] = location = (self.size * SPACES, number * self.block * self.dtype.itemsize)
                 else:
                     assert action.target is not None
-                    where = self._own(action.target, segment)
+                    location = self._own(action.target, segment)
                 if count > 0:
-                    stage.receives.append(Letter(action.peer, where, count))
+                    stage.receives.append(Message(action.peer, location, count))
             for action in program.sends:
                 assert action.source is not None
-                if self._count(action, segment) > 0:
-                    stage.sends.append(
-                        Letter(action.peer, self._own(action.source, segment), self._count(action, segment))
-                    )
+                if (count := self._count(action, segment)) > 0:
+                    stage.sends.append(Message(action.peer, self._own(action.source, segment), count))
             pushes = [] if self._merges_in(program) else program.pushes
             for action in (*pushes, *program.rest):
                 if action.after >= 0 and action.medium is not Medium.MESSAGE and action.peer != self.rank:
                     waits[action.peer] = max(waits.get(action.peer, 0), action.after + 1)
                 if action.verb is not Verb.AWAIT and self._count(action, segment) > 0:
-                    self._add(jobs, action, segment, letters.get(id(action)))
+                    self._add(jobs, action, segment, arrivals.get(id(action)))
             if self._merges_in(program) and jobs[-1]:
                 jobs[-1][-1].targets += [self._target(action, segment) for action in program.pushes]
         for batch in jobs:
@@ -262,17 +262,21 @@ class Binder:
     def _merges_in(self, program: RoundProgram) -> bool:
         return self.merges and bool(program.pushes) and bool(program.rest)
 
-    def _add(self, launches: list[list[Job]], action: Action, segment: int, letter: Where | None) -> None:
-        """Make a job of the action, or a further source of the job before it; in a launch of its own if it must come
-        after that one."""
+    def _add(self, launches: list[list[Job]], action: Action, segment: int, arrival: Location | None) -> None:
+        """Add the action as a job, or as a further source of the job before it; in a new launch if it must run after
+        that job.
+
+        Args:
+            arrival: where the message that the action reduces has arrived; None if it reduces none.
+        """
         count, target = self._count(action, segment), self._target(action, segment)
         assert action.target is not None
         if action.also is not None:
             raise ValueError(f"the result of {action} has two places, which only staged plans have: not on devices")
-        if letter is not None:
-            value = letter
+        if arrival is not None:
+            value = arrival
         elif action.medium is Medium.MESSAGE:
-            return  # it has arrived where it belongs
+            return  # received in place
         else:
             assert action.source is not None
             value = self._at(
@@ -292,33 +296,36 @@ class Binder:
             self._append(launches, Job([operand, value], [target], count, action.finish))
 
     def _append(self, launches: list[list[Job]], job: Job) -> None:
-        """Jobs of one launch run at once: none may write what another reads or writes."""
-        written = {self._memory(where) for where in job.targets}
-        touched = written | {self._memory(where) for where in job.sources}
+        """Add a job to the last launch, or to a new one: jobs of one launch run concurrently, so none may write what
+        another reads or writes."""
+        written = set(map(self._memory, job.targets))
+        touched = written.union(map(self._memory, job.sources))
         for other in launches[-1]:
-            theirs = {self._memory(where) for where in other.targets}
-            if theirs & touched or written & {self._memory(where) for where in other.sources}:
+            if touched.intersection(map(self._memory, other.targets)) or written.intersection(
+                map(self._memory, other.sources)
+            ):
                 launches.append([])
                 break
         launches[-1].append(job)
 
-    def _memory(self, where: Where) -> Where:
-        """The same for places that may be the same memory: of a tensor that is reduced in place input and output are
-        one."""
-        entry, offset = where
-        return (entry - 1, offset) if entry < self.size * SPACES and entry % SPACES == _SPACES[Space.OUTPUT] else where
+    def _memory(self, location: Location) -> Location:
+        """The same value for locations that may be the same memory: input and output of a tensor that is reduced in
+        place."""
+        entry, offset = location
+        in_output = entry < self.size * SPACES and entry % SPACES == _SPACES[Space.OUTPUT]
+        return (entry - 1, offset) if in_output else location
 
     def _count(self, action: Action, segment: int) -> int:
         return min(self.block, action.size - segment * self.block)
 
-    def _target(self, action: Action, segment: int) -> Where:
+    def _target(self, action: Action, segment: int) -> Location:
         assert action.target is not None
         return self._at(action.target, action.peer if action.verb is Verb.PUSH else self.rank, segment)
 
-    def _own(self, place: Place, segment: int) -> Where:
+    def _own(self, place: Place, segment: int) -> Location:
         return self._at(place, self.rank, segment)
 
-    def _at(self, place: Place, rank: int, segment: int) -> Where:
+    def _at(self, place: Place, rank: int, segment: int) -> Location:
         if rank != self.rank:
             self._reached.add((rank, place.space))
         step = self.program.slot_elements if place.space is Space.WINDOW else self.block

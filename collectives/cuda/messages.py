@@ -1,18 +1,16 @@
 """Messages between device memories: through NCCL, or through page-locked host memory and MPI.
 
-Staged messages are cut into pieces, so that while one piece is on the network the next is copied from the device and
-the one before to it. A round's pieces travel in order, piece k of all its messages at once; both sides of each message
-have the same pieces.
+Staged messages are cut into pieces: while one piece is on the network, the next is copied from the device and the one
+before it to the device. The pieces of a stage travel in order, piece k of all messages at once; sender and receiver cut
+a message alike.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from collectives.cuda.completion import Completion, Events, Wait
-from collectives.cuda.launches import Letter
+from collectives.cuda.launches import Stage
 from collectives.device.protocol import Array, Device
 from collectives.transport.base import MessageTransport
 from collectives.transport.nccl import Communicator, NcclGroup
@@ -23,28 +21,21 @@ _BANKS = 2
 
 
 class NcclMessages:
-    """Grouped sends and receives of one communicator."""
+    """Sends and receives of one communicator, each stage in one NCCL group."""
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
 
-    def exchange(
-        self,
-        receives: Sequence[Letter],
-        sends: Sequence[Letter],
-        table: Array,
-        dtype: np.dtype[np.generic],
-        stream: int,
-    ) -> None:
+    def exchange(self, stage: Stage, table: Array, dtype: np.dtype[np.generic], stream: int) -> None:
         """See `executor.DeviceMessages`."""
         communicator, addresses = self._communicator, table.tolist()
         with NcclGroup(communicator):
-            for letter in receives:
-                entry, offset = letter.where
-                communicator.receive(addresses[entry] + offset, letter.count, dtype, letter.peer, stream)
-            for letter in sends:
-                entry, offset = letter.where
-                communicator.send(addresses[entry] + offset, letter.count, dtype, letter.peer, stream)
+            for message in stage.receives:
+                entry, offset = message.location
+                communicator.receive(addresses[entry] + offset, message.count, dtype, message.peer, stream)
+            for message in stage.sends:
+                entry, offset = message.location
+                communicator.send(addresses[entry] + offset, message.count, dtype, message.peer, stream)
 
 
 class StagedMessages:
@@ -62,73 +53,67 @@ class StagedMessages:
         self._staging: Array = np.empty(0, np.uint8)
         self._wait = wait
         self._events = Events(device)
-        self._copied: list[Completion | None] = [None] * _BANKS
-        self._emptied: list[Completion | None] = [None] * _BANKS
+        self._fetched: list[Completion | None] = [None] * _BANKS
+        self._stored: list[Completion | None] = [None] * _BANKS
 
-    def exchange(
-        self,
-        receives: Sequence[Letter],
-        sends: Sequence[Letter],
-        table: Array,
-        dtype: np.dtype[np.generic],
-        stream: int,
-    ) -> None:
-        """See `executor.DeviceMessages`; returns when everything has arrived in host memory and is on its way to the
-        device."""
-        device, messages, itemsize = self._device, self._messages, dtype.itemsize
-        letters = [*receives, *sends]
-        most = max(letter.count for letter in letters) * itemsize
+    def exchange(self, stage: Stage, table: Array, dtype: np.dtype[np.generic], stream: int) -> None:
+        """See `executor.DeviceMessages`; returns when everything has arrived in host memory and its copy to the device
+        is enqueued."""
+        device, transport, itemsize = self._device, self._messages, dtype.itemsize
+        messages = [*stage.receives, *stage.sends]
+        received, sent = range(len(stage.receives)), range(len(stage.receives), len(messages))
+        most = max(message.count for message in messages) * itemsize
         piece = min(_PIECE // itemsize * itemsize, most)
-        banks = self._banks(len(letters), piece)
+        banks = self._banks(len(messages), piece)
         pieces = -(-most // piece)
-        here = [int(table[letter.where[0]]) + letter.where[1] for letter in letters]
+        begins = [int(table[message.location[0]]) + message.location[1] for message in messages]
 
-        def part(number: int, letter: int) -> tuple[int, Array]:
-            """A letter's piece: its device address, and its place in host memory."""
+        def part(number: int, index: int) -> tuple[int, Array]:
+            """Piece ``number`` of a message: its device address and its host memory, which is empty beyond the end."""
             at = number * piece
-            length = min(piece, letters[letter].count * itemsize - at)
-            return here[letter] + at, banks[number % _BANKS][letter][: max(0, length)]
+            length = min(piece, messages[index].count * itemsize - at)
+            return begins[index] + at, banks[number % _BANKS][index][: max(0, length)]
 
         def fetch(number: int) -> None:
             bank = number % _BANKS
-            self._finish(self._emptied[bank])  # what was received into this bank has reached the device
-            for letter in range(len(receives), len(letters)):
-                at, host = part(number, letter)
+            self._finish(self._stored[bank])  # until the device has what was received into this bank
+            for index in sent:
+                at, host = part(number, index)
                 if host.size:
                     device.copy(host.ctypes.data, at, host.size, stream)
-            self._copied[bank] = Completion(self._events, stream)
+            self._fetched[bank] = Completion(self._events, stream)
 
         fetch(0)
         for number in range(pieces):
             bank = number % _BANKS
             if number + 1 < pieces:
                 fetch(number + 1)
-            for letter in range(len(receives)):
-                host = part(number, letter)[1]
+            for index in received:
+                host = part(number, index)[1]
                 if host.size:
-                    messages.post_receive(letters[letter].peer, host)
-            self._finish(self._copied[bank])
-            for letter in range(len(receives), len(letters)):
-                host = part(number, letter)[1]
+                    transport.post_receive(messages[index].peer, host)
+            self._finish(self._fetched[bank])
+            for index in sent:
+                host = part(number, index)[1]
                 if host.size:
-                    messages.post_send(letters[letter].peer, host)
-            messages.drain()
-            for letter in range(len(receives)):
-                at, host = part(number, letter)
+                    transport.post_send(messages[index].peer, host)
+            transport.drain()
+            for index in received:
+                at, host = part(number, index)
                 if host.size:
                     device.copy(at, host.ctypes.data, host.size, stream)
-            self._emptied[bank] = Completion(self._events, stream)
+            self._stored[bank] = Completion(self._events, stream)
 
-    def _banks(self, letters: int, piece: int) -> list[list[Array]]:
-        """Two banks of one piece for each letter."""
+    def _banks(self, messages: int, piece: int) -> list[list[Array]]:
+        """Two banks, each with memory for one piece of every message."""
         step = -(-piece // 256) * 256
-        if self._staging.nbytes < _BANKS * letters * step:
-            for emptied in self._emptied:
-                self._finish(emptied)
-            self._staging = self._device.pinned(_BANKS * letters * step)
-        at = iter(range(0, _BANKS * letters * step, step))
+        if self._staging.nbytes < _BANKS * messages * step:
+            for stored in self._stored:
+                self._finish(stored)
+            self._staging = self._device.pinned(_BANKS * messages * step)
+        at = iter(range(0, _BANKS * messages * step, step))
         return [
-            [self._staging[begin : begin + piece] for _, begin in zip(range(letters), at, strict=False)]
+            [self._staging[begin : begin + piece] for _, begin in zip(range(messages), at, strict=False)]
             for _ in range(_BANKS)
         ]
 
@@ -137,7 +122,7 @@ class StagedMessages:
             self._wait(completion)
 
     def close(self) -> None:
-        """Give back events; the device must be done."""
-        self._copied.clear()
-        self._emptied.clear()
+        """Release the events; the device is idle."""
+        self._fetched.clear()
+        self._stored.clear()
         self._events.close()

@@ -19,7 +19,7 @@ from collectives.base.reduce_op import Op
 from collectives.cuda.accelerator import Accelerator
 from collectives.cuda.launches import DevicePlan
 from collectives.cuda.planner import DeviceChoice
-from collectives.cuda.transfer import Block
+from collectives.cuda.transfer import DeviceBlock
 from collectives.device.kernel_sources import WAYS
 from collectives.device.kernels import Combination, Scaling
 from collectives.engine.context import Context
@@ -38,10 +38,10 @@ class Way(Protocol):
 
     description: str
 
-    def prepare(self, source: Block, out: Block) -> Sequence[int] | memoryview:
+    def prepare(self, source: DeviceBlock, out: DeviceBlock) -> Sequence[int] | memoryview:
         """What peers will read has been given to the stream; the words to enter the round with."""
 
-    def run(self, source: Block, out: Block) -> None:
+    def run(self, source: DeviceBlock, out: DeviceBlock) -> None:
         """All ranks have prepared."""
 
 
@@ -62,20 +62,20 @@ class Planned:
         self._dtype = dtype
         self._transport = transport
 
-    def prepare(self, source: Block, out: Block) -> Sequence[int]:
+    def prepare(self, source: DeviceBlock, out: DeviceBlock) -> Sequence[int]:
         return self._accelerator.transfer.prepare(self._plan, source, out, replayed=self._transport == "nccl")
 
-    def run(self, source: Block, out: Block) -> None:
+    def run(self, source: DeviceBlock, out: DeviceBlock) -> None:
         accelerator, plan = self._accelerator, self._plan
-        standings: Sequence[int] = ()
+        states: Sequence[int] = ()
         if self._transport == "nccl":
-            standings = accelerator.transfer.standings(plan)
+            states = accelerator.transfer.capture_states(plan)
             # Also where this rank has no message in it: all ranks connect, and take their turns, together.
             accelerator.connection.use_messages("nccl")
             accelerator.take_turn()
         elif plan.messages:
             accelerator.connection.use_messages(self._transport)
-        accelerator.transfer.run(plan, self._dtype, standings)
+        accelerator.transfer.run(plan, self._dtype, states)
 
 
 class Native:
@@ -109,10 +109,10 @@ class Native:
             self._finishing = self._accelerator.kernels.combination(None, self._dtype, [(1, 1, share)], finish)
         return self
 
-    def prepare(self, source: Block, out: Block) -> Sequence[int]:
+    def prepare(self, source: DeviceBlock, out: DeviceBlock) -> Sequence[int]:
         return ()
 
-    def run(self, source: Block, out: Block) -> None:
+    def run(self, source: DeviceBlock, out: DeviceBlock) -> None:
         accelerator, count, dtype = self._accelerator, self._count, self._dtype
         communicator, stream = accelerator.connection.communicator(), accelerator.executor.main
         accelerator.take_turn()
@@ -152,7 +152,7 @@ class Hosted:
         self._task = Combine(context, entry) if entry.op is Op.ADASUM else One(context, entry)
         self._handle: Handle | None = None
 
-    def prepare(self, source: Block, out: Block) -> Sequence[int] | memoryview:
+    def prepare(self, source: DeviceBlock, out: DeviceBlock) -> Sequence[int] | memoryview:
         accelerator, dtype = self._accelerator, self._entry.dtype
         into = accelerator.pinned("source", self._sizes[0], dtype)
         result = into if out.address == source.address else accelerator.pinned("result", self._sizes[1], dtype)
@@ -161,7 +161,7 @@ class Hosted:
         self._handle = Handle(self._entry, into, result, _nothing)
         return self._task.prepare_handles([self._handle])
 
-    def run(self, source: Block, out: Block) -> None:
+    def run(self, source: DeviceBlock, out: DeviceBlock) -> None:
         assert self._handle is not None
         self._task.run_handles([self._handle])
         accelerator, result = self._accelerator, self._handle.out
@@ -202,7 +202,7 @@ def messages_of(choice: DeviceChoice) -> str:
     return "nccl" if choice.transport == "nccl" else "mpi"
 
 
-def bring(accelerator: Accelerator, source: Block, into: Array) -> None:
+def bring(accelerator: Accelerator, source: DeviceBlock, into: Array) -> None:
     """Copy a block to page-locked host memory, behind what the stream has been given."""
     if source.nbytes:
         accelerator.device.copy(_address(into), source.address, source.nbytes, accelerator.executor.main)

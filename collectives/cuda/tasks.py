@@ -26,7 +26,7 @@ from collectives.cuda.connection import ConnectError
 from collectives.cuda.paths import Hosted, Native, Planned, Way, allreduce_by, bring, messages_of
 from collectives.cuda.planner import DeviceChoice
 from collectives.cuda.request_cache import CachedDeviceRequest
-from collectives.cuda.transfer import Block
+from collectives.cuda.transfer import DeviceBlock
 from collectives.device.kernel_sources import WAYS
 from collectives.device.kernels import Combination
 from collectives.device.packing import Packing
@@ -196,7 +196,7 @@ class DeviceOne(DeviceTask):
             scaled = accelerator.buffers.get("scaled", self._source.nbytes)
             scaling.pointers[0, 0], scaling.pointers[0, WAYS] = self._source.address, scaled
             scaling.launch(accelerator.executor.main)
-            self._source = Block(scaled, self._source.nbytes)
+            self._source = DeviceBlock(scaled, self._source.nbytes)
         return self._way.prepare(self._source, self._out)
 
     def _run(self, handles: Sequence[Handle]) -> None:
@@ -215,7 +215,7 @@ class DeviceBucket(DeviceTask):
     def __init__(self, accelerator: Accelerator, entries: Sequence[CachedDeviceRequest]) -> None:
         super().__init__(accelerator, entries[0])
         self._counts = [entry.count for entry in entries]
-        self._buffer = Block(0, 0)
+        self._buffer = DeviceBlock(0, 0)
         self._addresses: Array = np.zeros(len(entries), np.int64)
 
     def _decide(self, handle: Handle) -> None:
@@ -244,7 +244,7 @@ class DeviceBucket(DeviceTask):
         stream = accelerator.executor.main
         address = accelerator.buffers.get("bucket", self._nbytes)
         if address != self._buffer.address:
-            self._buffer = Block(address, self._nbytes)
+            self._buffer = DeviceBlock(address, self._nbytes)
             accelerator.device.clear(address, self._nbytes, stream)  # what lies between the tensors is reduced too
         self._addresses[:] = [handle.source.address for handle in handles]
         packing = self._packing
@@ -347,9 +347,9 @@ class DeviceRows(DeviceTask):
         accelerator.wait()
 
 
-def block(array: DeviceArray) -> Block:
+def block(array: DeviceArray) -> DeviceBlock:
     """The memory of some elements."""
-    return Block(array.address, array.nbytes)
+    return DeviceBlock(array.address, array.nbytes)
 
 
 def _rows(shape: Sequence[int], size: int, rank: int) -> int:

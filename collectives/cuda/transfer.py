@@ -1,8 +1,8 @@
-"""Carrying a plan out between addresses: what is told to the peers before, and what is found out from them after the
-ranks have met.
+"""Runs plans between blocks of device memory: describes this rank's blocks to the peers before the ranks meet, and
+locates theirs afterwards.
 
 Memory that cannot be shared with other processes (some allocators map it piecemeal) is copied to memory that can, and
-the result back.
+the result is copied back.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ _NOWHERE = (0,) * WORDS
 
 
 class DeviceBuffers:
-    """Pieces of device memory by name, that grow when they must and stay until the world ends, because peers may have
+    """Buffers in device memory, by name. They grow on demand, and are kept until the world ends, because peers may have
     mapped them.
 
     Args:
-        device: whose memory it is.
-        idle: waits until the device is done with all that was issued. To allocate may make the driver wait for the
-            whole device, and where ranks are threads of one process it would wait for kernels that wait for this rank.
+        device: that owns the memory.
+        idle: blocks until the device has done all issued work. An allocation may make the driver wait for the whole
+            device; where ranks are threads of one process it would wait for kernels that wait for this rank.
     """
 
     def __init__(self, device: Device, idle: Callable[[], None]) -> None:
         self._device = device
         self._idle = idle
-        self._pieces: dict[str, tuple[int, int]] = {}
+        self._buffers: dict[str, tuple[int, int]] = {}
         self._outgrown: list[tuple[int, int]] = []
 
     def get(self, name: str, nbytes: int) -> int:
-        """The address of at least ``nbytes`` bytes; what they held is lost when they grow."""
-        address, size = self._pieces.get(name, (0, 0))
+        """The address of a buffer of at least ``nbytes`` bytes; its contents are lost when it grows."""
+        address, size = self._buffers.get(name, (0, 0))
         if size < nbytes:
             larger = max(
                 1 << 16, 1 << (nbytes - 1).bit_length() if nbytes <= 1 << 30 else -(-nbytes // (1 << 26)) << 26
@@ -51,11 +51,11 @@ class DeviceBuffers:
             found = self._device.allocate(larger, shared=True)
             if address:
                 self._outgrown.append((address, size))
-            self._pieces[name] = (address, size) = (found, larger)
+            self._buffers[name] = (address, size) = (found, larger)
         return address
 
     def trim(self) -> int:
-        """Free what was outgrown, which neither the device nor a peer uses any more; the bytes."""
+        """Free outgrown buffers, which neither the device nor a peer uses any more. Returns their bytes."""
         freed = 0
         while self._outgrown:
             address, size = self._outgrown.pop()
@@ -64,15 +64,15 @@ class DeviceBuffers:
         return freed
 
     def close(self) -> None:
-        """Give everything back; nobody may use it any more."""
-        self._outgrown += self._pieces.values()
-        self._pieces.clear()
+        """Free all buffers, which neither the device nor a peer uses any more."""
+        self._outgrown += self._buffers.values()
+        self._buffers.clear()
         self.trim()
 
 
 @dataclass(slots=True)
-class Block:
-    """Some bytes of this rank's device memory."""
+class DeviceBlock:
+    """Bytes of this rank's device memory."""
 
     address: int
     nbytes: int
@@ -98,13 +98,16 @@ class Transfer:
         self._executor = executor
         self._buffers = buffers
         self._table: Array = np.zeros(size * SPACES + 1, np.int64)
-        self._back: tuple[Block, Block] | None = None
+        self._back: tuple[DeviceBlock, DeviceBlock] | None = None
 
-    def prepare(self, plan: DevicePlan, source: Block, out: Block, *, replayed: bool) -> Sequence[int]:
-        """Everything that peers will read has been given to the stream; the words by which they find it.
+    def prepare(self, plan: DevicePlan, source: DeviceBlock, out: DeviceBlock, *, replayed: bool) -> Sequence[int]:
+        """Describe this rank's blocks; called when the work that peers will read has been enqueued.
 
-        ``replayed``: the plan uses nothing but NCCL on any rank, and may be replayed as a graph, of which the ranks
-        must have the same.
+        Args:
+            replayed: the plan uses only NCCL, on all ranks, and may be replayed as a graph.
+
+        Returns:
+            The words with which this rank enters the negotiation round.
         """
         own = self._table[entry_of(self._rank, Space.INPUT) :]
         self._back = None
@@ -118,31 +121,31 @@ class Transfer:
                 there, described = self._shared("result", out, copies=False)
             words += described
             if there != out.address and out.nbytes:
-                self._back = (Block(there, out.nbytes), out)
+                self._back = (DeviceBlock(there, out.nbytes), out)
         else:
             at, there = source.address, out.address
         window = self._buffers.get("window", plan.window_bytes) if plan.window_bytes else 0
         if plan.window_bytes and plan.partners:
             words += self._describe(window)
         own[:SPACES] = (at, there, window)
-        self._table[-1] = self._buffers.get("letters", plan.scratch_bytes) if plan.scratch_bytes else 0
+        self._table[-1] = self._buffers.get("scratch", plan.scratch_bytes) if plan.scratch_bytes else 0
         if plan.partners:
             self._executor.begin()
         elif self._executor.graphs and replayed:
-            words.append(self._executor.standing(plan, self._table))
-        # Over messages all ranks must show each other as many words, also one that is alone on its host.
+            words.append(self._executor.capture_state(plan, self._table))
+        # Over messages all ranks must send equally many words, also a rank that is alone on its host.
         words += [0] * (plan.least_words - len(words))
         return words
 
-    def standings(self, plan: DevicePlan) -> Sequence[int]:
-        """How all ranks stand with a plan that is replayed where graphs are; read before the ranks meet again."""
+    def capture_states(self, plan: DevicePlan) -> Sequence[int]:
+        """`DeviceExecutor.capture_state` of all ranks; empty without graphs. Called before the ranks meet again."""
         if not self._executor.graphs:
             return ()
-        own = self._executor.standing(plan, self._table)
+        own = self._executor.capture_state(plan, self._table)
         return [own if peer == self._rank else self._control.words_of(peer)[0] for peer in range(self._size)]
 
-    def run(self, plan: DevicePlan, dtype: np.dtype[Any], standings: Sequence[int] = ()) -> None:
-        """All ranks have prepared this plan and met with their words."""
+    def run(self, plan: DevicePlan, dtype: np.dtype[Any], states: Sequence[int] = ()) -> None:
+        """Issue a plan that all ranks have prepared, after they have met with their words."""
         memory, table = self._executor.memory, self._table
         if plan.partners:
             assert memory is not None
@@ -151,23 +154,28 @@ class Transfer:
                 for space, at in ((Space.INPUT, 0), (Space.OUTPUT, WORDS), (Space.WINDOW, 2 * WORDS)):
                     if (peer, space) in plan.reached:
                         table[entry_of(peer, space)] = memory.locate(peer, words[at : at + WORDS])
-        self._executor.run(plan, table, dtype, standings)
+        self._executor.run(plan, table, dtype, states)
         if self._back is not None:
             shared, out = self._back
             self._device.copy(out.address, shared.address, out.nbytes, self._executor.main)
             self._back = None
 
-    def describe(self, block: Block) -> Sequence[int]:
-        """A block that peers are going to read, in words; copied to where they can if need be. Zeros where memory is
-        not shared."""
+    def describe(self, block: DeviceBlock) -> Sequence[int]:
+        """The words that describe a block that peers will read; zeros where memory is not shared. The block is replaced
+        by a copy if it cannot be shared."""
         if self._executor.memory is None:
             return _NOWHERE
         address, words = self._shared("source", block, copies=True)
         block.address = address
         return words
 
-    def _shared(self, name: str, block: Block, *, copies: bool) -> tuple[int, Sequence[int]]:
-        """The block, or a copy of it that can be shared; and its words."""
+    def _shared(self, name: str, block: DeviceBlock, *, copies: bool) -> tuple[int, Sequence[int]]:
+        """The address of the block, or of a buffer in place of it that can be shared, and its words.
+
+        Args:
+            name: of the buffer.
+            copies: whether the block's contents are copied to the buffer.
+        """
         if not block.nbytes:
             return block.address, _NOWHERE
         try:

@@ -230,7 +230,7 @@ def test_graphs_are_of_all_ranks_or_of_none(graphs: Counter[str]) -> None:
 
 def test_more_graphs_than_are_kept(graphs: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors at many addresses take turns; results that are dropped leave their addresses to others."""
-    monkeypatch.setattr("collectives.cuda.executor._MOST_SEEN", 4)
+    monkeypatch.setattr("collectives.cuda.executor._MOST_CAPTURES", 4)
     size, steps = 2, 3
 
     def program(world: World, maker: EmulatedMaker) -> None:

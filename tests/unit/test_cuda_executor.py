@@ -51,8 +51,8 @@ def test_a_capture_that_fails_leaves_each_graph_to_be_destroyed_once(monkeypatch
     executor = DeviceExecutor(device, 0, state, None, 0)
     monkeypatch.setattr(executor, "_run_over_messages", lambda *arguments: None)
     table, dtype = np.zeros(1, np.int64), np.dtype(np.float32)
-    for standings in ((0, 0), (1, 1)):
-        executor.run(plan, table, dtype, standings)
+    for states in ((0, 0), (1, 1)):
+        executor.run(plan, table, dtype, states)
 
     def fail(*arguments: object) -> None:
         raise RuntimeError("aborted")

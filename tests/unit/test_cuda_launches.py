@@ -14,7 +14,7 @@ import pytest
 
 from collectives.base.reduce_op import Op
 from collectives.cuda.builder import DevicePlans
-from collectives.cuda.launches import SPACES, DevicePlan, Letter, entry_of
+from collectives.cuda.launches import SPACES, DevicePlan, Message, entry_of
 from collectives.cuda.planner import DeviceChoice
 from collectives.device.kernel_sources import JOBS, WAYS
 from collectives.plan.lowering import Space
@@ -130,8 +130,8 @@ def advance(
     def reached(waits: Sequence[tuple[int, int]]) -> bool:
         return all(ranks[peer].finished >= group for peer, group in waits)
 
-    def block(letter: Letter, own: Array) -> Array:
-        return memory(int(own[letter.where[0]]) + letter.where[1], letter.count * DTYPE.itemsize)
+    def block(message: Message, own: Array) -> Array:
+        return memory(int(own[message.location[0]]) + message.location[1], message.count * DTYPE.itemsize)
 
     if rank.finished == len(plan.stages):
         if reached(plan.leave):
@@ -146,17 +146,17 @@ def advance(
     if not rank.sent:
         if not reached(stage.waits):
             return False
-        for letter in stage.sends:
-            mail[rank.rank, letter.peer].append(block(letter, own).copy())
+        for message in stage.sends:
+            mail[rank.rank, message.peer].append(block(message, own).copy())
         rank.sent = True
         return True
     if any(
-        len(mail[letter.peer, rank.rank]) < sum(other.peer == letter.peer for other in stage.receives)
-        for letter in stage.receives
+        len(mail[message.peer, rank.rank]) < sum(other.peer == message.peer for other in stage.receives)
+        for message in stage.receives
     ):
         return False
-    for letter in stage.receives:
-        block(letter, own)[...] = mail[letter.peer, rank.rank].popleft()
+    for message in stage.receives:
+        block(message, own)[...] = mail[message.peer, rank.rank].popleft()
     for launch in stage.launches:
         reach = [entry_of(peer, space) for peer, space in plan.reached]
         mine = [entry_of(rank.rank, space) for space in (Space.INPUT, Space.OUTPUT, Space.WINDOW)]

@@ -24,7 +24,7 @@ from collectives.base.errors import (
     TransportError,
 )
 from collectives.base.reduce_op import Op
-from collectives.cuda.launches import Letter
+from collectives.cuda.launches import Message, Stage
 from collectives.cuda.messages import NcclMessages
 from collectives.transport import nccl, nccl_cupy, nccl_elements
 from collectives.transport.watchdog import Watch, _Flight
@@ -292,9 +292,9 @@ def test_a_group_is_ended_when_a_call_in_it_raises(group_status: int) -> None:
     communicator, fake, module = adapter()
     messages = NcclMessages(communicator)
     fake.status, module.group_status = 1, group_status
-    letters = [Letter(2, (0, 0), 4)]
+    stage = Stage(sends=[Message(2, (0, 0), 4)])
     with pytest.raises(TransportError, match="send failed: ncclUnhandledCudaError"):
-        messages.exchange([], letters, np.array([64], np.int64), dtype("int32"), 7)
+        messages.exchange(stage, np.array([64], np.int64), dtype("int32"), 7)
     assert module.groups == ["start", "end"]
     assert not communicator._calls._is_owned()  # type: ignore[attr-defined]
 

@@ -14,10 +14,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from collectives import runtime
 from collectives.base.errors import InvalidTypeError
-from collectives.engine import arguments
 from collectives.frontends.agreement import agree
+from collectives.frontends.broadcasts import agreed_root
 from collectives.process_sets import ProcessSet
 from collectives.runtime import global_process_set
 from collectives.tensors import detection
@@ -51,14 +50,7 @@ def broadcast_optimizer_state(
             Nothing was touched.
     """
     label = "broadcast_optimizer_state"
-    world = runtime.world_of(process_set)
-    number = runtime.root_in(process_set, root_rank, label)
-    try:
-        root = arguments.root(number, world.size)
-        layout = _layout(optimizer)
-    except Exception as error:
-        raise world.refused(error, label) from None
-    agree(world, label, {"root_rank": f"rank {root_rank}", **layout})
+    world, root, _ = agreed_root(label, root_rank, process_set, lambda: (None, _layout(optimizer)))
     if world.config.gradients == "horovod" and not optimizer.state:
         _make_gradients(optimizer, model)
     if world.rank == root:
@@ -96,7 +88,7 @@ def _make_gradients(optimizer: Any, model: Any) -> None:
             parameter.grad = zeros.to_sparse(1) if is_sparse else zeros
 
 
-class _Place(NamedTuple):
+class _TensorPlace(NamedTuple):
     """What the other ranks are told of a tensor of the root's.
 
     Attributes:
@@ -110,7 +102,7 @@ class _Place(NamedTuple):
     beside: int | None
 
 
-class _State(NamedTuple):
+class _OptimizerState(NamedTuple):
     """An optimizer but for its parameters, for which their numbers stand."""
 
     options: list[dict[str, Any]]
@@ -118,7 +110,7 @@ class _State(NamedTuple):
     other: dict[Any, Any]
 
     @classmethod
-    def of(cls, optimizer: Any) -> _State:
+    def of(cls, optimizer: Any) -> _OptimizerState:
         parameters = _parameters(optimizer)
         return cls(
             [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups],
@@ -152,7 +144,7 @@ class _State(NamedTuple):
 class _Pickler(pickle.Pickler):
     """Leaves tensors out, wherever they are."""
 
-    def __init__(self, file: io.BytesIO, place_of: Callable[[Any], _Place]) -> None:
+    def __init__(self, file: io.BytesIO, place_of: Callable[[Any], _TensorPlace]) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
         self._place_of = place_of
 
@@ -161,12 +153,12 @@ class _Pickler(pickle.Pickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, tensor_at: Callable[[_Place], Any]) -> None:
+    def __init__(self, file: io.BytesIO, tensor_at: Callable[[_TensorPlace], Any]) -> None:
         super().__init__(file)
         self._tensor_at = tensor_at
 
     def persistent_load(self, pid: Any) -> Any:
-        return self._tensor_at(_Place(*pid))
+        return self._tensor_at(_TensorPlace(*pid))
 
 
 def _parameters(optimizer: Any) -> list[Any]:
@@ -193,7 +185,7 @@ def _layout(optimizer: Any) -> dict[str, str]:
 
 def _take_apart(optimizer: Any) -> tuple[bytes, Tensors]:
     """The root's state as bytes, and the tensors in it, which are left out there."""
-    state, parameters = _State.of(optimizer), _parameters(optimizer)
+    state, parameters = _OptimizerState.of(optimizer), _parameters(optimizer)
     names = {id(tensor): name for name, tensor in state.tensors().items()}
     owners = {
         id(value): number
@@ -202,9 +194,9 @@ def _take_apart(optimizer: Any) -> tuple[bytes, Tensors]:
         for value in values.values()
     }
     tensors: Tensors = {}
-    places: dict[int, _Place] = {}
+    places: dict[int, _TensorPlace] = {}
 
-    def place_of(tensor: Any) -> _Place:
+    def place_of(tensor: Any) -> _TensorPlace:
         if id(tensor) not in places:
             name = names.get(id(tensor), f"tensor {len(tensors)}")
             describe(name, tensor)
@@ -212,7 +204,7 @@ def _take_apart(optimizer: Any) -> tuple[bytes, Tensors]:
             candidates = range(len(parameters)) if owner is None else [owner]
             beside = next((number for number in candidates if parameters[number].device == tensor.device), None)
             tensors[name] = tensor
-            places[id(tensor)] = _Place(name, tuple(tensor.shape), tensor.dtype, str(tensor.device), beside)
+            places[id(tensor)] = _TensorPlace(name, tuple(tensor.shape), tensor.dtype, str(tensor.device), beside)
         return places[id(tensor)]
 
     file = io.BytesIO()
@@ -220,13 +212,13 @@ def _take_apart(optimizer: Any) -> tuple[bytes, Tensors]:
     return file.getvalue(), tensors
 
 
-def _put_together(data: bytes, optimizer: Any) -> tuple[_State, Tensors]:
+def _put_together(data: bytes, optimizer: Any) -> tuple[_OptimizerState, Tensors]:
     """The root's state with tensors of this rank, and these tensors, which are to be filled."""
-    parameters, mine = _parameters(optimizer), _State.of(optimizer).tensors()
+    parameters, mine = _parameters(optimizer), _OptimizerState.of(optimizer).tensors()
     tensors: Tensors = {}
     taken: set[int] = set()
 
-    def tensor_at(place: _Place) -> Any:
+    def tensor_at(place: _TensorPlace) -> Any:
         if place.name not in tensors:
             beside = None if place.beside is None else parameters[place.beside]
             device = torch.device(place.device) if beside is None else beside.device
@@ -244,11 +236,11 @@ def _put_together(data: bytes, optimizer: Any) -> tuple[_State, Tensors]:
             tensors[place.name] = tensor
         return tensors[place.name]
 
-    state: _State = _Unpickler(io.BytesIO(data), tensor_at).load()
+    state: _OptimizerState = _Unpickler(io.BytesIO(data), tensor_at).load()
     return state, tensors
 
 
-def _new(place: _Place, device: Any, beside: Any) -> Any:
+def _new(place: _TensorPlace, device: Any, beside: Any) -> Any:
     """A tensor to fill; with the strides of its parameter, if it is one number for each of the parameter's."""
     if beside is not None and tuple(beside.shape) == place.shape:
         return torch.empty_like(beside, dtype=place.dtype, requires_grad=False)

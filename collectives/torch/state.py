@@ -1,23 +1,16 @@
-"""The same start on every rank: parameters and objects as one rank has them; `optimizer_state` is built on it.
-
-The ranks first show each other what they pass, as a digest of 16 bytes, so that a model or an optimizer that was built
-differently on some rank is an error on all of them before a tensor is touched. Then tensors from 256 KiB up travel as
-they are, and the many small ones together in buffers: what costs time there is an operation, not its bytes (the 161
-tensors of ResNet-50 on 2 ranks: half the time that they take one by one).
-"""
+"""The same start on every rank: parameters and objects as one rank has them; `optimizer_state` is built on it."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 
-from collectives import api, runtime
+from collectives import api
 from collectives.base.errors import InvalidArgumentError, InvalidTypeError
-from collectives.engine import arguments
-from collectives.frontends.agreement import agree
+from collectives.frontends.broadcasts import agreed_root, broadcast_in_place
 from collectives.process_sets import ProcessSet
 from collectives.runtime import global_process_set
 from collectives.tensors import detection
@@ -28,10 +21,6 @@ Object = TypeVar("Object")
 
 Tensors = dict[str, Any]
 """By name."""
-_ALONE_FROM = 256 << 10
-"""Bytes from which a tensor gains nothing from being copied into a buffer with others."""
-_PACKED_BYTES = 16 << 20
-"""The most bytes of one such buffer."""
 
 
 @untraced
@@ -54,15 +43,12 @@ def broadcast_parameters(params: Any, root_rank: int, process_set: ProcessSet = 
             Nothing was touched.
     """
     label = "broadcast_parameters"
-    world = runtime.world_of(process_set)
-    number = runtime.root_in(process_set, root_rank, label)
-    try:
-        root = arguments.root(number, world.size)
+
+    def prepare() -> tuple[Tensors, dict[str, str]]:
         tensors = dict(sorted(_named(params).items()))
-        layout = {f"tensor {name!r}": describe(name, tensor) for name, tensor in tensors.items()}
-    except Exception as error:
-        raise world.refused(error, label) from None
-    agree(world, label, {"root_rank": f"rank {root_rank}", **layout})
+        return tensors, {f"tensor {name!r}": describe(name, tensor) for name, tensor in tensors.items()}
+
+    world, root, tensors = agreed_root(label, root_rank, process_set, prepare)
     move(world, label, root, tensors)
 
 
@@ -181,54 +167,24 @@ def refuse_unreachable(what: str, tensor: Any) -> None:
 
 def move(world: World, label: str, root: int, tensors: Tensors) -> None:
     """Broadcast tensors in place: the same names, shapes and dtypes in the same order on every rank."""
-    if world.size == 1:
-        return
-    receives = world.rank != root
-    alone = {name: tensor for name, tensor in tensors.items() if tensor.nbytes >= _ALONE_FROM}
-    parts = list(_parts([tensor for tensor in tensors.values() if tensor.nbytes < _ALONE_FROM]))
-    packs = [f"{label}.packed[{number}]" for number in range(len(parts))]
-    # Tensors made in inference mode can be written in inference mode only, and all others there as well.
-    with world.composed([*(f"{label}.{name}" for name in alone), *packs]) as begin, torch.inference_mode():
-        handles = [
-            world.broadcast_async_(_as_numbers(tensor), root, name=begin(f"{label}.{name}"))
-            for name, tensor in alone.items()
-        ]
-        for name, part in zip(packs, parts, strict=True):
-            packed = torch.cat([_bytes_of(tensor) for tensor in part])
-            world.broadcast_(packed, root, name=begin(name))
-            if receives:
-                for tensor, piece in zip(part, packed.split([tensor.nbytes for tensor in part]), strict=True):
-                    tensor.copy_(piece.view(tensor.dtype).view(tensor.shape))
-    for handle in handles:
-        handle.wait()
-    if receives:
-        for tensor in alone.values():
-            torch.autograd.graph.increment_version(tensor)  # torch saw nobody write to it
+    with torch.inference_mode():  # else tensors made in inference mode could not be written
+        broadcast_in_place(world, label, root, tensors, _Memory())
+    if world.rank != root:
+        for tensor in tensors.values():
+            if not tensor.is_inference():
+                torch.autograd.graph.increment_version(tensor)  # the engine's writes are unknown to torch
 
 
-def _as_numbers(tensor: Any) -> Any:
-    """A tensor as the engine takes it: that knows no numbers of 8 bits with a fraction, but moves bytes."""
-    return (
-        tensor.detach().view(torch.uint8) if tensor.dtype.itemsize == 1 and tensor.dtype.is_floating_point else tensor
-    )
+class _Memory:
+    """Access to the bytes of torch's tensors (`collectives.frontends.broadcasts.TensorMemory`)."""
 
+    def whole(self, tensor: Any) -> Any:
+        """The engine has no dtypes of 8 bits with a fraction, and moves their bytes."""
+        fraction = tensor.dtype.itemsize == 1 and tensor.dtype.is_floating_point
+        return tensor.detach().view(torch.uint8) if fraction else tensor
 
-def _bytes_of(tensor: Any) -> Any:
-    return tensor.detach().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
+    def packed(self, tensors: Sequence[Any]) -> Any:
+        return torch.cat([each.detach().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8) for each in tensors])
 
-
-def _parts(tensors: Sequence[Any]) -> Iterator[list[Any]]:
-    """The tensors that travel together: of one device, and few enough."""
-    for device in dict.fromkeys(tensor.device for tensor in tensors):
-        part: list[Any] = []
-        filled = 0
-        # Long elements first, so that each tensor begins at a multiple of its elements' size.
-        for tensor in sorted(
-            (each for each in tensors if each.device == device), key=lambda each: -each.dtype.itemsize
-        ):
-            if part and filled + tensor.nbytes > _PACKED_BYTES:
-                yield part
-                part, filled = [], 0
-            part.append(tensor)
-            filled += tensor.nbytes
-        yield part
+    def unpack(self, piece: Any, tensor: Any) -> None:
+        tensor.copy_(piece.view(tensor.dtype).view(tensor.shape))

@@ -13,6 +13,7 @@ import torch
 import collectives
 from collectives import runtime
 from collectives.base.errors import InvalidArgumentError, InvalidTypeError, MismatchError
+from collectives.frontends import broadcasts
 from collectives.torch import optimizer_state
 from collectives.torch.optimizer import DistributedOptimizer
 
@@ -186,9 +187,7 @@ def test_many_small_tensors_travel_together(hvd: Any) -> None:
 
 
 def test_small_tensors_that_fill_several_buffers(hvd: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from collectives.torch import state
-
-    monkeypatch.setattr(state, "_PACKED_BYTES", 1000)
+    monkeypatch.setattr(broadcasts, "BUFFER_BYTES", 1000)
     dtypes = (torch.float32, torch.uint8, torch.float64)
     tensors = [
         torch.full((number % 90,), 10 * hvd.rank() + number % 7, dtype=dtypes[number % 3]) for number in range(120)

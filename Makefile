@@ -6,7 +6,7 @@ SHELL := /bin/bash
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help setup test lint demo bench gpu-check wheel clean
+.PHONY: help setup test test-fast lint demo bench gpu-check wheel clean
 
 # The first Python on PATH that is new enough and not too new. Override: make test PYTHON=/path/to/python
 PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11 python3.10; do \
@@ -16,6 +16,7 @@ TORCH := torch==2.13.0
 # What the adapters' tests need. Linux has TensorFlow without CUDA under a name of its own; tf_keras asks for the other one, so it comes alone.
 FRAMEWORKS := $(shell test "$$(uname -s)" = Linux && echo tensorflow-cpu || echo tensorflow) keras jax optax lightning accelerate transformers array-api-strict
 PIP := -m pip --disable-pip-version-check install --quiet
+FAST := .venv/bin/python -m pytest --numprocesses 2 -m "not slow" --cov --cov-report term
 BENCH ?= -b 4K -e 64M -f 4 --peers mpi
 
 help:  ## Show this list
@@ -41,12 +42,16 @@ help:  ## Show this list
 setup: .venv/.installed .venv-mpich/.installed  ## Create the two virtual environments
 
 test: setup lint  ## Set up, then ruff, mypy, and every test that this machine can run
-	# Two tests run at a time: those in one process use one core, and those that start ranks wait for most of their time. What uses all
-	# cores, the adapters on several ranks, comes last.
+	# Two tests run at a time: those in one process use one core, and those that start ranks wait for most of their
+	# time. What uses all cores, the adapters on several ranks, comes last.
 	@status=0; set -x; \
-	.venv/bin/python -m pytest --numprocesses 2 --ignore tests/test_adapters.py || status=$$?; \
+	$(FAST) || status=$$?; \
+	.venv/bin/python -m pytest --numprocesses 2 -m slow --ignore tests/test_adapters.py || status=$$?; \
 	.venv/bin/python -m pytest tests/test_adapters.py || status=$$?; \
 	exit $$status
+
+test-fast: .venv/.installed  ## The quick tests, pure and with ranks as threads, and which lines they reach
+	$(FAST)
 
 lint: .venv/.installed  ## ruff and mypy
 	.venv/bin/ruff check .
@@ -67,5 +72,5 @@ wheel: .venv/.installed  ## Build dist/*.whl
 	@ls dist
 
 clean:  ## Remove everything that is not source
-	rm -rf .venv .venv-mpich .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist demo-output scaling-output
+	rm -rf .venv .venv-mpich .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist demo-output scaling-output
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

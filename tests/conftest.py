@@ -59,9 +59,13 @@ def kernels() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave the tests for ranks to ``test_mpi_driver.py``, which starts them under mpirun."""
+    """Leave the tests for ranks to ``test_mpi_driver.py``, which starts them under mpirun; what is neither pure nor runs
+    its ranks as threads is slow."""
     if config.getoption("--with-mpi"):
         return
+    for item in items:
+        if item.path.parent.name not in ("unit", "threads"):
+            item.add_marker(pytest.mark.slow)
     for_ranks = [item for item in items if item.get_closest_marker("mpi")]
     if for_ranks and len(for_ranks) < len(items):
         config.hook.pytest_deselected(items=for_ranks)

@@ -30,6 +30,7 @@ FLOAT = np.dtype(np.float32)
 NO_NCCL = EmulatedNccl(1, missing="NCCL is not here")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(70))
 def test_program(seed: int) -> None:
     run_seed(seed)

@@ -65,6 +65,7 @@ def stress(world: World, maker: EmulatedMaker, seed: int, forced: dict[str, Any]
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "devices", "runs", "forced"),
     [

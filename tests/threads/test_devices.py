@@ -126,6 +126,7 @@ def test_scenario(case: Case, scenario: Scenario) -> None:
     run(case, scenario)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "scenario"), sampled(ALGORITHMS, REDUCING, 1, 2))
 def test_algorithm(case: Case, scenario: Scenario) -> None:
     run(case, scenario)

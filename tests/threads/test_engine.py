@@ -13,7 +13,10 @@ from collectives.world import World
 from tests.engine_scenarios import SCENARIOS, STEADY
 
 Scenario = Callable[[World], None]
-SEVERAL_HOSTS = (((0,), (1,)), ((0, 1), (2, 3)), ((0, 2), (1,)))
+SEVERAL_HOSTS = (
+    ((0, 2), (1,)),
+    *(pytest.param(hosts, marks=pytest.mark.slow) for hosts in (((0,), (1,)), ((0, 1), (2, 3)))),
+)
 NEAR_LIMITS = {
     "a tiny cache": Config(cache_capacity=8),
     "no cache": Config(cache_capacity=0),
@@ -21,11 +24,13 @@ NEAR_LIMITS = {
     "no fusion": Config(fusion_threshold=0),
     "no cycle": Config(cycle_time=0.0),
 }
+LIMITED = [scenario for scenario in SCENARIOS if scenario.__name__ != "ranks_that_wait_for_each_other"]
+"""That one waits for seconds until a deadlock is believed, and reaches no limit."""
 LONG_CYCLE = Config(cycle_time=60_000.0)
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [1, 2, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 4))])
 def test_one_host(scenario: Scenario, size: int) -> None:
     threads.run(size, scenario, make_world=World)
 
@@ -36,7 +41,8 @@ def test_several_hosts(scenario: Scenario, hosts: Sequence[Sequence[int]]) -> No
     threads.run(sum(map(len, hosts)), scenario, hosts=hosts, make_world=World)
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
+@pytest.mark.slow
+@pytest.mark.parametrize("scenario", LIMITED, ids=lambda scenario: scenario.__name__)
 @pytest.mark.parametrize("config", NEAR_LIMITS.values(), ids=NEAR_LIMITS)
 def test_near_limits(scenario: Scenario, config: Config) -> None:
     threads.run(3, scenario, make_world=lambda group: World(group, config))

@@ -35,6 +35,7 @@ def run(size: int, program: Callable[[World], None]) -> None:
 
 
 @CALLS
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
 def test_an_operation_that_one_rank_passes_over_fails_alone(call: Call, size: int) -> None:
     """Whoever waits for it is told; what the other rank waits for meanwhile is carried out as if nothing had been."""
@@ -98,6 +99,7 @@ def test_several_operations_in_flight_are_left_alone(call: Call) -> None:
 
 
 @CALLS
+@pytest.mark.slow
 def test_a_loop_over_names_is_in_step_again_after_two_of_them(call: Call) -> None:
     """Both wait at the same line, so that nobody knows who is behind, until one comes to a name at which the other
     was."""
@@ -117,6 +119,7 @@ def test_a_loop_over_names_is_in_step_again_after_two_of_them(call: Call) -> Non
 
 
 @CALLS
+@pytest.mark.slow
 def test_unnamed_operations_are_in_step_again_after_named_ones(call: Call) -> None:
     told: dict[int, list[str]] = {0: [], 1: []}
 
@@ -136,6 +139,7 @@ def test_unnamed_operations_are_in_step_again_after_named_ones(call: Call) -> No
     assert told == {0: ["a"], 1: ["a"]}
 
 
+@pytest.mark.slow
 def test_names_that_come_again_never_meet_those_of_another_step() -> None:
     """Nobody knows who is behind: all fail, and no rank is given a sum of two steps' values."""
     sums: dict[int, list[float]] = {0: [], 1: []}
@@ -158,6 +162,7 @@ def test_names_that_come_again_never_meet_those_of_another_step() -> None:
     assert sums[0] == sums[1] == [2.0] * 3 + [20.0] * 3 + [200.0]
 
 
+@pytest.mark.slow
 def test_names_that_are_new_never_meet_those_of_another_step() -> None:
     """Rank 0 has passed over the end of step 0, so that the names of step 1 are as new as those for which rank 1
     waits."""
@@ -182,6 +187,7 @@ def test_names_that_are_new_never_meet_those_of_another_step() -> None:
     assert sums == []
 
 
+@pytest.mark.slow
 def test_names_of_the_first_step_never_meet_those_of_the_second() -> None:
     """Rank 0 has passed over the end of the first step, and comes to the names of the second that both know; then to
     those that are new."""

@@ -76,6 +76,7 @@ def test_threads_that_go_on_in_a_moment_do_not_count_as_stuck() -> None:
     threads.run(2, program, make_world=World)
 
 
+@pytest.mark.slow
 def test_a_rank_may_be_in_join_for_longer_than_the_timeout_while_others_go_on() -> None:
     def program(world: World) -> int:
         if world.rank == 0:

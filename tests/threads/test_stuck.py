@@ -45,6 +45,7 @@ def asleep(worker: threading.Thread) -> None:
         time.sleep(0.05)  # as a program does that looks for results now and then
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("wait", "bound"), [(in_a_join, 20.0), (in_a_queue, 20.0), (in_a_pool, 20.0), (asleep, 1.5)])
 def test_a_thread_that_has_called_and_does_nothing_hides_nobody(
     wait: Callable[[threading.Thread], None], bound: float, monkeypatch: pytest.MonkeyPatch
@@ -65,6 +66,7 @@ def test_a_thread_that_has_called_and_does_nothing_hides_nobody(
     assert time.monotonic() - begun < 15
 
 
+@pytest.mark.slow
 def test_a_thread_that_computes_may_call_when_it_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(coordinator, "_STUCK_AFTER", 0.5)
 

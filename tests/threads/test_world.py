@@ -10,8 +10,14 @@ from collectives.transport import threads
 from collectives.world import World
 from tests.scenarios import SCENARIOS
 
-ONE_HOST = (1, 2, 3, 4, 5, 9)
-SEVERAL_HOSTS = (((0, 1), (2, 3)), ((0, 2), (1, 3)), ((0,), (1,), (2,)), ((0, 1, 2), (3,)), ((0, 1), (2, 3), (4, 5)))
+ONE_HOST = (1, 2, 3, *(pytest.param(size, marks=pytest.mark.slow) for size in (4, 5, 9)))
+SEVERAL_HOSTS = (
+    ((0, 2), (1, 3)),
+    *(
+        pytest.param(hosts, marks=pytest.mark.slow)
+        for hosts in (((0, 1), (2, 3)), ((0,), (1,), (2,)), ((0, 1, 2), (3,)), ((0, 1), (2, 3), (4, 5)))
+    ),
+)
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
@@ -26,6 +32,7 @@ def test_several_hosts(scenario: Callable[[World], None], hosts: Sequence[Sequen
     threads.run(sum(map(len, hosts)), scenario, hosts=hosts, make_world=World)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
 def test_without_direct_reads(scenario: Callable[[World], None]) -> None:
     threads.run(3, scenario, reads_private=False, make_world=World)

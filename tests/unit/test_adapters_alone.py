@@ -42,6 +42,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("adapter", "installed", "tensor", "backend"), CASES, ids=[f"{a}-{b}".rstrip("-") for a, _, _, b in CASES]
 )

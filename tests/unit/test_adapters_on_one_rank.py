@@ -7,6 +7,7 @@ import pytest
 from tests.adapter_runs import run_adapter
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", ["torch", "tensorflow", "jax", "keras on tensorflow"])
 def test_adapter(name: str) -> None:

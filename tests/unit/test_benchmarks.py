@@ -214,6 +214,7 @@ def test_latency_and_memory_of_one_rank(tmp_path: Path) -> None:
     assert len(json.loads((tmp_path / "memory.json").read_text())["records"]) == 3
 
 
+@pytest.mark.slow
 def test_example_trains(tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
     saved = tmp_path / "digits.npz"

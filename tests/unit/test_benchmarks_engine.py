@@ -172,6 +172,7 @@ def test_growth_is_looked_at_ten_times_over_all_calls(monkeypatch: pytest.Monkey
     assert found == [10 * (25 * tenth // 10) for tenth in range(1, 11)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "flags", "expected"),
     [

@@ -462,6 +462,7 @@ def widest_kernels() -> list[kernel_sources.Kernel]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(NVCC is None, reason="needs nvcc, which compiles the kernels for a GPU")
 def test_the_kernels_compile_for_a_gpu_within_its_registers(tmp_path: Path) -> None:
     every = widest_kernels()
@@ -477,6 +478,7 @@ def test_the_kernels_compile_for_a_gpu_within_its_registers(tmp_path: Path) -> N
     assert [(name, stack, spilled) for name, stack, spilled in spills if (stack, spilled) != ("0", "0")] == []
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(NVCC is None, reason="needs nvcc, which compiles the kernels for a GPU")
 def test_words_of_16_bytes_are_loaded_and_stored_at_once(tmp_path: Path) -> None:
     source = tmp_path / "kernels.cu"

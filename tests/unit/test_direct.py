@@ -23,6 +23,7 @@ def roots(size: int) -> list[int]:
     return list(range(size)) if size <= 9 else [0, size // 2, size - 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_every_size_is_proved(algorithm: Algorithm) -> None:
     for size in SIZES:

@@ -83,6 +83,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "_TO_DUMP", 1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick")
 def test_a_hang_costs_one_part_and_leaves_nothing(tmp_path: Path) -> None:
     file = tmp_path / "pids"
@@ -195,6 +196,7 @@ def _start_hanging_run(folder: Path, text: str = HANG) -> subprocess.Popen[bytes
     return subprocess.Popen([sys.executable, "-c", run, str(folder), text], cwd=ROOT)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick")
 def test_what_hangs_says_where(tmp_path: Path) -> None:
     """The ranks of a part whose time is up write their stacks, which the launcher's processes pass on; its last words
@@ -311,6 +313,7 @@ def test_only_names_parts_exactly(capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_rehearsal_names_what_it_leaves_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Every part runs without a GPU, or says why not; parts that need none are the same."""
     rehearsed = [part.rehearsed() for part in parts()]
@@ -341,6 +344,7 @@ def test_a_part_that_lacks_cores_says_so(tmp_path: Path) -> None:
     assert outcome.status == SKIPPED and outcome.detail.startswith("needs 100000 cores, and ")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.path.exists("/dev/nvidiactl"), reason="there is a GPU")
 def test_without_a_gpu_it_says_so_in_one_line() -> None:
     done = subprocess.run(

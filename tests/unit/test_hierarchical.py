@@ -34,6 +34,7 @@ def shuffled_hosts(draw: st.DrawFn, most: int) -> Hosts:
     return tuple(tuple(order[rank] for rank in ranks) for ranks in hosts_of(*counts))
 
 
+@pytest.mark.slow
 def test_every_number_of_equal_hosts_is_proved() -> None:
     for local in range(1, 65):
         for number in range(1, 64 // local + 1):

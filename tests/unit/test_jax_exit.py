@@ -40,6 +40,7 @@ print("ended")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("leave", "run"),
     [

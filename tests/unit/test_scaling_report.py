@@ -152,6 +152,7 @@ STUDIES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STUDIES)
 def test_every_kind_of_study_can_be_drawn(name: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")

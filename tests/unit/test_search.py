@@ -157,16 +157,19 @@ def reached(model: Model, samples: int) -> list[float]:
     return [model(tune(Tuner(SPACE, start, warmup=0, samples=samples), model, seed)) / best for seed in range(4)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [one_host, network, overlapped])
 def test_a_bad_start_comes_within_ten_percent_of_the_best(model: Model) -> None:
     assert min(reached(model, samples=40)) > 0.9
 
 
+@pytest.mark.slow
 def test_a_narrow_optimum_is_found_in_most_runs() -> None:
     shares = reached(crossovers, samples=40)
     assert min(shares) > 0.7 and float(np.median(shares)) > 0.85
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_the_default_of_twenty_samples_finds_most_of_it(model: Model) -> None:
     assert float(np.median(reached(model, samples=20))) > 0.75

@@ -45,6 +45,7 @@ def probe(chunks: int, *rounds: Sequence[Round]) -> list[Schedule]:
     return [Schedule("probe", "by-hand", rank, len(rounds), chunks, tuple(mine)) for rank, mine in enumerate(rounds)]
 
 
+@pytest.mark.slow
 def test_ring_of_1024_ranks() -> None:
     """2(N-1) rounds of S/N bytes."""
     size = 1024
@@ -56,6 +57,7 @@ def test_ring_of_1024_ranks() -> None:
     assert report.busbw == pytest.approx(nbytes / report.total * 2 * (size - 1) / size)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("uplink", [math.inf, 8 * BANDWIDTH, BANDWIDTH])
 def test_hierarchical_of_128_hosts_of_8(uplink: float) -> None:
     """Two local exchanges of (L-1)/L of S, and a ring over H hosts in which each rank has S/(L * H) per round, or L

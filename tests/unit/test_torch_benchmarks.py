@@ -103,6 +103,7 @@ def test_hooks_are_clocked_only_while_asked_for() -> None:
     assert calls[0] > 0.009
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "flags"), [("torch_step", "--model mlp -n 2 -w 1 --peers memcpy"), ("torch_hooks", "-n 2 -w 1")]
 )

@@ -1,4 +1,4 @@
-"""An algorithm and its properties: everything that planning, lowering, fusion and tuning ask about it."""
+"""An algorithm and its properties: everything that planning, lowering, fusion and tuning need to know of it."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Algorithm:
     collective: str
     name: str
     build: Callable[..., Schedule] | None
-    """``build(rank, size)``, of a broadcast ``build(rank, size, root)``, with `spans_hosts` ``build(rank, hosts)``; None
-    if a library (MPI or NCCL) carries out the whole collective."""
+    """Makes the schedule of a rank: ``build(rank, size)``; ``build(rank, size, root)`` for a broadcast; ``build(rank,
+    hosts)`` with `spans_hosts`. None if a library (MPI or NCCL) carries out the whole collective."""
     one_chunk: bool = False
     """The tensor is one chunk; otherwise there are at least as many chunks as ranks."""
     versioned: bool = False
@@ -37,11 +37,11 @@ class Algorithm:
     spans_hosts: bool = False
     """Its schedule distinguishes ranks of one host from ranks of others."""
     passes_on: bool = False
-    """A rank passes on what it received from one neighbour to the next: peers read outputs, not only inputs, and cutting
-    chunks into segments keeps all links busy."""
+    """A rank passes on to one neighbour what it received from another: peers read outputs, not only inputs, and
+    cutting chunks into segments keeps all links busy."""
     owner_pushes: bool = False
-    """Each chunk is reduced by one rank from its peers' inputs and pushed into their outputs. The two rounds need no
-    memory in between: they merge into one kernel, and work on lists of addresses."""
+    """Its two rounds: a rank reduces its chunk from the peers' inputs, and pushes it into their outputs. They need no
+    memory in between, so they merge into one kernel and work on lists of addresses."""
     overlaps: bool = True
     """With direct reads the rounds of different segments overlap; otherwise a segment goes through all rounds while it
     is in cache."""

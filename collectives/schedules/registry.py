@@ -1,7 +1,7 @@
 """The registry of algorithms. A new algorithm is a module with a tuple ``ALGORITHMS``, listed in `_MODULES`.
 
-Whoever needs to know something of an algorithm asks for a property of `find(collective, name)`; names are tested
-nowhere else but where the planners choose by size.
+The rest of the package reads properties of `find(collective, name)`; only the planners, which choose by size, name
+algorithms.
 """
 
 from __future__ import annotations

@@ -30,8 +30,15 @@ def tree(module: str) -> ast.Module:
 
 
 def exported(module: str) -> list[str]:
-    assigned = [node for node in tree(module).body if isinstance(node, ast.Assign) and "__all__" in ast.unparse(node)]
-    return list(ast.literal_eval(assigned[0].value))
+    """The names in ``__all__``, those of another module that are added to it included."""
+    found: list[str] = []
+    for node in tree(module).body:
+        if isinstance(node, ast.Assign | ast.AugAssign) and "__all__" in ast.unparse(node):
+            other = ast.unparse(node.value).removesuffix(".__all__")
+            sources = [each for each in tree(module).body if isinstance(each, ast.ImportFrom)]
+            names = {alias.name: f"{each.module}.{alias.name}" for each in sources for alias in each.names}
+            found += exported(names[other]) if other in names else ast.literal_eval(node.value)
+    return found
 
 
 def is_module(name: str) -> bool:
@@ -46,7 +53,9 @@ def definitions(module: str, name: str) -> Iterator[ast.FunctionDef | ast.ClassD
             yield node
         elif isinstance(node, ast.ImportFrom) and str(node.module).startswith("collectives"):
             for alias in node.names:
-                if (alias.asname or alias.name) == name and not is_module(f"{node.module}.{name}"):
+                if alias.name == "*" and name in exported(str(node.module)):
+                    yield from definitions(str(node.module), name)
+                elif (alias.asname or alias.name) == name and not is_module(f"{node.module}.{name}"):
                     yield from definitions(str(node.module), alias.name)
 
 
@@ -73,3 +82,7 @@ def test_a_breach_is_seen() -> None:
     assert "allreduce" in dict(functions("collectives.tensorflow.keras"))
     (node,) = ast.parse("def f(tensor) -> Any: ...").body
     assert isinstance(node, ast.FunctionDef) and node.returns is not None and ast.unparse(node.returns) == "Any"
+
+
+def test_names_that_another_module_lists_are_looked_at() -> None:
+    assert "local_rank" in dict(functions("collectives.torch"))

@@ -2,6 +2,6 @@
 
 from collectives.base.errors import OperationError as HorovodInternalError  # noqa: F401
 from collectives.torch import *  # noqa: F403
-from horovod.common.process_sets import add_process_set  # type: ignore[import-not-found, no-redef]  # noqa: F401
+from horovod.common.process_sets import add_process_set  # type: ignore[import-not-found]  # noqa: F401
 from horovod.common.util import check_extension, split_list  # type: ignore[import-not-found]  # noqa: F401
 from horovod.torch import compression, functions, mpi_ops, optimizer, sync_batch_norm  # type: ignore[import-not-found]  # noqa: F401

@@ -3,7 +3,7 @@
 from collectives.base.errors import OperationError as HorovodInternalError  # noqa: F401
 from collectives.torch import *  # noqa: F403
 from horovod.common.basics import HorovodBasics  # type: ignore[import-not-found]
-from horovod.common.process_sets import add_process_set  # type: ignore[import-not-found, no-redef]  # noqa: F401
+from horovod.common.process_sets import add_process_set  # type: ignore[import-not-found]  # noqa: F401
 from horovod.common.util import (  # type: ignore[import-not-found]
     check_installed_version,  # noqa: F401
     get_average_backwards_compatibility_fun,

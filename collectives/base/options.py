@@ -87,17 +87,17 @@ def spelled_out(accepted: type[Any], **defaults: Any) -> Callable[[Function], Fu
 
     Args:
         accepted: `CallOptions` or a subclass: the type of the function's ``**options``.
-        defaults: to show in place of those of `Options`, where the function's own are others.
+        defaults: to show in place of those of `Options`, and of keywords that are not among them.
     """
     types = accepted.__annotations__
     keywords = [
         inspect.Parameter(
             keyword,
             inspect.Parameter.KEYWORD_ONLY,
-            default=defaults.get(keyword, default),
+            default=default,
             annotation=getattr(types[keyword], "__forward_arg__", types[keyword]),
         )
-        for keyword, default in Options._field_defaults.items()
+        for keyword, default in {**Options._field_defaults, **defaults}.items()
         if keyword in types
     ]
 

@@ -1,4 +1,4 @@
-"""What a compressor makes of JAX arrays: the engine's own halves in the engine, others' forms before and after it."""
+"""Compression of JAX arrays: built-in halves inside the engine where it can, other compressors around the call."""
 
 from __future__ import annotations
 
@@ -10,19 +10,24 @@ import jax.numpy as jnp
 from collectives.tensors.compression import BUILT_IN, BF16Compressor, Compression, FP16Compressor, check
 
 Restore = Callable[[list[Any]], list[Any]]
+"""Decompresses the results of a call."""
 _WIRES = {FP16Compressor: "float16", BF16Compressor: "bfloat16"}
 
 
-def inside(compression: Any, tensors: list[Any]) -> tuple[str | None, list[Any], Restore]:
-    """For an operation that compresses by itself: the dtype in which tensors travel; the tensors, and what becomes of
-    the results."""
+def in_engine(compression: Any, tensors: list[Any]) -> tuple[str | None, list[Any], Restore]:
+    """Compress for an operation that has built-in compression.
+
+    Returns:
+        The dtype in which the engine sends the tensors (None: their own), the tensors, and the function that restores
+        the results.
+    """
     if compression is None or _is_built_in(compression):
         return _WIRES.get(compression), tensors, list
-    return None, *outside(compression, tensors)
+    return None, *around_call(compression, tensors)
 
 
-def outside(compression: Any, tensors: list[Any]) -> tuple[list[Any], Restore]:
-    """For one that does not: the compressed tensors, and what becomes of the results."""
+def around_call(compression: Any, tensors: list[Any]) -> tuple[list[Any], Restore]:
+    """Compress for an operation without compression; returns the compressed tensors, and what restores the results."""
     if compression is None or compression is Compression.none:
         return tensors, list
     if _is_built_in(compression):
@@ -37,14 +42,14 @@ def outside(compression: Any, tensors: list[Any]) -> tuple[list[Any], Restore]:
 
 
 def _halves(wire: str, tensors: list[Any]) -> tuple[list[Any], Restore]:
-    def small(tensor: Any) -> Any:
+    def narrow(tensor: Any) -> Any:
         wide = jnp.issubdtype(tensor.dtype, jnp.floating) and tensor.dtype.itemsize > 2
         return tensor.astype(wire) if wide else tensor
 
     def restore(results: list[Any]) -> list[Any]:
         return [result.astype(tensor.dtype) for result, tensor in zip(results, tensors, strict=True)]
 
-    return [small(tensor) for tensor in tensors], restore
+    return [narrow(tensor) for tensor in tensors], restore
 
 
 def _is_built_in(compression: Any) -> bool:

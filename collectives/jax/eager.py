@@ -1,7 +1,7 @@
-"""Collectives on arrays that are there: NumPy views of JAX's memory, and results that JAX takes over without a copy.
+"""Eager execution: NumPy views of JAX's memory as inputs, and results that JAX adopts without a copy.
 
-A JAX array never changes, so the engine only reads it. A result is written into memory that is aligned to 64 bytes,
-comes from the world's pool and goes back to it when JAX has dropped it; nobody writes to it in between.
+JAX arrays are immutable, so the engine only reads them. A result is written into 64-byte-aligned memory of the world's
+result pool, which takes it back when JAX has dropped the array; nothing writes to it in between.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from collectives.jax import compat
 from collectives.jax.collective_call import CollectiveCall
 
 _ALIGNED_FROM = 4096
-"""Bytes below which a copy of a result costs nothing."""
+"""Bytes from which on a result gets pool memory; below it a copy costs nothing."""
 
 
 def run(call: CollectiveCall, operands: Sequence[Any]) -> list[Any]:
-    """Carry a call out on JAX arrays, on the CPU or a GPU; new JAX arrays, placed like them."""
-    settle()
+    """Carry a call out on JAX arrays, on the CPU or a GPU; returns new JAX arrays, placed like the operands."""
+    wait_for_effects()
     given = [_readable(operand) for operand in operands]
     results = None
     if call.collective == "allreduce" and all(type(each) is np.ndarray for each in given):
@@ -38,17 +38,16 @@ def run(call: CollectiveCall, operands: Sequence[Any]) -> list[Any]:
 
 
 def exchange(call: CollectiveCall, operands: Sequence[Any]) -> tuple[list[Any], tuple[int, ...]]:
-    """`run` of an alltoall; and how many rows came from each rank."""
-    settle()
+    """`run` of an alltoall; also returns how many rows came from each rank."""
+    wait_for_effects()
     made, received = call.exchange([_readable(operand) for operand in operands])
     return placed(made, operands), received[0]
 
 
-def settle() -> None:
-    """Return when compiled programs have made their ordered calls: they come first, since they were called before.
+def wait_for_effects() -> None:
+    """Wait until compiled programs have made their ordered calls, which precede this one in program order.
 
-    Whoever reads the results of one that has failed gets its error there; it is nothing that later calls must suffer
-    from.
+    The error of a failed program is raised where its results are read, so later calls only log it.
     """
     try:
         jax.effects_barrier()
@@ -57,22 +56,20 @@ def settle() -> None:
         compat.forget_effects()
 
 
+def placed(made: list[Any], operands: Sequence[Any]) -> list[Any]:
+    """Return results as JAX arrays, on the devices of operands that the program has committed to a device."""
+    if any(isinstance(each, jax.Array) for each in made):
+        return [each if isinstance(each, jax.Array) else compat.adopt([each])[0] for each in made]
+    committed = [isinstance(each, jax.Array) and compat.committed(each) for each in operands]
+    if not any(committed):
+        return compat.adopt(made)
+    return compat.adopt(made, [each.sharding if own else None for each, own in zip(operands, committed, strict=True)])
+
+
 def _readable(operand: Any) -> Any:
-    """As the engine reads it: what lies on a GPU it takes as it is."""
+    """An operand as the engine reads it: a NumPy view on the CPU, the array itself on a GPU."""
     if not isinstance(operand, jax.Array):
         return np.asarray(operand)
     if next(iter(operand.devices())).platform == "cpu":
         return np.asarray(operand)
     return operand if len(operand.devices()) == 1 else operand.addressable_data(0)
-
-
-def placed(made: list[Any], operands: Sequence[Any]) -> list[Any]:
-    """Results as JAX arrays: where the operands are, if the program has put them there."""
-    if any(isinstance(each, jax.Array) for each in made):
-        return [each if isinstance(each, jax.Array) else compat.adopt([each])[0] for each in made]
-    if any(isinstance(each, jax.Array) and compat.committed(each) for each in operands):
-        places = [
-            each.sharding if isinstance(each, jax.Array) and compat.committed(each) else None for each in operands
-        ]
-        return compat.adopt(made, places)
-    return compat.adopt(made)

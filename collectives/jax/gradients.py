@@ -1,5 +1,4 @@
-"""Gradients of the ranks' functions together: `jax.grad` and `jax.value_and_grad`, with what they give back combined
-over the ranks."""
+"""`jax.grad` and `jax.value_and_grad` with gradients that are combined over the ranks."""
 
 from __future__ import annotations
 
@@ -33,18 +32,18 @@ def value_and_grad(
     """`jax.value_and_grad` whose gradients are combined over the ranks, all in one fused call.
 
     Args:
-        fun, argnums, has_aux: as for `jax.value_and_grad`; so are further ``keywords``.
+        fun, argnums, has_aux, keywords: as for `jax.value_and_grad`.
         op, compression, prescale_factor, postscale_factor, process_set, name, ordered: as for
-        `collectives.jax.allreduce`.
+            `collectives.jax.allreduce`.
 
     Returns:
         A function that returns this rank's value (and auxiliary data), and the combined gradients.
     """
-    own = jax.value_and_grad(fun, argnums, has_aux, **keywords)
+    local = jax.value_and_grad(fun, argnums, has_aux, **keywords)
 
     @functools.wraps(fun)
     def call(*arguments: Any, **options: Any) -> Any:
-        value, gradients = own(*arguments, **options)
+        value, gradients = local(*arguments, **options)
         how = None, name, compression, op, prescale_factor, postscale_factor, process_set
         return value, allreduce(gradients, *how, ordered=ordered)
 
@@ -55,11 +54,11 @@ def grad(
     fun: Callable[..., Any], argnums: int | tuple[int, ...] = 0, has_aux: bool = False, **keywords: Any
 ) -> Callable[..., Any]:
     """`jax.grad` whose gradients are combined over the ranks; arguments as for `value_and_grad`."""
-    both = value_and_grad(fun, argnums, has_aux, **keywords)
+    with_value = value_and_grad(fun, argnums, has_aux, **keywords)
 
     @functools.wraps(fun)
     def call(*arguments: Any, **options: Any) -> Any:
-        value, gradients = both(*arguments, **options)
+        value, gradients = with_value(*arguments, **options)
         return (gradients, value[1]) if has_aux else gradients
 
     return call

@@ -1,4 +1,4 @@
-"""Joining and leaving, where compiled programs may still be at work."""
+"""`init` and `shutdown` that wait for compiled programs which are still running."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from collections.abc import Sequence
 from typing import Any
 
 from collectives import runtime
-from collectives.jax.eager import settle
+from collectives.jax.eager import wait_for_effects
 from collectives.process_sets import ProcessSet
 
 
 def init(comm: Any = None, process_sets: Sequence[ProcessSet | Sequence[int]] | str | None = None) -> None:
     """Join the other ranks: see `collectives.init`."""
     runtime.init(comm, process_sets)
-    # What a program has dispatched before it ends is carried out first; registered later than the world's own end, it
-    # comes before that.
-    atexit.unregister(_finish)
-    atexit.register(_finish)
+    # Exit handlers run in reverse order: registered after the world's own, this one carries out what the program has
+    # dispatched before the world ends.
+    atexit.unregister(_finish_programs)
+    atexit.register(_finish_programs)
 
 
 def shutdown() -> None:
-    """Leave the other ranks, when compiled programs have made their ordered calls: see `collectives.shutdown`."""
-    _finish()
+    """Leave the other ranks once compiled programs have made their ordered calls: see `collectives.shutdown`."""
+    _finish_programs()
     runtime.shutdown()
 
 
-def _finish() -> None:
+def _finish_programs() -> None:
     if runtime.is_initialized():
-        settle()
+        wait_for_effects()

@@ -1,8 +1,8 @@
-"""Small tensors of a compiled program travel as one: XLA lays them one behind the other, and takes the result apart.
+"""Concatenate the small tensors of a grouped all-reduce in a compiled program, and split the result.
 
-An operand costs the engine and the call a few microseconds, and a small tensor's bytes next to nothing (161 tensors of
-1 to 40 elements: one operand in place of 161). The shapes go along as `CollectiveCall.parts`, so that ranks whose tensors add up
-to the same length by chance do not mix them.
+Each operand costs the engine and the call a few microseconds, the bytes of a small tensor next to nothing: 161 tensors
+of 1 to 40 elements become one operand. Their shapes are passed on as `CollectiveCall.parts`, so that ranks whose
+tensors happen to have the same total length are not matched.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 
 _BELOW = 32 << 10
-"""Bytes of a tensor that is packed."""
+"""Bytes below which a tensor is packed."""
 
 Shape = tuple[int, ...]
 
@@ -22,11 +22,11 @@ Shape = tuple[int, ...]
 def pack(
     tensors: Sequence[Any],
 ) -> tuple[list[Any], tuple[tuple[Shape, ...], ...], Callable[[Sequence[Any]], list[Any]]]:
-    """Put small tensors of one dtype together.
+    """Concatenate small tensors of one dtype.
 
     Returns:
-        The operands: large tensors as they are, then one of each dtype; the shapes in each; and what makes the tensors
-            of the results.
+        The operands (large tensors as they are, then one of each dtype), the shapes in each of them (empty for one that
+        is not packed), and the function that turns results into those of the tensors.
     """
     small: dict[Any, list[int]] = {}
     for number, tensor in enumerate(tensors):
@@ -40,16 +40,16 @@ def pack(
     parts = ((),) * len(alone) + tuple(tuple(tuple(tensors[number].shape) for number in members) for members in packs)
 
     def unpack(results: Sequence[Any]) -> list[Any]:
-        found: list[Any] = [None] * len(tensors)
+        unpacked: list[Any] = [None] * len(tensors)
         for number, result in zip(alone, results, strict=False):
-            found[number] = result
+            unpacked[number] = result
         for members, result in zip(packs, results[len(alone) :], strict=True):
             start = 0
             for number in members:
                 shape = tensors[number].shape
                 end = start + math.prod(shape)
-                found[number] = result[start:end].reshape(shape)
+                unpacked[number] = result[start:end].reshape(shape)
                 start = end
-        return found
+        return unpacked
 
     return operands, parts, unpack

@@ -1,8 +1,7 @@
-"""The same start on every rank: parameters and objects as one rank has them.
+"""Initial synchronisation: broadcast parameters and objects, so that every rank starts from the same state.
 
-The ranks first show each other what they pass, as a digest of 16 bytes, so that a model that was built differently on
-some rank is an error on all of them before anything is sent. Then arrays from 256 KiB up travel as they are, and the
-many small ones together.
+The ranks first compare a 16-byte digest of what they pass, so that a model that was built differently on some rank is an
+error on all of them before anything is sent. Arrays of 256 KiB and more are then sent in place, smaller ones packed.
 """
 
 from __future__ import annotations
@@ -19,8 +18,9 @@ from collectives import api
 from collectives.base.errors import InvalidArgumentError, InvalidTypeError
 from collectives.engine import arguments
 from collectives.frontends.agreement import agree
-from collectives.jax import eager
-from collectives.jax.operations import Tree, outside
+from collectives.jax import eager, pytrees
+from collectives.jax.dispatch import require_eager
+from collectives.jax.operations import Tree
 from collectives.process_sets import ProcessSet
 from collectives.runtime import global_process_set, root_in, world_of
 from collectives.tensors import detection
@@ -31,24 +31,24 @@ _LABEL = "broadcast_parameters"
 
 
 def broadcast_parameters(params: Tree, root_rank: int = 0, process_set: ProcessSet = global_process_set) -> Tree:
-    """Give every rank the root's parameters: a model's, an optimizer's state, or any other pytree.
+    """Copy the root's parameters to every rank: a model's, an optimizer's state, or any other pytree.
 
     Args:
         params: a pytree of JAX arrays (random keys too), NumPy arrays and numbers; of the same structure, shapes and
             dtypes on every rank.
-        root_rank: the rank whose parameters they are, by its number among all ranks.
+        root_rank: the root, by its number among all ranks.
         process_set: the ranks that take part.
 
     Returns:
         A new pytree of the same structure, with JAX arrays. None stays None.
 
     Raises:
-        InvalidTypeError: a leaf that is no array, or lies on several devices.
-        InvalidArgumentError: called inside of a function that is being compiled: use `broadcast` there.
-        MismatchError: the ranks' parameters or roots differ; raised on every rank, and names the first that does.
+        InvalidTypeError: a leaf that is not an array, or is sharded over several devices.
+        InvalidArgumentError: called inside of a function that is being compiled; use `broadcast` there.
+        MismatchError: the ranks' parameters or roots differ; raised on every rank, and names the first difference.
     """
-    outside(_LABEL)
-    eager.settle()
+    require_eager(_LABEL)
+    eager.wait_for_effects()
     world = world_of(process_set)
     number = root_in(process_set, root_rank, _LABEL)
     try:
@@ -61,7 +61,7 @@ def broadcast_parameters(params: Tree, root_rank: int = 0, process_set: ProcessS
         raise world.refused(error, _LABEL) from None
     layout = {name: f"{array.dtype} of shape {array.shape}" for name, array in plain.items()}
     kinds = {f"the kind of random keys in {name}": str(kind) for name, kind in keys.items()}
-    # The small ones travel together, in this order.
+    # Small arrays are packed in this order.
     order = hashlib.blake2b(repr(list(layout)).encode(), digest_size=8).hexdigest()
     agree(
         world,
@@ -80,17 +80,16 @@ def broadcast_parameters(params: Tree, root_rank: int = 0, process_set: ProcessS
 def broadcast_object(
     obj: Tree, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tree:
-    """Give every rank the root's object: anything that pickle takes, arrays included. On the root the very one that was
-    passed."""
-    outside("broadcast_object")
-    eager.settle()
+    """Send the root's object, anything that pickle supports, to every rank. The root gets the object that it passed."""
+    require_eager("broadcast_object")
+    eager.wait_for_effects()
     return api.broadcast_object(obj, root_rank, name=name, process_set=process_set)
 
 
 def allgather_object(obj: Tree, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Tree]:
-    """Give every rank every rank's object, in rank order."""
-    outside("allgather_object")
-    eager.settle()
+    """Send every rank's object to every rank; returns them in rank order."""
+    require_eager("allgather_object")
+    eager.wait_for_effects()
     return api.allgather_object(obj, name=name, process_set=process_set)
 
 
@@ -99,24 +98,26 @@ def _is_key(leaf: Any) -> bool:
 
 
 def _plain(name: str, leaf: Any) -> np.ndarray[Any, Any]:
-    """A leaf as NumPy has it, in the dtype that JAX gives it."""
-    if isinstance(leaf, jax.Array):
-        if leaf.is_deleted():
-            raise InvalidArgumentError(f"{name}: this array was deleted, or donated to a compiled function")
-        if not leaf.is_fully_replicated:
-            devices = len(leaf.sharding.device_set)
-            text = f"expected an array on one device, or replicated over several, got one that is sharded over {devices} ({leaf.sharding})"
-            raise InvalidTypeError(f"{name}: {text}")
-        return np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else leaf)
-    if not isinstance(leaf, (np.ndarray, np.generic, bool, int, float, complex)):
-        raise InvalidTypeError(
-            f"{name}: expected an array or a number, got {detection.describe(leaf)}; leave it out of the tree"
-        )
-    return np.asarray(jnp.asarray(leaf))
+    """Return a leaf as a NumPy array, in the dtype that JAX gives it; of a random key its data.
+
+    Raises:
+        InvalidTypeError, InvalidArgumentError: not an array, sharded, or deleted.
+    """
+    if not isinstance(leaf, jax.Array):
+        if not isinstance(leaf, pytrees.NUMBERS):
+            raise InvalidTypeError(
+                f"{name}: expected an array or a number, got {detection.describe(leaf)}; leave it out of the tree"
+            )
+        return np.asarray(jnp.asarray(leaf))
+    try:
+        pytrees.check_whole(leaf)
+    except (InvalidTypeError, InvalidArgumentError) as error:
+        raise type(error)(f"{name}: {error}") from None
+    return np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else leaf)
 
 
 def _moved(world: World, root: int, arrays: Mapping[str, np.ndarray[Any, Any]]) -> dict[str, np.ndarray[Any, Any]]:
-    """The root's arrays. They travel as bytes, whatever they are made of."""
+    """Return the root's arrays. They are sent as bytes, whatever their dtypes."""
     large = [name for name, array in arrays.items() if array.nbytes >= _ALONE_FROM]
     small = [name for name in arrays if name not in large]
     pack = f"{_LABEL}.packed"
@@ -129,7 +130,7 @@ def _moved(world: World, root: int, arrays: Mapping[str, np.ndarray[Any, Any]]) 
             together = world.broadcast(packed, root, name=begin(pack))
     if small:
         ends = np.cumsum([flat[name].nbytes for name in small])
-        # Copies, since an element may not begin in the middle of another's bytes.
+        # Copies, because a view of another dtype needs aligned memory.
         results = {name: part.copy() for name, part in zip(small, np.split(together, ends[:-1]), strict=True)}
     results |= {name: handle.wait() for name, handle in handles.items()}
     return {name: results[name].view(array.dtype).reshape(array.shape) for name, array in arrays.items()}

@@ -1,0 +1,135 @@
+"""From checked arguments to a call: carried out at once, or bound as a primitive while JAX traces."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, TypedDict
+
+import numpy as np
+
+from collectives.base.errors import InvalidArgumentError, InvalidTypeError, UnsupportedError
+from collectives.base.reduce_op import Op
+from collectives.engine import arguments
+from collectives.jax import compat, eager, primitive, small_tensors
+from collectives.jax.collective_call import CollectiveCall
+from collectives.process_sets import ProcessSet
+from collectives.runtime import world_of
+from collectives.world import World
+
+
+class ProgramOptions(TypedDict, total=False):
+    """Keywords of every collective on JAX arrays.
+
+    Attributes:
+        algorithm, transport: as for `collectives.allreduce`.
+        ordered: True (the default): a compiled program makes the call in program order; False: the call is matched by
+            its name alone, see `collectives.jax.operations`.
+    """
+
+    algorithm: str | None
+    transport: str | None
+    ordered: bool
+
+
+@contextlib.contextmanager
+def refusing(world: World, name: str | None) -> Iterator[None]:
+    """Report an error in this rank's arguments to the other ranks, and raise it with the rank in its message."""
+    try:
+        yield
+    except Exception as error:
+        raise world.refused(error, name) from None
+
+
+def begin(
+    collective: str, process_set: ProcessSet | int, name: str | None, options: ProgramOptions
+) -> tuple[World, CollectiveCall]:
+    """Return the world of a process set and a call on it, to be completed by the collective's own arguments.
+
+    Raises:
+        InvalidTypeError, InvalidArgumentError: ``name`` is not a string, or is missing with ``ordered=False``.
+        TypeError: an unknown keyword.
+    """
+    unknown = [keyword for keyword in options if keyword not in ProgramOptions.__annotations__]
+    if unknown:
+        raise TypeError(f"{collective}() got an unexpected keyword argument {unknown[0]!r}")
+    world = world_of(process_set)
+    ordered = bool(options.get("ordered", True))
+    with refusing(world, name):
+        arguments.check_name(name)
+        if not ordered and name is None:
+            raise InvalidArgumentError(
+                "name: expected one with ordered=False, by which the ranks' calls are matched; got None"
+            )
+    number = process_set if isinstance(process_set, int) else process_set.process_set_id
+    assert number is not None
+    call = CollectiveCall(collective, world.size, world.rank, name, number, ordered=ordered)
+    return world, replace(call, algorithm=options.get("algorithm"), transport=options.get("transport"))
+
+
+def reducing(call: CollectiveCall, op: Op, prescale_factor: Any, postscale_factor: Any) -> CollectiveCall:
+    """Complete a call by its reduction, with checked factors."""
+    before = arguments.factor("prescale_factor", prescale_factor)
+    return replace(call, op=op.value, prescale=before, postscale=arguments.factor("postscale_factor", postscale_factor))
+
+
+def is_staged(tensors: Sequence[Any]) -> bool:
+    """Whether the call becomes part of a program or of a derivative."""
+    return compat.tracing() or any(compat.is_tracer(tensor) for tensor in tensors)
+
+
+def run(call: CollectiveCall, tensors: Sequence[Any]) -> list[Any]:
+    """Carry the call out, or bind it to the program that is being traced."""
+    return primitive.bind(call, tensors) if is_staged(tensors) else eager.run(call, tensors)
+
+
+def run_allreduce(call: CollectiveCall, tensors: list[Any]) -> list[Any]:
+    """`run` of an all-reduce; in a program the small tensors of a group are concatenated."""
+    if not call.grouped or call.op == Op.ADASUM.value or not is_staged(tensors):
+        return run(call, tensors)
+    operands, parts, unpack = small_tensors.pack(tensors)
+    return unpack(run(replace(call, parts=parts), operands))
+
+
+def require_eager(function: str) -> None:
+    """Raise an `InvalidArgumentError` while JAX traces."""
+    if compat.tracing():
+        raise InvalidArgumentError(f"{function}: it cannot be part of a compiled program; call it outside jit")
+
+
+# ---- arguments
+
+
+def as_list(tensors: Any, process_set: ProcessSet, name: str | None) -> list[Any]:
+    """Return the tensors of a grouped operation as a list.
+
+    Raises:
+        InvalidTypeError: neither a list nor a tuple.
+    """
+    if isinstance(tensors, (list, tuple)):
+        return list(tensors)
+    error = InvalidTypeError(f"tensors: expected a list or tuple of tensors, got {type(tensors).__name__}")
+    raise world_of(process_set).refused(error, name)
+
+
+def check_has_rows(collective: str, tensors: Sequence[Any]) -> None:
+    """Raise an `UnsupportedError` if a tensor has no dimension."""
+    if any(not tensor.shape for tensor in tensors):
+        raise UnsupportedError(
+            f"tensor: {collective} works along the first dimension, got a 0-d tensor; reshape it to (1,)"
+        )
+
+
+def rows_of_ranks(argument: str, given: Any, world: World) -> tuple[int, ...]:
+    """Check a number of rows for each rank.
+
+    Raises:
+        InvalidArgumentError: not as many integers as ranks, or a negative one.
+    """
+    counts = np.asarray(given)
+    if counts.shape != (world.size,) or counts.dtype.kind not in "iu" or counts.min() < 0:
+        raise InvalidArgumentError(
+            f"{argument}: expected {world.size} numbers of rows, one for each rank, got {given!r}"
+        )
+    return tuple(counts.tolist())

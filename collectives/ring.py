@@ -1,23 +1,40 @@
-"""The ring: every rank talks to its two neighbours only, and every link carries the same load in every round.
+"""The ring: every rank exchanges data with its two neighbours only, and every link carries the same load.
 
-        0 ---> 1 ---> 2            chunk c belongs to rank c
-        ^             |            round k: rank r sends to r + 1 and receives from r - 1
+        0 ---> 1 ---> 2         in each round rank r sends one chunk to r + 1 and receives another from r - 1
+        ^             |         (mod N); N ranks, N chunks, chunk c belongs to rank c
         +------ 3 <---+
 
-All-reduce is a reduce-scatter followed by an allgather. For four ranks, what rank r holds of each chunk (letters are
-the ranks whose contributions are in it):
+All-reduce is a reduce-scatter followed by an allgather. Below, four ranks contribute a, b, c and d; shown is the chunk
+that each rank receives in a round, with the contributions in it afterwards (all: a, b, c and d).
 
-    reduce-scatter: in round k rank r passes on chunk r-k-1, and reduces chunk r-k-2
+    reduce-scatter: in round k rank r sends chunk r-k-1, and adds what it receives to its own chunk r-k-2
 
-            chunk 0   chunk 1   chunk 2   chunk 3
-    rank 0     .         .       d+a..       .         after N-1 = 3 rounds rank r owns the whole of chunk r:
-    rank 1  (all)        .         .       a+b..       a chunk c starts at rank c+1 and goes once around,
-    ...                                                being reduced at every stop, until it is home
+                    round 0                   round 1                   round 2
+    chunk     0    1    2    3          0    1    2    3          0    1    2    3
+    rank 0    .    .    da   .          .    cda  .    .          all  .    .    .
+    rank 1    .    .    .    ab         .    .    dab  .          .    all  .    .
+    rank 2    bc   .    .    .          .    .    .    abc        .    .    all  .
+    rank 3    .    cd   .    .          bcd  .    .    .          .    .    .    all
 
-    allgather: in round k rank r passes on chunk r-k, and receives chunk r-k-1
+    Chunk c starts at rank c+1, goes around once and is complete at its own rank after N-1 = 3 rounds.
 
-Cost for N ranks and S bytes: 2(N-1) rounds, in which each rank sends and receives 2(N-1)/N * S bytes: no all-reduce can
-move less. Reduce-scatter and allgather take half of each.
+    allgather: in round k (after the N-1 rounds above) rank r sends chunk r-k, and replaces chunk r-k-1
+
+                    round 0                   round 1                   round 2
+    chunk     0    1    2    3          0    1    2    3          0    1    2    3
+    rank 0    .    .    .    all        .    .    all  .          .    all  .    .
+    rank 1    all  .    .    .          .    .    .    all        .    .    all  .
+    rank 2    .    all  .    .          all  .    .    .          .    .    .    all
+    rank 3    .    .    all  .          .    all  .    .          all  .    .    .
+
+Cost for N ranks and S bytes: 2(N-1) rounds of S/N bytes; each rank sends and receives 2(N-1)/N * S bytes, which is the
+minimum for an all-reduce. Reduce-scatter and allgather cost half of that each. (Direct exchange moves the same bytes in
+two rounds: `collectives.schedules.direct`.)
+
+From a schedule to the bytes: `schedules.schedule` defines the four steps; `plan.lowering` gives every value a place in
+memory and every exchange a wait; `plan.binder` makes a closure of each step and `plan.executor` runs them, segment by
+segment, rounds overlapping; `transport.shared_memory` (windows), `transport.direct_read` (process_vm_readv) and
+`transport.mpi` (messages) move the bytes, `tensors.reduction` adds them. `schedules.verify` proves the schedules.
 
 Source: P. Patarasuk and X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", J. Parallel
 Distrib. Comput. 69 (2009); made popular for deep learning by Baidu's allreduce (2017).
@@ -30,20 +47,19 @@ from collectives.schedules.schedule import Round, Schedule, copy, receive, reduc
 
 
 def allreduce(rank: int, size: int) -> Schedule:
-    """All-reduce: chunks 0 to ``size`` - 1, 2(N-1) rounds. Each chunk is summed on one path, so all ranks get the same
-    bits."""
+    """All-reduce of N chunks in 2(N-1) rounds. A chunk is summed along one path, so all ranks get the same bits."""
     rounds = (*_reduce_scatter(rank, size), *_allgather(rank, size)) if size > 1 else ((copy(rank, 0),),)
     return Schedule("allreduce", "ring", rank, size, size, rounds)
 
 
 def reducescatter(rank: int, size: int) -> Schedule:
-    """Reduce-scatter: rank r ends with the whole of chunk r. N-1 rounds, (N-1)/N * S bytes sent per rank."""
+    """Reduce-scatter: rank r ends with the sum of chunk r. N-1 rounds, (N-1)/N * S bytes per rank."""
     rounds = _reduce_scatter(rank, size) if size > 1 else ((copy(rank, 0),),)
     return Schedule("reducescatter", "ring", rank, size, size, rounds)
 
 
 def allgather(rank: int, size: int) -> Schedule:
-    """Allgather: rank r starts with chunk r. N-1 rounds, (N-1)/N * S bytes sent per rank."""
+    """Allgather: rank r starts with chunk r, and copies it to its output. N-1 rounds, (N-1)/N * S bytes per rank."""
     own = copy(rank, rank)
     around = _allgather(rank, size)
     rounds = ((own, *around[0]), *around[1:]) if size > 1 else ((own,),)
@@ -53,8 +69,8 @@ def allgather(rank: int, size: int) -> Schedule:
 def broadcast(rank: int, size: int, root: int) -> Schedule:
     """Broadcast along the chain root, root + 1, ...: one chunk, N-1 rounds; round k crosses the k-th link.
 
-    By itself that is slow; cut into G segments whose rounds overlap, it takes N-2+G rounds of S/G bytes, and every link
-    is busy all the time: S bytes in all, whatever N is.
+    Cut into G segments whose rounds overlap, it takes N-2+G rounds of S/G bytes with every link busy: about the time of
+    S bytes on one link, whatever N is.
     """
     place = (rank - root) % size
     rounds: list[Round] = []
@@ -69,11 +85,13 @@ def broadcast(rank: int, size: int, root: int) -> Schedule:
 
 
 def _reduce_scatter(rank: int, size: int) -> tuple[Round, ...]:
+    """N-1 rounds, after which rank r holds the sum of chunk r."""
     after, before = (rank + 1) % size, (rank - 1) % size
     return tuple((send(after, (rank - k - 1) % size), reduce(before, (rank - k - 2) % size)) for k in range(size - 1))
 
 
 def _allgather(rank: int, size: int) -> tuple[Round, ...]:
+    """N-1 rounds, which begin with chunk r on rank r."""
     after, before = (rank + 1) % size, (rank - 1) % size
     return tuple((send(after, (rank - k) % size), receive(before, (rank - k - 1) % size)) for k in range(size - 1))
 

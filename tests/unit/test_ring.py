@@ -70,6 +70,25 @@ def test_after_the_reduce_scatter_a_rank_owns_the_chunk_of_its_number() -> None:
             assert (first[-1][-1].kind, first[-1][-1].chunk) == (Kind.REDUCE, rank)
 
 
+def test_the_drawing_shows_what_four_ranks_do() -> None:
+    schedules = [ring.allreduce(rank, 4) for rank in range(4)]
+    held = [[letter] * 4 for letter in "abcd"]
+    drawn: list[list[list[str]]] = []
+    for number in range(6):
+        before = [list(chunks) for chunks in held]
+        rows = [["."] * 4 for _ in held]
+        for rank, schedule in enumerate(schedules):
+            _, arrival = schedule.rounds[number]
+            value = before[arrival.peer][arrival.chunk] + (held[rank][arrival.chunk] if number < 3 else "")
+            held[rank][arrival.chunk] = value
+            rows[rank][arrival.chunk] = "all" if len(value) == 4 else value
+        drawn.append(rows)
+    lines = [line.split() for line in (ring.__doc__ or "").splitlines()]
+    for rounds in (drawn[:3], drawn[3:]):
+        for rank in range(4):
+            assert ["rank", str(rank), *rounds[0][rank], *rounds[1][rank], *rounds[2][rank]] in lines
+
+
 def test_one_rank_copies() -> None:
     for schedule in (ring.allreduce(0, 1), ring.reducescatter(0, 1), ring.allgather(0, 1), ring.broadcast(0, 1, 0)):
         assert [step.kind for steps in schedule.rounds for step in steps] == [Kind.COPY]

@@ -28,7 +28,7 @@ _under_way: dict[Hashable, Call[Any]] = {}
 """Calls that have been made and whose result nobody has used; whoever asks for the same call again gets that one."""
 
 
-class Patience:
+class Waiter:
     """Waits for MPI: looks often at first, then yields, then naps longer and longer, within a bound.
 
     Args:
@@ -117,7 +117,7 @@ class Patience:
 
 
 def forget(key: Hashable) -> None:
-    """The result of a call is in use, and the next `Patience.call` with this key makes a call of its own."""
+    """The result of a call is in use, and the next `Waiter.call` with this key makes a call of its own."""
     _under_way.pop(key, None)
 
 

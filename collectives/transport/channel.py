@@ -14,7 +14,7 @@ import numpy as np
 
 from collectives.base.errors import RankFailedError
 from collectives.transport import backoff
-from collectives.transport.bounded_mpi import Patience
+from collectives.transport.bounded_mpi import Waiter
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -39,7 +39,7 @@ class Channel:
         names: what messages call the ranks.
 
     Attributes:
-        patience: waits for requests on the communicator, and looks for notices of failure meanwhile.
+        waiter: waits for requests on the communicator, and looks for notices of failure meanwhile.
         failed: the ranks that have failed, and what they said.
         left: the ranks that have left, and after which call.
         here: the ranks that wait, and in which call.
@@ -50,8 +50,8 @@ class Channel:
         self.rank = comm.Get_rank()
         self.size = comm.Get_size()
         self.names = names
-        self.patience = Patience(names[self.rank], timeout)
-        self.patience.check = self.look_for_failures
+        self.waiter = Waiter(names[self.rank], timeout)
+        self.waiter.check = self.look_for_failures
         self.failed: dict[int, str] = {}
         self.left: dict[int, int] = {}
         self.here: dict[int, int] = {}
@@ -67,16 +67,16 @@ class Channel:
         _open.add(self)
 
     def exchange(self, value: Any) -> list[Any]:
-        """Give every rank every rank's (small, picklable) value, in rank order; waits as `Patience.wait`."""
+        """Give every rank every rank's (small, picklable) value, in rank order; waits as `Waiter.wait`."""
         from mpi4py import MPI
 
         mine = pickle.dumps(value)
         self._length[0] = len(mine)
-        self.patience.wait(self.comm.Iallgather(self._length, self._lengths), "every rank to say what it has")
+        self.waiter.wait(self.comm.Iallgather(self._length, self._lengths), "every rank to say what it has")
         everybody = bytearray(int(self._lengths.sum()))
         request = self.comm.Iallgatherv((mine, MPI.BYTE), (everybody, self._lengths.copy(), MPI.BYTE))
         self.collective = (request, mine, everybody)
-        self.patience.wait(request, "every rank to say what it has")
+        self.waiter.wait(request, "every rank to say what it has")
         ends = np.cumsum(self._lengths).tolist()
         data = memoryview(everybody)
         return [

@@ -20,7 +20,8 @@ from collectives.base.errors import CollectiveTimeoutError, InvalidArgumentError
 from collectives.transport import backoff
 from collectives.transport.base import WINDOW_BYTES, Array, Blocks
 from collectives.transport.board import Board, board_bytes
-from collectives.transport.group import BoardControl, Group
+from collectives.transport.board_control import BoardControl
+from collectives.transport.group import Group
 
 
 def connect(

@@ -8,7 +8,7 @@ import pytest
 
 from collectives.base.errors import CollectiveTimeoutError, RankFailedError, TransportError
 from collectives.transport import bounded_mpi
-from collectives.transport.bounded_mpi import Patience, barrier_then, forget
+from collectives.transport.bounded_mpi import Waiter, barrier_then, forget
 
 
 def gone() -> None:
@@ -23,7 +23,7 @@ def test_a_call_whose_wait_ends_early_is_made_once_and_goes_on() -> None:
         assert gate.wait(20)
         return len(calls)
 
-    waiting = Patience(0, 20.0)
+    waiting = Waiter(0, 20.0)
     waiting.check = gone
     with pytest.raises(RankFailedError, match="rank 1"):
         waiting.call(slow, "the others", "meeting")
@@ -39,13 +39,13 @@ def test_a_call_whose_wait_ends_early_is_made_once_and_goes_on() -> None:
 def test_a_call_is_bounded_and_names_what_was_waited_for() -> None:
     gate = threading.Event()
     with pytest.raises(CollectiveTimeoutError, match=r"rank 3: waited 0.05 s for the others.*COLLECTIVES_TIMEOUT"):
-        Patience(3, 0.05).call(lambda: gate.wait(20), "the others")
+        Waiter(3, 0.05).call(lambda: gate.wait(20), "the others")
     gate.set()
 
 
 def test_an_error_of_mpi_is_the_failure_of_a_rank_if_one_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bounded_mpi, "_FAILURE_SHOWS_WITHIN", 0.05)
-    waiting = Patience(3, 20.0)
+    waiting = Waiter(3, 20.0)
     with pytest.raises(
         TransportError, match="rank 3: MPI failed while this rank waited for the others: division by zero"
     ):

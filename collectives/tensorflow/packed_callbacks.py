@@ -27,7 +27,7 @@ from collectives.engine import arguments
 from collectives.frontends import agreement
 from collectives.runtime import root_in
 from collectives.tensorflow import graph
-from collectives.tensors.arrays import wrap_tensorflow
+from collectives.tensors.host_frameworks import wrap_tensorflow
 
 if TYPE_CHECKING:
     from collectives.tensorflow.graph_call import GraphCall

@@ -5,7 +5,7 @@ whenever that is possible; otherwise it is a copy, which ``View.store`` writes b
 A Fortran-ordered array is copied as well: its elements could be moved in the order of its memory only if every rank's
 were ordered alike, and no rank can know.
 
-Nothing here imports a framework. What must be known about one is its reader in ``_READERS``; all others speak DLPack,
+Nothing here imports a framework. What must be known about one is its reader in `host_frameworks`; all others speak DLPack,
 the buffer protocol or ``__array_interface__``. A tensor on a GPU is handed to `collectives.tensors.cuda_tensors`, by
 the same rules.
 """
@@ -14,28 +14,21 @@ from __future__ import annotations
 
 import array as array_module
 import ctypes
-import sys
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
-import numpy.typing as npt
 
 from collectives.base.dtypes import SUPPORTED, resolve
 from collectives.base.errors import InvalidArgumentError, InvalidTypeError
 from collectives.tensors import detection, dlpack
 from collectives.tensors.detection import Extent
+from collectives.tensors.host_frameworks import READERS, Array, Read, Wrap, frozen
 
 if TYPE_CHECKING:
     from collectives.tensors.cuda_tensors import DeviceView
 
-_Array = npt.NDArray[Any]
-_Wrap = Callable[[_Array], Any]
 _addressof = ctypes.addressof
 _byte_of: Any = ctypes.c_char.from_buffer
-_Read = tuple[_Array, _Wrap | None]
-"""A tensor's memory, and what turns a result of the same dtype into the tensor's type (None: a result stays an
-array)."""
 
 
 class View:
@@ -55,12 +48,12 @@ class View:
 
     def __init__(
         self,
-        array: _Array,
+        array: Array,
         shape: tuple[int, ...],
         dtype: np.dtype[Any],
         writable: bool,
-        target: _Array | None = None,
-        wrap: _Wrap | None = None,
+        target: Array | None = None,
+        wrap: Wrap | None = None,
         copied: bool = False,
     ) -> None:
         self.array = array
@@ -95,7 +88,7 @@ class View:
         """Work on a copy from here on, which ``store`` brings back."""
         self._target, self.array, self.copied = self.array, self.array.copy(), True
 
-    def wrap(self, array: _Array) -> Any:
+    def wrap(self, array: Array) -> Any:
         """A result as the caller's type.
 
         Args:
@@ -110,7 +103,7 @@ class View:
 
 
 @overload
-def view(tensor: _Array, *, argument: str = ..., writable: bool = ..., stream: None = ...) -> View: ...
+def view(tensor: Array, *, argument: str = ..., writable: bool = ..., stream: None = ...) -> View: ...
 
 
 @overload
@@ -137,9 +130,9 @@ def view(tensor: Any, *, argument: str = "tensor", writable: bool = False, strea
             stream for a tensor on the CPU.
         MissingDependencyError: the tensor is on a GPU, and something that GPUs need is missing.
     """
-    wrap: _Wrap | None = None
+    wrap: Wrap | None = None
     if type(tensor) is np.ndarray and stream is None:
-        array: _Array = tensor
+        array: Array = tensor
     else:
         read = _read(tensor, argument)
         if read is None:
@@ -168,7 +161,7 @@ def on_device(tensor: Any, stream: Any = None) -> bool:
     return stream is not None or (type(tensor) is not np.ndarray and detection.is_on_device(tensor))
 
 
-def _look(tensor: Any, array: _Array, argument: str, writable: bool, wrap: _Wrap | None) -> View:
+def _look(tensor: Any, array: Array, argument: str, writable: bool, wrap: Wrap | None) -> View:
     dtype = resolve(array.dtype, argument=f"{argument} ({detection.describe(tensor)})")
     flags = array.flags
     if writable:
@@ -193,7 +186,7 @@ _EXPECTED = (
 _PYTHON_SCALARS = {bool: np.bool_, int: np.int64, float: np.float64, complex: np.complex128}
 
 
-def _read(tensor: Any, argument: str) -> _Read | None:
+def _read(tensor: Any, argument: str) -> Read | None:
     """Anything in any layout; read-only where in-place operations must not write. None: it is on a GPU."""
     kind: Any = type(tensor)
     if isinstance(tensor, np.ndarray):
@@ -204,17 +197,17 @@ def _read(tensor: Any, argument: str) -> _Read | None:
             )
         return tensor.view(np.ndarray), tensor.__array_wrap__
     if isinstance(tensor, np.generic):
-        return _frozen(np.asarray(tensor)), _numpy_scalar
+        return frozen(np.asarray(tensor)), _numpy_scalar
     if kind in _PYTHON_SCALARS:
         try:
-            return _frozen(np.asarray(tensor, _PYTHON_SCALARS[kind])), _python_scalar
+            return frozen(np.asarray(tensor, _PYTHON_SCALARS[kind])), _python_scalar
         except OverflowError:
             raise InvalidArgumentError(
                 f"{argument}: expected an int of at most 64 bits (int64), got {tensor}"
             ) from None
     framework = detection.framework(kind)
     if framework is not None:
-        return _READERS[framework](tensor, argument)
+        return READERS[framework](tensor, argument)
     if isinstance(tensor, (list, tuple)):
         raise InvalidTypeError(
             f"{argument}: expected {_EXPECTED}; got a {kind.__name__}: pass numpy.asarray({argument})"
@@ -222,16 +215,11 @@ def _read(tensor: Any, argument: str) -> _Read | None:
     return _read_protocol(tensor, argument)
 
 
-def _frozen(array: _Array) -> _Array:
-    array.flags.writeable = False
-    return array
-
-
-def _numpy_scalar(array: _Array) -> Any:
+def _numpy_scalar(array: Array) -> Any:
     return array[()] if array.ndim == 0 else array
 
 
-def _python_scalar(array: _Array) -> Any:
+def _python_scalar(array: Array) -> Any:
     return array.item() if array.ndim == 0 else array
 
 
@@ -239,7 +227,7 @@ def _python_scalar(array: _Array) -> Any:
 # -----------------------------------------------------------------------------------------------------------
 
 
-def _read_protocol(tensor: Any, argument: str) -> _Read | None:
+def _read_protocol(tensor: Any, argument: str) -> Read | None:
     if hasattr(tensor, "__dlpack_device__"):
         kind = int(tensor.__dlpack_device__()[0])
         if kind in (dlpack.CUDA, dlpack.MANAGED):
@@ -269,7 +257,7 @@ def _read_protocol(tensor: Any, argument: str) -> _Read | None:
     raise InvalidTypeError(f"{argument}: expected {_EXPECTED}; got {detection.describe(tensor)}{advice}")
 
 
-def _from_dlpack(tensor: Any, argument: str) -> _Array:
+def _from_dlpack(tensor: Any, argument: str) -> Array:
     try:
         return np.from_dlpack(tensor)
     except (RuntimeError, TypeError, ValueError, BufferError) as error:
@@ -278,7 +266,7 @@ def _from_dlpack(tensor: Any, argument: str) -> _Array:
         ) from error
 
 
-def _from_buffer(memory: memoryview, tensor: Any, argument: str) -> _Array:
+def _from_buffer(memory: memoryview, tensor: Any, argument: str) -> Array:
     try:
         return np.asarray(memory)
     except (TypeError, ValueError, NotImplementedError, RuntimeError):
@@ -287,7 +275,7 @@ def _from_buffer(memory: memoryview, tensor: Any, argument: str) -> _Array:
         ) from None
 
 
-def _buffer_wrap(tensor: Any) -> _Wrap | None:
+def _buffer_wrap(tensor: Any) -> Wrap | None:
     """How to make the type of a buffer again; None where a result stays a NumPy array (mmap and the like)."""
     kind = type(tensor)
     if kind in (bytes, bytearray, memoryview):
@@ -299,107 +287,3 @@ def _buffer_wrap(tensor: Any) -> _Wrap | None:
         # The length is part of a ctypes array's type, and a gathered result is longer.
         return lambda result: kind.from_buffer_copy(result) if result.nbytes == ctypes.sizeof(kind) else result
     return None
-
-
-# ---- frameworks
-# ----------------------------------------------------------------------------------------------------------
-
-
-def _read_torch(tensor: Any, argument: str) -> _Read | None:
-    torch: Any = sys.modules["torch"]
-    if tensor.is_cuda:
-        return None
-    if not tensor.is_cpu:
-        raise detection.misplaced(tensor, argument, str(tensor.device))
-    if tensor.layout is not torch.strided:
-        raise InvalidTypeError(
-            f"{argument}: expected a dense tensor, got layout {tensor.layout}; pass {argument}.to_dense()"
-        )
-    plain = tensor.detach() if tensor.requires_grad else tensor
-    lazy = plain.is_conj() or plain.is_neg()  # conjugated or negated only when read: its memory holds other numbers
-    if lazy:
-        plain = plain.resolve_conj().resolve_neg()
-    try:
-        # bfloat16: NumPy has no such type of its own, nor does DLPack bring it one. The same bits go under another
-        # name.
-        half = plain.dtype is torch.bfloat16
-        array = plain.view(torch.int16).numpy().view(resolve("bfloat16")) if half else plain.numpy()
-    except (RuntimeError, TypeError) as error:
-        raise InvalidTypeError(f"{argument}: a torch tensor of dtype {tensor.dtype} cannot be read: {error}") from error
-    return _frozen(array) if lazy else array, _wrap_torch
-
-
-def _wrap_torch(array: _Array) -> Any:
-    torch: Any = sys.modules["torch"]
-    if SUPPORTED[array.dtype] == "bfloat16":
-        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(array)
-
-
-def _read_cupy(tensor: Any, argument: str) -> None:
-    """There is no CuPy array but on a GPU."""
-
-
-def _read_jax(tensor: Any, argument: str) -> _Read | None:
-    jax: Any = sys.modules["jax"]
-    if isinstance(tensor, jax.core.Tracer):
-        raise InvalidTypeError(
-            f"{argument}: expected a concrete jax array, got a tracer: call collectives.jax, or collectives outside "
-            f"jit, grad and vmap"
-        )
-    platforms = {device.platform for device in tensor.devices()}
-    if platforms == {"gpu"}:
-        return None
-    if platforms != {"cpu"}:
-        raise detection.misplaced(tensor, argument, ", ".join(sorted(platforms)))
-    return _frozen(np.asarray(tensor).view()), _wrap_jax
-
-
-def _wrap_jax(array: _Array) -> Any:
-    """A result, which nobody is going to write to, as a jax array: without a copy if it is aligned to 64 bytes."""
-    jax: Any = sys.modules["jax"]
-    try:
-        return jax.device_put(array, may_alias=True)
-    except TypeError:  # before 0.4.32
-        return jax.numpy.asarray(array)
-
-
-def _read_tensorflow(tensor: Any, argument: str) -> _Read | None:
-    tensorflow: Any = sys.modules["tensorflow"]
-    if not hasattr(tensor, "numpy"):
-        raise InvalidTypeError(
-            f"{argument}: expected an eager tensor, got a symbolic {detection.describe(tensor)}: call outside "
-            f"tf.function"
-        )
-    device = tensor.device or "CPU"
-    if "GPU" in device:
-        return None
-    if "CPU" not in device:
-        raise detection.misplaced(tensor, argument, device)
-    # Not numpy(), which copies. A variable's value is its memory, which TensorFlow does not write to while the value
-    # lives.
-    array = np.asarray(tensor.read_value() if isinstance(tensor, tensorflow.Variable) else tensor)
-    return _frozen(array.view()), wrap_tensorflow
-
-
-_TENSORFLOW_ALIGNMENT = 64
-
-
-def wrap_tensorflow(array: _Array) -> Any:
-    """An array as an eager tensor, without a copy if it is aligned to 64 bytes, as TensorFlow's kernels want their
-    tensors to be."""
-    tensorflow: Any = sys.modules["tensorflow"]
-    if array.__array_interface__["data"][0] % _TENSORFLOW_ALIGNMENT or not array.flags.carray or array.size == 0:
-        return tensorflow.convert_to_tensor(array)
-    if SUPPORTED[array.dtype] == "bfloat16":  # DLPack brings NumPy no such type
-        return tensorflow.bitcast(wrap_tensorflow(array.view(np.uint16)), tensorflow.bfloat16)
-    return tensorflow.experimental.dlpack.from_dlpack(array.__dlpack__())
-
-
-_READERS: dict[str, Callable[[Any, str], _Read | None]] = {
-    "torch": _read_torch,
-    "cupy": _read_cupy,
-    "jax": _read_jax,
-    "tensorflow": _read_tensorflow,
-}
-"""jax's arrays and TensorFlow's tensors are immutable, so read-only here."""

@@ -88,11 +88,12 @@ def reducer(settings: GradientSettings, backend: str) -> GradientReducer:
 
 class _TensorFlowReducer(GradientReducer):
     def __init__(self, settings: GradientSettings) -> None:
-        from collectives.tensorflow.gradients import key, settle
-        from collectives.tensorflow.reduction_tracking import combine_rest
+        from collectives.frontends.gradient_options import GradientOptions
+        from collectives.tensorflow.gradients import GradientReduction, variable_key
+        from collectives.tensorflow.reduction_tracking import reduce_remaining
 
-        self._key, self._combine_rest = key, combine_rest
-        self._way = settle(
+        self._key, self._reduce_remaining = variable_key, reduce_remaining
+        options = GradientOptions(
             op=settings.op,
             compression=settings.compression,
             sparse_as_dense=settings.sparse_as_dense,
@@ -100,13 +101,12 @@ class _TensorFlowReducer(GradientReducer):
             groups=settings.groups,
             process_set=settings.process_set,
             scale_local_gradients=settings.scale_local,
-            device_dense=settings.device_dense,
-            device_sparse=settings.device_sparse,
             name=settings.name,
         )
+        self._reduction = GradientReduction(options)
 
     def reduce(self, grads: Sequence[Any], variables: Sequence[Any], local: Sequence[Any]) -> list[Any]:
-        return self._combine_rest(grads, variables, self._way, {self._key(variable) for variable in local})
+        return self._reduce_remaining(grads, variables, self._reduction, {self._key(variable) for variable in local})
 
 
 class _ArrayReducer(GradientReducer):

@@ -1,11 +1,11 @@
-"""Gradients that add up on a rank over several backward passes before they travel.
+"""Local accumulation of gradients over several backward passes, before they are reduced over the ranks.
 
-    pass 1, 2, ...     sums += gradients                          the gradients are given back as they are, to be left alone
-    pass n             sums += gradients, combined over the ranks; sums = 0, and the optimizer applies what comes back
+    pass 1, 2, ...     sums += gradients      returned: the gradients as they are, which are not applied
+    pass n             sums += gradients      returned: the sums, reduced over the ranks; then sums = 0
 
-Where in this cycle a rank is, is in a variable, so that it works eagerly, in a ``tf.function`` and in a graph of
-TensorFlow 1 alike; in the latter the variables are local ones (``tf.compat.v1.local_variables_initializer()``, which a
-``MonitoredTrainingSession`` runs by itself).
+The number of the pass is a variable, so this works eagerly, in a ``tf.function`` and in a graph of TensorFlow 1. There
+the variables are local ones (``tf.compat.v1.local_variables_initializer()``, which a ``MonitoredTrainingSession`` runs
+by itself).
 """
 
 from __future__ import annotations
@@ -16,18 +16,17 @@ from typing import Any
 import tensorflow as tf
 
 from collectives.base.errors import InvalidArgumentError
-from collectives.process_sets import ProcessSet
+from collectives.frontends.gradient_options import GradientOptions
 from collectives.tensorflow.autograph import unconverted
-from collectives.tensorflow.gradients import key
-from collectives.tensorflow.reduction_tracking import Notes, note_tensors
+from collectives.tensorflow.gradients import variable_key
+from collectives.tensorflow.reduction_tracking import Mark, mark_tensors
 
 Reduce = Callable[[Sequence[Any], Sequence[Any]], list[Any]]
-"""Combines the gradients of some variables over the ranks."""
+"""Reduces the gradients of some variables over the ranks."""
 
 
 def local_variable(value: Any, name: str) -> Any:
-    """A variable of this rank's own that nobody trains, saves or broadcasts; it outlives the function that is being
-    traced."""
+    """A variable of this rank that is not trained, saved or broadcast, and outlives the function being traced."""
     with tf.init_scope():
         if tf.executing_eagerly():
             return tf.Variable(value, trainable=False, name=name)
@@ -36,129 +35,119 @@ def local_variable(value: Any, name: str) -> Any:
 
 
 class Aggregation:
-    """Adds gradients up, and has them combined every so many passes.
+    """Accumulates gradients, and reduces the sums every ``backward_passes_per_step`` passes.
 
     Args:
-        passes: backward passes between two combinations.
-        average: divide the combined gradients by ``passes``; by default the result is that of the sum over the passes.
-        reduce: combines gradients, given with their variables; called for all ranks in the same pass.
-        process_set: the ranks over which ``reduce`` combines.
-        sparse_as_dense: add sparse gradients as dense ones; by default they are refused.
-        made: called with each variable of the aggregation, for whoever initializes variables of graphs.
+        options: of the optimizer. With ``average_aggregated_gradients`` the reduced gradients are divided by the number
+            of passes; without ``sparse_as_dense`` sparse gradients are refused.
+        reduce: reduces gradients, given with their variables; called in the same pass on all ranks.
+        on_variable: called with each variable that is created, to initialize it in graphs.
 
     Attributes:
-        counter: a variable: the passes since the last combination; None before the first.
-        added: there are gradients that `add` has taken and `apply` has not seen yet.
-
-    Raises:
-        InvalidArgumentError: ``passes`` is not positive.
+        counter: a variable: the passes since the last reduction; None before the first pass.
+        added: whether gradients went through `add` that `apply` has not consumed.
     """
 
     def __init__(
         self,
-        passes: int,
-        average: bool,
+        options: GradientOptions,
         reduce: Reduce,
-        process_set: ProcessSet,
-        sparse_as_dense: bool = False,
-        made: Callable[[Any], None] = lambda variable: None,
+        on_variable: Callable[[Any], None] = lambda variable: None,
     ) -> None:
-        if passes < 1:
-            raise InvalidArgumentError(f"backward_passes_per_step: expected at least 1, got {passes}")
-        self.passes = passes
-        self._average = average
+        self._options = options
+        self._passes = options.backward_passes_per_step
         self._reduce = reduce
-        self._process_set = process_set
-        self._sparse_as_dense = sparse_as_dense
-        self._made = made
+        self._on_variable = on_variable
         self.counter: Any = None
-        self.added = Notes()
+        self.added = Mark()
         self._sums: dict[int, Any] = {}
         self._variables: list[Any] | None = None
 
     @unconverted
     def add(self, grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """One backward pass has come.
+        """Add the gradients of one backward pass to the sums.
 
         Args:
-            grads: one for each variable, or None; the same are None in every pass.
+            grads: one for each variable, or None at the same positions in every pass.
 
         Returns:
-            The combined gradients, in every ``passes``-th call; in others the gradients themselves, which must not be
-            applied: see `apply`.
+            After the last pass the reduced sums, else the gradients, which must not be applied; see `apply`.
 
         Raises:
-            ValueError: a sparse gradient, unless ``sparse_as_dense``.
+            InvalidArgumentError (a ValueError): a sparse gradient without ``sparse_as_dense``, or other variables than
+                in the first pass.
         """
         dense = [self._dense(grad) for grad in grads]
-        self._prepare(dense, variables)
+        self._create_variables(dense, variables)
         present = [at for at, grad in enumerate(dense) if grad is not None]
         added = [self._sums[at].assign_add(dense[at]) for at in present]
         with tf.control_dependencies([tf.group(*added, self.counter.assign_add(1))]):
-            due = tf.equal(self.counter.read_value(), self.passes)
+            due = tf.equal(self.counter.read_value(), self._passes)
 
-        def combine() -> list[Any]:
+        def reduce() -> list[Any]:
             sums = [None if grad is None else self._sums[at].read_value() for at, grad in enumerate(dense)]
             reduced = self._reduce(sums, variables)
-            results = [reduced[at] / self.passes if self._average else reduced[at] for at in present]
+            results = [
+                reduced[at] / self._passes if self._options.average_aggregated_gradients else reduced[at]
+                for at in present
+            ]
             with tf.control_dependencies(results):
                 zeroed = [self._sums[at].assign(tf.zeros_like(dense[at])) for at in present]
-                begun = tf.group(*zeroed, self.counter.assign(0))
-            with tf.control_dependencies([begun]):
+                reset = tf.group(*zeroed, self.counter.assign(0))
+            with tf.control_dependencies([reset]):
                 return [tf.identity(result) for result in results]
 
         def keep() -> list[Any]:
             return [tf.identity(dense[at]) for at in present]
 
-        results = tf.cond(due, combine, keep)
+        results = tf.cond(due, reduce, keep)
         results = results if isinstance(results, (list, tuple)) else [results]  # TensorFlow 1 unpacks a list of one
         for at, result in zip(present, results, strict=True):
             dense[at] = result
-        self.added.make()
-        note_tensors(dense, self._process_set)
+        self.added.set()
+        mark_tensors(dense, self._options.process_set)
         return dense
 
     @unconverted
     def apply(self, grads: Sequence[Any], step: Callable[[], Any], skip: Callable[[], Any]) -> Any:
-        """Do ``step`` if the gradients that `add` has given were combined, else ``skip``; an operation, or None where
-        it runs eagerly.
+        """Call ``step`` if `add` has returned reduced gradients, else ``skip``; returns an operation, or None eagerly.
 
         Raises:
-            InvalidArgumentError: `add` has not taken these.
+            InvalidArgumentError: the gradients did not go through `add`.
         """
         if not self.added:
             raise InvalidArgumentError(
                 "backward_passes_per_step: gradients that this optimizer has not combined cannot be applied past the "
-                "sums of the backward"
-                " passes. Leave out skip_gradients_aggregation=True (experimental_aggregate_gradients=False), or "
-                "backward_passes_per_step"
+                "sums of the backward passes. Leave out skip_gradients_aggregation=True "
+                "(experimental_aggregate_gradients=False), or backward_passes_per_step"
             )
-        self.added.take_back()
+        self.added.clear()
         with tf.control_dependencies([grad for grad in grads if grad is not None]):
-            combined = tf.equal(self.counter.read_value(), 0)
+            reduced = tf.equal(self.counter.read_value(), 0)
 
-        def done(act: Callable[[], Any]) -> Callable[[], Any]:
+        def after(action: Callable[[], Any]) -> Callable[[], Any]:
             def run() -> Any:
-                result = act()
+                result = action()
                 with tf.control_dependencies([] if result is None else [result]):
                     return tf.constant(True)
 
             return run
 
-        return tf.group(tf.cond(combined, done(step), done(skip)))
+        return tf.group(tf.cond(reduced, after(step), after(skip)))
 
     def _dense(self, grad: Any) -> Any:
         if not isinstance(grad, tf.IndexedSlices):
             return grad
-        if not self._sparse_as_dense:
+        if not self._options.sparse_as_dense:
             raise InvalidArgumentError(
                 "IndexedSlices are not supported when `backward_passes_per_step` > 1 and `sparse_as_dense` is False; "
                 "pass sparse_as_dense=True"
             )
         return tf.convert_to_tensor(grad)
 
-    def _prepare(self, grads: Sequence[Any], variables: Sequence[Any]) -> None:
-        keys = [key(variable) for variable in variables]
+    def _create_variables(self, grads: Sequence[Any], variables: Sequence[Any]) -> None:
+        """Create the counter and the sums that do not exist yet; every pass must come with the same variables."""
+        keys = [variable_key(variable) for variable in variables]
         if self._variables not in (None, keys):
             raise InvalidArgumentError(
                 "backward_passes_per_step: expected the variables of the first backward pass, got others; make an "
@@ -177,5 +166,5 @@ class Aggregation:
     def _variable(self, value: Any, name: str) -> Any:
         variable = local_variable(value, name)
         with tf.init_scope():
-            self._made(variable)
+            self._on_variable(variable)
         return variable

@@ -1,5 +1,4 @@
-"""`DistributedOptimizer`: a TensorFlow or Keras optimizer, whose gradients are combined over the ranks before they are
-applied."""
+"""`DistributedOptimizer` for optimizers of TensorFlow 1; `collectives.tensorflow.keras` has the one for Keras."""
 
 from __future__ import annotations
 
@@ -11,12 +10,13 @@ import tensorflow as tf
 
 from collectives.base.errors import InvalidArgumentError, InvalidTypeError
 from collectives.base.reduce_op import Op
+from collectives.frontends.gradient_options import GradientOptions
 from collectives.process_sets import ProcessSet
 from collectives.runtime import global_process_set
-from collectives.tensorflow.aggregation import Aggregation, local_variable
+from collectives.tensorflow.aggregation import local_variable
 from collectives.tensorflow.autograph import unconverted
-from collectives.tensorflow.gradients import Way, key, settle
-from collectives.tensorflow.reduction_tracking import combine_rest, confirmed, note
+from collectives.tensorflow.gradients import GradientReduction, variable_key
+from collectives.tensorflow.optimizer_reduction import OptimizerReduction
 from collectives.tensors.compression import Compression
 
 Optimizer = TypeVar("Optimizer")
@@ -42,36 +42,36 @@ def DistributedOptimizer(
 ) -> Optimizer:
     """Wrap an optimizer, so that it applies the gradients of all ranks.
 
-    A ``tf.compat.v1.train.Optimizer`` combines them in ``compute_gradients``, in one call, in a graph or eagerly; what
-    changes gradients, such as clipping, comes between that and ``apply_gradients``. An optimizer that scales the loss
-    may be inside or outside. Keras optimizers are handed to `collectives.tensorflow.keras.DistributedOptimizer`.
+    A ``tf.compat.v1.train.Optimizer`` reduces them in ``compute_gradients``, by one call, in a graph or eagerly; code
+    that changes gradients, such as clipping, goes between that and ``apply_gradients``. An optimizer that scales the
+    loss may be inside or outside. Keras optimizers are handed to `collectives.tensorflow.keras.DistributedOptimizer`.
 
     Args:
         optimizer: shares its state, slots and checkpoints with the result, which is of a subclass of its type.
         name: for Keras optimizers; others keep their own.
-        use_locking: of Horovod's interface; the optimizer's own decides.
-        backward_passes_per_step: backward passes over which gradients add up on the rank before they are combined and
-            applied. ``apply_gradients`` does nothing in between, apart from counting ``global_step``.
-        op: Average, Sum, Min, Max, Product; or Adasum, which combines what the optimizer did to the variables on each
-            rank instead: every rank steps by itself, and after ``backward_passes_per_step`` steps the ranks combine how
-            far they have come.
+        use_locking: part of Horovod's interface; the optimizer's own setting applies.
+        backward_passes_per_step: backward passes over which the rank accumulates gradients before they are reduced and
+            applied. In the passes between, ``apply_gradients`` only increments ``global_step``.
+        op: Average, Sum, Min, Max, Product; or Adasum, which reduces the change of the variables instead: each rank
+            applies its own gradients, and after ``backward_passes_per_step`` steps the ranks combine the changes.
         average_aggregated_gradients: divide by ``backward_passes_per_step``, too.
-        device_dense, ...: see `collectives.tensorflow.gradients.settle`.
+        device_dense, device_sparse: part of Horovod's interface; tensors are reduced where they are.
+        compression, ...: as for `collectives.frontends.gradient_options.GradientOptions`.
 
     Returns:
         The optimizer, with ``register_local_var(variable)`` for variables whose gradients stay on this rank.
 
     Raises:
-        ValueError: an argument makes no sense, or it is wrapped already.
-        InvalidTypeError: no optimizer, or ``compression`` is no compressor.
+        InvalidArgumentError (a ValueError): an invalid argument, or the optimizer is wrapped already.
+        InvalidTypeError: not an optimizer, or ``compression`` is not a compressor.
     """
-    if isinstance(optimizer, _Distributed):
+    if isinstance(optimizer, _WrappedOptimizer):
         raise InvalidArgumentError(
             "optimizer: expected an optimizer, got one that DistributedOptimizer has wrapped already"
         )
     if op is Op.ADASUM and average_aggregated_gradients:
         raise InvalidArgumentError("Adasum does not support average_aggregated_gradients == True")
-    shared = {
+    shared: dict[str, Any] = {
         "compression": compression,
         "sparse_as_dense": sparse_as_dense,
         "op": op,
@@ -79,17 +79,16 @@ def DistributedOptimizer(
         "num_groups": num_groups,
         "groups": groups,
         "process_set": process_set,
+        "backward_passes_per_step": backward_passes_per_step,
+        "average_aggregated_gradients": average_aggregated_gradients,
         "scale_local_gradients": scale_local_gradients,
-        "device_dense": device_dense,
-        "device_sparse": device_sparse,
     }
     if isinstance(optimizer, tf.compat.v1.train.Optimizer):
-        way = settle(**shared)
-        kind = _Adasum if op is Op.ADASUM else _Averaging
+        mixin = _ReducesUpdates if op is Op.ADASUM else _ReducesGradients
         inner: Any = type(optimizer)
-        result: Any = object.__new__(_distributed(kind, inner))
-        result.__dict__ = optimizer.__dict__  # one state, whichever of the two is asked
-        result.begin(way, backward_passes_per_step, average_aggregated_gradients)
+        result: Any = object.__new__(_subclass(mixin, inner))
+        result.__dict__ = optimizer.__dict__  # both objects have one state
+        result.begin(GradientReduction(GradientOptions(**shared)))
         return result
     if not any(parent.__module__.partition(".")[0] in ("keras", "tf_keras") for parent in type(optimizer).__mro__):
         raise InvalidTypeError(
@@ -98,86 +97,69 @@ def DistributedOptimizer(
         )
     import collectives.tensorflow.keras
 
-    return collectives.tensorflow.keras.DistributedOptimizer(
-        optimizer,
-        name=name,
-        backward_passes_per_step=backward_passes_per_step,
-        average_aggregated_gradients=average_aggregated_gradients,
-        **shared,
-    )
+    return collectives.tensorflow.keras.DistributedOptimizer(optimizer, name=name, **shared)
 
 
-class _Distributed:
-    """What is put before an optimizer's class."""
+class _WrappedOptimizer:
+    """Base of the classes that precede the optimizer's own among the bases of a wrapped optimizer."""
 
-    _local_vars: set[Any]
+    def begin(self, reduction: GradientReduction) -> None:
+        """Set up the object, whose ``__init__`` is not called."""
+        raise NotImplementedError
 
     def register_local_var(self, var: Any) -> None:
-        """The gradients of a variable stay on this rank, divided by the number of ranks if
-        ``scale_local_gradients``."""
-        self._local_vars.add(key(var))
+        """Keep the gradients of a variable on this rank, divided by ``size()`` if ``scale_local_gradients``."""
+        raise NotImplementedError
 
 
-class _Averaging(_Distributed):
-    """Combines gradients."""
+class _ReducesGradients(_WrappedOptimizer):
+    """Reduces gradients when they are computed, and those that were not when they are applied."""
 
-    _way: Way
-    _aggregation: Aggregation | None
+    _reduction: OptimizerReduction
 
-    def begin(self, way: Way, passes: int, average: bool) -> None:
-        """Set up."""
-        self._way, self._local_vars = way, set()
-        aggregation = Aggregation(passes, average, self._rest, way.process_set, way.sparse_as_dense)
-        self._aggregation = aggregation if passes > 1 else None
+    def begin(self, reduction: GradientReduction) -> None:
+        self._reduction = OptimizerReduction(reduction)
 
-    def _rest(self, grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        return combine_rest(grads, variables, self._way, self._local_vars)
+    def register_local_var(self, var: Any) -> None:
+        self._reduction.register_local(var)
 
     @unconverted
     def compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
-        """The gradients of all ranks; as ``tf.compat.v1.train.Optimizer.compute_gradients``.
+        """As ``tf.compat.v1.train.Optimizer.compute_gradients``, with the gradients of all ranks.
 
         Raises:
-            ValueError: a sparse gradient with ``backward_passes_per_step`` above 1, unless ``sparse_as_dense``.
+            InvalidArgumentError (a ValueError): a sparse gradient with ``backward_passes_per_step`` above 1, unless
+                ``sparse_as_dense``.
             MismatchError, RankFailedError, CollectiveTimeoutError: as for `collectives.allreduce`.
         """
         pairs = super().compute_gradients(*args, **kwargs)  # type: ignore[misc]
         grads, variables = [grad for grad, _ in pairs], [variable for _, variable in pairs]
         with tf.name_scope("DistributedOptimizer"):
-            if self._aggregation is not None:
-                combined = self._aggregation.add(grads, variables)
-            else:
-                combined = self._way.reduce(grads, variables, self._local_vars)
-                note(combined, variables, self._way.process_set)
-            return list(zip(combined, variables, strict=True))
+            return list(zip(self._reduction.reduce(grads, variables), variables, strict=True))
 
     @unconverted
     def apply_gradients(self, grads_and_vars: Any, global_step: Any = None, name: str | None = None) -> Any:
-        """As ``tf.compat.v1.train.Optimizer.apply_gradients``; between combinations only ``global_step`` counts.
+        """As ``tf.compat.v1.train.Optimizer.apply_gradients``; before the last pass it only increments ``global_step``.
 
-        Gradients that `compute_gradients` or a ``DistributedGradientTape`` has combined are applied, clipped or not;
-        others are combined before.
+        Gradients that `compute_gradients` or a ``DistributedGradientTape`` has reduced are applied, clipped or not;
+        others are reduced first.
 
         Raises:
-            InvalidArgumentError: it cannot be told which gradients these are; see `collectives.tensorflow.reduction_tracking`.
+            InvalidArgumentError: it cannot be decided whether gradients are reduced; see
+                `collectives.tensorflow.reduction_tracking`.
             MismatchError, RankFailedError, CollectiveTimeoutError: as for `collectives.allreduce`.
         """
         pairs = list(grads_and_vars)
-        grads, variables = [grad for grad, _ in pairs], [variable for _, variable in pairs]
+        variables = [variable for _, variable in pairs]
+        grads = self._reduction.before_apply([grad for grad, _ in pairs], variables)
         apply: Any = functools.partial(super().apply_gradients, global_step=global_step, name=name)  # type: ignore[misc]
-        if self._aggregation is None:
-            return apply(list(zip(self._rest(grads, variables), variables, strict=True)))
-        if not self._aggregation.added:
-            grads = self._aggregation.add(grads, variables)
-
-        def step() -> Any:
-            return apply(list(zip(confirmed(grads, variables, self._way, self._local_vars), variables, strict=True)))
-
-        return self._aggregation.apply(grads, step, lambda: _counted(global_step))
+        if self._reduction.aggregation is None:
+            return apply(list(zip(grads, variables, strict=True)))
+        return self._reduction.apply_last_pass(grads, variables, apply, lambda: _incremented(global_step))
 
 
-class _Adasum(_Distributed):
-    """Combines what steps did to the variables; S. Maleki et al., "Scaling Distributed Training with Adaptive
+class _ReducesUpdates(_WrappedOptimizer):
+    """Reduces the change of the variables by Adasum; S. Maleki et al., "Scaling Distributed Training with Adaptive
     Summation", MLSys 2021.
 
     start      = variables, before the first of ``passes`` steps
@@ -185,102 +167,107 @@ class _Adasum(_Distributed):
     delta      = variables - start, after the last
     variables  = start + adasum(delta of every rank)
 
-    The optimizer's state, momentum and the like, is each rank's own.
+    Each rank keeps its own optimizer state, such as momentum.
     """
 
-    _way: Way
+    _reduction: GradientReduction
+    _local_vars: set[Any]
     _passes: int
     _starts: dict[Any, Any]
     _counter: Any
 
-    def begin(self, way: Way, passes: int, average: bool) -> None:
-        """Set up."""
-        if passes < 1:
-            raise InvalidArgumentError(f"backward_passes_per_step: expected at least 1, got {passes}")
-        self._way, self._passes, self._local_vars = way, passes, set()
+    def begin(self, reduction: GradientReduction) -> None:
+        self._reduction, self._local_vars = reduction, set()
+        self._passes = reduction.options.backward_passes_per_step
         self._starts, self._counter = {}, None
+
+    def register_local_var(self, var: Any) -> None:
+        self._local_vars.add(variable_key(var))
 
     @unconverted
     def apply_gradients(self, grads_and_vars: Any, global_step: Any = None, name: str | None = None) -> Any:
-        """Step on this rank, and combine the steps of all; as ``tf.compat.v1.train.Optimizer.apply_gradients``.
+        """As ``tf.compat.v1.train.Optimizer.apply_gradients`` on this rank; then reduce the updates of all ranks.
 
         Raises:
             MismatchError, RankFailedError, CollectiveTimeoutError: as for `collectives.allreduce`.
         """
         pairs = list(grads_and_vars)
-        moved = [variable for grad, variable in pairs if grad is not None and key(variable) not in self._local_vars]
+        moved = [
+            variable for grad, variable in pairs if grad is not None and variable_key(variable) not in self._local_vars
+        ]
         step = functools.partial(super().apply_gradients, pairs, global_step=global_step, name=name)  # type: ignore[misc]
         if self._passes > 1:
-            return self._apply_after_several(moved, step)
-        starts = [_copied(variable) for variable in moved]
+            return self._apply_pass(moved, step)
+        starts = [_copy(variable) for variable in moved]
         with tf.control_dependencies(starts):
             stepped = step()
-        with tf.control_dependencies([] if stepped is None else [stepped]):
-            return self._combine(moved, starts)
+        with _after(stepped):
+            return self._reduce_updates(moved, starts)
 
-    def _apply_after_several(self, moved: list[Any], step: Callable[[], Any]) -> Any:
+    def _apply_pass(self, moved: list[Any], step: Callable[[], Any]) -> Any:
+        """One of several steps: the first stores the variables' values, the last reduces the updates."""
         if self._counter is None:
             self._counter = local_variable(0, "adasum_counter")
         for number, variable in enumerate(moved):
-            if key(variable) not in self._starts:
+            if variable_key(variable) not in self._starts:
                 with tf.init_scope():
                     zeros = tf.zeros(variable.shape, variable.dtype.base_dtype)
-                self._starts[key(variable)] = local_variable(zeros, f"adasum_start_{number}")
-        starts = [self._starts[key(variable)] for variable in moved]
+                self._starts[variable_key(variable)] = local_variable(zeros, f"adasum_start_{number}")
+        starts = [self._starts[variable_key(variable)] for variable in moved]
 
-        def begin() -> Any:
-            noted = [start.assign(_copied(variable)) for start, variable in zip(starts, moved, strict=True)]
-            return _after(tf.group(*noted))
+        def store() -> Any:
+            stored = [start.assign(_copy(variable)) for start, variable in zip(starts, moved, strict=True)]
+            return _true_after(tf.group(*stored))
 
-        begun = tf.cond(tf.equal(self._counter.read_value(), 0), begin, lambda: tf.constant(True))
-        with tf.control_dependencies([begun]):
+        stored = tf.cond(tf.equal(self._counter.read_value(), 0), store, lambda: tf.constant(True))
+        with tf.control_dependencies([stored]):
             stepped = step()
-        with tf.control_dependencies([] if stepped is None else [stepped]):
+        with _after(stepped):
             counted = tf.group(self._counter.assign_add(1))
-        with tf.control_dependencies([] if counted is None else [counted]):
+        with _after(counted):
             due = tf.equal(self._counter.read_value(), self._passes)
 
-        def end() -> Any:
-            combined = self._combine(moved, [start.read_value() for start in starts])
-            with tf.control_dependencies([] if combined is None else [combined]):
-                return _after(tf.group(self._counter.assign(0)))
+        def reduce() -> Any:
+            reduced = self._reduce_updates(moved, [start.read_value() for start in starts])
+            with _after(reduced):
+                return _true_after(tf.group(self._counter.assign(0)))
 
-        return tf.group(tf.cond(due, end, lambda: tf.constant(True)))
+        return tf.group(tf.cond(due, reduce, lambda: tf.constant(True)))
 
-    def _combine(self, moved: list[Any], starts: list[Any]) -> Any:
-        deltas = [_value(variable) - start for variable, start in zip(moved, starts, strict=True)]
-        combined = self._way.reduce(deltas, moved)
-        ends = [start + delta for start, delta in zip(starts, combined, strict=True)]
+    def _reduce_updates(self, moved: list[Any], starts: list[Any]) -> Any:
+        deltas = [variable.read_value() - start for variable, start in zip(moved, starts, strict=True)]
+        reduced = self._reduction.reduce(deltas, moved)
+        ends = [start + delta for start, delta in zip(starts, reduced, strict=True)]
         return tf.group(*(tf.compat.v1.assign(variable, end) for variable, end in zip(moved, ends, strict=True)))
 
 
 @functools.cache
-def _distributed(kind: type[_Distributed], optimizer: Any) -> Any:
-    """The class of a wrapped optimizer; what it adds is in slots, because its ``__dict__`` is the wrapped one's own."""
-    names = ("_aggregation", "_counter", "_local_vars", "_passes", "_starts", "_way")
-    return type(optimizer.__name__, (kind, optimizer), {"__slots__": names, "__module__": __name__})
+def _subclass(mixin: type[_WrappedOptimizer], optimizer: Any) -> Any:
+    """The class of a wrapped optimizer. Its own attributes are slots: the ``__dict__`` is shared with the optimizer."""
+    names = ("_counter", "_local_vars", "_passes", "_reduction", "_starts")
+    return type(optimizer.__name__, (mixin, optimizer), {"__slots__": names, "__module__": __name__})
 
 
-def _copied(variable: Any) -> Any:
-    """The variable's elements in memory of their own: optimizers change variables of TensorFlow 1 where they are."""
-    return tf.raw_ops.DeepCopy(x=_value(variable))
+def _copy(variable: Any) -> Any:
+    """A copy of a variable's value: optimizers change variables of TensorFlow 1 in place.
 
-
-def _value(variable: Any) -> Any:
-    """The variable as it is now, also in a graph of TensorFlow 1, where a conversion to a tensor may give what was read
-    before."""
-    return variable.read_value()
+    ``read_value()`` is the value now; in a graph of TensorFlow 1 a conversion to a tensor may be an earlier one.
+    """
+    return tf.raw_ops.DeepCopy(x=variable.read_value())
 
 
 def _after(operation: Any) -> Any:
-    """A tensor that is there when an operation is done."""
-    with tf.control_dependencies([] if operation is None else [operation]):
+    """A context whose operations run after an operation, which is None in eager execution."""
+    return tf.control_dependencies([] if operation is None else [operation])
+
+
+def _true_after(operation: Any) -> Any:
+    """A constant that is computed after an operation."""
+    with _after(operation):
         return tf.constant(True)
 
 
-def _counted(global_step: Any) -> Any:
-    return (
-        None
-        if global_step is None
-        else tf.group(tf.compat.v1.assign_add(global_step, tf.cast(1, global_step.dtype.base_dtype)))
-    )
+def _incremented(global_step: Any) -> Any:
+    if global_step is None:
+        return None
+    return tf.group(tf.compat.v1.assign_add(global_step, tf.cast(1, global_step.dtype.base_dtype)))

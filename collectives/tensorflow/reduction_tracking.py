@@ -1,16 +1,16 @@
-"""Which gradients are combined over the ranks already, so that no optimizer combines them a second time, and none
-forgets to.
+"""Records of which gradients are reduced, so that an optimizer reduces each gradient exactly once.
 
-    compute_gradients, get_gradients, DistributedGradientTape.gradient     note what they return
-    apply_gradients                                                        combines what was not noted
+    compute_gradients, get_gradients, DistributedGradientTape.gradient     mark what they return
+    apply_gradients                                                        reduces what is not marked
 
-    a gradient that is noted itself, or computed in the graph from noted ones alone     is combined
-    another one, of a variable whose gradient was noted and not applied since           is doubtful: clipped eagerly, as a rule
-    of a variable without a note                                                        is this rank's own
+    gradient                                                                        is
+    marked, or computed in the graph from marked gradients alone                    reduced
+    another one, of a variable whose gradient was marked and not applied since      doubtful: usually clipped eagerly
+    another one                                                                     this rank's own
 
-Combined gradients are alike on all ranks. So of doubtful ones the ranks compare two numbers each; where these differ,
-they are this rank's own. In a graph, which cannot turn back on that, they are combined again, which changes nothing
-with Average, Min, Max and Adasum, and with Sum and Product the graph asserts that they are alike.
+Reduced gradients are equal on all ranks. So the ranks compare two numbers of each doubtful gradient; gradients that
+differ are the ranks' own. A graph cannot branch on that: with Average, Min, Max and Adasum it reduces them again, which
+changes nothing, and with Sum and Product it asserts that they are equal.
 """
 
 from __future__ import annotations
@@ -25,20 +25,19 @@ from collectives.base.errors import InvalidArgumentError
 from collectives.base.reduce_op import Op
 from collectives.process_sets import ProcessSet
 from collectives.tensorflow import operations
-from collectives.tensorflow.gradients import Way, key
+from collectives.tensorflow.gradients import GradientReduction, variable_key
 
-_NOTED = "_collectives_combined"  # of tensors: the process set over which they are combined
-_NOTES = "_collectives_notes"  # of variables
+_REDUCED_OVER = "_collectives_reduced_over"  # attribute of tensors: a process set
+_PENDING = "_collectives_pending"  # attribute of variables: the `Mark` of a reduced gradient that is not applied yet
 _READS = frozenset({"ReadVariableOp", "Variable", "VariableV2", "VarHandleOp"})
 _IDEMPOTENT = frozenset({Op.AVERAGE, Op.MIN, Op.MAX, Op.ADASUM})
 _TOLERANCE = 1e-3
-"""Of a gradient's norm: far above what kernels of different processors make of the same numbers, and far below how
-gradients of different data differ."""
+"""Relative to a gradient's norm: far above the differences between kernels of different processors, and far below those
+between gradients of different data."""
 
 
-class Notes:
-    """That something was done eagerly, or by a graph. What a graph does may come again at any time: only that graph
-    takes its note back."""
+class Mark:
+    """A flag set eagerly or by a graph. A graph may run again at any time, so only that graph removes its flag."""
 
     def __init__(self) -> None:
         self._eagerly = False
@@ -47,15 +46,15 @@ class Notes:
     def __bool__(self) -> bool:
         return self._eagerly or len(self._graphs) > 0
 
-    def make(self) -> None:
-        """Note it of what runs now, or of the graph that is being built."""
+    def set(self) -> None:
+        """Set the flag, eagerly or for the graph that is being built."""
         if tf.executing_eagerly():
             self._eagerly = True
         else:
             self._graphs.add(tf.compat.v1.get_default_graph())
 
-    def take_back(self) -> None:
-        """Whatever was noted eagerly, or by the graph that is being built or one around it."""
+    def clear(self) -> None:
+        """Remove flags set eagerly, by the graph that is being built, or by a graph around it."""
         self._eagerly = False
         graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
         while graph is not None:
@@ -63,90 +62,97 @@ class Notes:
             graph = getattr(graph, "outer_graph", None)
 
 
-def note_tensors(grads: Sequence[Any], process_set: ProcessSet) -> None:
-    """These gradients are combined over these ranks."""
+def mark_tensors(grads: Sequence[Any], process_set: ProcessSet) -> None:
+    """Mark gradients as reduced over a process set."""
     for grad in grads:
         if grad is not None:
-            setattr(_values(grad), _NOTED, process_set)
+            setattr(_values(grad), _REDUCED_OVER, process_set)
 
 
-def note(grads: Sequence[Any], variables: Sequence[Any], process_set: ProcessSet) -> None:
-    """These gradients of these variables are combined over these ranks, and will be applied."""
-    note_tensors(grads, process_set)
+def mark(grads: Sequence[Any], variables: Sequence[Any], process_set: ProcessSet) -> None:
+    """Mark gradients as reduced over a process set, and their variables as waiting for these to be applied."""
+    mark_tensors(grads, process_set)
     for grad, variable in zip(grads, variables, strict=True):
         if grad is not None:
-            inner = key(variable).deref()
-            notes = getattr(inner, _NOTES, None)
-            if notes is None:
-                notes = Notes()
-                setattr(inner, _NOTES, notes)
-            notes.make()
+            inner = variable_key(variable).deref()
+            if getattr(inner, _PENDING, None) is None:
+                setattr(inner, _PENDING, Mark())
+            getattr(inner, _PENDING).set()
 
 
-def spend(variables: Sequence[Any]) -> None:
-    """The gradients of these variables are about to be applied."""
+def clear_pending(variables: Sequence[Any]) -> None:
+    """Record that the gradients of these variables are about to be applied."""
     for variable in variables:
-        notes = getattr(key(variable).deref(), _NOTES, None)
-        if notes:
-            notes.take_back()
+        pending = getattr(variable_key(variable).deref(), _PENDING, None)
+        if pending:
+            pending.clear()
 
 
-def combine_rest(grads: Sequence[Any], variables: Sequence[Any], way: Way, local: Collection[Any] = ()) -> list[Any]:
-    """Combine those gradients that are not combined yet, to apply all of them.
+def reduce_remaining(
+    grads: Sequence[Any], variables: Sequence[Any], reduction: GradientReduction, local: Collection[Any] = ()
+) -> list[Any]:
+    """Reduce the gradients that are not reduced yet, before all of them are applied.
 
     Args:
-        local: the `key` of each variable whose gradient stays on this rank.
+        grads, variables, local: as for `GradientReduction.reduce`.
 
     Raises:
-        InvalidArgumentError: gradients of variables whose combined gradients were to be applied, which are not alike on
-            all ranks; in a graph a ``tf.errors.InvalidArgumentError`` when it runs.
+        InvalidArgumentError: doubtful gradients that cannot be reduced again differ between ranks; in a graph a
+            ``tf.errors.InvalidArgumentError`` when it runs.
         MismatchError, RankFailedError, CollectiveTimeoutError: as for `collectives.allreduce`.
     """
     found = list(grads)
-    if len(found) != len(variables) or not way.process_set.included() or way.process_set.size() == 1:
-        return way.reduce(found, variables, local)
-    kinds = [_kind(grad, variable, way) for grad, variable in zip(found, variables, strict=True)]
-    spend(variables)
-    rest = [at for at, kind in enumerate(kinds) if kind == "own"]
-    doubtful = [at for at, kind in enumerate(kinds) if kind == "doubtful" and key(variables[at]) not in local]
-    again = way.op in _IDEMPOTENT and len(doubtful) == kinds.count("doubtful")
-    if doubtful and again and not (tf.executing_eagerly() and bool(_alike([found[at] for at in doubtful], way))):
-        rest = sorted([*rest, *doubtful])
-    elif doubtful and not again:
-        for at, grad in zip(
-            doubtful, confirmed([found[at] for at in doubtful], [variables[at] for at in doubtful], way), strict=True
-        ):
-            found[at] = grad
-    if rest:
-        for at, grad in zip(
-            rest, way.reduce([found[at] for at in rest], [variables[at] for at in rest], local), strict=True
-        ):
+    if len(found) != len(variables) or not reduction.process_set.included() or reduction.process_set.size() == 1:
+        return reduction.reduce(found, variables, local)
+    states = [_state(grad, variable, reduction) for grad, variable in zip(found, variables, strict=True)]
+    clear_pending(variables)
+    own = [at for at, state in enumerate(states) if state == "own"]
+    doubtful = [
+        at for at, state in enumerate(states) if state == "doubtful" and variable_key(variables[at]) not in local
+    ]
+    if doubtful:
+        suspects = [found[at] for at in doubtful]
+        if reduction.options.op not in _IDEMPOTENT or len(doubtful) < states.count("doubtful"):
+            confirmed = confirm_reduced(suspects, [variables[at] for at in doubtful], reduction)
+            for at, grad in zip(doubtful, confirmed, strict=True):
+                found[at] = grad
+        elif not (tf.executing_eagerly() and bool(_equal_on_all_ranks(suspects, reduction))):
+            own = sorted([*own, *doubtful])
+    if own:
+        reduced = reduction.reduce([found[at] for at in own], [variables[at] for at in own], local)
+        for at, grad in zip(own, reduced, strict=True):
             found[at] = grad
     return found
 
 
-def confirmed(grads: Sequence[Any], variables: Sequence[Any], way: Way, local: Collection[Any] = ()) -> list[Any]:
-    """Gradients of which the doubtful ones are alike on all ranks, as combined ones are, or else an error: now, or when
-    the graph runs."""
+def confirm_reduced(
+    grads: Sequence[Any], variables: Sequence[Any], reduction: GradientReduction, local: Collection[Any] = ()
+) -> list[Any]:
+    """Check that doubtful gradients are equal on all ranks, as reduced ones are; in a graph, when it runs.
+
+    Returns:
+        The gradients; in a graph they depend on the check.
+    """
     found = list(grads)
-    global_ = [at for at, variable in enumerate(variables) if key(variable) not in local]
-    present = [at for at in global_ if found[at] is not None and not is_combined(found[at], way)]
-    if not present or not way.process_set.included() or way.process_set.size() == 1:
+    doubtful = [
+        at
+        for at, variable in enumerate(variables)
+        if variable_key(variable) not in local and found[at] is not None and not is_reduced(found[at], reduction)
+    ]
+    if not doubtful or not reduction.process_set.included() or reduction.process_set.size() == 1:
         return found
     text = (
         "apply_gradients: the ranks' gradients differ, although compute_gradients, or a DistributedGradientTape, has "
-        "combined gradients of"
-        " the same variables that were not applied. Apply what they have returned; or where gradients are this "
-        "rank's own, do not compute"
-        " combined ones of the same variables before"
+        "combined gradients of the same variables that were not applied. Apply what they have returned; or where "
+        "gradients are this rank's own, do not compute combined ones of the same variables before"
     )
-    alike = _alike([found[at] for at in present], way)
+    equal = _equal_on_all_ranks([found[at] for at in doubtful], reduction)
     if tf.executing_eagerly():
-        if not bool(alike):
+        if not bool(equal):
             raise InvalidArgumentError(text)
         return found
-    with tf.control_dependencies([tf.debugging.Assert(alike, [text])]):
-        for at in present:
+    with tf.control_dependencies([tf.debugging.Assert(equal, [text])]):
+        for at in doubtful:
             grad = found[at]
             same = tf.identity(_values(grad))
             found[at] = (
@@ -155,15 +161,15 @@ def confirmed(grads: Sequence[Any], variables: Sequence[Any], way: Way, local: C
     return found
 
 
-def is_combined(grad: Any, way: Way) -> bool:
-    """Whether a gradient is noted, or was computed in its graph from noted ones, constants, variables and fed numbers
+def is_reduced(grad: Any, reduction: GradientReduction) -> bool:
+    """Whether a gradient is marked, or its graph computes it from marked ones, constants, variables and fed scalars
     alone."""
     tensor = _values(grad)
-    if _is_noted(tensor, way):
+    if _is_marked(tensor, reduction):
         return True
-    if not hasattr(tensor, "graph"):  # an eager tensor does not know what it was computed from
+    if not hasattr(tensor, "graph"):  # eager tensors do not record their inputs
         return False
-    seen, ahead, noted = {tensor.op}, [tensor.op], False
+    seen, ahead, marked = {tensor.op}, [tensor.op], False
     while ahead:
         operation = ahead.pop()
         if operation.type in _READS or (
@@ -173,49 +179,51 @@ def is_combined(grad: Any, way: Way) -> bool:
         if operation.op_def.is_stateful or operation.type.startswith("Placeholder"):
             return False
         for source in operation.inputs:
-            if _is_noted(source, way):
-                noted = True
+            if _is_marked(source, reduction):
+                marked = True
             elif source.op not in seen:
                 seen.add(source.op)
                 ahead.append(source.op)
-    return noted
+    return marked
 
 
-def _kind(grad: Any, variable: Any, way: Way) -> str:
+def _state(grad: Any, variable: Any, reduction: GradientReduction) -> str:
+    """ "own", "reduced" or "doubtful"; see the module's table."""
     if grad is None:
         return "own"
-    if _is_noted(_values(grad), way):
-        return "combined"
-    if hasattr(_values(grad), _NOTED) or not getattr(key(variable).deref(), _NOTES, None):
+    if _is_marked(_values(grad), reduction):
+        return "reduced"
+    if hasattr(_values(grad), _REDUCED_OVER) or not getattr(variable_key(variable).deref(), _PENDING, None):
         return "own"
-    return "combined" if is_combined(grad, way) else "doubtful"
+    return "reduced" if is_reduced(grad, reduction) else "doubtful"
 
 
-def _is_noted(tensor: Any, way: Way) -> bool:
-    """Whether it is combined over these ranks, or over more; where it was combined over fewer, there is more to
-    combine."""
-    over = getattr(tensor, _NOTED, None)
-    return over is way.process_set or (
-        over is not None and set(over.ranks or ()).issuperset(way.process_set.ranks or ())
+def _is_marked(tensor: Any, reduction: GradientReduction) -> bool:
+    """Whether a tensor is reduced over the process set or a superset; over fewer ranks, it must be reduced further."""
+    over = getattr(tensor, _REDUCED_OVER, None)
+    return over is reduction.process_set or (
+        over is not None and set(over.ranks or ()).issuperset(reduction.process_set.ranks or ())
     )
 
 
-def _alike(grads: Sequence[Any], way: Way) -> Any:
-    """A tensor: whether each gradient is the same on all ranks, to rounding, as far as two numbers of each tell."""
-    prints = tf.stack([_print(grad) for grad in grads])[tf.newaxis]
-    every = operations.allgather(prints, name=f"{way.name}.alike", ignore_name_scope=True, process_set=way.process_set)
+def _equal_on_all_ranks(grads: Sequence[Any], reduction: GradientReduction) -> Any:
+    """A boolean tensor: whether each gradient's fingerprint is the same on all ranks, to rounding."""
+    prints = tf.stack([_fingerprint(grad) for grad in grads])[tf.newaxis]
+    every = operations.allgather(
+        prints, name=f"{reduction.options.name}.alike", ignore_name_scope=True, process_set=reduction.process_set
+    )
     spread = tf.reduce_max(every, 0) - tf.reduce_min(every, 0)
     norms = tf.reduce_max(every[:, :, 1:], 0)
-    apart = tf.reduce_any(spread > _TOLERANCE * norms)  # not where they are infinite or no numbers, which is this:
+    apart = tf.reduce_any(spread > _TOLERANCE * norms)  # False for infinities and NaN, which the next line compares
     finite = tf.math.is_finite(every)
     return ~apart & tf.reduce_all(finite == finite[:1])
 
 
-def _print(grad: Any) -> Any:
-    """A weighted sum of a gradient's elements, and their Euclidean norm.
+def _fingerprint(grad: Any) -> Any:
+    """A weighted sum of a gradient's elements, and their Euclidean norm, in float64.
 
-    Equal weights would not do: the gradients of a softmax layer add up to zero whatever the data, and those of a large
-    layer nearly so.
+    Equal weights would not tell gradients apart: those of a softmax layer sum to zero for any data, and those of a
+    large layer nearly so.
     """
     values = _values(grad)
     if values.dtype.is_complex:
@@ -226,13 +234,13 @@ def _print(grad: Any) -> Any:
     if isinstance(grad, tf.IndexedSlices):
         rows = _weights(grad.indices, values.dtype)
         weights *= tf.reshape(rows, tf.concat([tf.shape(rows), tf.ones([tf.rank(values) - 1], tf.int32)], 0))
-    largest = tf.maximum(tf.reduce_max(tf.abs(flat)), 0)  # of nothing it is minus infinity
+    largest = tf.maximum(tf.reduce_max(tf.abs(flat)), 0)  # the maximum of an empty tensor is minus infinity
     norm = largest * tf.norm(tf.math.divide_no_nan(flat, largest))  # squares might overflow
     return tf.cast(tf.stack([tf.reduce_sum(weights * values), norm]), tf.float64)
 
 
 def _weights(numbers: Any, dtype: Any) -> Any:
-    """Of both signs, in no pattern that gradients have."""
+    """Weights of both signs, without a pattern that gradients could follow."""
     return tf.cast(tf.cos(tf.cast(numbers, tf.float64) + 1), dtype)
 
 

@@ -1,4 +1,4 @@
-"""`DistributedGradientTape`: a tape whose gradients are those of all ranks."""
+"""`DistributedGradientTape`: a ``tf.GradientTape`` whose gradients are reduced over the ranks."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import tensorflow as tf
 
 from collectives.base.errors import InvalidArgumentError, InvalidTypeError
 from collectives.base.reduce_op import Op
+from collectives.frontends.gradient_options import GradientOptions
 from collectives.process_sets import ProcessSet
 from collectives.runtime import global_process_set
 from collectives.tensorflow.autograph import unconverted
-from collectives.tensorflow.gradients import Way, key, settle
-from collectives.tensorflow.reduction_tracking import note
+from collectives.tensorflow.gradients import GradientReduction, variable_key
+from collectives.tensorflow.reduction_tracking import mark
 from collectives.tensors.compression import Compression
 
 Tape = TypeVar("Tape", bound=tf.GradientTape)
@@ -34,40 +35,38 @@ def DistributedGradientTape(
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
 ) -> Tape:
-    """Wrap a ``tf.GradientTape``, so that ``gradient()`` gives the gradients of all ranks, combined in one call.
+    """Wrap a ``tf.GradientTape``, so that ``gradient()`` returns gradients reduced over the ranks, by one call.
 
-    The tape may have recorded already, be recording, or be used in a ``with`` statement afterwards; it and the result
-    are one tape::
+    The tape may have recorded already, be recording, or be used in a ``with`` statement afterwards; the result shares
+    its state::
 
         with tf.GradientTape() as tape:
             loss = loss_of(model(images), labels)
         tape = hvd.DistributedGradientTape(tape)
         gradients = tape.gradient(loss, model.trainable_variables)
 
-    ``jacobian`` and ``batch_jacobian`` are those of this rank. What `gradient` returns is differentiable, as
-    `allreduce` is, for an outer tape. A loss that was scaled for float16 gives gradients that are scaled, and overflow
-    on all ranks if they do on one.
+    ``jacobian`` and ``batch_jacobian`` are this rank's. The result of ``gradient`` is differentiable for an outer tape,
+    as `allreduce` is. Gradients of a loss scaled for float16 are scaled; if they overflow on one rank, they do on all.
 
     Args:
-        gradtape: of ``tf.GradientTape`` or a subclass.
-        device_dense, device_sparse, compression, sparse_as_dense, op, gradient_predivide_factor, num_groups, groups,
-        process_set,
-            scale_local_gradients: see `collectives.tensorflow.gradients.settle`.
+        gradtape: a ``tf.GradientTape`` or of a subclass.
+        device_dense, device_sparse: part of Horovod's interface; tensors are reduced where they are.
+        compression, ...: as for `collectives.frontends.gradient_options.GradientOptions`.
 
     Returns:
         A tape of a subclass of the given tape's type, with ``register_local_source(source)`` and
         ``get_local_and_global_gradients(target, sources)``.
 
     Raises:
-        ValueError, InvalidTypeError: an argument makes no sense.
+        InvalidArgumentError (a ValueError), InvalidTypeError: an invalid argument, or the tape is wrapped already.
     """
     if not isinstance(gradtape, tf.GradientTape):
         raise InvalidTypeError(f"gradtape: expected a tf.GradientTape, got {type(gradtape).__name__}")
-    if isinstance(gradtape, _Distributed):
+    if isinstance(gradtape, _WrappedTape):
         raise InvalidArgumentError(
             "gradtape: expected a tf.GradientTape, got one that DistributedGradientTape has wrapped already"
         )
-    way = settle(
+    options = GradientOptions(
         op=op,
         compression=compression,
         sparse_as_dense=sparse_as_dense,
@@ -76,13 +75,11 @@ def DistributedGradientTape(
         groups=groups,
         process_set=process_set,
         scale_local_gradients=scale_local_gradients,
-        device_dense=device_dense,
-        device_sparse=device_sparse,
     )
-    kind: Any = type(gradtape)
-    tape: Any = object.__new__(_distributed(kind))
-    tape.__dict__ = gradtape.__dict__  # one state: whichever is entered or asked, the other knows
-    tape._rank_tape, tape._way, tape._local_sources = gradtape, way, set()
+    inner: Any = type(gradtape)
+    tape: Any = object.__new__(_subclass(inner))
+    tape.__dict__ = gradtape.__dict__  # both objects have one state
+    tape._rank_tape, tape._reduction, tape._local_sources = gradtape, GradientReduction(options), set()
     return tape
 
 
@@ -101,15 +98,14 @@ def PartialDistributedGradientTape(
     local_layers: Any = None,
     scale_local_gradients: bool = True,
 ) -> Tape:
-    """`DistributedGradientTape` for a model some of whose layers are this rank's own: their gradients are not combined.
+    """`DistributedGradientTape` for a model with layers of this rank alone, whose gradients are not reduced.
 
     Args:
-        local_layers: a Keras layer, or several; they are built already, since they are known by their trainable
-            weights.
+        local_layers: a built Keras layer, or several; their trainable weights become local sources.
         gradtape, ...: as for `DistributedGradientTape`.
 
     Raises:
-        ValueError: what is no layer; and all that `DistributedGradientTape` raises.
+        InvalidArgumentError (a ValueError): not a layer, or not built; and all that `DistributedGradientTape` raises.
     """
     sources = trainable_weights(local_layers)
     tape = DistributedGradientTape(
@@ -134,7 +130,7 @@ def trainable_weights(layers: Any) -> list[Any]:
     """The trainable weights of a layer, of several, or of None.
 
     Raises:
-        InvalidArgumentError: what is no layer, or has not been built.
+        InvalidArgumentError: not a layer, or not built.
     """
     if layers is None:
         return []
@@ -149,18 +145,17 @@ def trainable_weights(layers: Any) -> list[Any]:
     return [weight for layer in found for weight in layer.trainable_weights]
 
 
-class _Distributed:
-    """What is put before a tape's class."""
+class _WrappedTape:
+    """Precedes the tape's own class among the bases of a wrapped tape."""
 
     _rank_tape: Any
-    _way: Way
+    _reduction: GradientReduction
     _local_sources: set[Any]
 
     @unconverted
     def register_local_source(self, source: Any) -> None:
-        """The gradients of a variable stay on this rank, divided by the number of ranks if
-        ``scale_local_gradients``."""
-        self._local_sources.add(key(source))
+        """Keep the gradients of a variable on this rank, divided by ``size()`` if ``scale_local_gradients``."""
+        self._local_sources.add(variable_key(source))
 
     @unconverted
     def gradient(
@@ -171,12 +166,12 @@ class _Distributed:
         unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
         use_generic_names: bool = False,
     ) -> Any:
-        """The gradients of all ranks; as ``tf.GradientTape.gradient``, in the structure of ``sources``.
+        """As ``tf.GradientTape.gradient``, with gradients reduced over the ranks, in the structure of ``sources``.
 
-        Every rank calls it with the same sources; those that are unconnected, None, are so on all ranks.
+        Every rank passes the same sources, and the same of them are unconnected (None).
 
         Args:
-            use_generic_names: of Horovod's interface; names never depend on those of variables.
+            use_generic_names: part of Horovod's interface; operation names never depend on those of variables.
 
         Raises:
             MismatchError, RankFailedError, CollectiveTimeoutError: as for `collectives.allreduce`.
@@ -193,37 +188,34 @@ class _Distributed:
         return tf.nest.pack_sequence_as(sources, self._reduce(tf.nest.flatten(grads), tf.nest.flatten(sources)))
 
     def _reduce(self, grads: list[Any], sources: list[Any]) -> list[Any]:
-        reduced = self._way.reduce(grads, sources, self._local_sources)
-        note(reduced, sources, self._way.process_set)
+        reduced = self._reduction.reduce(grads, sources, self._local_sources)
+        mark(reduced, sources, self._reduction.process_set)
         return reduced
 
     @unconverted
     def get_local_and_global_gradients(
         self, target: Any, sources: Any, output_gradients: Any = None, use_generic_names: bool = False
     ) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
-        """`gradient`, as pairs of source and gradient: those of local sources, and the others."""
+        """`gradient` as two lists of pairs of source and gradient: of local sources, and of the others."""
         flat = tf.nest.flatten(sources)
         grads = self.gradient(target, flat, output_gradients)
         pairs = list(zip(flat, grads, strict=True))
-        local = [pair for pair in pairs if key(pair[0]) in self._local_sources]
-        return local, [pair for pair in pairs if key(pair[0]) not in self._local_sources]
+        local = [pair for pair in pairs if variable_key(pair[0]) in self._local_sources]
+        return local, [pair for pair in pairs if variable_key(pair[0]) not in self._local_sources]
 
     @unconverted
     def jacobian(self, *args: Any, **kwargs: Any) -> Any:
-        """This rank's; as ``tf.GradientTape.jacobian``, which asks `gradient` for rows that are not to be combined."""
+        """This rank's ``tf.GradientTape.jacobian``, which calls ``gradient`` for rows that are not to be reduced."""
         return self._rank_tape.jacobian(*args, **kwargs)
 
     @unconverted
     def batch_jacobian(self, *args: Any, **kwargs: Any) -> Any:
-        """This rank's; as ``tf.GradientTape.batch_jacobian``."""
+        """This rank's ``tf.GradientTape.batch_jacobian``."""
         return self._rank_tape.batch_jacobian(*args, **kwargs)
 
 
 @functools.cache
-def _distributed(kind: type[Any]) -> type[Any]:
-    """The class of a wrapped tape; what it adds is in slots, because its ``__dict__`` is the wrapped tape's own."""
-    return type(
-        kind.__name__,
-        (_Distributed, kind),
-        {"__slots__": ("_local_sources", "_rank_tape", "_way"), "__module__": __name__},
-    )
+def _subclass(tape: type[Any]) -> type[Any]:
+    """The class of a wrapped tape. Its own attributes are slots: the ``__dict__`` is shared with the inner tape."""
+    members = {"__slots__": ("_local_sources", "_rank_tape", "_reduction"), "__module__": __name__}
+    return type(tape.__name__, (_WrappedTape, tape), members)

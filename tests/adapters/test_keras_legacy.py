@@ -141,8 +141,8 @@ def test_custom_objects_may_make_distributed_optimizers(hvd: Any, tmp_path: Path
     train(model, Own(0.1), X[:BATCH], Y[:BATCH])
     model.save(file := str(tmp_path / "own.h5"))
     made = {"Own": lambda **keywords: hvd.DistributedOptimizer(Own(**keywords), op=hvd.Sum)}
-    assert hvd.load_model(file, custom_objects=made).optimizer.way.op is hvd.Sum
-    assert hvd.load_model(file, custom_optimizers=[Own]).optimizer.way.op is hvd.Average
+    assert hvd.load_model(file, custom_objects=made).optimizer.reduction.options.op is hvd.Sum
+    assert hvd.load_model(file, custom_optimizers=[Own]).optimizer.reduction.options.op is hvd.Average
 
 
 def test_warmup_with_momentum(hvd: Any) -> None:

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 import collectives
 from collectives.base.errors import CollectivesError, InvalidTypeError, MismatchError
+from collectives.frontends.gradient_options import GradientOptions
 from collectives.tensorflow import gradients, packed_callbacks, sparse_rows
 
 pytestmark = pytest.mark.mpi
@@ -270,12 +271,13 @@ def test_what_one_rank_refuses_every_rank_hears_of(hvd_tf: Any) -> None:
     if hvd.size() < 2:
         pytest.skip("needs two ranks")
     x = tf.Variable([1.0, 2.0])
+    reduction = gradients.GradientReduction(GradientOptions(name="refused"))
     calls: list[tuple[Any, Any]] = [
         (lambda: hvd.allreduce(x, prescale_factor="half", name="factor"), lambda: hvd.allreduce(x, name="factor")),
         (lambda: hvd.reducescatter(x, postscale_factor=[1], name="share"), lambda: hvd.reducescatter(x, name="share")),
         (
-            lambda: gradients.reduce_gradients(["no gradient"], [x], name="refused"),
-            lambda: gradients.reduce_gradients([tf.ones(2)], [x], name="refused"),
+            lambda: reduction.reduce(["no gradient"], [x]),
+            lambda: reduction.reduce([tf.ones(2)], [x]),
         ),
     ]
     for wrong, right in calls:

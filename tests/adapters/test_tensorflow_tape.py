@@ -9,7 +9,8 @@ import pytest
 import tensorflow as tf
 
 from collectives.base.errors import InvalidArgumentError, InvalidTypeError, MismatchError
-from collectives.tensorflow.gradients import reduce_gradients
+from collectives.frontends.gradient_options import GradientOptions
+from collectives.tensorflow.gradients import GradientReduction, variable_key
 
 pytestmark = pytest.mark.mpi
 
@@ -356,18 +357,17 @@ def test_gradients_without_a_tape(hvd_tf: Any) -> None:
     rank, size = hvd_tf.rank(), hvd_tf.size()
     variables = [tf.Variable(tf.zeros([3, 2])), tf.Variable(0.0), tf.Variable(0.0)]
     rows = tf.IndexedSlices(tf.fill([2, 2], rank + 1.0), tf.constant([0, 0]), tf.constant([3, 2]))
-    found = reduce_gradients(
-        [rows, tf.constant(rank + 1.0), None], variables, local_variables=[variables[1]], op=hvd_tf.Sum
-    )
+    reduction = GradientReduction(GradientOptions(op=hvd_tf.Sum))
+    found = reduction.reduce([rows, tf.constant(rank + 1.0), None], variables, {variable_key(variables[1])})
     assert isinstance(found[0], tf.IndexedSlices)
     np.testing.assert_array_equal(found[0].indices, [0])  # each row once, on one rank too
     np.testing.assert_allclose(found[0].values, [[size * (size + 1.0)] * 2])
     np.testing.assert_allclose(found[1], (rank + 1) / size)
     assert found[2] is None
     with pytest.raises(InvalidArgumentError, match="as many as variables"):
-        reduce_gradients([tf.constant(1.0)], variables)
+        reduction.reduce([tf.constant(1.0)], variables)
     with pytest.raises(InvalidTypeError, match="cannot be combined"):
-        reduce_gradients([tf.ragged.constant([[1.0], [2.0, 3.0]])], variables[:1])
+        reduction.reduce([tf.ragged.constant([[1.0], [2.0, 3.0]])], variables[:1])
 
 
 def test_refusals(hvd_tf: Any) -> None:

@@ -237,7 +237,7 @@ class Accelerator:
                 packing.close()
                 self._packings.discard(packing)
 
-    def host_entry(self, count: int, dtype: np.dtype[Any], op: Op) -> CachedRequest:
+    def host_request(self, count: int, dtype: np.dtype[Any], op: Op) -> CachedRequest:
         """The host's request of an all-reduce of a packed bucket; unscaled, because unpacking scales."""
         plain = op.combining(dtype)
         shape: Any = TensorSpec((count,), count, dtype)

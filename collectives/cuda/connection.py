@@ -1,8 +1,8 @@
 """How the ranks of one world reach each other's GPUs: CUDA IPC, NCCL, and messages through page-locked memory.
 
-The ranks connect in the first operation on a device tensor, in which all of them take part: they exchange the identities
-of their GPUs, try to map each other's memory, and agree on what works. NCCL is connected then if the planner is going to
-choose it, and otherwise by the first operation that needs it.
+The ranks connect in the first operation on a device tensor, in which all of them take part: they exchange the
+identities of their GPUs, try to map each other's memory, and agree on what works. NCCL is connected then if the planner
+is going to choose it, and otherwise by the first operation that needs it.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Ways: how one operation between blocks of device memory is carried out, once it is known by which transport.
+"""Paths: how one operation between blocks of device memory is carried out, once its transport is chosen.
 
-Each has the two halves of a task (`collectives.engine.tasks`): `prepare` before the ranks meet, whose words travel with
-them, and `run` after.
+A path has the two halves of a task (`collectives.engine.tasks`): `prepare` before the ranks meet, whose words travel
+with the meeting, and `run` after it.
 
-    Planned   one of our schedules, over mapped memory or messages (`launches`, `executor`)
-    Native    NCCL's own collective
-    Hosted    the host's engine, between page-locked copies
+    SchedulePath   a schedule, over mapped memory or messages (`launches`, `executor`)
+    NcclPath       NCCL's own collective
+    HostPath       the host's engine, between page-locked copies
 """
 
 from __future__ import annotations
@@ -22,77 +22,82 @@ from collectives.cuda.planner import DeviceChoice
 from collectives.cuda.transfer import DeviceBlock
 from collectives.device.kernel_sources import WAYS
 from collectives.device.kernels import Combination, Scaling
-from collectives.engine.context import Context
+from collectives.engine.context import address
 from collectives.engine.handles import Handle
 from collectives.engine.request_cache import CachedRequest
 from collectives.engine.tasks import Combine, One
 from collectives.transport.base import Array
 
+Words = Sequence[int] | memoryview
 
-class Way(Protocol):
-    """How an operation is carried out.
 
-    Attributes:
-        description: for people.
-    """
+class DevicePath(Protocol):
+    """How an operation is carried out."""
 
-    description: str
+    def prepare(self, source: DeviceBlock, out: DeviceBlock) -> Words:
+        """Describe the blocks to the peers; called when the work that produces ``source`` has been enqueued.
 
-    def prepare(self, source: DeviceBlock, out: DeviceBlock) -> Sequence[int] | memoryview:
-        """What peers will read has been given to the stream; the words to enter the round with."""
+        Returns:
+            The words with which this rank enters the negotiation round.
+        """
 
     def run(self, source: DeviceBlock, out: DeviceBlock) -> None:
-        """All ranks have prepared."""
+        """Issue the operation; all ranks have prepared."""
 
 
-class Planned:
-    """One of our schedules.
+class SchedulePath:
+    """A schedule.
 
     Args:
         accelerator: of the world.
-        plan: that is run.
+        choice: the planner's.
+        plan: made for it.
         dtype: of the elements.
-        transport: that carries messages.
     """
 
-    def __init__(self, accelerator: Accelerator, plan: DevicePlan, dtype: np.dtype[Any], transport: str) -> None:
-        self.description = plan.description
+    def __init__(self, accelerator: Accelerator, choice: DeviceChoice, plan: DevicePlan, dtype: np.dtype[Any]) -> None:
         self._accelerator = accelerator
         self._plan = plan
         self._dtype = dtype
-        self._transport = transport
+        self._over_nccl = choice.transport == "nccl"
 
-    def prepare(self, source: DeviceBlock, out: DeviceBlock) -> Sequence[int]:
-        return self._accelerator.transfer.prepare(self._plan, source, out, replayed=self._transport == "nccl")
+    def prepare(self, source: DeviceBlock, out: DeviceBlock) -> Words:
+        return self._accelerator.transfer.prepare(self._plan, source, out, replayed=self._over_nccl)
 
     def run(self, source: DeviceBlock, out: DeviceBlock) -> None:
         accelerator, plan = self._accelerator, self._plan
         states: Sequence[int] = ()
-        if self._transport == "nccl":
+        if self._over_nccl:
             states = accelerator.transfer.capture_states(plan)
-            # Also where this rank has no message in it: all ranks connect, and take their turns, together.
+            # Also if this rank has no message in the plan: connecting and taking turns are collective.
             accelerator.connection.use_messages("nccl")
             accelerator.take_turn()
         elif plan.messages:
-            accelerator.connection.use_messages(self._transport)
+            accelerator.connection.use_messages("mpi")
         accelerator.transfer.run(plan, self._dtype, states)
 
 
-class Native:
-    """NCCL's own all-reduce, reduce-scatter, allgather of equal shares, or broadcast.
+class NcclPath:
+    """NCCL's own all-reduce, reduce-scatter, all-gather of equal shares, or broadcast.
 
     Args:
         accelerator: of the world.
-        collective: which.
-        op: what reduces, or None.
-        root: of a broadcast.
+        collective: its name.
         dtype, count: of the input's elements.
+        op: of a reduction.
+        finish: scaling of its result, or None.
+        root: of a broadcast.
     """
 
-    description = "NCCL's own"
-
     def __init__(
-        self, accelerator: Accelerator, collective: str, op: Op | None, root: int, dtype: np.dtype[Any], count: int
+        self,
+        accelerator: Accelerator,
+        collective: str,
+        dtype: np.dtype[Any],
+        count: int,
+        op: Op | None = None,
+        finish: Scaling | None = None,
+        root: int = 0,
     ) -> None:
         self._accelerator = accelerator
         self._collective = collective
@@ -101,15 +106,11 @@ class Native:
         self._dtype = dtype
         self._count = count
         self._finishing: Combination | None = None
-
-    def finished_by(self, finish: Scaling | None) -> Native:
-        """The same, with something applied to the result."""
         if finish is not None:
-            share = self._count // (self._accelerator.context.size if self._collective == "reducescatter" else 1)
-            self._finishing = self._accelerator.kernels.combination(None, self._dtype, [(1, 1, share)], finish)
-        return self
+            share = count // (accelerator.context.size if collective == "reducescatter" else 1)
+            self._finishing = accelerator.kernels.combination(None, dtype, [(1, 1, share)], finish)
 
-    def prepare(self, source: DeviceBlock, out: DeviceBlock) -> Sequence[int]:
+    def prepare(self, source: DeviceBlock, out: DeviceBlock) -> Words:
         return ()
 
     def run(self, source: DeviceBlock, out: DeviceBlock) -> None:
@@ -124,9 +125,8 @@ class Native:
             return
         assert self._op is not None
         if self._collective == "reducescatter":
-            communicator.reduce_scatter(
-                source.address, out.address, count // communicator.size, dtype, self._op, stream
-            )
+            share = count // communicator.size
+            communicator.reduce_scatter(source.address, out.address, share, dtype, self._op, stream)
         else:
             communicator.all_reduce(source.address, out.address, count, dtype, self._op, stream)
         if self._finishing is not None:
@@ -134,84 +134,77 @@ class Native:
             self._finishing.launch(stream)
 
 
-class Hosted:
-    """The host's engine, between page-locked copies of the tensor.
+class HostPath:
+    """The host's engine, between page-locked copies of the blocks.
 
     Args:
         accelerator: of the world.
-        context: of the host's tasks.
-        entry: the twin of the request.
-        source, out: elements of input and output.
+        request: the same request for host memory.
     """
 
-    def __init__(self, accelerator: Accelerator, context: Context, entry: CachedRequest, source: int, out: int) -> None:
-        self.description = "through host memory"
+    def __init__(self, accelerator: Accelerator, request: CachedRequest) -> None:
+        context = accelerator.context
         self._accelerator = accelerator
-        self._entry = entry
-        self._sizes = (source, out)
-        self._task = Combine(context, entry) if entry.op is Op.ADASUM else One(context, entry)
+        self._request = request
+        self._task = Combine(context, request) if request.op is Op.ADASUM else One(context, request)
         self._handle: Handle | None = None
 
-    def prepare(self, source: DeviceBlock, out: DeviceBlock) -> Sequence[int] | memoryview:
-        accelerator, dtype = self._accelerator, self._entry.dtype
-        into = accelerator.pinned("source", self._sizes[0], dtype)
-        result = into if out.address == source.address else accelerator.pinned("result", self._sizes[1], dtype)
-        bring(accelerator, source, into)
-        accelerator.wait()
-        self._handle = Handle(self._entry, into, result, _nothing)
+    def prepare(self, source: DeviceBlock, out: DeviceBlock) -> Words:
+        accelerator, dtype = self._accelerator, self._request.dtype
+        copy = copy_to_host(accelerator, source, dtype)
+        in_place = out.address == source.address
+        result = copy if in_place else accelerator.pinned("result", out.nbytes // dtype.itemsize, dtype)
+        self._handle = Handle(self._request, copy, result, _nothing)
         return self._task.prepare_handles([self._handle])
 
     def run(self, source: DeviceBlock, out: DeviceBlock) -> None:
         assert self._handle is not None
         self._task.run_handles([self._handle])
-        accelerator, result = self._accelerator, self._handle.out
-        accelerator.device.copy(out.address, _address(result), out.nbytes, accelerator.executor.main)
-        # Until it has arrived, nobody else may use this host memory.
-        accelerator.wait()
+        copy_to_device(self._accelerator, self._handle.out, out.address)
         self._handle = None
 
 
-def allreduce_by(
-    choice: DeviceChoice,
+def allreduce_path(
     accelerator: Accelerator,
+    choice: DeviceChoice,
     count: int,
     dtype: np.dtype[Any],
     op: Op,
     finish: Scaling | None,
     host: CachedRequest,
-) -> Way:
-    """How an all-reduce is carried out as the planner has chosen.
+) -> DevicePath:
+    """The path of an all-reduce.
 
     Args:
-        choice: the planner's.
         accelerator: of the world.
+        choice: the planner's.
         count, dtype, op: of the elements.
-        finish: what is applied to the result, or None.
-        host: the entry with which the host's engine does the same.
+        finish: scaling of the result, or None.
+        host: the same request for host memory.
     """
     if choice.transport == "host":
-        return Hosted(accelerator, accelerator.context, host, count, count)
+        return HostPath(accelerator, host)
     if choice.native:
-        return Native(accelerator, "allreduce", op, 0, dtype, count).finished_by(finish)
-    plan = accelerator.plans.allreduce(count, dtype, op, choice, finish)
-    return Planned(accelerator, plan, dtype, messages_of(choice))
+        return NcclPath(accelerator, "allreduce", dtype, count, op, finish)
+    plan = accelerator.plans.allreduce((count,), dtype, choice, op, finish)
+    return SchedulePath(accelerator, choice, plan, dtype)
 
 
-def messages_of(choice: DeviceChoice) -> str:
-    """By what the messages of a choice travel, if it has any."""
-    return "nccl" if choice.transport == "nccl" else "mpi"
-
-
-def bring(accelerator: Accelerator, source: DeviceBlock, into: Array) -> None:
-    """Copy a block to page-locked host memory, behind what the stream has been given."""
+def copy_to_host(accelerator: Accelerator, source: DeviceBlock, dtype: np.dtype[Any]) -> Array:
+    """A page-locked copy of a block, as elements of ``dtype``; waits until it has arrived. The next call reuses its
+    memory."""
+    copy = accelerator.pinned("source", source.nbytes // dtype.itemsize, dtype)
     if source.nbytes:
-        accelerator.device.copy(_address(into), source.address, source.nbytes, accelerator.executor.main)
+        accelerator.device.copy(address(copy), source.address, source.nbytes, accelerator.executor.main)
+    accelerator.wait()
+    return copy
 
 
-def _address(array: Array) -> int:
-    at: int = array.__array_interface__["data"][0]
-    return at
+def copy_to_device(accelerator: Accelerator, array: Array, target: int) -> None:
+    """Copy a page-locked array to an address; waits until it has arrived, because the memory is reused."""
+    accelerator.device.copy(target, address(array), array.nbytes, accelerator.executor.main)
+    accelerator.wait()
 
 
 def _nothing(handle: Handle) -> None:
-    """The host's part has no result of its own."""
+    """Results are copied to the device, not returned."""

@@ -1,11 +1,10 @@
 """Tasks on device tensors: as `collectives.engine.tasks`, in two halves between which the ranks meet.
 
-    DeviceOne       an all-reduce, reduce-scatter or broadcast of one tensor, between the tensors themselves where they can be reached
-    DeviceBucket    all-reduces of several tensors as one: packed by one kernel, reduced in the buffer, unpacked by one kernel
-    DeviceRows      an allgather or an all-to-all: how many rows move is found out on the way
+    DeviceOne       an all-reduce, reduce-scatter or broadcast of one tensor, without packing it
+    DeviceBucket    all-reduces of several tensors as one: packed by one kernel, reduced in a buffer, unpacked by one
+    DeviceRows      an all-gather or an all-to-all; the ranks exchange the numbers of rows
 
-Before the first half of the first task of a world there is nothing to prepare with: the ranks then connect their
-devices in the second half, where all of them are, and meet once more.
+A world's first task cannot prepare: the ranks connect their devices in its second half, and meet once more.
 """
 
 from __future__ import annotations
@@ -23,29 +22,38 @@ from collectives.base.reduce_op import Op
 from collectives.cuda.accelerator import Accelerator
 from collectives.cuda.calibration import calibrate
 from collectives.cuda.connection import ConnectError
-from collectives.cuda.paths import Hosted, Native, Planned, Way, allreduce_by, bring, messages_of
+from collectives.cuda.paths import (
+    DevicePath,
+    HostPath,
+    NcclPath,
+    SchedulePath,
+    Words,
+    allreduce_path,
+    copy_to_device,
+    copy_to_host,
+)
 from collectives.cuda.planner import DeviceChoice
 from collectives.cuda.request_cache import CachedDeviceRequest
 from collectives.cuda.transfer import DeviceBlock
 from collectives.device.kernel_sources import WAYS
-from collectives.device.kernels import Combination
+from collectives.device.kernels import Combination, Scaling
 from collectives.device.packing import Packing
 from collectives.engine.handles import Handle
 from collectives.engine.tasks import Rows
-from collectives.schedules import partition
 from collectives.tensors.cuda_tensors import DeviceArray
 from collectives.transport import nccl_elements
 from collectives.transport.base import Array
 from collectives.transport.cuda_ipc import WORDS
 
-Words = Sequence[int] | memoryview
+_MOST_ROWS = 64
+"""Lists of rows whose paths a task remembers."""
+_EMPTY: Array = np.empty(0)
 
 
 class _RefusedError(Exception):
-    """The planner's answer to what was asked for. All ranks ask for the same and know the same, so that all of them are
-    given it.
+    """Deterministic planner rejection; identical on every rank, so that it fails the operation alone.
 
-    Whatever else goes wrong, memory that runs out, say, does so on one rank, and must end the world on all.
+    Other failures, such as memory that runs out, occur on one rank and end the world on all.
     """
 
     def __init__(self, error: CollectivesError, handle: Handle, rank: int) -> None:
@@ -53,7 +61,12 @@ class _RefusedError(Exception):
 
 
 class DeviceTask:
-    """What the tasks have in common: the two halves, and the detour when the devices have not met yet."""
+    """What the tasks have in common: the two halves, and connecting the devices between them.
+
+    Args:
+        accelerator: of the world.
+        entry: the request; of a bucket, the first.
+    """
 
     packs = False
 
@@ -65,7 +78,7 @@ class DeviceTask:
         self._early = self._decided = False
 
     def prepare_handles(self, handles: Sequence[Handle]) -> Words:
-        """The words to enter the round with; none before the devices have met."""
+        """The words to enter the round with; none before the devices are connected."""
         self._early = not self.accelerator.connection.established
         return () if self._early else self._prepare(handles)
 
@@ -98,13 +111,13 @@ class DeviceTask:
             followed = None
             for handle in handles:
                 mark, handle.ready = handle.ready, None
-                if mark is not None and mark is not followed:  # the members of a group have one
+                if mark is not None and mark is not followed:  # members of a grouped operation share one
                     accelerator.follow(mark)
                     followed = mark
             accelerator.tidy()
             try:
                 if not self._decided:
-                    # To load kernels and to allocate may make the driver wait for the whole device: see
+                    # Loading kernels and allocating may make the driver wait for the whole device: see
                     # `transfer.DeviceBuffers`.
                     accelerator.wait()
                 self._decide(handles[0])
@@ -115,19 +128,21 @@ class DeviceTask:
             return self._begin(handles)
 
     def _decide(self, handle: Handle) -> None:
-        """Choose a way, if it has not been chosen yet; raises _RefusedError where the one asked for cannot be had."""
+        """Choose the path if that has not been done; raises _RefusedError if the planner rejects the request."""
         raise NotImplementedError
 
     def _begin(self, handles: Sequence[Handle]) -> Words:
+        """First half: enqueue what precedes the meeting of the ranks; returns the words to enter with."""
         raise NotImplementedError
 
     def _run(self, handles: Sequence[Handle]) -> None:
+        """Second half: issue the operation."""
         raise NotImplementedError
 
     def _choose(self, handle: Handle, collective: str, nbytes: int, native: bool) -> DeviceChoice:
         request, accelerator = self.entry.request, self.accelerator
+        algorithm, transport = request.algorithm, request.transport
         try:
-            algorithm, transport = request.algorithm, request.transport
             choice = accelerator.connection.planner.choose(
                 collective, nbytes, native=native, algorithm=algorithm, transport=transport
             )
@@ -144,73 +159,64 @@ class DeviceTask:
 class DeviceOne(DeviceTask):
     """One tensor."""
 
-    _way: Way | None = None
+    _path: DevicePath | None = None
     _scaling: Combination | None = None
 
     def _decide(self, handle: Handle) -> None:
-        if self._way is not None or not self.entry.moves:
-            return
+        if self._path is None and self.entry.moves:
+            self._path = self._choose_path(handle)
+
+    def _choose_path(self, handle: Handle) -> DevicePath:
         entry, accelerator = self.entry, self.accelerator
         collective, dtype, op, count = entry.request.collective, entry.dtype, entry.op, entry.count
-        shape, size = entry.request.shape or (), accelerator.context.size
-        share = (
-            math.prod((_rows(shape, size, accelerator.context.rank), *shape[1:]))
-            if collective == "reducescatter"
-            else count
-        )
+        shape, root = entry.request.shape or (), entry.request.root or 0
         if op is Op.ADASUM:
-            self._way = Hosted(accelerator, accelerator.context, entry.host, count, share)
-            return
+            return HostPath(accelerator, entry.host)
         native = collective == "broadcast" or (op is not None and nccl_elements.reduces(op, dtype))
-        if collective == "reducescatter" and shape[0] % size:
+        if collective == "reducescatter" and shape[0] % accelerator.context.size:
             native = False  # NCCL scatters equal shares only
         choice = self._choose(handle, collective, entry.nbytes, native)
         self.description = f"{choice.algorithm} over {choice.transport}"
-        if collective == "allreduce":
-            assert op is not None
-            self._way = allreduce_by(choice, accelerator, count, dtype, op, entry.divide, entry.host)
-        elif choice.transport == "host":
-            self._way = Hosted(accelerator, accelerator.context, entry.host, count, share)
-        elif choice.native:
-            self._way = Native(accelerator, collective, op, entry.request.root or 0, dtype, count).finished_by(
-                entry.divide
-            )
-        elif collective == "broadcast":
-            plan = accelerator.plans.broadcast(count, dtype, entry.request.root or 0, choice)
-            self._way = Planned(accelerator, plan, dtype, messages_of(choice))
-        else:
-            assert op is not None
-            plan = accelerator.plans.reducescatter(shape, dtype, op, choice, entry.divide)
-            self._way = Planned(accelerator, plan, dtype, messages_of(choice))
         if entry.scale is not None and choice.transport != "host":
             # A reduce-scatter: an all-reduce with a factor is packed.
             self._scaling = accelerator.kernels.combination(None, dtype, [(1, 1, count)], entry.scale)
+        if choice.transport == "host":
+            return HostPath(accelerator, entry.host)
+        if choice.native:
+            return NcclPath(accelerator, collective, dtype, count, op, entry.divide, root)
+        if collective == "broadcast":
+            plan = accelerator.plans.broadcast((count,), dtype, root, choice)
+        elif collective == "reducescatter":
+            plan = accelerator.plans.reducescatter(shape, dtype, choice, op, entry.divide)
+        else:
+            plan = accelerator.plans.allreduce((count,), dtype, choice, op, entry.divide)
+        return SchedulePath(accelerator, choice, plan, dtype)
 
     def _begin(self, handles: Sequence[Handle]) -> Words:
         handle = handles[0]
-        self._source, self._out = block(handle.source), block(handle.out)
+        self._source, self._out = _block(handle.source), _block(handle.out)
         accelerator, scaling = self.accelerator, self._scaling
-        if self._way is None:
+        if self._path is None:
             return ()
         if scaling is not None and not accelerator.context.joined:
             scaled = accelerator.buffers.get("scaled", self._source.nbytes)
             scaling.pointers[0, 0], scaling.pointers[0, WAYS] = self._source.address, scaled
             scaling.launch(accelerator.executor.main)
             self._source = DeviceBlock(scaled, self._source.nbytes)
-        return self._way.prepare(self._source, self._out)
+        return self._path.prepare(self._source, self._out)
 
     def _run(self, handles: Sequence[Handle]) -> None:
-        if self._way is not None:
-            self._way.run(self._source, self._out)
+        if self._path is not None:
+            self._path.run(self._source, self._out)
 
 
 class DeviceBucket(DeviceTask):
-    """Several tensors, or one that is scaled or compressed on its way."""
+    """Several tensors, or one that is scaled or compressed before it travels."""
 
     packs = True
     _packing: Packing | None = None
     _unscaled: Packing | None = None
-    _way: Way | None = None
+    _path: DevicePath | None = None
 
     def __init__(self, accelerator: Accelerator, entries: Sequence[CachedDeviceRequest]) -> None:
         super().__init__(accelerator, entries[0])
@@ -219,20 +225,20 @@ class DeviceBucket(DeviceTask):
         self._addresses: Array = np.zeros(len(entries), np.int64)
 
     def _decide(self, handle: Handle) -> None:
-        if self._way is not None:
+        if self._path is not None:
             return
         accelerator, entry = self.accelerator, self.entry
-        # Kept although the choice may be refused: the task may come again.
+        # Kept although the choice may be refused: the task may recur.
         packing = self._packing = self._packing or self._pack_with(entry.scale)
         dtype, total, op = entry.wire, packing.total, entry.op
         assert op is not None
-        nbytes = total * dtype.itemsize
-        choice = self._choose(handle, "allreduce", nbytes, nccl_elements.reduces(op, dtype))
+        self._nbytes = total * dtype.itemsize
+        choice = self._choose(handle, "allreduce", self._nbytes, nccl_elements.reduces(op, dtype))
         self.description = f"fused {choice.algorithm} over {choice.transport}"
-        self._way = allreduce_by(choice, accelerator, total, dtype, op, None, accelerator.host_entry(total, dtype, op))
-        self._nbytes = nbytes
+        host = accelerator.host_request(total, dtype, op)
+        self._path = allreduce_path(accelerator, choice, total, dtype, op, None, host)
 
-    def _pack_with(self, scale: Any) -> Packing:
+    def _pack_with(self, scale: Scaling | None) -> Packing:
         entry, accelerator = self.entry, self.accelerator
         packing = Packing(
             accelerator.device, accelerator.kernels, self._counts, entry.dtype, entry.wire, scale, entry.divide
@@ -245,42 +251,42 @@ class DeviceBucket(DeviceTask):
         address = accelerator.buffers.get("bucket", self._nbytes)
         if address != self._buffer.address:
             self._buffer = DeviceBlock(address, self._nbytes)
-            accelerator.device.clear(address, self._nbytes, stream)  # what lies between the tensors is reduced too
+            accelerator.device.clear(address, self._nbytes, stream)  # the gaps between tensors are reduced too
         self._addresses[:] = [handle.source.address for handle in handles]
         packing = self._packing
-        assert packing is not None and self._way is not None
+        assert packing is not None and self._path is not None
         if accelerator.context.joined and self.entry.scale is not None:
-            # This rank contributes neutral elements, which no factor may touch.
+            # This rank contributes neutral elements, which must not be scaled.
             if self._unscaled is None:
                 accelerator.wait()  # see `_prepare`
                 self._unscaled = self._pack_with(None)
             packing = self._unscaled
         packing.pack(self._addresses, address, stream)
-        return self._way.prepare(self._buffer, self._buffer)
+        return self._path.prepare(self._buffer, self._buffer)
 
     def _run(self, handles: Sequence[Handle]) -> None:
-        assert self._packing is not None and self._way is not None
-        self._way.run(self._buffer, self._buffer)
+        assert self._packing is not None and self._path is not None
+        self._path.run(self._buffer, self._buffer)
         self._addresses[:] = [handle.out.address for handle in handles]
         self._packing.unpack(self._buffer.address, self._addresses, self.accelerator.executor.main)
 
 
 class DeviceRows(DeviceTask):
-    """An allgather or an all-to-all."""
+    """An all-gather or an all-to-all."""
 
     _inner: Rows | None = None
 
     def __init__(self, accelerator: Accelerator, entry: CachedDeviceRequest) -> None:
         super().__init__(accelerator, entry)
-        self._plans: dict[tuple[int, ...], tuple[DeviceChoice, Way | None]] = {}
+        self._paths: dict[tuple[int, ...], tuple[DeviceChoice, DevicePath | None]] = {}
 
     def _decide(self, handle: Handle) -> None:
         request = self.entry.request
-        self._choose(handle, request.collective, 0, request.collective == "allgather")  # refuses what cannot be had
+        self._choose(handle, request.collective, 0, request.collective == "allgather")  # only to see if it is refused
 
     def _begin(self, handles: Sequence[Handle]) -> Words:
         handle = handles[0]
-        self._source = block(handle.source)
+        self._source = _block(handle.source)
         return (*self.accelerator.transfer.describe(self._source), *handle.rows)
 
     def _run(self, handles: Sequence[Handle]) -> None:
@@ -293,69 +299,56 @@ class DeviceRows(DeviceTask):
         gathers = entry.request.collective == "allgather"
         received = [words[0] if gathers else words[context.rank] for words in every]
         rows = tuple(words[0] for words in every) if gathers else tuple(itertools.chain.from_iterable(every))
-        result, out = handle.fence.view.empty((sum(received), *(entry.request.shape or ())))
-        # The memory may have been in use on the caller's stream until a moment ago.
+        result, array = handle.fence.view.empty((sum(received), *(entry.request.shape or ())))
+        # The caller's stream may have used this memory until now.
         accelerator.follow(accelerator.mark(handle.fence.view.stream))
-        handle.gathered, handle.out = (result, received), out
+        handle.gathered, handle.out = (result, received), array
         try:
-            choice, way = self._plan_for(handle, rows, gathers)
-        except _RefusedError as refused:  # all ranks know the same rows
+            choice, path = self._path_for(handle, rows, gathers)
+        except _RefusedError as refused:  # on all ranks, which know the same rows
             handle.fail(refused.error)
             return
-        if way is None:
-            if choice.transport == "host":
-                self._through_host(handle)
-            return
-        words = way.prepare(self._source, block(out))
-        context.meet(self.token, words)
-        way.run(self._source, block(out))
+        if path is not None:
+            out = _block(array)
+            context.meet(self.token, path.prepare(self._source, out))
+            path.run(self._source, out)
+        elif choice.transport == "host":
+            self._through_host(handle)
 
-    def _plan_for(self, handle: Handle, rows: tuple[int, ...], gathers: bool) -> tuple[DeviceChoice, Way | None]:
-        known = self._plans.get(rows)
+    def _path_for(self, handle: Handle, rows: tuple[int, ...], gathers: bool) -> tuple[DeviceChoice, DevicePath | None]:
+        """The choice for these rows, and the path; None if the operation goes through the host, or nothing moves."""
+        known = self._paths.get(rows)
         if known is not None:
             return known
-        if len(self._plans) >= _MOST_ROWS:
-            self._plans.clear()
+        if len(self._paths) >= _MOST_ROWS:
+            self._paths.clear()
         accelerator, entry = self.accelerator, self.entry
         sizes = [count * math.prod(entry.request.shape or ()) for count in rows]
         nbytes = sum(sizes) * entry.dtype.itemsize // (1 if gathers else accelerator.context.size)
-        # NCCL gathers equal shares only, and it has no all-to-all of its own.
+        # NCCL gathers equal shares only, and has no all-to-all of its own.
         choice = self._choose(handle, entry.request.collective, nbytes, gathers and len(set(sizes)) == 1)
-        way: Way | None = None
+        path: DevicePath | None = None
         if any(sizes) and choice.native:
-            way = Native(accelerator, "allgather", None, 0, entry.dtype, sizes[0])
+            path = NcclPath(accelerator, "allgather", entry.dtype, sizes[0])
         elif any(sizes) and choice.transport != "host":
             make: Callable[..., Any] = accelerator.plans.allgather if gathers else accelerator.plans.alltoall
-            way = Planned(accelerator, make(sizes, entry.dtype, choice), entry.dtype, messages_of(choice))
-        self._plans[rows] = (choice, way)
-        return choice, way
+            path = SchedulePath(accelerator, choice, make(sizes, entry.dtype, choice), entry.dtype)
+        self._paths[rows] = (choice, path)
+        return choice, path
 
     def _through_host(self, handle: Handle) -> None:
-        """The host's own allgather or all-to-all, between page-locked copies."""
+        """Carry the operation out by the host's engine, between page-locked copies."""
         accelerator, entry = self.accelerator, self.entry
-        context, device, stream = accelerator.context, accelerator.device, accelerator.executor.main
-        into = accelerator.pinned("source", self._source.nbytes // entry.dtype.itemsize, entry.dtype)
-        bring(accelerator, self._source, into)
-        accelerator.wait()
-        self._inner = self._inner or Rows(context, entry.host)
-        twin = Handle(entry.host, into, _EMPTY, lambda handle: None, rows=handle.rows)
-        context.meet(self.token, self._inner.prepare_handles([twin]))
-        self._inner.run_handles([twin])
-        staging = accelerator.pinned("result", twin.out.size, entry.dtype)
-        np.copyto(staging, twin.out)
-        device.copy(handle.out.address, staging.ctypes.data, staging.nbytes, stream)
-        accelerator.wait()
+        self._inner = self._inner or Rows(accelerator.context, entry.host)
+        source = copy_to_host(accelerator, self._source, entry.dtype)
+        inner = Handle(entry.host, source, _EMPTY, lambda handle: None, rows=handle.rows)
+        accelerator.context.meet(self.token, self._inner.prepare_handles([inner]))
+        self._inner.run_handles([inner])
+        result = accelerator.pinned("result", inner.out.size, entry.dtype)
+        np.copyto(result, inner.out)
+        copy_to_device(accelerator, result, handle.out.address)
 
 
-def block(array: DeviceArray) -> DeviceBlock:
-    """The memory of some elements."""
+def _block(array: DeviceArray) -> DeviceBlock:
+    """The memory of an array."""
     return DeviceBlock(array.address, array.nbytes)
-
-
-def _rows(shape: Sequence[int], size: int, rank: int) -> int:
-    """Rows of a rank's share."""
-    return partition.rows(shape[0], size)[rank]
-
-
-_EMPTY: Array = np.empty(0)
-_MOST_ROWS = 64

@@ -184,15 +184,15 @@ def describe(choice: DeviceChoice) -> str:
 
 
 def summing(count: int) -> Make:
-    return lambda plans, choice: plans.allreduce(count, DTYPE, Op.SUM, choice, FINISH)
+    return lambda plans, choice: plans.allreduce((count,), DTYPE, choice, Op.SUM, FINISH)
 
 
 def scattering(rows: int) -> Make:
-    return lambda plans, choice: plans.reducescatter((rows, 5), DTYPE, Op.SUM, choice, FINISH)
+    return lambda plans, choice: plans.reducescatter((rows, 5), DTYPE, choice, Op.SUM, FINISH)
 
 
 def sending(root: int) -> Make:
-    return lambda plans, choice: plans.broadcast(1003, DTYPE, root, choice)
+    return lambda plans, choice: plans.broadcast((1003,), DTYPE, root, choice)
 
 
 @pytest.mark.parametrize("in_place", [True, False])
@@ -271,7 +271,7 @@ def test_a_direct_allreduce_is_one_launch(size: int) -> None:
     """Every source is read once and every result written once, by one job."""
     for rank in range(size):
         plans = DevicePlans(placement(rank, (tuple(range(size)),)), Kernels())  # type: ignore[arg-type]
-        plan = plans.allreduce(10_000, DTYPE, Op.AVERAGE, DIRECT, FINISH)
+        plan = plans.allreduce((10_000,), DTYPE, DIRECT, Op.AVERAGE, FINISH)
         assert (len(plan.stages), plan.launches, plan.messages) == (1, 1, False)
         (launch,) = plan.stages[0].launches
         assert [(sources, targets) for sources, targets, _ in launch.combination.shapes] == [(size, size)]  # type: ignore[attr-defined]
@@ -281,14 +281,14 @@ def test_a_direct_allreduce_is_one_launch(size: int) -> None:
 
 def test_more_ranks_than_a_job_has_ways_take_a_round_more() -> None:
     plans = DevicePlans(placement(0, (tuple(range(WAYS + 1)),)), Kernels())  # type: ignore[arg-type]
-    plan = plans.allreduce(10_000, DTYPE, Op.SUM, DIRECT, None)
+    plan = plans.allreduce((10_000,), DTYPE, DIRECT, Op.SUM, None)
     assert len(plan.stages) == 2
     assert [peer for peer, _ in plan.leave] == list(range(1, WAYS + 1))
 
 
 def test_a_table_with_other_addresses_moves_the_launches() -> None:
     plans = DevicePlans(placement(0, ((0, 1),)), Kernels())  # type: ignore[arg-type]
-    (launch,) = plans.allreduce(64, DTYPE, Op.SUM, DIRECT, None).stages[0].launches
+    (launch,) = plans.allreduce((64,), DTYPE, DIRECT, Op.SUM, None).stages[0].launches
     for base in (1 << 20, 1 << 30):
         launch.place(np.arange(2 * SPACES + 1) * 4096 + base)
         row = launch.combination.pointers[0].tolist()

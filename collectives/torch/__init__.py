@@ -20,10 +20,6 @@ from collectives.torch.handles import poll, synchronize
 from collectives.torch.operations import (
     allgather,
     allgather_async,
-    allreduce,
-    allreduce_,
-    allreduce_async,
-    allreduce_async_,
     alltoall,
     alltoall_async,
     barrier,
@@ -33,18 +29,24 @@ from collectives.torch.operations import (
     broadcast_async_,
     grouped_allgather,
     grouped_allgather_async,
+    join,
+)
+from collectives.torch.optimizer import DistributedOptimizer
+from collectives.torch.optimizer_state import broadcast_optimizer_state
+from collectives.torch.reductions import (
+    allreduce,
+    allreduce_,
+    allreduce_async,
+    allreduce_async_,
     grouped_allreduce,
     grouped_allreduce_,
     grouped_allreduce_async,
     grouped_allreduce_async_,
     grouped_reducescatter,
     grouped_reducescatter_async,
-    join,
     reducescatter,
     reducescatter_async,
 )
-from collectives.torch.optimizer import DistributedOptimizer
-from collectives.torch.optimizer_state import broadcast_optimizer_state
 from collectives.torch.sparse import sparse_allreduce_async
 from collectives.torch.state import allgather_object, broadcast_object, broadcast_parameters
 from collectives.torch.sync_batch_norm import SyncBatchNorm

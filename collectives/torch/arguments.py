@@ -1,0 +1,79 @@
+"""Arguments and results that torch's collectives have in common."""
+
+from __future__ import annotations
+
+from typing import Any, TypedDict, TypeVar
+
+import torch
+from torch.autograd.graph import increment_version
+
+from collectives.base.errors import InvalidArgumentError
+from collectives.base.reduce_op import Op
+from collectives.engine import arguments
+from collectives.torch.autograd import tracks
+from collectives.world import World
+
+Tensor = TypeVar("Tensor")
+
+
+class Choices(TypedDict, total=False):
+    """The keywords that Horovod's functions do not have."""
+
+    algorithm: str | None
+    transport: str | None
+    stream: Any
+
+
+def given(
+    choices: Any,
+    name: str | None,
+    op: Op | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> dict[str, Any]:
+    """Add arguments that are not the defaults to ``choices``, for a method of a world.
+
+    The engine's fast path is quickest without keywords.
+    """
+    if name is not None:
+        choices["name"] = name
+    if op is not None:
+        choices["op"] = op
+    if prescale_factor != 1.0:
+        choices["prescale_factor"] = prescale_factor
+    if postscale_factor != 1.0:
+        choices["postscale_factor"] = postscale_factor
+    options: dict[str, Any] = choices
+    return options
+
+
+def operation(world: World, average: Any, op: Op | None, name: str | None) -> Op:
+    """The operation that ``op`` or ``average`` names.
+
+    Raises:
+        InvalidArgumentError: both are given; the other ranks are told.
+    """
+    try:
+        return arguments.operation(op, average)
+    except Exception as error:
+        raise world.refused(error, name) from None
+
+
+def refuse_in_graph(choices: Any) -> None:
+    """Refuse `Choices` in a compiled graph, whose operators have none of them."""
+    if any(value is not None for value in choices.values()):
+        raise InvalidArgumentError(
+            "algorithm, transport, stream: expected None inside of torch.compile; set COLLECTIVES_ALGORITHM instead"
+        )
+
+
+def any_tracked(tensors: Any) -> bool:
+    """Whether autograd records operations on one of several tensors."""
+    return isinstance(tensors, (list, tuple)) and any(map(tracks, tensors))
+
+
+def written(tensor: Any) -> Any:
+    """Tell autograd that a tensor's elements have changed; it refuses to use what it had saved of them."""
+    if isinstance(tensor, torch.Tensor):
+        increment_version(tensor)
+    return tensor

@@ -1,0 +1,383 @@
+"""All-reduce and reduce-scatter with Horovod's names and order of arguments.
+
+Keywords in `Choices` are ours, and mean the same as for `collectives.allreduce`. Results are new torch tensors of the
+caller's dtype, on its device; functions whose names end in ``_`` return the very tensors they were given. What is no
+torch tensor is treated as in `collectives`. The blocking functions that return new tensors are differentiable, by the
+adjoints of `collectives.frontends.adjoints`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch.compiler import is_compiling
+
+from collectives.base.options import spelled_out
+from collectives.base.reduce_op import Op
+from collectives.engine.handles import Handle
+from collectives.process_sets import ProcessSet
+from collectives.runtime import global_process_set, world_of
+from collectives.tensors import compression as compressors
+from collectives.tensors.compression import Compression
+from collectives.torch import autograd, compiled
+from collectives.torch.arguments import Choices, Tensor, any_tracked, given, operation, refuse_in_graph, written
+from collectives.torch.autograd import DifferentiableCall, tracks
+from collectives.torch.compiled import untraced
+from collectives.world import World
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+Average = Op.AVERAGE
+
+# ---- all-reduce
+
+
+@spelled_out(Choices)
+def allreduce(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: Op | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+    **choices: Unpack[Choices],
+) -> Tensor:
+    """Combine the ranks' tensors element by element. Differentiable.
+
+    Its gradient, for a loss that is the sum of the ranks' losses: of Sum and Average the all-reduce of the outputs'
+    gradients with the same ``op`` and factors; of Min and Max the summed gradient, to the ranks that hold the extreme
+    value, evenly; of Product that times the other ranks' elements; of Adasum that of its tree. With compression the
+    gradient travels compressed as well.
+
+    Args:
+        tensor: of equal shape and dtype on every rank, on the CPU or a GPU, in any memory layout. Left unchanged.
+        average: the older way to say ``op``: True for Average, False for Sum.
+        name: of the operation; None: matched by order of call.
+        compression: `Compression.fp16` or ``bf16``, or anything with ``compress`` and ``decompress``, which get and
+            return torch tensors.
+        op: Average (the default), Sum, Min, Max, Product or Adasum.
+        prescale_factor: multiplies each rank's tensor first.
+        postscale_factor: multiplies the result.
+        process_set: the ranks that take part.
+
+    Returns:
+        A new tensor of the same shape and dtype, on the same device.
+
+    Raises:
+        InvalidArgumentError (a ValueError): both ``average`` and ``op``; and all that `collectives.allreduce` raises.
+    """
+    if is_compiling():
+        how = _in_graph(process_set, average, op, name, choices), name, prescale_factor, postscale_factor
+        return compiled.allreduce(tensor, *how, compression, process_set)
+    world = world_of(process_set)
+    options = given(choices, name, op, prescale_factor, postscale_factor)
+    if tracks(tensor):
+        return _differentiable(world, [tensor], False, average, compression, options)[0]
+    if compression is not Compression.none:
+        options["compression"] = compression
+    return world.allreduce(tensor, average, **options)
+
+
+@untraced
+@spelled_out(Choices)
+def allreduce_async(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: Op | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+    **choices: Unpack[Choices],
+) -> Handle[Tensor]:
+    """Begin an `allreduce` and return a handle at once, for `synchronize` and `poll`. Not differentiable.
+
+    The tensor must not change until the operation is done.
+    """
+    options = given(choices, name, op, prescale_factor, postscale_factor)
+    return world_of(process_set).allreduce_async(tensor, average, **options)
+
+
+@spelled_out(Choices)
+def allreduce_(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: Op | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+    **choices: Unpack[Choices],
+) -> Tensor:
+    """`allreduce` in place: the result replaces the tensor's elements, also a leaf's that requires grad. Not
+    differentiable.
+
+    Autograd notices where it had saved the tensor for a backward pass.
+
+    Returns:
+        The very tensor that was passed. After a mismatch it is unchanged; after a failure in mid-call it is undefined.
+    """
+    if is_compiling():
+        how = average, name, Compression.none, op, prescale_factor, postscale_factor, process_set
+        return compiled.stored(tensor, allreduce(tensor, *how, **choices))
+    options = given(choices, name, op, prescale_factor, postscale_factor)
+    return written(world_of(process_set).allreduce_(tensor, average, **options))
+
+
+@untraced
+@spelled_out(Choices)
+def allreduce_async_(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: Op | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+    **choices: Unpack[Choices],
+) -> Handle[Tensor]:
+    """Begin an `allreduce_` and return a handle at once. The tensor must be left alone until the operation is done."""
+    options = given(choices, name, op, prescale_factor, postscale_factor)
+    handle = world_of(process_set).allreduce_async_(tensor, average, **options)
+    written(tensor)
+    return handle
+
+
+@spelled_out(Choices)
+def grouped_allreduce(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: Op | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+    **choices: Unpack[Choices],
+) -> list[Tensor]:
+    """`allreduce` of several tensors that are carried out, and complete, together. Differentiable, as `allreduce` of
+    each.
+
+    Args:
+        tensors: a list or tuple; equally many on every rank, each with equal shape and dtype there. dtypes may be
+            mixed.
+
+    Returns:
+        The results in order.
+    """
+    if is_compiling():
+        how = _in_graph(process_set, average, op, name, choices), name, prescale_factor, postscale_factor
+        return compiled.grouped_allreduce(tensors, *how, compression, process_set)
+    world = world_of(process_set)
+    options = given(choices, name, op, prescale_factor, postscale_factor)
+    if any_tracked(tensors):
+        return _differentiable(world, tensors, True, average, compression, options)
+    if compression is not Compression.none:
+        options["compression"] = compression
+    return world.grouped_allreduce(tensors, average, **options)
+
+
+@untraced
+@spelled_out(Choices)
+def grouped_allreduce_async(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: Op | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+    **choices: Unpack[Choices],
+) -> Handle[list[Tensor]]:
+    """Begin a `grouped_allreduce`; one handle for all tensors. Not differentiable."""
+    options = given(choices, name, op, prescale_factor, postscale_factor)
+    return world_of(process_set).grouped_allreduce_async(tensors, average, **options)
+
+
+@spelled_out(Choices)
+def grouped_allreduce_(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: Op | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+    **choices: Unpack[Choices],
+) -> list[Tensor]:
+    """`grouped_allreduce` in place, as `allreduce_`; returns the very tensors."""
+    if is_compiling():
+        how = average, name, Compression.none, op, prescale_factor, postscale_factor, process_set
+        results = grouped_allreduce(tensors, *how, **choices)
+        return [compiled.stored(tensor, result) for tensor, result in zip(tensors, results, strict=True)]
+    options = given(choices, name, op, prescale_factor, postscale_factor)
+    return [written(tensor) for tensor in world_of(process_set).grouped_allreduce_(tensors, average, **options)]
+
+
+@untraced
+@spelled_out(Choices)
+def grouped_allreduce_async_(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: Op | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+    **choices: Unpack[Choices],
+) -> Handle[list[Tensor]]:
+    """Begin a `grouped_allreduce_`; one handle for all tensors."""
+    options = given(choices, name, op, prescale_factor, postscale_factor)
+    handle = world_of(process_set).grouped_allreduce_async_(tensors, average, **options)
+    for tensor in tensors:
+        written(tensor)
+    return handle
+
+
+# ---- reduce-scatter
+
+
+@spelled_out(Choices)
+def reducescatter(
+    tensor: Tensor,
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: Op | None = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    **choices: Unpack[Choices],
+) -> Tensor:
+    """Combine the ranks' tensors and give each rank its share of the rows. Differentiable.
+
+    Its gradient, for a loss that is the sum of the ranks' losses: of Sum the allgather of the outputs' gradients, of
+    Average that divided by the number of ranks, both times the factors; of Min, Max and Product as of `allreduce`.
+
+    Args:
+        tensor: of shape ``(rows, ...)``, equal on every rank. Rows that do not divide evenly go to the first ranks, one
+            each.
+        op: Average (the default), Sum, Min, Max or Product.
+        name, compression, process_set, prescale_factor, postscale_factor: as for `allreduce`.
+
+    Returns:
+        A new tensor of this rank's rows and the same dtype, on the same device.
+
+    Raises:
+        InvalidArgumentError (a ValueError): the tensor has no dimension; and all that `collectives.reducescatter`
+            raises.
+    """
+    if is_compiling():
+        how = _in_graph(process_set, None, op, name, choices), name, prescale_factor, postscale_factor
+        packed, context = (compression or Compression.none).compress(tensor)
+        result = compiled.reducescatter(packed, *how, process_set)
+        return (compression or Compression.none).decompress(result, context)
+    options = given(choices, name, Average if op is None else op, prescale_factor, postscale_factor)
+    run = autograd.reducescatter if tracks(tensor) else _reducescatter
+    return _compressed(_call(world_of(process_set), False, options), compression, [tensor], run)[0]
+
+
+@untraced
+@spelled_out(Choices)
+def reducescatter_async(
+    tensor: Tensor,
+    name: str | None = None,
+    op: Op | None = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    **choices: Unpack[Choices],
+) -> Handle[Tensor]:
+    """Begin a `reducescatter` and return a handle at once. Not differentiable."""
+    return world_of(process_set).reducescatter_async(
+        tensor, **given(choices, name, op, prescale_factor, postscale_factor)
+    )
+
+
+@spelled_out(Choices)
+def grouped_reducescatter(
+    tensors: Sequence[Tensor],
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: Op | None = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    **choices: Unpack[Choices],
+) -> list[Tensor]:
+    """`reducescatter` of several tensors that complete together; the results in order. Differentiable, as
+    `reducescatter` of each."""
+    if is_compiling():
+        how = compression, op, process_set, prescale_factor, postscale_factor
+        return [reducescatter(tensor, name and f"{name}.{i}", *how, **choices) for i, tensor in enumerate(tensors)]
+    options = given(choices, name, Average if op is None else op, prescale_factor, postscale_factor)
+    run = autograd.reducescatter if any_tracked(tensors) else _reducescatter
+    return _compressed(_call(world_of(process_set), True, options), compression, tensors, run)
+
+
+@untraced
+@spelled_out(Choices)
+def grouped_reducescatter_async(
+    tensors: Sequence[Tensor],
+    name: str | None = None,
+    op: Op | None = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    **choices: Unpack[Choices],
+) -> Handle[list[Tensor]]:
+    """Begin a `grouped_reducescatter`; one handle for all tensors. Not differentiable."""
+    options = given(choices, name, op, prescale_factor, postscale_factor)
+    return world_of(process_set).grouped_reducescatter_async(tensors, **options)
+
+
+# ---- autograd and compression
+
+
+def _in_graph(process_set: ProcessSet, average: bool | None, op: Op | None, name: str | None, choices: Choices) -> Op:
+    """The operation of a call in a compiled graph."""
+    refuse_in_graph(choices)
+    return operation(world_of(process_set), average, op, name)
+
+
+def _call(world: World, grouped: bool, options: dict[str, Any]) -> DifferentiableCall:
+    return DifferentiableCall(world, options.pop("name", None), grouped, options)
+
+
+def _differentiable(
+    world: World,
+    tensors: Sequence[Any],
+    grouped: bool,
+    average: bool | None,
+    compression: Any,
+    options: dict[str, Any],
+) -> list[Any]:
+    options["op"] = operation(world, average, options.get("op"), options.get("name"))
+    return _compressed(_call(world, grouped, options), compression, tensors, autograd.allreduce)
+
+
+def _compressed(
+    call: DifferentiableCall,
+    compression: Any,
+    tensors: Sequence[Any],
+    run: Callable[[DifferentiableCall, Sequence[Any]], list[Any]],
+) -> list[Any]:
+    """Apply ``run`` to the compressed tensors, and decompress the results; autograd sees what the compressor does."""
+    if compression is None or compression is Compression.none:
+        return run(call, tensors)
+    try:
+        compressors.check(compression)
+        packed = [compression.compress(tensor) for tensor in tensors]
+    except Exception as error:
+        raise call.world.refused(error, call.name) from None
+    results = run(call, [tensor for tensor, _ in packed])
+    return [compression.decompress(result, context) for result, (_, context) in zip(results, packed, strict=True)]
+
+
+def _reducescatter(call: DifferentiableCall, tensors: Sequence[Any]) -> list[Any]:
+    if call.grouped:
+        return call.world.grouped_reducescatter(tensors, name=call.name, **call.options)
+    return [call.world.reducescatter(tensors[0], name=call.name, **call.options)]

@@ -57,10 +57,6 @@ class GraphCall:
             object.__setattr__(self, "root", _number(self.root))
 
     @property
-    def linear(self) -> bool:
-        return self.op in (None, Op.SUM, Op.AVERAGE)
-
-    @property
     def world(self) -> World:
         return world_of(self.process_set)
 

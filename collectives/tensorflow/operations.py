@@ -356,7 +356,7 @@ def join(*, process_set: ProcessSet = global_process_set) -> tf.Tensor:
     """
     last = _without_tensors("join", process_set)
     if tf.executing_eagerly():
-        autograd.begin_anew(process_set)
+        autograd.reset_numbering(process_set)
     return last
 
 

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from collectives.base.reduce_op import Op
 from collectives.tensorflow import autograd, graph_call
+from collectives.tensorflow.arithmetic import scaled
 from collectives.tensorflow.errors import UnsupportedError
 from collectives.tensorflow.graph_call import GraphCall
 
@@ -43,7 +44,7 @@ def allreduce(call: GraphCall, slices: Sequence[Any]) -> list[Any]:
         call, collective="merge", prescale=1.0, postscale=1.0, compression=None, algorithm=None, transport=None
     )
     indices = [each.indices for each in slices]
-    back = autograd.gradient_of(merge, [each.values for each in slices])
+    back = autograd.gradient_call(merge, [each.values for each in slices])
 
     def merged(values: Sequence[Any]) -> list[Any]:
         results = graph_call.run(merge, [tensor for pair in zip(values, indices, strict=True) for tensor in pair])
@@ -57,9 +58,9 @@ def allreduce(call: GraphCall, slices: Sequence[Any]) -> list[Any]:
             for i, total in zip(chosen, totals, strict=True)
         ]
 
-    results = autograd.attach(merged, adjoint, [autograd.scaled(each.values, call.prescale) for each in slices])
+    results = autograd.attach(merged, adjoint, [scaled(each.values, call.prescale) for each in slices])
     return [
-        tf.IndexedSlices(autograd.scaled(values, call.postscale), union, each.dense_shape)
+        tf.IndexedSlices(scaled(values, call.postscale), union, each.dense_shape)
         for values, union, each in zip(results[: len(slices)], results[len(slices) :], slices, strict=True)
     ]
 

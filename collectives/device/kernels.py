@@ -1,9 +1,7 @@
-"""Kernels: what a device does to the elements of blocks. They are combined, scaled, and written to as many places as
-need them.
+"""Kernels that combine blocks element by element, scale the result, and write it to one or more places.
 
-A job is ``target[i] = scaled(source_0[i] op source_1[i] op ...)``, for up to eight sources and eight targets, which may
-be other GPUs' memory. One launch does up to eight jobs. Where a job has one source there is nothing to combine: it is
-copied, and scaled.
+A job is ``target[i] = scaled(source_0[i] op source_1[i] op ...)``, with up to eight sources and eight targets, which
+may be other GPUs' memory. A job of one source copies and scales. One launch does up to eight jobs.
 
 Results are those of `collectives.tensors.reduction`, with one difference: halves are summed in float32 over all
 sources, scaled there, and rounded once.
@@ -33,8 +31,8 @@ _OF_BOOLS = {Op.MAX: "Or", Op.MIN: "And"}
 # ---- scaling
 
 
-class Kind(Enum):
-    """How elements are scaled; the values name structures of the kernels' source."""
+class ScalingKind(Enum):
+    """How elements are scaled; the values name structures of `kernel_templates`."""
 
     MULTIPLY = "Multiply"
     """Floating point: times ``factor``."""
@@ -43,61 +41,59 @@ class Kind(Enum):
     QUOTIENT = "Quotient"
     """Integers: by ``divisor``, truncated toward zero."""
     TRUNCATE = "Truncate"
-    """Integers: times ``factor`` in float64, truncated toward zero. Bool: whether that is not zero."""
+    """Integers: times ``factor`` in float64, truncated toward zero. Bool: whether the product is not zero."""
 
 
 class Scaling(NamedTuple):
-    """What is done to every element of a finished block. Halves do it in float32; complex numbers to both of their
-    parts."""
+    """Scaling of every element of a block: halves in float32, complex numbers in both parts."""
 
-    kind: Kind
+    kind: ScalingKind
     factor: float = 1.0
     divisor: int = 1
 
 
 def finish(op: Op, dtype: _Dtype, size: int, postscale: float = 1.0) -> Scaling | None:
-    """`reduction.finish` on a device: what is applied to a block that ``size`` ranks have fully reduced, or None if
-    that is nothing."""
+    """`reduction.finish` on a device: the scaling of a block that ``size`` ranks have fully reduced, or None."""
     if not op.divides(dtype) or size == 1:
         return prescale(dtype, postscale)
     if postscale != 1.0:
         return prescale(dtype, float(postscale) / size)
     if dtypes.is_integer(dtype):
-        return Scaling(Kind.QUOTIENT, divisor=size)
+        return Scaling(ScalingKind.QUOTIENT, divisor=size)
     if size & (size - 1) == 0:
         return prescale(dtype, 1.0 / size)  # exact, and quicker than a division
-    return Scaling(Kind.DIVIDE, float(size))
+    return Scaling(ScalingKind.DIVIDE, float(size))
 
 
 def prescale(dtype: _Dtype, factor: float) -> Scaling | None:
-    """`reduction.prescale` on a device: what multiplies a block by ``factor``, or None if that changes nothing."""
+    """`reduction.prescale` on a device: the scaling by ``factor``, or None if it changes nothing."""
     if factor == 1.0:
         return None
     whole = dtypes.is_bool(dtype) or dtypes.is_integer(dtype)
-    return Scaling(Kind.TRUNCATE if whole else Kind.MULTIPLY, float(factor))
+    return Scaling(ScalingKind.TRUNCATE if whole else ScalingKind.MULTIPLY, float(factor))
 
 
 def scaling_name(scaling: Scaling | None) -> str:
-    """What the kernels' source calls it."""
+    """The name of the scaling's structure in `kernel_templates`."""
     return "Unscaled" if scaling is None else scaling.kind.value
 
 
 def scaling_argument(scaling: Scaling | None) -> Array:
-    """It as a kernel takes it: the source's structure ``Scaling``."""
-    given = scaling or Scaling(Kind.MULTIPLY)
+    """The scaling as a kernel's argument: the structure ``Scaling`` of `kernel_templates`."""
+    given = scaling or Scaling(ScalingKind.MULTIPLY)
     return np.array([(given.factor, given.divisor)], np.dtype([("factor", np.float64), ("divisor", np.int64)]))
 
 
 def elements(dtype: _Dtype) -> tuple[str, int]:
-    """The dtype in which elements are added and scaled, and how many of those make one: complex numbers are two real
-    ones."""
+    """The dtype in which elements are added and scaled, and how many of it make up an element: two for complex
+    numbers, otherwise one."""
     if dtypes.is_complex(dtype):
         return f"float{dtype.itemsize * 4}", 2
     return dtypes.name(dtype), 1
 
 
 def bits(dtype: _Dtype) -> tuple[str, int]:
-    """The same for elements that are only copied: their bits."""
+    """As `elements`, for elements that are only copied: unsigned integers of their width."""
     width = 2 if dtypes.is_complex(dtype) else 1
     return f"uint{dtype.itemsize // width * 8}", width
 
@@ -106,33 +102,29 @@ def bits(dtype: _Dtype) -> tuple[str, int]:
 
 
 class Kernels:
-    """The kernels of one device.
-
-    Args:
-        device: which.
-    """
+    """The kernels of one device."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
 
     def function(self, kernel: Kernel) -> int:
-        """A kernel as the device launches it."""
+        """The device's function for a kernel; compiled at first use."""
         return self.device.function(kernel_sources.source(kernel), kernel.name)
 
     def combination(
         self, op: Op | None, dtype: _Dtype, shape: Sequence[tuple[int, int, int]], scaling: Scaling | None = None
     ) -> Combination:
-        """Jobs that are launched together, again and again.
+        """Jobs that are launched together, any number of times.
 
         Args:
-            op: what combines two sources; an average is a sum, and ``scaling`` makes it one. None: every job has one
+            op: combines two sources (an average is a sum here, which ``scaling`` completes); None: every job has one
                 source.
             dtype: of all sources and targets.
-            shape: of each job: how many sources and targets it has (1 to 8 each), and elements.
-            scaling: of every result, from `finish` or `prescale`.
+            shape: the numbers of sources (1 to 8), targets (1 to 8) and elements of each job.
+            scaling: of every result, from `finish` or `prescale`; None: unscaled.
 
         Raises:
-            InvalidArgumentError: a job of another shape.
+            InvalidArgumentError: a job has another shape.
             InvalidTypeError: the operation is not defined for the dtype.
         """
         most = 1 if op is None else WAYS
@@ -153,10 +145,10 @@ class Combination:
 
     Attributes:
         pointers: int64, ``(jobs, 16)``: the addresses of each job's sources, from column 0 on, and of its targets, from
-            column 8 on. Set before every launch; those that a job does not have may be anything. An address is a
-            multiple of the size of an element (of a complex one's parts). A target may be one of the job's sources;
-            else they must not overlap, nor may targets of different jobs.
-        launches: how many kernels `launch` starts: one for every eight jobs, none where there are no elements.
+            column 8 on. Set before every launch; unused ones are ignored. An address is a multiple of the size of an
+            element (of a complex number's parts). A target may be one of the job's sources; otherwise sources and
+            targets, and targets of different jobs, must not overlap.
+        launches: number of kernels that `launch` starts: one for every eight jobs, none for jobs without elements.
     """
 
     def __init__(
@@ -171,14 +163,14 @@ class Combination:
         self._table = np.zeros((-(-len(shape) // JOBS) * JOBS, 2 * WAYS), np.int64)
         self.pointers = self._table[: len(shape)]
         self._scaling = scaling_argument(scaling)
-        self._kept: list[Array] = []  # what the launches know but the addresses of
+        self._kept: list[Array] = []  # arrays of which the launches have only the addresses
         self._launches: list[tuple[tuple[int, int], int]] = []
         for start in range(0, len(shape), JOBS):
             self._add_launch(start, shape[start : start + JOBS], itemsize)
         self.launches = len(self._launches)
 
     def launch(self, stream: int) -> None:
-        """Give the jobs to a stream, with the pointers as they are now: they may be changed as soon as this returns."""
+        """Enqueue the jobs on a stream with the present pointers, which may be changed as soon as this returns."""
         launch, function = self._device.launch, self._function
         for grid, parameters in self._launches:
             launch(function, grid, COMBINE_THREADS, parameters, stream)
@@ -189,14 +181,12 @@ class Combination:
             return
         shape = np.zeros(1, _SHAPE)
         for number, (sources, targets, count) in enumerate(jobs):
-            shape["counts"][0, number], shape["sources"][0, number], shape["targets"][0, number] = (
-                count,
-                sources,
-                targets,
-            )
-        # The addresses of the kernel's three arguments.
+            shape["counts"][0, number] = count
+            shape["sources"][0, number] = sources
+            shape["targets"][0, number] = targets
+        # Addresses of the kernel's three arguments.
         parameters = np.array([address(self._table[start:]), address(shape), address(self._scaling)], np.int64)
-        # A thread for every 16-byte word, but no more than fit the device at once: then each has several.
+        # One thread for every 16-byte word, but no more blocks than the device holds at once; then a thread has several.
         words = -(-longest * itemsize // 16)
         room = max(1, self._device.multiprocessors * _BLOCKS_PER_MULTIPROCESSOR // len(jobs))
         grid = (min(-(-words // COMBINE_THREADS), room), len(jobs))
@@ -205,17 +195,17 @@ class Combination:
 
 
 _SHAPE = np.dtype([("counts", np.int64, JOBS), ("sources", np.int32, JOBS), ("targets", np.int32, JOBS)])
-"""The structure ``Shape`` of the kernels' source."""
+"""The structure ``Shape`` of `kernel_templates`."""
 
 
 def address(array: Array) -> int:
-    """Where an array's memory begins."""
+    """The address of an array's first element."""
     found: int = array.ctypes.data
     return found
 
 
 def _choose(op: Op | None, dtype: _Dtype, copies: bool, scaling: Scaling | None) -> tuple[Kernel, int]:
-    """The kernel for some jobs, and how many of its items are an element."""
+    """The kernel of a combination, and how many of its items make up an element."""
     if op is not None:
         check(op, dtype)
     if copies:

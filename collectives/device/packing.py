@@ -1,15 +1,14 @@
-"""Fusion on a device: many tensors in one buffer, there and back by one kernel launch each.
+"""Fusion on a device: packs many tensors into one buffer, and unpacks it, by one kernel launch each.
 
-    tensors   |  conv1.weight   |bn1|    |        layer1.conv1         |      each where the program has it
-    tiles     |  0  |  1  |  2  | 3 |    |  4  |  5  |  6  |  7  |  8  |      16 KB or what is left: one for each thread block
-    buffer    |  conv1.weight   ~|bn1~   |        layer1.conv1         ~|     each from a multiple of 128 bytes on
+    tensors   |  conv1.weight   |bn1|    |        layer1.conv1         |      anywhere in device memory
+    tiles     |  0  |  1  |  2  | 3 |    |  4  |  5  |  6  |  7  |  8  |      up to 16 KB each, one per thread block
+    buffer    |  conv1.weight   ~|bn1~   |        layer1.conv1         ~|     each tensor at a multiple of 128 bytes
 
-A tile is part of one tensor, so that every block has about as much to do, however different the tensors are. What the
-blocks look up lies in device memory: the tiles and lengths from the beginning, the tensors' addresses from the first
-call that comes with them.
+A tile is part of one tensor, so all thread blocks have about the same work, however the tensors' sizes differ. The
+blocks' tables lie in device memory: tiles and lengths are uploaded at once, addresses by the first call that has them.
 
 The buffer may hold the tensors in another dtype: float32 and float64 as halves. Scaling is done in the tensors' dtype
-(halves: in float32), before the one rounding on the way in, and after the way back.
+(halves: in float32), before the single rounding when packing, and after unpacking.
 """
 
 from __future__ import annotations
@@ -29,30 +28,29 @@ from collectives.device.protocol import Array, Device
 _Dtype = np.dtype[Any]
 
 _ALIGNMENT = 128
-"""Bytes, of the narrower dtype: a cache line, and eight times what a thread moves at a time."""
+"""Bytes, of the narrower dtype: a cache line, and eight times what a thread moves at once."""
 _SLOTS = 4
-"""Address tables that are kept: programs come back with the same tensors, or with those of the call before."""
+"""Address tables that are kept: programs reuse the same tensors, or alternate between a few sets."""
 
 
 class Packing:
-    """Where tensors lie in a buffer, and the two kernels that move them. One thread at a time uses it.
+    """The layout of tensors in a buffer, and the two kernels that move them. Not thread-safe.
 
     Args:
-        device: whose memory all of it is.
+        device: that has the tensors and the buffer.
         kernels: of this device.
         counts: elements of each tensor.
         dtype: of the tensors.
         wire: of the buffer: ``dtype``, or for float32 and float64 a half.
-        prescale: of what is packed, or None.
-        finish: of what is unpacked, or None.
+        prescale: scaling when packing, or None.
+        finish: scaling when unpacking, or None.
 
     Attributes:
         offsets: int64, where each tensor begins in the buffer, in elements.
-        total: elements of the buffer, those between the tensors included: nobody writes these, and what is made of them
-            is not read.
+        total: elements of the buffer, including the gaps between tensors, which are neither written nor read.
 
     Raises:
-        InvalidTypeError: this dtype does not travel as that one.
+        InvalidTypeError: ``wire`` is no such dtype.
     """
 
     def __init__(
@@ -68,8 +66,7 @@ class Packing:
         if dtype != wire and not (dtypes.is_half(wire) and dtype.kind == "f" and dtype.itemsize > 2):
             raise InvalidTypeError(
                 f"packing: expected the tensors' own dtype in the buffer, or float16 or bfloat16 for float32 and "
-                f"float64;"
-                f" got {dtypes.name(wire)} for {dtypes.name(dtype)}"
+                f"float64; got {dtypes.name(wire)} for {dtypes.name(dtype)}"
             )
         self._device = device
         step = _ALIGNMENT // min(dtype.itemsize, wire.itemsize)
@@ -91,24 +88,25 @@ class Packing:
         self._stream: int | None = None
 
     def pack(self, addresses: Array, buffer: int, stream: int) -> None:
-        """Copy all tensors into the buffer: one launch.
+        """Copy all tensors into the buffer, by one launch.
 
         Args:
-            addresses: int64, of every tensor; multiples of their element's size (of a complex one's parts). Tensors at
-                multiples of 16 bytes are moved faster. Those of tensors without elements may be anything.
+            addresses: int64, of every tensor; multiples of the size of an element (of a complex number's parts).
+                Tensors at multiples of 16 bytes move faster. Ignored for tensors without elements. May be changed as
+                soon as this returns.
             buffer: the address of ``total`` elements, a multiple of 16 bytes.
-            stream: what does it; the arguments may be changed as soon as this returns.
+            stream: on which the launch is enqueued.
         """
         if self._blocks:
             self._pack.launch(self._blocks, self._table(addresses, stream), buffer, stream)
 
     def unpack(self, buffer: int, addresses: Array, stream: int) -> None:
-        """Copy the buffer back into tensors: one launch; the arguments are those of `pack`."""
+        """Copy the buffer into tensors, by one launch; arguments as of `pack`."""
         if self._blocks:
             self._unpack.launch(self._blocks, self._table(addresses, stream), buffer, stream)
 
     def close(self) -> None:
-        """Give the tables' memory back; the device must be done with everything that was asked for."""
+        """Free the tables; the device has done all enqueued work."""
         for slot in self._slots.values():
             self._device.free(slot.table)
             self._device.destroy_event(slot.uploaded)
@@ -119,12 +117,11 @@ class Packing:
         self._blocks = 0
 
     def _table(self, addresses: Array, stream: int) -> int:
-        """The addresses in device memory, for kernels on this stream."""
+        """The address of a device table with these addresses, for kernels on this stream."""
         device = self._device
         if stream != self._stream:
             if self._stream is not None:
-                # Uploads and kernels of all streams come one after the other, so that a table can be overwritten behind
-                # its last reader.
+                # Uploads and kernels are serialized across streams, so a table is overwritten only after its last use.
                 device.record(self._order, self._stream)
                 device.wait(stream, self._order)
             self._stream = stream
@@ -135,12 +132,11 @@ class Packing:
             slot.staging[:] = np.frombuffer(key, np.uint8)
             device.copy(slot.table, address(slot.staging), len(key), stream)
             device.record(slot.uploaded, stream)
-        self._slots[key] = slot  # the latest is the last
+        self._slots[key] = slot  # ordered by last use
         return slot.table
 
     def _free_slot(self, nbytes: int) -> _Slot:
-        """The slot unused for longest; a new one while there are few, and where the device is so far behind that it has
-        yet to read all."""
+        """The least recently used slot whose upload is done; a new one while there are few, or if none is done."""
         if len(self._slots) >= _SLOTS:
             for key, slot in self._slots.items():
                 if self._device.passed(slot.uploaded):
@@ -149,7 +145,7 @@ class Packing:
 
 
 class _Slot:
-    """An address table in device memory, and the page-locked memory that it is uploaded from."""
+    """An address table in device memory, and the page-locked memory from which it is uploaded."""
 
     def __init__(self, device: Device, nbytes: int) -> None:
         self.staging = device.pinned(nbytes)
@@ -158,11 +154,11 @@ class _Slot:
 
 
 class _Mover:
-    """One of the two kernels with its arguments."""
+    """One of the two kernels, with its arguments."""
 
     def __init__(self, device: Device, function: int, tables: int, extents: int, scaling: Scaling | None) -> None:
         self._device, self._function = device, function
-        self._tiles = np.array([tables, tables + extents, 0, 0], np.int64)  # the structure Tiles of the kernels' source
+        self._tiles = np.array([tables, tables + extents, 0, 0], np.int64)  # the structure Tiles of the templates
         self._scaling = scaling_argument(scaling)
         self._parameters = np.array([address(self._tiles), address(self._scaling)], np.int64)
         self._parameters_at = address(self._parameters)
@@ -173,8 +169,7 @@ class _Mover:
 
 
 def _names(dtype: _Dtype, wire: _Dtype, scaling: Scaling | None) -> tuple[str, str, str]:
-    """The dtypes and scaling of a kernel: of the tensors, of the buffer; where nothing is computed, those of the
-    bits."""
+    """The names of a kernel's dtypes (tensors, buffer) and scaling; plain copies use unsigned integers."""
     if dtype == wire:
         name, _ = bits(dtype) if scaling is None else elements(dtype)
         return name, name, scaling_name(scaling)
@@ -182,7 +177,7 @@ def _names(dtype: _Dtype, wire: _Dtype, scaling: Scaling | None) -> tuple[str, s
 
 
 def _tables(lengths: Array, offsets: Array, tile: int) -> tuple[Array, Array]:
-    """The structures Tile, one for each thread block, and Extent, one for each tensor, of the kernels' source."""
+    """The templates' structures Tile, one for each thread block, and Extent, one for each tensor."""
     tiles_of = -(-lengths // tile)
     tensors = np.repeat(np.arange(lengths.size), tiles_of)
     tiles = np.empty((tensors.size, 2), np.int32)
@@ -192,7 +187,7 @@ def _tables(lengths: Array, offsets: Array, tile: int) -> tuple[Array, Array]:
 
 
 def _upload(device: Device, *tables: Array) -> int:
-    """Tables, one behind the other, in device memory."""
+    """Copy tables to device memory, one after another; returns the address. Waits until it is done."""
     nbytes = sum(table.nbytes for table in tables)
     staging, target, stream = device.pinned(nbytes), device.allocate(nbytes), device.create_stream()
     staging[:] = np.concatenate([table.reshape(-1).view(np.uint8) for table in tables])

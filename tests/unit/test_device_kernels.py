@@ -20,7 +20,7 @@ from collectives.base import dtypes
 from collectives.base.errors import InvalidArgumentError, InvalidTypeError
 from collectives.base.reduce_op import Op
 from collectives.device import kernel_sources, kernels
-from collectives.device.kernels import Kernels, Kind, Scaling
+from collectives.device.kernels import Kernels, Scaling, ScalingKind
 from collectives.tensors import reduction
 from tests import host_kernels
 
@@ -99,7 +99,7 @@ def combined(op: Op, sources: list[Array], scaling: Scaling | None, host_scaling
             total = product(total, other) if op is Op.PRODUCT else UFUNCS[op](total, other)
     if dtypes.is_half(dtype) and scaling is not None:
         operand = np.float32(scaling.factor)
-        total = total * operand if scaling.kind is Kind.MULTIPLY else total / operand
+        total = total * operand if scaling.kind is ScalingKind.MULTIPLY else total / operand
     elif host_scaling is not None:
         host_scaling(total, total)
     return total.astype(dtype)

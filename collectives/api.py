@@ -2,42 +2,49 @@
 
 Memory that an operation in flight writes may not be read or written by another one, whichever names, process sets or
 views they have; it is refused with an InvalidArgumentError that names both, and the other ranks get a MismatchError.
-Memory that is only read may be shared. So may what broadcasts from the same root write. An operation is in flight from
-its submission until it is complete.
+Memory that is only read may be shared. So may memory that broadcasts from the same root write. An operation is in
+flight from its submission until it is complete.
+
+The keywords of all functions are those of `allreduce`; `collectives.base.options` has their types and defaults.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
 
+from collectives.base.options import CallOptions, ReduceOptions, ScaleOptions, spelled_out
 from collectives.base.reduce_op import Op
 from collectives.engine.handles import Handle
 from collectives.process_sets import ProcessSet
-from collectives.runtime import root_in, world, world_of
+from collectives.runtime import default, root_in, world, world_of
+from collectives.world import World
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 Tensor = TypeVar("Tensor")
 
 Average, Sum, Min, Max, Product, Adasum = Op.AVERAGE, Op.SUM, Op.MIN, Op.MAX, Op.PRODUCT, Op.ADASUM
 
 
-def allreduce(
-    tensor: Tensor,
-    average: bool | None = None,
-    *,
-    op: Op | None = None,
-    name: str | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    compression: Any = None,
-    process_set: ProcessSet | None = None,
-    algorithm: str | None = None,
-    transport: str | None = None,
-    stream: Any = None,
-) -> Tensor:
+def _world(options: CallOptions) -> World:
+    """The world of a call; takes ``process_set`` out of its keywords."""
+    process_set = options.pop("process_set", None) if options else None
+    return default.world or world() if process_set is None else world_of(process_set)
+
+
+def _rooted(root_rank: int, options: CallOptions) -> tuple[World, int]:
+    """The world of a call, and a rank of all ranks as a rank of that world."""
+    root = root_in(options.get("process_set"), root_rank, options.get("name"))
+    return _world(options), root
+
+
+@spelled_out(ReduceOptions)
+def allreduce(tensor: Tensor, average: bool | None = None, **options: Unpack[ReduceOptions]) -> Tensor:
     """Combine the ranks' tensors element by element.
 
     Every rank gets the same result, bit for bit; apart from NaN's payload, and zeros' signs in Min and Max.
@@ -72,34 +79,11 @@ def allreduce(
         MismatchError: the ranks asked for different things; raised on every rank, nothing was touched.
         RankFailedError, CollectiveTimeoutError: another rank failed, or did not come.
     """
-    return world_of(process_set).allreduce(
-        tensor,
-        average,
-        op=op,
-        name=name,
-        prescale_factor=prescale_factor,
-        postscale_factor=postscale_factor,
-        compression=compression,
-        algorithm=algorithm,
-        transport=transport,
-        stream=stream,
-    )
+    return _world(options).allreduce(tensor, average, **options)
 
 
-def allreduce_(
-    tensor: Tensor,
-    average: bool | None = None,
-    *,
-    op: Op | None = None,
-    name: str | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    compression: Any = None,
-    process_set: ProcessSet | None = None,
-    algorithm: str | None = None,
-    transport: str | None = None,
-    stream: Any = None,
-) -> Tensor:
+@spelled_out(ReduceOptions)
+def allreduce_(tensor: Tensor, average: bool | None = None, **options: Unpack[ReduceOptions]) -> Tensor:
     """`allreduce` in place: the result replaces the tensor's elements, in any memory layout that can be written.
 
     Returns:
@@ -108,34 +92,11 @@ def allreduce_(
     Raises:
         InvalidArgumentError: the tensor is read-only, or its elements overlap; and all that `allreduce` raises.
     """
-    return world_of(process_set).allreduce_(
-        tensor,
-        average,
-        op=op,
-        name=name,
-        prescale_factor=prescale_factor,
-        postscale_factor=postscale_factor,
-        compression=compression,
-        algorithm=algorithm,
-        transport=transport,
-        stream=stream,
-    )
+    return _world(options).allreduce_(tensor, average, **options)
 
 
-def allreduce_async(
-    tensor: Tensor,
-    average: bool | None = None,
-    *,
-    op: Op | None = None,
-    name: str | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    compression: Any = None,
-    process_set: ProcessSet | None = None,
-    algorithm: str | None = None,
-    transport: str | None = None,
-    stream: Any = None,
-) -> Handle[Tensor]:
+@spelled_out(ReduceOptions)
+def allreduce_async(tensor: Tensor, average: bool | None = None, **options: Unpack[ReduceOptions]) -> Handle[Tensor]:
     """Begin an `allreduce` and return at once.
 
     Returns:
@@ -146,67 +107,23 @@ def allreduce_async(
         InvalidArgumentError: an operation of this name is in flight, or one that writes memory of this tensor's; and
             what `allreduce` raises for its arguments. What ranks can only find out together is raised by `synchronize`.
     """
-    return world_of(process_set).allreduce_async(
-        tensor,
-        average,
-        op=op,
-        name=name,
-        prescale_factor=prescale_factor,
-        postscale_factor=postscale_factor,
-        compression=compression,
-        algorithm=algorithm,
-        transport=transport,
-        stream=stream,
-    )
+    return _world(options).allreduce_async(tensor, average, **options)
 
 
-def allreduce_async_(
-    tensor: Tensor,
-    average: bool | None = None,
-    *,
-    op: Op | None = None,
-    name: str | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    compression: Any = None,
-    process_set: ProcessSet | None = None,
-    algorithm: str | None = None,
-    transport: str | None = None,
-    stream: Any = None,
-) -> Handle[Tensor]:
+@spelled_out(ReduceOptions)
+def allreduce_async_(tensor: Tensor, average: bool | None = None, **options: Unpack[ReduceOptions]) -> Handle[Tensor]:
     """Begin an `allreduce_` and return at once; the tensor must be left alone until it is done.
 
     Raises:
         InvalidArgumentError: as `allreduce_async`; or an operation in flight reads or writes memory of this tensor's:
             synchronize that one first, or pass one of the two a copy.
     """
-    return world_of(process_set).allreduce_async_(
-        tensor,
-        average,
-        op=op,
-        name=name,
-        prescale_factor=prescale_factor,
-        postscale_factor=postscale_factor,
-        compression=compression,
-        algorithm=algorithm,
-        transport=transport,
-        stream=stream,
-    )
+    return _world(options).allreduce_async_(tensor, average, **options)
 
 
+@spelled_out(ReduceOptions)
 def grouped_allreduce(
-    tensors: Sequence[Tensor],
-    average: bool | None = None,
-    *,
-    op: Op | None = None,
-    name: str | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    compression: Any = None,
-    process_set: ProcessSet | None = None,
-    algorithm: str | None = None,
-    transport: str | None = None,
-    stream: Any = None,
+    tensors: Sequence[Tensor], average: bool | None = None, **options: Unpack[ReduceOptions]
 ) -> list[Tensor]:
     """`allreduce` of several tensors that are carried out, and complete, together.
 
@@ -221,123 +138,39 @@ def grouped_allreduce(
     Raises:
         MismatchError: the groups have different members; and all that `allreduce` raises.
     """
-    return world_of(process_set).grouped_allreduce(
-        tensors,
-        average,
-        op=op,
-        name=name,
-        prescale_factor=prescale_factor,
-        postscale_factor=postscale_factor,
-        compression=compression,
-        algorithm=algorithm,
-        transport=transport,
-        stream=stream,
-    )
+    return _world(options).grouped_allreduce(tensors, average, **options)
 
 
+@spelled_out(ReduceOptions)
 def grouped_allreduce_(
-    tensors: Sequence[Tensor],
-    average: bool | None = None,
-    *,
-    op: Op | None = None,
-    name: str | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    compression: Any = None,
-    process_set: ProcessSet | None = None,
-    algorithm: str | None = None,
-    transport: str | None = None,
-    stream: Any = None,
+    tensors: Sequence[Tensor], average: bool | None = None, **options: Unpack[ReduceOptions]
 ) -> list[Tensor]:
     """`grouped_allreduce` in place; returns the very tensors.
 
     Tensors of the group may share memory, as tied gradients do: each is reduced as it was when it was passed, and where
     they overlap the last one's result stands.
     """
-    return world_of(process_set).grouped_allreduce_(
-        tensors,
-        average,
-        op=op,
-        name=name,
-        prescale_factor=prescale_factor,
-        postscale_factor=postscale_factor,
-        compression=compression,
-        algorithm=algorithm,
-        transport=transport,
-        stream=stream,
-    )
+    return _world(options).grouped_allreduce_(tensors, average, **options)
 
 
+@spelled_out(ReduceOptions)
 def grouped_allreduce_async(
-    tensors: Sequence[Tensor],
-    average: bool | None = None,
-    *,
-    op: Op | None = None,
-    name: str | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    compression: Any = None,
-    process_set: ProcessSet | None = None,
-    algorithm: str | None = None,
-    transport: str | None = None,
-    stream: Any = None,
+    tensors: Sequence[Tensor], average: bool | None = None, **options: Unpack[ReduceOptions]
 ) -> Handle[list[Tensor]]:
     """Begin a `grouped_allreduce`; one handle for all tensors."""
-    return world_of(process_set).grouped_allreduce_async(
-        tensors,
-        average,
-        op=op,
-        name=name,
-        prescale_factor=prescale_factor,
-        postscale_factor=postscale_factor,
-        compression=compression,
-        algorithm=algorithm,
-        transport=transport,
-        stream=stream,
-    )
+    return _world(options).grouped_allreduce_async(tensors, average, **options)
 
 
+@spelled_out(ReduceOptions)
 def grouped_allreduce_async_(
-    tensors: Sequence[Tensor],
-    average: bool | None = None,
-    *,
-    op: Op | None = None,
-    name: str | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    compression: Any = None,
-    process_set: ProcessSet | None = None,
-    algorithm: str | None = None,
-    transport: str | None = None,
-    stream: Any = None,
+    tensors: Sequence[Tensor], average: bool | None = None, **options: Unpack[ReduceOptions]
 ) -> Handle[list[Tensor]]:
     """Begin a `grouped_allreduce_`; one handle for all tensors."""
-    return world_of(process_set).grouped_allreduce_async_(
-        tensors,
-        average,
-        op=op,
-        name=name,
-        prescale_factor=prescale_factor,
-        postscale_factor=postscale_factor,
-        compression=compression,
-        algorithm=algorithm,
-        transport=transport,
-        stream=stream,
-    )
+    return _world(options).grouped_allreduce_async_(tensors, average, **options)
 
 
-def reducescatter(
-    tensor: Tensor,
-    op: Op | None = Op.AVERAGE,
-    *,
-    name: str | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet | None = None,
-    algorithm: str | None = None,
-    transport: str | None = None,
-    stream: Any = None,
-) -> Tensor:
+@spelled_out(ScaleOptions)
+def reducescatter(tensor: Tensor, op: Op | None = Op.AVERAGE, **options: Unpack[ScaleOptions]) -> Tensor:
     """Combine the ranks' tensors and give each rank its share of the rows.
 
     Args:
@@ -353,102 +186,33 @@ def reducescatter(
     Raises:
         InvalidArgumentError: the tensor has no dimension; and all that `allreduce` raises.
     """
-    return world_of(process_set).reducescatter(
-        tensor,
-        op,
-        name=name,
-        prescale_factor=prescale_factor,
-        postscale_factor=postscale_factor,
-        algorithm=algorithm,
-        transport=transport,
-        stream=stream,
-    )
+    return _world(options).reducescatter(tensor, op, **options)
 
 
-def reducescatter_async(
-    tensor: Tensor,
-    op: Op | None = Op.AVERAGE,
-    *,
-    name: str | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet | None = None,
-    algorithm: str | None = None,
-    transport: str | None = None,
-    stream: Any = None,
-) -> Handle[Tensor]:
+@spelled_out(ScaleOptions)
+def reducescatter_async(tensor: Tensor, op: Op | None = Op.AVERAGE, **options: Unpack[ScaleOptions]) -> Handle[Tensor]:
     """Begin a `reducescatter` and return its handle at once."""
-    return world_of(process_set).reducescatter_async(
-        tensor,
-        op,
-        name=name,
-        prescale_factor=prescale_factor,
-        postscale_factor=postscale_factor,
-        algorithm=algorithm,
-        transport=transport,
-        stream=stream,
-    )
+    return _world(options).reducescatter_async(tensor, op, **options)
 
 
+@spelled_out(ScaleOptions)
 def grouped_reducescatter(
-    tensors: Sequence[Tensor],
-    op: Op | None = Op.AVERAGE,
-    *,
-    name: str | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet | None = None,
-    algorithm: str | None = None,
-    transport: str | None = None,
-    stream: Any = None,
+    tensors: Sequence[Tensor], op: Op | None = Op.AVERAGE, **options: Unpack[ScaleOptions]
 ) -> list[Tensor]:
     """`reducescatter` of several tensors that complete together; the results in order."""
-    return world_of(process_set).grouped_reducescatter(
-        tensors,
-        op,
-        name=name,
-        prescale_factor=prescale_factor,
-        postscale_factor=postscale_factor,
-        algorithm=algorithm,
-        transport=transport,
-        stream=stream,
-    )
+    return _world(options).grouped_reducescatter(tensors, op, **options)
 
 
+@spelled_out(ScaleOptions)
 def grouped_reducescatter_async(
-    tensors: Sequence[Tensor],
-    op: Op | None = Op.AVERAGE,
-    *,
-    name: str | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet | None = None,
-    algorithm: str | None = None,
-    transport: str | None = None,
-    stream: Any = None,
+    tensors: Sequence[Tensor], op: Op | None = Op.AVERAGE, **options: Unpack[ScaleOptions]
 ) -> Handle[list[Tensor]]:
     """Begin a `grouped_reducescatter`; one handle for all tensors."""
-    return world_of(process_set).grouped_reducescatter_async(
-        tensors,
-        op,
-        name=name,
-        prescale_factor=prescale_factor,
-        postscale_factor=postscale_factor,
-        algorithm=algorithm,
-        transport=transport,
-        stream=stream,
-    )
+    return _world(options).grouped_reducescatter_async(tensors, op, **options)
 
 
-def allgather(
-    tensor: Tensor,
-    *,
-    name: str | None = None,
-    process_set: ProcessSet | None = None,
-    algorithm: str | None = None,
-    transport: str | None = None,
-    stream: Any = None,
-) -> Tensor:
+@spelled_out(CallOptions)
+def allgather(tensor: Tensor, **options: Unpack[CallOptions]) -> Tensor:
     """Put the ranks' tensors one below the other, in rank order, on every rank.
 
     Args:
@@ -461,64 +225,29 @@ def allgather(
     Raises:
         InvalidArgumentError: the tensor has no dimension; and all that `allreduce` raises.
     """
-    return world_of(process_set).allgather(tensor, name=name, algorithm=algorithm, transport=transport, stream=stream)
+    return _world(options).allgather(tensor, **options)
 
 
-def allgather_async(
-    tensor: Tensor,
-    *,
-    name: str | None = None,
-    process_set: ProcessSet | None = None,
-    algorithm: str | None = None,
-    transport: str | None = None,
-    stream: Any = None,
-) -> Handle[Tensor]:
+@spelled_out(CallOptions)
+def allgather_async(tensor: Tensor, **options: Unpack[CallOptions]) -> Handle[Tensor]:
     """Begin an `allgather` and return its handle at once."""
-    return world_of(process_set).allgather_async(
-        tensor, name=name, algorithm=algorithm, transport=transport, stream=stream
-    )
+    return _world(options).allgather_async(tensor, **options)
 
 
-def grouped_allgather(
-    tensors: Sequence[Tensor],
-    *,
-    name: str | None = None,
-    process_set: ProcessSet | None = None,
-    algorithm: str | None = None,
-    transport: str | None = None,
-    stream: Any = None,
-) -> list[Tensor]:
+@spelled_out(CallOptions)
+def grouped_allgather(tensors: Sequence[Tensor], **options: Unpack[CallOptions]) -> list[Tensor]:
     """`allgather` of several tensors that complete together; the results in order."""
-    return world_of(process_set).grouped_allgather(
-        tensors, name=name, algorithm=algorithm, transport=transport, stream=stream
-    )
+    return _world(options).grouped_allgather(tensors, **options)
 
 
-def grouped_allgather_async(
-    tensors: Sequence[Tensor],
-    *,
-    name: str | None = None,
-    process_set: ProcessSet | None = None,
-    algorithm: str | None = None,
-    transport: str | None = None,
-    stream: Any = None,
-) -> Handle[list[Tensor]]:
+@spelled_out(CallOptions)
+def grouped_allgather_async(tensors: Sequence[Tensor], **options: Unpack[CallOptions]) -> Handle[list[Tensor]]:
     """Begin a `grouped_allgather`; one handle for all tensors."""
-    return world_of(process_set).grouped_allgather_async(
-        tensors, name=name, algorithm=algorithm, transport=transport, stream=stream
-    )
+    return _world(options).grouped_allgather_async(tensors, **options)
 
 
-def broadcast(
-    tensor: Tensor,
-    root_rank: int,
-    *,
-    name: str | None = None,
-    process_set: ProcessSet | None = None,
-    algorithm: str | None = None,
-    transport: str | None = None,
-    stream: Any = None,
-) -> Tensor:
+@spelled_out(CallOptions)
+def broadcast(tensor: Tensor, root_rank: int, **options: Unpack[CallOptions]) -> Tensor:
     """Give every rank the root's tensor.
 
     Args:
@@ -533,26 +262,12 @@ def broadcast(
     Raises:
         InvalidArgumentError: there is no such rank; and all that `allreduce` raises.
     """
-    return world_of(process_set).broadcast(
-        tensor,
-        root_in(process_set, root_rank, name),
-        name=name,
-        algorithm=algorithm,
-        transport=transport,
-        stream=stream,
-    )
+    world, root = _rooted(root_rank, options)
+    return world.broadcast(tensor, root, **options)
 
 
-def broadcast_(
-    tensor: Tensor,
-    root_rank: int,
-    *,
-    name: str | None = None,
-    process_set: ProcessSet | None = None,
-    algorithm: str | None = None,
-    transport: str | None = None,
-    stream: Any = None,
-) -> Tensor:
+@spelled_out(CallOptions)
+def broadcast_(tensor: Tensor, root_rank: int, **options: Unpack[CallOptions]) -> Tensor:
     """`broadcast` in place: the root's elements replace those of the other ranks' tensors.
 
     Returns:
@@ -561,97 +276,73 @@ def broadcast_(
     Raises:
         InvalidArgumentError: the tensor is read-only, also on the root; and all that `broadcast` raises.
     """
-    return world_of(process_set).broadcast_(
-        tensor,
-        root_in(process_set, root_rank, name),
-        name=name,
-        algorithm=algorithm,
-        transport=transport,
-        stream=stream,
-    )
+    world, root = _rooted(root_rank, options)
+    return world.broadcast_(tensor, root, **options)
 
 
-def broadcast_async(
-    tensor: Tensor,
-    root_rank: int,
-    *,
-    name: str | None = None,
-    process_set: ProcessSet | None = None,
-    algorithm: str | None = None,
-    transport: str | None = None,
-    stream: Any = None,
-) -> Handle[Tensor]:
+@spelled_out(CallOptions)
+def broadcast_async(tensor: Tensor, root_rank: int, **options: Unpack[CallOptions]) -> Handle[Tensor]:
     """Begin a `broadcast` and return its handle at once."""
-    return world_of(process_set).broadcast_async(
-        tensor,
-        root_in(process_set, root_rank, name),
-        name=name,
-        algorithm=algorithm,
-        transport=transport,
-        stream=stream,
-    )
+    world, root = _rooted(root_rank, options)
+    return world.broadcast_async(tensor, root, **options)
 
 
-def broadcast_async_(
-    tensor: Tensor,
-    root_rank: int,
-    *,
-    name: str | None = None,
-    process_set: ProcessSet | None = None,
-    algorithm: str | None = None,
-    transport: str | None = None,
-    stream: Any = None,
-) -> Handle[Tensor]:
+@spelled_out(CallOptions)
+def broadcast_async_(tensor: Tensor, root_rank: int, **options: Unpack[CallOptions]) -> Handle[Tensor]:
     """Begin a `broadcast_` and return its handle at once.
 
     Several broadcasts from the same root may write the same memory, as for the state of a model with tied weights; all
     else as for `allreduce_async_`.
     """
-    return world_of(process_set).broadcast_async_(
-        tensor,
-        root_in(process_set, root_rank, name),
-        name=name,
-        algorithm=algorithm,
-        transport=transport,
-        stream=stream,
-    )
+    world, root = _rooted(root_rank, options)
+    return world.broadcast_async_(tensor, root, **options)
+
+
+@spelled_out(CallOptions)
+def grouped_broadcast(tensors: Sequence[Tensor], root_rank: int, **options: Unpack[CallOptions]) -> list[Tensor]:
+    """`broadcast` of several tensors that complete together; the results in order."""
+    world, root = _rooted(root_rank, options)
+    return world.grouped_broadcast(tensors, root, **options)
+
+
+@spelled_out(CallOptions)
+def grouped_broadcast_(tensors: Sequence[Tensor], root_rank: int, **options: Unpack[CallOptions]) -> list[Tensor]:
+    """`grouped_broadcast` in place; returns the very tensors. Tensors of the group may share memory."""
+    world, root = _rooted(root_rank, options)
+    return world.grouped_broadcast_(tensors, root, **options)
+
+
+@spelled_out(CallOptions)
+def grouped_broadcast_async(
+    tensors: Sequence[Tensor], root_rank: int, **options: Unpack[CallOptions]
+) -> Handle[list[Tensor]]:
+    """Begin a `grouped_broadcast`; one handle for all tensors."""
+    world, root = _rooted(root_rank, options)
+    return world.grouped_broadcast_async(tensors, root, **options)
+
+
+@spelled_out(CallOptions)
+def grouped_broadcast_async_(
+    tensors: Sequence[Tensor], root_rank: int, **options: Unpack[CallOptions]
+) -> Handle[list[Tensor]]:
+    """Begin a `grouped_broadcast_`; one handle for all tensors."""
+    world, root = _rooted(root_rank, options)
+    return world.grouped_broadcast_async_(tensors, root, **options)
+
+
+@overload
+def alltoall(tensor: Tensor, splits: None = None, **options: Unpack[CallOptions]) -> Tensor: ...
 
 
 @overload
 def alltoall(
-    tensor: Tensor,
-    splits: None = None,
-    *,
-    name: str | None = None,
-    process_set: ProcessSet | None = None,
-    algorithm: str | None = None,
-    transport: str | None = None,
-    stream: Any = None,
-) -> Tensor: ...
-
-
-@overload
-def alltoall(
-    tensor: Tensor,
-    splits: Sequence[int] | npt.NDArray[Any],
-    *,
-    name: str | None = None,
-    process_set: ProcessSet | None = None,
-    algorithm: str | None = None,
-    transport: str | None = None,
-    stream: Any = None,
+    tensor: Tensor, splits: Sequence[int] | npt.NDArray[Any], **options: Unpack[CallOptions]
 ) -> tuple[Tensor, npt.NDArray[np.int64]]: ...
 
 
+@spelled_out(CallOptions)
 def alltoall(
-    tensor: Tensor,
-    splits: Any = None,
-    *,
-    name: str | None = None,
-    process_set: ProcessSet | None = None,
-    algorithm: str | None = None,
-    transport: str | None = None,
-    stream: Any = None,
+    tensor: Tensor, splits: Any = None, **options: Unpack[CallOptions]
 ) -> Tensor | tuple[Tensor, npt.NDArray[np.int64]]:
     """Send the first rows to rank 0, the next to rank 1, and so on; receive what each rank sent here, in rank order.
 
@@ -667,25 +358,13 @@ def alltoall(
     Raises:
         InvalidArgumentError: the tensor has no dimension, or the splits do not fit it; and all that `allreduce` raises.
     """
-    return world_of(process_set).alltoall(
-        tensor, splits, name=name, algorithm=algorithm, transport=transport, stream=stream
-    )
+    return _world(options).alltoall(tensor, splits, **options)
 
 
-def alltoall_async(
-    tensor: Any,
-    splits: Any = None,
-    *,
-    name: str | None = None,
-    process_set: ProcessSet | None = None,
-    algorithm: str | None = None,
-    transport: str | None = None,
-    stream: Any = None,
-) -> Handle[Any]:
+@spelled_out(CallOptions)
+def alltoall_async(tensor: Any, splits: Any = None, **options: Unpack[CallOptions]) -> Handle[Any]:
     """Begin an `alltoall` and return its handle at once."""
-    return world_of(process_set).alltoall_async(
-        tensor, splits, name=name, algorithm=algorithm, transport=transport, stream=stream
-    )
+    return _world(options).alltoall_async(tensor, splits, **options)
 
 
 def barrier(*, process_set: ProcessSet | None = None) -> None:

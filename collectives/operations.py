@@ -1,4 +1,4 @@
-"""The collectives as methods of a world: each makes a handle, or is refused, and begins it or waits for it.
+"""The collectives of one world: each makes a handle, or is refused, and begins the operation or waits for it.
 
 A refused argument is told to the other ranks as well, so that they stay in step: each of them gets an exception, and
 the next call works.
@@ -19,28 +19,53 @@ from collectives.base.errors import CollectivesError, InvalidTypeError, Mismatch
 from collectives.base.reduce_op import Op
 from collectives.engine.engine import Engine
 from collectives.engine.handles import Handle
-from collectives.engine.request_cache import RequestCache
-from collectives.engine.requests import HandleFactory, store, wrap
+from collectives.engine.host_handles import store, wrap
+from collectives.engine.requests import HandleFactory
 from collectives.tensors import arrays, consistency
 from collectives.tensors.result_pool import ResultPool
 
 if TYPE_CHECKING:
-    from collectives.cuda.backend import DeviceBackend
+    from typing_extensions import Unpack
+
+    from collectives.base.options import CallOptions, ReduceOptions, ScaleOptions
 
 Tensor = TypeVar("Tensor")
 
+_SPECIAL = frozenset({"compression", "stream"})
+"""Keywords with which an all-reduce may need a handle."""
+
 
 class Operations:
-    """What the ranks of a group can do together; `collectives.world.World` has all that it needs."""
+    """What the ranks of a world do together. The methods take the keywords of the functions of `collectives.api` that
+    they are named for, without ``process_set``.
 
-    rank: int
-    size: int
-    ranks: tuple[int, ...]
-    _door: HandleFactory
-    _engine: Engine
-    _entries: RequestCache
-    _pool: ResultPool
-    _use_devices: Callable[[], DeviceBackend]
+    Args:
+        rank: of the world.
+        ranks: the ranks' numbers in the outermost world; messages call them by these.
+        engine: of the world.
+        handles: makes its handles.
+        pool: where results come from.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        ranks: Sequence[int],
+        engine: Engine,
+        handles: HandleFactory,
+        pool: ResultPool,
+    ) -> None:
+        self.rank, self.size, self.ranks = rank, len(ranks), ranks
+        self._engine = engine
+        self._handles = handles
+        self._host = handles.host
+        self._requests = handles.host.requests
+        self._pool = pool
+
+    def close(self) -> None:
+        """Drop the caches, and with them views into the windows. Later calls are refused."""
+        del self._requests, self._host
+        self._handles.close()
 
     def memory(self, count: int, dtype: Any) -> Any:
         """Memory for results that an adapter passes as ``out``: 1-D, uninitialised, aligned to 64 bytes, used again
@@ -48,103 +73,41 @@ class Operations:
         return self._pool.aligned(count, dtype)
 
     # ---- all-reduce
-    # ----------------------------------------------------------------------------------------------------------
 
     def allreduce(
-        self,
-        tensor: Tensor,
-        average: bool | None = None,
-        *,
-        op: Op | None = None,
-        name: str | None = None,
-        prescale_factor: float = 1.0,
-        postscale_factor: float = 1.0,
-        compression: Any = None,
-        algorithm: str | None = None,
-        transport: str | None = None,
-        stream: Any = None,
-        out: Any = None,
+        self, tensor: Tensor, average: bool | None = None, *, out: Any = None, **options: Unpack[ReduceOptions]
     ) -> Tensor:
-        """See `collectives.allreduce`; ``out`` is an adapter's memory for the result, see `HandleFactory.allreduce`."""
-        if compression is not None or op is Op.ADASUM or arrays.on_device(tensor, stream):
-            return self._wait(
-                name,
-                lambda: self._door.allreduce(
-                    tensor,
-                    average,
-                    op,
-                    name,
-                    prescale_factor,
-                    postscale_factor,
-                    compression,
-                    algorithm,
-                    transport,
-                    stream,
-                    False,
-                    out,
-                ),
-            )
+        """``out``: an adapter's memory for the result, see `HandleFactory.allreduce`."""
+        if (type(tensor) is not np.ndarray or not _SPECIAL.isdisjoint(options)) and _needs_handle(tensor, options):
+            return self._wait(self._handles.allreduce, options, tensor, average, False, out)
         try:
-            view: arrays.View = arrays.view(tensor)  # type: ignore[assignment]  # what is on a device was sent elsewhere above
-            entry = self._entries.reducing(
-                "allreduce", view, average, op, name, prescale_factor, postscale_factor, algorithm, transport
-            )
+            view: arrays.View = arrays.view(tensor)  # type: ignore[assignment]  # no device tensor comes here
+            entry = self._requests.reducing("allreduce", view, average, options)
             if out is None:
                 out = self._pool.empty(view.shape, view.dtype)
         except Exception as error:
-            raise self.refused(error, name) from None
+            raise self.refused(error, options.get("name")) from None
         flat = out.reshape(-1)
         if self.size == 1:
             self._check_state()
-            self._door.copy(entry, view.array, flat)
+            self._host.scale(entry, view.array, flat)
             return view.wrap(out)
         # The frequent case, written out: no handle is made if the ranks meet at once.
         handle = self._engine.run(entry, view.array, flat, wrap, (view, out))
         return view.wrap(out) if handle is None else handle.wait()
 
-    def allreduce_(
-        self,
-        tensor: Tensor,
-        average: bool | None = None,
-        *,
-        op: Op | None = None,
-        name: str | None = None,
-        prescale_factor: float = 1.0,
-        postscale_factor: float = 1.0,
-        compression: Any = None,
-        algorithm: str | None = None,
-        transport: str | None = None,
-        stream: Any = None,
-    ) -> Tensor:
-        """See `collectives.allreduce_`."""
-        if compression is not None or op is Op.ADASUM or arrays.on_device(tensor, stream):
-            return self._wait(
-                name,
-                lambda: self._door.allreduce(
-                    tensor,
-                    average,
-                    op,
-                    name,
-                    prescale_factor,
-                    postscale_factor,
-                    compression,
-                    algorithm,
-                    transport,
-                    stream,
-                    True,
-                ),
-            )
+    def allreduce_(self, tensor: Tensor, average: bool | None = None, **options: Unpack[ReduceOptions]) -> Tensor:
+        if (type(tensor) is not np.ndarray or not _SPECIAL.isdisjoint(options)) and _needs_handle(tensor, options):
+            return self._wait(self._handles.allreduce, options, tensor, average, True)
         try:
             view: arrays.View = arrays.view(tensor, writable=True)  # type: ignore[assignment]  # as above
-            entry = self._entries.reducing(
-                "allreduce", view, average, op, name, prescale_factor, postscale_factor, algorithm, transport
-            )
+            entry = self._requests.reducing("allreduce", view, average, options)
         except Exception as error:
-            raise self.refused(error, name) from None
+            raise self.refused(error, options.get("name")) from None
         source = view.array
         if self.size == 1:
             self._check_state()
-            self._door.copy(entry, source, source)
+            self._host.scale(entry, source, source)
         else:
             handle = self._engine.run(entry, source, source, store, (view, tensor))
             if handle is not None:
@@ -154,329 +117,140 @@ class Operations:
         return tensor
 
     def allreduce_async(
-        self,
-        tensor: Tensor,
-        average: bool | None = None,
-        *,
-        op: Op | None = None,
-        name: str | None = None,
-        prescale_factor: float = 1.0,
-        postscale_factor: float = 1.0,
-        compression: Any = None,
-        algorithm: str | None = None,
-        transport: str | None = None,
-        stream: Any = None,
+        self, tensor: Tensor, average: bool | None = None, **options: Unpack[ReduceOptions]
     ) -> Handle[Tensor]:
-        """See `collectives.allreduce_async`."""
-        try:
-            handle = self._marked(
-                self._door.allreduce(
-                    tensor,
-                    average,
-                    op,
-                    name,
-                    prescale_factor,
-                    postscale_factor,
-                    compression,
-                    algorithm,
-                    transport,
-                    stream,
-                    False,
-                )
-            )
-        except Exception as error:
-            raise self.refused(error, name) from None
-        return self._submit(handle)
+        return self._begin(self._handles.allreduce, options, tensor, average, False)
 
     def allreduce_async_(
-        self,
-        tensor: Tensor,
-        average: bool | None = None,
-        *,
-        op: Op | None = None,
-        name: str | None = None,
-        prescale_factor: float = 1.0,
-        postscale_factor: float = 1.0,
-        compression: Any = None,
-        algorithm: str | None = None,
-        transport: str | None = None,
-        stream: Any = None,
+        self, tensor: Tensor, average: bool | None = None, **options: Unpack[ReduceOptions]
     ) -> Handle[Tensor]:
-        """See `collectives.allreduce_async_`."""
-        try:
-            handle = self._marked(
-                self._door.allreduce(
-                    tensor,
-                    average,
-                    op,
-                    name,
-                    prescale_factor,
-                    postscale_factor,
-                    compression,
-                    algorithm,
-                    transport,
-                    stream,
-                    True,
-                )
-            )
-        except Exception as error:
-            raise self.refused(error, name) from None
-        return self._submit(handle)
+        return self._begin(self._handles.allreduce, options, tensor, average, True)
 
     def grouped_allreduce(
-        self, tensors: Sequence[Tensor], average: bool | None = None, **keywords: Any
+        self,
+        tensors: Sequence[Tensor],
+        average: bool | None = None,
+        *,
+        out: Sequence[Any] | None = None,
+        parts: Sequence[Any] | None = None,
+        **options: Unpack[ReduceOptions],
     ) -> list[Tensor]:
-        """See `collectives.grouped_allreduce`; ``out`` and ``parts`` are sequences as in `HandleFactory.allreduce`, for
-        adapters."""
-        return self._group_of_allreduces(tensors, average, False, **keywords).wait()
+        """``out`` and ``parts``: for each tensor as in `HandleFactory.allreduce`, for adapters."""
+        return self._wait(self._grouped_allreduce, options, tensors, average, False, out, parts)
 
     def grouped_allreduce_(
-        self, tensors: Sequence[Tensor], average: bool | None = None, **keywords: Any
+        self,
+        tensors: Sequence[Tensor],
+        average: bool | None = None,
+        *,
+        parts: Sequence[Any] | None = None,
+        **options: Unpack[ReduceOptions],
     ) -> list[Tensor]:
-        """See `collectives.grouped_allreduce_`."""
-        return self._group_of_allreduces(tensors, average, True, **keywords).wait()
+        return self._wait(self._grouped_allreduce, options, tensors, average, True, None, parts)
 
     def grouped_allreduce_async(
-        self, tensors: Sequence[Tensor], average: bool | None = None, **keywords: Any
+        self, tensors: Sequence[Tensor], average: bool | None = None, **options: Unpack[ReduceOptions]
     ) -> Handle[list[Tensor]]:
-        """See `collectives.grouped_allreduce_async`."""
-        return self._group_of_allreduces(tensors, average, False, **keywords)
+        return self._begin(self._grouped_allreduce, options, tensors, average, False)
 
     def grouped_allreduce_async_(
-        self, tensors: Sequence[Tensor], average: bool | None = None, **keywords: Any
+        self, tensors: Sequence[Tensor], average: bool | None = None, **options: Unpack[ReduceOptions]
     ) -> Handle[list[Tensor]]:
-        """See `collectives.grouped_allreduce_async_`."""
-        return self._group_of_allreduces(tensors, average, True, **keywords)
+        return self._begin(self._grouped_allreduce, options, tensors, average, True)
 
-    def _group_of_allreduces(
+    def _grouped_allreduce(
         self,
-        tensors: Sequence[Any],
+        options: ReduceOptions,
+        tensors: Any,
         average: bool | None,
         in_place: bool,
-        *,
-        op: Op | None = None,
-        name: str | None = None,
-        prescale_factor: float = 1.0,
-        postscale_factor: float = 1.0,
-        compression: Any = None,
-        algorithm: str | None = None,
-        transport: str | None = None,
-        stream: Any = None,
         out: Sequence[Any] | None = None,
         parts: Sequence[Any] | None = None,
     ) -> Handle:
-        try:
-            how = (
-                average,
-                op,
-                None,
-                prescale_factor,
-                postscale_factor,
-                compression,
-                algorithm,
-                transport,
-                stream,
-                in_place,
-            )
-            given = self._door.tensors(tensors)
-            members = [
-                self._door.allreduce(tensor, *how, result, shapes)
-                for tensor, result, shapes in zip(
-                    given, out or (None,) * len(given), parts or ((),) * len(given), strict=True
-                )
-            ]
-            handle = self._marked(self._door.group("grouped_allreduce", name, members))
-        except Exception as error:
-            raise self.refused(error, name) from None
-        return self._submit(handle)
+        make = self._handles.allreduce
+        if out is None and parts is None:
+            return self._handles.grouped(options, make, tensors, average, in_place)
+        each = zip(out or (None,) * len(tensors), parts or ((),) * len(tensors), strict=True)
+        return self._handles.grouped(options, make, tensors, average, in_place, each=each)
 
     # ---- the other collectives
-    # -------------------------------------------------------------------------------------------------
 
-    def reducescatter(
-        self, tensor: Tensor, op: Op | None = Op.AVERAGE, *, name: str | None = None, **keywords: Any
-    ) -> Tensor:
-        """See `collectives.reducescatter`."""
-        return self._wait(name, lambda: self._reducescatter(tensor, op, name, **keywords))
+    def reducescatter(self, tensor: Tensor, op: Op | None = Op.AVERAGE, **options: Unpack[ScaleOptions]) -> Tensor:
+        return self._wait(self._handles.reducescatter, options, tensor, op)
 
     def reducescatter_async(
-        self, tensor: Tensor, op: Op | None = Op.AVERAGE, *, name: str | None = None, **keywords: Any
+        self, tensor: Tensor, op: Op | None = Op.AVERAGE, **options: Unpack[ScaleOptions]
     ) -> Handle[Tensor]:
-        """See `collectives.reducescatter_async`."""
-        return self._begin(name, lambda: self._reducescatter(tensor, op, name, **keywords))
+        return self._begin(self._handles.reducescatter, options, tensor, op)
 
     def grouped_reducescatter(
-        self, tensors: Sequence[Tensor], op: Op | None = Op.AVERAGE, *, name: str | None = None, **keywords: Any
+        self, tensors: Sequence[Tensor], op: Op | None = Op.AVERAGE, **options: Unpack[ScaleOptions]
     ) -> list[Tensor]:
-        """See `collectives.grouped_reducescatter`."""
-        return self.grouped_reducescatter_async(tensors, op, name=name, **keywords).wait()
+        return self.grouped_reducescatter_async(tensors, op, **options).wait()
 
     def grouped_reducescatter_async(
-        self, tensors: Sequence[Tensor], op: Op | None = Op.AVERAGE, *, name: str | None = None, **keywords: Any
+        self, tensors: Sequence[Tensor], op: Op | None = Op.AVERAGE, **options: Unpack[ScaleOptions]
     ) -> Handle[list[Tensor]]:
-        """See `collectives.grouped_reducescatter_async`."""
+        return self._begin_group(self._handles.reducescatter, options, tensors, op)
 
-        def make() -> Handle:
-            members = [self._reducescatter(tensor, op, None, **keywords) for tensor in self._door.tensors(tensors)]
-            return self._door.group("grouped_reducescatter", name, members)
+    def broadcast(self, tensor: Tensor, root_rank: int, **options: Unpack[CallOptions]) -> Tensor:
+        return self._wait(self._handles.broadcast, options, tensor, root_rank, False)
 
-        return self._begin(name, make)
+    def broadcast_(self, tensor: Tensor, root_rank: int, **options: Unpack[CallOptions]) -> Tensor:
+        return self._wait(self._handles.broadcast, options, tensor, root_rank, True)
 
-    def _reducescatter(
-        self,
-        tensor: Any,
-        op: Op | None,
-        name: str | None,
-        prescale_factor: float = 1.0,
-        postscale_factor: float = 1.0,
-        algorithm: str | None = None,
-        transport: str | None = None,
-        stream: Any = None,
-    ) -> Handle:
-        return self._door.reducescatter(
-            tensor, op, name, prescale_factor, postscale_factor, algorithm, transport, stream
-        )
+    def broadcast_async(self, tensor: Tensor, root_rank: int, **options: Unpack[CallOptions]) -> Handle[Tensor]:
+        return self._begin(self._handles.broadcast, options, tensor, root_rank, False)
 
-    def broadcast(
-        self,
-        tensor: Tensor,
-        root_rank: int,
-        *,
-        name: str | None = None,
-        algorithm: str | None = None,
-        transport: str | None = None,
-        stream: Any = None,
-    ) -> Tensor:
-        """See `collectives.broadcast`."""
-        return self._wait(
-            name, lambda: self._door.broadcast(tensor, root_rank, name, algorithm, transport, stream, False)
-        )
+    def broadcast_async_(self, tensor: Tensor, root_rank: int, **options: Unpack[CallOptions]) -> Handle[Tensor]:
+        return self._begin(self._handles.broadcast, options, tensor, root_rank, True)
 
-    def broadcast_(
-        self,
-        tensor: Tensor,
-        root_rank: int,
-        *,
-        name: str | None = None,
-        algorithm: str | None = None,
-        transport: str | None = None,
-        stream: Any = None,
-    ) -> Tensor:
-        """See `collectives.broadcast_`."""
-        return self._wait(
-            name, lambda: self._door.broadcast(tensor, root_rank, name, algorithm, transport, stream, True)
-        )
+    def grouped_broadcast(
+        self, tensors: Sequence[Tensor], root_rank: int, **options: Unpack[CallOptions]
+    ) -> list[Tensor]:
+        return self.grouped_broadcast_async(tensors, root_rank, **options).wait()
 
-    def broadcast_async(
-        self,
-        tensor: Tensor,
-        root_rank: int,
-        *,
-        name: str | None = None,
-        algorithm: str | None = None,
-        transport: str | None = None,
-        stream: Any = None,
-    ) -> Handle[Tensor]:
-        """See `collectives.broadcast_async`."""
-        return self._begin(
-            name, lambda: self._door.broadcast(tensor, root_rank, name, algorithm, transport, stream, False)
-        )
+    def grouped_broadcast_(
+        self, tensors: Sequence[Tensor], root_rank: int, **options: Unpack[CallOptions]
+    ) -> list[Tensor]:
+        return self.grouped_broadcast_async_(tensors, root_rank, **options).wait()
 
-    def broadcast_async_(
-        self,
-        tensor: Tensor,
-        root_rank: int,
-        *,
-        name: str | None = None,
-        algorithm: str | None = None,
-        transport: str | None = None,
-        stream: Any = None,
-    ) -> Handle[Tensor]:
-        """See `collectives.broadcast_async_`."""
-        return self._begin(
-            name, lambda: self._door.broadcast(tensor, root_rank, name, algorithm, transport, stream, True)
-        )
+    def grouped_broadcast_async(
+        self, tensors: Sequence[Tensor], root_rank: int, **options: Unpack[CallOptions]
+    ) -> Handle[list[Tensor]]:
+        return self._begin_group(self._handles.broadcast, options, tensors, root_rank, False)
 
-    def allgather(
-        self,
-        tensor: Tensor,
-        *,
-        name: str | None = None,
-        algorithm: str | None = None,
-        transport: str | None = None,
-        stream: Any = None,
-    ) -> Tensor:
-        """See `collectives.allgather`."""
-        return self._wait(name, lambda: self._door.allgather(tensor, name, algorithm, transport, stream))
+    def grouped_broadcast_async_(
+        self, tensors: Sequence[Tensor], root_rank: int, **options: Unpack[CallOptions]
+    ) -> Handle[list[Tensor]]:
+        return self._begin_group(self._handles.broadcast, options, tensors, root_rank, True)
 
-    def allgather_async(
-        self,
-        tensor: Tensor,
-        *,
-        name: str | None = None,
-        algorithm: str | None = None,
-        transport: str | None = None,
-        stream: Any = None,
-    ) -> Handle[Tensor]:
-        """See `collectives.allgather_async`."""
-        return self._begin(name, lambda: self._door.allgather(tensor, name, algorithm, transport, stream))
+    def allgather(self, tensor: Tensor, **options: Unpack[CallOptions]) -> Tensor:
+        return self._wait(self._handles.allgather, options, tensor)
 
-    def grouped_allgather(self, tensors: Sequence[Tensor], *, name: str | None = None, **keywords: Any) -> list[Tensor]:
-        """See `collectives.grouped_allgather`."""
-        return self.grouped_allgather_async(tensors, name=name, **keywords).wait()
+    def allgather_async(self, tensor: Tensor, **options: Unpack[CallOptions]) -> Handle[Tensor]:
+        return self._begin(self._handles.allgather, options, tensor)
+
+    def grouped_allgather(self, tensors: Sequence[Tensor], **options: Unpack[CallOptions]) -> list[Tensor]:
+        return self.grouped_allgather_async(tensors, **options).wait()
 
     def grouped_allgather_async(
-        self,
-        tensors: Sequence[Tensor],
-        *,
-        name: str | None = None,
-        algorithm: str | None = None,
-        transport: str | None = None,
-        stream: Any = None,
+        self, tensors: Sequence[Tensor], **options: Unpack[CallOptions]
     ) -> Handle[list[Tensor]]:
-        """See `collectives.grouped_allgather_async`."""
-
-        def make() -> Handle:
-            members = [
-                self._door.allgather(tensor, None, algorithm, transport, stream)
-                for tensor in self._door.tensors(tensors)
-            ]
-            return self._door.group("grouped_allgather", name, members)
-
-        return self._begin(name, make)
+        return self._begin_group(self._handles.allgather, options, tensors)
 
     def alltoall(
-        self,
-        tensor: Tensor,
-        splits: Any = None,
-        *,
-        name: str | None = None,
-        algorithm: str | None = None,
-        transport: str | None = None,
-        stream: Any = None,
+        self, tensor: Tensor, splits: Any = None, **options: Unpack[CallOptions]
     ) -> Tensor | tuple[Tensor, npt.NDArray[np.int64]]:
-        """See `collectives.alltoall`."""
-        return self._wait(name, lambda: self._door.alltoall(tensor, splits, name, algorithm, transport, stream))
+        return self._wait(self._handles.alltoall, options, tensor, splits)
 
-    def alltoall_async(
-        self,
-        tensor: Any,
-        splits: Any = None,
-        *,
-        name: str | None = None,
-        algorithm: str | None = None,
-        transport: str | None = None,
-        stream: Any = None,
-    ) -> Handle[Any]:
-        """See `collectives.alltoall_async`."""
-        return self._begin(name, lambda: self._door.alltoall(tensor, splits, name, algorithm, transport, stream))
+    def alltoall_async(self, tensor: Any, splits: Any = None, **options: Unpack[CallOptions]) -> Handle[Any]:
+        return self._begin(self._handles.alltoall, options, tensor, splits)
 
     def barrier(self) -> None:
-        """See `collectives.barrier`."""
-        self._wait(None, lambda: self._door.meeting("barrier"))
+        self._wait(lambda _: self._handles.barrier(), {})
 
     def broadcast_object(self, value: Tensor, root_rank: int = 0, *, name: str | None = None) -> Tensor:
-        """See `collectives.broadcast_object`."""
         data = self._pickled(value, name and f"{name}.length") if self.rank == root_rank else b""
         buffer = self.broadcast_bytes(data, root_rank, name=name)
         return value if self.rank == root_rank else pickle.loads(buffer.data)
@@ -492,7 +266,6 @@ class Operations:
         return buffer
 
     def allgather_object(self, value: Tensor, *, name: str | None = None) -> list[Tensor]:
-        """See `collectives.allgather_object`."""
         data = np.frombuffer(self._pickled(value, name and f"{name}.length"), np.uint8)
         lengths = self.allgather(np.array([len(data)], np.int64), name=name and f"{name}.length")
         everything = self.allgather(data, name=name)
@@ -503,12 +276,10 @@ class Operations:
         ]
 
     def join(self) -> int:
-        """See `collectives.join`."""
         self._check_state()
         return self._engine.join() if self.size > 1 else self.ranks[0]
 
     def check_consistency(self, tensors: Any) -> None:
-        """See `collectives.check_consistency`."""
         self._check_state()
         try:
             mine = consistency.fingerprints(tensors)
@@ -516,53 +287,72 @@ class Operations:
             raise self.refused(error, None) from None
         consistency.compare(self.ranks[self.rank], self.allgather_object(mine), self.ranks)
 
+    def meet(
+        self,
+        operation: str,
+        deliver: Callable[[Handle], Any] | None = None,
+        *,
+        ranks: tuple[int, ...] | None = None,
+        what: str | None = None,
+    ) -> Any:
+        """An operation without a tensor, in the agreed order of all others.
+
+        Args:
+            deliver: called on every rank when all have come; makes the result.
+            ranks, what: must be alike on every rank.
+        """
+        return self._wait(
+            lambda _: self._handles.without_tensor(operation, ranks=ranks, what=what, deliver=deliver), {}
+        )
+
     # ---- handles
-    # ---------------------------------------------------------------------------------------------------------------
 
     def poll(self, handle: Handle) -> bool:
-        """See `collectives.poll`."""
         return _a_handle(handle).poll()
 
     def synchronize(self, handle: Handle[Tensor], timeout: float | None = None) -> Tensor:
-        """See `collectives.synchronize`."""
         return _a_handle(handle).wait(timeout)
 
-    def _begin(self, name: str | None, make: Callable[[], Handle]) -> Handle:
-        """Make a handle and submit it; a refusal is told to the other ranks."""
+    def _begin(self, make: Callable[..., Handle], options: CallOptions, *arguments: Any) -> Handle:
+        """Make a handle by ``make(options, *arguments)`` and submit it; a refusal is told to the other ranks."""
         try:
-            handle = self._marked(make())
+            handle = make(options, *arguments)
+            if handle.fence is not None or handle.members:
+                self._mark(handle)
         except Exception as error:
-            raise self.refused(error, name) from None
-        return self._submit(handle)
-
-    def _marked(self, handle: Handle) -> Handle:
-        """The handle; of tensors on a GPU behind the work that their streams have been given so far."""
-        if handle.fence is not None or any(member.fence is not None for member in handle.members):
-            self._use_devices().mark(handle)
-        return handle
-
-    def _submit(self, handle: Handle) -> Handle:
+            raise self.refused(error, options.get("name")) from None
         if self.size == 1:
             self._check_state()
-            return self._door.alone(handle)
+            return self._handles.run_alone(handle)
         handle.locate()
         return self._engine.submit(handle)
 
-    def _wait(self, name: str | None, make: Callable[[], Handle]) -> Any:
-        """Make a handle and carry it out."""
+    def _begin_group(
+        self, make: Callable[..., Handle], options: CallOptions, tensors: Sequence[Any], *arguments: Any
+    ) -> Handle:
+        return self._begin(self._handles.grouped, options, make, tensors, *arguments)
+
+    def _wait(self, make: Callable[..., Handle], options: CallOptions, *arguments: Any) -> Any:
+        """Make a handle by ``make(options, *arguments)`` and carry it out; a refusal is told to the other ranks."""
         try:
-            handle = self._marked(make())
+            handle = make(options, *arguments)
+            if handle.fence is not None or handle.members:
+                self._mark(handle)
         except Exception as error:
-            raise self.refused(error, name) from None
+            raise self.refused(error, options.get("name")) from None
         if self.size == 1:
             self._check_state()
-            return self._door.alone(handle).wait()
+            return self._handles.run_alone(handle).wait()
         if self._engine.run(handle.entry, handle.source, handle.out, handle=handle) is None:
             self._engine._guarded(handle.finish)  # which may be a meeting of all ranks
         return handle.wait()
 
+    def _mark(self, handle: Handle) -> None:
+        """Order an operation on GPU tensors after the work that their streams have been given so far."""
+        if any(part.fence is not None for part in (handle, *handle.members)):
+            self._handles.devices().mark(handle)
+
     # ---- refusals
-    # ---------------------------------------------------------------------------------------------------------------
 
     def _check_state(self) -> None:
         if self._engine.refusal is not None:
@@ -623,9 +413,8 @@ class Operations:
             or (isinstance(error, (MismatchError, RankFailedError)) and not always)
         ):
             return
-        mark = self._door.meeting(
-            "invalid", name=name if isinstance(name, str) else None, detail=in_words(self.ranks[self.rank], error)
-        )
+        detail = in_words(self.ranks[self.rank], error)
+        mark = self._handles.without_tensor("invalid", name=name if isinstance(name, str) else None, detail=detail)
         with contextlib.suppress(
             CollectivesError
         ):  # an operation of that name is in flight, and goes on; or the world has just failed
@@ -638,6 +427,15 @@ class Operations:
             raise self.refused(
                 InvalidTypeError(f"object: {type(value).__name__} cannot be pickled: {error}"), name
             ) from error
+
+
+def _needs_handle(tensor: Any, options: ReduceOptions) -> bool:
+    """Whether an all-reduce cannot take the path without a handle."""
+    return (
+        options.get("compression") is not None
+        or options.get("stream") is not None
+        or (type(tensor) is not np.ndarray and arrays.on_device(tensor))
+    )
 
 
 def _dumps(value: Any) -> bytes:

@@ -1,6 +1,6 @@
 """The default world: joining and leaving the other ranks, and the process sets among them.
 
-Nothing but this module knows a default world; everything below takes its state from a `World`.
+Only this module and `collectives.api` know a default world; all else takes its state from a `World`.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from collectives.base.errors import (
     NotInitializedError,
     TransportError,
 )
+from collectives.base.options import ProcessSetLike
 from collectives.failures import RECORDS, Hooks, install
 from collectives.process_sets import ProcessSet
 from collectives.transport import threads
@@ -69,7 +70,7 @@ class _Default:
         self.started_mpi = False
 
 
-_default = _Default()
+default = _Default()
 
 
 def init(
@@ -105,11 +106,11 @@ def init(
             raise InvalidArgumentError(f'process_sets: expected process sets or "dynamic", got {process_sets!r}')
         process_sets = ()
     sets = [members if isinstance(members, ProcessSet) else ProcessSet(members) for members in process_sets or ()]
-    with _default.lock:
-        if _default.world is not None:
+    with default.lock:
+        if default.world is not None:
             _recognize(sets)
             return
-        if _default.joining:
+        if default.joining:
             raise InvalidArgumentError(
                 "init() was called within init(), from a signal handler; let it set a flag, and call init() later"
             )
@@ -118,11 +119,11 @@ def init(
             _watch_exit()  # a setting that only this rank has wrong must not leave the others waiting for it
         config = Config.from_environment()
         logging.configure(config.log_level)
-        _default.joining = True
+        default.joining = True
         try:
             world = _join(comm, config)
         finally:
-            _default.joining = False
+            default.joining = False
         logging.place(world.rank)
         _say(world)
     if world.config.timeline:
@@ -136,7 +137,7 @@ def _add_first_sets(given: Sequence[ProcessSet]) -> None:
     root, mine = world(), []
     try:
         mine = [
-            (initial_process_sets.ranks_of(members, _default.comm), members.mpi_comm is not None) for members in given
+            (initial_process_sets.ranks_of(members, default.comm), members.mpi_comm is not None) for members in given
         ]
     except InvalidArgumentError as error:
         raise root.refused(error, "init.process_sets.length") from None
@@ -155,7 +156,7 @@ def _recognize(given: Sequence[ProcessSet]) -> None:
     seen: set[int | None] = {0}
     refused = []
     for place, members in enumerate(given):
-        ranks = initial_process_sets.ranks_of(members, _default.comm)
+        ranks = initial_process_sets.ranks_of(members, default.comm)
         number = _number_of(ranks)
         if number is None:
             refused.append(
@@ -164,9 +165,9 @@ def _recognize(given: Sequence[ProcessSet]) -> None:
         elif number in seen:
             members.detach()
             refused.append(f"process_sets[{place}] is a duplicate: set {number} has the same ranks {list(ranks)}")
-        elif _default.sets[number] is not members:
-            members.attach_like(_default.sets[number])
-            _default.also.append(members)
+        elif default.sets[number] is not members:
+            members.attach_like(default.sets[number])
+            default.also.append(members)
         seen.add(number)
     if refused:
         raise InvalidArgumentError(f"rank {world().rank}: init: {'; '.join(refused)}")
@@ -175,16 +176,16 @@ def _recognize(given: Sequence[ProcessSet]) -> None:
 def _number_of(ranks: Sequence[int]) -> int | None:
     """The number of the process set that has these ranks; None if there is none."""
     return next(
-        (number for number, known in sorted(_default.sets.items()) if tuple(known.ranks or ()) == tuple(ranks)), None
+        (number for number, known in sorted(default.sets.items()) if tuple(known.ranks or ()) == tuple(ranks)), None
     )
 
 
 def _make_known(members: ProcessSet, root: World, ranks: Sequence[int]) -> None:
     """Make a process set; every rank does."""
     child = root.add_process_set(ranks)
-    number = _default.free_numbers.popleft() if _default.free_numbers else max(_default.sets) + 1
+    number = default.free_numbers.popleft() if default.free_numbers else max(default.sets) + 1
     members.attach(number, root, child)
-    _default.sets[number] = members
+    default.sets[number] = members
 
 
 def _join(comm: MPI.Intracomm | Sequence[int] | None, config: Config) -> World:
@@ -197,50 +198,50 @@ def _join(comm: MPI.Intracomm | Sequence[int] | None, config: Config) -> World:
         global_process_set.attach(0, world, world)
         if world.size > 1:
             os.environ[_TAKEN] = f"{os.getpid()} {_place()}"
-        elif _default.hooks is not None:
-            _default.hooks.remove()
-            _default.hooks = None
+        elif default.hooks is not None:
+            default.hooks.remove()
+            default.hooks = None
         global_process_set.mpi_comm = None if isinstance(comm, Sequence) else comm
-        _default.was_shut_down = False
-        _default.comm = comm
-        _default.world = world
+        default.was_shut_down = False
+        default.comm = comm
+        default.world = world
     except BaseException as error:
-        _default.interrupted = not isinstance(error, CollectivesError) or isinstance(error, CollectiveTimeoutError)
+        default.interrupted = not isinstance(error, CollectivesError) or isinstance(error, CollectiveTimeoutError)
         if group is not None:
             group.control.fail(f"{type(error).__name__}: {error}")
         raise
-    _default.interrupted = False
+    default.interrupted = False
     return world
 
 
 def shutdown() -> None:
     """Leave the other ranks. Does nothing before `init`. Does not finalise MPI, which the program may use on."""
-    with _default.lock:
+    with default.lock:
         # Without a world the hooks stay: `init` may have been interrupted, and the others wait in it for this rank.
-        world = _default.world
+        world = default.world
         if world is not None:
-            for known in (*_default.sets.values(), *_default.also):
+            for known in (*default.sets.values(), *default.also):
                 known.detach()
-            _default.sets = {0: global_process_set}
-            _default.also.clear()
-            _default.free_numbers.clear()
-            _default.comm = global_process_set.mpi_comm = None
+            default.sets = {0: global_process_set}
+            default.also.clear()
+            default.free_numbers.clear()
+            default.comm = global_process_set.mpi_comm = None
             try:
                 world.shutdown()
             finally:
-                _default.world = None
-                _default.was_shut_down = True
+                default.world = None
+                default.was_shut_down = True
                 logging.place(None)
             # Last: the others may have left by now, and wait for this rank in their next `init`, if an exception ends
             # it on the way here.
-            if _default.hooks is not None:
-                _default.hooks.remove()
-                _default.hooks = None
+            if default.hooks is not None:
+                default.hooks.remove()
+                default.hooks = None
 
 
 def is_initialized() -> bool:
     """Whether `init` has been called, and `shutdown` not since."""
-    return _default.world is not None
+    return default.world is not None
 
 
 def world() -> World:
@@ -249,10 +250,10 @@ def world() -> World:
     Raises:
         NotInitializedError: before `init` or after `shutdown`.
     """
-    current = _default.world
+    current = default.world
     if current is None:
         again = "was shut down; call collectives.init() again"
-        when = again if _default.was_shut_down else "has not been initialized; call collectives.init()"
+        when = again if default.was_shut_down else "has not been initialized; call collectives.init()"
         raise NotInitializedError(f"collectives {when} on every rank before any other function")
     return current
 
@@ -309,7 +310,7 @@ def is_homogeneous() -> bool:
     return world().is_homogeneous
 
 
-def world_of(process_set: ProcessSet | int | None) -> World:
+def world_of(process_set: ProcessSetLike | int | None) -> World:
     """The world of a process set, of its number, or of all ranks.
 
     Raises:
@@ -317,7 +318,7 @@ def world_of(process_set: ProcessSet | int | None) -> World:
         InvalidArgumentError: this rank is not in the set, or there is no set of that number.
     """
     if process_set is None:
-        return _default.world or world()
+        return default.world or world()
     if process_set is global_process_set:
         return world()
     if type(process_set) is ProcessSet:
@@ -334,18 +335,19 @@ def process_set_of(number: int) -> ProcessSet:
         NotInitializedError: before `init`. InvalidArgumentError: there is no set of that number.
     """
     world()
-    if number not in _default.sets:
-        raise InvalidArgumentError(f"process_set: there is no process set {number}; known are {sorted(_default.sets)}")
-    return _default.sets[number]
+    if number not in default.sets:
+        raise InvalidArgumentError(f"process_set: there is no process set {number}; known are {sorted(default.sets)}")
+    return default.sets[number]
 
 
-def root_in(process_set: ProcessSet | int | None, root_rank: Any, name: str | None = None) -> Any:
+def root_in(process_set: ProcessSetLike | int | None, root_rank: Any, name: str | None = None) -> Any:
     """A root, given as a rank of all ranks, as its number within the process set, for the operation ``name`` on it."""
     if process_set is None or process_set is global_process_set:
         return root_rank
     members = world_of(process_set)
+    known: Any = default.sets[process_set] if isinstance(process_set, int) else process_set
     try:
-        return (_default.sets[process_set] if isinstance(process_set, int) else process_set).number_of(root_rank)
+        return known.number_of(root_rank)
     except InvalidArgumentError as error:
         raise members.refused(error, name) from None
 
@@ -395,15 +397,15 @@ def remove_process_set(process_set: ProcessSet) -> bool:
         MismatchError: the ranks name different sets, and all of them stay.
     """
     number = process_set.process_set_id
-    if not number or not any(known is process_set for known in (*_default.sets.values(), *_default.also)):
+    if not number or not any(known is process_set for known in (*default.sets.values(), *default.also)):
         return False
     child = process_set.world() if process_set.included() else None
     world().remove_process_set(process_set.ranks or [], child)
-    _default.sets.pop(number).detach()
-    for known in [known for known in _default.also if known.process_set_id == number]:
-        _default.also.remove(known)
+    default.sets.pop(number).detach()
+    for known in [known for known in default.also if known.process_set_id == number]:
+        default.also.remove(known)
         known.detach()
-    _default.free_numbers.append(number)
+    default.free_numbers.append(number)
     process_set.detach()
     return True
 
@@ -464,7 +466,7 @@ def _connect(comm: MPI.Intracomm | Sequence[int] | None, config: Config) -> Grou
         # The program has told mpi4py to leave it to Horovod (mpi4py.rc.initialize = False); then mpi4py does not
         # finalise it either.
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
-        _default.started_mpi = True
+        default.started_mpi = True
     if comm is None:
         comm = MPI.COMM_WORLD
         if comm.Get_size() == 1:
@@ -525,17 +527,17 @@ def _subset(mpi: Any, ranks: Any) -> list[int]:
 def _watch_exit() -> None:
     """See how this process ends, from before it joins the others: they may wait for it already, and MPI's finalisation
     for them."""
-    if _default.hooks is None:
+    if default.hooks is None:
         _finalize_at_exit()  # exit handlers run in reverse order
         rank = next((os.environ[name] for name in _RANK_VARIABLES if os.environ.get(name, "").isdigit()), "0")
         records = os.environ.get(RECORDS)
-        _default.hooks = install(int(rank), _abort, _publish, records, all_left=_all_left, leave=_leave)
+        default.hooks = install(int(rank), _abort, _publish, records, all_left=_all_left, leave=_leave)
 
 
 @functools.cache
 def _finalize_at_exit() -> None:
     def finalize() -> None:
-        if not _default.started_mpi:
+        if not default.started_mpi:
             return
         from mpi4py import MPI
 
@@ -546,19 +548,19 @@ def _finalize_at_exit() -> None:
 
 
 def _publish(text: str) -> None:
-    _default.interrupted = False  # this end becomes known, and ends the job with its own exit code
-    if _default.world is not None:
-        _default.world.fail(text)
+    default.interrupted = False  # this end becomes known, and ends the job with its own exit code
+    if default.world is not None:
+        default.world.fail(text)
 
 
 def _all_left() -> bool:
-    return _default.world is None or _default.world.all_left()
+    return default.world is None or default.world.all_left()
 
 
 def _leave() -> None:
-    if _default.world is not None:
-        _default.world.leave()
-    elif _default.interrupted:
+    if default.world is not None:
+        default.world.leave()
+    elif default.interrupted:
         print(
             "collectives: init() was interrupted, and this rank ends without having joined the others: ending the job",
             file=sys.stderr,

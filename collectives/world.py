@@ -1,10 +1,8 @@
-"""A world: the ranks of one group and all its state. Its collectives are `collectives.operations`.
+"""A world: the ranks of one group and all its state, from the first call to the last.
 
-Every operation goes the same way, on every rank: the door makes a handle of it, or refuses its arguments; the engine
-brings the ranks together and carries it out; the result leaves as the caller's type. A blocking call waits for its
-handle, and a process set is a world of its own.
-
-A failure in the middle of a call ends the world.
+Its collectives (`collectives.operations`) make a handle of each call, or refuse its arguments; the engine brings the
+ranks together and carries the operation out. A process set is a world of its own. A failure in the middle of a call
+ends the world.
 """
 
 from __future__ import annotations
@@ -35,8 +33,9 @@ from collectives.engine import timeline
 from collectives.engine.context import Context, Statistics
 from collectives.engine.engine import Engine
 from collectives.engine.handles import Handle
+from collectives.engine.host_handles import HostHandles
+from collectives.engine.host_requests import HostRequestCache, NativeTransport
 from collectives.engine.overlaps import InFlight
-from collectives.engine.request_cache import NativeTransport, RequestCache
 from collectives.engine.requests import HandleFactory
 from collectives.operations import Operations
 from collectives.plan.builder import Plans
@@ -55,7 +54,7 @@ _LEAVE_WITHIN = 2.0
 _SETTLE_WITHIN = 30.0
 
 
-class World(Operations):
+class World:
     """One rank of a group. Methods may be called from any thread.
 
     Args:
@@ -64,6 +63,7 @@ class World(Operations):
         turn: of this rank, if this is a process set of another world; it takes turns with that one in using NCCL.
 
     Attributes:
+        operations: its collectives; most are attributes of the world too.
         rank, size: this rank and the number of ranks.
         local_rank, local_size: among the ranks of this host.
         cross_rank, cross_size: this host, and the number of hosts, among the ranks with this local rank.
@@ -101,21 +101,24 @@ class World(Operations):
         executor = Executor(group)
         plans = Plans(placement, executor)
         native = group.messages if isinstance(group.messages, NativeTransport) else None
-        self._entries = RequestCache(placement, self.planner, plans, native)
-        self._context = Context(group, executor, self._entries, plans, self.planner, self._pool)
+        requests = HostRequestCache(placement, self.planner, plans, native)
+        self._context = Context(group, executor, requests, plans, self.planner, self._pool)
         self._devices: DeviceBackend | None = None
         self._opening = threading.Lock()
-        self._door = HandleFactory(self.rank, self.size, self._entries, self._pool, self._use_devices)
+        host = HostHandles(requests, self._pool)
+        handles = HandleFactory(self.rank, self.size, host, lambda: self._use_devices().handles)
         self._in_flight = InFlight() if in_flight is None else in_flight
         """Of this rank: its process sets share it, since they may be given the same memory."""
         self._engine = Engine(
             self._context,
             config,
             group.ranks,
-            self._door.neutral,
+            handles.neutral,
             group.memory is not None and group.memory.name == "threads",
             self._in_flight,
         )
+        self.operations = Operations(self.rank, self.ranks, self._engine, handles, self._pool)
+        self._attach_operations()
         self._tuning = Tuning(self._engine, self.planner, config) if config.autotune and self.size > 1 else None
         self._children: list[World] = []
         self._turn = turn or Turn()
@@ -123,8 +126,33 @@ class World(Operations):
         """The timeline that this world has begun, and closes; its process sets write to it too."""
         _remember(self)
 
+    def _attach_operations(self) -> None:
+        """Make the operations attributes of the world."""
+        does = self.operations
+        self.allreduce, self.allreduce_ = does.allreduce, does.allreduce_
+        self.allreduce_async, self.allreduce_async_ = does.allreduce_async, does.allreduce_async_
+        self.grouped_allreduce, self.grouped_allreduce_ = does.grouped_allreduce, does.grouped_allreduce_
+        self.grouped_allreduce_async = does.grouped_allreduce_async
+        self.grouped_allreduce_async_ = does.grouped_allreduce_async_
+        self.reducescatter, self.reducescatter_async = does.reducescatter, does.reducescatter_async
+        self.grouped_reducescatter = does.grouped_reducescatter
+        self.grouped_reducescatter_async = does.grouped_reducescatter_async
+        self.broadcast, self.broadcast_ = does.broadcast, does.broadcast_
+        self.broadcast_async, self.broadcast_async_ = does.broadcast_async, does.broadcast_async_
+        self.grouped_broadcast, self.grouped_broadcast_ = does.grouped_broadcast, does.grouped_broadcast_
+        self.grouped_broadcast_async = does.grouped_broadcast_async
+        self.grouped_broadcast_async_ = does.grouped_broadcast_async_
+        self.allgather, self.allgather_async = does.allgather, does.allgather_async
+        self.grouped_allgather, self.grouped_allgather_async = does.grouped_allgather, does.grouped_allgather_async
+        self.alltoall, self.alltoall_async = does.alltoall, does.alltoall_async
+        self.barrier, self.join, self.check_consistency = does.barrier, does.join, does.check_consistency
+        self.broadcast_object, self.allgather_object = does.broadcast_object, does.allgather_object
+        self.broadcast_bytes, self.poll, self.synchronize = does.broadcast_bytes, does.poll, does.synchronize
+        self.refused, self.ahead_of, self.composed = does.refused, does.ahead_of, does.composed
+        self.memory = does.memory
+
     def _use_devices(self) -> DeviceBackend:
-        """The side of this world that is for tensors on GPUs, which is made when the first one comes."""
+        """What this world needs for tensors on GPUs, made when the first one comes."""
         with self._opening:
             if self._devices is None:
                 side = importlib.import_module("collectives.cuda.backend")
@@ -183,12 +211,7 @@ class World(Operations):
                 )
             return child
 
-        def make() -> Handle:
-            handle = self._door.meeting("add_process_set", ranks=chosen)
-            handle.deliver = split
-            return handle
-
-        child: World | None = self._wait(None, make)
+        child: World | None = self.operations.meet("add_process_set", split, ranks=chosen)
         if child is not None:
             child._context.timeline = self._context.timeline
             child._engine.hinder("timeline", self._context.timeline is not None)
@@ -202,7 +225,7 @@ class World(Operations):
             ranks: of the set.
             child: its world, on its members.
         """
-        self._wait(None, lambda: self._door.meeting("remove_process_set", ranks=tuple(ranks)))
+        self.operations.meet("remove_process_set", ranks=tuple(ranks))
         if child is not None:
             self._children.remove(child)
             child.shutdown()
@@ -217,12 +240,7 @@ class World(Operations):
             released = self._context.make_room()  # first what is the peers', then what is this rank's own
             return released + (self._devices.trim() if self._devices is not None else 0)
 
-        def make() -> Handle:
-            handle = self._door.meeting("empty_cache")
-            handle.deliver = release
-            return handle
-
-        released: int = self._wait(None, make)
+        released: int = self.operations.meet("empty_cache", release)
         return released
 
     # ---- tuning
@@ -242,18 +260,12 @@ class World(Operations):
         def begin(_: Handle) -> None:
             self._tuning = Tuning(self._engine, self.planner, self.config, start)
 
-        def make() -> Handle:
-            unknown = start.keys() - Settings.__dataclass_fields__.keys()
-            if unknown:
-                raise InvalidArgumentError(
-                    f"tune: expected settings among {', '.join(Settings.__dataclass_fields__)}; got {sorted(unknown)}"
-                )
-            # Settings decide what is planned: ranks that began with different ones would move different bytes.
-            handle = self._door.meeting("tune", what=", ".join(f"{name}={start[name]!r}" for name in sorted(start)))
-            handle.deliver = begin
-            return handle
-
-        self._wait(None, make)
+        unknown = start.keys() - Settings.__dataclass_fields__.keys()
+        if unknown:
+            text = f"tune: expected settings among {', '.join(Settings.__dataclass_fields__)}; got {sorted(unknown)}"
+            raise self.refused(InvalidArgumentError(text), None)
+        # Settings decide what is planned: ranks that began with different ones would move different bytes.
+        self.operations.meet("tune", begin, what=", ".join(f"{name}={start[name]!r}" for name in sorted(start)))
 
     @property
     def tuning(self) -> Tuning | None:
@@ -270,12 +282,7 @@ class World(Operations):
         except TypeError as error:
             raise self.refused(InvalidTypeError(f"path: {error}"), None) from None
 
-        def make() -> Handle:
-            handle = self._door.meeting("start_timeline")
-            handle.deliver = lambda _: self._open_timeline(name, mark_cycles)
-            return handle
-
-        self._wait(None, make)
+        self.operations.meet("start_timeline", lambda _: self._open_timeline(name, mark_cycles))
 
     def stop_timeline(self) -> None:
         """See `collectives.stop_timeline`."""
@@ -365,7 +372,7 @@ class World(Operations):
             engine.release()
             if self._devices is not None and settled and self._everybody_left():
                 self._devices.free()
-            del self._entries, self._door  # views into the windows end with them, so that they can be unmapped
+            self.operations.close()  # views into the windows end with its caches, so that they can be unmapped
             self._group.close()
 
     def _everybody_left(self) -> bool:

@@ -241,7 +241,7 @@ class Accelerator:
         """The host's request of an all-reduce of a packed bucket; unscaled, because unpacking scales."""
         plain = op.combining(dtype)
         shape: Any = TensorSpec((count,), count, dtype)
-        return self.context.entries.reducing("allreduce", shape, None, plain, None, 1.0, 1.0, None, None)
+        return self.context.entries.reducing("allreduce", shape, None, {"op": plain})
 
     def release(self) -> int:
         """Drop the tensors of completed operations and unmap the peers' memory. Returns the bytes unmapped."""

@@ -1,5 +1,5 @@
-"""The device side of a world, in one piece: it is made when the first tensor on a GPU comes, and nothing of it is
-imported before."""
+"""What a world needs for tensors on GPUs, in one piece: made when the first such tensor comes, and not imported
+before."""
 
 from __future__ import annotations
 
@@ -10,63 +10,62 @@ from collectives.base.config import Config
 from collectives.base.reduce_op import Op
 from collectives.cuda.accelerator import Accelerator
 from collectives.cuda.request_cache import DeviceRequestCache
-from collectives.cuda.requests import DeviceHandleFactory
+from collectives.cuda.requests import DeviceHandles
 from collectives.cuda.tasks import DeviceBucket, DeviceOne, DeviceRows, DeviceTask
 from collectives.engine.context import Context
 from collectives.transport.issue_order import Turn
 
 _ALONE_FROM = 16 << 20
-"""Bytes from which a tensor is reduced where it is: packing it would move four bytes more for each of its own, which
-takes longer than an operation of its own costs."""
+"""Bytes from which a tensor is reduced where it lies: packing it moves four more bytes for each of its own, which
+takes longer than a separate operation."""
 
 
-class DeviceBackend(DeviceHandleFactory):
-    """The door for device tensors, and what is behind it.
+class DeviceBackend:
+    """The accelerator of a world, and the handles and tasks of its device tensors.
 
     Args:
         context, config: of the world.
         local_rank: this rank among those of its host.
         turn: of this rank.
         on_failure: told when work on the device has been aborted.
+
+    Attributes:
+        accelerator: of the world.
+        handles: makes the handles.
     """
 
     def __init__(
         self, context: Context, config: Config, local_rank: int, turn: Turn, on_failure: Callable[[Exception], None]
     ) -> None:
         self.accelerator = Accelerator(context, config, local_rank, turn, on_failure)
-        super().__init__(
-            context.rank,
-            context.size,
-            DeviceRequestCache(context.size, context.planner, context.entries),
-            self.accelerator,
-        )
+        requests = DeviceRequestCache(context.size, context.planner, context.entries)
+        self.handles = DeviceHandles(context.rank, requests, self.accelerator)
         context.device_tasks = self._tasks
         context.release_devices = self.release
 
     def settle(self, within: float) -> bool:
-        """Give the GPU so many seconds to be done with all that was issued; whether it is."""
+        """Wait at most ``within`` seconds for all issued work. Returns whether it is done."""
         return self.accelerator.settle(within)
 
     def release(self) -> int:
-        """Give back the peers' memory, which is mapped again where it is used again; the bytes that are mapped no
-        more."""
+        """Unmap the peers' memory, which is mapped again at its next use. Returns the bytes unmapped."""
         return self.accelerator.release()
 
     def trim(self) -> int:
-        """Give back what this rank has outgrown, when no peer has it mapped; the bytes."""
+        """Free buffers that this rank has outgrown, once no peer has them mapped. Returns the bytes freed."""
         return self.accelerator.trim()
 
     def close(self) -> None:
-        """Stop using the peers' memory; the GPU is done."""
+        """Stop using the peers' memory. No work may be left on the GPU."""
         self.accelerator.close()
 
     def free(self) -> None:
-        """Give everything back, when no peer uses this rank's memory any more."""
-        self._entries.forget()
+        """Free everything. No peer may use this rank's memory any more."""
+        self.handles.requests.forget()
         self.accelerator.free()
 
     def _tasks(self, entries: Sequence[Any]) -> list[tuple[DeviceTask, Sequence[int]]]:
-        """The tasks of entries that may be fused: large tensors alone, the others in buckets."""
+        """The tasks of requests that may be fused: large tensors alone, the others in buckets."""
         accelerator = self.accelerator
         tasks: list[tuple[DeviceTask, Sequence[int]]] = []
         small: list[int] = []

@@ -1,7 +1,7 @@
-"""What is known about a request for device tensors after it was made once.
+"""Requests for device tensors, cached by the arguments of calls.
 
-Each has a twin: the entry of the same request for host memory, which has checked the arguments, and which carries the
-operation out where the way leads through the host.
+Each has the request for host memory with the same arguments, which validates them and carries the operation out where
+the planner sends it through the host.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ import numpy as np
 from collectives.base import dtypes
 from collectives.base.config import DEVICE_TRANSPORTS as TRANSPORTS
 from collectives.base.errors import InvalidArgumentError
+from collectives.base.options import Options
 from collectives.base.reduce_op import Op
 from collectives.device import kernels
 from collectives.device.kernels import Scaling
-from collectives.engine import arguments
+from collectives.engine.host_requests import HostRequestCache, fusion_key
 from collectives.engine.negotiation import Request
 from collectives.engine.request_cache import CachedRequest, RequestCache
 from collectives.plan.planner import Planner
-from collectives.tensors import compression
 from collectives.tensors.cuda_tensors import DeviceView
 
 
 class CachedDeviceRequest(CachedRequest):
-    """One request for device tensors, remembered.
+    """One request for device tensors.
 
     Attributes:
-        host: the twin.
+        host: the request with the same arguments for host memory.
         wire: the dtype in which elements travel.
-        scale, divide: what is applied to the elements before they travel, and to the result; None: nothing.
-        packs: it travels in a buffer even when it is alone.
+        scale, divide: the scalings of the elements before they travel, and of the result; None: unscaled.
+        packs: whether it travels in a buffer even when it is alone.
     """
 
     __slots__ = ("divide", "host", "packs", "scale", "wire")
@@ -52,172 +52,97 @@ class CachedDeviceRequest(CachedRequest):
 
 
 class TensorSpec:
-    """What the host's entries want to know of a tensor."""
+    """Shape, size and dtype of a tensor, in place of its view where only a request is made."""
 
     def __init__(self, shape: tuple[int, ...], size: int, dtype: np.dtype[Any]) -> None:
         self.shape, self.size, self.dtype, self.nbytes = shape, size, dtype, size * dtype.itemsize
         self.array = self
 
 
-class DeviceRequestCache:
-    """The device entries of one world.
+class DeviceRequestCache(RequestCache[CachedDeviceRequest]):
+    """The requests of one world for tensors on GPUs.
 
     Args:
         size: of the world.
-        planner, entries: of its host memory.
+        planner, host: of its host memory.
     """
 
-    def __init__(self, size: int, planner: Planner, entries: RequestCache) -> None:
-        self._size = size
+    def __init__(self, size: int, planner: Planner, host: HostRequestCache) -> None:
+        super().__init__(size)
         self._planner = planner
-        self._entries = entries
-        self._known: dict[tuple[Any, ...], CachedDeviceRequest] = {}
+        self._host = host
 
-    def reducing(
-        self,
-        collective: str,
-        view: DeviceView,
-        average: bool | None,
-        op: Op | None,
-        name: str | None,
-        prescale: float,
-        postscale: float,
-        compressor: Any,
-        algorithm: str | None,
-        transport: str | None,
+    def _reduction(
+        self, collective: str, view: DeviceView, op: Op, options: Options, parts: tuple[tuple[int, ...], ...]
     ) -> CachedDeviceRequest:
-        """The entry of an all-reduce or a reduce-scatter; raises as
-        `collectives.engine.request_cache.RequestCache.reducing`."""
-        if type(prescale) is not float or type(postscale) is not float:
-            prescale, postscale = (
-                arguments.factor("prescale_factor", prescale),
-                arguments.factor("postscale_factor", postscale),
-            )
-        key = (
-            collective,
-            view.dtype.num,
-            view.shape,
-            op,
-            average,
-            name,
-            prescale,
-            postscale,
-            compressor,
-            algorithm,
-            transport,
-        )
-        known = self._look_up(key)
-        if known is not None:
-            return known
-        wire = view.dtype
-        if compressor is not None and compressor is not compression.Compression.none:
-            wire = compressor.wire(view.dtype) or wire
-        _check_forced(algorithm, transport)
-        shape: Any = TensorSpec(view.shape, view.array.size, wire)
-        host = self._entries.reducing(collective, shape, average, op, name, prescale, postscale, None, None)
-        adasum = host.op is Op.ADASUM
-        if adasum and (algorithm, transport) != (None, None):
+        compressor, dtype = options.compression, view.dtype
+        wire = (None if compressor is None else compressor.wire(dtype)) or dtype
+        _check_forced(options)
+        keywords = {
+            "op": op,
+            "name": options.name,
+            "prescale_factor": options.prescale_factor,
+            "postscale_factor": options.postscale_factor,
+        }
+        host = self._host.reducing(collective, _spec(view, wire), None, keywords)
+        adasum = op is Op.ADASUM
+        if adasum and (options.algorithm, options.transport) != (None, None):
             raise InvalidArgumentError("op=Adasum: has an algorithm of its own; leave algorithm and transport out")
-        travels = None if wire == view.dtype else dtypes.name(wire)
-        request = replace(
-            host.request,
-            dtype=dtypes.name(view.dtype),
-            device="cuda",
-            wire=travels,
-            algorithm=algorithm,
-            transport=transport,
-        )
-        entry = CachedDeviceRequest(request, self._planner, host, wire)
-        entry.dtype, entry.nbytes = view.dtype, view.nbytes
-        if host.op is not None and (
-            not adasum or self._size == 1
-        ):  # an Adasum of several ranks is scaled by the host's engine
-            entry.scale = kernels.prescale(view.dtype, prescale)
-            entry.divide = kernels.finish(host.op, view.dtype, self._size, postscale)
-        entry.packs = collective == "allreduce" and (entry.scale is not None or travels is not None) and not adasum
-        if collective == "allreduce" and entry.moves and not adasum:
-            entry.fuses_with = (
-                "cuda",
-                view.dtype.num,
-                view.dtype.str,
-                wire.num,
-                host.op,
-                prescale,
-                postscale,
-                algorithm,
-                transport,
-            )
-        return self._remember(key, entry)
-
-    def broadcasting(
-        self, view: DeviceView, root: Any, name: str | None, algorithm: str | None, transport: str | None
-    ) -> CachedDeviceRequest:
-        """The entry of a broadcast; raises as above."""
-        if type(root) is not int:
-            root = arguments.root(root, self._size)
-        key = ("broadcast", view.dtype.num, view.shape, root, name, algorithm, transport)
-        known = self._look_up(key)
-        if known is not None:
-            return known
-        _check_forced(algorithm, transport)
-        shape: Any = TensorSpec(view.shape, view.array.size, view.dtype)
-        host = self._entries.broadcasting(shape, root, name, None, None)
-        entry = CachedDeviceRequest(
-            replace(host.request, device="cuda", algorithm=algorithm, transport=transport),
-            self._planner,
-            host,
-            view.dtype,
-        )
-        entry.dtype, entry.nbytes = view.dtype, view.nbytes
-        return self._remember(key, entry)
-
-    def gathering(
-        self, collective: str, view: DeviceView, name: str | None, algorithm: str | None, transport: str | None
-    ) -> CachedDeviceRequest:
-        """The entry of an allgather or an all-to-all; raises as above."""
-        key = (collective, view.dtype.num, view.shape[1:], name, algorithm, transport)
-        known = self._look_up(key)
-        if known is not None:
-            return known
-        _check_forced(algorithm, transport)
-        shape: Any = TensorSpec(view.shape, view.array.size, view.dtype)
-        host = self._entries.gathering(collective, shape, name, None, None)
-        entry = CachedDeviceRequest(
-            replace(host.request, device="cuda", algorithm=algorithm, transport=transport),
-            self._planner,
-            host,
-            view.dtype,
-        )
-        entry.dtype = view.dtype
-        return self._remember(key, entry)
-
-    def forget(self) -> None:
-        """Let go of all entries, and of what they keep on the device."""
-        self._known.clear()
-        del self._entries
-
-    def _look_up(self, key: tuple[Any, ...]) -> CachedDeviceRequest | None:
-        try:
-            return self._known.get(key)
-        except TypeError:  # an argument that cannot be hashed is wrong, and will be refused with a better message
-            return None
-
-    def _remember(self, key: tuple[Any, ...], entry: CachedDeviceRequest) -> CachedDeviceRequest:
-        if len(self._known) >= _MOST_ENTRIES:
-            self._known.clear()
-        self._known[key] = entry
+        entry = self._entry(host, view, options, wire)
+        entry.nbytes = view.nbytes
+        if not adasum or self._size == 1:  # an Adasum of several ranks is scaled by the host's engine
+            entry.scale = kernels.prescale(dtype, options.prescale_factor)
+            entry.divide = kernels.finish(op, dtype, self._size, options.postscale_factor)
+        if collective == "allreduce" and not adasum:
+            entry.packs = entry.scale is not None or wire != dtype
+            if entry.moves:
+                entry.fuses_with = ("cuda", dtype.num, dtype.str, wire.num, op, *fusion_key(options))
         return entry
 
+    def _broadcast(self, view: DeviceView, root: int, options: Options) -> CachedDeviceRequest:
+        _check_forced(options)
+        host = self._host.broadcasting(_spec(view), root, {"name": options.name})
+        entry = self._entry(host, view, options)
+        entry.nbytes = view.nbytes
+        return entry
 
-def _check_forced(algorithm: Any, transport: Any) -> None:
-    """Choices that no rank could have; whether these ranks have the others is found out when all are there."""
-    for argument, value in (("algorithm", algorithm), ("transport", transport)):
+    def _gathering(self, collective: str, view: DeviceView, options: Options) -> CachedDeviceRequest:
+        _check_forced(options)
+        host = self._host.gathering(collective, _spec(view), {"name": options.name})
+        return self._entry(host, view, options)
+
+    def _entry(
+        self, host: CachedRequest, view: DeviceView, options: Options, wire: np.dtype[Any] | None = None
+    ) -> CachedDeviceRequest:
+        dtype = view.dtype
+        request = replace(
+            host.request,
+            dtype=dtypes.name(dtype),
+            device="cuda",
+            wire=None if wire in (None, dtype) else dtypes.name(wire),
+            algorithm=options.algorithm,
+            transport=options.transport,
+        )
+        entry = CachedDeviceRequest(request, self._planner, host, dtype if wire is None else wire)
+        entry.dtype = dtype
+        return entry
+
+    def forget(self) -> None:
+        """Drop all requests, and what they hold on the device."""
+        self._known.clear()
+        del self._host
+
+
+def _spec(view: DeviceView, dtype: np.dtype[Any] | None = None) -> TensorSpec:
+    return TensorSpec(view.shape, view.array.size, view.dtype if dtype is None else dtype)
+
+
+def _check_forced(options: Options) -> None:
+    """Refuse what no rank could have; whether these ranks can is found out when all of them have come."""
+    for argument, value in (("algorithm", options.algorithm), ("transport", options.transport)):
         if value is not None and not isinstance(value, str):
             raise InvalidArgumentError(f"{argument}: expected a string or None, got {value!r}")
-    if transport not in (None, "auto", *TRANSPORTS):
+    if options.transport not in (None, "auto", *TRANSPORTS):
         raise InvalidArgumentError(
-            f"transport={transport!r}: expected one of auto, {', '.join(TRANSPORTS)} for GPU tensors"
+            f"transport={options.transport!r}: expected one of auto, {', '.join(TRANSPORTS)} for GPU tensors"
         )
-
-
-_MOST_ENTRIES = 2048

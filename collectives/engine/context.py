@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from collectives.base.errors import TransportError
-from collectives.engine.request_cache import CachedRequest, RequestCache
+from collectives.engine.host_requests import HostRequestCache
+from collectives.engine.request_cache import CachedRequest
 from collectives.plan.binder import Plan
 from collectives.plan.builder import Plans
 from collectives.plan.executor import Executor
@@ -54,7 +55,13 @@ class Context:
     """What the tasks of one world share."""
 
     def __init__(
-        self, group: Group, executor: Executor, entries: RequestCache, plans: Plans, planner: Planner, pool: ResultPool
+        self,
+        group: Group,
+        executor: Executor,
+        entries: HostRequestCache,
+        plans: Plans,
+        planner: Planner,
+        pool: ResultPool,
     ) -> None:
         self.rank, self.size = group.rank, group.size
         self.group = group

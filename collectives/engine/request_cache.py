@@ -1,46 +1,36 @@
-"""What is known about a request after it was made once: its signature, its kernels, and its plan.
+"""Requests, cached by the arguments of the calls that made them: a call that comes again validates, chooses and plans
+nothing.
 
-A call looks its entry up by its arguments; only the first such call validates, chooses and plans. Plans are made when a
-call has its turn, because they may move the scratch memory that a running plan uses.
+Plans are made when the operation is carried out, because they may move the scratch memory that a running plan uses.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from collectives.base import dtypes
-from collectives.base.errors import InvalidArgumentError, InvalidTypeError, UnsupportedError
+from collectives.base.options import CallOptions, Options, ReduceOptions, ScaleOptions, complete
 from collectives.base.reduce_op import Op
 from collectives.engine import arguments
 from collectives.engine.negotiation import Request
 from collectives.plan.binder import Plan
-from collectives.plan.builder import Plans
-from collectives.plan.planner import Choice, Placement, Planner
+from collectives.plan.planner import Planner
 from collectives.tensors import reduction
-from collectives.tensors.arrays import View
 from collectives.transport.base import Array
 
-_MOST_ENTRIES = 2048
-_MOST_ROWS = 64
-
+Cached = TypeVar("Cached", bound="CachedRequest")
+Keywords = Mapping[str, Any]
+"""The keywords that a caller has given, without ``process_set`` and ``stream``."""
 Reduce = Callable[[Array, Array], None]
 """Reduces a source into an output, on all ranks at once."""
 
-
-@runtime_checkable
-class NativeTransport(Protocol):
-    """A transport that has an all-reduce of its own, for tiny tensors."""
-
-    def knows(self, op: Op, dtype: np.dtype[Any]) -> bool:
-        """Whether it reduces these numbers as we do."""
-
-    def native_allreduce(self, source: Array, out: Array, op: Op) -> None:
-        """Reduce; an average is only summed."""
+_FACTORS = ("prescale_factor", "postscale_factor")
+_MOST_REQUESTS = 2048
+_MOST_ROWS = 64
 
 
 class CachedRequest:
@@ -151,277 +141,100 @@ class CachedRequest:
         self._native = made if not isinstance(made, Plan) else None
 
 
-class RequestCache:
-    """The entries of one world.
+class RequestCache(ABC, Generic[Cached]):
+    """The requests of one world for tensors in one kind of memory.
+
+    The methods raise InvalidArgumentError, InvalidTypeError, TransportError or TypeError for an argument that no rank
+    can accept, or that cannot be served here.
 
     Args:
-        placement: of the ranks.
-        planner: chooses.
-        plans: makes the plans.
-        native: a transport with an all-reduce of its own, or None.
+        size: of the world.
     """
 
-    def __init__(self, placement: Placement, planner: Planner, plans: Plans, native: NativeTransport | None) -> None:
-        self._size = placement.size
-        self._planner = planner
-        self._plans = plans
-        self._native = native
-        self._known: dict[tuple[Any, ...], CachedRequest] = {}
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._known: dict[tuple[Any, ...], Cached] = {}
 
     def reducing(
         self,
         collective: str,
-        view: View,
+        view: Any,
         average: bool | None,
-        op: Op | None,
-        name: str | None,
-        prescale: float,
-        postscale: float,
-        algorithm: str | None,
-        transport: str | None,
+        keywords: Keywords,
         parts: tuple[tuple[int, ...], ...] = (),
-    ) -> CachedRequest:
-        """The entry of an all-reduce or a reduce-scatter; ``parts`` as in `Request`.
-
-        Raises:
-            InvalidArgumentError, InvalidTypeError, TransportError: an argument that no rank can accept, or that cannot
-                be had here.
-        """
-        if type(prescale) is not float or type(postscale) is not float:
-            prescale, postscale = (
-                arguments.factor("prescale_factor", prescale),
-                arguments.factor("postscale_factor", postscale),
-            )
-        key = (
-            collective,
-            view.dtype.num,
-            view.shape,
-            op,
-            average,
-            name,
-            prescale,
-            postscale,
-            algorithm,
-            transport,
-            parts,
-        )
-        known = self._look_up(key)
+    ) -> Cached:
+        """The request of an all-reduce or a reduce-scatter; ``parts`` as in `Request`."""
+        if keywords:
+            if "prescale_factor" in keywords or "postscale_factor" in keywords:
+                keywords = _with_floats(keywords)
+            key = (collective, view.dtype.num, view.shape, average, parts, *keywords, *keywords.values())
+        else:
+            key = (collective, view.dtype.num, view.shape, average, parts)
+        try:
+            known = self._known.get(key)
+        except TypeError:  # an argument that cannot be hashed is wrong, and refused with a better message below
+            known = None
         if known is not None:
             return known
-        operation = arguments.operation(op, average)
-        arguments.check_name(name)
-        if operation is Op.ADASUM:
-            return self._remember(key, self._adasum(collective, view, name, prescale, postscale, algorithm, transport))
-        dtype, shape, nbytes, native = view.dtype, view.shape, view.nbytes, self._native
-        kernel = reduction.kernel(operation, dtype)
-        finish = reduction.finish(operation, dtype, self._size, postscale)
+        if collective == "allreduce":
+            options = complete(keywords, ReduceOptions)
+        else:  # op is an argument of its own there
+            others = {keyword: value for keyword, value in keywords.items() if keyword != "op"}
+            options = complete(others, ScaleOptions)._replace(op=keywords["op"])
+        op = arguments.operation(options.op, average)
+        arguments.check_name(options.name)
+        return self._remember(key, self._reduction(collective, view, op, options, parts))
 
-        def choose() -> Choice:
-            return self._planner.choose(
-                collective,
-                nbytes,
-                native=native is not None and native.knows(operation, dtype),
-                ordered=dtypes.is_complex(dtype) and operation is Op.PRODUCT,
-                algorithm=algorithm,
-                transport=transport,
-            )
-
-        def make_plan() -> Plan | Reduce:
-            choice = choose()
-            if choice.native and native is not None:
-                self._plans.tell(collective, view.array.size, dtype, choice, "native over mpi")
-                return lambda source, out: native.native_allreduce(source, out, operation)
-            return (self._plans.allreduce if collective == "allreduce" else self._plans.reducescatter)(
-                shape, dtype, choice, kernel, finish
-            )
-
-        choose()  # refuses what cannot be
-        entry = CachedRequest(
-            Request(
-                collective,
-                name,
-                dtypes.name(dtype),
-                view.shape,
-                op=operation.value,
-                prescale=prescale,
-                postscale=postscale,
-                algorithm=algorithm,
-                transport=transport,
-                parts=parts,
-            ),
-            self._planner,
-            make_plan if self._size > 1 and view.array.size > 0 else None,
-        )
-        entry.finish = finish
-        entry.prescale = reduction.prescale(dtype, prescale)
-        entry.warns = reduction.warns(dtype)
-        entry.kernel, entry.op, entry.dtype, entry.count, entry.nbytes = (
-            kernel,
-            operation,
-            dtype,
-            view.array.size,
-            nbytes,
-        )
-        if collective == "allreduce" and entry.moves:
-            entry.fuses_with = (dtype.num, dtype.str, operation, prescale, postscale, algorithm, transport)
-        return self._remember(key, entry)
-
-    def _adasum(
-        self,
-        collective: str,
-        view: View,
-        name: str | None,
-        prescale: float,
-        postscale: float,
-        algorithm: str | None,
-        transport: str | None,
-    ) -> CachedRequest:
-        """The entry of an Adasum, which is made of other operations."""
-        if collective != "allreduce":
-            raise UnsupportedError(f"op=Adasum: {collective} has no Adasum; allreduce has")
-        if algorithm is not None or transport is not None:
-            raise InvalidArgumentError("op=Adasum: has an algorithm of its own; leave algorithm and transport out")
-        if dtypes.is_integer(view.dtype) or dtypes.is_bool(view.dtype) or dtypes.is_complex(view.dtype):
-            raise InvalidTypeError(f"op=Adasum: expected real floating-point numbers, got {dtypes.name(view.dtype)}")
-        request = Request(
-            "allreduce", name, dtypes.name(view.dtype), view.shape, op="adasum", prescale=prescale, postscale=postscale
-        )
-        entry = CachedRequest(request, self._planner)
-        entry.finish, entry.prescale = (
-            reduction.prescale(view.dtype, postscale),
-            reduction.prescale(view.dtype, prescale),
-        )
-        entry.moves = self._size > 1 and view.array.size > 0
-        entry.simple = False
-        entry.op, entry.dtype, entry.count, entry.nbytes = Op.ADASUM, view.dtype, view.array.size, view.nbytes
-        return entry
-
-    def group(self, collective: str, name: str | None, members: Sequence[CachedRequest]) -> CachedRequest:
-        """The entry of operations that are carried out together."""
-        arguments.check_name(name)
-        key = (collective, name, *members)
-        return self._look_up(key) or self._remember(
-            key,
-            CachedRequest(
-                Request(collective, name, members=tuple(member.request for member in members)), self._planner
-            ),
-        )
-
-    def plain(
-        self,
-        collective: str,
-        name: str | None = None,
-        ranks: tuple[int, ...] | None = None,
-        what: str | None = None,
-        detail: str = "",
-    ) -> CachedRequest:
-        """The entry of an operation without a tensor; "invalid" is one whose arguments were refused."""
-        return CachedRequest(Request(collective, name, shape=ranks, op=what, detail=detail), self._planner)
-
-    def broadcasting(
-        self, view: View, root: int, name: str | None, algorithm: str | None, transport: str | None
-    ) -> CachedRequest:
-        """The entry of a broadcast; raises as `reducing`."""
+    def broadcasting(self, view: Any, root: int, keywords: Keywords) -> Cached:
+        """The request of a broadcast."""
         if type(root) is not int:
             root = arguments.root(root, self._size)
-        key = ("broadcast", view.dtype.num, view.shape, root, name, algorithm, transport)
+        key = ("broadcast", view.dtype.num, view.shape, root, *keywords, *keywords.values())
         known = self._look_up(key)
         if known is not None:
             return known
         root = arguments.root(root, self._size)
-        arguments.check_name(name)
-        nbytes = view.nbytes
+        return self._remember(key, self._broadcast(view, root, _complete(keywords)))
 
-        def choose() -> Choice:
-            return self._planner.choose("broadcast", nbytes, algorithm=algorithm, transport=transport)
+    def gathering(self, collective: str, view: Any, keywords: Keywords) -> Cached:
+        """The request of an allgather or an all-to-all, whose plans depend on rows that are not known yet."""
+        key = (collective, view.dtype.num, view.shape[1:], *keywords, *keywords.values())
+        return self._look_up(key) or self._remember(key, self._gathering(collective, view, _complete(keywords)))
 
-        choose()  # refuses what cannot be
-        request = Request(
-            "broadcast", name, dtypes.name(view.dtype), view.shape, root=root, algorithm=algorithm, transport=transport
-        )
-        moves = self._size > 1 and view.array.size > 0
-        shape, dtype = view.shape, view.dtype
-        make_plan = (lambda: self._plans.broadcast(shape, dtype, root, choose())) if moves else None
-        entry = CachedRequest(request, self._planner, make_plan)
-        entry.dtype, entry.count, entry.nbytes = dtype, view.array.size, view.nbytes
-        return self._remember(key, entry)
+    @abstractmethod
+    def _reduction(
+        self, collective: str, view: Any, op: Op, options: Options, parts: tuple[tuple[int, ...], ...]
+    ) -> Cached: ...
 
-    def gathering(
-        self, collective: str, view: View, name: str | None, algorithm: str | None, transport: str | None
-    ) -> CachedRequest:
-        """The entry of an allgather or an all-to-all, whose plans depend on rows that are not known yet; raises as
-        `reducing`."""
-        key = (collective, view.dtype.num, view.shape[1:], name, algorithm, transport)
-        known = self._look_up(key)
-        if known is not None:
-            return known
-        arguments.check_name(name)
-        self._planner.choose(
-            collective, view.nbytes, algorithm=algorithm, transport=transport
-        )  # refuses what cannot be
-        request = Request(
-            collective, name, dtypes.name(view.dtype), view.shape[1:], algorithm=algorithm, transport=transport
-        )
-        entry = CachedRequest(request, self._planner)
-        entry.dtype = view.dtype
-        return self._remember(key, entry)
+    @abstractmethod
+    def _broadcast(self, view: Any, root: int, options: Options) -> Cached: ...
 
-    def meeting(self) -> CachedRequest:
-        """The entry of a barrier."""
-        return self._known.get(("barrier",)) or self._remember(("barrier",), self.plain("barrier"))
+    @abstractmethod
+    def _gathering(self, collective: str, view: Any, options: Options) -> Cached: ...
 
-    def release(self) -> None:
-        """Drop all entries, and the plans of those that handles still refer to."""
-        for entry in self._known.values():
-            entry.release()
-        self._known.clear()
-
-    def choose_fused(self, entry: CachedRequest, nbytes: int) -> Choice:
-        """The choice for a bucket of all-reduces like this one, ``nbytes`` in all."""
-        request = entry.request
-        assert entry.op is not None
-        return self._planner.choose(
-            "allreduce",
-            nbytes,
-            native=self._native is not None and self._native.knows(entry.op, entry.dtype),
-            ordered=dtypes.is_complex(entry.dtype) and entry.op is Op.PRODUCT,
-            algorithm=request.algorithm,
-            transport=request.transport,
-        )
-
-    def natively(self, entry: CachedRequest) -> Reduce:
-        """The transport's own all-reduce of such numbers."""
-        native, op = self._native, entry.op
-        assert native is not None and op is not None
-        return lambda source, out: native.native_allreduce(source, out, op)
-
-    def plan_for_rows(self, entry: CachedRequest, rows: tuple[int, ...]) -> Plan | None:
-        """The plan of an allgather for every rank's rows, or of an all-to-all for the rows of every pair of ranks, by
-        sender."""
-        return entry.plan_for(rows, lambda: self._plan_rows(entry, rows))
-
-    def _plan_rows(self, entry: CachedRequest, rows: Sequence[int]) -> Plan | None:
-        request = entry.request
-        row = math.prod(request.shape or ())
-        sizes: list[int] = [count * row for count in rows]
-        if self._size == 1 or not any(sizes):
-            return None
-        gathers = request.collective == "allgather"
-        nbytes = sum(sizes) * entry.dtype.itemsize // (1 if gathers else self._size)
-        choice: Choice = self._planner.choose(
-            request.collective, nbytes, algorithm=request.algorithm, transport=request.transport
-        )
-        return (self._plans.allgather if gathers else self._plans.alltoall)(sizes, entry.dtype, choice)
-
-    def _look_up(self, key: tuple[Any, ...]) -> CachedRequest | None:
+    def _look_up(self, key: tuple[Any, ...]) -> Cached | None:
         try:
             return self._known.get(key)
-        except TypeError:  # an argument that cannot be hashed is wrong, and will be refused with a better message
+        except TypeError:  # as in `reducing`
             return None
 
-    def _remember(self, key: tuple[Any, ...], entry: CachedRequest) -> CachedRequest:
-        if len(self._known) >= _MOST_ENTRIES:
-            for old in list(itertools.islice(self._known, _MOST_ENTRIES // 2)):
+    def _remember(self, key: tuple[Any, ...], made: Cached) -> Cached:
+        if len(self._known) >= _MOST_REQUESTS:
+            for old in list(itertools.islice(self._known, _MOST_REQUESTS // 2)):
                 self._known.pop(old, None)
-        self._known[key] = entry
-        return entry
+        self._known[key] = made
+        return made
+
+
+def _with_floats(keywords: Keywords) -> Keywords:
+    """The keywords with the factors as floats: they may be of any type with ``__float__``, mutable ones included."""
+    for factor in _FACTORS:
+        if factor in keywords and type(keywords[factor]) is not float:
+            keywords = {**keywords, factor: arguments.factor(factor, keywords[factor])}
+    return keywords
+
+
+def _complete(keywords: Keywords) -> Options:
+    options = complete(keywords, CallOptions)
+    arguments.check_name(options.name)
+    return options

@@ -1,13 +1,13 @@
-"""The door of a world: what a caller passes becomes a handle, or is refused.
+"""What a caller passes becomes a handle, or is refused.
 
-Below it there are views, entries and handles only. A handle made here has not been submitted yet, and nothing has left
-the rank.
+A tensor is looked at once, here; below there are views, requests and handles only. A handle made here has not been
+submitted yet, and nothing has left the rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -16,104 +16,73 @@ from collectives.base.errors import InvalidArgumentError, InvalidTypeError
 from collectives.base.reduce_op import Op
 from collectives.engine import arguments, overlaps
 from collectives.engine.handles import Handle
+from collectives.engine.host_handles import EMPTY, HostHandles
 from collectives.engine.negotiation import Request
-from collectives.engine.request_cache import CachedRequest, RequestCache
+from collectives.engine.request_cache import RequestCache
 from collectives.schedules import partition
-from collectives.tensors import arrays, compression, halves, reduction
+from collectives.tensors import arrays, compression, reduction
 from collectives.tensors.arrays import View
-from collectives.tensors.result_pool import ResultPool
-from collectives.transport.base import Array
 
-if TYPE_CHECKING:
-    from collectives.tensors.cuda_tensors import DeviceView
-
-EMPTY = np.empty(0)
+Keywords = Mapping[str, Any]
+"""The keywords that a caller has given, without ``process_set``."""
+Finish = Callable[[Any, Any], Any]
+"""Makes the caller's result of a gathered tensor and the numbers of rows received."""
 
 
-class DeviceRequests(Protocol):
-    """What makes the handles for tensors on GPUs: `collectives.cuda.requests`, of which nothing is imported before the
-    first such tensor."""
+class Handles(Protocol):
+    """Makes handles of operations on tensors in one kind of memory: `collectives.engine.host_handles.HostHandles`, or
+    `collectives.cuda.requests.DeviceHandles`, which is imported when the first tensor on a GPU comes."""
 
-    def allreduce(
-        self,
-        view: DeviceView,
-        tensor: Any,
-        average: bool | None,
-        op: Op | None,
-        name: str | None,
-        prescale: float,
-        postscale: float,
-        compressor: Any,
-        algorithm: str | None,
-        transport: str | None,
-        in_place: bool,
-    ) -> Handle: ...
+    @property
+    def requests(self) -> RequestCache[Any]: ...
 
-    def reducescatter(
-        self,
-        view: DeviceView,
-        op: Op | None,
-        name: str | None,
-        prescale: float,
-        postscale: float,
-        algorithm: str | None,
-        transport: str | None,
-    ) -> Handle: ...
+    def in_place(self, entry: Any, view: Any, tensor: Any, stores: bool = True) -> Handle:
+        """The result replaces the tensor's elements; ``stores`` is False where the tensor is only read."""
 
-    def broadcast(
-        self,
-        view: DeviceView,
-        tensor: Any,
-        root: int,
-        name: str | None,
-        algorithm: str | None,
-        transport: str | None,
-        in_place: bool,
-    ) -> Handle: ...
+    def out_of_place(self, entry: Any, view: Any, shape: tuple[int, ...], out: Any = None) -> Handle:
+        """The result, of this shape, is a new tensor, or ``out``."""
 
-    def allgather(self, view: DeviceView, name: str | None, algorithm: str | None, transport: str | None) -> Handle: ...
+    def gathered(self, entry: Any, view: Any, rows: Sequence[int], finish: Finish | None = None) -> Handle:
+        """The result's rows are known when the operation runs; this rank contributes ``rows``, to all or to each."""
 
-    def alltoall(
-        self, view: DeviceView, splits: Any, name: str | None, algorithm: str | None, transport: str | None
-    ) -> Handle: ...
+    def filled(self, shape: tuple[int, ...], dtype: np.dtype[Any], value: Any) -> Any:
+        """The view of a new tensor of equal elements."""
 
-    def neutral(self, request: Request) -> Handle: ...
+    def run_alone(self, handle: Handle) -> None:
+        """Carry out an operation in a world of one rank."""
 
-    def alone(self, handle: Handle) -> None: ...
+    def mark(self, handle: Handle) -> None:
+        """Order the operation after the work that the caller's streams have been given so far."""
 
 
 class HandleFactory:
     """Makes the handles of one world.
 
+    Methods take the keywords that the caller has given as a mapping; `RequestCache` completes and checks them. They
+    raise what it raises.
+
     Args:
         rank, size: of the world.
-        entries: of the world.
-        pool: where results come from.
-        devices: the door for tensors on GPUs.
+        host: makes handles for tensors in host memory.
+        devices: returns what makes them for tensors on GPUs.
     """
 
-    def __init__(
-        self, rank: int, size: int, entries: RequestCache, pool: ResultPool, devices: Callable[[], DeviceRequests]
-    ) -> None:
+    def __init__(self, rank: int, size: int, host: HostHandles, devices: Callable[[], Handles]) -> None:
         self._rank, self._size = rank, size
-        self._devices = devices
-        self._entries = entries
-        self._pool = pool
+        self.host = host
+        self.devices = devices
+
+    def close(self) -> None:
+        """Drop the caches, and with them views into the windows; calls raise AttributeError from here on."""
+        del self.host, self.devices
 
     def allreduce(
         self,
+        keywords: Keywords,
         tensor: Any,
         average: bool | None,
-        op: Op | None,
-        name: str | None,
-        prescale: float,
-        postscale: float,
-        compressor: Any,
-        algorithm: str | None,
-        transport: str | None,
-        stream: Any,
         in_place: bool,
-        out: Array | None = None,
+        out: Any = None,
         parts: tuple[tuple[int, ...], ...] = (),
     ) -> Handle:
         """An all-reduce.
@@ -123,69 +92,30 @@ class HandleFactory:
             parts: the shapes of the tensors that lie one behind the other in this one, which must be alike on every
                 rank.
         """
-        view = arrays.view(tensor, writable=in_place, stream=stream)
-        what, how = (average, op, name, prescale, postscale), (algorithm, transport)
+        compressor = keywords.get("compression")
         if compressor is not None and not any(compressor is known for known in compression.BUILT_IN):
-            return self._compressed_by(compressor, view, tensor, in_place, what, how, stream)
-        if not isinstance(view, View):
-            return self._devices().allreduce(
-                view, tensor, average, op, name, prescale, postscale, compressor, algorithm, transport, in_place
-            )
-        if compressor is not None and compressor is not compression.Compression.none:
-            return self._compressed(view, tensor, compressor, in_place, what, how, out, parts)
-        entry = self._entries.reducing(
-            "allreduce", view, average, op, name, prescale, postscale, algorithm, transport, parts
-        )
-        source = view.array
+            return self._compressed_by(compressor, keywords, tensor, average, in_place)
+        stream = keywords.get("stream")
+        view = arrays.view(tensor, writable=in_place, stream=stream)
+        if stream is not None:
+            keywords = _without(keywords, "stream")
+        handles: Handles = self.host if isinstance(view, View) else self.devices()
+        wire = compressor.wire(view.dtype) if compressor is not None and handles is self.host else None
+        if wire is not None:
+            return self.host.compressed(keywords, view, tensor, average, in_place, wire, out, parts)
+        entry = handles.requests.reducing("allreduce", view, average, keywords, parts)
         if in_place:
-            return Handle(entry, source, source, store, (view, tensor), writes=view)
-        written = None if out is None else arrays.view(out)
-        if out is None:
-            out = self._pool.empty(view.shape, view.dtype)
-        return Handle(entry, source, out.reshape(-1), wrap, (view, out), reads=view, writes=written)
-
-    def _compressed(
-        self,
-        view: View,
-        tensor: Any,
-        compressor: Any,
-        in_place: bool,
-        what: tuple[bool | None, Op | None, str | None, float, float],
-        how: tuple[str | None, str | None],
-        out: Array | None,
-        parts: tuple[tuple[int, ...], ...],
-    ) -> Handle:
-        """An all-reduce whose tensor travels as a half."""
-        average, op, name, prescale, postscale = what
-        wire = compressor.wire(view.dtype)
-        if wire is None:
-            return self.allreduce(
-                tensor, average, op, name, prescale, postscale, None, *how, None, in_place, out, parts
-            )
-        packed = self._pool.empty(view.array.size, wire)
-        halves.cast(view.array, packed)
-        small = arrays.view(packed.reshape(view.shape))
-        entry = self._entries.reducing("allreduce", small, average, op, name, prescale, postscale, *how, parts)
-        written = view if in_place else None if out is None else arrays.view(out)
-        if out is None:
-            out = view.array.reshape(view.shape) if in_place else self._pool.empty(view.shape, view.dtype)
-        return Handle(entry, packed, packed, restore, (view, out, tensor if in_place else None), writes=written)
+            return handles.in_place(entry, view, tensor)
+        return handles.out_of_place(entry, view, view.shape, out)
 
     def _compressed_by(
-        self,
-        compressor: Any,
-        view: View | DeviceView,
-        tensor: Any,
-        in_place: bool,
-        what: tuple[bool | None, Op | None, str | None, float, float],
-        how: tuple[str | None, str | None],
-        stream: Any,
+        self, compressor: Any, keywords: Keywords, tensor: Any, average: bool | None, in_place: bool
     ) -> Handle:
         """An all-reduce whose tensor travels in a form that only a compressor of the caller's knows."""
-        average, op, name, prescale, postscale = what
+        view, _ = _view(keywords, tensor, in_place)
         compression.check(compressor)
         compressed, context = compressor.compress(tensor)
-        inner = self.allreduce(compressed, average, op, name, prescale, postscale, None, *how, stream, False)
+        inner = self.allreduce(_without(keywords, "compression"), compressed, average, False)
         written = view if in_place else None
 
         def decompress(result: Any) -> Any:
@@ -212,92 +142,82 @@ class HandleFactory:
         deliver = lambda handle: decompress(inner.deliver(handle))  # noqa: E731
         return Handle(inner.entry, inner.source, inner.out, deliver, inner.keep, reads=inner.reads, writes=written)
 
-    def reducescatter(
-        self,
-        tensor: Any,
-        op: Op | None,
-        name: str | None,
-        prescale: float,
-        postscale: float,
-        algorithm: str | None,
-        transport: str | None,
-        stream: Any,
-    ) -> Handle:
-        view = arrays.view(tensor, stream=stream)
-        if not isinstance(view, View):
-            return self._devices().reducescatter(view, op, name, prescale, postscale, algorithm, transport)
+    def reducescatter(self, keywords: Keywords, tensor: Any, op: Op | None) -> Handle:
+        view, keywords = _view(keywords, tensor)
         arguments.with_rows(view, "reducescatter")
-        entry = self._entries.reducing("reducescatter", view, None, op, name, prescale, postscale, algorithm, transport)
-        out = self._pool.empty(self._share(view.shape), view.dtype)
-        return Handle(entry, view.array, out.reshape(-1), wrap, (view, out), reads=view)
+        handles = self._of(view)
+        entry = handles.requests.reducing("reducescatter", view, None, {**keywords, "op": op})
+        return handles.out_of_place(entry, view, self._share(view.shape))
 
-    def broadcast(
-        self,
-        tensor: Any,
-        root: int,
-        name: str | None,
-        algorithm: str | None,
-        transport: str | None,
-        stream: Any,
-        in_place: bool,
-    ) -> Handle:
-        view = arrays.view(tensor, writable=in_place, stream=stream)
-        if not isinstance(view, View):
-            return self._devices().broadcast(view, tensor, root, name, algorithm, transport, in_place)
-        entry = self._entries.broadcasting(view, root, name, algorithm, transport)
+    def broadcast(self, keywords: Keywords, tensor: Any, root: int, in_place: bool) -> Handle:
+        view, keywords = _view(keywords, tensor, in_place)
+        handles = self._of(view)
+        entry = handles.requests.broadcasting(view, root, keywords)
         if in_place:
-            if self._rank == root:
-                return Handle(entry, view.array, view.array, keep, (view, tensor), reads=view)
-            return Handle(entry, view.array, view.array, store, (view, tensor), writes=view)
-        out = self._pool.empty(view.shape, view.dtype)
-        return Handle(entry, view.array, out.reshape(-1), wrap, (view, out), reads=view)
+            return handles.in_place(entry, view, tensor, stores=self._rank != root)
+        return handles.out_of_place(entry, view, view.shape)
 
-    def allgather(
-        self, tensor: Any, name: str | None, algorithm: str | None, transport: str | None, stream: Any
-    ) -> Handle:
-        view = arrays.view(tensor, stream=stream)
-        if not isinstance(view, View):
-            return self._devices().allgather(view, name, algorithm, transport)
+    def allgather(self, keywords: Keywords, tensor: Any) -> Handle:
+        view, keywords = _view(keywords, tensor)
         arguments.with_rows(view, "allgather")
-        entry = self._entries.gathering("allgather", view, name, algorithm, transport)
-        return Handle(entry, view.array, EMPTY, gathered, view, rows=(view.shape[0],), reads=view)
+        handles = self._of(view)
+        return handles.gathered(handles.requests.gathering("allgather", view, keywords), view, (view.shape[0],))
 
-    def alltoall(
-        self, tensor: Any, splits: Any, name: str | None, algorithm: str | None, transport: str | None, stream: Any
-    ) -> Handle:
-        view = arrays.view(tensor, stream=stream)
-        if not isinstance(view, View):
-            return self._devices().alltoall(view, splits, name, algorithm, transport)
+    def alltoall(self, keywords: Keywords, tensor: Any, splits: Any) -> Handle:
+        view, keywords = _view(keywords, tensor)
         arguments.with_rows(view, "alltoall")
         rows = arguments.splits(splits, view.shape[0], self._size)
-        entry = self._entries.gathering("alltoall", view, name, algorithm, transport)
+        handles = self._of(view)
+        entry = handles.requests.gathering("alltoall", view, keywords)
         if splits is None:
-            return Handle(entry, view.array, EMPTY, gathered, view, rows=rows, reads=view)
+            return handles.gathered(entry, view, rows)
 
-        def with_splits(handle: Handle) -> Any:
-            counts = np.array(handle.keep[2], np.int64)
-            alike = hasattr(splits, "dtype") and splits.dtype == counts.dtype
-            return gathered(handle), arrays.view(splits).wrap(counts) if alike else counts
+        def with_counts(result: Any, received: Any) -> Any:
+            counts = np.array(received, np.int64)
+            given = arrays.view(splits) if hasattr(splits, "dtype") and splits.dtype == counts.dtype else None
+            return result, given.wrap(counts) if isinstance(given, View) else counts
 
-        return Handle(entry, view.array, EMPTY, with_splits, view, rows=rows, reads=view)
+        return handles.gathered(entry, view, rows, with_counts)
 
-    def group(self, collective: str, name: str | None, members: Sequence[Handle]) -> Handle:
-        """Operations that are carried out, and complete, together. Each reads what its tensor holds now, also where
-        they share memory."""
-        entry = self._entries.group(collective, name, [member.entry for member in members])
+    def grouped(
+        self,
+        keywords: Keywords,
+        make: Callable[..., Handle],
+        tensors: Any,
+        *further: Any,
+        each: Iterable[tuple[Any, ...]] | None = None,
+    ) -> Handle:
+        """The operation that ``make`` makes for one tensor, for several that are carried out, and complete, together.
+
+        Args:
+            make: a method of this factory.
+            tensors: a list or tuple.
+            further: arguments of ``make``, behind the tensor.
+            each: and those that differ between the tensors.
+        """
+        if not isinstance(tensors, (list, tuple)):
+            raise InvalidTypeError(f"tensors: expected a list or tuple of tensors, got {type(tensors).__name__}")
+        shared = _without(keywords, "name")
+        members = (
+            [make(shared, tensor, *further) for tensor in tensors]
+            if each is None
+            else [make(shared, tensor, *further, *own) for tensor, own in zip(tensors, each, strict=True)]
+        )
+        return self._group(f"grouped_{make.__name__}", keywords.get("name"), members)
+
+    def _group(self, collective: str, name: str | None, members: Sequence[Handle]) -> Handle:
+        """One handle of several. Each reads what its tensor holds now, also where they share memory."""
+        entry = self.host.requests.group(collective, name, [member.entry for member in members])
         for place, member in enumerate(members):
             member.place, member.key = place, name or ""
-        handle = Handle(entry, EMPTY, EMPTY, together, None, members)
+        handle = Handle(entry, EMPTY, EMPTY, _results, None, members)
         overlaps.separate(handle)
         return handle
 
-    def tensors(self, given: Any) -> list[Any]:
-        """The tensors of a group."""
-        if isinstance(given, (list, tuple)):
-            return list(given)
-        raise InvalidTypeError(f"tensors: expected a list or tuple of tensors, got {type(given).__name__}")
+    def barrier(self) -> Handle:
+        return Handle(self.host.requests.barrier(), EMPTY, EMPTY, _nothing)
 
-    def meeting(
+    def without_tensor(
         self,
         collective: str,
         *,
@@ -305,125 +225,86 @@ class HandleFactory:
         ranks: tuple[int, ...] | None = None,
         what: str | None = None,
         detail: str = "",
+        deliver: Callable[[Handle], Any] | None = None,
     ) -> Handle:
-        """An operation without a tensor: a barrier, or the mark of a call that this rank had to refuse ("invalid").
+        """An operation without a tensor, or the mark of a call that this rank had to refuse ("invalid").
 
-        Its ``ranks`` and ``what`` else it says must be alike on every rank.
+        Args:
+            ranks, what: must be alike on every rank.
+            deliver: makes the result when all ranks have come.
         """
-        entry = (
-            self._entries.meeting()
-            if collective == "barrier"
-            else self._entries.plain(collective, name, ranks, what, detail)
-        )
-        return Handle(entry, EMPTY, EMPTY, nothing)
+        entry = self.host.requests.plain(collective, name, ranks, what, detail)
+        return Handle(entry, EMPTY, EMPTY, deliver or _nothing)
 
     def neutral(self, request: Request) -> Handle:
         """What a rank that has run out of data contributes: elements that change nothing, or no rows."""
         if request.members:
-            return self.group(request.collective, request.name, [self.neutral(member) for member in request.members])
+            members = [self.neutral(member) for member in request.members]
+            return self._group(request.collective, request.name, members)
         if request.dtype is None or request.shape is None:
-            return Handle(
-                self._entries.plain(request.collective, request.name, request.shape, request.op), EMPTY, EMPTY, nothing
-            )
-        if request.device is not None:
-            return self._devices().neutral(request)
+            return self.without_tensor(request.collective, name=request.name, ranks=request.shape, what=request.op)
+        handles: Handles = self.host if request.device is None else self.devices()
         dtype, shape = dtypes.resolve(request.dtype), request.shape
-        how = (request.algorithm, request.transport)
+        keywords: dict[str, Any] = {
+            "name": request.name,
+            "algorithm": request.algorithm,
+            "transport": request.transport,
+        }
         if request.collective in ("allgather", "alltoall"):
-            view = arrays.view(np.empty((0, *shape), dtype))
-            entry = self._entries.gathering(request.collective, view, request.name, *how)
-            return Handle(
-                entry, view.array, EMPTY, nothing, rows=(0,) * (1 if request.collective == "allgather" else self._size)
-            )
+            view = handles.filled((0, *shape), dtype, 0)
+            entry = handles.requests.gathering(request.collective, view, keywords)
+            rows = (0,) * (1 if request.collective == "allgather" else self._size)
+            return handles.gathered(entry, view, rows)
         if request.root is not None:
-            view = arrays.view(np.zeros(shape, dtype))
-            return Handle(
-                self._entries.broadcasting(view, request.root, request.name, *how), view.array, view.array, nothing
-            )
+            view = handles.filled(shape, dtype, 0)
+            return handles.in_place(handles.requests.broadcasting(view, request.root, keywords), view, None)
         op = Op(request.op)
-        view = arrays.view(np.full(shape, 0 if op is Op.ADASUM else reduction.identity(op, dtype), dtype))
-        what = op, request.name, request.prescale, request.postscale
-        entry = self._entries.reducing(request.collective, view, None, *what, *how, request.parts)
-        out = view.array if request.collective == "allreduce" else np.empty(self._share(shape), dtype).reshape(-1)
-        return Handle(entry, view.array, out, nothing)
+        view = handles.filled(shape, dtype, 0 if op is Op.ADASUM else reduction.identity(op, dtype))
+        keywords |= {"op": op, "prescale_factor": request.prescale, "postscale_factor": request.postscale}
+        if request.wire is not None:
+            keywords["compression"] = compression.named(request.wire)
+        entry = handles.requests.reducing(request.collective, view, None, keywords, request.parts)
+        if request.collective == "allreduce":
+            return handles.in_place(entry, view, None)
+        return handles.out_of_place(entry, view, self._share(shape))
+
+    def run_alone(self, handle: Handle) -> Handle:
+        """Complete an operation in a world of one rank."""
+        for member in handle.members:
+            self.run_alone(member)
+        if handle.members:
+            handle.result, handle.done = _results(handle), True
+            return handle
+        (self.devices() if handle.entry.on_device else self.host).run_alone(handle)
+        handle.finish()
+        return handle
+
+    def _of(self, view: Any) -> Handles:
+        return self.host if isinstance(view, View) else self.devices()
 
     def _share(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of this rank's rows."""
         return (partition.rows(shape[0], self._size)[self._rank], *shape[1:])
 
-    # ---- a world of one rank
-    # ----------------------------------------------------------------------------------------------------
 
-    def alone(self, handle: Handle) -> Handle:
-        """Complete an operation without anybody else."""
-        for member in handle.members:
-            self.alone(member)
-        entry: CachedRequest = handle.entry
-        if entry.on_device:
-            self._devices().alone(handle)
-        elif entry.request.collective in ("allgather", "alltoall"):
-            rows = sum(handle.rows)
-            out = self._pool.empty((rows, *(entry.request.shape or ())), entry.dtype)
-            np.copyto(out.reshape(-1), handle.source)
-            handle.keep = (handle.keep, out, [rows])
-        elif not handle.members:
-            self.copy(entry, handle.source, handle.out)
-        if not handle.members:
-            handle.finish()
-        else:
-            handle.result, handle.done = together(handle), True
-        return handle
-
-    def copy(self, entry: CachedRequest, source: Array, out: Array) -> None:
-        """What one rank makes of a tensor."""
-        with reduction.quiet():
-            if entry.prescale is not None:
-                entry.prescale(source, out)
-            elif out is not source:
-                np.copyto(out, source)
-            if entry.finish is not None:
-                entry.finish(out, out)
+def _view(keywords: Keywords, tensor: Any, writable: bool = False) -> tuple[Any, Keywords]:
+    """The view of a tensor, and the keywords on which the request depends: all but the stream."""
+    stream = keywords.get("stream")
+    if stream is not None:
+        keywords = _without(keywords, "stream")
+    return arrays.view(tensor, writable=writable, stream=stream), keywords
 
 
-def wrap(handle: Handle) -> Any:
-    view, out = handle.keep
-    return view.wrap(out)
+def _without(keywords: Keywords, left_out: str) -> Keywords:
+    return {keyword: value for keyword, value in keywords.items() if keyword != left_out}
 
 
-def store(handle: Handle) -> Any:
-    view, tensor = handle.keep
-    if view.copied:
-        view.store()
-    return tensor
-
-
-def keep(handle: Handle) -> Any:
-    """The root's own tensor, which nobody has written to."""
-    return handle.keep[1]
-
-
-def restore(handle: Handle) -> Any:
-    """Out of its compressed form."""
-    view, out, tensor = handle.keep
-    halves.cast(handle.out, out.reshape(-1))
-    if tensor is None:
-        return view.wrap(out)
-    if view.copied:
-        view.store()
-    return tensor
-
-
-def gathered(handle: Handle) -> Any:
-    view, out, handle.gathered = handle.keep
-    return view.wrap(out)
-
-
-def together(handle: Handle) -> list[Any]:
+def _results(handle: Handle) -> list[Any]:
     for member in handle.members:
         if member.error is not None:
             raise member.error
     return [member.result for member in handle.members]
 
 
-def nothing(handle: Handle) -> None:
-    """An operation that gives nothing back."""
+def _nothing(handle: Handle) -> None:
+    """An operation without a result."""

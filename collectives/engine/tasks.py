@@ -163,7 +163,7 @@ class Combine:
             flat = dots.reshape(-1)
             _carry_out(
                 context,
-                context.entries.reducing("allreduce", arrays.view(flat), None, Op.SUM, None, 1.0, 1.0, None, None),
+                context.entries.reducing("allreduce", arrays.view(flat), None, {"op": Op.SUM}),
                 flat,
                 flat,
             )

@@ -28,12 +28,12 @@ def test_an_interrupt_in_shutdown_leaves_the_exit_watched(monkeypatch: pytest.Mo
     """The others may wait for this rank in their next init(): its end must end the job."""
     world: Any = Interrupted()
     hooks: Any = Hooks()
-    monkeypatch.setattr(runtime._default, "world", world)
-    monkeypatch.setattr(runtime._default, "hooks", hooks)
+    monkeypatch.setattr(runtime.default, "world", world)
+    monkeypatch.setattr(runtime.default, "hooks", hooks)
     with pytest.raises(KeyboardInterrupt):
         collectives.shutdown()
     assert not hooks.removed and not collectives.is_initialized()
-    monkeypatch.setattr(runtime._default, "hooks", None)
+    monkeypatch.setattr(runtime.default, "hooks", None)
     collectives.init()
     assert collectives.size() == 1
     collectives.shutdown()

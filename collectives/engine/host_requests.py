@@ -1,0 +1,233 @@
+"""The requests of tensors in host memory: how each is validated, and the plan that carries it out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from collectives.base import dtypes
+from collectives.base.errors import InvalidArgumentError, InvalidTypeError, UnsupportedError
+from collectives.base.options import Options
+from collectives.base.reduce_op import Op
+from collectives.engine import arguments
+from collectives.engine.negotiation import Request
+from collectives.engine.request_cache import CachedRequest, Reduce, RequestCache
+from collectives.plan.binder import Plan
+from collectives.plan.builder import Plans
+from collectives.plan.planner import Choice, Placement, Planner
+from collectives.tensors import reduction
+from collectives.tensors.arrays import View
+from collectives.transport.base import Array
+
+
+@runtime_checkable
+class NativeTransport(Protocol):
+    """A transport that has an all-reduce of its own, for tiny tensors."""
+
+    def knows(self, op: Op, dtype: np.dtype[Any]) -> bool:
+        """Whether it reduces these numbers as we do."""
+
+    def native_allreduce(self, source: Array, out: Array, op: Op) -> None:
+        """Reduce; an average is only summed."""
+
+
+class HostRequestCache(RequestCache[CachedRequest]):
+    """The requests of one world for tensors in host memory.
+
+    Args:
+        placement: of the ranks.
+        planner: chooses.
+        plans: makes the plans.
+        native: a transport with an all-reduce of its own, or None.
+    """
+
+    def __init__(self, placement: Placement, planner: Planner, plans: Plans, native: NativeTransport | None) -> None:
+        super().__init__(placement.size)
+        self._planner = planner
+        self._plans = plans
+        self._native = native
+
+    def _reduction(
+        self, collective: str, view: View, op: Op, options: Options, parts: tuple[tuple[int, ...], ...]
+    ) -> CachedRequest:
+        if op is Op.ADASUM:
+            return self._adasum(collective, view, options)
+        dtype, shape, nbytes, native = view.dtype, view.shape, view.nbytes, self._native
+        kernel = reduction.kernel(op, dtype)
+        finish = reduction.finish(op, dtype, self._size, options.postscale_factor)
+
+        def choose() -> Choice:
+            return self._choose_reduction(collective, nbytes, op, dtype, options.algorithm, options.transport)
+
+        def make_plan() -> Plan | Reduce:
+            choice = choose()
+            if choice.native and native is not None:
+                self._plans.tell(collective, view.array.size, dtype, choice, "native over mpi")
+                return lambda source, out: native.native_allreduce(source, out, op)
+            return (self._plans.allreduce if collective == "allreduce" else self._plans.reducescatter)(
+                shape, dtype, choice, kernel, finish
+            )
+
+        choose()  # refuses what cannot be
+        request = replace(
+            _request(collective, view, options),
+            op=op.value,
+            prescale=options.prescale_factor,
+            postscale=options.postscale_factor,
+            parts=parts,
+        )
+        moves = self._size > 1 and view.array.size > 0
+        entry = _of_tensor(CachedRequest(request, self._planner, make_plan if moves else None), view)
+        entry.finish = finish
+        entry.prescale = reduction.prescale(dtype, options.prescale_factor)
+        entry.warns = reduction.warns(dtype)
+        entry.kernel, entry.op = kernel, op
+        if collective == "allreduce" and moves:
+            entry.fuses_with = (dtype.num, dtype.str, op, *fusion_key(options))
+        return entry
+
+    def _adasum(self, collective: str, view: View, options: Options) -> CachedRequest:
+        """The request of an Adasum, which is made of other operations."""
+        if collective != "allreduce":
+            raise UnsupportedError(f"op=Adasum: {collective} has no Adasum; allreduce has")
+        if options.algorithm is not None or options.transport is not None:
+            raise InvalidArgumentError("op=Adasum: has an algorithm of its own; leave algorithm and transport out")
+        if dtypes.is_integer(view.dtype) or dtypes.is_bool(view.dtype) or dtypes.is_complex(view.dtype):
+            raise InvalidTypeError(f"op=Adasum: expected real floating-point numbers, got {dtypes.name(view.dtype)}")
+        prescale, postscale = options.prescale_factor, options.postscale_factor
+        request = replace(_request(collective, view, options), op="adasum", prescale=prescale, postscale=postscale)
+        entry = _of_tensor(CachedRequest(request, self._planner), view)
+        entry.finish = reduction.prescale(view.dtype, postscale)
+        entry.prescale = reduction.prescale(view.dtype, prescale)
+        entry.moves = self._size > 1 and view.array.size > 0
+        entry.simple = False
+        entry.op = Op.ADASUM
+        return entry
+
+    def _broadcast(self, view: View, root: int, options: Options) -> CachedRequest:
+        shape, dtype, nbytes = view.shape, view.dtype, view.nbytes
+
+        def choose() -> Choice:
+            return self._planner.choose("broadcast", nbytes, algorithm=options.algorithm, transport=options.transport)
+
+        choose()  # refuses what cannot be
+        moves = self._size > 1 and view.array.size > 0
+        make_plan = (lambda: self._plans.broadcast(shape, dtype, root, choose())) if moves else None
+        request = replace(_request("broadcast", view, options), root=root)
+        return _of_tensor(CachedRequest(request, self._planner, make_plan), view)
+
+    def _gathering(self, collective: str, view: View, options: Options) -> CachedRequest:
+        # Refuses what cannot be; the plan's choice is made when the rows are known.
+        self._planner.choose(collective, view.nbytes, algorithm=options.algorithm, transport=options.transport)
+        request = replace(_request(collective, view, options), shape=view.shape[1:])
+        entry = CachedRequest(request, self._planner)
+        entry.dtype = view.dtype
+        return entry
+
+    def group(self, collective: str, name: str | None, members: Sequence[CachedRequest]) -> CachedRequest:
+        """The request of a grouped operation."""
+        arguments.check_name(name)
+        key = (collective, name, *members)
+        known = self._look_up(key)
+        if known is not None:
+            return known
+        root = members[0].request.root if members else None
+        request = Request(collective, name, root=root, members=tuple(member.request for member in members))
+        return self._remember(key, CachedRequest(request, self._planner))
+
+    def plain(
+        self,
+        collective: str,
+        name: str | None = None,
+        ranks: tuple[int, ...] | None = None,
+        what: str | None = None,
+        detail: str = "",
+    ) -> CachedRequest:
+        """The request of an operation without a tensor; "invalid" is one whose arguments were refused."""
+        return CachedRequest(Request(collective, name, shape=ranks, op=what, detail=detail), self._planner)
+
+    def barrier(self) -> CachedRequest:
+        """The request of a barrier."""
+        return self._look_up(("barrier",)) or self._remember(("barrier",), self.plain("barrier"))
+
+    def release(self) -> None:
+        """Drop all requests, and the plans of those that handles still refer to."""
+        for entry in self._known.values():
+            entry.release()
+        self._known.clear()
+
+    # ---- plans of several requests, and of rows
+
+    def choose_fused(self, entry: CachedRequest, nbytes: int) -> Choice:
+        """The choice for a bucket of all-reduces like this one, ``nbytes`` in all."""
+        request = entry.request
+        assert entry.op is not None
+        return self._choose_reduction("allreduce", nbytes, entry.op, entry.dtype, request.algorithm, request.transport)
+
+    def natively(self, entry: CachedRequest) -> Reduce:
+        """The transport's own all-reduce of such numbers."""
+        native, op = self._native, entry.op
+        assert native is not None and op is not None
+        return lambda source, out: native.native_allreduce(source, out, op)
+
+    def plan_for_rows(self, entry: CachedRequest, rows: tuple[int, ...]) -> Plan | None:
+        """The plan of an allgather for every rank's rows, or of an all-to-all for the rows of every pair of ranks, by
+        sender."""
+        return entry.plan_for(rows, lambda: self._plan_rows(entry, rows))
+
+    def _plan_rows(self, entry: CachedRequest, rows: Sequence[int]) -> Plan | None:
+        request = entry.request
+        row = math.prod(request.shape or ())
+        sizes: list[int] = [count * row for count in rows]
+        if self._size == 1 or not any(sizes):
+            return None
+        gathers = request.collective == "allgather"
+        nbytes = sum(sizes) * entry.dtype.itemsize // (1 if gathers else self._size)
+        choice = self._planner.choose(
+            request.collective, nbytes, algorithm=request.algorithm, transport=request.transport
+        )
+        return (self._plans.allgather if gathers else self._plans.alltoall)(sizes, entry.dtype, choice)
+
+    def _choose_reduction(
+        self,
+        collective: str,
+        nbytes: int,
+        op: Op,
+        dtype: np.dtype[Any],
+        algorithm: str | None,
+        transport: str | None,
+    ) -> Choice:
+        return self._planner.choose(
+            collective,
+            nbytes,
+            native=self._native is not None and self._native.knows(op, dtype),
+            ordered=dtypes.is_complex(dtype) and op is Op.PRODUCT,
+            algorithm=algorithm,
+            transport=transport,
+        )
+
+
+def _request(collective: str, view: View, options: Options) -> Request:
+    """What every request about a tensor says."""
+    return Request(
+        collective,
+        options.name,
+        dtypes.name(view.dtype),
+        view.shape,
+        algorithm=options.algorithm,
+        transport=options.transport,
+    )
+
+
+def _of_tensor(entry: CachedRequest, view: View) -> CachedRequest:
+    entry.dtype, entry.count, entry.nbytes = view.dtype, view.array.size, view.nbytes
+    return entry
+
+
+def fusion_key(options: Options) -> tuple[Any, ...]:
+    """What all-reduces that are fused have in common beside their dtype and operation."""
+    return options.prescale_factor, options.postscale_factor, options.algorithm, options.transport

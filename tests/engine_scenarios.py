@@ -136,6 +136,16 @@ def kinds(world: World, name: str | None) -> Iterator[tuple[Any, Callable[[Any],
     )
     yield world.broadcast_async(mine(world), size - 1, name=named("broadcast")), same(np.full(10, float(size)))
     yield world.broadcast_async_(mine(world), 0, name=named("broadcast_")), same(np.ones(10))
+    roots = [np.full(10, float(size)), np.full((2, 2), size, np.int32)]
+    mine_and_more = [mine(world), np.full((2, 2), rank + 1, np.int32)]
+    yield (
+        world.grouped_broadcast_async(mine_and_more, size - 1, name=named("grouped_broadcast")),
+        all_same(roots),
+    )
+    yield (
+        world.grouped_broadcast_async_([t.copy() for t in mine_and_more], size - 1, name=named("grouped_broadcast_")),
+        all_same(roots),
+    )
     rows = np.arange(2.0 * size).reshape(size, 2)
     yield world.reducescatter_async(rows, Op.SUM, name=named("reducescatter")), same(rows[rank : rank + 1] * size)
     both = [rows, rows.astype(np.int32)]
@@ -308,6 +318,11 @@ def mistakes_in_flight(world: World) -> None:
             "2 tensors",
             "1 tensor",
         ),
+        "root of members": (
+            lambda name: world.grouped_broadcast_async_([data(), data(7)], 1 if odd else 0, name=name),
+            "root=0",
+            "root=1",
+        ),
         "member shape": (
             lambda name: world.grouped_allreduce_async_([data(), data(6 if odd else 7)], name=name),
             "float64[7]",
@@ -385,6 +400,31 @@ def refused_on_one_rank(world: World) -> None:
         works(world)
 
 
+def a_wrong_keyword_on_one_rank(world: World) -> None:
+    """It is a TypeError that names the function, and told to the others like any refused argument."""
+    if world.size == 1:
+        return
+    data = mine(world, world.size)
+    wrong: dict[str, Any] = {"prescale": 2.0}
+    calls: dict[str, Callable[..., Any]] = {
+        "allreduce": lambda **keywords: world.allreduce(data, **keywords),
+        "allreduce_": lambda **keywords: world.allreduce_(data.copy(), name="named", **keywords),
+        "grouped_allreduce_async": lambda **keywords: world.grouped_allreduce_async([data], **keywords).wait(),
+        "reducescatter": lambda **keywords: world.reducescatter(data, **keywords),
+        "broadcast_async": lambda **keywords: world.broadcast_async(data, 0, **keywords).wait(),
+        "allgather": lambda **keywords: world.allgather(data, **keywords),
+        "alltoall": lambda **keywords: world.alltoall(data, **keywords),
+    }
+    for function, call in calls.items():
+        if world.rank == 0:
+            with pytest.raises(TypeError, match=rf"{function}\(\) got an unexpected keyword argument 'prescale'"):
+                call(**wrong)
+        else:
+            with pytest.raises(MismatchError, match=r"(?s)refused its arguments: TypeError.*prescale"):
+                call()
+        works(world)
+
+
 def the_same_memory_twice(world: World) -> None:
     """In a group every member reads what was submitted; broadcasts from one root share memory; all else in flight is
     refused on every rank. Small and large, so that windows, direct reads and messages all take part."""
@@ -400,6 +440,10 @@ def the_same_memory_twice(world: World) -> None:
         ]
         for handle in handles:
             handle.wait()
+        np.testing.assert_array_equal(b, world.size * values)
+        b = values * (world.rank + 1)
+        group = [b, b, b[1:3], mine(world)]
+        assert all(a is b for a, b in zip(world.grouped_broadcast_(group, world.size - 1), group, strict=True))
         np.testing.assert_array_equal(b, world.size * values)
         if world.size == 1:
             continue
@@ -575,6 +619,8 @@ def every_collective_after_a_join(world: World) -> None:
         np.testing.assert_array_equal(second, np.repeat(active, 2)[:, None].repeat(3, 1))
         np.testing.assert_array_equal(world.broadcast(mine(world), size - 1), size)
         np.testing.assert_array_equal(world.broadcast_(mine(world), joined, name="broadcast"), joined + 1)
+        for result in world.grouped_broadcast([mine(world), mine(world, 3)], size - 1):
+            np.testing.assert_array_equal(result, size)
         received, counts = world.alltoall(np.full(3 * size, world.rank), [3] * size)
         np.testing.assert_array_equal(received, np.repeat(active, 3))
         np.testing.assert_array_equal(counts, [3 if rank in active else 0 for rank in range(size)])
@@ -597,6 +643,8 @@ def a_broadcast_from_a_rank_that_has_joined(world: World) -> None:
             with pytest.raises(MismatchError, match="joined"):
                 world.synchronize(handle)
             np.testing.assert_array_equal(data, world.rank + 1)
+            with pytest.raises(MismatchError, match="joined"):
+                world.grouped_broadcast([data, data[:3]], 0, name=name)
             np.testing.assert_array_equal(world.allreduce(mine(world), op=Op.SUM), total(world) - 1)
     world.join()
     works(world)
@@ -694,6 +742,7 @@ SCENARIOS: list[Callable[[World], None]] = [
     more_names_than_the_cache_has_entries,
     mistakes_in_flight,
     refused_on_one_rank,
+    a_wrong_keyword_on_one_rank,
     the_same_memory_twice,
     ranks_that_wait_for_each_other,
     disjoint_process_sets,

@@ -131,6 +131,8 @@ def broadcasts(world: World, maker: Maker, forced: Forced) -> None:
             tensor = maker.device(parts[world.rank])
             check(maker, world.broadcast(tensor, root, **forced), parts[root], dtype, 1)
             np.testing.assert_array_equal(maker.host(tensor), parts[world.rank])
+            for result in world.grouped_broadcast([tensor, tensor], root, **forced):
+                check(maker, result, parts[root], dtype, 1)
             assert world.broadcast_(tensor, root, **forced) is tensor
             np.testing.assert_array_equal(maker.host(tensor), parts[root])
 

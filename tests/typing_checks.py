@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         assert_type(collectives.alltoall(array), Float)
         assert_type(collectives.alltoall(array, [1, 2]), tuple[Float, npt.NDArray[np.int64]])
         assert_type(collectives.grouped_allreduce([array, array]), list[Float])
+        assert_type(collectives.grouped_broadcast([array, array], 0, name="state"), list[Float])
         assert_type(collectives.broadcast_object("text"), str)
         assert_type(collectives.allgather_object("text"), list[str])
 
@@ -52,6 +53,9 @@ if TYPE_CHECKING:
 
         assert_type(collectives.run(function, [3], np=2), list[str])
         assert_type(collectives.world().allreduce(tensor), Tensor)
+        assert_type(collectives.world().allreduce_async(tensor, op=collectives.Sum).wait(), Tensor)
+        collectives.world().broadcast_(tensor, 0, op=collectives.Sum)  # type: ignore[call-arg]
+        collectives.allreduce(tensor, prescale=2.0)  # type: ignore[call-arg]
 
     def torch(tensor: Tensor, optimizer: Optimizer) -> None:
         hvd = collectives.torch

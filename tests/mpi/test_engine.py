@@ -68,6 +68,8 @@ def test_process_sets_are_numbered_like_all_ranks(size: int) -> None:
     if upper.included():
         assert upper.size() == size - size // 2 and upper.rank() == hvd.rank() - size // 2
         root = hvd.broadcast(np.array([hvd.rank()]), root_rank=last, process_set=upper)
+        both = hvd.grouped_broadcast([np.array([hvd.rank()]), np.full(3, hvd.rank())], last, process_set=upper)
+        assert both[0] == last and both[1].tolist() == [last] * 3
         assert root.tolist() == [last]
         handle = hvd.allreduce_async(np.array([hvd.rank()]), op=hvd.Sum, name="upper", process_set=upper)
         assert hvd.synchronize(handle).tolist() == [sum(range(size // 2, size))] and hvd.poll(handle)

@@ -5,7 +5,8 @@ views they have; it is refused with an InvalidArgumentError that names both, and
 Memory that is only read may be shared. So may memory that broadcasts from the same root write. An operation is in
 flight from its submission until it is complete.
 
-The keywords of all functions are those of `allreduce`; `collectives.base.options` has their types and defaults.
+`allreduce` documents the keywords and errors of all functions; `collectives.base.options` has the keywords' types and
+defaults.
 """
 
 from __future__ import annotations
@@ -53,20 +54,19 @@ def allreduce(tensor: Tensor, average: bool | None = None, **options: Unpack[Red
         tensor: equal shape and dtype on every rank: a NumPy array or scalar, a number, anything on the CPU with the
             buffer protocol, ``__array_interface__`` or DLPack, or anything on an NVIDIA GPU with DLPack or
             ``__cuda_array_interface__`` (CuPy, torch, JAX, ...). Left unchanged.
-        average: another way to say ``op``: True for Average, False for Sum. Only one of the two may be given.
+        average: instead of ``op``: True for Average, False for Sum. Only one of the two may be given.
         op: Average (the default), Sum, Min, Max, Product, or Adasum (see `collectives.engine.adasum`).
         name: of the tensor. Ranks may call operations of different names in different orders; unnamed ones are matched
             by order of call.
-        prescale_factor: multiplies each rank's tensor first.
-        postscale_factor: multiplies the result.
-        compression: `Compression.fp16` or ``bf16``, in which float32 and float64 travel; or an own class with
+        prescale_factor, postscale_factor: multiply each rank's tensor first, and the result.
+        compression: `Compression.fp16` or ``bf16``, as which float32 and float64 travel; or any object with
             ``compress`` and ``decompress``.
         process_set: the ranks that take part; all by default.
         algorithm: "ring", "direct", "one-shot", "recursive-doubling", "hierarchical" or "native"; chosen by default.
         transport: "window", "direct-read" or "mpi" for the ranks of one host; of GPU tensors "cuda-ipc", "nccl" or
             "host"; chosen by default.
         stream: of a GPU tensor: the CUDA stream after whose work it is read, and before whose later work the result is
-            ready; the framework's current one by default. Nobody needs to synchronise.
+            ready; the framework's current one by default. No synchronisation is needed.
 
     Returns:
         A new tensor of the caller's type, shape and dtype. float16 and bfloat16 are combined in float32 and rounded in
@@ -74,23 +74,22 @@ def allreduce(tensor: Tensor, average: bool | None = None, **options: Unpack[Red
         Product, Min and Average mean "and".
 
     Raises:
-        NotInitializedError, InvalidTypeError, InvalidArgumentError: an argument that no rank can accept; both
-            ``average`` and ``op``.
-        MismatchError: the ranks asked for different things; raised on every rank, nothing was touched.
-        RankFailedError, CollectiveTimeoutError: another rank failed, or did not come.
+        NotInitializedError, InvalidTypeError, InvalidArgumentError, TypeError: an argument that no rank can accept;
+            both ``average`` and ``op``; no such keyword.
+        MismatchError: the ranks' requests differ; raised on every rank, no tensor was touched.
+        RankFailedError, CollectiveTimeoutError: another rank failed, or did not make the call.
     """
     return _world(options).allreduce(tensor, average, **options)
 
 
 @spelled_out(ReduceOptions)
 def allreduce_(tensor: Tensor, average: bool | None = None, **options: Unpack[ReduceOptions]) -> Tensor:
-    """`allreduce` in place: the result replaces the tensor's elements, in any memory layout that can be written.
+    """`allreduce` in place: the result replaces the tensor's elements, in any writable memory layout.
 
-    Returns:
-        The very tensor that was passed. After a mismatch it is unchanged; after a failure in mid-call it is undefined.
+    Returns the tensor itself. After a mismatch it is unchanged; after a failure in mid-call it is undefined.
 
     Raises:
-        InvalidArgumentError: the tensor is read-only, or its elements overlap; and all that `allreduce` raises.
+        InvalidArgumentError: the tensor is read-only, or its elements overlap.
     """
     return _world(options).allreduce_(tensor, average, **options)
 
@@ -99,23 +98,22 @@ def allreduce_(tensor: Tensor, average: bool | None = None, **options: Unpack[Re
 def allreduce_async(tensor: Tensor, average: bool | None = None, **options: Unpack[ReduceOptions]) -> Handle[Tensor]:
     """Begin an `allreduce` and return at once.
 
-    Returns:
-        A handle for `synchronize` and `poll`. The tensor must not change until the operation is done; others may read
-        it meanwhile.
+    Returns a handle for `synchronize` and `poll`. The tensor must not change until the operation is done; other
+    operations may read it meanwhile.
 
     Raises:
-        InvalidArgumentError: an operation of this name is in flight, or one that writes memory of this tensor's; and
-            what `allreduce` raises for its arguments. What ranks can only find out together is raised by `synchronize`.
+        InvalidArgumentError: an operation of this name is in flight, or one that writes this tensor's memory. Errors
+            that only the ranks together can detect are raised by `synchronize`.
     """
     return _world(options).allreduce_async(tensor, average, **options)
 
 
 @spelled_out(ReduceOptions)
 def allreduce_async_(tensor: Tensor, average: bool | None = None, **options: Unpack[ReduceOptions]) -> Handle[Tensor]:
-    """Begin an `allreduce_` and return at once; the tensor must be left alone until it is done.
+    """Begin an `allreduce_` and return at once; the tensor may not be used until it is done.
 
     Raises:
-        InvalidArgumentError: as `allreduce_async`; or an operation in flight reads or writes memory of this tensor's:
+        InvalidArgumentError: as `allreduce_async`; or an operation in flight reads or writes this tensor's memory:
             synchronize that one first, or pass one of the two a copy.
     """
     return _world(options).allreduce_async_(tensor, average, **options)
@@ -127,16 +125,7 @@ def grouped_allreduce(
 ) -> list[Tensor]:
     """`allreduce` of several tensors that are carried out, and complete, together.
 
-    Args:
-        tensors: a list or tuple; equally many on every rank, each with equal shape and dtype there. dtypes may be
-            mixed.
-        average, op, name, ...: as for `allreduce`, for all of them.
-
-    Returns:
-        The results in order.
-
-    Raises:
-        MismatchError: the groups have different members; and all that `allreduce` raises.
+    ``tensors`` is a list or tuple, equally long on every rank; dtypes may be mixed. Returns the results in order.
     """
     return _world(options).grouped_allreduce(tensors, average, **options)
 
@@ -145,10 +134,10 @@ def grouped_allreduce(
 def grouped_allreduce_(
     tensors: Sequence[Tensor], average: bool | None = None, **options: Unpack[ReduceOptions]
 ) -> list[Tensor]:
-    """`grouped_allreduce` in place; returns the very tensors.
+    """`grouped_allreduce` in place; returns the tensors themselves.
 
-    Tensors of the group may share memory, as tied gradients do: each is reduced as it was when it was passed, and where
-    they overlap the last one's result stands.
+    The tensors may share memory, as tied gradients do: each is reduced with the elements that it had when it was
+    passed, and where they overlap the last one's result stands.
     """
     return _world(options).grouped_allreduce_(tensors, average, **options)
 
@@ -171,20 +160,13 @@ def grouped_allreduce_async_(
 
 @spelled_out(ScaleOptions)
 def reducescatter(tensor: Tensor, op: Op | None = Op.AVERAGE, **options: Unpack[ScaleOptions]) -> Tensor:
-    """Combine the ranks' tensors and give each rank its share of the rows.
+    """Combine the ranks' tensors and give each rank its share of the rows, as a new tensor.
 
     Args:
         tensor: of shape ``(rows, ...)``, equal on every rank. Rows that do not divide evenly go to the first ranks, one
             each.
-        op, name, prescale_factor, postscale_factor, process_set, algorithm, transport: as for `allreduce`, without
-        Adasum;
-            algorithms "ring" and "direct".
-
-    Returns:
-        A new tensor of this rank's rows, of the caller's type and dtype.
-
-    Raises:
-        InvalidArgumentError: the tensor has no dimension; and all that `allreduce` raises.
+        op: as for `allreduce`, without Adasum.
+        algorithm: "ring" or "direct".
     """
     return _world(options).reducescatter(tensor, op, **options)
 
@@ -213,17 +195,13 @@ def grouped_reducescatter_async(
 
 @spelled_out(CallOptions)
 def allgather(tensor: Tensor, **options: Unpack[CallOptions]) -> Tensor:
-    """Put the ranks' tensors one below the other, in rank order, on every rank.
+    """Concatenate the ranks' tensors along the first dimension, in rank order, on every rank.
 
     Args:
         tensor: of shape ``(rows, ...)``; ranks may differ in ``rows`` only, which may be 0.
-        name, process_set, algorithm, transport: as for `allreduce`; algorithms "ring" and "direct".
+        algorithm: "ring" or "direct".
 
-    Returns:
-        A new tensor of shape ``(sum of all rows, ...)``, of the caller's type and dtype.
-
-    Raises:
-        InvalidArgumentError: the tensor has no dimension; and all that `allreduce` raises.
+    Returns a new tensor of shape ``(sum of all rows, ...)``.
     """
     return _world(options).allgather(tensor, **options)
 
@@ -248,19 +226,12 @@ def grouped_allgather_async(tensors: Sequence[Tensor], **options: Unpack[CallOpt
 
 @spelled_out(CallOptions)
 def broadcast(tensor: Tensor, root_rank: int, **options: Unpack[CallOptions]) -> Tensor:
-    """Give every rank the root's tensor.
+    """Give every rank the root's tensor, as a new tensor.
 
     Args:
         tensor: equal shape and dtype on every rank; its elements matter on the root only. Left unchanged.
-        root_rank: the rank whose tensor it is, by its number among all ranks; equal on every rank.
-        name, process_set, algorithm, transport: as for `allreduce`; algorithms "ring", "direct", "one-shot" and
-            "recursive-doubling".
-
-    Returns:
-        A new tensor of the caller's type, shape and dtype.
-
-    Raises:
-        InvalidArgumentError: there is no such rank; and all that `allreduce` raises.
+        root_rank: the root's number among all ranks; equal on every rank.
+        algorithm: "ring", "direct", "one-shot" or "recursive-doubling".
     """
     world, root = _rooted(root_rank, options)
     return world.broadcast(tensor, root, **options)
@@ -268,13 +239,10 @@ def broadcast(tensor: Tensor, root_rank: int, **options: Unpack[CallOptions]) ->
 
 @spelled_out(CallOptions)
 def broadcast_(tensor: Tensor, root_rank: int, **options: Unpack[CallOptions]) -> Tensor:
-    """`broadcast` in place: the root's elements replace those of the other ranks' tensors.
-
-    Returns:
-        The very tensor that was passed.
+    """`broadcast` in place: the root's elements replace those of the other ranks' tensors. Returns the tensor itself.
 
     Raises:
-        InvalidArgumentError: the tensor is read-only, also on the root; and all that `broadcast` raises.
+        InvalidArgumentError: the tensor is read-only, also on the root.
     """
     world, root = _rooted(root_rank, options)
     return world.broadcast_(tensor, root, **options)
@@ -291,8 +259,7 @@ def broadcast_async(tensor: Tensor, root_rank: int, **options: Unpack[CallOption
 def broadcast_async_(tensor: Tensor, root_rank: int, **options: Unpack[CallOptions]) -> Handle[Tensor]:
     """Begin a `broadcast_` and return its handle at once.
 
-    Several broadcasts from the same root may write the same memory, as for the state of a model with tied weights; all
-    else as for `allreduce_async_`.
+    Unlike those of `allreduce_async_`, tensors of broadcasts from the same root may share memory, as tied weights do.
     """
     world, root = _rooted(root_rank, options)
     return world.broadcast_async_(tensor, root, **options)
@@ -307,7 +274,7 @@ def grouped_broadcast(tensors: Sequence[Tensor], root_rank: int, **options: Unpa
 
 @spelled_out(CallOptions)
 def grouped_broadcast_(tensors: Sequence[Tensor], root_rank: int, **options: Unpack[CallOptions]) -> list[Tensor]:
-    """`grouped_broadcast` in place; returns the very tensors. Tensors of the group may share memory."""
+    """`grouped_broadcast` in place; returns the tensors themselves, which may share memory."""
     world, root = _rooted(root_rank, options)
     return world.grouped_broadcast_(tensors, root, **options)
 
@@ -344,19 +311,14 @@ def alltoall(
 def alltoall(
     tensor: Tensor, splits: Any = None, **options: Unpack[CallOptions]
 ) -> Tensor | tuple[Tensor, npt.NDArray[np.int64]]:
-    """Send the first rows to rank 0, the next to rank 1, and so on; receive what each rank sent here, in rank order.
+    """Send the first rows to rank 0, the next to rank 1, and so on; receive each rank's rows in rank order.
 
     Args:
         tensor: of shape ``(rows, ...)``; ranks may differ in ``rows``.
         splits: integers, one per rank, that sum to ``rows``: how many rows go to each. None: equally many.
-        name, process_set, algorithm, transport: as for `allreduce`; algorithm "direct".
+        algorithm: "direct".
 
-    Returns:
-        A new tensor of the rows received, of the caller's type and dtype. With ``splits``: that, and the number of rows
-        received from each rank, as an int64 array.
-
-    Raises:
-        InvalidArgumentError: the tensor has no dimension, or the splits do not fit it; and all that `allreduce` raises.
+    Returns a new tensor of the rows received; with ``splits`` also their number from each rank, as an int64 array.
     """
     return _world(options).alltoall(tensor, splits, **options)
 
@@ -368,19 +330,14 @@ def alltoall_async(tensor: Any, splits: Any = None, **options: Unpack[CallOption
 
 
 def barrier(*, process_set: ProcessSet | None = None) -> None:
-    """Return when every rank has called it.
-
-    Raises:
-        MismatchError, RankFailedError, CollectiveTimeoutError: as `allreduce`.
-    """
+    """Return when every rank has called it."""
     world_of(process_set).barrier()
 
 
 def broadcast_object(
     value: Tensor, root_rank: int = 0, *, name: str | None = None, process_set: ProcessSet | None = None
 ) -> Tensor:
-    """Give every rank the root's (picklable) object; what other ranks pass is ignored. Returns it, on the root the same
-    object."""
+    """Give every rank the root's (picklable) object; those of other ranks are ignored. The root gets its own back."""
     return world_of(process_set).broadcast_object(value, root_in(process_set, root_rank, name), name=name)
 
 
@@ -395,10 +352,9 @@ def poll(handle: Handle) -> bool:
 
 
 def synchronize(handle: Handle[Tensor], timeout: float | None = None) -> Tensor:
-    """Wait until an operation is complete, and return its result; as often as wanted.
+    """Wait until an operation is complete, and return its result; may be called again.
 
     Args:
-        handle: what an asynchronous operation returned.
         timeout: seconds to wait at most; None: as long as the other ranks are alive, and `COLLECTIVES_TIMEOUT`.
 
     Raises:
@@ -409,16 +365,12 @@ def synchronize(handle: Handle[Tensor], timeout: float | None = None) -> Tensor:
 
 
 def join(*, process_set: ProcessSet | None = None) -> int:
-    """Say that this rank has run out of data, and help the others until all have.
+    """Contribute neutral elements to the other ranks' operations until all ranks have joined, for lack of data.
 
-    To every operation of the others this rank contributes elements that change nothing (zeros to a sum; no rows to
-    allgather and alltoall); Average divides by the number of all ranks still.
+    These are zeros to a sum, no rows to allgather and alltoall; Average still divides by the number of all ranks. A
+    broadcast whose root has joined raises a MismatchError on the ranks that call it.
 
-    Returns:
-        The last rank to join; of several at once, the highest.
-
-    Raises:
-        MismatchError on the ranks that call it: a broadcast whose root has joined.
+    Returns the last rank to join; of several at once, the highest.
     """
     return world_of(process_set).join()
 
@@ -438,19 +390,14 @@ def check_consistency(tensors: Any, *, process_set: ProcessSet | None = None) ->
 def empty_cache(*, process_set: ProcessSet | None = None) -> int:
     """Release GPU memory that is held but not in use; every rank calls it.
 
-    A rank maps the memory of its peers' tensors where it lies, and keeps the mapping. Until it is given back, memory
-    that a peer has freed stays allocated there. What is used again is mapped again. Before the engine itself is refused
-    memory, it does the same.
+    A rank maps the memory of its peers' tensors and keeps the mapping, so that memory which a peer has freed stays
+    allocated until it is unmapped. Memory that is used again is mapped again. The engine does the same by itself when
+    an allocation fails.
 
-    Call it after large tensors were dropped, and before ``torch.cuda.empty_cache()`` or ``free_all_blocks()`` is
-    expected to help. Each process set has mappings of its own.
+    Call it after large tensors were dropped, before ``torch.cuda.empty_cache()`` or ``free_all_blocks()``. Each process
+    set has mappings of its own.
 
-    Returns:
-        The bytes of device memory that this rank no longer holds: its peers' that it had mapped, and buffers of its own
-            that it has
-        outgrown. 0 where no GPU tensor was used.
-
-    Raises:
-        MismatchError, RankFailedError, CollectiveTimeoutError: as `allreduce`.
+    Returns the bytes of device memory that this rank has released: mappings of its peers' memory, and outgrown buffers
+    of its own. 0 where no GPU tensor was used.
     """
     return world_of(process_set).empty_cache()

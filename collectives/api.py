@@ -5,8 +5,7 @@ views they have; it is refused with an InvalidArgumentError that names both, and
 Memory that is only read may be shared. So may memory that broadcasts from the same root write. An operation is in
 flight from its submission until it is complete.
 
-`allreduce` documents the keywords and errors of all functions; `collectives.base.options` has the keywords' types and
-defaults.
+`allreduce` documents the keywords and the errors that all functions share.
 """
 
 from __future__ import annotations
@@ -56,8 +55,7 @@ def allreduce(tensor: Tensor, average: bool | None = None, **options: Unpack[Red
             ``__cuda_array_interface__`` (CuPy, torch, JAX, ...). Left unchanged.
         average: instead of ``op``: True for Average, False for Sum. Only one of the two may be given.
         op: Average (the default), Sum, Min, Max, Product, or Adasum (see `collectives.engine.adasum`).
-        name: of the tensor. Ranks may call operations of different names in different orders; unnamed ones are matched
-            by order of call.
+        name: operations of different names may come in any order; unnamed ones are matched by order of call.
         prescale_factor, postscale_factor: multiply each rank's tensor first, and the result.
         compression: `Compression.fp16` or ``bf16``, as which float32 and float64 travel; or any object with
             ``compress`` and ``decompress``.
@@ -368,9 +366,8 @@ def join(*, process_set: ProcessSet | None = None) -> int:
     """Contribute neutral elements to the other ranks' operations until all ranks have joined, for lack of data.
 
     These are zeros to a sum, no rows to allgather and alltoall; Average still divides by the number of all ranks. A
-    broadcast whose root has joined raises a MismatchError on the ranks that call it.
-
-    Returns the last rank to join; of several at once, the highest.
+    broadcast whose root has joined raises a MismatchError on the ranks that call it. Returns the last rank to join; of
+    several at once, the highest.
     """
     return world_of(process_set).join()
 

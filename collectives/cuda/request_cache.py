@@ -75,7 +75,9 @@ class DeviceRequestCache(RequestCache[CachedDeviceRequest]):
     def _reduction(
         self, collective: str, view: DeviceView, op: Op, options: Options, parts: tuple[tuple[int, ...], ...]
     ) -> CachedDeviceRequest:
-        compressor, dtype = options.compression, view.dtype
+        dtype, adasum = view.dtype, op is Op.ADASUM
+        # An Adasum goes through host memory, and is not compressed.
+        compressor = None if adasum else options.compression
         wire = (None if compressor is None else compressor.wire(dtype)) or dtype
         _check_forced(options)
         keywords = {
@@ -85,7 +87,6 @@ class DeviceRequestCache(RequestCache[CachedDeviceRequest]):
             "postscale_factor": options.postscale_factor,
         }
         host = self._host.reducing(collective, _spec(view, wire), None, keywords)
-        adasum = op is Op.ADASUM
         if adasum and (options.algorithm, options.transport) != (None, None):
             raise InvalidArgumentError("op=Adasum: has an algorithm of its own; leave algorithm and transport out")
         entry = self._entry(host, view, options, wire)

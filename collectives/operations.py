@@ -1,7 +1,7 @@
-"""The collectives of one world: each makes a handle, or is refused, and begins the operation or waits for it.
+"""The collectives of one world: each makes a handle, and submits the operation or waits for it.
 
-A refused argument is told to the other ranks as well, so that they stay in step: each of them gets an exception, and
-the next call works.
+If a rank refuses the arguments of a call, the other ranks are told: each of them raises an exception as well, and the
+next calls match again.
 """
 
 from __future__ import annotations
@@ -68,8 +68,7 @@ class Operations:
         self._handles.close()
 
     def memory(self, count: int, dtype: Any) -> Any:
-        """Memory for results that an adapter passes as ``out``: 1-D, uninitialised, aligned to 64 bytes, used again
-        when it is dropped."""
+        """A 1-D uninitialised array of the result pool, for an adapter to pass as ``out``; aligned to 64 bytes."""
         return self._pool.aligned(count, dtype)
 
     # ---- all-reduce
@@ -77,7 +76,7 @@ class Operations:
     def allreduce(
         self, tensor: Tensor, average: bool | None = None, *, out: Any = None, **options: Unpack[ReduceOptions]
     ) -> Tensor:
-        """``out``: an adapter's memory for the result, see `HandleFactory.allreduce`."""
+        """``out``: memory of an adapter for the result, see `HandleFactory.allreduce`."""
         if (type(tensor) is not np.ndarray or not _SPECIAL.isdisjoint(options)) and _needs_handle(tensor, options):
             return self._wait(self._handles.allreduce, options, tensor, average, False, out)
         try:
@@ -92,7 +91,7 @@ class Operations:
             self._check_state()
             self._host.scale(entry, view.array, flat)
             return view.wrap(out)
-        # The frequent case, written out: no handle is made if the ranks meet at once.
+        # The frequent case, written out: if the ranks meet at once, no handle is made.
         handle = self._engine.run(entry, view.array, flat, wrap, (view, out))
         return view.wrap(out) if handle is None else handle.wait()
 
@@ -256,8 +255,8 @@ class Operations:
         return value if self.rank == root_rank else pickle.loads(buffer.data)
 
     def broadcast_bytes(self, data: bytes, root_rank: int, *, name: str | None = None) -> npt.NDArray[np.uint8]:
-        """The root's ``data`` on every rank, whatever its length; two operations, the first called by ``name`` and
-        "length"."""
+        """The root's ``data`` on every rank; lengths may differ. Two operations, of which the first, named
+        ``{name}.length``, transfers the length."""
         length = self.broadcast(np.array([len(data)], np.int64), root_rank, name=name and f"{name}.length")
         with self.ahead_of(name):
             buffer = np.empty(int(length[0]), np.uint8)
@@ -295,11 +294,11 @@ class Operations:
         ranks: tuple[int, ...] | None = None,
         what: str | None = None,
     ) -> Any:
-        """An operation without a tensor, in the agreed order of all others.
+        """Carry out an operation without a tensor, in the agreed order of all operations.
 
         Args:
-            deliver: called on every rank when all have come; makes the result.
-            ranks, what: must be alike on every rank.
+            deliver: makes the result; called on every rank once all have called.
+            ranks, what: must be equal on every rank.
         """
         return self._wait(
             lambda _: self._handles.without_tensor(operation, ranks=ranks, what=what, deliver=deliver), {}
@@ -314,7 +313,7 @@ class Operations:
         return _a_handle(handle).wait(timeout)
 
     def _begin(self, make: Callable[..., Handle], options: CallOptions, *arguments: Any) -> Handle:
-        """Make a handle by ``make(options, *arguments)`` and submit it; a refusal is told to the other ranks."""
+        """Submit the operation of ``make(options, *arguments)``, or tell the other ranks why it is refused."""
         try:
             handle = make(options, *arguments)
             if handle.fence is not None or handle.members:
@@ -333,7 +332,7 @@ class Operations:
         return self._begin(self._handles.grouped, options, make, tensors, *arguments)
 
     def _wait(self, make: Callable[..., Handle], options: CallOptions, *arguments: Any) -> Any:
-        """Make a handle by ``make(options, *arguments)`` and carry it out; a refusal is told to the other ranks."""
+        """Carry out the operation of ``make(options, *arguments)``, or tell the other ranks why it is refused."""
         try:
             handle = make(options, *arguments)
             if handle.fence is not None or handle.members:
@@ -359,7 +358,7 @@ class Operations:
             raise self._engine.refusal()
 
     def refused(self, error: Exception, name: Any) -> Exception:
-        """A call whose arguments this rank refuses: the other ranks learn of it, and stay in step."""
+        """Tell the other ranks that this one refuses the arguments of a call. Returns the error to raise."""
         if self._engine.refusal is not None:
             return self._engine.refusal()
         self._tell(error, name)
@@ -370,10 +369,9 @@ class Operations:
 
     @contextlib.contextmanager
     def ahead_of(self, name: str | None) -> Iterator[None]:
-        """Something of this rank's own, such as taking memory, after which every rank goes on with the operation
-        ``name``.
+        """Guard local work, such as an allocation, that precedes the operation ``name`` on every rank.
 
-        If it fails, the other ranks are told in place of that operation, and stay in step.
+        If it fails, the other ranks are told in place of that operation.
         """
         try:
             yield
@@ -383,14 +381,13 @@ class Operations:
 
     @contextlib.contextmanager
     def composed(self, names: Iterable[str]) -> Iterator[Callable[[str], str]]:
-        """Carry out operations of ``names``, on which the ranks have agreed, without waiting for one before the next is
-        begun.
+        """Overlap operations of agreed ``names``.
 
-        Where something fails meanwhile, or an operation does, the other ranks are told in place of all that have not
-        been begun. They do likewise, as soon as one of theirs fails, so that nothing is left over.
+        If anything fails meanwhile, the other ranks are told in place of all operations that this rank has not begun.
+        They do the same as soon as one of theirs fails, so that no operation stays unmatched.
 
         Yields:
-            A function to pass each name through when its operation is begun.
+            A function through which each name is passed when its operation is begun.
         """
         left = dict.fromkeys(names)
 
@@ -406,7 +403,7 @@ class Operations:
             raise
 
     def _tell(self, error: BaseException, name: Any, always: bool = False) -> None:
-        """Submit the mark of a call that this rank cannot make, unless every rank knows, or is told ``always``."""
+        """Submit the mark of a call that this rank cannot make; unless every rank knows of the error, or ``always``."""
         if (
             self._engine.refusal is not None
             or self.size == 1
@@ -415,9 +412,8 @@ class Operations:
             return
         detail = in_words(self.ranks[self.rank], error)
         mark = self._handles.without_tensor("invalid", name=name if isinstance(name, str) else None, detail=detail)
-        with contextlib.suppress(
-            CollectivesError
-        ):  # an operation of that name is in flight, and goes on; or the world has just failed
+        # It raises if an operation of that name is in flight, which goes on, or if the world has just failed.
+        with contextlib.suppress(CollectivesError):
             self._engine.submit(mark)
 
     def _pickled(self, value: Any, name: str | None) -> bytes:
@@ -439,7 +435,7 @@ def _needs_handle(tensor: Any, options: ReduceOptions) -> bool:
 
 
 def _dumps(value: Any) -> bytes:
-    """By cloudpickle what pickle cannot: lambdas, and what is defined in a function or in the program itself."""
+    """Pickle, by cloudpickle if pickle cannot: lambdas, and definitions within a function or the main program."""
     try:
         return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
     except (pickle.PicklingError, AttributeError, TypeError) as error:

@@ -1,5 +1,4 @@
-"""Arguments that no rank could accept are refused here, before anything leaves the rank; the message says what was
-expected."""
+"""Validation of arguments, before anything leaves the rank; messages name the argument and what was expected."""
 
 from __future__ import annotations
 
@@ -16,8 +15,7 @@ if TYPE_CHECKING:
 
 
 def operation(op: Op | None, average: Any) -> Op:
-    """The operation that ``op`` names, or that ``average`` stands for; Average where neither is given, and an error
-    where both are."""
+    """The operation of ``op`` or ``average``, of which only one may be given; Average by default."""
     if isinstance(average, Op):
         raise InvalidTypeError(f"average: expected True, False or None, got {average!r}; pass op={average!r}")
     if op is None:
@@ -32,7 +30,7 @@ def operation(op: Op | None, average: Any) -> Op:
 
 
 def factor(argument: str, value: Any) -> float:
-    """A scale factor as a float."""
+    """Convert a scale factor to float."""
     try:
         return float(value)
     except (TypeError, ValueError, OverflowError):
@@ -40,7 +38,7 @@ def factor(argument: str, value: Any) -> float:
 
 
 def root(value: Any, size: int) -> int:
-    """A rank that is the root of a broadcast."""
+    """Convert the root of a broadcast to a rank."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise InvalidTypeError(f"root_rank: expected a rank (an int from 0 to {size - 1}), got {value!r}")
     rank = int(value.__index__())
@@ -50,13 +48,13 @@ def root(value: Any, size: int) -> int:
 
 
 def check_name(name: Any) -> None:
-    """A tensor's name: a string or None."""
+    """Check that a tensor's name is a string or None."""
     if name is not None and not isinstance(name, str):
         raise InvalidTypeError(f"name: expected a string or None, got {name!r}")
 
 
 def with_rows(view: View | DeviceView, collective: str) -> None:
-    """The view has a first dimension."""
+    """Check that a tensor has a first dimension."""
     if not view.shape:
         raise UnsupportedError(
             f"tensor: {collective} works along the first dimension, got a 0-d tensor; reshape it to (1,)"
@@ -64,7 +62,7 @@ def with_rows(view: View | DeviceView, collective: str) -> None:
 
 
 def splits(given: Any, rows: int, size: int) -> tuple[int, ...]:
-    """How many rows go to each rank."""
+    """The number of rows for each rank; ``given`` None: equally many."""
     if given is None:
         if rows % size:
             raise InvalidArgumentError(

@@ -1,4 +1,4 @@
-"""Handles of operations on tensors in host memory, and how their results become the caller's."""
+"""Handles of operations on tensors in host memory, and the delivery of their results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The requests of tensors in host memory: how each is validated, and the plan that carries it out."""
+"""Requests for tensors in host memory: their validation, and the plans that carry them out."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class NativeTransport(Protocol):
     """A transport that has an all-reduce of its own, for tiny tensors."""
 
     def knows(self, op: Op, dtype: np.dtype[Any]) -> bool:
-        """Whether it reduces these numbers as we do."""
+        """Whether its results equal those of the engine's own kernels."""
 
     def native_allreduce(self, source: Array, out: Array, op: Op) -> None:
-        """Reduce; an average is only summed."""
+        """Reduce ``source`` into ``out``; an average is only summed."""
 
 
 class HostRequestCache(RequestCache[CachedRequest]):
@@ -72,7 +72,7 @@ class HostRequestCache(RequestCache[CachedRequest]):
                 shape, dtype, choice, kernel, finish
             )
 
-        choose()  # refuses what cannot be
+        choose()  # raises if no choice is possible
         request = replace(
             _request(collective, view, options),
             op=op.value,
@@ -114,14 +114,14 @@ class HostRequestCache(RequestCache[CachedRequest]):
         def choose() -> Choice:
             return self._planner.choose("broadcast", nbytes, algorithm=options.algorithm, transport=options.transport)
 
-        choose()  # refuses what cannot be
+        choose()  # raises if no choice is possible
         moves = self._size > 1 and view.array.size > 0
         make_plan = (lambda: self._plans.broadcast(shape, dtype, root, choose())) if moves else None
         request = replace(_request("broadcast", view, options), root=root)
         return _of_tensor(CachedRequest(request, self._planner, make_plan), view)
 
     def _gathering(self, collective: str, view: View, options: Options) -> CachedRequest:
-        # Refuses what cannot be; the plan's choice is made when the rows are known.
+        # Raises if no choice is possible; the choice for the plan is made when the rows are known.
         self._planner.choose(collective, view.nbytes, algorithm=options.algorithm, transport=options.transport)
         request = replace(_request(collective, view, options), shape=view.shape[1:])
         entry = CachedRequest(request, self._planner)
@@ -160,7 +160,7 @@ class HostRequestCache(RequestCache[CachedRequest]):
             entry.release()
         self._known.clear()
 
-    # ---- plans of several requests, and of rows
+    # ---- plans of buckets, and of rows
 
     def choose_fused(self, entry: CachedRequest, nbytes: int) -> Choice:
         """The choice for a bucket of all-reduces like this one, ``nbytes`` in all."""
@@ -169,7 +169,7 @@ class HostRequestCache(RequestCache[CachedRequest]):
         return self._choose_reduction("allreduce", nbytes, entry.op, entry.dtype, request.algorithm, request.transport)
 
     def natively(self, entry: CachedRequest) -> Reduce:
-        """The transport's own all-reduce of such numbers."""
+        """The transport's own all-reduce for requests like this one."""
         native, op = self._native, entry.op
         assert native is not None and op is not None
         return lambda source, out: native.native_allreduce(source, out, op)
@@ -212,7 +212,7 @@ class HostRequestCache(RequestCache[CachedRequest]):
 
 
 def _request(collective: str, view: View, options: Options) -> Request:
-    """What every request about a tensor says."""
+    """The fields that all requests about a tensor have."""
     return Request(
         collective,
         options.name,
@@ -229,5 +229,5 @@ def _of_tensor(entry: CachedRequest, view: View) -> CachedRequest:
 
 
 def fusion_key(options: Options) -> tuple[Any, ...]:
-    """What all-reduces that are fused have in common beside their dtype and operation."""
+    """What fused all-reduces share besides dtype and operation."""
     return options.prescale_factor, options.postscale_factor, options.algorithm, options.transport

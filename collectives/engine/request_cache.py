@@ -34,22 +34,22 @@ _MOST_ROWS = 64
 
 
 class CachedRequest:
-    """One request, remembered.
+    """One request, with its kernels and its plan.
 
     Attributes:
-        request, signature: what must be alike on every rank.
+        request, signature: must be equal on every rank.
         name: the tensor's.
         finish, prescale: the scalings, or None.
         warns: whether kernels may emit floating-point warnings.
-        fuses_with: what all-reduces must have in common to be fused; None: it is carried out by itself.
-        kernel, op, dtype, count: of a reduction.
-        moves: whether there is anything to move.
+        fuses_with: key that all-reduces must share to be fused; None: not fused.
+        kernel, op, dtype, count, nbytes: of the tensor and its reduction.
+        moves: whether any bytes move.
         simple: whether a blocking call can carry it out without a handle.
         step: the task that does so, kept from one call to the next.
     """
 
     on_device = False
-    """Whether it is about tensors on a GPU."""
+    """Whether its tensors are on a GPU."""
 
     __slots__ = (
         "_epoch",
@@ -105,9 +105,9 @@ class CachedRequest:
         self._plans: dict[tuple[int, ...], Plan | None] = {}
 
     def plan(self) -> Plan | None:
-        """The plan, made when the operation is first carried out, and again if the planner has changed its mind since.
+        """The plan, made when the operation is first carried out and after each change of the planner's settings.
 
-        None if there is nothing to move, or if MPI reduces by itself.
+        None if no bytes move, or if the transport reduces by itself.
         """
         if self._epoch != self._planner.epoch:
             self._renew()
@@ -115,11 +115,11 @@ class CachedRequest:
 
     @property
     def native(self) -> Reduce | None:
-        """Reduces by the transport itself, in place of a plan; valid after `plan`."""
+        """The transport's own reduction, in place of a plan; valid after `plan`."""
         return self._native
 
     def plan_for(self, rows: tuple[int, ...], make_plan: Callable[[], Plan | None]) -> Plan | None:
-        """The plan for these rows of every rank, or of every pair of ranks."""
+        """The plan for the given rows of every rank, or of every pair of ranks."""
         if self._epoch != self._planner.epoch:
             self._renew()
         if rows not in self._plans:
@@ -172,7 +172,7 @@ class RequestCache(ABC, Generic[Cached]):
             key = (collective, view.dtype.num, view.shape, average, parts)
         try:
             known = self._known.get(key)
-        except TypeError:  # an argument that cannot be hashed is wrong, and refused with a better message below
+        except TypeError:  # an unhashable argument is invalid, and refused with a better message below
             known = None
         if known is not None:
             return known

@@ -1,7 +1,7 @@
-"""What a caller passes becomes a handle, or is refused.
+"""Handles from the arguments of calls.
 
-A tensor is looked at once, here; below there are views, requests and handles only. A handle made here has not been
-submitted yet, and nothing has left the rank.
+A tensor is inspected once, here; all code below sees views, requests and handles only. Handles are made before they are
+submitted, so that a refused argument leaves nothing to undo.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ class Handles(Protocol):
 class HandleFactory:
     """Makes the handles of one world.
 
-    Methods take the keywords that the caller has given as a mapping; `RequestCache` completes and checks them. They
-    raise what it raises.
+    Methods take the keywords that the caller has given as a mapping; `RequestCache` completes and checks them, and
+    methods raise its errors.
 
     Args:
         rank, size: of the world.
-        host: makes handles for tensors in host memory.
-        devices: returns what makes them for tensors on GPUs.
+        host: for tensors in host memory.
+        devices: returns the handles for tensors on GPUs.
     """
 
     def __init__(self, rank: int, size: int, host: HostHandles, devices: Callable[[], Handles]) -> None:
@@ -89,8 +89,7 @@ class HandleFactory:
 
         Args:
             out: a C-contiguous array of the tensor's shape and dtype for the result, in place of one from the pool.
-            parts: the shapes of the tensors that lie one behind the other in this one, which must be alike on every
-                rank.
+            parts: the shapes of the tensors that are concatenated in this one; equal on every rank.
         """
         compressor = keywords.get("compression")
         if compressor is not None and not any(compressor is known for known in compression.BUILT_IN):
@@ -111,7 +110,7 @@ class HandleFactory:
     def _compressed_by(
         self, compressor: Any, keywords: Keywords, tensor: Any, average: bool | None, in_place: bool
     ) -> Handle:
-        """An all-reduce whose tensor travels in a form that only a compressor of the caller's knows."""
+        """An all-reduce of the tensor that the caller's own compressor returns."""
         view, _ = _view(keywords, tensor, in_place)
         compression.check(compressor)
         compressed, context = compressor.compress(tensor)
@@ -187,7 +186,7 @@ class HandleFactory:
         *further: Any,
         each: Iterable[tuple[Any, ...]] | None = None,
     ) -> Handle:
-        """The operation that ``make`` makes for one tensor, for several that are carried out, and complete, together.
+        """The operation that ``make`` makes of one tensor, for several that are carried out together.
 
         Args:
             make: a method of this factory.
@@ -206,7 +205,7 @@ class HandleFactory:
         return self._group(f"grouped_{make.__name__}", keywords.get("name"), members)
 
     def _group(self, collective: str, name: str | None, members: Sequence[Handle]) -> Handle:
-        """One handle of several. Each reads what its tensor holds now, also where they share memory."""
+        """One handle of several. Members that share memory read what it held when they were submitted."""
         entry = self.host.requests.group(collective, name, [member.entry for member in members])
         for place, member in enumerate(members):
             member.place, member.key = place, name or ""
@@ -227,17 +226,17 @@ class HandleFactory:
         detail: str = "",
         deliver: Callable[[Handle], Any] | None = None,
     ) -> Handle:
-        """An operation without a tensor, or the mark of a call that this rank had to refuse ("invalid").
+        """An operation without a tensor, or the mark of a call that this rank has refused ("invalid").
 
         Args:
-            ranks, what: must be alike on every rank.
-            deliver: makes the result when all ranks have come.
+            ranks, what: must be equal on every rank.
+            deliver: makes the result once all ranks have called.
         """
         entry = self.host.requests.plain(collective, name, ranks, what, detail)
         return Handle(entry, EMPTY, EMPTY, deliver or _nothing)
 
     def neutral(self, request: Request) -> Handle:
-        """What a rank that has run out of data contributes: elements that change nothing, or no rows."""
+        """The contribution of a rank that has joined: neutral elements, or no rows."""
         if request.members:
             members = [self.neutral(member) for member in request.members]
             return self._group(request.collective, request.name, members)

@@ -100,6 +100,9 @@ class Board:
         self._processes = processes
         self._mine[_PID] = os.getpid()
         self._slots = (_WORDS, _WORDS + max_words(self.size))
+        self.call = 0
+        """The number of the present call."""
+        self._token = self._count = 0
 
     def advance(self, progress: int) -> None:
         """Announce that this rank has finished its first ``progress`` groups of steps."""
@@ -123,9 +126,11 @@ class Board:
         self._wait_long(peer, lambda: bool(words[_PROGRESS] >= progress))
         self.seen[peer] = words[_PROGRESS]
 
-    def enter(self, call: int, entry: int, words: Sequence[int] | memoryview) -> None:
-        """Write the token ``entry`` and its words for the ``call``-th call; many words at once as a memoryview of
-        format "q"."""
+    def enter(self, signature: int, words: Sequence[int] | memoryview = ()) -> None:
+        """Enter the next call with a token of this signature; many words at once as a memoryview of format "q"."""
+        self.call = call = self.call + 1
+        self._token = token = signature << 16 | (call & CALL_MASK)
+        self._count = len(words)
         mine = self._mine
         parity = call & 1
         if words:
@@ -138,46 +143,48 @@ class Board:
                     at += 1
         if fence is not None:
             fence()
-        mine[_TOKEN + parity] = entry
+        mine[_TOKEN + parity] = token
 
-    def look(self, call: int, entry: int, spin: bool = True) -> bool | None:
-        """Whether every peer entered the ``call``-th call with the same token; None while one is missing, after a short
+    def look(self, *, spin: bool = True) -> bool | None:
+        """Whether every peer entered the present call with the same token; None while one is missing, after a short
         spin."""
         same = True
         spins = self._spins if spin else 1
+        call, token = self.call, self._token
         at = _TOKEN + (call & 1)
         for peer in self.peers:
             words = self._words[peer]
             for _ in range(spins):
-                if words[at] == entry:
+                if words[at] == token:
                     break
             else:
                 theirs = words[at]
                 if theirs & CALL_MASK != call & CALL_MASK:
                     return None
-                same = same and theirs == entry
+                same = same and theirs == token
             if words[_BROKEN] == call:
                 self.check()
         return same
 
-    def missing(self, call: int) -> list[int]:
-        """The peers that have not entered the ``call``-th call."""
+    def missing(self, *, upcoming: bool = False) -> list[int]:
+        """The peers that have not entered the present call; or the one after it, if ``upcoming``."""
+        call = self.call + upcoming
         at = _TOKEN + (call & 1)
         return [peer for peer in self.peers if self._words[peer][at] & CALL_MASK != call & CALL_MASK]
 
-    def await_entries(self, call: int, entry: int) -> bool:
-        """`look`, and wait for whoever is missing. Raises as `wait`."""
-        same = self.look(call, entry)
+    def await_entries(self) -> bool:
+        """`look`, and wait for the peers that are missing. Raises as `wait`."""
+        same = self.look()
         if same is not None:
             return same
-        for peer in self.missing(call):
-            self._wait_long(peer, lambda peer=peer: peer not in self.missing(call))  # type: ignore[misc]
-        return bool(self.look(call, entry))
+        for peer in self.missing():
+            self._wait_long(peer, lambda peer=peer: peer not in self.missing())  # type: ignore[misc]
+        return bool(self.look())
 
-    def words_of(self, peer: int, call: int, count: int) -> Sequence[int]:
-        """The first ``count`` words with which ``peer`` entered the ``call``-th call."""
-        at = self._slots[call & 1]
-        words: Sequence[int] = self._words[peer][at : at + count]
+    def words_of(self, peer: int) -> Sequence[int]:
+        """The words with which ``peer`` entered the present call: as many as this rank's."""
+        at = self._slots[self.call & 1]
+        words: Sequence[int] = self._words[peer][at : at + self._count]
         return words
 
     def mark(self, state: int, text: str = "", broken: int = 0) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from collectives.transport.board import CALL_MASK, FAILED, LEFT, Board
+from collectives.transport.board import FAILED, LEFT, Board
 
 
 class BoardControl:
@@ -21,47 +22,33 @@ class BoardControl:
         self.size = board.size
         self._board = board
         self._exchange = exchange
-        self._call = 0
-        self._count = 0
-        self._entry = 0
-
-    def enter(self, signature: int, words: Sequence[int] | memoryview = ()) -> None:
-        self._call = call = self._call + 1
-        self._count = len(words)
-        self._entry = entry = signature << 16 | (call & CALL_MASK)
-        self._board.enter(call, entry, words)
-
-    def look(self, *, spin: bool = True) -> bool | None:
-        return self._board.look(self._call, self._entry, spin)
+        # The board's own methods, because every call of them counts in a small all-reduce.
+        self.enter, self.look, self.words_of, self.relax = board.enter, board.look, board.words_of, board.relax
 
     def agree(self, signature: int, words: Sequence[int] | memoryview = ()) -> bool:
-        self.enter(signature, words)
-        return self._board.await_entries(self._call, self._entry)
+        self._board.enter(signature, words)
+        return self._board.await_entries()
 
     def called(self) -> bool:
-        following = self._call + 1
-        return len(self._board.missing(following)) < len(self._board.peers)
+        return len(self._board.missing(upcoming=True)) < len(self._board.peers)
 
     def missing(self) -> list[int]:
-        return self._board.missing(self._call)
+        return self._board.missing()
 
     def check(self, *, deep: bool = False, upcoming: bool = False) -> None:
-        board, call = self._board, self._call + upcoming
+        board = self._board
         board.check(processes=deep)
-        for peer in board.missing(call):
-            board.check(peer, lambda peer=peer: peer not in board.missing(call), processes=deep)  # type: ignore[misc]
+        for peer in board.missing(upcoming=upcoming):
+            board.check(peer, functools.partial(self._has_entered, peer, upcoming), processes=deep)
 
-    def relax(self) -> None:
-        self._board.relax()
-
-    def words_of(self, peer: int) -> Sequence[int]:
-        return self._board.words_of(peer, self._call, self._count)
+    def _has_entered(self, peer: int, upcoming: bool) -> bool:
+        return peer not in self._board.missing(upcoming=upcoming)
 
     def exchange(self, value: Any) -> list[Any]:
         return self._exchange(value)
 
     def fail(self, text: str, *, in_call: bool = False) -> None:
-        self._board.mark(FAILED, text, self._call if in_call else 0)
+        self._board.mark(FAILED, text, self._board.call if in_call else 0)
 
     def leave(self) -> None:
         self._board.mark(LEFT)

@@ -343,7 +343,7 @@ class Operations:
             self._check_state()
             return self._handles.run_alone(handle).wait()
         if self._engine.run(handle.entry, handle.source, handle.out, handle=handle) is None:
-            self._engine._guarded(handle.finish)  # which may be a meeting of all ranks
+            self._engine.guarded(handle.finish)  # which may be a meeting of all ranks
         return handle.wait()
 
     def _mark(self, handle: Handle) -> None:

@@ -322,7 +322,7 @@ class World:
         for world in (self, *self._children):
             world._context.timeline = recorder
             world._engine.hinder("timeline")
-            world._engine.timeline_cycles = mark_cycles
+            world._engine.mark_cycles(mark_cycles)
 
     # ---- life
     # ------------------------------------------------------------------------------------------------------------------
@@ -340,7 +340,7 @@ class World:
         memory.
         """
         engine = self._engine
-        if engine.leads():
+        if engine.drives():
             self.fail("it was shut down in the middle of a call")
             return
         for child in self._children:
@@ -388,10 +388,7 @@ class World:
         """Tell the other ranks that this one is about to end; their waits raise a RankFailedError that carries
         ``text``."""
         rank = self.ranks[self.rank]
-        self._engine.refusal = self._engine.refusal or (
-            lambda: RankFailedError(f"rank {rank}: this world has failed:\n{text}")
-        )
-        self._engine.hinder("refusal")
+        self._engine.refuse_calls(lambda: RankFailedError(f"rank {rank}: this world has failed:\n{text}"))
         self._control.fail(text)
         for child in self._children:
             child.fail(text)

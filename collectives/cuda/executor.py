@@ -22,7 +22,7 @@ import numpy as np
 from collectives.base.errors import TransportError
 from collectives.cuda.launches import DevicePlan, Stage
 from collectives.device.protocol import Array, Device
-from collectives.plan.fast_paths import State
+from collectives.plan.fast_paths import ExecutorState
 from collectives.transport.board import Board
 from collectives.transport.cuda_ipc import IpcMemory
 
@@ -70,7 +70,7 @@ class DeviceExecutor:
         graphs: whether plans of NCCL messages alone are captured and replayed when they recur with the same addresses.
     """
 
-    def __init__(self, device: Device, rank: int, state: State, board: Board | None, events: int) -> None:
+    def __init__(self, device: Device, rank: int, state: ExecutorState, board: Board | None, events: int) -> None:
         self.main = device.create_stream()
         self._side = device.create_stream()
         self.memory: IpcMemory | None = None

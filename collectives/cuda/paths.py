@@ -25,7 +25,7 @@ from collectives.device.kernels import Combination, Scaling
 from collectives.engine.context import address
 from collectives.engine.handles import Handle
 from collectives.engine.request_cache import CachedRequest
-from collectives.engine.tasks import Combine, One
+from collectives.engine.tasks import AdasumTensor, OneTensor
 from collectives.transport.base import Array
 
 Words = Sequence[int] | memoryview
@@ -146,7 +146,7 @@ class HostPath:
         context = accelerator.context
         self._accelerator = accelerator
         self._request = request
-        self._task = Combine(context, request) if request.op is Op.ADASUM else One(context, request)
+        self._task = (AdasumTensor if request.op is Op.ADASUM else OneTensor)(context, request)
         self._handle: Handle | None = None
 
     def prepare(self, source: DeviceBlock, out: DeviceBlock) -> Words:

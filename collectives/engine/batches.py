@@ -1,6 +1,6 @@
-"""A batch: one list of operations that the ranks agree on, cut into tasks.
+"""A batch: one list of operations that the ranks agree on, divided into tasks.
 
-It is kept under the list's signature: when the same list comes again, nothing is planned.
+It is cached under the list's hash: when the same list comes again, nothing is planned.
 """
 
 from __future__ import annotations
@@ -12,24 +12,21 @@ from typing import TYPE_CHECKING
 from collectives import fusion
 from collectives.base.errors import OutOfMemoryError
 from collectives.base.reduce_op import Op
-from collectives.engine.buckets import Copied, Listed, Packed
+from collectives.engine.buckets import BufferBucket, ListBucket, WindowBucket
 from collectives.engine.context import Context
 from collectives.engine.handles import Handle
 from collectives.engine.negotiation import STARVING
 from collectives.engine.request_cache import CachedRequest
-from collectives.engine.tasks import Combine, One, Rows
+from collectives.engine.tasks import AdasumTensor, OneTensor, Rows, Task, Words
 from collectives.plan.lowering import Medium
-from collectives.plan.planner import Choice
 from collectives.schedules import registry
 
 if TYPE_CHECKING:
     from collectives.engine.timeline import Timeline
 
-Task = One | Rows | Combine | Packed | Listed | Copied
-
 _ALONE_FROM = 256 << 10
 """Bytes from which a tensor gains nothing from being copied into a buffer with others."""
-_COPIED_BYTES = 16 << 20
+_BUFFER_BYTES = 16 << 20
 """The most bytes of one such buffer."""
 
 
@@ -38,9 +35,13 @@ class Batch:
 
     Args:
         context: of the world.
-        entries: of the list, the members of groups in place of the groups.
+        entries: the requests, with the members of grouped operations in place of the groups.
         threshold: the most bytes of a bucket.
-        chain: the list's signature.
+        chain: the list's hash.
+
+    Attributes:
+        tasks: each with the positions of its operations in the list.
+        generation: the ledger's, when its cache last knew all these requests.
     """
 
     def __init__(self, context: Context, entries: Sequence[CachedRequest], threshold: int, chain: int) -> None:
@@ -48,7 +49,6 @@ class Batch:
         self.entries = entries
         self.chain = chain
         self.generation = -1
-        """Of the ledger, when its cache last knew all these requests."""
         self.tasks: list[tuple[Task, tuple[int, ...]]] = []
         context.statistics.plans_made += len(entries) > 1
         keys = [entry.fuses_with for entry in entries]
@@ -71,30 +71,30 @@ class Batch:
         one_host = len(context.group.hosts) == 1
         pushes = registry.find("allreduce", choice.algorithm).owner_pushes
         if one_host and choice.medium is Medium.WINDOW and not choice.native:
-            self.tasks.append((Packed(context, entries, choice), members))
+            self.tasks.append((WindowBucket(context, entries, choice), members))
         elif one_host and choice.medium is Medium.DIRECT and pushes and first.prescale is None:
-            self.tasks.append((Listed(context, entries, choice), members))
+            self.tasks.append((ListBucket(context, entries, choice), members))
         else:
             for number in members:
                 if self.entries[number].nbytes >= _ALONE_FROM:
                     self.tasks.append((self._alone(self.entries[number]), (number,)))
-            small = tuple(number for number in members if self.entries[number].nbytes < _ALONE_FROM)
-            self._split(small, _COPIED_BYTES, lambda part, chosen: Copied(context, part, chosen))
+            small = [number for number in members if self.entries[number].nbytes < _ALONE_FROM]
+            self._copy_together(small)
 
-    def _split(
-        self, members: Sequence[int], limit: int, make: Callable[[Sequence[CachedRequest], Choice], Task]
-    ) -> None:
-        """Make one task for each part of the members that has at most ``limit`` bytes."""
+    def _copy_together(self, members: Sequence[int]) -> None:
+        """Divide small tensors among buffers of at most ``_BUFFER_BYTES``."""
         part: list[int] = []
         filled = 0
-        for number in (*members, -1):
-            nbytes = self.entries[number].nbytes if number >= 0 else 0
-            if part and (number < 0 or filled + nbytes > limit):
+        for number in (*members, None):
+            nbytes = 0 if number is None else self.entries[number].nbytes
+            if part and (number is None or filled + nbytes > _BUFFER_BYTES):
                 entries = [self.entries[n] for n in part]
                 choice = self._context.entries.choose_fused(entries[0], filled)
-                self.tasks.append((make(entries, choice) if len(part) > 1 else self._alone(entries[0]), tuple(part)))
+                task = self._alone(entries[0]) if len(part) == 1 else BufferBucket(self._context, entries, choice)
+                self.tasks.append((task, tuple(part)))
                 part, filled = [], 0
-            part.append(number)
+            if number is not None:
+                part.append(number)
             filled += nbytes
 
     def _alone(self, entry: CachedRequest) -> Task:
@@ -102,14 +102,14 @@ class Batch:
         if entry.request.collective in ("allgather", "alltoall"):
             return Rows(context, entry)
         if entry.op is Op.ADASUM and entry.moves:
-            return Combine(context, entry)
-        # The very object that a blocking call has prepared, if it could not be carried out at once.
-        entry.step = entry.step or One(context, entry)
-        one: One = entry.step
-        return one
+            return AdasumTensor(context, entry)
+        # The very object that a blocking call has prepared, if it could not be carried out without a handle.
+        entry.step = entry.step or OneTensor(context, entry)
+        task: OneTensor = entry.step
+        return task
 
-    def prepare(self, handles: Sequence[Handle]) -> Sequence[int] | memoryview:
-        """Prepare the first task; the words to enter the round with."""
+    def prepare(self, handles: Sequence[Handle]) -> Words:
+        """Prepare the first task. Returns the words to enter the round with."""
         if not self.tasks:
             return ()
         task, members = self.tasks[0]
@@ -120,7 +120,7 @@ class Batch:
         return words
 
     def run(self, handles: Sequence[Handle]) -> None:
-        """All ranks are in the round: carry out every task."""
+        """Carry out every task; all ranks have entered the round."""
         context = self._context
         timeline = context.timeline
         for position, (task, members) in enumerate(self.tasks):
@@ -139,9 +139,9 @@ class Batch:
         statistics.bytes_unpacked += self._packed
 
     def _meet(self, task: Task, handles: Sequence[Handle], prepared: Callable[[], object] = lambda: None) -> None:
-        """Prepare a task after the first, and meet for it; ``prepared`` is called in between.
+        """Prepare a task other than the first, call ``prepared``, and meet the other ranks.
 
-        A rank that is refused memory says so in place of the task: then all release what they have mapped, and meet
+        A rank that is refused memory enters with the token `STARVING` instead; then all unmap device memory and meet
         again.
         """
         context = self._context
@@ -156,7 +156,7 @@ class Batch:
             context.meet(task.token, task.prepare_handles(handles))
 
     def _run_timed(self, timeline: Timeline, position: int, task: Task, handles: Sequence[Handle]) -> None:
-        """The same, with a record of where the time goes."""
+        """Meet for a task and run it, recording where the time goes."""
         begun = time.monotonic()
         if position:
             packed = begun
@@ -176,9 +176,7 @@ class Batch:
         finally:
             self._context.executor.trace = None
         request = handles[0].entry.request
-        kind = type(task).__name__.lower()
-        plan = getattr(task, "_plan", None)
-        how = plan.description if plan is not None else getattr(task, "description", kind)
+        how = task.description or type(task).__name__.lower()
         ended = time.monotonic()
         timeline.span(
             "engine",
@@ -186,13 +184,19 @@ class Batch:
             begun,
             ended,
             tensors=[handle.name for handle in handles],
-            # How many rows a rank gathers is not known before.
+            # Of a gather, known only once it is done.
             bytes=sum(handle.entry.nbytes or getattr(handle.out, "nbytes", 0) for handle in handles),
         )
         if self._context.rank == 0:
             scope = str(self._context.group.ranks)
             for handle in handles:
-                asked = handle.entry.request
+                request = handle.entry.request
                 timeline.phase(
-                    scope, handle.row, handle.phase, begun, ended, dtype=asked.dtype, shape=str(list(asked.shape or ()))
+                    scope,
+                    handle.row,
+                    handle.phase,
+                    begun,
+                    ended,
+                    dtype=request.dtype,
+                    shape=str(list(request.shape or ())),
                 )

@@ -1,5 +1,4 @@
-"""Buckets: how several all-reduces are carried out as one, in the two halves of every task
-(`collectives.engine.tasks`)."""
+"""Buckets: several all-reduces carried out as one, in the two halves of every task (`collectives.engine.tasks`)."""
 
 from __future__ import annotations
 
@@ -9,33 +8,55 @@ from collections.abc import Sequence
 import numpy as np
 
 from collectives import fusion
-from collectives.engine.context import Context, address
+from collectives.engine.context import Context
 from collectives.engine.handles import Handle
 from collectives.engine.request_cache import CachedRequest, Reduce
+from collectives.engine.tasks import HostTask, Words
 from collectives.plan.binder import Plan
 from collectives.plan.planner import Choice
 from collectives.tensors import reduction
 from collectives.transport.base import Array
 
 
-class Packed:
-    """A bucket through windows: the pack is the send."""
+class Bucket(HostTask):
+    """Several all-reduces of one dtype, operation and scaling.
+
+    Args:
+        context: of the world.
+        entries: the requests.
+        choice: the planner's, for their bytes in all.
+    """
+
+    def __init__(self, context: Context, entries: Sequence[CachedRequest], choice: Choice) -> None:
+        super().__init__(context, entries[0])
+        self._pieces = fusion.Pieces([entry.count for entry in entries])
+
+    def _fused(self, choice: Choice, lists: fusion.Lists | None) -> Plan:
+        entry = self.entry
+        assert entry.kernel is not None
+        plan = self._context.plans.fused(self._pieces, lists, entry.dtype, choice, entry.kernel, entry.finish)
+        self.description = plan.description
+        return plan
+
+    def _release_pieces(self) -> None:
+        pieces = self._pieces
+        pieces.sources = pieces.operands = pieces.outs = ()
+
+
+class WindowBucket(Bucket):
+    """A bucket through windows: packing is sending."""
 
     packs = True
 
     def __init__(self, context: Context, entries: Sequence[CachedRequest], choice: Choice) -> None:
-        self._context = context
-        self._entry = first = entries[0]
-        self.token = first.signature
-        self._pieces = fusion.Pieces([entry.count for entry in entries])
-        assert first.kernel is not None
-        self._plan = context.plans.fused(self._pieces, None, first.dtype, choice, first.kernel, first.finish)
+        super().__init__(context, entries, choice)
+        self._plan = self._fused(choice, None)
 
-    def prepare_handles(self, handles: Sequence[Handle]) -> Sequence[int]:
+    def prepare_handles(self, handles: Sequence[Handle]) -> Words:
         context, pieces = self._context, self._pieces
         pieces.sources = pieces.operands = [handle.source for handle in handles]
         pieces.outs = [handle.out for handle in handles]
-        pieces.scale = None if context.joined else self._entry.prescale
+        pieces.scale = None if context.joined else self.entry.prescale
         if pieces.scale is None:
             context.executor.stage(self._plan)
         else:
@@ -44,33 +65,27 @@ class Packed:
         return ()
 
     def run_handles(self, handles: Sequence[Handle]) -> None:
-        context, pieces = self._context, self._pieces
+        pieces = self._pieces
         if pieces.scale is not None:
             with reduction.quiet():
                 pieces.scale_operands()
             pieces.operands = pieces.outs
-        context.run_plan(self._plan, True, self._entry.warns)
-        pieces.sources = pieces.operands = pieces.outs = ()
+        self._context.run_plan(self._plan, True, self.entry.warns)
+        self._release_pieces()
 
 
-class Listed:
-    """A bucket over direct reads: nothing is packed, lists of addresses say where everything lies."""
-
-    packs = False
+class ListBucket(Bucket):
+    """A bucket over direct reads: nothing is packed, lists of addresses say where the pieces are."""
 
     def __init__(self, context: Context, entries: Sequence[CachedRequest], choice: Choice) -> None:
-        self._context = context
-        self._entry = first = entries[0]
-        self.token = first.signature
-        self._pieces = fusion.Pieces([entry.count for entry in entries])
-        self._lists = fusion.Lists(self._pieces, first.dtype.itemsize)
-        assert first.kernel is not None
-        self._plan = context.plans.fused(self._pieces, self._lists, first.dtype, choice, first.kernel, first.finish)
+        super().__init__(context, entries, choice)
+        self._lists = fusion.Lists(self._pieces, self.entry.dtype.itemsize)
+        self._plan = self._fused(choice, self._lists)
         self._lists.seal((*self._plan.partners, context.rank))
         self._addresses: Array = np.empty(2 * len(entries), np.int64)
         self._words = memoryview(self._addresses.data).cast("B").cast("q")
 
-    def prepare_handles(self, handles: Sequence[Handle]) -> memoryview:
+    def prepare_handles(self, handles: Sequence[Handle]) -> Words:
         count, addresses, pieces = len(handles), self._addresses, self._pieces
         pieces.sources = sources = [handle.source for handle in handles]
         pieces.outs = outs = [handle.out for handle in handles]
@@ -86,32 +101,32 @@ class Listed:
         lists.locate(context.rank, self._addresses)
         for peer in self._plan.partners:
             lists.locate(peer, np.frombuffer(context.control.words_of(peer), np.int64))  # type: ignore[call-overload]
-        context.run_plan(self._plan, False, self._entry.warns)
-        self._pieces.sources = self._pieces.outs = ()
+        context.run_plan(self._plan, False, self.entry.warns)
+        self._release_pieces()
 
 
-class Copied:
-    """A bucket of small tensors in a buffer, where neither windows nor direct reads reach every rank."""
+class BufferBucket(Bucket):
+    """A bucket of small tensors, copied into a buffer where neither windows nor direct reads reach every rank."""
 
     packs = True
+    description = "copied"
 
     def __init__(self, context: Context, entries: Sequence[CachedRequest], choice: Choice) -> None:
-        self._context = context
-        self._entry = first = entries[0]
-        self.token = first.signature
-        self._pieces = fusion.Pieces([entry.count for entry in entries])
+        super().__init__(context, entries, choice)
         self._native: Reduce | None = None
         self._plan: Plan | None = None
+        first, total = self.entry, self._pieces.total
         assert first.kernel is not None
         if choice.native:
             self._native = context.entries.natively(first)
-            context.plans.tell("allreduce", self._pieces.total, first.dtype, choice, "fused native over mpi")
+            context.plans.tell("allreduce", total, first.dtype, choice, "fused native over mpi")
         else:
-            self._plan = context.plans.allreduce((self._pieces.total,), first.dtype, choice, first.kernel, first.finish)
-        self._buffer: Array = _EMPTY
+            self._plan = context.plans.allreduce((total,), first.dtype, choice, first.kernel, first.finish)
+            self.description = self._plan.description
+        self._buffer: Array = np.empty(0)
 
-    def prepare_handles(self, handles: Sequence[Handle]) -> Sequence[int]:
-        context, pieces, entry, plan = self._context, self._pieces, self._entry, self._plan
+    def prepare_handles(self, handles: Sequence[Handle]) -> Words:
+        context, pieces, entry, plan = self._context, self._pieces, self.entry, self._plan
         pieces.sources = [handle.source for handle in handles]
         pieces.scale = None if context.joined else entry.prescale
         buffer = context.buffer(pieces.total, entry.dtype)
@@ -119,33 +134,26 @@ class Copied:
             self._buffer = buffer
         with reduction.quiet():
             pieces.gather(0, pieces.total, self._buffer)
-        state = context.executor.state
-        state.input = state.output = self._buffer
+        addresses = self._set_arrays(self._buffer, self._buffer)
         if plan is not None and plan.needs_addresses:
-            state.input_at = state.output_at = address(self._buffer)
-            return (state.input_at, state.output_at)
+            return addresses
         if plan is not None and plan.staged:
             context.executor.stage(plan)
         return ()
 
     def run_handles(self, handles: Sequence[Handle]) -> None:
         context, plan, pieces = self._context, self._plan, self._pieces
-        state = context.executor.state
         if plan is not None:
-            for peer in plan.partners:
-                state.addresses[peer] = context.control.words_of(peer)
+            self._learn_addresses(plan)
             context.run_plan(plan, plan.staged, True)
         elif self._native is not None:
             self._native(self._buffer, self._buffer)
-            if self._entry.finish is not None:
-                context.scale(self._entry.finish, self._buffer, self._buffer)
+            if self.entry.finish is not None:
+                context.scale(self.entry.finish, self._buffer, self._buffer)
         pieces.outs = [handle.out for handle in handles]
         begun = time.monotonic()
         pieces.scatter(self._buffer)
         if context.timeline is not None:
             context.timeline.span("engine", "unpack", begun, time.monotonic())
-        pieces.sources = pieces.outs = ()
-        state.input = state.output = _EMPTY
-
-
-_EMPTY = np.empty(0)
+        self._release_pieces()
+        self._clear_arrays()

@@ -1,55 +1,48 @@
-"""The engine: takes operations on, brings the ranks together, and carries the operations out.
+"""The engine: takes operations, negotiates them with the other ranks, and carries them out.
 
-    submit   any thread, any time: the operation gets a handle and waits in the inbox
-    drive    whoever leads (`collectives.engine.progress`) goes from round to round (`collectives.engine.coordinator`) until what it waits for is done
+    submissions    the operations that were submitted and are not complete        any thread
+    progress       which thread drives, and how threads wait                      one thread at a time
+    coordinator    negotiation rounds: propose, compare, agree, carry out         the driving thread
+    failure        the end: calls are refused, and what is in flight fails        the driving thread
 
-A blocking call while nothing is in flight is a round of its own, without a handle: the same round, the same numbers.
+A blocking call while nothing is in flight skips the first two: `Engine.run` enters the round itself, without a handle.
+On the wire it is the round that it would be with one.
 """
 
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from collectives.base.config import Config
-from collectives.base.errors import (
-    CollectivesError,
-    CollectiveTimeoutError,
-    InvalidArgumentError,
-    RankFailedError,
-    in_words,
-)
+from collectives.base.errors import CollectivesError, InvalidArgumentError
+from collectives.engine.batches import Batch
+from collectives.engine.callers import Callers
 from collectives.engine.context import Context, Statistics
-from collectives.engine.coordinator import MASK, NUMBER, Rounds
+from collectives.engine.coordinator import MASK, NUMBER, Coordinator
+from collectives.engine.failure import FailureHandler
 from collectives.engine.handles import Handle
 from collectives.engine.negotiation import Request
 from collectives.engine.overlaps import InFlight
-from collectives.engine.progress import quick_switches
+from collectives.engine.progress import Progress
 from collectives.engine.request_cache import CachedRequest
-from collectives.engine.stall import LOOK_EVERY, StallInspector
-from collectives.engine.tasks import One
+from collectives.engine.submissions import WITHOUT_HANDLE, Submissions
+from collectives.engine.tasks import OneTensor
 from collectives.tensors.arrays import view
 from collectives.transport.base import Array
 
-_ACKNOWLEDGE_WITHIN = 1.0
-"""Seconds; fewer than the rank whose failure it is gives the others until it ends the job (`collectives.failures`)."""
-_YIELDS = 200
-_NAP, _LONGEST_NAP, _LAZY_NAP = 20e-6, 1e-3, 2e-3
-_LAZY_AFTER = 1.0
-_MOST_SHOWN = 5
-"""Operations in flight that an error names."""
 
-_abandoned: list[Any] = []
-"""What a failed call may still touch on behalf of a peer or MPI: never freed."""
-
-
-class Engine(Rounds):
+class Engine:
     """The engine of one world. Methods may be called from any thread.
 
     Args:
-        in_flight: the memory of this rank's operations in flight; all others as for `Rounds`.
+        context: what tasks need.
+        config: the settings.
+        names: the ranks' numbers in messages.
+        make_neutral: makes this rank's contribution to an operation once it has joined.
+        ranks_are_threads: whether every other thread of this process is another rank.
+        in_flight: the memory of this rank's operations in flight.
     """
 
     def __init__(
@@ -61,28 +54,42 @@ class Engine(Rounds):
         ranks_are_threads: bool,
         in_flight: InFlight,
     ) -> None:
-        super().__init__(context, config, names, make_neutral, ranks_are_threads)
-        self._timeout = config.timeout
-        self._stall = StallInspector(self._rank, config.stall_warning, config.stall_shutdown)
-        self._solos = self._solo_bytes = 0
+        self.context = context
         self.in_flight = in_flight
+        self._rank = rank = names[context.rank]
+        self._callers = Callers(ranks_are_threads)
+        self._submissions = submissions = Submissions(rank, in_flight)
+        self._coordinator = Coordinator(
+            context, config, names, make_neutral, submissions, self._callers, Progress.stacks
+        )
+        self._failure = FailureHandler(self._coordinator, submissions, self._callers, rank)
+        self._progress = Progress(self._coordinator, submissions, self._callers, self._failure, config, rank)
+        self._solos = self._solo_bytes = 0
+        # What `run`, `submit` and their callers read in every call, without the look-ups in between.
+        self.wait, self.guarded, self.drives = self._progress.wait, self._progress.guarded, self._progress.drives
+        self.paused, self.await_background = self._progress.paused, self._progress.await_background
+        self.refuse, self.abandon = self._failure.refuse, self._failure.abandon
+        self._acquire, self._release = self._progress.lock.acquire, self._progress.lock.release
+        self._owns, self._work_is_set = self._progress.lock._is_owned, submissions.work.is_set
+        self._enter, self._look = context.control.enter, context.control.look
+        self._pending, self._inbox, self._names = submissions.pending, submissions.inbox, submissions.names
+        self._obstacles = submissions.obstacles
         self._using_memory = in_flight.operations
-        self._obstacles: set[str] = set()
-        """Why a blocking call cannot be carried out without a handle at present."""
+        self._ledger = self._coordinator.ledger
+        self._planner = context.planner
 
     # ---- submission
-    # ------------------------------------------------------------------------------------------------------------------
 
     def submit(self, handle: Handle) -> Handle:
-        """Take an operation on; returns at once.
+        """Start an operation; returns at once.
 
         Raises:
-            InvalidArgumentError: an operation of this name is in flight already, or one that writes memory that this
-                one uses, or uses memory that this one writes; it goes on.
+            InvalidArgumentError: an operation of this name is in flight, or one that shares memory with this one, which
+                one of the two writes; that one goes on.
         """
-        self._enqueue(handle)
-        if not self._work.is_set():
-            self._wake()
+        self._add(handle)
+        if not self._work_is_set():
+            self._progress.wake()
         return handle
 
     def run(
@@ -97,170 +104,182 @@ class Engine(Rounds):
         """Carry out an operation and return when it is done.
 
         Args:
+            entry: the request.
+            source, out: 1-D arrays of its dtype.
             deliver, keep: of its handle, which is made only if it needs one; ``keep`` begins with the view of the
                 tensor.
             handle: or the handle itself.
 
         Returns:
-            The handle, complete, or None if the operation was carried out without one.
+            The handle, complete; None if the operation was carried out without one.
         """
-        if not entry.simple or not self._lead.acquire(False):
+        if not entry.simple or not self._acquire(False):
             return self._run_with_handle(handle or _handle(entry, source, out, deliver, keep))
-        # Looked at with the lead: until then another thread may have left something behind that goes first.
-        busy = self._pending or self._inbox or self._followers or self._obstacles or self._chosen or self._using_memory
-        if busy or self._leading or self._open is not None:
-            self._lead.release()
+        coordinator, submissions, progress, callers = (
+            self._coordinator,
+            self._submissions,
+            self._progress,
+            self._callers,
+        )
+        # Checked with the lock held: until then another thread may have left something that goes first.
+        if (
+            self._pending
+            or self._inbox
+            or self._obstacles
+            or self._using_memory
+            or callers.followers
+            or coordinator.chosen
+            or progress.driving
+            or coordinator.open is not None
+        ):
+            self._release()
             return self._run_with_handle(handle or _handle(entry, source, out, deliver, keep))
-        self._leading = True
+        progress.driving = True
         try:
-            if threading.current_thread() is not self._last_caller:
-                self._note_caller()
+            if threading.current_thread() is not callers.last:
+                callers.note()
             name, token = entry.name, entry.signature
             if name is None:
-                token = (token + self._unnamed * NUMBER) & MASK
-            elif self._names_in_flight.setdefault(name, _RESERVED) is not _RESERVED:
-                self._refuse_duplicate(name)
-            one: One | None = entry.step
-            if one is None:
-                one = entry.step = One(self.context, entry)
+                token = (token + submissions.unnamed * NUMBER) & MASK
+            elif self._names.setdefault(name, WITHOUT_HANDLE) is not WITHOUT_HANDLE:
+                submissions.refuse_duplicate(name)
+            task: OneTensor | None = entry.step
+            if task is None or task.epoch != self._planner.epoch:
+                task = self._bind(entry)
             try:
-                control = self._control
-                control.enter(token, one.prepare(source, out))
-                same = control.look()
+                prepare, run = task.bound or (task.prepare, task.run)
+                self._enter(token, prepare(source, out))
+                same = self._look()
                 if same:
-                    one.run(source, out)
+                    run()
                     self._solos += 1
                     self._solo_bytes += entry.nbytes
                     if name is None:
-                        self._unnamed += 1
+                        submissions.unnamed += 1
                     else:
-                        del self._names_in_flight[name]
-                    if self._ledger.changes_with(name, token):
-                        self._settle_solo(entry)
+                        del self._names[name]
+                    if self._ledger.news or (name is not None and task.generation != self._ledger.generation):
+                        self._settle(task)
                 else:
-                    # Somebody is missing, or has proposed something else: from here on it is an operation like any
-                    # other.
+                    # A rank is missing, or has proposed something else: continue as an operation with a handle.
                     handle = handle or _handle(entry, source, out, deliver, keep)
                     handle.locate()
                     handle.engine = self
-                    # For other threads to see. The round is entered: it is too late to refuse what one of them may have
-                    # claimed meanwhile.
-                    self.in_flight.claim(handle)
-                    if name is not None:
-                        self._names_in_flight[name] = handle
-                    self._inbox.appendleft(handle)
-                    self._collect()
-                    self._open = ([handle], self._batch([handle]))
+                    coordinator.enter_alone(handle)
             except BaseException as error:
-                self._break(error, (source, out))
+                self._failure.fail(error, (source, out))
                 raise
             if same is False:
-                self._guarded(self._disagree)
+                progress.guarded(coordinator.compare)
             if not same:
-                self._give_lead()
+                progress.release()
         except BaseException:
-            if self._names_in_flight.get(entry.name or "", self) is _RESERVED:
-                del self._names_in_flight[entry.name or ""]
-            self._give_lead()
+            if self._names.get(entry.name or "", self) is WITHOUT_HANDLE:
+                del self._names[entry.name or ""]
+            progress.release()
             raise
         if same:
-            self._leading = False
-            self._lead.release()
-            if self._lead._is_owned():
-                self._give_lead()  # an earlier call was interrupted just after it had taken the lead
-            if self._followers or self._inbox:
-                self._hand_over()  # other threads have submitted something, or wait
+            progress.driving = False
+            self._release()
+            if self._owns():
+                progress.release()  # an earlier call was interrupted just after it had acquired the lock
+            if callers.followers or self._inbox:
+                progress.hand_over()  # other threads have submitted something, or wait
             return None
         if handle is not None:
             self.wait(handle)
         return handle
 
-    def _settle_solo(self, entry: CachedRequest) -> None:
+    def _bind(self, entry: CachedRequest) -> OneTensor:
+        """The task of a blocking call, bound to the plan that is in force."""
+        task: OneTensor = entry.step or OneTensor(self.context, entry)
+        entry.step = task
+        task.bind()
+        return task
+
+    def _settle(self, task: OneTensor) -> None:
+        """Note in the ledger that an operation was carried out without a handle."""
+        ledger, entry = self._ledger, task.entry
         if entry.name is None:
-            self._ledger.settle(self._unnamed - 1)
+            ledger.settle(self._submissions.unnamed - 1)
         else:
-            self._ledger.settle(entry.name)
-            self._ledger.remember(((entry.name, entry.request, entry.signature),))
+            ledger.settle(entry.name)
+            ledger.remember(((entry.name, entry.request, entry.signature),))
+            task.generation = ledger.generation
 
     def _run_with_handle(self, handle: Handle) -> Handle:
-        if self.leads():
-            self._refuse_within()
+        self._progress.refuse_reentry()
         handle.locate()
-        self._enqueue(handle)
+        self._add(handle)
         self.wait(handle)
         return handle
 
-    def _enqueue(self, handle: Handle) -> None:
-        if self.refusal is not None:
-            raise self.refusal()
-        name = handle.entry.request.name
+    def _add(self, handle: Handle) -> None:
         handle.engine = self
-        try:
-            if name is not None:
-                first = self._names_in_flight.setdefault(name, handle)
-                if first is not handle:
-                    if first is None or first.entry.request.collective != "invalid":
-                        self._refuse_duplicate(name)
-                    self._names_in_flight[name] = (
-                        handle  # the mark of a refused call goes first; this one comes after it
-                    )
-            if threading.current_thread() is not self._last_caller:
-                self._note_caller()
-            overlap = self.in_flight.claim(handle)
-            if overlap is not None:
-                self._refuse_overlap(handle, overlap)
-            self._inbox.append(handle)
-        except BaseException:
-            self._withdraw(handle)
-            raise
-        if self.refusal is not None:  # meanwhile, and whoever refused may have looked into the inbox before
-            handle.fail(self.refusal())  # type: ignore[unreachable]
-
-    def _withdraw(self, handle: Handle) -> None:
-        """An interrupt may have come before the operation was submitted, or just after: then it goes on."""
-        if handle in self._inbox or handle in self._later or self._pending.get(handle.key) is handle:
-            return
-        self.in_flight.operations.pop(handle.claim, None)
-        if self._names_in_flight.get(handle.entry.request.name or "") is handle:
-            del self._names_in_flight[handle.entry.request.name or ""]
-
-    def _refuse_duplicate(self, name: str) -> NoReturn:
-        first = self._names_in_flight.get(name)
-        what = (
-            f" ({first.entry.request.describe()}{', submitted at ' + first.where if first.where else ''})"
-            if first
-            else ""
-        )
-        raise InvalidArgumentError(
-            f"rank {self._rank}: tensor {name!r}: an operation of this name is in flight already{what}; synchronize "
-            f"it first, or give "
-            f"this one another name"
-        )
+        if threading.current_thread() is not self._callers.last:
+            self._callers.note()
+        overlap = self._submissions.add(handle)
+        if overlap is not None:
+            self._refuse_overlap(handle, overlap)
 
     def _refuse_overlap(self, handle: Handle, why: str) -> NoReturn:
-        """Which tensors share memory is known to this rank alone: the others learn of it by a mark in place of the
+        """Only this rank knows which of its tensors share memory: tell the others by a mark in place of the
         operation."""
-        name = handle.entry.request.name
-        if name is not None:
-            self._names_in_flight.pop(name, None)
-        error = InvalidArgumentError(f"rank {self._rank}: {why}")
-        self.submit(
-            Handle(
-                self.context.entries.plain("invalid", name, detail=f"InvalidArgumentError: {why}"),
-                _NO_ARRAY,
-                _NO_ARRAY,
-                _no_result,
-            )
-        )
-        raise error
+        mark = self.context.entries.plain("invalid", handle.entry.request.name, detail=f"InvalidArgumentError: {why}")
+        self.submit(Handle(mark, _NO_ARRAY, _NO_ARRAY, _no_result))
+        raise InvalidArgumentError(f"rank {self._rank}: {why}")
+
+    # ---- joining
+
+    def join(self) -> int:
+        """Contribute neutral elements to the others' operations until all have joined. Returns the last to join."""
+        if self.refusal is not None:
+            raise self.refusal()
+        self._progress.refuse_reentry()
+        if self._coordinator.joining is not None:
+            raise InvalidArgumentError(f"rank {self._rank}: join() was called while another thread is in join()")
+        handle = Handle(self.context.entries.plain("join"), _NO_ARRAY, _NO_ARRAY, lambda handle: handle.keep)
+        handle.engine = self
+        handle.key = "join"
+        self._coordinator.begin_join(handle)
+        self.hinder("join")
+        try:
+            self.wait(handle)
+        finally:
+            self.hinder("join", False)
+            self._coordinator.end_join()
+        if handle.error is not None:
+            raise handle.error
+        return int(handle.result)
+
+    # ---- settings and counters
 
     def hinder(self, reason: str, yes: bool = True) -> None:
-        """From now on (or no longer) every operation needs a handle, because somebody wants to know of it."""
+        """Disable the handle-free path of `run` for ``reason``; or withdraw the reason."""
         (self._obstacles.add if yes else self._obstacles.discard)(reason)
+
+    def change(self, threshold: int, cycle_time: float) -> None:
+        """Change settings; every rank does so between the same two rounds.
+
+        Args:
+            threshold: bytes at which a bucket ends.
+            cycle_time: milliseconds for which the background thread lets operations gather.
+        """
+        self._coordinator.threshold, self._progress.cycle = threshold, cycle_time * 1e-3
+        self._coordinator.forget_batches()
+
+    def on_batch(self, callback: Callable[[Batch, Sequence[Handle], float], None] | None) -> None:
+        """Have ``callback(batch, handles, submitted)`` called after every batch, between the same two rounds on every
+        rank; ``submitted`` is when the first operation was. None: no more."""
+        self._coordinator.on_batch = callback
+
+    def mark_cycles(self, yes: bool) -> None:
+        """Mark every round in the timeline, or no longer."""
+        self._coordinator.timeline_cycles = yes
 
     @property
     def statistics(self) -> Statistics:
-        """What was done so far; a copy."""
+        """The counters so far; a copy."""
         counted, alone = self.context.statistics.copy(), self._solos
         counted.rounds += alone
         counted.unanimous += alone
@@ -269,272 +288,29 @@ class Engine(Rounds):
         counted.bytes_reduced += self._solo_bytes
         return counted
 
-    # ---- waiting, driving
-    # ------------------------------------------------------------------------------------------------------------
-
-    def wait(self, handle: Handle, timeout: float | None = None) -> None:
-        """Return when the handle is done; drive the engine meanwhile, or let whoever drives it do so.
-
-        Raises:
-            CollectiveTimeoutError: ``timeout`` seconds have passed; the operation goes on.
-            InvalidArgumentError: this thread drives the engine already: a signal handler waits within a collective.
-        """
-        if self.leads():
-            self._refuse_within()
-        deadline = None if timeout is None else time.monotonic() + timeout
-        if deadline is None:
-            self._awaited.append(handle)
-        try:
-            while not handle.done:
-                try:
-                    if self._stopping:
-                        time.sleep(_NAP)  # whoever stops the engine wants the lead
-                    if self._lead.acquire(False):
-                        self._leading = True
-                        self._guarded(lambda: self._drive(handle, deadline))
-                    else:
-                        self._follow(handle, deadline)
-                finally:
-                    self._give_lead()
-                if deadline is not None and not handle.done and time.monotonic() >= deadline:
-                    raise CollectiveTimeoutError(
-                        f"rank {self._rank}: {handle.name}: not done after {timeout:g} s; it goes on, and "
-                        f"synchronize may be called again"
-                    )
-        finally:
-            self._give_lead()  # once more: an interrupt may have come just before it was given
-            if deadline is None and handle in self._awaited:
-                self._awaited.remove(handle)
-            self._hand_over()
-
-    def join(self) -> int:
-        """Contribute neutral elements to what the others do until all have joined; the last rank to join."""
-        if self.refusal is not None:
-            raise self.refusal()
-        if self.leads():
-            self._refuse_within()
-        if self._join is not None:
-            raise InvalidArgumentError(f"rank {self._rank}: join() was called while another thread is in join()")
-        handle = Handle(self.context.entries.plain("join"), _NO_ARRAY, _NO_ARRAY, lambda handle: handle.keep)
-        handle.engine = self
-        handle.key = "join"
-        self._told_of_joining = False
-        self._join = handle
-        self.hinder("join")
-        try:
-            self.wait(handle)
-        finally:
-            self._join = None
-            self.hinder("join", False)
-            self.context.joined = False
-        if handle.error is not None:
-            raise handle.error
-        return int(handle.result)
-
-    def drive_in_background(self) -> None:
-        """Drive while there is work and nobody waits; called by the background thread."""
-        while (
-            (self._pending or self._inbox)
-            and self.refusal is None
-            and not self._followers
-            and self._lead.acquire(False)
-        ):
-            self._leading = True
-            try:
-                with quick_switches():
-                    self._guarded(lambda: self._drive(None, None))
-            except BaseException:
-                return  # every handle in flight carries the error
-            finally:
-                self._give_lead()
-
-    def _guarded(self, act: Callable[[], None]) -> None:
-        """Do something that only a failure in mid-call can end with an error."""
-        try:
-            act()
-        except BaseException as error:
-            self._break(error, self._open)
-            raise
-
-    def _drive(self, handle: Handle | None, deadline: float | None) -> None:
-        """Go on until the handle is done or its time is over; in the background, until there is no work, or somebody
-        waits."""
-        begun = time.monotonic()
-        while True:
-            if self.refusal is not None:
-                raise self.refusal()
-            if handle is not None and handle.done:
-                return
-            if handle is None and (self._followers or not (self._pending or self._inbox)):
-                return
-            if handle is not None and self._stopping:
-                return
-            if self._open is None:
-                self._collect()
-                if not self._propose():
-                    if not self._pause_until(self._something_to_do, handle, deadline, begun):
-                        return
-                    continue
-            same = self._control.look()
-            if same is None:
-                if not self._pause_until(lambda: self._control.look(spin=False) is not None, handle, deadline, begun):
-                    return
-                same = self._control.look()
-            if same:
-                self._carry_out()
-                begun = time.monotonic()
-            else:
-                self._disagree()
-
-    def _pause_until(
-        self, ready: Callable[[], bool], handle: Handle | None, deadline: float | None, begun: float
-    ) -> bool:
-        """Wait until ``ready()``, in ever longer naps; False if the time is over or, in the background, if somebody
-        waits."""
-        control = self._control
-        for _ in range(_YIELDS if handle is not None else 1):
-            if ready():
-                return True
-            control.relax()
-        started = looked = time.monotonic()
-        nap = _NAP
-        timeline = self.context.timeline
-        missing: list[int] = []
-        while not ready():
-            now = time.monotonic()
-            if timeline is not None and self._open is not None:
-                missing = control.missing() or missing  # the last ones that were waited for
-            if deadline is not None and now >= deadline:
-                return False
-            if self._stopping or (handle is None and self._followers):
-                return False
-            if handle is not None and handle.done:
-                return True
-            deep = now - looked > LOOK_EVERY / 2
-            try:
-                control.check(deep=deep, upcoming=self._open is None)
-            except RankFailedError as error:
-                if "\n" not in str(error):  # else it ends with the failure itself, which says enough
-                    error.args = (f"{error}{self._waiting()}",)
-                raise
-            if deep:
-                looked = now
-                if self.refusal is not None:  # by a thread that does not lead, as when work on a GPU was aborted
-                    raise self.refusal()
-                self._inspect(handle, deadline, now - begun)
-            # Peers write memory, and nobody rings: a look now and then costs 2.6 % of a core while a rank is late.
-            time.sleep(nap if deadline is None else min(nap, max(0.0, deadline - now)))
-            nap = min(nap * 1.2, _LONGEST_NAP if now - started < _LAZY_AFTER else _LAZY_NAP)
-        if timeline is not None:
-            ended = time.monotonic()
-            if ended - started > 1e-4:
-                timeline.span(
-                    "engine", "wait for other ranks", started, ended, missing=[self._names[p] for p in missing]
-                )
-        return True
-
-    def _waiting(self) -> str:
-        """What is in flight, for the message of an error that ends it."""
-        open_here = self._open[0] if self._open is not None else ()
-        waiting = list(open_here or self._pending.values())
-        if not waiting:
-            return ""
-        shown = [
-            f"{handle.title}{f', submitted at {handle.where}' if handle.where else ''}"
-            for handle in waiting[:_MOST_SHOWN]
-        ]
-        more = f"; and {len(waiting) - _MOST_SHOWN} more" if len(waiting) > _MOST_SHOWN else ""
-        return f"\nrank {self._rank} was waiting for {'; '.join(shown)}{more}"
-
-    def _inspect(self, handle: Handle | None, deadline: float | None, waited: float) -> None:
-        """Has anything waited for too long?"""
-        self._stall.look(self._pending.values(), self._missing)
-        if self._open is None and not self._told_stuck and self._is_stuck():
-            self._restless = True
-        if handle is not None and deadline is None and waited > self._timeout:
-            missing = self._missing(handle)
-            who = (
-                f"rank {', '.join(map(str, missing))}, which is alive"
-                if len(missing) == 1
-                else f"ranks {missing or '(not known)'}, alive,"
-            )
-            raise CollectiveTimeoutError(
-                f"rank {self._rank}: {handle.name}: waited {self._timeout:g} s for {who} but did not come; "
-                f"see what it is doing, or raise COLLECTIVES_TIMEOUT"
-            )
-
     # ---- the end
-    # ------------------------------------------------------------------------------------------------------------------
 
-    def _break(self, error: BaseException, kept: Any) -> None:
-        """After a failure in mid-call: keep what peers may touch, tell them, and refuse all further calls."""
-        refused = self.refusal
-        if refused is not None and not (self._pending or self._inbox):
-            return
-        keeping = (kept, list(self._pending.values()), self)
-        _abandoned.append(keeping)
-        if refused is not None:
-            self.refuse(refused)  # fails what is in flight: whoever told this world to refuse did not lead
-            return
-        text = in_words(self._rank, error)
-        self.refuse(
-            lambda: RankFailedError(
-                f"rank {self._rank}: this world has failed in an earlier call and cannot be used: {text}"
-            ),
-            error if isinstance(error, (RankFailedError, CollectiveTimeoutError)) else None,
-        )
-        self._control.fail(text, in_call=True)
-        deadline = time.monotonic() + _ACKNOWLEDGE_WITHIN
-        while not self._control.acknowledged():
-            if time.monotonic() > deadline:
-                return
-            time.sleep(1e-3)  # the peers acknowledge on the board, which can only be looked at
-        if not getattr(self.context.group.messages, "busy", False):
-            _abandoned[:] = [entry for entry in _abandoned if entry is not keeping]
+    @property
+    def refusal(self) -> Callable[[], CollectivesError] | None:
+        """Makes the error of every further call; None while calls are accepted."""
+        return self._submissions.refusal
 
-    def refuse(self, refusal: Callable[[], CollectivesError], error: CollectivesError | None = None) -> None:
-        """From now on every call is refused; what is in flight fails, with ``error`` or the same refusal."""
-        self.refusal = refusal
-        self.hinder("refusal")
-        while self._inbox:
-            handle = self._inbox.popleft()
-            handle.fail(error or refusal())
-        for handle in [*self._pending.values(), *self._later]:
-            handle.fail(error or refusal())
-        self._pending.clear()
-        self._names_in_flight.clear()
-        if self._join is not None:
-            self._join.fail(error or refusal())
-        self._ring()
-        self._work.set()  # the background thread ends
-
-    def change(self, threshold: int, cycle_time: float) -> None:
-        """Other settings from now on; every rank changes them between the same two rounds."""
-        self.threshold, self.cycle = threshold, cycle_time * 1e-3
-        self._batches.clear()
+    def refuse_calls(self, refusal: Callable[[], CollectivesError]) -> None:
+        """Refuse further calls, unless they are refused already; what is in flight goes on."""
+        self._obstacles.add("refusal")
+        self._submissions.refusal = self._submissions.refusal or refusal
 
     def release(self) -> None:
-        """Let go of what looks into shared memory, so that it can be unmapped."""
-        self._batches.clear()
+        """Drop what refers to shared memory, so that it can be unmapped."""
+        self._coordinator.forget_batches()
         self.context.release()
 
-    def abandon(self) -> bool:
-        """Leave for good, with the lead; whether a round was open, so that peers may count on this rank already: then
-        it has failed."""
-        if self._open is None or self.refusal is not None:
-            return False
-        names = ", ".join(handle.name for handle in self._open[0]) or "join"
-        self._break(
-            RankFailedError(f"rank {self._rank} left while operations were in flight: {names}; synchronize them first"),
-            self._open,
-        )
-        return True
-
     def after_fork(self, refusal: Callable[[], CollectivesError]) -> None:
-        """In a forked child: there is no background thread, and locks may be taken by threads that do not exist."""
-        self._make_locks()
-        self.refusal = refusal
-        self.hinder("refusal")
+        """In a forked child: there is no background thread, and threads that do not exist may hold locks."""
+        self._progress.reset()
+        self._acquire, self._release = self._progress.lock.acquire, self._progress.lock.release
+        self._owns, self._work_is_set = self._progress.lock._is_owned, self._submissions.work.is_set
+        self.refuse_calls(refusal)
 
 
 def _handle(
@@ -549,9 +325,7 @@ def _handle(
 
 
 def _no_result(handle: Handle) -> None:
-    """Of an operation that gives nothing back."""
+    """The result of an operation that has none."""
 
 
 _NO_ARRAY: Any = ()
-_RESERVED = None
-"""In place of the handle of a named operation that is carried out without one."""

@@ -37,10 +37,11 @@ _MOST_UNNAMED_ROWS = 1000
 class Driver(Protocol):
     """Who completes handles: the engine."""
 
-    refusal: Callable[[], CollectivesError] | None
-    """Makes the error of every further call, once there can be none."""
-
     in_flight: InFlight
+
+    @property
+    def refusal(self) -> Callable[[], CollectivesError] | None:
+        """Makes the error of every further call; None while calls are accepted."""
 
     def wait(self, handle: Handle, timeout: float | None = None) -> None:
         """Return when the handle is done."""

@@ -15,7 +15,7 @@ coordinator.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 
 from collectives.base.errors import MismatchError
@@ -123,6 +123,33 @@ def mismatch(rank: int, requests: Sequence[Request | None], names: Sequence[int]
     )
 
 
+EVERY_RANK = ("add_process_set", "remove_process_set", "start_timeline", "tune", "empty_cache")
+"""Operations that a rank which has joined cannot contribute a neutral element to."""
+
+
+def absent(rank: int, request: Request, joined: Collection[int], names: Sequence[int]) -> MismatchError | None:
+    """The error for an operation that cannot be carried out because a rank has joined; None if it can be.
+
+    Args:
+        rank: that raises it.
+        request: what all ranks that have not joined ask for.
+        joined: the ranks that have joined.
+        names: the ranks' numbers in messages.
+    """
+    if request.root is not None and request.root in joined:
+        return MismatchError(
+            f"rank {rank}: {request.describe()}: the root, rank {names[request.root]}, has joined and has no tensor to "
+            f"give; broadcast before a rank can run out of data"
+        )
+    if request.collective in EVERY_RANK and joined:
+        who = ", ".join(str(names[peer]) for peer in sorted(joined))
+        return MismatchError(
+            f"rank {rank}: {request.describe()} needs every rank, but rank {who} has joined; do it before a rank can "
+            f"run out of data"
+        )
+    return None
+
+
 Key = str | int
 """What identifies an operation in flight on all ranks: its name, or, of the unnamed ones, its number in the order of
 calls."""
@@ -201,7 +228,8 @@ class Ledger:
         self._cache: dict[str, tuple[int, int, int]] = {}
         """By name: the position, the signature, and the generation in which it was used last; the oldest first."""
         self._slots: list[Request | None] = []
-        self._told: dict[Key, dict[int, Request]] = {}
+        self.news: dict[Key, dict[int, Request]] = {}
+        """Requests that ranks have told in full and that are not carried out, by key and rank."""
         self._passed: dict[Key, set[int]] = {}
         """The ranks that have waited in vain for a name that has never been carried out."""
         self._names_recur = False
@@ -246,7 +274,7 @@ class Ledger:
         """Take in what the ranks have told, and say what is to be done."""
         for rank, told in enumerate(news):
             for key, request in told:
-                self._told.setdefault(key, {})[rank] = request
+                self.news.setdefault(key, {})[rank] = request
         active = [rank for rank, frame in enumerate(frames) if not frame.joined]
         response = Response([], [])
         if not active:
@@ -260,7 +288,7 @@ class Ledger:
             known = self._slots[position]
             assert known is not None and known.name is not None
             response.ready.append((known.name, known))
-        for key, by_rank in list(self._told.items()):
+        for key, by_rank in list(self.news.items()):
             requests = [by_rank.get(rank) or self._cached(key, frames[rank]) for rank in range(self._size)]
             asked = [requests[rank] for rank in active]
             if any(request is None for request in asked):
@@ -270,26 +298,18 @@ class Ledger:
             if all(request == first for request in asked) and first.collective != "invalid":
                 response.ready.append((key, first))  # and remains told until it has been carried out
             else:
-                del self._told[key]
+                del self.news[key]
                 response.refused.append((key, requests))
         return response
 
-    def changes_with(self, name: str | None, signature: int) -> bool:
-        """Whether carrying this out changes anything here."""
-        if self._told:
-            return True
-        return name is not None and (
-            (known := self._cache.get(name)) is None or known[1] != signature or known[2] != self.generation
-        )
-
     def settle(self, key: Key) -> None:
         """An operation has been carried out."""
-        if self._told:
-            self._told.pop(key, None)
+        if self.news:
+            self.news.pop(key, None)
 
     def told(self, key: Key) -> dict[int, Request]:
         """What ranks have told about a key."""
-        return self._told.get(key, {})
+        return self.news.get(key, {})
 
     def asking(self, key: Key, frames: Sequence[Frame]) -> set[int]:
         """The ranks that ask for what a key stands for, and those that have joined."""
@@ -311,14 +331,14 @@ class Ledger:
 
     def give_up(self, key: Key, ranks: Iterable[int]) -> None:
         """Ranks take back what they have asked for under a key, because they waited for it in vain."""
-        by_rank = self._told.get(key, {})
+        by_rank = self.news.get(key, {})
         for rank in ranks:
             by_rank.pop(rank, None)
             if isinstance(key, str):
                 self._names_recur |= self.knows(key)
                 self._passed.setdefault(key, set()).add(rank)
         if not by_rank:
-            self._told.pop(key, None)
+            self.news.pop(key, None)
         while len(self._passed) > _MOST_PASSED:
             del self._passed[next(iter(self._passed))]
 

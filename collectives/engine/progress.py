@@ -1,150 +1,222 @@
-"""Who drives: one thread leads at a time, the others follow.
+"""Progress: which thread drives the engine, and how it and the others wait.
 
-A thread that waits for a handle takes the lead if nobody has it, and otherwise follows: it sleeps until its handle is
-done or the lead is free. The background thread leads only while nobody waits: it is woken by work, lets operations
-gather for a cycle, gives way to whoever comes, and sleeps without using any CPU when there is nothing to do.
+One thread drives at a time. A thread that waits for a handle drives if no other does, and otherwise follows: it sleeps
+until its handle is done or the driving thread stops. The background thread drives only while nobody waits: it is woken
+by work, lets operations gather for a cycle, stops as soon as another thread waits, and uses no CPU without work.
 
-This is the lowest layer of the engine; `collectives.engine.coordinator` and `collectives.engine.engine` are built on
-it. The three are one object, because a blocking call looks at the state of all of them.
+The driving thread runs negotiation rounds (`collectives.engine.coordinator`) until what it waits for is done.
 """
 
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
 import time
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
-from collectives.base.errors import CollectivesError, InvalidArgumentError
+from collectives.base.config import Config
+from collectives.base.errors import CollectiveTimeoutError, InvalidArgumentError, RankFailedError
+from collectives.engine import deadlock
+from collectives.engine.callers import THREAD_NAME, Callers
+from collectives.engine.coordinator import LIST_BYTES, Coordinator
+from collectives.engine.failure import FailureHandler
 from collectives.engine.handles import Handle
+from collectives.engine.stall import LOOK_EVERY, StallInspector
+from collectives.engine.submissions import Submissions, describe
+from collectives.engine.switch_interval import quick_switches
 
-LIST_BYTES = 32 << 20
-"""Bytes at which a list of new operations is complete: enough to be quick, few enough to begin early."""
-THREAD_NAME = "collectives rank"
 _MOST_CYCLES = 20
 """Cycles for which the background thread waits while operations keep coming."""
-_SWITCH_INTERVAL = 2e-4
+_YIELDS = 200
+_NAP, _LONGEST_NAP, _LAZY_NAP = 20e-6, 1e-3, 2e-3
+_LAZY_AFTER = 1.0
+_RECORDED_FROM = 1e-4
+"""Seconds from which a wait for other ranks appears in the timeline."""
 
 
-class Lead:
-    """The lead of one engine, and those who want it.
+class Progress:
+    """Drives the negotiation rounds of one engine.
 
     Args:
-        rank: for the name of the background thread.
+        coordinator, submissions, callers: of the engine.
+        failure: is told of whatever ends a drive, before it is raised.
+        config: the settings.
+        rank: as messages and the background thread's name call it.
+
+    Attributes:
+        lock: held by the driving thread. An RLock, because it knows its owner: an interrupt may come between acquiring
+            and releasing it, and must not leave it held.
+        driving: whether a thread is in the middle of driving.
+        stopping: whether a thread waits to end the engine.
         cycle: seconds for which the background thread lets operations gather.
-        threshold: bytes of operations for which it waits no longer.
     """
 
-    def __init__(self, rank: int, cycle: float, threshold: int) -> None:
-        self.refusal: Callable[[], CollectivesError] | None = None
-        """Makes the error of every further call, once there can be none."""
-        self.cycle = cycle
-        self.threshold = threshold
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        submissions: Submissions,
+        callers: Callers,
+        failure: FailureHandler,
+        config: Config,
+        rank: int,
+    ) -> None:
+        self.cycle = config.cycle_time * 1e-3
+        self._coordinator = coordinator
+        self._control = coordinator.control
+        self._submissions = submissions
+        self._callers = callers
         self._rank = rank
-        self._inbox: deque[Handle] = deque()
-        """What was submitted and no leader has seen yet."""
-        self._make_locks()
+        self._failure = failure
+        self._timeout = config.timeout
+        self._stall = StallInspector(rank, config.stall_warning, config.stall_shutdown)
+        self.reset()
 
-    def _make_locks(self) -> None:
-        # Knows its owner: an interrupt may come between taking it and giving it back, and must not leave it taken.
-        self._lead: Any = threading.RLock()
-        self._leading = False
-        self._bell = threading.Condition()
-        self._followers = 0
-        self._awaited: list[Handle] = []
-        self._callers: set[threading.Thread] = set()
-        """Threads themselves and not their numbers, which the system gives out again as soon as a thread has ended."""
-        self._last_caller: threading.Thread | None = None
-        self._work = threading.Event()
+    def reset(self) -> None:
+        """Make new locks, as in a forked child, where threads that do not exist may hold the old ones."""
+        self.lock: Any = threading.RLock()
+        self.driving = self.stopping = False
+        self._submissions.work = threading.Event()
         self._background: threading.Thread | None = None
-        self._stopping = False
-        """Whether somebody wants the lead in order to end everything."""
+        self._callers.reset()
 
-    def _note_caller(self) -> None:
-        self._last_caller = thread = threading.current_thread()
-        # One that Python has not started is some framework's: it calls for a thread of the program, which waits for it
-        # and cannot call.
-        if not isinstance(thread, threading._DummyThread):
-            self._callers.add(thread)
+    # ---- one thread drives
 
-    def leads(self) -> bool:
+    def drives(self) -> bool:
         """Whether this thread is in the middle of a call."""
-        return self._leading and bool(self._lead._is_owned())
+        return self.driving and bool(self.lock._is_owned())
 
-    def _refuse_within(self) -> NoReturn:
-        raise InvalidArgumentError(
-            "a collective was called within a collective of the same thread, from a signal handler or a destructor; "
-            "let the handler set a flag, and call afterwards"
-        )
+    def refuse_reentry(self) -> None:
+        """Raise InvalidArgumentError if this thread is in the middle of a call."""
+        if self.drives():
+            raise InvalidArgumentError(
+                "a collective was called within a collective of the same thread, from a signal handler or a "
+                "destructor; let the handler set a flag, and call afterwards"
+            )
 
-    def _give_lead(self) -> None:
-        """Let others lead; nothing if this thread does not."""
-        lead = self._lead
-        if not lead._is_owned():
+    def release(self) -> None:
+        """Let other threads drive; does nothing if this thread does not."""
+        lock = self.lock
+        if not lock._is_owned():
             return
-        self._leading = False
-        while lead._is_owned():  # more than once if an interrupt came just after the lead had been taken
-            lead.release()
-        if self._followers:
-            self._ring()
+        self.driving = False
+        while lock._is_owned():  # more than once if an interrupt came just after it had been acquired
+            lock.release()
+        if self._callers.followers:
+            self._callers.notify()
 
-    def _ring(self) -> None:
-        with self._bell:
-            self._bell.notify_all()
+    def hand_over(self) -> None:
+        """Have another thread drive if work is left."""
+        if self._callers.followers:
+            self._callers.notify()
+        elif self._submissions.has_work() and self._submissions.refusal is None:
+            self.wake()
 
-    def _follow(self, handle: Handle, deadline: float | None) -> None:
-        """Sleep until the handle is done, the lead is free, or the time is over."""
-        with self._bell:
-            self._followers += 1
-            try:
-                # Counted first, looked second: whoever gives the lead away after this look sees the follower and rings.
-                if handle.done:
-                    return
-                if self._lead.acquire(False):
-                    self._lead.release()
-                    return
-                left = 1.0 if deadline is None else max(0.0, min(1.0, deadline - time.monotonic()))
-                self._bell.wait(left)
-            finally:
-                self._followers -= 1
+    def guarded(self, act: Callable[[], object]) -> None:
+        """Call ``act``; any exception is a failure in the middle of a call, which ends the world."""
+        try:
+            act()
+        except BaseException as error:
+            self._failure.fail(error)
+            raise
+
+    @contextlib.contextmanager
+    def paused(self, within: float = -1) -> Iterator[None]:
+        """Stop the driving thread between two rounds and drive in its place; without it after ``within`` seconds."""
+        callers = self._callers
+        with callers.condition:
+            callers.followers += 1  # the background thread stops for followers
+        self.stopping = True
+        try:
+            taken = self.lock.acquire(timeout=within)
+        finally:
+            with callers.condition:
+                callers.followers -= 1
+        if taken:
+            self.driving = True
+        try:
+            yield
+        finally:
+            self.release()
+            self.hand_over()
+
+    # ---- waiting for a handle
 
     def wait(self, handle: Handle, timeout: float | None = None) -> None:
-        """Return when the handle is done."""
-        raise NotImplementedError
+        """Return when the handle is done; drive meanwhile, or let the thread that drives do so.
 
-    def has_work(self) -> bool:
-        """Whether anything is in flight."""
-        raise NotImplementedError
+        Raises:
+            CollectiveTimeoutError: ``timeout`` seconds have passed; the operation goes on.
+            InvalidArgumentError: this thread drives already: a signal handler waits within a collective.
+        """
+        self.refuse_reentry()
+        deadline = None if timeout is None else time.monotonic() + timeout
+        awaited = self._callers.awaited
+        if deadline is None:
+            awaited.append(handle)
+        try:
+            while not handle.done:
+                try:
+                    if self.stopping:
+                        time.sleep(_NAP)  # let the thread that ends the engine acquire the lock
+                    if self.lock.acquire(False):
+                        self.driving = True
+                        self.guarded(lambda: self._drive(handle, deadline))
+                    else:
+                        self._follow(handle, deadline)
+                finally:
+                    self.release()
+                if deadline is not None and not handle.done and time.monotonic() >= deadline:
+                    raise CollectiveTimeoutError(
+                        f"rank {self._rank}: {handle.name}: not done after {timeout:g} s; it goes on, and "
+                        f"synchronize may be called again"
+                    )
+        finally:
+            self.release()  # again: an interrupt may have come just before the first time
+            if deadline is None and handle in awaited:
+                awaited.remove(handle)
+            self.hand_over()
 
-    def drive_in_background(self) -> None:
-        """Drive while there is work and nobody waits; called by the background thread."""
-        raise NotImplementedError
+    @staticmethod
+    def stacks() -> Mapping[int, deadlock.Stack]:
+        """The program's stack in each thread of this process that is in `wait`, by ``id(handle)``."""
+        return deadlock.stacks(Progress.wait.__code__, "handle")
 
-    def _hand_over(self) -> None:
-        """This thread drives no longer: if there is work left, somebody else must."""
-        if self._followers:
-            self._ring()
-        elif self.has_work() and self.refusal is None:
-            self._wake()
+    def _follow(self, handle: Handle, deadline: float | None) -> None:
+        """Sleep until the handle is done, no thread drives, or the deadline has passed."""
+        callers = self._callers
+        with callers.condition:
+            callers.followers += 1
+            try:
+                # Counted first and checked second: a thread that stops driving after this check sees the follower.
+                if handle.done:
+                    return
+                if self.lock.acquire(False):
+                    self.lock.release()
+                    return
+                left = 1.0 if deadline is None else max(0.0, min(1.0, deadline - time.monotonic()))
+                callers.condition.wait(left)
+            finally:
+                callers.followers -= 1
 
-    def _wake(self) -> None:
+    # ---- the background thread
+
+    def wake(self) -> None:
+        """Have the background thread drive, which is started if need be."""
         if self._background is None:
-            with self._bell:
+            with self._callers.condition:
                 if self._background is None:
                     thread = threading.Thread(
                         target=_run_background,
-                        args=(weakref.ref(self), self._work),
+                        args=(weakref.ref(self), self._submissions.work),
                         name=f"{THREAD_NAME} {self._rank}",
                         daemon=True,
                     )
-                    weakref.finalize(self, self._work.set)
+                    weakref.finalize(self, self._submissions.work.set)
                     thread.start()
                     self._background = thread
-        self._work.set()
+        self._submissions.work.set()
 
     def await_background(self, within: float) -> None:
         """Return when the background thread has ended, as it does after a refusal, or after ``within`` seconds."""
@@ -153,73 +225,153 @@ class Lead:
             thread.join(within)
 
     def gather(self) -> None:
-        """Let operations gather for a cycle, and for some more while they keep coming and do not fill a list."""
+        """Let operations gather for a cycle, and for further ones while they keep coming and do not fill a list."""
+        inbox = self._submissions.inbox
         for _ in range(_MOST_CYCLES):
-            if not self.cycle or self._followers:
+            if not self.cycle or self._callers.followers:
                 return
-            before = len(self._inbox)
-            time.sleep(self.cycle)  # the cycle itself: what comes meanwhile travels together
-            waiting = list(self._inbox)
-            if len(waiting) <= before or sum(handle.entry.nbytes for handle in waiting) >= min(
-                self.threshold, LIST_BYTES
-            ):
+            before = len(inbox)
+            time.sleep(self.cycle)  # the cycle itself: what is submitted meanwhile is negotiated together
+            waiting = list(inbox)
+            full = min(self._coordinator.threshold, LIST_BYTES)
+            if len(waiting) <= before or sum(handle.entry.nbytes for handle in waiting) >= full:
                 return
 
-    @contextlib.contextmanager
-    def paused(self, within: float = -1) -> Iterator[None]:
-        """Take the lead from whoever has it, for good, between two rounds; without it after ``within`` seconds."""
-        with self._bell:
-            self._followers += 1  # the background thread gives way to followers
-        self._stopping = True
-        try:
-            taken = self._lead.acquire(timeout=within)
-        finally:
-            with self._bell:
-                self._followers -= 1
-        if taken:
-            self._leading = True
-        try:
-            yield
-        finally:
-            self._give_lead()
-            self._hand_over()
+    def drive_in_background(self) -> None:
+        """Drive while there is work and no other thread waits."""
+        submissions = self._submissions
+        while (
+            submissions.has_work()
+            and submissions.refusal is None
+            and not self._callers.followers
+            and self.lock.acquire(False)
+        ):
+            self.driving = True
+            try:
+                with quick_switches():
+                    self.guarded(lambda: self._drive(None, None))
+            except BaseException:
+                return  # every handle in flight carries the error
+            finally:
+                self.release()
+
+    @property
+    def ended(self) -> bool:
+        """Whether calls are refused, so that there is nothing more to drive."""
+        return self._submissions.refusal is not None
+
+    # ---- driving
+
+    def _drive(self, handle: Handle | None, deadline: float | None) -> None:
+        """Run rounds until the handle is done or the deadline has passed; without a handle (in the background), until
+        there is no work or another thread waits."""
+        coordinator, control, submissions = self._coordinator, self._control, self._submissions
+        begun = time.monotonic()
+        while True:
+            if submissions.refusal is not None:
+                raise submissions.refusal()
+            if handle is not None:
+                if handle.done or self.stopping:
+                    return
+            elif self._callers.followers or not submissions.has_work():
+                return
+            if coordinator.open is None and not coordinator.propose():
+                if not self._pause_until(coordinator.has_reason_to_propose, handle, deadline, begun):
+                    return
+                continue
+            same = control.look()
+            if same is None:
+                if not self._pause_until(lambda: control.look(spin=False) is not None, handle, deadline, begun):
+                    return
+                same = control.look()
+            if same:
+                coordinator.carry_out()
+                begun = time.monotonic()
+            else:
+                coordinator.compare()
+
+    def _pause_until(
+        self, ready: Callable[[], bool], handle: Handle | None, deadline: float | None, begun: float
+    ) -> bool:
+        """Poll ``ready`` with growing naps. Returns False if the deadline has passed or this thread must stop driving.
+
+        Args:
+            begun: when the wait for the handle began, for the bound on all waits.
+        """
+        coordinator, control, callers = self._coordinator, self._control, self._callers
+        for _ in range(_YIELDS if handle is not None else 1):
+            if ready():
+                return True
+            control.relax()
+        started = looked = time.monotonic()
+        nap = _NAP
+        timeline = coordinator.context.timeline
+        missing: Sequence[int] = ()
+        while not ready():
+            now = time.monotonic()
+            if timeline is not None and coordinator.open is not None:
+                missing = control.missing() or missing  # the last ones to be waited for
+            if deadline is not None and now >= deadline:
+                return False
+            if self.stopping or (handle is None and callers.followers):
+                return False
+            if handle is not None and handle.done:
+                return True
+            deep = now - looked > LOOK_EVERY / 2
+            try:
+                control.check(deep=deep, upcoming=coordinator.open is None)
+            except RankFailedError as error:
+                if "\n" not in str(error):  # otherwise it ends with the failure itself, which says enough
+                    error.args = (f"{error}{describe(self._rank, self._waiting())}",)
+                raise
+            if deep:
+                looked = now
+                if self._submissions.refusal is not None:  # by another thread, as when work on a GPU was aborted
+                    raise self._submissions.refusal()
+                self._inspect(handle if deadline is None else None, now - begun)
+            # Peers write memory and signal nothing: polling costs 2.6 % of a core while a rank is late.
+            time.sleep(nap if deadline is None else min(nap, max(0.0, deadline - now)))
+            nap = min(nap * 1.2, _LONGEST_NAP if now - started < _LAZY_AFTER else _LAZY_NAP)
+        ended = time.monotonic()
+        if timeline is not None and ended - started > _RECORDED_FROM:
+            ranks = [coordinator.names[peer] for peer in missing]
+            timeline.span("engine", "wait for other ranks", started, ended, missing=ranks)
+        return True
+
+    def _waiting(self) -> list[Handle]:
+        """The operations of the open round, or all that are pending."""
+        open_here = self._coordinator.open[0] if self._coordinator.open is not None else ()
+        return list(open_here or self._submissions.pending.values())
+
+    def _inspect(self, handle: Handle | None, waited: float) -> None:
+        """Report stalled operations, note whether this rank is stuck, and raise CollectiveTimeoutError for a handle
+        that has waited longer than `Config.timeout`."""
+        self._stall.look(self._submissions.pending.values(), self._coordinator.missing)
+        self._coordinator.tell_if_stuck()
+        if handle is not None and waited > self._timeout:
+            self._time_out(handle)
+
+    def _time_out(self, handle: Handle) -> NoReturn:
+        missing = self._coordinator.missing(handle)
+        who = (
+            f"rank {', '.join(map(str, missing))}, which is alive"
+            if len(missing) == 1
+            else f"ranks {missing or '(not known)'}, alive,"
+        )
+        raise CollectiveTimeoutError(
+            f"rank {self._rank}: {handle.name}: waited {self._timeout:g} s for {who} but did not come; "
+            f"see what it is doing, or raise COLLECTIVES_TIMEOUT"
+        )
 
 
-def _run_background(reference: weakref.ref[Lead], work: threading.Event) -> None:
+def _run_background(reference: weakref.ref[Progress], work: threading.Event) -> None:
     """The background thread; it does not keep its engine alive."""
     while True:
         work.wait()
         work.clear()
-        engine = reference()
-        if engine is None or engine.refusal is not None:
+        progress = reference()
+        if progress is None or progress.ended:
             return
-        engine.gather()
-        engine.drive_in_background()
-        del engine
-
-
-_interval_users = 0
-_interval_before = 0.0
-_interval_lock = threading.Lock()
-
-
-@contextlib.contextmanager
-def quick_switches() -> Iterator[None]:
-    """While a background thread works: NumPy gives the interpreter lock away for every block, and waits for it to come
-    back.
-
-    A thread that computes in Python keeps it for 5 ms by default, hundreds of times longer than a block takes.
-    """
-    global _interval_users, _interval_before
-    with _interval_lock:
-        if _interval_users == 0:
-            _interval_before = sys.getswitchinterval()
-            sys.setswitchinterval(min(_SWITCH_INTERVAL, _interval_before))
-        _interval_users += 1
-    try:
-        yield
-    finally:
-        with _interval_lock:
-            _interval_users -= 1
-            if _interval_users == 0:
-                sys.setswitchinterval(_interval_before)
+        progress.gather()
+        progress.drive_in_background()
+        del progress

@@ -1,17 +1,18 @@
 """Tasks: how one operation that the ranks have agreed on is carried out.
 
-A task is carried out in two halves, between which the ranks meet:
+A task has two halves, between which the ranks meet:
 
-    prepare    what peers will read is put where they read it: staged in the window, or given by address
-    run        all ranks are here: move and reduce, and unpack
+    prepare    put what peers read where they read it: into the window, or give its address
+    run        all ranks have prepared: move, reduce and unpack
 
-so that the very round in which the ranks agree also brings the first task's data, or the addresses of it.
+so that the round in which the ranks agree also brings the first task's data, or its addresses.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,91 +27,153 @@ from collectives.schedules import partition
 from collectives.tensors import arrays, halves
 from collectives.transport.base import Array
 
+Words = Sequence[int] | memoryview
+"""What a rank enters a round with, besides the token."""
 
-class One:
-    """An all-reduce, reduce-scatter, broadcast or barrier by itself; also one without elements, where coming is all
-    there is to it."""
+
+class Task:
+    """One operation, or several in one bucket.
+
+    Args:
+        entry: the request; of a bucket, the first one.
+
+    Attributes:
+        token: enters the round in which the ranks meet for this task.
+        packs: whether `prepare_handles` copies the tensors into a buffer or window.
+        description: how it is carried out, for the timeline.
+    """
 
     packs = False
+    description = ""
 
-    def __init__(self, context: Context, entry: CachedRequest) -> None:
-        self._context = context
+    def __init__(self, entry: CachedRequest) -> None:
         self.entry = entry
         self.token = entry.signature
-        self._plan: Plan | None = None
-        self._scaled: Array | None = None
 
-    def prepare(self, source: Array, out: Array) -> Sequence[int]:
-        """Make visible to the peers what they will read; the words to enter with."""
+    def prepare_handles(self, handles: Sequence[Handle]) -> Words:
+        """Make visible to the peers what they will read. Returns the words to enter the round with."""
+        raise NotImplementedError
+
+    def run_handles(self, handles: Sequence[Handle]) -> None:
+        """Carry it out; all ranks have prepared."""
+        raise NotImplementedError
+
+
+class HostTask(Task):
+    """A task on host memory.
+
+    Args:
+        context: of the world.
+        entry: as of `Task`.
+    """
+
+    def __init__(self, context: Context, entry: CachedRequest) -> None:
+        super().__init__(entry)
+        self._context = context
+        self._state = context.executor.state
+
+    def _set_arrays(self, source: Array, out: Array) -> tuple[int, int]:
+        """Have the executor read and write these arrays. Returns their addresses."""
+        state = self._state
+        state.input, state.output = source, out
+        state.input_at = at = address(source)
+        state.output_at = at if out is source else address(out)
+        return at, state.output_at
+
+    def _clear_arrays(self) -> None:
+        """Release the arrays that the executor has read and written."""
+        self._state.input = self._state.output = _EMPTY
+
+    def _learn_addresses(self, plan: Plan) -> None:
+        """Take the addresses that the peers of a plan have entered the round with."""
+        addresses, words_of = self._state.addresses, self._context.control.words_of
+        for peer in plan.partners:
+            addresses[peer] = words_of(peer)
+
+
+class OneTensor(HostTask):
+    """An all-reduce, reduce-scatter, broadcast or barrier by itself; without elements it only synchronises the ranks.
+
+    Attributes:
+        bound: quicker equivalents of `prepare` and `run`, if the plan has them.
+        epoch: the planner's, when they were bound.
+        generation: the ledger's, when its cache last knew this request.
+    """
+
+    description = "one"
+
+    def __init__(self, context: Context, entry: CachedRequest) -> None:
+        super().__init__(context, entry)
+        self.bound: tuple[Callable[[Array, Array], Words], Callable[[], object]] | None = None
+        self.epoch = self.generation = -1
+        self._plan: Plan | None = None
+        self._source = self._out = _EMPTY
+
+    def bind(self) -> None:
+        """Bind the plan that is in force."""
+        context, entry = self._context, self.entry
+        self._plan = plan = entry.plan()
+        self.epoch = context.planner.epoch
+        block = None if plan is None or entry.prescale is not None else context.executor.one_block(plan)
+        if block is None:
+            self.bound = None
+        else:
+            self.bound = block.stage, functools.partial(context.quietly, block.run) if entry.warns else block.run
+
+    def prepare(self, source: Array, out: Array) -> Words:
+        """`prepare_handles` of a blocking call, which has no handle."""
         entry, context = self.entry, self._context
         self._plan = plan = entry.plan()
         if entry.prescale is not None and not context.joined:
-            self._scaled = scaled = (
-                out if out is not source and out.size == source.size else context.pool.empty(source.shape, source.dtype)
-            )
+            # Scaled into the output where that is possible: it is overwritten anyway.
+            into_output = out is not source and out.size == source.size
+            scaled = out if into_output else context.pool.empty(source.shape, source.dtype)
             context.scale(entry.prescale, source, scaled)
             source = scaled
         if plan is None:
+            self._source, self._out = source, out
             return ()
-        state = context.executor.state
-        state.input, state.output = source, out
+        self.description = plan.description
         if plan.needs_addresses:
-            state.input_at = at = address(source)
-            state.output_at = at if out is source else address(out)
-            return (at, state.output_at)
+            return self._set_arrays(source, out)
+        self._state.input, self._state.output = source, out
         if plan.staged:
             context.executor.stage(plan)
         return ()
 
-    def run(self, source: Array, out: Array) -> None:
-        """All ranks have prepared."""
+    def run(self) -> None:
+        """`run_handles` of a blocking call."""
         context, plan, entry = self._context, self._plan, self.entry
         if plan is not None:
-            state = context.executor.state
             if plan.needs_addresses:
-                words_of = context.control.words_of
-                for peer in plan.partners:
-                    state.addresses[peer] = words_of(peer)
-            if entry.warns:
-                context.quietly(context.executor.run, plan, plan.staged)
-            else:
-                context.executor.run(plan, plan.staged)
-            state.input = state.output = _EMPTY
-            self._scaled = None
+                self._learn_addresses(plan)
+            context.run_plan(plan, plan.staged, entry.warns)
+            self._clear_arrays()
         elif entry.native is not None:
-            entry.native(source if self._scaled is None else self._scaled, out)
-            self._scaled = None
+            entry.native(self._source, self._out)
             if entry.finish is not None:
-                context.scale(entry.finish, out, out)
+                context.scale(entry.finish, self._out, self._out)
+        self._source = self._out = _EMPTY
 
-    def prepare_handles(self, handles: Sequence[Handle]) -> Sequence[int]:
+    def prepare_handles(self, handles: Sequence[Handle]) -> Words:
         return self.prepare(handles[0].source, handles[0].out)
 
     def run_handles(self, handles: Sequence[Handle]) -> None:
-        self.run(handles[0].source, handles[0].out)
+        self.run()
 
 
-class Rows:
-    """An allgather or an all-to-all: how many rows move is found out on the way."""
+class Rows(HostTask):
+    """An allgather or an all-to-all: the ranks learn in the round how many rows move."""
 
-    packs = False
+    description = "rows"
 
-    def __init__(self, context: Context, entry: CachedRequest) -> None:
-        self._context = context
-        self.entry = entry
-        self.token = entry.signature
-
-    def prepare_handles(self, handles: Sequence[Handle]) -> Sequence[int]:
+    def prepare_handles(self, handles: Sequence[Handle]) -> Words:
         return (address(handles[0].source), 0, *handles[0].rows)
 
     def run_handles(self, handles: Sequence[Handle]) -> None:
         handle, context, entry = handles[0], self._context, self.entry
-        state, control, rank = context.executor.state, context.control, context.rank
-        every: list[Sequence[int]] = []
-        for peer in range(context.size):
-            words = (address(handle.source), 0, *handle.rows) if peer == rank else control.words_of(peer)
-            state.addresses[peer] = words[:2]
-            every.append(words[2:])
+        control, rank = context.control, context.rank
+        every = [handle.rows if peer == rank else control.words_of(peer)[2:] for peer in range(context.size)]
         if entry.request.collective == "allgather":
             received, rows = [words[0] for words in every], tuple(words[0] for words in every)
         else:
@@ -121,29 +184,20 @@ class Rows:
         plan = context.entries.plan_for_rows(entry, rows)
         if plan is None:
             return
-        state.input, state.output = handle.source, flat
-        if plan.needs_addresses:
-            state.input_at, state.output_at = address(handle.source), address(flat)
-        if plan.reads_outputs:
-            context.meet(self.token, (state.input_at, state.output_at))
-            for peer in plan.partners:
-                state.addresses[peer] = control.words_of(peer)
+        addresses = self._set_arrays(handle.source, flat)
+        if plan.reads_outputs:  # allocated only now: their addresses take a further round
+            context.meet(self.token, addresses)
+        self._learn_addresses(plan)
         context.run_plan(plan, False, True)
-        state.input = state.output = _EMPTY
+        self._clear_arrays()
 
 
-class Combine:
-    """An Adasum: an all-to-all, a tiny all-reduce for each level of the tree, and an allgather; for each tensor by
-    itself."""
+class AdasumTensor(HostTask):
+    """An Adasum of one tensor: an all-to-all, a tiny all-reduce for each level of the tree, and an allgather."""
 
-    packs = False
+    description = "combine"
 
-    def __init__(self, context: Context, entry: CachedRequest) -> None:
-        self._context = context
-        self.entry = entry
-        self.token = entry.signature
-
-    def prepare_handles(self, handles: Sequence[Handle]) -> Sequence[int]:
+    def prepare_handles(self, handles: Sequence[Handle]) -> Words:
         return ()
 
     def run_handles(self, handles: Sequence[Handle]) -> None:
@@ -155,52 +209,41 @@ class Combine:
             source = scaled
         sizes = partition.split(source.size, size)
         slices = np.empty((size, sizes[rank]), source.dtype)
-        plans = entry.plan_for((), lambda: self._exchange(sizes, entry.dtype, gathers=False))
-        self._move(plans, source, slices.reshape(-1))
+        self._move(entry.plan_for((), lambda: self._scatter(sizes, entry.dtype)), source, slices.reshape(-1))
         vectors = adasum.widen(slices)
         for pairs in adasum.tree(size):
             dots = adasum.dots(vectors, pairs)
-            flat = dots.reshape(-1)
-            _carry_out(
-                context,
-                context.entries.reducing("allreduce", arrays.view(flat), None, {"op": Op.SUM}),
-                flat,
-                flat,
-            )
+            self._sum(dots.reshape(-1))
             adasum.combine(vectors, pairs, dots)
         mine = np.empty(sizes[rank], source.dtype)
         halves.cast(vectors[0], mine)
-        self._move(entry.plan_for((1,), lambda: self._exchange(sizes, entry.dtype, gathers=True)), mine, out)
+        self._move(entry.plan_for((1,), lambda: self._gather(sizes, entry.dtype)), mine, out)
         if entry.finish is not None:
             context.scale(entry.finish, out, out)
 
-    def _exchange(self, sizes: Sequence[int], dtype: np.dtype[Any], *, gathers: bool) -> Plan:
-        plans, nbytes, size = self._context.plans, sum(sizes) * dtype.itemsize, self._context.size
-        if gathers:
-            return plans.allgather(sizes, dtype, self._context.planner.choose("allgather", nbytes))
-        table = [sizes[to] for _ in range(size) for to in range(size)]
-        return plans.alltoall(table, dtype, self._context.planner.choose("alltoall", nbytes))
+    def _sum(self, dots: Array) -> None:
+        """All-reduce in place within this task: the ranks need not agree on it."""
+        context = self._context
+        entry = context.entries.reducing("allreduce", arrays.view(dots), None, {"op": Op.SUM})
+        task = OneTensor(context, entry)
+        context.meet(task.token, task.prepare(dots, dots))
+        task.run()
+
+    def _scatter(self, sizes: Sequence[int], dtype: np.dtype[Any]) -> Plan:
+        context, nbytes = self._context, sum(sizes) * dtype.itemsize
+        table = [to for _ in sizes for to in sizes]
+        return context.plans.alltoall(table, dtype, context.planner.choose("alltoall", nbytes))
+
+    def _gather(self, sizes: Sequence[int], dtype: np.dtype[Any]) -> Plan:
+        context, nbytes = self._context, sum(sizes) * dtype.itemsize
+        return context.plans.allgather(sizes, dtype, context.planner.choose("allgather", nbytes))
 
     def _move(self, plan: Plan | None, source: Array, out: Array) -> None:
-        context = self._context
-        state, control = context.executor.state, context.control
         assert plan is not None
-        state.input, state.output = source, out
-        state.input_at, state.output_at = address(source), address(out)
-        context.meet(self.token, (state.input_at, state.output_at))
-        for peer in range(context.size):
-            if peer != context.rank:
-                state.addresses[peer] = control.words_of(peer)
-        context.run_plan(plan, False, False)
-        state.input = state.output = _EMPTY
-
-
-def _carry_out(context: Context, entry: CachedRequest, source: Array, out: Array) -> None:
-    """Agree on and run an operation that is part of another: all ranks are here, and know what comes."""
-    one = One(context, entry)
-    words = one.prepare(source, out)
-    context.meet(one.token, words)
-    one.run(source, out)
+        self._context.meet(self.token, self._set_arrays(source, out))
+        self._learn_addresses(plan)
+        self._context.run_plan(plan, False, False)
+        self._clear_arrays()
 
 
 _EMPTY = np.empty(0)

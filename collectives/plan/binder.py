@@ -14,7 +14,7 @@ import numpy as np
 
 from collectives.fusion import Lists, Pieces
 from collectives.plan import fast_paths, window_packing
-from collectives.plan.fast_paths import Do, Kernel, Scale, State
+from collectives.plan.fast_paths import Do, ExecutorState, Kernel, Scale
 from collectives.plan.lowering import Action, Medium, Place, Program, RoundProgram, Space, Verb
 from collectives.transport.base import SLOT_BYTES, SLOTS, Array
 from collectives.transport.group import Group
@@ -102,7 +102,7 @@ class Binder:
 
     def __init__(
         self,
-        state: State,
+        state: ExecutorState,
         group: Group,
         windows: Sequence[Array | None],
         scratch: list[Array],
@@ -223,11 +223,13 @@ class Binder:
         if target.space is not Space.OUTPUT:
             return None
         if action.medium is Medium.WINDOW and source.space is Space.WINDOW and self._segments == 1:
-            theirs = self._slots(action.peer, source, action.size)
+            theirs, staged = self._slots(action.peer, source, action.size), self._staged and action.after == 0
             if action.verb is Verb.TAKE:
-                return fast_paths.take_from_window(state, theirs, target, action.size, wait)
+                return fast_paths.take_from_window(state, theirs, target, action.size, wait, staged)
             if operand is not None and operand.space is Space.INPUT and kernel is not None:
-                return fast_paths.reduce_from_window(state, theirs, operand, target, action.size, wait, kernel, finish)
+                return fast_paths.reduce_from_window(
+                    state, theirs, operand, target, action.size, wait, staged, kernel, finish
+                )
         if action.medium is Medium.DIRECT and action.verb is Verb.REDUCE and action.after < 0:
             assert memory is not None and operand is not None and kernel is not None
             if Space.WINDOW not in (source.space, operand.space):

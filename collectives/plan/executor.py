@@ -24,7 +24,7 @@ import numpy as np
 
 from collectives.fusion import Lists, Pieces
 from collectives.plan.binder import Binder, BoundRound, Plan
-from collectives.plan.fast_paths import Kernel, Scale, State
+from collectives.plan.fast_paths import ExecutorState, Kernel, OneBlock, Scale
 from collectives.plan.lowering import Program
 from collectives.transport.base import SLOTS, WINDOW_BYTES, Array
 from collectives.transport.group import Group
@@ -54,7 +54,7 @@ class Executor:
     """
 
     def __init__(self, group: Group) -> None:
-        self.state = State(group.size)
+        self.state = ExecutorState(group.size)
         self.trace: Trace | None = None
         """Told of every group of steps: its name, its beginning and its end, as `time.monotonic` has them."""
         self._group = group
@@ -63,7 +63,6 @@ class Executor:
         self._windows: Sequence[Array | None] = windows or [
             np.empty(WINDOW_BYTES, np.uint8) if rank == group.rank else None for rank in range(group.size)
         ]
-        self._free_at = [0] * SLOTS
         self._scratch = np.empty(0, np.uint8)
         self._scratch_views: dict[np.dtype[Any], list[Array]] = {}
 
@@ -122,6 +121,16 @@ class Executor:
             self.state.scratch_at = self._scratch.ctypes.data
             for dtype, holder in self._scratch_views.items():
                 holder[0] = self._scratch.view(dtype)
+
+    def one_block(self, plan: Plan) -> OneBlock | None:
+        """The quickest way to run a plan, if it has one segment, is staged, and every peer is on this host's board."""
+        board = self._board
+        if board is None or not plan.staged or plan.segments > 1 or not plan.uses_window or plan.touched_by:
+            return None
+        if any(bound.has_messages for bound in plan.rounds) or plan.rounds[0].pushes:
+            return None
+        stage, *rounds = [[*bound.pushes, *(do for _, do in bound.rest)] for bound in plan.rounds]
+        return OneBlock(self.state, board, stage, rounds)
 
     def stage(self, plan: Plan) -> None:
         """Copy segment 0 into the window, before the call is entered; only for staged plans."""
@@ -242,7 +251,7 @@ class Executor:
             return
         state = self.state
         if segment < SLOTS:
-            free = self._free_at[(state.slot + segment) % SLOTS]
+            free = state.free_at[(state.slot + segment) % SLOTS]
         else:
             free = state.base + (segment - SLOTS) * plan.stride + len(plan.rounds)
         seen = board.seen
@@ -253,9 +262,9 @@ class Executor:
     def _leave_slots(self, plan: Plan) -> None:
         state, segments = self.state, plan.segments
         if segments == 1:
-            self._free_at[state.slot] = state.base + len(plan.rounds)
+            state.free_at[state.slot] = state.base + len(plan.rounds)
             state.slot = (state.slot + 1) % SLOTS
             return
         for segment in range(max(0, segments - SLOTS), segments):
-            self._free_at[(state.slot + segment) % SLOTS] = state.base + segment * plan.stride + len(plan.rounds)
+            state.free_at[(state.slot + segment) % SLOTS] = state.base + segment * plan.stride + len(plan.rounds)
         state.slot = (state.slot + segments) % SLOTS

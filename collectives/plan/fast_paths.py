@@ -13,20 +13,23 @@ import numpy as np
 
 from collectives.fusion import Lists
 from collectives.plan.lowering import Action, Place, Space
-from collectives.transport.base import Array
+from collectives.transport.base import SLOTS, Array
+from collectives.transport.board import Board
 
 Kernel = Callable[[Array, Array, Array], object]
 Scale = Callable[[Array, Array], object]
 Do = Callable[[int], None]
+_EMPTY: Array = np.empty(0)
 
 
-class State:
+class ExecutorState:
     """What changes from call to call: the caller's arrays, the peers' addresses, and how far the world has come."""
 
     __slots__ = (
         "addresses",
         "base",
         "entered_staged",
+        "free_at",
         "input",
         "input_at",
         "output",
@@ -36,8 +39,8 @@ class State:
     )
 
     def __init__(self, size: int) -> None:
-        self.input: Array = np.empty(0)
-        self.output: Array = np.empty(0)
+        self.input: Array = _EMPTY
+        self.output: Array = _EMPTY
         self.input_at = 0
         self.output_at = 0
         self.addresses: list[Sequence[int]] = [(0, 0)] * size
@@ -47,15 +50,63 @@ class State:
         """Groups finished before this call, by every rank alike."""
         self.slot = 0
         """The window slot of segment 0."""
+        self.free_at = [0] * SLOTS
+        """Of each window slot, the progress that every peer must have made before it may be overwritten."""
         self.entered_staged = False
         """Segment 0 was in the window before the call was entered, so that nobody waits for it."""
+
+
+class OneBlock:
+    """A plan of one segment that is staged into the window, with everything bound that a run needs.
+
+    Such plans carry out tiny tensors, where every call of Python counts. What `Executor.stage` and `Executor.run` do
+    for any plan is written out here for one segment without messages.
+
+    Args:
+        state, board: of the executor.
+        stage: the actions of the first round.
+        rounds: the actions of each later round.
+    """
+
+    def __init__(self, state: ExecutorState, board: Board, stage: Sequence[Do], rounds: Sequence[Sequence[Do]]) -> None:
+        self._state = state
+        self._board = board
+        self._advance = board.advance
+        self._stage = stage
+        self._rounds = rounds
+
+    def stage(self, source: Array, out: Array) -> Sequence[int]:
+        """Copy the input into the window. Returns the words to enter the call with: none."""
+        state, board = self._state, self._board
+        state.input, state.output = source, out
+        free, seen = state.free_at[state.slot], board.seen
+        for peer in board.peers:
+            if seen[peer] < free:
+                board.wait(peer, free)
+        for do in self._stage:
+            do(0)
+        return ()
+
+    def run(self) -> None:
+        """Run the later rounds; every rank has staged its input."""
+        state, advance = self._state, self._advance
+        state.entered_staged = True
+        progress = state.base + 1
+        for actions in self._rounds:
+            for do in actions:
+                do(0)
+            progress += 1
+            advance(progress)
+        state.free_at[state.slot] = state.base = progress
+        state.slot = (state.slot + 1) % SLOTS
+        state.input = state.output = _EMPTY
 
 
 Move = Callable[[int, int, int, int], None]
 """`MemoryTransport.fetch` or ``store``: peer, its address, the own address, bytes."""
 
 
-def stage(state: State, views: Sequence[Array], source: Place, size: int) -> Do:
+def stage(state: ExecutorState, views: Sequence[Array], source: Place, size: int) -> Do:
     """Copy a block of the input into the window: ``views`` of its place, by slot."""
     own = slice(source.offset, source.offset + size)
 
@@ -65,32 +116,37 @@ def stage(state: State, views: Sequence[Array], source: Place, size: int) -> Do:
     return stage if size else _nothing
 
 
-def take_from_window(state: State, views: Sequence[Array], target: Place, size: int, wait: Do) -> Do:
-    """Copy a block of a peer's window into the output."""
+def take_from_window(
+    state: ExecutorState, views: Sequence[Array], target: Place, size: int, wait: Do, staged: bool
+) -> Do:
+    """Copy a block of a peer's window into the output; ``staged`` blocks may be there before the call is entered."""
     here = slice(target.offset, target.offset + size)
 
     def take(segment: int) -> None:
-        wait(0)
+        if not (staged and state.entered_staged):
+            wait(0)
         state.output[here] = views[state.slot]
 
     return take if size else _nothing
 
 
 def reduce_from_window(
-    state: State,
+    state: ExecutorState,
     views: Sequence[Array],
     operand: Place,
     target: Place,
     size: int,
     wait: Do,
+    staged: bool,
     kernel: Kernel,
     finish: Scale | None,
 ) -> Do:
-    """Combine a block of the input with one of a peer's window, into the output."""
+    """Combine a block of the input with one of a peer's window, into the output; ``staged`` as above."""
     here, own = slice(target.offset, target.offset + size), slice(operand.offset, operand.offset + size)
 
     def reduce(segment: int) -> None:
-        wait(0)
+        if not (staged and state.entered_staged):
+            wait(0)
         out = state.output[here]
         kernel(state.input[own], views[state.slot], out)
         if finish is not None:
@@ -100,7 +156,7 @@ def reduce_from_window(
 
 
 def reduce_directly(
-    state: State,
+    state: ExecutorState,
     fetch: Move,
     scratch: Sequence[Array],
     action: Action,
@@ -134,7 +190,7 @@ def reduce_directly(
     return reduce
 
 
-def push_directly(state: State, store: Move, action: Action, block: int, itemsize: int) -> Do:
+def push_directly(state: ExecutorState, store: Move, action: Action, block: int, itemsize: int) -> Do:
     """Write an own block into a peer's output."""
     source, target = action.source, action.target
     assert source is not None and target is not None
@@ -155,7 +211,7 @@ def push_directly(state: State, store: Move, action: Action, block: int, itemsiz
 
 
 def reduce_lists(
-    state: State,
+    state: ExecutorState,
     fetch_list: Callable[..., None],
     scratch: Sequence[Array],
     action: Action,

@@ -84,20 +84,21 @@ class Tuning:
         self._seconds = self._ended = 0.0
         if start:
             self._apply(self.settings)
-        engine.on_batch = self._after
+        self._over = False
+        engine.on_batch(self._after)
         engine.hinder("tuning")
 
     @property
     def done(self) -> bool:
         """Whether the search is over, and the best settings are in force."""
-        return self._engine.on_batch is None
+        return self._over
 
     def _after(self, batch: Batch, handles: Sequence[Handle], submitted: float) -> None:
         """A batch has been carried out; by every rank, whatever its own clock says."""
         now = time.monotonic()
         if self._training.begins([_known(handle) for handle in handles]):
             self._end_step()
-            if self._engine.on_batch is None:
+            if self._over:
                 return
         self._bytes += batch.nbytes
         # Not what it waited for the batches before it.
@@ -131,7 +132,8 @@ class Tuning:
         if settings != self.settings:
             self._apply(settings)
         if done:
-            self._engine.on_batch = None
+            self._over = True
+            self._engine.on_batch(None)
             self._engine.hinder("tuning", False)
             if self._tuner is not None:
                 _log.info(

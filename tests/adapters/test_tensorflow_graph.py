@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 from collectives.base.errors import MismatchError
-from collectives.engine import coordinator
+from collectives.engine import callers
 from collectives.runtime import world
 from collectives.tensorflow import packed_callbacks
 
@@ -315,7 +315,7 @@ def test_other_orders_on_other_ranks_end_with_an_error(hvd_tf: Any, monkeypatch:
     hvd = hvd_tf
     if hvd.size() == 1:
         pytest.skip("one rank cannot disagree")
-    monkeypatch.setattr(coordinator, "_STUCK_AFTER", 1.0)
+    monkeypatch.setattr(callers, "STUCK_AFTER", 1.0)
 
     def one_after_the_other() -> Any:
         names = ["here", "there"] if hvd.rank() % 2 else ["there", "here"]

@@ -31,7 +31,7 @@ def works(world: World) -> None:
         assert world.allreduce(np.array([world.rank + 1.0]), op=Op.SUM, name=name)[0] == sum(range(1, world.size + 1))
     assert world.broadcast_object({"rank": world.rank}, 0, name="thing") == {"rank": 0}
     assert world.allgather_object(world.rank) == list(range(world.size))
-    assert not world._engine._pending and not world._engine._names_in_flight
+    assert not world._engine._submissions.pending and not world._engine._submissions.names
 
 
 @contextlib.contextmanager

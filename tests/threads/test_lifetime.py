@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from collectives.base.reduce_op import Op
+from collectives.engine.callers import THREAD_NAME
 from collectives.engine.handles import Handle
-from collectives.engine.progress import THREAD_NAME
 from collectives.transport import threads
 from collectives.world import World
 

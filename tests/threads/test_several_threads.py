@@ -181,22 +181,22 @@ def test_shutting_down_ends_what_another_thread_waits_for() -> None:
     threads.run(2, program, make_world=World)
 
 
-def test_an_interrupt_just_before_the_lead_is_given_leaves_it_free() -> None:
+def test_an_interrupt_just_before_the_lock_is_released_leaves_it_free() -> None:
     def program(world: World) -> None:
-        engine = world._engine
+        progress = world._engine._progress
         if world.rank == 0:
-            give, interrupted = engine._give_lead, []
+            release, interrupted = progress.release, []
 
-            def give_lead() -> None:
+            def interrupted_release() -> None:
                 if not interrupted:
                     interrupted.append(True)
                     raise KeyboardInterrupt
-                give()
+                release()
 
-            engine._give_lead = give_lead  # type: ignore[method-assign]
+            progress.release = interrupted_release  # type: ignore[method-assign]
             with pytest.raises(KeyboardInterrupt):
                 world.allreduce_async(np.ones(2), name="interrupted").wait()
-            assert interrupted and not engine.leads()
+            assert interrupted and not progress.drives()
         else:
             world.allreduce_async(np.ones(2), name="interrupted").wait()
         assert world.allreduce(np.float64(1), average=False) == world.size

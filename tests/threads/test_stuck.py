@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from collectives.base.errors import MismatchError
-from collectives.engine import coordinator, stall
+from collectives.engine import callers, stall
 from collectives.transport import threads
 from collectives.world import World
 
@@ -50,7 +50,7 @@ def asleep(worker: threading.Thread) -> None:
 def test_a_thread_that_has_called_and_does_nothing_hides_nobody(
     wait: Callable[[threading.Thread], None], bound: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(coordinator, "_STUCK_AFTER", bound)
+    monkeypatch.setattr(callers, "STUCK_AFTER", bound)
 
     def program(world: World) -> None:
         world.allreduce(np.ones(2))
@@ -68,7 +68,7 @@ def test_a_thread_that_has_called_and_does_nothing_hides_nobody(
 
 @pytest.mark.slow
 def test_a_thread_that_computes_may_call_when_it_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coordinator, "_STUCK_AFTER", 0.5)
+    monkeypatch.setattr(callers, "STUCK_AFTER", 0.5)
 
     def program(world: World) -> None:
         world.allreduce(np.ones(2))
@@ -88,7 +88,7 @@ def test_a_thread_that_computes_may_call_when_it_is_done(monkeypatch: pytest.Mon
 
 
 def test_a_thread_may_wait_for_one_that_computes_and_call_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coordinator, "_STUCK_AFTER", 0.5)
+    monkeypatch.setattr(callers, "STUCK_AFTER", 0.5)
 
     def compute() -> None:
         used = time.thread_time()
@@ -96,7 +96,7 @@ def test_a_thread_may_wait_for_one_that_computes_and_call_then(monkeypatch: pyte
             np.ones(1000).sum()
 
     def program(world: World) -> None:
-        world._engine._ranks_are_threads = False  # as where each rank is a process
+        world._engine._callers.ranks_are_threads = False  # as where each rank is a process
         world.allreduce(np.ones(2))
         told: list[BaseException] = []
         worker = threading.Thread(target=until_told, args=(world, told))

@@ -45,7 +45,7 @@ from collectives.tensors.result_pool import ResultPool
 from collectives.transport.group import Group
 from collectives.transport.issue_order import Turn
 from collectives.tuning.online import Tuning
-from collectives.tuning.search import Settings
+from collectives.tuning.search import TunedSettings
 
 if TYPE_CHECKING:
     from collectives.cuda.backend import DeviceBackend
@@ -254,15 +254,17 @@ class World:
 
         Args:
             start: settings to begin with, such as ``fusion_threshold=1 << 20``; names as in
-                `collectives.tuning.search.Settings`.
+                `collectives.tuning.search.TunedSettings`.
         """
 
         def begin(_: Handle) -> None:
             self._tuning = Tuning(self._engine, self.planner, self.config, start)
 
-        unknown = start.keys() - Settings.__dataclass_fields__.keys()
+        unknown = start.keys() - TunedSettings.__dataclass_fields__.keys()
         if unknown:
-            text = f"tune: expected settings among {', '.join(Settings.__dataclass_fields__)}; got {sorted(unknown)}"
+            text = (
+                f"tune: expected settings among {', '.join(TunedSettings.__dataclass_fields__)}; got {sorted(unknown)}"
+            )
             raise self.refused(InvalidArgumentError(text), None)
         # Settings decide what is planned: ranks that began with different ones would move different bytes.
         self.operations.meet("tune", begin, what=", ".join(f"{name}={start[name]!r}" for name in sorted(start)))

@@ -43,7 +43,7 @@ AGAIN = (
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class CallSite:
     """Where a function is: what one frame of a thread's stack says.
 
     Attributes:
@@ -61,7 +61,7 @@ class Place:
     loop: tuple[int, int] | None = None
     calls: frozenset[str] = frozenset()
 
-    def goes_round_with(self, other: Place) -> bool:
+    def goes_round_with(self, other: CallSite) -> bool:
         """Whether a loop around this place contains another place of the same function."""
         return self.loop is not None and self.loop[0] <= other.at <= self.loop[1]
 
@@ -69,9 +69,9 @@ class Place:
         return f"{self.function[0]}:{self.line} in {self.function[1]}"
 
 
-_ANY_THREAD = Place(("", "a thread", 0), 0, 0, (0, 0))
+_ANY_THREAD = CallSite(("", "a thread", 0), 0, 0, (0, 0))
 """Where a thread begins: as in a loop, because the program may start any number of threads with one function."""
-Stack = tuple[Place, ...]
+Stack = tuple[CallSite, ...]
 """The functions that a thread is in, the outermost first, without this package's own that it has called last."""
 
 
@@ -98,9 +98,9 @@ def stacks(waiting: CodeType, variable: str) -> dict[int, Stack]:
         awaited = id(frame.f_locals.get(variable))
         while frame is not None and frame.f_code.co_filename.startswith(PACKAGE):
             frame = frame.f_back
-        places: list[Place] = []
+        places: list[CallSite] = []
         while frame is not None and frame.f_code.co_filename != _RANKS:
-            places.append(_place(frame))
+            places.append(_call_site(frame))
             frame = frame.f_back
         if frame is None and number != threading.main_thread().ident:
             places.append(_ANY_THREAD)
@@ -108,11 +108,11 @@ def stacks(waiting: CodeType, variable: str) -> dict[int, Stack]:
     return found
 
 
-def _place(frame: FrameType) -> Place:
+def _call_site(frame: FrameType) -> CallSite:
     code = frame.f_code
     at, calls = _instruction(code, frame.f_lasti)
     around = next((loop for loop in _loops(code) if loop[0] <= at <= loop[1]), None)
-    return Place((code.co_filename, code.co_name, code.co_firstlineno), frame.f_lineno or 0, at, around, calls)
+    return CallSite((code.co_filename, code.co_name, code.co_firstlineno), frame.f_lineno or 0, at, around, calls)
 
 
 @functools.lru_cache(256)
@@ -156,7 +156,7 @@ def before(one: Stack, other: Stack) -> bool | None:
     It can where no loop is around the calls that lead to both, and each of these calls the next function itself: a
     function that is called by another in C, such as `map`, may be called several times.
     """
-    called: Place | None = None
+    called: CallSite | None = None
     for mine, theirs in zip(one, other, strict=False):
         if mine.function != theirs.function or (called is not None and mine.function[1] not in called.calls):
             return None

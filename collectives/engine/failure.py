@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +9,7 @@ from collectives.base.errors import CollectivesError, CollectiveTimeoutError, Ra
 from collectives.engine.callers import Callers
 from collectives.engine.coordinator import Coordinator
 from collectives.engine.submissions import Submissions
+from collectives.transport import backoff
 
 _ACKNOWLEDGE_WITHIN = 1.0
 """Seconds; fewer than the rank whose failure it is gives the others until it ends the job (`collectives.failures`)."""
@@ -66,11 +66,8 @@ class FailureHandler:
         )
         control = coordinator.control
         control.fail(text, in_call=True)
-        deadline = time.monotonic() + _ACKNOWLEDGE_WITHIN
-        while not control.acknowledged():
-            if time.monotonic() > deadline:
-                return
-            time.sleep(1e-3)  # acknowledgements appear on the board, which can only be polled
+        if not backoff.poll(control.acknowledged, _ACKNOWLEDGE_WITHIN):
+            return
         if not getattr(coordinator.context.group.messages, "busy", False):
             _abandoned[:] = [kept for kept in _abandoned if kept is not keeping]
 

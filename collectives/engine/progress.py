@@ -23,15 +23,16 @@ from collectives.engine.callers import THREAD_NAME, Callers
 from collectives.engine.coordinator import LIST_BYTES, Coordinator
 from collectives.engine.failure import FailureHandler
 from collectives.engine.handles import Handle
-from collectives.engine.stall import LOOK_EVERY, StallInspector
+from collectives.engine.stall import StallInspector
 from collectives.engine.submissions import Submissions, describe
 from collectives.engine.switch_interval import quick_switches
+from collectives.transport.backoff import LONGEST_NAP, YIELDS, Backoff
 
 _MOST_CYCLES = 20
 """Cycles for which the background thread waits while operations keep coming."""
-_YIELDS = 200
-_NAP, _LONGEST_NAP, _LAZY_NAP = 20e-6, 1e-3, 2e-3
+_NAP, _LAZY_NAP = 20e-6, 2e-3
 _LAZY_AFTER = 1.0
+"""Seconds of waiting after which naps may last ``_LAZY_NAP``."""
 _RECORDED_FROM = 1e-4
 """Seconds from which a wait for other ranks appears in the timeline."""
 
@@ -299,16 +300,16 @@ class Progress:
             begun: when the wait for the handle began, for the bound on all waits.
         """
         coordinator, control, callers = self._coordinator, self._control, self._callers
-        for _ in range(_YIELDS if handle is not None else 1):
+        for _ in range(YIELDS if handle is not None else 1):
             if ready():
                 return True
             control.relax()
-        started = looked = time.monotonic()
-        nap = _NAP
+        pause = Backoff()
         timeline = coordinator.context.timeline
         missing: Sequence[int] = ()
         while not ready():
-            now = time.monotonic()
+            deep = pause.look()
+            now = pause.now
             if timeline is not None and coordinator.open is not None:
                 missing = control.missing() or missing  # the last ones to be waited for
             if deadline is not None and now >= deadline:
@@ -317,7 +318,6 @@ class Progress:
                 return False
             if handle is not None and handle.done:
                 return True
-            deep = now - looked > LOOK_EVERY / 2
             try:
                 control.check(deep=deep, upcoming=coordinator.open is None)
             except RankFailedError as error:
@@ -325,17 +325,15 @@ class Progress:
                     error.args = (f"{error}{describe(self._rank, self._waiting())}",)
                 raise
             if deep:
-                looked = now
                 if self._submissions.refusal is not None:  # by another thread, as when work on a GPU was aborted
                     raise self._submissions.refusal()
                 self._inspect(handle if deadline is None else None, now - begun)
             # Peers write memory and signal nothing: polling costs 2.6 % of a core while a rank is late.
-            time.sleep(nap if deadline is None else min(nap, max(0.0, deadline - now)))
-            nap = min(nap * 1.2, _LONGEST_NAP if now - started < _LAZY_AFTER else _LAZY_NAP)
+            pause.nap(LONGEST_NAP if now - pause.begun < _LAZY_AFTER else _LAZY_NAP, until=deadline)
         ended = time.monotonic()
-        if timeline is not None and ended - started > _RECORDED_FROM:
+        if timeline is not None and ended - pause.begun > _RECORDED_FROM:
             ranks = [coordinator.names[peer] for peer in missing]
-            timeline.span("engine", "wait for other ranks", started, ended, missing=ranks)
+            timeline.span("engine", "wait for other ranks", pause.begun, ended, missing=ranks)
         return True
 
     def _waiting(self) -> list[Handle]:

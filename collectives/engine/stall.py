@@ -1,10 +1,9 @@
-"""The stall inspector: says which operations wait for which ranks, and where the program submitted them.
+"""The stall inspector: reports which operations wait for which ranks, and where the program submitted them.
 
-A rank that never submits what the others wait for shows in no error: everybody is alive, and waits. After a while that
-is reported once for each operation, and, if so configured, ends the wait with an error.
+A rank that never submits what the others wait for causes no error: all ranks are alive, and wait. Each such operation
+is reported once after a while and, if so configured, ends the wait with an error.
 
-Whether a rank will submit anything more depends on what its other threads do: `parked` and `processor_seconds` say what
-can be seen.
+Whether a rank will submit anything more depends on its other threads: `parked` and `processor_seconds` observe them.
 """
 
 from __future__ import annotations
@@ -21,16 +20,13 @@ from collectives.engine.handles import Handle
 
 _log = logging.getLogger("collectives")
 
-LOOK_EVERY = 0.25
-"""Seconds between two looks at what waits."""
-
 _WAITS = ("wait", "join", "_wait_for_tstate_lock", "_shutdown")
 """The functions of `threading` in which a thread waits for another."""
 
 
 def parked(threads: Iterable[threading.Thread]) -> set[threading.Thread]:
-    """Those of the threads that wait for another thread of this process without a bound: in a join, an event, a queue,
-    a future."""
+    """The threads among these that wait for another thread of this process without a timeout: in a join, or for an
+    event, a queue or a future."""
     frames = sys._current_frames()
     found = set()
     for thread in threads:
@@ -47,7 +43,7 @@ def parked(threads: Iterable[threading.Thread]) -> set[threading.Thread]:
 
 
 def processor_seconds(thread: threading.Thread) -> float:
-    """The processor time that a thread has used; 0 where the system does not tell."""
+    """The processor time that a thread has used; 0 where the system does not provide it."""
     try:
         with open(f"/proc/self/task/{thread.native_id}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()
@@ -57,7 +53,7 @@ def processor_seconds(thread: threading.Thread) -> float:
 
 
 class StallInspector:
-    """Looks at the operations in flight now and then.
+    """Inspects the operations in flight.
 
     Args:
         rank: for the report.
@@ -72,11 +68,11 @@ class StallInspector:
         self._reported: set[int] = set()
 
     def look(self, handles: Iterable[Handle], missing: Callable[[Handle], Sequence[int]]) -> None:
-        """Report what has waited for too long.
+        """Report the operations that have waited for too long.
 
         Args:
             handles: the operations in flight.
-            missing: the ranks that have not submitted one; empty if that cannot be known.
+            missing: the ranks that have not submitted an operation; empty if they are not known.
 
         Raises:
             CollectiveTimeoutError: an operation has waited longer than ``shutdown``.

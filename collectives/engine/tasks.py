@@ -173,11 +173,8 @@ class Rows(HostTask):
     def run_handles(self, handles: Sequence[Handle]) -> None:
         handle, context, entry = handles[0], self._context, self.entry
         control, rank = context.control, context.rank
-        every = [handle.rows if peer == rank else control.words_of(peer)[2:] for peer in range(context.size)]
-        if entry.request.collective == "allgather":
-            received, rows = [words[0] for words in every], tuple(words[0] for words in every)
-        else:
-            received, rows = [words[rank] for words in every], tuple(itertools.chain.from_iterable(every))
+        counts = [handle.rows if peer == rank else control.words_of(peer)[2:] for peer in range(context.size)]
+        received, rows = exchanged_rows(entry.request.collective, counts, rank)
         out = context.pool.empty((sum(received), *(entry.request.shape or ())), entry.dtype)
         handle.keep = (handle.keep, out, received)
         handle.out = flat = out.reshape(-1)
@@ -244,6 +241,23 @@ class AdasumTensor(HostTask):
         self._learn_addresses(plan)
         self._context.run_plan(plan, False, False)
         self._clear_arrays()
+
+
+def exchanged_rows(collective: str, counts: Sequence[Sequence[int]], rank: int) -> tuple[list[int], tuple[int, ...]]:
+    """What an allgather or an all-to-all moves.
+
+    Args:
+        collective: which of the two.
+        counts: the rows that each rank sends: to all, or to each receiver.
+        rank: this rank.
+
+    Returns:
+        The rows that this rank receives from each, and those of every rank, or of every pair of ranks by sender.
+    """
+    if collective == "allgather":
+        gathered = [words[0] for words in counts]
+        return gathered, tuple(gathered)
+    return [words[rank] for words in counts], tuple(itertools.chain.from_iterable(counts))
 
 
 _EMPTY = np.empty(0)

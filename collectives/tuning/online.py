@@ -20,13 +20,13 @@ from collectives.engine.engine import Engine
 from collectives.engine.handles import Handle
 from collectives.plan.planner import Crossovers, Planner
 from collectives.schedules import registry
-from collectives.tuning.search import Settings, Space, Tuner
+from collectives.tuning.search import SearchSpace, TunedSettings, Tuner
 from collectives.tuning.steps import Steps
 
 _SAMPLES_FOR_ALL = 30
 """With fewer samples than this, block sizes and crossovers stay as they are: too many settings for too few samples."""
 _BY_HAND = ("fusion_threshold", "segment", "algorithm", "cycle_time")
-"""Settings that the environment may have set."""
+"""TunedSettings that the environment may have set."""
 
 _log = logging.getLogger("collectives")
 
@@ -48,7 +48,7 @@ class Tuning:
         self._control = engine.context.control
         self._steps, self._warmup = config.autotune_steps, config.autotune_warmup
         crossovers, default = planner.crossovers, Config()
-        in_force = Settings(
+        in_force = TunedSettings(
             config.fusion_threshold,
             config.segment,
             crossovers.window,
@@ -68,7 +68,7 @@ class Tuning:
             tried = ("auto", *registry.tuned(planner.placement.one_host), self.settings.algorithm)
             algorithms = tuple(dict.fromkeys(tried))
             self._tuner = Tuner(
-                Space({name: getattr(self.settings, name) for name in left_alone}, algorithms),
+                SearchSpace({name: getattr(self.settings, name) for name in left_alone}, algorithms),
                 self.settings,
                 warmup=config.autotune_warmup,
                 samples=config.autotune_samples,
@@ -116,7 +116,7 @@ class Tuning:
             return
         if self._steps_done < self._steps:
             return
-        proposal: tuple[Settings, bool] | None = None
+        proposal: tuple[TunedSettings, bool] | None = None
         if self._tuner is not None:
             score, phase = self._bytes / max(self._seconds, 1e-9), self._tuner.phase
             self._tuner.observe(score)
@@ -165,7 +165,7 @@ class Tuning:
             why = "the steps moved no bytes"
         _log.warning("autotune: nothing was sampled: %s; settings stay as they were: %s", why, self.settings)
 
-    def _apply(self, settings: Settings) -> None:
+    def _apply(self, settings: TunedSettings) -> None:
         self.settings = settings
         self._steps_done = -1
         crossovers = self._planner.crossovers

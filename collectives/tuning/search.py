@@ -43,7 +43,7 @@ _EQUAL = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class TunedSettings:
     """What the tuner may change."""
 
     fusion_threshold: int = 128 * MIB
@@ -76,7 +76,7 @@ _LEVELS: dict[str, tuple[Any, ...]] = {
 }
 
 
-class Space:
+class SearchSpace:
     """The settings to choose from: a grid of levels for every parameter that was not given by hand.
 
     Args:
@@ -97,7 +97,7 @@ class Space:
         self.levels = {name: levels for name, levels in known.items() if name not in self.fixed and len(levels) > 1}
         self._coordinates = max(2, len(algorithms))
 
-    def admit(self, settings: Settings) -> Settings:
+    def admit(self, settings: TunedSettings) -> TunedSettings:
         """The settings with what was given by hand put in. Sizes and times between or beyond the levels are as good as
         levels.
 
@@ -112,7 +112,7 @@ class Space:
             )
         return settings
 
-    def encode(self, several: Sequence[Settings]) -> Array:
+    def encode(self, several: Sequence[TunedSettings]) -> Array:
         """(settings, parameters, coordinates): sizes and times lie between 0 and 1 on a log scale; any two algorithms
         are 1 apart."""
         points = np.zeros((len(several), len(self.levels), self._coordinates))
@@ -128,14 +128,14 @@ class Space:
                     row[0] = math.log(min(max(value, low), high) / low) / math.log(high / low)
         return points
 
-    def changes(self, settings: Settings) -> Iterator[Settings]:
+    def changes(self, settings: TunedSettings) -> Iterator[TunedSettings]:
         """All settings that differ from these in one parameter."""
         for name, levels in self.levels.items():
             for value in levels:
                 if value != getattr(settings, name):
                     yield replace(settings, **{name: value})
 
-    def draw(self, random: np.random.Generator, settings: Settings) -> Settings:
+    def draw(self, random: np.random.Generator, settings: TunedSettings) -> TunedSettings:
         """Some settings of the grid; what is not tuned is taken from ``settings``."""
         return replace(settings, **{name: levels[random.integers(len(levels))] for name, levels in self.levels.items()})
 
@@ -171,7 +171,14 @@ class Tuner:
     """
 
     def __init__(
-        self, space: Space, start: Settings, *, warmup: int = 3, samples: int = 20, noise: float = 0.8, log: str = ""
+        self,
+        space: SearchSpace,
+        start: TunedSettings,
+        *,
+        warmup: int = 3,
+        samples: int = 20,
+        noise: float = 0.8,
+        log: str = "",
     ) -> None:
         self.space = space
         self.settings = space.admit(start)
@@ -181,7 +188,7 @@ class Tuner:
         """How many count."""
         self._confirm = max(1, round(_CONFIRM_SHARE * samples))
         self._noises = (*(level for level in _NOISES if level < noise), noise)
-        self._tried: list[Settings] = []
+        self._tried: list[TunedSettings] = []
         self._scores: list[float] = []
         self._process: Process | None = None
         self._log = _Log(log) if log else None
@@ -204,7 +211,7 @@ class Tuner:
         return len(self._tried)
 
     @property
-    def best(self) -> Settings:
+    def best(self) -> TunedSettings:
         """Of the settings tried, those with the best mean score, as far as is known."""
         different = self._different()
         if len(different) < 2:
@@ -228,7 +235,7 @@ class Tuner:
         if len(self._tried) == self.samples:
             self._conclude()
 
-    def propose(self) -> Settings:
+    def propose(self) -> TunedSettings:
         """The settings to sample next, or the best when it is done. The same however often it is asked between two
         samples."""
         if self.done:
@@ -242,7 +249,7 @@ class Tuner:
                 return replace(self._tried[0], algorithm=algorithm)
         return self._most_improving()
 
-    def adopt(self, settings: Settings) -> None:
+    def adopt(self, settings: TunedSettings) -> None:
         """Put settings in force: the next score is theirs."""
         self.settings = settings
 
@@ -250,23 +257,23 @@ class Tuner:
     def _confirming(self) -> bool:
         return len(self._tried) >= self.samples - self._confirm
 
-    def _different(self) -> list[Settings]:
+    def _different(self) -> list[TunedSettings]:
         return list(dict.fromkeys(self._tried))
 
-    def _predict(self, settings: Sequence[Settings]) -> tuple[Array, Array]:
+    def _predict(self, settings: Sequence[TunedSettings]) -> tuple[Array, Array]:
         """What the samples so far say about the logarithms of these settings' scores."""
         if self._process is None:
             self._process = Process(self.space.encode(self._tried), np.array(self._scores), self._noises)
         return self._process.predict(self.space.encode(settings))
 
-    def _most_promising(self) -> Settings:
+    def _most_promising(self) -> TunedSettings:
         """Of the settings tried, those that may be the best of all: a high mean, or one that is not yet well known."""
         different = self._different()
         mean, spread = self._predict(different)
         return different[_first_of_the_largest(mean + spread)]
 
-    def _most_improving(self) -> Settings:
-        """Settings not tried yet that are expected to improve most on the best: changes of it, random ones, and from
+    def _most_improving(self) -> TunedSettings:
+        """TunedSettings not tried yet that are expected to improve most on the best: changes of it, random ones, and from
         there uphill."""
         different = self._different()
         top = float(self._predict(different)[0].max())
@@ -284,7 +291,7 @@ class Tuner:
             candidates = list(self.space.changes(chosen))
         return chosen or self._most_promising()
 
-    def _record(self, phase: str, settings: Settings, score: float) -> None:
+    def _record(self, phase: str, settings: TunedSettings, score: float) -> None:
         if self._log:
             self._log.write(phase, settings, score, self.best_score)
 
@@ -310,9 +317,9 @@ class _Log:
     def __init__(self, path: str) -> None:
         self._path = Path(path).absolute()
         self._step = 0
-        self._write("w", ["step", "phase", *(field.name for field in fields(Settings)), "score", "best"])
+        self._write("w", ["step", "phase", *(field.name for field in fields(TunedSettings)), "score", "best"])
 
-    def write(self, phase: str, settings: Settings, score: float, best: float) -> None:
+    def write(self, phase: str, settings: TunedSettings, score: float, best: float) -> None:
         self._step += phase != "done"
         self._write("a", [self._step, phase, *astuple(settings), f"{score:.6g}", f"{best:.6g}"])
 

@@ -15,11 +15,11 @@ from collectives.base.reduce_op import Op
 from collectives.engine import timeline
 from collectives.transport import threads
 from collectives.transport.group import Group
-from collectives.tuning.search import Settings
+from collectives.tuning.search import TunedSettings
 from collectives.world import World
 
 
-def train(world: World, steps: int) -> list[tuple[Settings, bool]]:
+def train(world: World, steps: int) -> list[tuple[TunedSettings, bool]]:
     """Some steps with results that are checked; the settings after each."""
     seen = []
     total = sum(range(1, world.size + 1))
@@ -70,7 +70,7 @@ def test_what_was_set_by_hand_is_left_alone() -> None:
 
 
 def test_tuning_can_begin_later_and_anywhere() -> None:
-    def program(world: World) -> list[tuple[Settings, bool]]:
+    def program(world: World) -> list[tuple[TunedSettings, bool]]:
         world.tune(fusion_threshold=1 << 20, algorithm="recursive-doubling")
         return train(world, 20)
 
@@ -160,7 +160,7 @@ def test_a_timeline_has_the_rows_that_readers_of_horovods_look_for(tmp_path: Pat
 def test_a_broadcast_of_the_parameters_comes_first(caplog: pytest.LogCaptureFixture) -> None:
     """It comes once: the steps are told by what comes again. The log says what was sampled and chosen."""
 
-    def program(world: World) -> list[tuple[Settings, bool]]:
+    def program(world: World) -> list[tuple[TunedSettings, bool]]:
         for k in range(5):
             world.broadcast_(np.full(200 + 3000 * k, float(world.rank)), 0, name=f"parameter {k}")
         return train(world, 30)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from collectives.engine import deadlock
-from collectives.engine.deadlock import Place, Stack, Wait, before, failing
+from collectives.engine.deadlock import CallSite, Stack, Wait, before, failing
 from collectives.engine.negotiation import Request
 
 LOOP = (100, 200)
@@ -17,11 +17,11 @@ LOOP = (100, 200)
 
 def place(
     line: int, function: str = "main", at: int | None = None, loop: tuple[int, int] | None = None, calls: str = "step"
-) -> Place:
-    return Place(("train.py", function, 1), line, line if at is None else at, loop, frozenset([calls]))
+) -> CallSite:
+    return CallSite(("train.py", function, 1), line, line if at is None else at, loop, frozenset([calls]))
 
 
-def wait(name: str | int, *stack: Place) -> Wait:
+def wait(name: str | int, *stack: CallSite) -> Wait:
     return Wait(name, Request("allreduce", name if isinstance(name, str) else None), stack)
 
 

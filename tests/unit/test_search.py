@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 
 from collectives.base.errors import InvalidArgumentError
 from collectives.tuning.gaussian import Process, covariance, distances, expected_improvement
-from collectives.tuning.search import Settings, Space, Tuner
+from collectives.tuning.search import SearchSpace, TunedSettings, Tuner
 
 KIB, MIB = 1 << 10, 1 << 20
 ALGORITHMS = ("auto", "direct", "ring", "recursive-doubling", "one-shot")
-Model = Callable[[Settings], float]
+Model = Callable[[TunedSettings], float]
 
 
 # What a training step costs: the gradients of a ResNet-50, 102 MB in 161 tensors, in the order in which they become
@@ -51,7 +51,7 @@ def _fused(tensors: list[int], threshold: int) -> list[int]:
     return buckets
 
 
-def one_host(chosen: Settings) -> float:
+def one_host(chosen: TunedSettings) -> float:
     """14 GB/s direct, 7 GB/s ring; 15 µs a bucket, 5 µs a block, half a cycle of waiting."""
     bandwidth = {"auto": 14e9, "direct": 14e9, "ring": 7e9, "recursive-doubling": 3e9, "one-shot": 1e9}[
         chosen.algorithm
@@ -64,7 +64,7 @@ def one_host(chosen: Settings) -> float:
     return TOTAL / (sum(seconds) + chosen.cycle_time / 2e3)
 
 
-def network(chosen: Settings) -> float:
+def network(chosen: TunedSettings) -> float:
     """The ring has the bandwidth and the latency; a segment fills the pipeline first, and costs 20 µs."""
     latency, bandwidth = {
         "auto": (300e-6, 1.2e9),
@@ -81,7 +81,7 @@ def network(chosen: Settings) -> float:
     return TOTAL / (sum(seconds) + chosen.cycle_time / 2e3)
 
 
-def overlapped(chosen: Settings) -> float:
+def overlapped(chosen: TunedSettings) -> float:
     """Gradients become ready over 40 ms; each cycle takes those that have gathered. Threads share the memory's
     bandwidth."""
     bandwidth = {"auto": 4e9, "direct": 4e9, "ring": 2e9, "recursive-doubling": 1e9, "one-shot": 0.3e9}[
@@ -99,7 +99,7 @@ def overlapped(chosen: Settings) -> float:
     return TOTAL / now
 
 
-def crossovers(chosen: Settings) -> float:
+def crossovers(chosen: TunedSettings) -> float:
     """`auto` and `direct` depend on what goes in one round, and on what goes through windows; large buckets fall out of
     the cache."""
     seconds = chosen.cycle_time / 2e3
@@ -124,25 +124,25 @@ MODELS: dict[Model, tuple[str, ...]] = {
 }
 """Each with the parameters that it depends on; but that with `crossovers` a shorter cycle is always better."""
 
-SPACE = Space({}, ALGORITHMS)
+SPACE = SearchSpace({}, ALGORITHMS)
 
 
 def best_score(model: Model) -> float:
     """By trying everything that matters."""
     names = MODELS[model]
-    shortest = Settings(cycle_time=0.1)
+    shortest = TunedSettings(cycle_time=0.1)
     return max(
         model(replace(shortest, **dict(zip(names, values, strict=True))))
         for values in product(*map(SPACE.levels.get, names))
     )
 
 
-def bad_start(model: Model) -> Settings:
-    start = Settings(fusion_threshold=MIB, cycle_time=5.0)
+def bad_start(model: Model) -> TunedSettings:
+    start = TunedSettings(fusion_threshold=MIB, cycle_time=5.0)
     return min((replace(start, algorithm=algorithm) for algorithm in ALGORITHMS), key=model)
 
 
-def tune(tuner: Tuner, model: Model, seed: int, noise: float = 0.1) -> Settings:
+def tune(tuner: Tuner, model: Model, seed: int, noise: float = 0.1) -> TunedSettings:
     random = np.random.default_rng(seed)
     while not tuner.done:
         tuner.observe(model(tuner.settings) * random.lognormal(0, noise))
@@ -178,22 +178,22 @@ def test_the_default_of_twenty_samples_finds_most_of_it(model: Model) -> None:
 @pytest.mark.parametrize("model", [one_host, network, crossovers])
 def test_luck_alone_would_not_find_it(model: Model) -> None:
     random, best = np.random.default_rng(0), best_score(model)
-    drawn = [model(SPACE.draw(random, Settings())) / best for _ in range(500)]
+    drawn = [model(SPACE.draw(random, TunedSettings())) / best for _ in range(500)]
     assert sum(score > 0.9 for score in drawn) < 0.05 * len(drawn)
 
 
 def test_a_good_start_is_kept_or_bettered() -> None:
-    start = Settings(algorithm="direct", cycle_time=0.5)
+    start = TunedSettings(algorithm="direct", cycle_time=0.5)
     for seed in range(3):
         assert one_host(tune(Tuner(SPACE, start, samples=15), one_host, seed)) > 0.95 * one_host(start)
 
 
 def test_a_lucky_sample_does_not_win() -> None:
-    space = Space(
-        {field.name: getattr(Settings(), field.name) for field in fields(Settings)[:4]} | {"cycle_time": 1.0},
+    space = SearchSpace(
+        {field.name: getattr(TunedSettings(), field.name) for field in fields(TunedSettings)[:4]} | {"cycle_time": 1.0},
         ("ring", "direct"),
     )
-    tuner = Tuner(space, Settings(algorithm="ring"), warmup=0, samples=8)
+    tuner = Tuner(space, TunedSettings(algorithm="ring"), warmup=0, samples=8)
     scores = {"ring": [10e9] * 8, "direct": [10.5e9] + [8e9] * 7}
     while not tuner.done:
         tuner.observe(scores[tuner.settings.algorithm].pop(0))
@@ -202,21 +202,21 @@ def test_a_lucky_sample_does_not_win() -> None:
 
 
 def test_every_algorithm_is_tried() -> None:
-    tuner, tried = Tuner(SPACE, Settings(), warmup=0, samples=20), []
+    tuner, tried = Tuner(SPACE, TunedSettings(), warmup=0, samples=20), []
     for _ in ALGORITHMS:
         tried.append(tuner.settings)
         tuner.observe(one_host(tuner.settings))
         tuner.adopt(tuner.propose())
     assert {chosen.algorithm for chosen in tried} == set(ALGORITHMS)
-    assert {replace(chosen, algorithm="auto") for chosen in tried} == {Settings()}
+    assert {replace(chosen, algorithm="auto") for chosen in tried} == {TunedSettings()}
 
 
 @settings(max_examples=10, deadline=None)
-@given(st.sets(st.sampled_from([field.name for field in fields(Settings)])))
+@given(st.sets(st.sampled_from([field.name for field in fields(TunedSettings)])))
 def test_what_is_given_by_hand_is_left_alone(names: set[str]) -> None:
-    by_hand = Settings(3 * MIB, 100 * KIB, 300 * KIB, 5 * KIB, "hierarchical", 3.5)
+    by_hand = TunedSettings(3 * MIB, 100 * KIB, 300 * KIB, 5 * KIB, "hierarchical", 3.5)
     fixed = {name: getattr(by_hand, name) for name in names}
-    tuner = Tuner(Space(fixed, ALGORITHMS), Settings(), warmup=1, samples=9)
+    tuner = Tuner(SearchSpace(fixed, ALGORITHMS), TunedSettings(), warmup=1, samples=9)
     random = np.random.default_rng(0)
     while True:
         chosen = asdict(tuner.settings)
@@ -228,35 +228,41 @@ def test_what_is_given_by_hand_is_left_alone(names: set[str]) -> None:
 
 
 def test_nothing_to_choose_is_done_at_once() -> None:
-    by_hand = Settings(algorithm="ring")
-    tuner = Tuner(Space(asdict(by_hand), ALGORITHMS), Settings())
+    by_hand = TunedSettings(algorithm="ring")
+    tuner = Tuner(SearchSpace(asdict(by_hand), ALGORITHMS), TunedSettings())
     assert tuner.done and tuner.best == tuner.propose() == tuner.settings == by_hand
 
 
 def test_a_small_space_is_sampled_again_when_all_of_it_is_tried() -> None:
-    fixed = {name: value for name, value in asdict(Settings()).items() if name != "cycle_time"}
-    tuner = Tuner(Space(fixed), Settings(), warmup=0, samples=30)
+    fixed = {name: value for name, value in asdict(TunedSettings()).items() if name != "cycle_time"}
+    tuner = Tuner(SearchSpace(fixed), TunedSettings(), warmup=0, samples=30)
     assert tune(tuner, lambda chosen: 1e9 / chosen.cycle_time, seed=0).cycle_time == 0.1
 
 
 def test_unknown_names_are_refused() -> None:
     with pytest.raises(InvalidArgumentError, match="no parameter 'treshold'"):
-        Space({"treshold": 1})
+        SearchSpace({"treshold": 1})
     with pytest.raises(InvalidArgumentError, match=r"algorithm 'auto'; expected one of ring, direct"):
-        Tuner(Space({}, ("ring", "direct")), Settings())
+        Tuner(SearchSpace({}, ("ring", "direct")), TunedSettings())
 
 
 def test_the_warm_up_is_discarded() -> None:
-    cold, warm = Tuner(SPACE, Settings(), warmup=0, samples=10), Tuner(SPACE, Settings(), warmup=3, samples=10)
+    cold, warm = (
+        Tuner(SPACE, TunedSettings(), warmup=0, samples=10),
+        Tuner(SPACE, TunedSettings(), warmup=3, samples=10),
+    )
     for score in (1.0, 1e15, 7e3):
         warm.observe(score)
-        assert warm.propose() == Settings()
+        assert warm.propose() == TunedSettings()
     assert tune(warm, network, seed=1) == tune(cold, network, seed=1)
 
 
 @pytest.mark.parametrize("score", [0.0, -1.0, math.nan, math.inf])
 def test_a_score_that_says_nothing_is_ignored(score: float) -> None:
-    tuner, control = Tuner(SPACE, Settings(), warmup=0, samples=3), Tuner(SPACE, Settings(), warmup=0, samples=3)
+    tuner, control = (
+        Tuner(SPACE, TunedSettings(), warmup=0, samples=3),
+        Tuner(SPACE, TunedSettings(), warmup=0, samples=3),
+    )
     for value in (1e9, score, 2e9):
         tuner.observe(value)
     for value in (1e9, 2e9):
@@ -283,7 +289,7 @@ def test_ranks_decide_alike_even_if_their_last_bits_differ() -> None:
 
 
 def test_proposals_are_on_the_grid() -> None:
-    tuner = Tuner(SPACE, Settings(100_000_000, 70_000, 99_999, 5_000, "ring", 3.3), warmup=0, samples=14)
+    tuner = Tuner(SPACE, TunedSettings(100_000_000, 70_000, 99_999, 5_000, "ring", 3.3), warmup=0, samples=14)
     start, random = asdict(tuner.settings), np.random.default_rng(0)
     while not tuner.done:
         tuner.observe(random.uniform(1e9, 3e9))
@@ -294,19 +300,19 @@ def test_proposals_are_on_the_grid() -> None:
 
 def test_the_encoding_keeps_to_the_unit_cube_and_algorithms_one_apart() -> None:
     random = np.random.default_rng(0)
-    several = [SPACE.draw(random, Settings()) for _ in range(50)] + [Settings(1, 1, 0, 1 << 40, "ring", 1e-9)]
+    several = [SPACE.draw(random, TunedSettings()) for _ in range(50)] + [TunedSettings(1, 1, 0, 1 << 40, "ring", 1e-9)]
     points = SPACE.encode(several)
     assert points.min() >= 0 and points.max() <= 1
-    several = [Settings(algorithm=algorithm) for algorithm in ALGORITHMS]
+    several = [TunedSettings(algorithm=algorithm) for algorithm in ALGORITHMS]
     apart = distances(SPACE.encode(several), SPACE.encode(several)).sum(axis=-1)
     np.testing.assert_allclose(apart, 1 - np.eye(len(ALGORITHMS)), atol=1e-12)
 
 
 def test_changes_differ_in_one_parameter() -> None:
-    changes = list(SPACE.changes(Settings()))
+    changes = list(SPACE.changes(TunedSettings()))
     assert len(set(changes)) == sum(len(levels) - 1 for levels in SPACE.levels.values())
     for change in changes:
-        assert len(asdict(change).items() - asdict(Settings()).items()) == 1
+        assert len(asdict(change).items() - asdict(TunedSettings()).items()) == 1
 
 
 def test_the_log_has_a_line_for_each_sample_as_soon_as_it_is_taken(tmp_path: Path) -> None:
@@ -316,9 +322,9 @@ def test_the_log_has_a_line_for_each_sample_as_soon_as_it_is_taken(tmp_path: Pat
         with path.open(newline="") as file:
             return list(csv.DictReader(file))
 
-    tuner = Tuner(SPACE, Settings(), warmup=2, samples=10, log=str(path))
+    tuner = Tuner(SPACE, TunedSettings(), warmup=2, samples=10, log=str(path))
     header = path.read_text().strip()
-    assert header == "step,phase," + ",".join(field.name for field in fields(Settings)) + ",score,best"
+    assert header == "step,phase," + ",".join(field.name for field in fields(TunedSettings)) + ",score,best"
     for step in range(1, 13):
         tuner.observe(1e9 + step)
         assert int(read()[step - 1]["step"]) == step and float(read()[step - 1]["score"]) == pytest.approx(

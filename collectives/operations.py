@@ -1,27 +1,25 @@
 """The collectives of one world: each makes a handle, and submits the operation or waits for it.
 
-If a rank refuses the arguments of a call, the other ranks are told: each of them raises an exception as well, and the
-next calls match again.
+If a rank refuses the arguments of a call, the other ranks are told (`collectives.refusals`): each of them raises an
+exception as well, and the next calls match again.
 """
 
 from __future__ import annotations
 
-import contextlib
-import importlib
-import pickle
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from collectives.base.errors import CollectivesError, InvalidTypeError, MismatchError, RankFailedError, in_words
+from collectives.base.errors import InvalidTypeError
 from collectives.base.reduce_op import Op
 from collectives.engine.engine import Engine
 from collectives.engine.handles import Handle
 from collectives.engine.host_handles import store, wrap
 from collectives.engine.requests import HandleFactory
-from collectives.tensors import arrays, consistency
+from collectives.refusals import Refusals
+from collectives.tensors import arrays
 from collectives.tensors.result_pool import ResultPool
 
 if TYPE_CHECKING:
@@ -61,6 +59,9 @@ class Operations:
         self._host = handles.host
         self._requests = handles.host.requests
         self._pool = pool
+        refusals = Refusals(ranks[rank], self.size == 1, engine, handles)
+        self.check_state, self.refused = refusals.check_state, refusals.refused
+        self.ahead_of, self.composed = refusals.ahead_of, refusals.composed
 
     def close(self) -> None:
         """Drop the caches, and with them views into the windows. Later calls are refused."""
@@ -88,7 +89,7 @@ class Operations:
             raise self.refused(error, options.get("name")) from None
         flat = out.reshape(-1)
         if self.size == 1:
-            self._check_state()
+            self.check_state()
             self._host.scale(entry, view.array, flat)
             return view.wrap(out)
         # The frequent case, written out: if the ranks meet at once, no handle is made.
@@ -105,7 +106,7 @@ class Operations:
             raise self.refused(error, options.get("name")) from None
         source = view.array
         if self.size == 1:
-            self._check_state()
+            self.check_state()
             self._host.scale(entry, source, source)
         else:
             handle = self._engine.run(entry, source, source, store, (view, tensor))
@@ -249,42 +250,9 @@ class Operations:
     def barrier(self) -> None:
         self._wait(lambda _: self._handles.barrier(), {})
 
-    def broadcast_object(self, value: Tensor, root_rank: int = 0, *, name: str | None = None) -> Tensor:
-        data = self._pickled(value, name and f"{name}.length") if self.rank == root_rank else b""
-        buffer = self.broadcast_bytes(data, root_rank, name=name)
-        return value if self.rank == root_rank else pickle.loads(buffer.data)
-
-    def broadcast_bytes(self, data: bytes, root_rank: int, *, name: str | None = None) -> npt.NDArray[np.uint8]:
-        """The root's ``data`` on every rank; lengths may differ. Two operations, of which the first, named
-        ``{name}.length``, transfers the length."""
-        length = self.broadcast(np.array([len(data)], np.int64), root_rank, name=name and f"{name}.length")
-        with self.ahead_of(name):
-            buffer = np.empty(int(length[0]), np.uint8)
-            buffer[: len(data)] = np.frombuffer(data, np.uint8)
-        self.broadcast_(buffer, root_rank, name=name)
-        return buffer
-
-    def allgather_object(self, value: Tensor, *, name: str | None = None) -> list[Tensor]:
-        data = np.frombuffer(self._pickled(value, name and f"{name}.length"), np.uint8)
-        lengths = self.allgather(np.array([len(data)], np.int64), name=name and f"{name}.length")
-        everything = self.allgather(data, name=name)
-        ends = np.cumsum(lengths)
-        return [
-            pickle.loads(everything[end - length : end].data)
-            for end, length in zip(ends.tolist(), lengths.tolist(), strict=True)
-        ]
-
     def join(self) -> int:
-        self._check_state()
+        self.check_state()
         return self._engine.join() if self.size > 1 else self.ranks[0]
-
-    def check_consistency(self, tensors: Any) -> None:
-        self._check_state()
-        try:
-            mine = consistency.fingerprints(tensors)
-        except Exception as error:
-            raise self.refused(error, None) from None
-        consistency.compare(self.ranks[self.rank], self.allgather_object(mine), self.ranks)
 
     def meet(
         self,
@@ -321,7 +289,7 @@ class Operations:
         except Exception as error:
             raise self.refused(error, options.get("name")) from None
         if self.size == 1:
-            self._check_state()
+            self.check_state()
             return self._handles.run_alone(handle)
         handle.locate()
         return self._engine.submit(handle)
@@ -340,7 +308,7 @@ class Operations:
         except Exception as error:
             raise self.refused(error, options.get("name")) from None
         if self.size == 1:
-            self._check_state()
+            self.check_state()
             return self._handles.run_alone(handle).wait()
         if self._engine.run(handle.entry, handle.source, handle.out, handle=handle) is None:
             self._engine.guarded(handle.finish)  # which may be a meeting of all ranks
@@ -351,79 +319,6 @@ class Operations:
         if any(part.fence is not None for part in (handle, *handle.members)):
             self._handles.devices().mark(handle)
 
-    # ---- refusals
-
-    def _check_state(self) -> None:
-        if self._engine.refusal is not None:
-            raise self._engine.refusal()
-
-    def refused(self, error: Exception, name: Any) -> Exception:
-        """Tell the other ranks that this one refuses the arguments of a call. Returns the error to raise."""
-        if self._engine.refusal is not None:
-            return self._engine.refusal()
-        self._tell(error, name)
-        if isinstance(error, CollectivesError) and not str(error).startswith("rank "):
-            subject = f"tensor {name!r}: " if isinstance(name, str) else ""
-            error.args = (f"rank {self.ranks[self.rank]}: {subject}{error}",)
-        return error
-
-    @contextlib.contextmanager
-    def ahead_of(self, name: str | None) -> Iterator[None]:
-        """Guard local work, such as an allocation, that precedes the operation ``name`` on every rank.
-
-        If it fails, the other ranks are told in place of that operation.
-        """
-        try:
-            yield
-        except BaseException as error:
-            self._tell(error, name)
-            raise
-
-    @contextlib.contextmanager
-    def composed(self, names: Iterable[str]) -> Iterator[Callable[[str], str]]:
-        """Overlap operations of agreed ``names``.
-
-        If anything fails meanwhile, the other ranks are told in place of all operations that this rank has not begun.
-        They do the same as soon as one of theirs fails, so that no operation stays unmatched.
-
-        Yields:
-            A function through which each name is passed when its operation is begun.
-        """
-        left = dict.fromkeys(names)
-
-        def begin(name: str) -> str:
-            del left[name]
-            return name
-
-        try:
-            yield begin
-        except BaseException as error:
-            for name in left:
-                self._tell(error, name, always=True)
-            raise
-
-    def _tell(self, error: BaseException, name: Any, always: bool = False) -> None:
-        """Submit the mark of a call that this rank cannot make; unless every rank knows of the error, or ``always``."""
-        if (
-            self._engine.refusal is not None
-            or self.size == 1
-            or (isinstance(error, (MismatchError, RankFailedError)) and not always)
-        ):
-            return
-        detail = in_words(self.ranks[self.rank], error)
-        mark = self._handles.without_tensor("invalid", name=name if isinstance(name, str) else None, detail=detail)
-        # It raises if an operation of that name is in flight, which goes on, or if the world has just failed.
-        with contextlib.suppress(CollectivesError):
-            self._engine.submit(mark)
-
-    def _pickled(self, value: Any, name: str | None) -> bytes:
-        try:
-            return _dumps(value)
-        except Exception as error:
-            raise self.refused(
-                InvalidTypeError(f"object: {type(value).__name__} cannot be pickled: {error}"), name
-            ) from error
-
 
 def _needs_handle(tensor: Any, options: ReduceOptions) -> bool:
     """Whether an all-reduce cannot take the path without a handle."""
@@ -432,19 +327,6 @@ def _needs_handle(tensor: Any, options: ReduceOptions) -> bool:
         or options.get("stream") is not None
         or (type(tensor) is not np.ndarray and arrays.on_device(tensor))
     )
-
-
-def _dumps(value: Any) -> bytes:
-    """Pickle, by cloudpickle if pickle cannot: lambdas, and definitions within a function or the main program."""
-    try:
-        return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        try:
-            dumps = importlib.import_module("cloudpickle").dumps
-        except ImportError:
-            raise error from None
-        data: bytes = dumps(value)
-        return data
 
 
 def _a_handle(handle: Any) -> Handle:

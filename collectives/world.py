@@ -37,6 +37,7 @@ from collectives.engine.host_handles import HostHandles
 from collectives.engine.host_requests import HostRequestCache, NativeTransport
 from collectives.engine.overlaps import InFlight
 from collectives.engine.requests import HandleFactory
+from collectives.objects import Objects
 from collectives.operations import Operations
 from collectives.plan.builder import Plans
 from collectives.plan.executor import Executor
@@ -145,9 +146,10 @@ class World:
         self.allgather, self.allgather_async = does.allgather, does.allgather_async
         self.grouped_allgather, self.grouped_allgather_async = does.grouped_allgather, does.grouped_allgather_async
         self.alltoall, self.alltoall_async = does.alltoall, does.alltoall_async
-        self.barrier, self.join, self.check_consistency = does.barrier, does.join, does.check_consistency
-        self.broadcast_object, self.allgather_object = does.broadcast_object, does.allgather_object
-        self.broadcast_bytes, self.poll, self.synchronize = does.broadcast_bytes, does.poll, does.synchronize
+        self.barrier, self.join, self.poll, self.synchronize = does.barrier, does.join, does.poll, does.synchronize
+        objects = Objects(does)
+        self.broadcast_object, self.allgather_object = objects.broadcast_object, objects.allgather_object
+        self.broadcast_bytes, self.check_consistency = objects.broadcast_bytes, objects.check_consistency
         self.refused, self.ahead_of, self.composed = does.refused, does.ahead_of, does.composed
         self.memory = does.memory
 

@@ -12,8 +12,9 @@ from collectives.cuda.launches import SPACES, DevicePlan, LaunchBinder
 from collectives.cuda.planner import DeviceChoice
 from collectives.device.kernels import Combination, Kernels, Scaling
 from collectives.plan.builder import Builder
-from collectives.plan.lowering import Layout, Medium, compile_program
+from collectives.plan.lowering import compile_program
 from collectives.plan.planner import Placement, medium_between
+from collectives.plan.program import Layout, Medium
 from collectives.schedules.algorithm import Algorithm
 from collectives.schedules.schedule import Schedule
 from collectives.transport.cuda_ipc import WORDS

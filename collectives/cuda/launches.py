@@ -20,7 +20,7 @@ import numpy as np
 from collectives.device.kernel_sources import WAYS
 from collectives.device.kernels import Combination
 from collectives.device.protocol import Array
-from collectives.plan.lowering import Action, Medium, Place, Program, RoundProgram, Space, Verb
+from collectives.plan.program import Action, Medium, Place, Program, RoundProgram, Space, Verb
 
 _SPACES = {Space.INPUT: 0, Space.OUTPUT: 1, Space.WINDOW: 2}
 SPACES = 3

@@ -17,7 +17,7 @@ from collectives.base.errors import TransportError
 from collectives.cuda.executor import DeviceExecutor
 from collectives.cuda.launches import SPACES, DevicePlan, entry_of
 from collectives.device.protocol import Array, Device
-from collectives.plan.lowering import Space
+from collectives.plan.program import Space
 from collectives.transport.base import Control
 from collectives.transport.cuda_ipc import WORDS
 

@@ -18,7 +18,7 @@ from collectives.engine.handles import Handle
 from collectives.engine.negotiation import STARVING
 from collectives.engine.request_cache import CachedRequest
 from collectives.engine.tasks import AdasumTensor, OneTensor, Rows, Task, Words
-from collectives.plan.lowering import Medium
+from collectives.plan.program import Medium
 from collectives.schedules import registry
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ import numpy as np
 from collectives.fusion import Lists, Pieces
 from collectives.plan import fast_paths, window_packing
 from collectives.plan.fast_paths import Do, ExecutorState, Kernel, Scale
-from collectives.plan.lowering import Action, Medium, Place, Program, RoundProgram, Space, Verb
+from collectives.plan.program import Action, Medium, Place, Program, RoundProgram, Space, Verb
 from collectives.transport.base import SLOT_BYTES, SLOTS, Array
 from collectives.transport.group import Group
 

@@ -16,8 +16,9 @@ from collectives.fusion import Lists, Pieces
 from collectives.plan import layouts
 from collectives.plan.binder import Plan
 from collectives.plan.executor import Executor, stride_for
-from collectives.plan.lowering import Layout, Medium, compile_program, window_blocks
+from collectives.plan.lowering import compile_program, window_blocks
 from collectives.plan.planner import Choice, Placement, medium_between
+from collectives.plan.program import Layout, Medium
 from collectives.schedules import registry
 from collectives.schedules.algorithm import Algorithm
 from collectives.schedules.schedule import Schedule

@@ -25,7 +25,7 @@ import numpy as np
 from collectives.fusion import Lists, Pieces
 from collectives.plan.binder import Binder, BoundRound, Plan
 from collectives.plan.fast_paths import ExecutorState, Kernel, OneBlock, Scale
-from collectives.plan.lowering import Program
+from collectives.plan.program import Program
 from collectives.transport.base import SLOTS, WINDOW_BYTES, Array
 from collectives.transport.group import Group
 

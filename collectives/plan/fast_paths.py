@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from collectives.fusion import Lists
-from collectives.plan.lowering import Action, Place, Space
+from collectives.plan.program import Action, Place, Space
 from collectives.transport.base import SLOTS, Array
 from collectives.transport.board import Board
 

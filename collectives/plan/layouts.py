@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from collectives.plan.lowering import Layout
+from collectives.plan.program import Layout
 from collectives.schedules import partition
 
 _ALIGN = 64

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from collectives.base.errors import InvalidArgumentError, TransportError
-from collectives.plan.lowering import Medium
+from collectives.plan.program import Medium
 from collectives.schedules import registry
 from collectives.schedules.algorithm import Algorithm
 from collectives.transport.base import SLOT_BYTES

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 
 from collectives import ring
 from collectives.schedules.algorithm import Algorithm, Tuned
-from collectives.schedules.schedule import Kind, Round, Schedule, Step, copy, receive, reduce, send
+from collectives.schedules.schedule import Round, Schedule, Step, StepKind, copy, receive, reduce, send
 
 
 def allreduce(rank: int, hosts: Sequence[Sequence[int]]) -> Schedule:
@@ -86,7 +86,7 @@ def _across(host: int, ranks: Sequence[int], first: int, span: int) -> list[Roun
         return Step(step.kind, ranks[step.peer], first + step.chunk * span, span, step.push)
 
     return [
-        tuple(renamed(step) for step in steps if step.kind is not Kind.COPY)
+        tuple(renamed(step) for step in steps if step.kind is not StepKind.COPY)
         for steps in ring.allreduce(host, len(ranks)).rounds
     ]
 

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 
-class Kind(Enum):
+class StepKind(Enum):
     """What a step does. REDUCE is receive-and-reduce."""
 
     SEND = "send"
@@ -39,7 +39,7 @@ class Kind(Enum):
 class Step:
     """One step: ``span`` neighbouring chunks from ``chunk`` on, exchanged with ``peer`` (oneself in a COPY)."""
 
-    kind: Kind
+    kind: StepKind
     peer: int
     chunk: int
     span: int = 1
@@ -62,16 +62,16 @@ class Schedule:
 
 
 def send(peer: int, chunk: int, span: int = 1, *, push: bool = False) -> Step:
-    return Step(Kind.SEND, peer, chunk, span, push)
+    return Step(StepKind.SEND, peer, chunk, span, push)
 
 
 def receive(peer: int, chunk: int, span: int = 1, *, push: bool = False) -> Step:
-    return Step(Kind.RECEIVE, peer, chunk, span, push)
+    return Step(StepKind.RECEIVE, peer, chunk, span, push)
 
 
 def reduce(peer: int, chunk: int, span: int = 1) -> Step:
-    return Step(Kind.REDUCE, peer, chunk, span)
+    return Step(StepKind.REDUCE, peer, chunk, span)
 
 
 def copy(rank: int, chunk: int, span: int = 1) -> Step:
-    return Step(Kind.COPY, rank, chunk, span)
+    return Step(StepKind.COPY, rank, chunk, span)

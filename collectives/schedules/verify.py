@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from collectives.schedules.schedule import Kind, Schedule, Step
+from collectives.schedules.schedule import Schedule, Step, StepKind
 
 
 class ScheduleError(AssertionError):
@@ -80,7 +80,7 @@ class _Machine:
         if self.collective != "broadcast":
             return ()
         roots = tuple(
-            s.rank for s in self.schedules if any(step.kind is Kind.COPY for steps in s.rounds for step in steps)
+            s.rank for s in self.schedules if any(step.kind is StepKind.COPY for steps in s.rounds for step in steps)
         )
         if len(roots) != 1:
             raise ScheduleError(f"{self.name}: ranks {list(roots)} copy their own value, expected one, the root")
@@ -125,7 +125,7 @@ class _Machine:
                 chunk, span = step.chunk, step.span
                 if not (0 <= step.peer < size and chunk >= 0 and span >= 1 and chunk + span <= chunks):
                     raise self._fail(number, rank, step, f"peers are 0 to {size - 1}, and chunks 0 to {chunks - 1}")
-                if step.kind is not Kind.SEND:
+                if step.kind is not StepKind.SEND:
                     continue
                 if step.peer == rank:
                     raise self._fail(number, rank, step, "a rank does not send to itself")
@@ -151,11 +151,11 @@ class _Machine:
         held, written = self.held[rank], self.written[rank]
         before: dict[int, int] = {}  # the values from before the round of the chunks that it has written
         for step in steps:
-            if step.kind is Kind.SEND:
+            if step.kind is StepKind.SEND:
                 continue
-            if step.push and (step.kind is not Kind.RECEIVE or step.peer == rank):
+            if step.push and (step.kind is not StepKind.RECEIVE or step.peer == rank):
                 raise self._fail(number, rank, step, "only what is received from a peer can be pushed")
-            if step.kind is Kind.COPY:
+            if step.kind is StepKind.COPY:
                 if step.peer != rank:
                     raise self._fail(number, rank, step, "a rank copies its own value only")
                 values = tuple([held.get(c, 0) for c in range(step.chunk, step.chunk + step.span)])
@@ -175,14 +175,14 @@ class _Machine:
                 own = held.get(chunk, 0)
                 if not value:
                     raise self._fail(number, rank, step, f"it does not hold chunk {chunk}")
-                if step.kind is Kind.REDUCE:
+                if step.kind is StepKind.REDUCE:
                     if not own:
                         raise self._fail(number, rank, step, f"it holds no value of chunk {chunk} to combine with")
                     if own & value:
                         raise self._fail(
                             number, rank, step, f"the contribution of rank {_lowest(own & value)} is reduced twice"
                         )
-                elif step.kind is Kind.COPY and chunk in written:
+                elif step.kind is StepKind.COPY and chunk in written:
                     raise self._fail(
                         number,
                         rank,
@@ -192,7 +192,7 @@ class _Machine:
                 elif chunk in before:
                     raise self._fail(number, rank, step, "it replaces what an earlier step of the round has written")
                 before.setdefault(chunk, own)
-                held[chunk] = own | value if step.kind is Kind.REDUCE else value
+                held[chunk] = own | value if step.kind is StepKind.REDUCE else value
                 written.add(chunk)
 
     def finish(self) -> None:
@@ -213,7 +213,7 @@ class _Machine:
 
 def _say(step: Step) -> str:
     chunks = f"chunk {step.chunk}" if step.span == 1 else f"chunks {step.chunk} to {step.chunk + step.span - 1}"
-    way = "to" if step.kind is Kind.SEND else "from"
+    way = "to" if step.kind is StepKind.SEND else "from"
     return f"{step.kind.value} {way} rank {step.peer}, {chunks}{', pushed' if step.push else ''}"
 
 
@@ -318,10 +318,10 @@ class _Tracker:
             for step in self.schedules[rank].rounds[number]
             for chunk in range(step.chunk, step.chunk + step.span)
         ]
-        pushes = [(step, chunk, 0) for step, chunk in steps if step.kind is Kind.SEND and step.push]
+        pushes = [(step, chunk, 0) for step, chunk in steps if step.kind is StepKind.SEND and step.push]
         rest: list[tuple[Step, int, int]] = []
         for step, chunk in steps:
-            if step.kind is Kind.SEND:
+            if step.kind is StepKind.SEND:
                 continue
             old = self.version[rank].get(chunk, 0)
             rest.append((step, chunk, old))
@@ -342,25 +342,25 @@ class _Tracker:
     ) -> None:
         clock, pending = self.clock[rank], self.pushed[rank]
         for step in self.schedules[rank].rounds[number]:
-            if step.kind in (Kind.SEND, Kind.REDUCE) or step.peer == rank:
+            if step.kind in (StepKind.SEND, StepKind.REDUCE) or step.peer == rank:
                 for chunk in range(step.chunk, step.chunk + step.span):
                     if chunk in pending:
                         pusher, when = pending.pop(chunk)
                         self._learn(clock, self.finished[when][pusher])
         for order, (step, chunk, old) in enumerate(plan):
-            if step.kind is Kind.SEND:
+            if step.kind is StepKind.SEND:
                 self._read(number, rank, order, step, rank, chunk, start[rank].get(chunk, 0))
                 self._write(number, rank, order, step, step.peer, chunk, targets[rank, step.peer, chunk].pop(0))
                 continue
             if step.push:
                 pending[chunk] = (step.peer, number)
                 continue
-            if step.kind is Kind.COPY and self.aliased:
+            if step.kind is StepKind.COPY and self.aliased:
                 continue
             if step.peer != rank and chunk in written[step.peer]:
                 self._learn(clock, self.finished[written[step.peer][chunk]][step.peer])
             self._read(number, rank, order, step, step.peer, chunk, start[step.peer].get(chunk, 0))
-            if step.kind is Kind.REDUCE:
+            if step.kind is StepKind.REDUCE:
                 self._read(number, rank, order, step, rank, chunk, old)
             self._write(number, rank, order, step, rank, chunk, old + 1)
         clock[rank] = number + 1

@@ -31,13 +31,13 @@ from typing import Any
 import numpy as np
 
 from collectives.base.errors import InvalidArgumentError
-from collectives.schedules.schedule import Kind, Schedule
+from collectives.schedules.schedule import Schedule, StepKind
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 Ints = np.ndarray[Any, np.dtype[Any]]
 Values = Mapping[int, np.ndarray[Any, Any]]
 
-_CODE = {kind.value: number for number, kind in enumerate(Kind)}
+_CODE = {kind.value: number for number, kind in enumerate(StepKind)}
 _ROUND, _RANK, _PEER, _CHUNK, _SPAN = range(5)  # the rows of a table of steps
 _TOLERANCE = 1e-12  # times this near to each other, relatively, are one event: they differ by rounding only
 _UNLIMITED = float("inf")
@@ -146,9 +146,9 @@ def replay(
         for rank, schedule in enumerate(schedules):
             for step in schedule.rounds[number]:
                 for chunk in range(step.chunk, step.chunk + step.span):
-                    if step.kind is Kind.REDUCE:
+                    if step.kind is StepKind.REDUCE:
                         held[rank][chunk] = combine(held[rank][chunk], before[step.peer][chunk])
-                    elif step.kind is not Kind.SEND:
+                    elif step.kind is not StepKind.SEND:
                         held[rank][chunk] = before[step.peer][chunk].copy()
     return held
 
@@ -179,9 +179,9 @@ class _Traffic:
             self.collective, self.size = schedule.collective, schedule.size
             self.rounds = max(self.rounds, len(schedule.rounds))
             kind, steps = _flatten(schedule)
-            sends.append(steps[:, kind == _CODE[Kind.SEND.value]])
-            reductions.append(steps[:, kind == _CODE[Kind.REDUCE.value]])
-            arrives = (kind == _CODE[Kind.RECEIVE.value]) | (kind == _CODE[Kind.REDUCE.value])
+            sends.append(steps[:, kind == _CODE[StepKind.SEND.value]])
+            reductions.append(steps[:, kind == _CODE[StepKind.REDUCE.value]])
+            arrives = (kind == _CODE[StepKind.RECEIVE.value]) | (kind == _CODE[StepKind.REDUCE.value])
             receives.append(steps[:, arrives & (steps[_PEER] != rank)])
         if len(sends) != self.size or not sends:
             raise InvalidArgumentError(f"schedules: expected one for each of {self.size} ranks, found {len(sends)}")

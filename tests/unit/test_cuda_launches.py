@@ -17,8 +17,8 @@ from collectives.cuda.builder import DevicePlans
 from collectives.cuda.launches import SPACES, DevicePlan, Message, entry_of
 from collectives.cuda.planner import DeviceChoice
 from collectives.device.kernel_sources import JOBS, WAYS
-from collectives.plan.lowering import Space
 from collectives.plan.planner import Placement
+from collectives.plan.program import Space
 from collectives.schedules import partition
 
 Array = np.ndarray[Any, np.dtype[Any]]

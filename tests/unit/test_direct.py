@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from collectives.schedules import direct
-from collectives.schedules.schedule import Kind, Schedule
+from collectives.schedules.schedule import Schedule, StepKind
 from collectives.schedules.verify import races, verify
 from collectives.transport.simulated import replay
 
@@ -63,7 +63,7 @@ def test_peers_are_met_in_turn() -> None:
     for size in range(2, 12):
         for rank in range(size):
             scatter, gather = direct.allreduce(rank, size).rounds
-            for steps, kind in ((scatter, Kind.REDUCE), (gather, Kind.RECEIVE)):
+            for steps, kind in ((scatter, StepKind.REDUCE), (gather, StepKind.RECEIVE)):
                 assert [s.peer for s in steps if s.kind is kind] == [(rank + d) % size for d in range(1, size)]
             assert all(step.push for step in gather) and not any(step.push for step in scatter)
 
@@ -72,7 +72,7 @@ def test_peers_are_met_in_turn() -> None:
 def test_a_broadcast_takes_each_chunk_from_the_root_once(size: int) -> None:
     root = size - 1
     first, *_ = direct.broadcast(root, size, root).rounds
-    assert sorted(step.chunk for step in first if step.kind is Kind.SEND and not step.push) == [
+    assert sorted(step.chunk for step in first if step.kind is StepKind.SEND and not step.push) == [
         c for c in range(size) if c != root
     ]
     assert {step.chunk for step in first if step.push} == {root}
@@ -81,15 +81,15 @@ def test_a_broadcast_takes_each_chunk_from_the_root_once(size: int) -> None:
             step.chunk
             for steps in direct.broadcast(rank, size, root).rounds
             for step in steps
-            if step.kind is Kind.RECEIVE
+            if step.kind is StepKind.RECEIVE
         ]
         assert sorted(got) == list(range(size))
 
 
 def test_two_ranks_share_the_work_of_a_broadcast() -> None:
     (root, copies), (peer, _) = direct.broadcast(0, 2, 0).rounds, direct.broadcast(1, 2, 0).rounds
-    assert [s.kind for s in copies] == [Kind.COPY]
-    assert [(s.chunk, s.push) for s in root if s.kind is Kind.SEND] == [(1, False), (0, True)]
+    assert [s.kind for s in copies] == [StepKind.COPY]
+    assert [(s.chunk, s.push) for s in root if s.kind is StepKind.SEND] == [(1, False), (0, True)]
     assert [(s.chunk, s.push) for s in peer] == [(1, False), (0, True)]
 
 

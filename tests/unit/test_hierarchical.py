@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from collectives import ring
 from collectives.schedules import direct, hierarchical
-from collectives.schedules.schedule import Kind, Schedule
+from collectives.schedules.schedule import Schedule, StepKind
 from collectives.schedules.verify import races, verify
 from collectives.transport.simulated import Network, replay, simulate
 
@@ -67,7 +67,7 @@ def test_one_host_is_direct_and_lone_ranks_are_a_ring(size: int) -> None:
 
 
 def test_one_rank_copies() -> None:
-    assert [step.kind for steps in schedules(((0,),))[0].rounds for step in steps] == [Kind.COPY]
+    assert [step.kind for steps in schedules(((0,),))[0].rounds for step in steps] == [StepKind.COPY]
 
 
 @pytest.mark.parametrize("counts", [[3, 3], [2, 2, 2, 2], [4, 1], [3, 1, 2]])

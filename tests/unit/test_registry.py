@@ -7,7 +7,7 @@ import pytest
 from collectives.base.config import ALGORITHMS
 from collectives.schedules import registry
 from collectives.schedules.algorithm import Algorithm
-from collectives.schedules.schedule import Kind, Schedule
+from collectives.schedules.schedule import Schedule, StepKind
 from collectives.schedules.verify import races, verify
 
 REGISTERED = [
@@ -46,7 +46,7 @@ def test_properties_are_those_of_the_schedules(algorithm: Algorithm) -> None:
     assert algorithm.one_chunk == (found[0].chunks == 1)
     assert algorithm.versioned == any(races(found, aliased) for aliased in (True, False))
     kinds = [{step.kind for step in steps if step.push} for steps in found[0].rounds]
-    reduces_then_pushes = kinds == [set(), {Kind.SEND, Kind.RECEIVE}] and algorithm.collective == "allreduce"
+    reduces_then_pushes = kinds == [set(), {StepKind.SEND, StepKind.RECEIVE}] and algorithm.collective == "allreduce"
     assert algorithm.owner_pushes == reduces_then_pushes
 
 

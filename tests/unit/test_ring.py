@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from collectives import ring
-from collectives.schedules.schedule import Kind, Schedule
+from collectives.schedules.schedule import Schedule, StepKind
 from collectives.schedules.verify import races, verify
 from collectives.transport.simulated import replay
 
@@ -56,8 +56,8 @@ def test_every_rank_sends_one_chunk_to_its_neighbour_in_each_round(algorithm: Al
             schedule = algorithm(rank, size)
             assert len(schedule.rounds) == passes * (size - 1)
             for steps in schedule.rounds:
-                sends = [step for step in steps if step.kind is Kind.SEND]
-                arrivals = [step for step in steps if step.kind in (Kind.RECEIVE, Kind.REDUCE)]
+                sends = [step for step in steps if step.kind is StepKind.SEND]
+                arrivals = [step for step in steps if step.kind in (StepKind.RECEIVE, StepKind.REDUCE)]
                 assert [(s.peer, s.span) for s in sends] == [((rank + 1) % size, 1)]
                 assert [(s.peer, s.span) for s in arrivals] == [((rank - 1) % size, 1)]
 
@@ -67,7 +67,7 @@ def test_after_the_reduce_scatter_a_rank_owns_the_chunk_of_its_number() -> None:
         for rank in range(size):
             both, first = ring.allreduce(rank, size).rounds, ring.reducescatter(rank, size).rounds
             assert both[: size - 1] == first
-            assert (first[-1][-1].kind, first[-1][-1].chunk) == (Kind.REDUCE, rank)
+            assert (first[-1][-1].kind, first[-1][-1].chunk) == (StepKind.REDUCE, rank)
 
 
 def test_the_drawing_shows_what_four_ranks_do() -> None:
@@ -91,7 +91,7 @@ def test_the_drawing_shows_what_four_ranks_do() -> None:
 
 def test_one_rank_copies() -> None:
     for schedule in (ring.allreduce(0, 1), ring.reducescatter(0, 1), ring.allgather(0, 1), ring.broadcast(0, 1, 0)):
-        assert [step.kind for steps in schedule.rounds for step in steps] == [Kind.COPY]
+        assert [step.kind for steps in schedule.rounds for step in steps] == [StepKind.COPY]
 
 
 @pytest.mark.parametrize("size", [2, 3, 5, 8, 13])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from collectives.schedules import tree
-from collectives.schedules.schedule import Kind
+from collectives.schedules.schedule import StepKind
 from collectives.schedules.verify import races, verify
 from collectives.transport.simulated import replay
 
@@ -54,7 +54,7 @@ def test_broadcast_does_not_race(aliased: bool) -> None:
 
 def test_one_rank_copies() -> None:
     for schedule in (tree.recursive_doubling(0, 1), tree.broadcast(0, 1, 0)):
-        assert [step.kind for steps in schedule.rounds for step in steps] == [Kind.COPY]
+        assert [step.kind for steps in schedule.rounds for step in steps] == [StepKind.COPY]
 
 
 @pytest.mark.parametrize("size", [2, 3, 5, 7, 8, 13, 16])

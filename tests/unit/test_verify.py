@@ -11,7 +11,7 @@ import pytest
 
 from collectives import ring
 from collectives.schedules import direct, hierarchical, tree
-from collectives.schedules.schedule import Kind, Round, Schedule, Step, copy, receive, reduce, send
+from collectives.schedules.schedule import Round, Schedule, Step, StepKind, copy, receive, reduce, send
 from collectives.schedules.verify import ScheduleError, races, verify
 from collectives.transport.simulated import replay
 
@@ -86,15 +86,15 @@ class Mutation:
           left out.
         """
         step, own = self.step, self.step.peer == self.rank
-        alike = (Kind.COPY, Kind.RECEIVE)
+        alike = (StepKind.COPY, StepKind.RECEIVE)
         if own and step.kind in alike and len(self.instead) == 1 and schedules[0].collective != "broadcast":
             other = self.instead[0]
             return other.kind in alike and replace(other, kind=step.kind) == step
-        if own and step.kind is Kind.RECEIVE and not self.instead:
+        if own and step.kind is StepKind.RECEIVE and not self.instead:
             steps = schedules[self.rank].rounds[self.round]
-            first = all(earlier.kind is Kind.SEND for earlier in steps[: self.place])
+            first = all(earlier.kind is StepKind.SEND for earlier in steps[: self.place])
             return first and any(
-                later.kind is Kind.REDUCE and later.chunk == step.chunk for later in steps[self.place + 1 :]
+                later.kind is StepKind.REDUCE and later.chunk == step.chunk for later in steps[self.place + 1 :]
             )
         return False
 
@@ -110,7 +110,7 @@ def mutations(schedules: Sequence[Schedule]) -> Iterator[Mutation]:
                 instead += [(replace(step, peer=peer),) for peer in range(-1, size + 1) if peer != step.peer]
                 instead += [(replace(step, chunk=chunk),) for chunk in range(-1, chunks + 1) if chunk != step.chunk]
                 instead += [(replace(step, span=span),) for span in (step.span - 1, step.span + 1)]
-                instead += [(replace(step, kind=kind),) for kind in Kind if kind is not step.kind]
+                instead += [(replace(step, kind=kind),) for kind in StepKind if kind is not step.kind]
                 instead.append((replace(step, push=not step.push),))
                 yield from (Mutation(rank, number, place, step, other) for other in instead)
 
@@ -321,11 +321,13 @@ def pushed_chunks_read_later(schedules: Sequence[Schedule]) -> list[tuple[int, i
             touched = {
                 c
                 for s in steps
-                if s.kind in (Kind.SEND, Kind.REDUCE) or s.peer == schedule.rank
+                if s.kind in (StepKind.SEND, StepKind.REDUCE) or s.peer == schedule.rank
                 for c in range(s.chunk, s.chunk + s.span)
             }
             found += [(schedule.rank, number, chunk) for chunk in touched & pushed]
-            pushed |= {c for s in steps if s.kind is Kind.RECEIVE and s.push for c in range(s.chunk, s.chunk + s.span)}
+            pushed |= {
+                c for s in steps if s.kind is StepKind.RECEIVE and s.push for c in range(s.chunk, s.chunk + s.span)
+            }
     return found
 
 

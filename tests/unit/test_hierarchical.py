@@ -13,7 +13,8 @@ from collectives import ring
 from collectives.schedules import direct, hierarchical
 from collectives.schedules.schedule import Schedule, StepKind
 from collectives.schedules.verify import races, verify
-from collectives.transport.simulated import Network, replay, simulate
+from collectives.transport.simulated import replay, simulate
+from collectives.transport.simulated_links import Network
 
 Hosts = tuple[tuple[int, ...], ...]
 

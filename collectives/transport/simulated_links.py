@@ -1,0 +1,178 @@
+"""Links of a simulated network: the path of each message, and max-min fair rates of messages that share links.
+
+Every rank has a link out and a link in, full duplex. With hosts, ranks of one host exchange over faster local links,
+and messages between hosts also pass the uplinks of their hosts. Each message gets an equal share of its tightest link,
+and what others leave of a link is divided again.
+
+Source: max-min fairness by progressive filling, D. Bertsekas and R. Gallager, "Data Networks" (1992).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from collectives.base.errors import InvalidArgumentError
+
+Floats = np.ndarray[Any, np.dtype[np.float64]]
+Ints = np.ndarray[Any, np.dtype[Any]]
+
+TOLERANCE = 1e-12
+"""Times that differ by less, relatively, are one event: they differ by rounding only."""
+_UNLIMITED = float("inf")
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """A network. Times in seconds, bandwidths in bytes per second and direction.
+
+    Attributes:
+        hosts: the ranks on each host; None: every rank on a host of its own.
+        local_latency, local_bandwidth: between ranks of one host; default to those of the network.
+        uplink: bandwidth of each host's uplink.
+        reduction: bytes that a rank combines per second.
+    """
+
+    latency: float
+    bandwidth: float
+    hosts: Sequence[Sequence[int]] | None = None
+    local_latency: float | None = None
+    local_bandwidth: float | None = None
+    uplink: float = _UNLIMITED
+    reduction: float = _UNLIMITED
+
+
+class Links:
+    """The links of a network by number, and the path of each message over them. Link 0 stands for no link."""
+
+    def __init__(self, network: Network, size: int) -> None:
+        hosts = [[rank] for rank in range(size)] if network.hosts is None else network.hosts
+        if sorted(chain.from_iterable(hosts)) != list(range(size)):
+            raise InvalidArgumentError(
+                f"network.hosts={hosts!r}: expected each of the ranks 0 to {size - 1} on one host"
+            )
+        self._size, self._hosts = size, len(hosts)
+        self._host_of = np.empty(size, np.int64)
+        for number, ranks in enumerate(hosts):
+            self._host_of[list(ranks)] = number
+        local = network.bandwidth if network.local_bandwidth is None else network.local_bandwidth
+        latencies = [network.latency, network.latency if network.local_latency is None else network.local_latency]
+        self._latency = np.array(latencies)
+        limits = [network.bandwidth] * 2 + [local] * 2
+        self.capacity = np.concatenate(
+            [[_UNLIMITED], np.repeat(limits, size), np.repeat([network.uplink] * 2, len(hosts))]
+        ).astype(float)
+        self.uplinks_are_limited = not np.isinf(network.uplink)
+        self.hops = 4 if self.uplinks_are_limited or network.hosts is not None else 2
+        if not (self.capacity > 0).all() or not network.reduction > 0 or not (self._latency >= 0).all():
+            raise InvalidArgumentError(
+                f"{network!r}: expected bandwidths and reduction above 0, and latencies from 0 on"
+            )
+
+    def paths(self, ends: Ints) -> tuple[Ints, Floats]:
+        """The links that each message passes, and its latency.
+
+        Args:
+            ends: two rows, the senders and the receivers.
+
+        Returns:
+            An array (hops, messages) of link numbers, and the latencies in seconds.
+        """
+        sender, receiver = ends
+        n, home, away = self._size, self._host_of[sender], self._host_of[receiver]
+        local = home == away
+        uplinks = 1 + 4 * n
+        path = np.stack(
+            [
+                np.where(local, 2 * n, 0) + 1 + sender,
+                np.where(local, 2 * n, 0) + 1 + n + receiver,
+                np.where(local, 0, uplinks + home),
+                np.where(local, 0, uplinks + self._hosts + away),
+            ]
+        )
+        return path[: self.hops], self._latency[local.astype(np.int64)]
+
+    def named(self, crossed: Floats) -> dict[str, int]:
+        """The bytes that crossed each link by the link's name, without unused links."""
+        names = [
+            f"rank {rank} {direction}"
+            for direction in ("out", "in", "local out", "local in")
+            for rank in range(self._size)
+        ]
+        names += [f"host {host} {direction}" for direction in ("out", "in") for host in range(self._hosts)]
+        return {name: int(nbytes) for name, nbytes in zip(names, crossed[1:], strict=True) if nbytes}
+
+
+def _fair_rates(path: Ints, capacity: Floats) -> Floats:
+    """Max-min fair rates of messages over shared links: all rates rise alike until a link of the message is full."""
+    rates = np.full(path.shape[1], _UNLIMITED)
+    left = capacity.copy()
+    rising = np.arange(path.shape[1])
+    while rising.size:
+        used = path[:, rising]
+        counts = np.bincount(used.ravel(), minlength=len(left))
+        share = np.divide(left, counts, out=np.full(len(left), _UNLIMITED), where=counts > 0)
+        mine = share[used].min(axis=0)
+        tightest = mine.min()
+        if np.isinf(tightest):
+            break
+        full = mine <= tightest * (1 + TOLERANCE)
+        rates[rising[full]] = tightest
+        left -= np.bincount(used[:, full].ravel(), minlength=len(left)) * tightest
+        np.maximum(left, 0, out=left)
+        rising = rising[~full]
+    return rates
+
+
+class Flows:
+    """Messages under way: some in their latency, the others flowing at fair rates."""
+
+    def __init__(self, capacity: Floats, hops: int, rows: int) -> None:
+        self._capacity = capacity
+        self._labels: Ints = np.empty((rows, 0), np.int64)
+        self._paths: Ints = np.empty((hops, 0), np.int64)
+        self._left: Floats = np.empty(0)
+        self._begins: Floats = np.empty(0)
+        """When each message begins to flow; minus infinity once it does."""
+        self._rates: Floats = np.empty(0)
+        self._stale = False
+
+    def add(self, labels: Ints, paths: Ints, nbytes: Floats, begins: Floats) -> None:
+        """Add messages, with one column of ``labels`` each, which `advance` returns when the message is delivered."""
+        self._labels = np.concatenate([self._labels, labels], axis=1)
+        self._paths = np.concatenate([self._paths, paths], axis=1)
+        self._left = np.concatenate([self._left, nbytes])
+        self._begins = np.concatenate([self._begins, begins])
+        self._stale = True
+
+    def next_event(self, now: float) -> float:
+        """The time at which the next message begins to flow or is delivered; infinity if none is under way."""
+        if self._stale:
+            flowing = self._begins == -np.inf
+            self._rates = np.zeros(len(self._left))
+            self._rates[flowing] = _fair_rates(self._paths[:, flowing], self._capacity)
+            self._stale = False
+        return float(self._times(now).min(initial=np.inf))
+
+    def _times(self, now: float) -> Floats:
+        delivered = now + np.divide(self._left, self._rates, out=np.zeros(len(self._left)), where=self._rates > 0)
+        return np.where(self._begins == -np.inf, delivered, self._begins)
+
+    def advance(self, now: float, moment: float) -> Ints:
+        """Advance to ``moment``, at most the next event. Returns the labels of the messages delivered then."""
+        reached = self._times(now) <= moment * (1 + TOLERANCE)
+        flowing = self._begins == -np.inf
+        still, delivered = flowing & ~reached, flowing & reached
+        self._left[still] -= self._rates[still] * (moment - now)
+        self._begins[reached & ~flowing] = -np.inf
+        self._stale |= bool(reached.any())
+        labels = self._labels[:, delivered]
+        if delivered.any():
+            keep = ~delivered
+            self._labels, self._paths = self._labels[:, keep], self._paths[:, keep]
+            self._left, self._begins = self._left[keep], self._begins[keep]
+        return labels

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from collectives import operations
+from collectives import objects
 from collectives.base.errors import MismatchError, RankFailedError, TransportError
 from collectives.base.reduce_op import Op
 from collectives.tensors.result_pool import ResultPool
@@ -65,7 +65,7 @@ def test_an_object_that_one_rank_has_no_memory_for(
                 world.broadcast_object(value, root, name=name)
         works(world)
 
-    monkeypatch.setattr(operations, "np", Numpy())
+    monkeypatch.setattr(objects, "np", Numpy())
     assert len(pickle.dumps(value)) > len(value)
     threads.run(3, program, make_world=World)
 

@@ -24,7 +24,7 @@ LEVELS = {
 logger = logging.getLogger("collectives")
 
 
-class _Place(logging.Filter):
+class _Origin(logging.Filter):
     """Adds rank and host to each record; lets all pass."""
 
     rank: int | None = None
@@ -45,7 +45,7 @@ class _LastResort(logging.Handler):
         print(self.format(record), file=sys.stderr)
 
 
-_place = _Place()
+_origin = _Origin()
 
 
 def configure(level: str) -> None:
@@ -56,21 +56,21 @@ def configure(level: str) -> None:
     """
     logging.addLevelName(LEVELS["trace"], "TRACE")
     logger.setLevel(LEVELS[level])
-    logger.addFilter(_place)
+    logger.addFilter(_origin)
     if not any(isinstance(handler, _LastResort) for handler in logger.handlers):
         handler = _LastResort()
         # A logger's filter does not see what comes from those below it.
-        handler.addFilter(_place)
+        handler.addFilter(_origin)
         handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s [%(place)s]: %(message)s"))
         logger.addHandler(handler)
 
 
 def place(rank: int | None) -> None:
     """Name this process in all records from now on: by its rank, or None, by its number on the host."""
-    _place.rank = rank
+    _origin.rank = rank
 
 
 def warn_on_first_rank(message: str, *arguments: object) -> None:
     """A warning that is the same on every rank: from the first one, or from a process that has no rank. Information
     from the others."""
-    logger.log(logging.INFO if _place.rank else logging.WARNING, message, *arguments)
+    logger.log(logging.INFO if _origin.rank else logging.WARNING, message, *arguments)

@@ -21,7 +21,7 @@ from collectives.base import dtypes
 from collectives.base.errors import InvalidTypeError
 from collectives.device.protocol import Device, Provider, active
 from collectives.tensors import detection, streams
-from collectives.tensors.cuda_protocols import Found, by_dlpack, by_interface
+from collectives.tensors.cuda_protocols import TensorMemory, by_dlpack, by_interface
 from collectives.tensors.dlpack_export import Export
 from collectives.tensors.host_frameworks import plain_torch
 
@@ -37,7 +37,7 @@ class Framework:
     def __init__(self, from_dlpack: Callable[[Any], Any] | None = None) -> None:
         self._from_dlpack = from_dlpack
 
-    def read(self, tensor: Any, argument: str, provider: Provider, given: int | None) -> Found:
+    def read(self, tensor: Any, argument: str, provider: Provider, given: int | None) -> TensorMemory:
         """Find a tensor's memory; ``given`` is the stream that the caller named."""
         if hasattr(tensor, "__dlpack__"):
             return by_dlpack(tensor, tensor.__dlpack__, argument, provider, given)
@@ -48,7 +48,7 @@ class Framework:
         with active(device):
             return device.current_stream()
 
-    def contiguous(self, found: Found, argument: str) -> tuple[Any, int]:
+    def contiguous(self, found: TensorMemory, argument: str) -> tuple[Any, int]:
         """A copy in C order, made on the tensor's stream, and its address."""
         with active(found.device):
             strided = _strided(found)
@@ -62,7 +62,7 @@ class Framework:
                 copy = sys.modules["cupy"].ascontiguousarray(strided)
         return copy, copy.data.ptr
 
-    def store(self, found: Found, copy: Any, stream: int) -> None:
+    def store(self, found: TensorMemory, copy: Any, stream: int) -> None:
         """Bring a copy in C order back into the tensor."""
         with active(found.device):
             if found.strides is None or detection.is_contiguous(found.shape, found.strides, found.dtype.itemsize):
@@ -93,7 +93,7 @@ class Framework:
 
 
 class Torch(Framework):
-    def read(self, tensor: Any, argument: str, provider: Provider, given: int | None) -> Found:
+    def read(self, tensor: Any, argument: str, provider: Provider, given: int | None) -> TensorMemory:
         torch: Any = sys.modules["torch"]
         if tensor.device.type != "cuda" or torch.version.hip is not None:
             raise detection.misplaced(
@@ -113,18 +113,20 @@ class Torch(Framework):
             raise InvalidTypeError(
                 f"{argument}: {detection.describe(tensor)} has no memory of its own: {error}"
             ) from error
-        return Found(address, tuple(plain.shape), strides, dtype, provider.device(index), not lazy, stream, plain)
+        return TensorMemory(
+            address, tuple(plain.shape), strides, dtype, provider.device(index), not lazy, stream, plain
+        )
 
     def current_stream(self, device: Device) -> int:
         stream: int = sys.modules["torch"].cuda.current_stream(device.index).cuda_stream
         return stream
 
-    def contiguous(self, found: Found, argument: str) -> tuple[Any, int]:
+    def contiguous(self, found: TensorMemory, argument: str) -> tuple[Any, int]:
         with self._on(found.stream, found.device.index):
             copy = found.memory.contiguous()
         return copy, copy.data_ptr()
 
-    def store(self, found: Found, copy: Any, stream: int) -> None:
+    def store(self, found: TensorMemory, copy: Any, stream: int) -> None:
         with self._on(stream, found.device.index):
             found.memory.copy_(copy)
         self._keep(copy, found.device, found.stream, stream)
@@ -174,11 +176,11 @@ def _from_torch(dtype: Any, argument: str) -> np.dtype[Any]:
 
 
 class Cupy(Framework):
-    def read(self, tensor: Any, argument: str, provider: Provider, given: int | None) -> Found:
+    def read(self, tensor: Any, argument: str, provider: Provider, given: int | None) -> TensorMemory:
         device = provider.device(tensor.device.id)
         stream = self.current_stream(device) if given is None else given
         strides = None if tensor.flags.c_contiguous else tensor.strides
-        return Found(tensor.data.ptr, tensor.shape, strides, tensor.dtype, device, True, stream, tensor)
+        return TensorMemory(tensor.data.ptr, tensor.shape, strides, tensor.dtype, device, True, stream, tensor)
 
     def current_stream(self, device: Device) -> int:
         stream: int = sys.modules["cupy"].cuda.get_current_stream(device.index).ptr
@@ -194,7 +196,7 @@ _BITS = {
 }
 
 
-def _strided(found: Found) -> Any:
+def _strided(found: TensorMemory) -> Any:
     """A tensor's memory as a CuPy array of elements of that size; None if CuPy is not what the device's arrays are
     of."""
     cupy: Any = sys.modules.get("cupy")
@@ -223,7 +225,7 @@ def _on_own_stream(device: Device, stream: int) -> Iterator[None]:
 class Jax(Framework):
     """Arrays are immutable: results are new ones."""
 
-    def read(self, tensor: Any, argument: str, provider: Provider, given: int | None) -> Found:
+    def read(self, tensor: Any, argument: str, provider: Provider, given: int | None) -> TensorMemory:
         if len(tensor.devices()) != 1:
             raise InvalidTypeError(
                 f"{argument}: expected a jax array on one device, got one spread over {len(tensor.devices())} devices;"
@@ -240,7 +242,7 @@ class TensorFlow(Framework):
     """Tensors are immutable. TensorFlow tells nobody its stream: it waits itself when it exports, and is waited for
     when it imports."""
 
-    def read(self, tensor: Any, argument: str, provider: Provider, given: int | None) -> Found:
+    def read(self, tensor: Any, argument: str, provider: Provider, given: int | None) -> TensorMemory:
         tensorflow: Any = sys.modules["tensorflow"]
         plain = tensorflow.convert_to_tensor(tensor)  # of a Variable: its value
 

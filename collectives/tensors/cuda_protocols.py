@@ -12,7 +12,7 @@ from collectives.device.protocol import Device, Provider, active
 from collectives.tensors import detection, dlpack, streams
 
 
-class Found(NamedTuple):
+class TensorMemory(NamedTuple):
     """A tensor's memory.
 
     Attributes:
@@ -35,7 +35,9 @@ class Found(NamedTuple):
     memory: Any
 
 
-def by_dlpack(tensor: Any, export: Callable[..., Any], argument: str, provider: Provider, given: int | None) -> Found:
+def by_dlpack(
+    tensor: Any, export: Callable[..., Any], argument: str, provider: Provider, given: int | None
+) -> TensorMemory:
     """Through DLPack, for use on the stream that the caller named, or on the device's current one."""
     name = detection.describe(tensor)
     device, stream = _place(provider.device(tensor.__dlpack_device__()[1]), given, argument)
@@ -46,7 +48,7 @@ def by_dlpack(tensor: Any, export: Callable[..., Any], argument: str, provider: 
     memory = dlpack.read(capsule, argument=f"{argument} ({name})")
     if memory.kind not in (dlpack.CUDA, dlpack.MANAGED):
         raise detection.misplaced(tensor, argument, f"DLPack device kind {memory.kind}")
-    return Found(
+    return TensorMemory(
         memory.address, memory.shape, memory.strides, memory.dtype, device, not memory.read_only, stream, memory.capsule
     )
 
@@ -58,7 +60,7 @@ def _capsule(export: Callable[..., Any], stream: int) -> Any:
         return export(stream=stream)
 
 
-def by_interface(tensor: Any, argument: str, provider: Provider, given: int | None) -> Found:
+def by_interface(tensor: Any, argument: str, provider: Provider, given: int | None) -> TensorMemory:
     """Through ``__cuda_array_interface__``, versions 2 and 3."""
     kind = detection.describe(tensor)
     interface = getattr(tensor, "__cuda_array_interface__", None)
@@ -83,7 +85,7 @@ def by_interface(tensor: Any, argument: str, provider: Provider, given: int | No
                 streams.free_of_capture(device, made_on, argument, streams.OUTSIDE)
                 streams.order(device, made_on, stream)
     strides = interface.get("strides")
-    return Found(
+    return TensorMemory(
         address, tuple(interface["shape"]), strides and tuple(strides), dtype, device, not read_only, stream, tensor
     )
 

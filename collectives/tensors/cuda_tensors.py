@@ -21,7 +21,7 @@ from collectives.base.errors import InvalidTypeError, MissingDependencyError
 from collectives.device import selection
 from collectives.device.protocol import Array, Device, Provider, active
 from collectives.tensors import cuda_frameworks, detection, streams
-from collectives.tensors.cuda_protocols import Found
+from collectives.tensors.cuda_protocols import TensorMemory
 from collectives.tensors.detection import Extent
 
 
@@ -89,7 +89,7 @@ class DeviceView:
     def __init__(
         self,
         framework: cuda_frameworks.Framework,
-        found: Found,
+        found: TensorMemory,
         array: DeviceArray,
         copied: bool,
         given: bool,

@@ -23,38 +23,38 @@ BFLOAT = 4
 _KINDS = {0: "int", 1: "uint", 2: "float", BFLOAT: "bfloat", 5: "complex", 6: "bool"}
 
 
-class _Place(ctypes.Structure):
+class _DLDevice(ctypes.Structure):
     _fields_ = (("kind", ctypes.c_int32), ("index", ctypes.c_int32))
 
 
-class _Type(ctypes.Structure):
+class _DLDataType(ctypes.Structure):
     _fields_ = (("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16))
 
 
-class _Tensor(ctypes.Structure):
+class _DLTensor(ctypes.Structure):
     _fields_ = (
         ("data", ctypes.c_void_p),
-        ("place", _Place),
+        ("place", _DLDevice),
         ("ndim", ctypes.c_int32),
-        ("dtype", _Type),
+        ("dtype", _DLDataType),
         ("shape", ctypes.POINTER(ctypes.c_int64)),
         ("strides", ctypes.POINTER(ctypes.c_int64)),
         ("byte_offset", ctypes.c_uint64),
     )
 
 
-class _Managed(ctypes.Structure):
-    _fields_ = (("tensor", _Tensor), ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p))
+class _DLManagedTensor(ctypes.Structure):
+    _fields_ = (("tensor", _DLTensor), ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p))
 
 
-class _Versioned(ctypes.Structure):
+class _DLManagedTensorVersioned(ctypes.Structure):
     _fields_ = (
         ("major", ctypes.c_uint32),
         ("minor", ctypes.c_uint32),
         ("context", ctypes.c_void_p),
         ("deleter", ctypes.c_void_p),
         ("flags", ctypes.c_uint64),
-        ("tensor", _Tensor),
+        ("tensor", _DLTensor),
     )
 
 
@@ -65,7 +65,7 @@ _get_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_cha
 )
 
 
-class Memory(NamedTuple):
+class ExportedTensor(NamedTuple):
     """What a capsule says.
 
     Attributes:
@@ -87,7 +87,7 @@ class Memory(NamedTuple):
     capsule: Any
 
 
-def read(capsule: Any, *, argument: str = "tensor") -> Memory:
+def read(capsule: Any, *, argument: str = "tensor") -> ExportedTensor:
     """Look into a capsule that ``__dlpack__`` gave.
 
     Raises:
@@ -101,15 +101,15 @@ def read(capsule: Any, *, argument: str = "tensor") -> Memory:
     else:
         strides = _packed(shape, dtype.itemsize)
     address = (tensor.data or 0) + tensor.byte_offset
-    return Memory(
+    return ExportedTensor(
         address, shape, strides, dtype, tensor.place.kind, tensor.place.index, bool(flags & _READ_ONLY), capsule
     )
 
 
-def structure(capsule: Any, argument: str) -> tuple[_Tensor, int]:
+def structure(capsule: Any, argument: str) -> tuple[_DLTensor, int]:
     """The structure inside, which lives as long as the capsule, and its flags."""
     if _is_valid(capsule, b"dltensor_versioned"):
-        versioned = _Versioned.from_address(_get_pointer(capsule, b"dltensor_versioned"))
+        versioned = _DLManagedTensorVersioned.from_address(_get_pointer(capsule, b"dltensor_versioned"))
         if versioned.major > VERSION[0]:
             raise InvalidTypeError(
                 f"{argument}: expected a DLPack capsule of version {VERSION[0]}, got version "
@@ -117,11 +117,11 @@ def structure(capsule: Any, argument: str) -> tuple[_Tensor, int]:
             )
         return versioned.tensor, versioned.flags
     if _is_valid(capsule, b"dltensor"):
-        return _Managed.from_address(_get_pointer(capsule, b"dltensor")).tensor, 0
+        return _DLManagedTensor.from_address(_get_pointer(capsule, b"dltensor")).tensor, 0
     raise InvalidTypeError(f"{argument}: expected a DLPack capsule that has not been consumed, got {capsule!r}")
 
 
-def _dtype(given: _Type, argument: str) -> np.dtype[Any]:
+def _dtype(given: _DLDataType, argument: str) -> np.dtype[Any]:
     kind = _KINDS.get(given.code, f"type code {given.code} of ")
     name = "bool" if kind == "bool" and given.bits == 8 else f"{kind}{given.bits}"
     if name not in NAMES or given.lanes != 1:

@@ -26,7 +26,7 @@ _PAGE = 4096
 _ALIGNMENT = 64  # a cache line; what vectorised loops and zero-copy imports of other libraries want
 
 
-class _Block:
+class _Buffer:
     """Memory that outlives its results, aligned to a cache line."""
 
     __slots__ = ("address", "memory", "nbytes")
@@ -49,16 +49,16 @@ class _Lease:
 
     __slots__ = ("__array_interface__", "__weakref__", "_block")
 
-    def __init__(self, block: _Block, nbytes: int) -> None:
+    def __init__(self, block: _Buffer, nbytes: int) -> None:
         self._block = block
         self.__array_interface__ = {"data": (block.address, False), "shape": (nbytes,), "typestr": "|u1", "version": 3}
 
 
-class _Return(weakref.ref[_Lease]):
+class _LeaseReference(weakref.ref[_Lease]):
     """A reference to a lease, whose callback receives it together with the block when the lease has ended."""
 
     __slots__ = ("block",)
-    block: _Block
+    block: _Buffer
 
 
 class ResultPool:
@@ -73,9 +73,9 @@ class ResultPool:
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self._free: list[_Block] = []  # oldest first
-        self._lent: dict[int, _Return] = {}  # by address, oldest first
-        self._returned: deque[_Return] = deque()
+        self._free: list[_Buffer] = []  # oldest first
+        self._lent: dict[int, _LeaseReference] = {}  # by address, oldest first
+        self._returned: deque[_LeaseReference] = deque()
         self._lock = threading.Lock()
 
     def empty(self, shape: int | tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
@@ -89,12 +89,12 @@ class ResultPool:
         if nbytes < THRESHOLD or whole > self.limit:  # a block that could not be kept gains nothing
             return np.empty(shape, dtype)
         if not self._lock.acquire(blocking=False):
-            return _Block(nbytes).view(nbytes).view(dtype).reshape(shape)
+            return _Buffer(nbytes).view(nbytes).view(dtype).reshape(shape)
         try:
             self._settle()
             block = self._take(nbytes) or self._add(whole)
             lease = _Lease(block, nbytes)
-            reference = _Return(lease, self._returned.append)
+            reference = _LeaseReference(lease, self._returned.append)
             reference.block = block
             self._lent[block.address] = reference
         finally:
@@ -108,7 +108,7 @@ class ResultPool:
         nbytes = count * dtype.itemsize
         if THRESHOLD <= nbytes <= self.limit:
             return self.empty(count, dtype)
-        return _Block(nbytes).view(nbytes).view(dtype)
+        return _Buffer(nbytes).view(nbytes).view(dtype)
 
     @property
     def free_bytes(self) -> int:
@@ -121,7 +121,7 @@ class ResultPool:
         self._settle_if_free()
         self._free = []
 
-    def _take(self, nbytes: int) -> _Block | None:
+    def _take(self, nbytes: int) -> _Buffer | None:
         """The smallest kept block of at least ``nbytes`` and at most a quarter (and a page) more, the newest of
         equals."""
         best = None
@@ -131,7 +131,7 @@ class ResultPool:
                 best, largest = index, block.nbytes
         return None if best is None else self._free.pop(best)
 
-    def _add(self, nbytes: int) -> _Block:
+    def _add(self, nbytes: int) -> _Buffer:
         """A new block. The oldest are given up for it: the sizes of today are more likely asked for again."""
         excess = (
             nbytes
@@ -142,7 +142,7 @@ class ResultPool:
         while excess > 0:
             given_up = self._free.pop(0) if self._free else self._lent.pop(next(iter(self._lent))).block
             excess -= given_up.nbytes
-        return _Block(nbytes)
+        return _Buffer(nbytes)
 
     def _settle(self) -> None:
         """Put what has come back away; with the lock."""

@@ -116,7 +116,7 @@ class Mappings:
         device.forget_memory(known.address)
 
 
-class _Use:
+class _MappingUse:
     """A mapping as one world uses it."""
 
     __slots__ = ("address", "nbytes", "used")
@@ -161,7 +161,7 @@ class IpcMemory:
         self._mappings = _mappings_of(device)
         self._quiesce = quiesce
         self._exported: dict[int, tuple[int, ...] | str] = {}
-        self._mapped: OrderedDict[tuple[int, int], _Use] = OrderedDict()
+        self._mapped: OrderedDict[tuple[int, int], _MappingUse] = OrderedDict()
         """By the owner's process and the allocation's number there; the latest used is the last."""
         self._mapped_bytes = self._lookups = 0
         self._processes: dict[int, int] = {}
@@ -261,7 +261,7 @@ class IpcMemory:
         if known is None:
             self._make_room(nbytes)
             handle = struct.pack("8q", *words[4:WORDS])
-            known = self._mapped[key] = _Use(
+            known = self._mapped[key] = _MappingUse(
                 self._mappings.take(self._device, *key, address - offset, nbytes, handle), nbytes
             )
             self._mapped_bytes += nbytes

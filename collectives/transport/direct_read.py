@@ -21,7 +21,7 @@ _PR_SET_PTRACER = 0x59616D61
 _PR_SET_PTRACER_ANY = ctypes.c_ulong(-1).value
 
 
-class _Block(ctypes.Structure):
+class _IoVector(ctypes.Structure):
     _fields_ = (("address", ctypes.c_void_p), ("nbytes", ctypes.c_size_t))
 
 
@@ -58,8 +58,8 @@ class DirectRead:
         """Called with a peer whose memory cannot be reached, and whether its process has none any more; raises if the
         peer has failed."""
         self._pids = list(pids)
-        self._mine = _Block()
-        self._theirs = _Block()
+        self._mine = _IoVector()
+        self._theirs = _IoVector()
         self._mine_at = ctypes.addressof(self._mine)
         self._theirs_at = ctypes.addressof(self._theirs)
 

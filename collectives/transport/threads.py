@@ -49,8 +49,8 @@ def connect(
     control_pages = _pages(size)
     memory_pages = _pages(size)
     windows = [np.zeros(WINDOW_BYTES, np.uint8) for _ in range(size)]
-    meeting = _Meeting(size, timeout)
-    post = _Post(size)
+    exchange = _Exchange(size, timeout)
+    mailboxes = _Mailboxes(size)
     ranks = ranks or tuple(range(size))
     groups = []
     for rank in range(size):
@@ -61,8 +61,8 @@ def connect(
         memory = ThreadMemory(
             board, [window if p in local else None for p, window in enumerate(windows)], reads_private
         )
-        control = BoardControl(control_board, lambda value, rank=rank: meeting.exchange(rank, value))  # type: ignore[misc]
-        messages = ThreadMessages(rank, post, control_board, timeout)
+        control = BoardControl(control_board, lambda value, rank=rank: exchange.exchange(rank, value))  # type: ignore[misc]
+        messages = ThreadMessages(rank, mailboxes, control_board, timeout)
         groups.append(
             Group(
                 rank,
@@ -71,7 +71,7 @@ def connect(
                 control,
                 memory,
                 messages,
-                _splitter(rank, ranks, layout, meeting, reads_private, timeout),
+                _splitter(rank, ranks, layout, exchange, reads_private, timeout),
                 ranks,
                 memory.close,
             )
@@ -85,7 +85,7 @@ def _splitter(
     rank: int,
     ranks: Sequence[int],
     layout: Sequence[Sequence[int]],
-    meeting: _Meeting,
+    exchange: _Exchange,
     reads_private: bool,
     timeout: float,
 ) -> Callable[[Sequence[int]], Group | None]:
@@ -104,7 +104,7 @@ def _splitter(
                 timeout=timeout,
                 ranks=tuple(ranks[member] for member in chosen),
             )
-        groups = meeting.exchange(rank, made)[chosen[0]]
+        groups = exchange.exchange(rank, made)[chosen[0]]
         return groups[number[rank]] if rank in number else None
 
     return split
@@ -146,32 +146,32 @@ class ThreadMessages:
 
     name = "threads"
 
-    def __init__(self, rank: int, post: _Post, board: Board, timeout: float) -> None:
+    def __init__(self, rank: int, mailboxes: _Mailboxes, board: Board, timeout: float) -> None:
         self._rank = rank
-        self._post = post
+        self._mailboxes = mailboxes
         self._board = board
         self._timeout = timeout
         self._receives: deque[tuple[int, Array]] = deque()
-        self._sends: list[_Letter] = []
+        self._sends: list[_Message] = []
 
     def post_receive(self, peer: int, into: Array) -> None:
         self._receives.append((peer, into))
 
     def post_send(self, peer: int, block: Array) -> None:
-        letter = _Letter(block)
-        self._sends.append(letter)
-        self._post.boxes[self._rank][peer].append(letter)
+        message = _Message(block)
+        self._sends.append(message)
+        self._mailboxes.boxes[self._rank][peer].append(message)
 
     def drain(self) -> None:
         while self._receives:
             peer, into = self._receives.popleft()
-            box = self._post.boxes[peer][self._rank]
+            box = self._mailboxes.boxes[peer][self._rank]
             self._until(peer, lambda box=box: bool(box))  # type: ignore[misc]
-            letter = box.popleft()
-            np.copyto(into, letter.block)
-            letter.read = True
-        for letter in self._sends:
-            self._until(None, lambda letter=letter: letter.read)  # type: ignore[misc]
+            message = box.popleft()
+            np.copyto(into, message.block)
+            message.read = True
+        for message in self._sends:
+            self._until(None, lambda message=message: message.read)  # type: ignore[misc]
         self._sends.clear()
 
     def close(self) -> None:
@@ -228,7 +228,7 @@ def run(
     return results
 
 
-class _Letter:
+class _Message:
     __slots__ = ("block", "read")
 
     def __init__(self, block: Array) -> None:
@@ -236,14 +236,14 @@ class _Letter:
         self.read = False
 
 
-class _Post:
+class _Mailboxes:
     """A box of letters for each pair of ranks."""
 
     def __init__(self, size: int) -> None:
-        self.boxes: list[list[deque[_Letter]]] = [[deque() for _ in range(size)] for _ in range(size)]
+        self.boxes: list[list[deque[_Message]]] = [[deque() for _ in range(size)] for _ in range(size)]
 
 
-class _Meeting:
+class _Exchange:
     """Where all threads of a group lay down a value and read everybody's."""
 
     def __init__(self, size: int, timeout: float) -> None:

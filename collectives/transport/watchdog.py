@@ -57,7 +57,7 @@ class Watch:
         self._on_abort = on_abort
         self._interval = interval
         self._suspicious = False
-        self._flight = _Flight(device)
+        self._flight = _WorkInFlight(device)
         self._thread: threading.Thread | None = None
         weakref.finalize(self, self._flight.close)
 
@@ -125,7 +125,7 @@ class Watch:
         return False
 
 
-class _Flight:
+class _WorkInFlight:
     """The events of what is under way: all that the thread holds on to while it sleeps."""
 
     def __init__(self, device: Device) -> None:
@@ -164,7 +164,7 @@ class _Flight:
             return not self.closed
 
 
-def _look_after(flight: _Flight, watch: weakref.ref[Watch], interval: float) -> None:
+def _look_after(flight: _WorkInFlight, watch: weakref.ref[Watch], interval: float) -> None:
     while flight.wait(interval):
         present = watch()
         if present is None or not present._look():

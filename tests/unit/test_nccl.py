@@ -27,7 +27,7 @@ from collectives.base.reduce_op import Op
 from collectives.cuda.launches import Message, Stage
 from collectives.cuda.messages import NcclMessages
 from collectives.transport import nccl, nccl_cupy, nccl_elements
-from collectives.transport.watchdog import Watch, _Flight
+from collectives.transport.watchdog import Watch, _WorkInFlight
 from tests.emulated_cuda import EmulatedDevice
 from tests.emulated_nccl import EmulatedCommunicator, EmulatedNccl
 
@@ -565,7 +565,7 @@ def test_the_watch_looks_while_work_is_under_way(watched: Watched) -> None:
 def test_the_watch_sleeps_while_nothing_is_under_way() -> None:
     device = FakeDevice()
     device.activate()
-    flight = _Flight(device)  # type: ignore[arg-type]
+    flight = _WorkInFlight(device)  # type: ignore[arg-type]
     woken: queue.Queue[bool] = queue.Queue()
 
     def sleep() -> None:

@@ -245,7 +245,7 @@ def test_the_read_only_flag_of_a_capsule_counts(device: EmulatedDevice) -> None:
 
     def lend(**options: Any) -> Any:
         capsule = array.__dlpack__(**options)
-        dlpack._Versioned.from_address(dlpack._get_pointer(capsule, b"dltensor_versioned")).flags = 1
+        dlpack._DLManagedTensorVersioned.from_address(dlpack._get_pointer(capsule, b"dltensor_versioned")).flags = 1
         return capsule
 
     assert not view(Lender(lend)).writable

@@ -71,7 +71,7 @@ def agreed_root(
         The world of the process set, the root's rank in it, and what this rank has prepared.
 
     Raises:
-        InvalidArgumentError: there is no such rank. What ``prepare`` raises is raised here, and told to the other ranks.
+        InvalidArgumentError: there is no such rank. What ``prepare`` raises is raised, and told to the other ranks.
         MismatchError: the ranks differ; raised on every rank, and names the first difference.
     """
     world = world_of(process_set)

@@ -141,7 +141,7 @@ def split(items: Sequence[Item], groups: Groups, keys: Sequence[Hashable]) -> li
 
 
 def evenly(items: Sequence[Item], count: int) -> list[list[Item]]:
-    """Divide items into ``count`` lists of about equal length, in order, or one list for each item if there are fewer."""
+    """Divide items into ``count`` lists of about equal length, in order; with fewer items, into one list each."""
     sizes = partition.split(len(items), min(count, len(items))) if items and count else []
     return [list(items[at : at + size]) for at, size in zip(partition.offsets(sizes), sizes, strict=True)]
 

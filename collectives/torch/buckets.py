@@ -1,16 +1,18 @@
-"""The buckets in which gradients travel.
+"""The buckets in which gradients are combined.
 
-    Grouped    large gradients, combined where they are: the engine reads the peers' memory, so that packing would only cost
-    Packed     small ones, for which Python costs more than bytes: one call of torch copies them into one tensor, one brings them back
-    Late       tiny ones, packed likewise
-    Viewed     gradients that live in one tensor for good: autograd adds to it, the engine combines it, and nothing is copied
-    Sparse     one sparse gradient, gathered
+    GroupedBucket     large gradients, combined in place by a grouped operation: the engine reads the peers' memory, and
+                      packing would only add a copy
+    PackedBucket      small gradients, for which Python costs more than bytes: one call of torch copies them into one
+                      tensor, and one copies the results back
+    DeferredBucket    tiny gradients, packed likewise, and submitted only when the program waits
+    ViewedBucket      gradients that are views of one tensor: autograd adds to it, the engine combines it, no copies
+    SparseBucket      one sparse gradient, gathered
 
-A bucket leaves when the hooks of its parameters have told that all gradients are there, while the backward pass goes
-on; one of tiny gradients, which is late, when somebody waits.
+Hooks of the parameters submit a bucket once all of its gradients are complete, during the backward pass.
 
-A gradient in flight belongs to the engine. Reading it through its parameter waits for it (`guard`). A change through a
-tensor kept from an earlier step is refused when it is back: torch's version counter shows it.
+The memory of a gradient in flight belongs to the engine. Reading it through its parameter waits for it
+(`collectives.torch.guard`). A change through a tensor kept from an earlier step is refused afterwards: torch's version
+counter shows it.
 """
 
 from __future__ import annotations
@@ -28,38 +30,37 @@ from collectives.torch.guard import grad_of
 from collectives.torch.sparse import sparse_allreduce_async
 
 TINY = 4 << 10
-"""Bytes up to which a gradient is late: waking the background thread for it would take longer than the gradient."""
+"""Bytes up to which a gradient is deferred: waking the background thread would take longer than combining it."""
 SMALL = 64 << 10
-"""Bytes up to which a gradient is packed. Above, what packing copies takes longer than what it saves in Python."""
-PACKED = 1 << 20
-"""Bytes of small gradients that share a bucket: enough to make the cost of a call small, and early enough on its way to
-overlap."""
-LARGE = 16 << 20
-"""Bytes of all other gradients that share a bucket. Were each to leave by itself, the engine would take those together
-that happen to come close to each other, differently in every step, and plan anew."""
+"""Bytes up to which a gradient is packed. Above, the copies take longer than the Python code that packing saves."""
+PACKED_BYTES = 1 << 20
+"""Bytes of small gradients that share a bucket: enough to make the cost of a call small, and few enough to overlap with
+the backward pass."""
+GROUPED_BYTES = 16 << 20
+"""Bytes of other gradients that share a bucket. Submitting each separately makes fusion depend on timing and
+invalidates cached plans."""
 
 
-class Slot:
+class GradientSlot:
     """A parameter's place in a bucket.
 
     Attributes:
         bucket: None for a parameter that was frozen until now.
-        left: backward passes until its gradient may leave, of ``passes``.
-        late: its bucket is.
+        left: backward passes, of ``passes``, until its gradient may be submitted.
+        deferred: whether its bucket is.
         hook: the number of its hook.
-        blank: the gradient stands there as zeros because it lives in a bucket: until a backward pass adds to it, there
-            is none.
-        sparse_dim: of a sparse gradient, as the ranks have agreed; 0 of a dense one, or where none has been seen yet.
-        was_sparse: the gradient became dense in order to travel, and had so many sparse dimensions.
-        kind: what the ranks have of it in this step: 0 for none, else its sparse dimensions, or 255 for dense.
+        blank: the gradient is zeros of its bucket to which no backward pass has added yet; it counts as missing.
+        sparse_dim: the agreed number of sparse dimensions; 0 of a dense gradient, or while none has been seen.
+        was_sparse: the number of sparse dimensions of a gradient that was made dense to be combined, else 0.
+        kind: the ranks' gradient in this step: 0 for none, else its number of sparse dimensions, or 255 for dense.
     """
 
     __slots__ = (
         "blank",
         "bucket",
+        "deferred",
         "hook",
         "kind",
-        "late",
         "left",
         "name",
         "param",
@@ -72,9 +73,9 @@ class Slot:
         self.name = name
         self.param = param
         self.passes = self.left = passes
-        self.bucket: Bucket | None = None
+        self.bucket: GradientBucket | None = None
         self.hook: int
-        self.blank = self.late = False
+        self.blank = self.deferred = False
         self.sparse_dim = self.was_sparse = 0
         self.kind = 255
 
@@ -83,11 +84,11 @@ class Slot:
         return int(self.param.numel() * self.param.element_size())
 
     def is_last_hook(self) -> bool:
-        """Whether no hook of the program's follows ours, as one that was registered later does."""
+        """Whether no hook of the program follows ours."""
         return bool(next(reversed(self.param._post_accumulate_grad_hooks)) == self.hook)
 
     def put_hook_last(self) -> None:
-        """Have the program's hooks see the gradient before it leaves."""
+        """Have the program's hooks run before the gradient is submitted."""
         if not self.is_last_hook():
             hooks = self.param._post_accumulate_grad_hooks
             hooks[self.hook] = hooks.pop(self.hook)
@@ -98,29 +99,29 @@ class Slot:
         return self.param.grad is None or (self.blank and self.left == self.passes)
 
 
-class Bucket:
-    """Gradients that leave together.
+class GradientBucket:
+    """Gradients that are submitted together.
 
     Args:
-        slots: their places.
+        slots: of their parameters.
         name: of the operation.
         options: how they are combined; ``name`` goes before the names of all operations.
 
     Attributes:
-        late: it leaves in `synchronize`, and not in the backward pass.
-        pending: how many gradients are missing until it may leave.
-        missing: what has none on this rank, so that zeros travel in its place.
+        deferred: submitted in `synchronize`, and not in the backward pass.
+        pending: the number of gradients that are not complete yet.
+        missing: slots without a gradient on this rank; zeros stand in for it.
         handle: of the operation in flight, or None.
     """
 
-    late = False
+    deferred = False
 
-    def __init__(self, slots: Sequence[Slot], name: str, options: GradientOptions) -> None:
+    def __init__(self, slots: Sequence[GradientSlot], name: str, options: GradientOptions) -> None:
         self.slots = list(slots)
         self.name = name
         self.options = options
         self.pending = len(self.slots)
-        self.missing: list[Slot] = []
+        self.missing: list[GradientSlot] = []
         self.handle: Any = None
         self._keywords: dict[str, Any] = {
             "op": options.op,
@@ -132,10 +133,10 @@ class Bucket:
         self._gradients: list[Any] = []
         self._versions: list[int] = []
         for slot in self.slots:
-            slot.bucket, slot.late = self, self.late
+            slot.bucket, slot.deferred = self, self.deferred
 
     def submit(self) -> None:
-        """The gradients leave."""
+        """Begin to combine the gradients."""
         gradients = [grad_of(param) for param in self._params]
         self.missing = [slot for slot, grad in zip(self.slots, gradients, strict=True) if grad is None]
         for at, grad in enumerate(gradients):
@@ -148,11 +149,10 @@ class Bucket:
         self._versions = [grad._version for grad in gradients]
 
     def finish(self) -> None:
-        """Wait until they are back. Does nothing if none are on their way.
+        """Wait for the operation in flight, if there is one, and store the results.
 
         Raises:
-            InvalidArgumentError: the program has changed or dropped a gradient that was on its way; all others are
-                back.
+            InvalidArgumentError: the program has changed or dropped a gradient in flight; all others are stored.
         """
         handle, self.handle = self.handle, None
         if handle is not None:
@@ -166,11 +166,11 @@ class Bucket:
                 raise refusal
 
     def begin(self, gradients: list[Any]) -> Any:
-        """The handle of an operation that combines the gradients."""
+        """Submit an operation that combines the gradients."""
         raise NotImplementedError
 
     def unpack(self, gradients: list[Any]) -> None:
-        """The operation is done: bring the results into the gradients, if they are not there."""
+        """Copy the results into the gradients, if they are elsewhere."""
 
     def _look_for_changes(self) -> InvalidArgumentError | None:
         for slot, grad, version in zip(self.slots, self._gradients, self._versions, strict=True):
@@ -182,26 +182,25 @@ class Bucket:
         return None
 
 
-def _refusal(slot: Slot, what: str) -> InvalidArgumentError:
+def _refusal(slot: GradientSlot, what: str) -> InvalidArgumentError:
     return InvalidArgumentError(
         f"gradient of {slot.name!r}: expected it to be left alone from backward() to optimizer.synchronize(), but it "
-        f"was {what} in "
-        f"between, through a tensor kept from before; read it as parameter.grad, which waits for it, or call "
-        f"optimizer.synchronize() first"
+        f"was {what} in between, through a tensor kept from before; read it as parameter.grad, which waits for it, or "
+        f"call optimizer.synchronize() first"
     )
 
 
-class Grouped(Bucket):
-    """Gradients that complete together, each combined where it is."""
+class GroupedBucket(GradientBucket):
+    """Gradients combined in place by a grouped operation."""
 
     def begin(self, gradients: list[Any]) -> Any:
         return world_of(self.options.process_set).grouped_allreduce_async_(gradients, **self._keywords)
 
 
-class Packed(Bucket):
+class PackedBucket(GradientBucket):
     """Small gradients of one dtype and device, copied into one tensor and back."""
 
-    def __init__(self, slots: Sequence[Slot], name: str, options: GradientOptions) -> None:
+    def __init__(self, slots: Sequence[GradientSlot], name: str, options: GradientOptions) -> None:
         super().__init__(slots, name, options)
         first = self.slots[0].param
         self.flat = torch.zeros(sum(slot.param.numel() for slot in self.slots), dtype=first.dtype, device=first.device)
@@ -218,16 +217,16 @@ class Packed(Bucket):
             torch._foreach_copy_(gradients, self.views)
 
 
-class Late(Packed):
-    """Tiny gradients, which leave together when the program waits."""
+class DeferredBucket(PackedBucket):
+    """Tiny gradients, submitted together when the program waits."""
 
-    late = True
+    deferred = True
 
 
-class Viewed(Packed):
-    """Gradients of one dtype and device that live in one tensor."""
+class ViewedBucket(PackedBucket):
+    """Gradients of one dtype and device that are views of one tensor."""
 
-    def __init__(self, slots: Sequence[Slot], name: str, options: GradientOptions) -> None:
+    def __init__(self, slots: Sequence[GradientSlot], name: str, options: GradientOptions) -> None:
         super().__init__(slots, name, options)
         for slot, view in zip(self.slots, self.views, strict=True):
             slot.blank = slot.param.grad is None
@@ -237,7 +236,7 @@ class Viewed(Packed):
 
     def begin(self, gradients: list[Any]) -> Any:
         strangers = [at for at, (grad, view) in enumerate(zip(gradients, self.views, strict=True)) if grad is not view]
-        if strangers:  # somebody has set them to None, so that autograd has made new ones
+        if strangers:  # the program has set them to None, so that autograd has made new ones
             with torch.no_grad():
                 torch._foreach_copy_([self.views[at] for at in strangers], [gradients[at] for at in strangers])
         for at in strangers:
@@ -251,18 +250,18 @@ class Viewed(Packed):
         return world_of(self.options.process_set).allreduce_async_(self.flat, **self._keywords)
 
     def unpack(self, gradients: list[Any]) -> None:
-        """They are there."""
+        """The results are in the views."""
 
     def lay_out(self) -> None:
-        """Zeros in the parameters' gradients, for autograd to add to."""
+        """Set the parameters' gradients to zeros, for autograd to add to."""
         self.flat.zero_()
         for slot, view in zip(self.slots, self.views, strict=True):
             slot.blank = True
             slot.param.grad = view
 
 
-class Sparse(Bucket):
-    """One sparse gradient: every rank's indices and values are gathered, and added up."""
+class SparseBucket(GradientBucket):
+    """One sparse gradient: every rank's indices and values are gathered and added up."""
 
     def submit(self) -> None:
         slot = self.slots[0]
@@ -287,26 +286,26 @@ class Sparse(Bucket):
 
 
 def arrange(
-    slots: Sequence[Slot], groups: Sequence[Sequence[Slot]], options: GradientOptions, as_views: bool
-) -> list[Bucket]:
+    slots: Sequence[GradientSlot], groups: Sequence[Sequence[GradientSlot]], options: GradientOptions, as_views: bool
+) -> list[GradientBucket]:
     """Buckets for gradients, in the order in which the backward pass is likely to fill them.
 
     Args:
         slots: in the order of the parameters.
-        groups: of some of them that are to travel together.
-        as_views: gradients live in their buckets.
+        groups: lists of some of them, each a bucket.
+        as_views: gradients are views of their buckets.
     """
-    buckets: list[Bucket] = [_bucket(Grouped, group, options) for group in groups]
+    buckets: list[GradientBucket] = [_bucket(GroupedBucket, group, options) for group in groups]
     grouped = {id(slot) for group in groups for slot in group}
-    filling: dict[Any, list[Slot]] = {}
+    filling: dict[Any, list[GradientSlot]] = {}
     for slot in reversed(slots):
         if id(slot) in grouped:
             continue
         kind = _kind(slot, options, as_views)
-        which = kind if kind is Grouped else (kind, slot.param.dtype, slot.param.device)
+        which = kind if kind is GroupedBucket else (kind, slot.param.dtype, slot.param.device)
         members = filling.setdefault(which, [])
         if members and sum(member.nbytes for member in members) + slot.nbytes > (
-            PACKED if kind in (Packed, Late) else LARGE
+            PACKED_BYTES if kind in (PackedBucket, DeferredBucket) else GROUPED_BYTES
         ):
             buckets.append(_bucket(kind, members, options))
             members = filling[which] = []
@@ -317,23 +316,23 @@ def arrange(
     ]
 
 
-def _kind(slot: Slot, options: GradientOptions, as_views: bool) -> type[Bucket]:
+def _kind(slot: GradientSlot, options: GradientOptions, as_views: bool) -> type[GradientBucket]:
     # A compressor of the user's sees each gradient by itself.
     if not any(options.compression is known for known in BUILT_IN):
-        return Grouped
+        return GroupedBucket
     if as_views:
-        return Viewed
+        return ViewedBucket
     if slot.nbytes <= TINY:
-        return Late
-    return Packed if slot.nbytes <= SMALL else Grouped
+        return DeferredBucket
+    return PackedBucket if slot.nbytes <= SMALL else GroupedBucket
 
 
-def _bucket(kind: type[Bucket], slots: Sequence[Slot], options: GradientOptions) -> Bucket:
+def _bucket(kind: type[GradientBucket], slots: Sequence[GradientSlot], options: GradientOptions) -> GradientBucket:
     name = slots[0].name if len(slots) == 1 else f"{slots[0].name} to {slots[-1].name}, {len(slots)} gradients"
     return kind(slots, name, options)
 
 
 def _shaped(piece: Any, param: Any) -> Any:
-    """A piece of a flat tensor with the parameter's shape, and its layout where that has no gaps: as autograd lays
-    gradients out."""
+    """A view of a flat tensor with the parameter's shape, and its strides if these have no gaps, as autograd's
+    gradients have."""
     return piece.as_strided(param.shape, torch.empty_like(param, device="meta").stride(), piece.storage_offset())

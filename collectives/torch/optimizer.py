@@ -19,8 +19,8 @@ from collectives.process_sets import ProcessSet
 from collectives.runtime import global_process_set, world_of
 from collectives.tensors.compression import Compression
 from collectives.torch.adasum import AdasumSteps
+from collectives.torch.backward_reducer import BackwardReducer
 from collectives.torch.compiled import untraced
-from collectives.torch.gradients import Reducer
 from collectives.torch.state import refuse_unreachable
 from collectives.world import World
 
@@ -93,7 +93,7 @@ def DistributedOptimizer(
             lazy module.
         NotInitializedError: before `init`.
     """
-    if isinstance(optimizer, (_Distributed, AdasumSteps)):
+    if isinstance(optimizer, (GradientSteps, AdasumSteps)):
         raise ValueError("optimizer: expected a torch optimizer, got one that DistributedOptimizer has wrapped already")
     options = GradientOptions(
         op=op,
@@ -110,7 +110,7 @@ def DistributedOptimizer(
     for name, param in named:
         refuse_unreachable(f"parameter {name!r}", param)
     together = process_set.included() and world_of(process_set).size > 1
-    kind = AdasumSteps if op is Op.ADASUM and together else _Distributed
+    kind = AdasumSteps if op is Op.ADASUM and together else GradientSteps
     wrapped: Any = type(type(optimizer).__name__, (kind, type(optimizer)), {"__module__": __name__})
     result = wrapped.__new__(wrapped)
     vars(result).update(vars(optimizer))
@@ -132,16 +132,16 @@ def DistributedOptimizer(
             else [[param for param in trained if id(param) in group] for group in chosen]
         )
         options = replace(options, name=_label(named, process_set))
-        result.connect(Reducer(named, options, lists, gradient_as_bucket_view))
+        result.connect(BackwardReducer(named, options, lists, gradient_as_bucket_view))
     return result
 
 
-class _Distributed:
+class GradientSteps:
     """What is put before an optimizer's class."""
 
     backward_passes_per_step: int
     param_groups: list[dict[str, Any]]
-    _reducer: Reducer | None
+    _reducer: BackwardReducer | None
 
     def begin(self, passes: int, named: list[tuple[str, Any]]) -> None:
         """Set up."""
@@ -151,7 +151,7 @@ class _Distributed:
         self._synchronized = False
         self._reducer = None
 
-    def connect(self, reducer: Reducer) -> None:
+    def connect(self, reducer: BackwardReducer) -> None:
         """Train together with other ranks."""
         self._reducer = reducer
 

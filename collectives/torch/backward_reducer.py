@@ -1,0 +1,415 @@
+"""Combining gradients while the backward pass runs: hooks submit a bucket when its last gradient is complete.
+
+    backward       autograd completes a parameter's gradient -> its hook -> the bucket is complete -> it is submitted
+    synchronize    the remaining buckets are submitted; wait; the results are in ``parameter.grad``
+
+What a bucket holds is decided beforehand and alike on all ranks, from the last parameter to the first, which is about
+the order of the backward pass (as in S. Li et al., "PyTorch Distributed", VLDB 2020). The order in which buckets fill
+may differ between ranks: they are matched by name.
+
+A parameter without a gradient on one rank may have one on another, and only there is it known whether it is sparse.
+Each rank counts in the *tally* (`collectives.torch.tally`) the gradients that were not submitted in its backward pass,
+because they are missing, or sparse for the first time. Only if there are any do the ranks compare what each of them
+has. A parameter that no rank has used then keeps ``grad = None`` and is not combined, zeros stand in for a gradient
+that another rank has, and a gradient that is sparse somewhere and dense nowhere becomes sparse on every rank.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from collectives.base.errors import InvalidArgumentError
+from collectives.base.reduce_op import Op
+from collectives.frontends.gradient_options import GradientOptions
+from collectives.runtime import world_of
+from collectives.torch.buckets import GradientBucket, GradientSlot, SparseBucket, ViewedBucket, arrange
+from collectives.torch.compiled import untraced
+from collectives.torch.guard import Guard, grad_of, graph_task, in_backward_elsewhere
+from collectives.torch.tally import Tally
+from collectives.world import World
+
+_DENSE = 255
+"""Code of a dense gradient where the ranks compare; a sparse one's is its number of sparse dimensions, 0 is none."""
+
+
+class BackwardReducer:
+    """Combines the gradients of some parameters over the ranks during the backward pass.
+
+    Args:
+        named: the parameters, with names that are alike on all ranks.
+        options: how they are combined; ``name`` goes before the names of all operations.
+        groups: parameters whose gradients are combined together.
+        as_views: gradients live in their buckets.
+
+    Attributes:
+        begun: a backward pass has begun since the last `synchronize`.
+        combined: the gradients are combined, and have been neither applied nor reset.
+    """
+
+    def __init__(
+        self,
+        named: Sequence[tuple[str, Any]],
+        options: GradientOptions,
+        groups: Sequence[Sequence[Any]] = (),
+        as_views: bool = False,
+    ) -> None:
+        self.begun = self.combined = False
+        self._options = options
+        self._passes = options.backward_passes_per_step
+        self._as_views = as_views
+        self._lock = threading.Lock()  # autograd has one thread for each GPU
+        self._synchronizing = threading.RLock()  # several threads may read gradients
+        self._thread = 0  # that runs the backward pass
+        self._task = -1  # autograd's number of the latest backward pass
+        self._begun_passes = 0
+        self._slots: list[GradientSlot] = []
+        self._frozen: list[GradientSlot] = []
+        self._buckets: list[GradientBucket] = []
+        self._tally = Tally()
+        self._results: list[weakref.ref[Any]] = []
+        self._guard = Guard(self.combine_for_read, self.refuse)
+        self._hooks: list[Any] = []
+        weakref.finalize(self, _remove, self._hooks, self._guard)
+        self.add(named, groups)
+
+    def add(self, named: Sequence[tuple[str, Any]], groups: Sequence[Sequence[Any]] = ()) -> None:
+        """Add parameters. Frozen ones get hooks too, and buckets in the first `synchronize` in which they require
+        gradients."""
+        slots = [
+            GradientSlot(name, param, self._passes) for name, param in named if param.requires_grad or _may_thaw(param)
+        ]
+        for slot in slots:
+            frozen = not slot.param.requires_grad
+            if frozen:
+                self._frozen.append(slot)
+                slot.param.requires_grad_(True)  # torch refuses hooks otherwise
+            handle = slot.param.register_post_accumulate_grad_hook(_hook(weakref.ref(self), slot))
+            if frozen:
+                slot.param.requires_grad_(False)
+            slot.hook = handle.id
+            self._hooks.append(handle)
+            self._guard.add(slot.param)
+        self._arrange([slot for slot in slots if slot.param.requires_grad], groups)
+
+    def _arrange(self, slots: list[GradientSlot], groups: Sequence[Sequence[Any]] = ()) -> None:
+        """Make buckets for slots."""
+        place = {id(slot.param): slot for slot in slots}
+        wanted = [[place[id(param)] for param in group if id(param) in place] for group in groups]
+        self._slots += slots
+        self._buckets += arrange(slots, [group for group in wanted if group], self._options, self._as_views)
+
+    @property
+    def _world(self) -> World:
+        return world_of(self._options.process_set)
+
+    def wait_for(self, passes: int) -> None:
+        """Submit gradients after this many backward passes from now on."""
+        self._passes = passes
+        for slot in (*self._slots, *self._frozen):
+            slot.passes = slot.left = passes
+
+    # ---- backward
+    # -----------------------------------------------------------------------------------------------------------------
+
+    def arrived(self, slot: GradientSlot) -> None:
+        """Note that a backward pass has completed a gradient; called by its hook.
+
+        Raises:
+            AssertionError: it was submitted before.
+        """
+        if self._guard.armed and slot.left == 1:  # the frequent case: the rest costs as much as a small gradient
+            slot.left = 0
+            if not slot.deferred:
+                self._complete(slot)
+            return
+        if self.combined:
+            self._begin_again()
+        self.begun = True
+        slot.left -= 1
+        if slot.left < 0:
+            raise AssertionError(
+                f"gradient of {slot.name!r}: expected at most {self._passes} backward passes "
+                f"(backward_passes_per_step) before optimizer.step() or synchronize(), got one more; raise "
+                f"backward_passes_per_step to accumulate gradients locally. One pass counts several times for a layer "
+                f"that several reentrant checkpoints share: pass use_reentrant=False to them"
+            )
+        alone = True
+        # Losses that share no parameter have a backward pass each, so the last pass may be another parameter's.
+        if not self._guard.armed and (self._pass() >= self._passes or not slot.left):
+            alone = slot.is_last_hook()  # hooks behind ours run in this pass all the same
+            for other in self._slots:
+                other.put_hook_last()
+            self._thread = threading.get_ident()
+            self._guard.arm()
+        if not slot.left and alone:  # else a later hook may change the gradient: `synchronize` submits it
+            self._complete(slot)
+
+    def _pass(self) -> int:
+        """The number of this backward pass since the last `synchronize`; passes of reentrant checkpoints count."""
+        task = graph_task()
+        if task != self._task:
+            self._task = task
+            self._begun_passes += 1
+        return self._begun_passes
+
+    def _complete(self, slot: GradientSlot) -> None:
+        """Submit the slot's bucket if this was its last missing gradient."""
+        bucket = slot.bucket
+        if bucket is None or slot.deferred:
+            return  # deferred, or frozen until now: `synchronize` submits it
+        with self._lock:
+            bucket.pending -= 1
+            complete = not bucket.pending
+        if complete and self._may_submit(bucket):
+            bucket.submit()
+
+    def _may_submit(self, bucket: GradientBucket) -> bool:
+        """Whether a bucket may be submitted: the ranks must first agree on a gradient that turns out to be sparse."""
+        dense_so_far = [(slot, grad_of(slot.param)) for slot in bucket.slots if not slot.sparse_dim]
+        sparse = [slot for slot, grad in dense_so_far if grad is not None and grad.is_sparse]
+        if self._options.sparse_as_dense:
+            for slot in sparse:
+                self._densify(slot)
+            return True
+        return not sparse
+
+    def _begin_again(self) -> None:
+        """Handle a backward pass that follows gradients that were combined and not applied.
+
+        Where they are still there, it adds this rank's gradients to the combined ones: right for means, not for sums.
+
+        Raises:
+            AssertionError: gradients would be combined twice.
+        """
+        self.combined = False
+        kept = {id(grad) for result in self._results if (grad := result()) is not None}
+        for slot in self._slots:
+            if id(grad_of(slot.param)) in kept:
+                raise AssertionError(
+                    f"gradient of {slot.name!r}: expected no backward pass between reading gradients or "
+                    f"optimizer.synchronize(), which combine them, and optimizer.step() or zero_grad(): with "
+                    f"op={self._options.op.name} it would combine them again; read them after the last backward pass, "
+                    f"and raise backward_passes_per_step to accumulate locally"
+                )
+
+    @staticmethod
+    def _densify(slot: GradientSlot) -> None:
+        grad = grad_of(slot.param)
+        slot.was_sparse = grad.sparse_dim()
+        slot.param.grad = grad.to_dense()
+
+    # ---- step
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def combine_for_read(self) -> None:
+        """Combine all gradients, because the program reads one that is in flight.
+
+        Raises:
+            InvalidArgumentError: another thread runs a backward pass, so that gradients are not complete.
+        """
+        with self._synchronizing:
+            if not self._guard.armed:
+                return  # another thread has combined them meanwhile
+            if in_backward_elsewhere(self._thread):
+                raise InvalidArgumentError(
+                    "parameter.grad: expected it to be read by the thread that trains, or when no backward pass is "
+                    "under way: gradients are in flight and not complete; read them there, between backward() and "
+                    "optimizer.step(), and hand over copies"
+                )
+            self.synchronize(reads=True)
+
+    def refuse(self, param: Any) -> None:
+        """Refuse a hook's access, in the backward pass, to a gradient that was submitted.
+
+        Raises:
+            InvalidArgumentError: it was submitted.
+        """
+        submitted = [slot for bucket in self._buckets if bucket.handle is not None for slot in bucket.slots]
+        for slot in submitted:
+            if slot.param is param:
+                raise InvalidArgumentError(
+                    f"gradient of {slot.name!r}: expected it to be left alone within the backward pass, when it has "
+                    f"left for the other ranks; read it in a hook of its own parameter, or after the backward pass"
+                )
+
+    def synchronize(self, reads: bool = False, applies: bool = False) -> None:
+        """Submit the remaining buckets, and wait until all gradients are combined.
+
+        Args:
+            reads: the program reads a gradient.
+            applies: the program applies the gradients without having read them.
+
+        Raises:
+            MismatchError, RankFailedError, InvalidArgumentError: as for `collectives.allreduce`, or a gradient was
+                changed while it was in flight. All operations are complete by then, and the next step begins anew.
+        """
+        with self._synchronizing:
+            if not self.combined:  # another thread may have combined them
+                self._combine(reads, applies)
+
+    def _combine(self, reads: bool, applies: bool) -> None:
+        self._guard.disarm()
+        self._thaw()
+        try:
+            deferred = [
+                bucket for bucket in self._buckets if bucket.deferred and not any(slot.left for slot in bucket.slots)
+            ]
+            first = _first_error([bucket.submit for bucket in deferred if self._may_submit(bucket)])
+            first = _first_error([lambda: self._count(reads, applies and not self.begun)], first)
+            if first is not None or not self._tally.all_submitted:
+                first = _first_error([self._compare], first)
+            first = _first_error(
+                [*(bucket.finish for bucket in self._buckets), lambda: self._tally.check(self._world.rank)], first
+            )
+            if first is not None:
+                raise first
+            self._settle()
+        finally:
+            self._reset()
+            self._tally.combined += 1
+        self.combined = True
+        if self._options.op in (Op.SUM, Op.PRODUCT):
+            self._results = [weakref.ref(slot.param.grad) for slot in self._slots if slot.param.grad is not None]
+
+    def split(self) -> None:
+        """Divide combined sums by the number of ranks, so that they may be added to and combined again."""
+        if self.combined:
+            self.combined = False
+            if self._options.op is Op.SUM:
+                gradients = [slot.param.grad for slot in self._slots if slot.param.grad is not None]
+                with torch.no_grad():
+                    torch._foreach_div_(gradients, self._world.size)
+
+    def any_in_flight(self) -> bool:
+        """Whether any rank has gradients that are complete and not combined. A collective call."""
+        return bool(
+            self._world.allreduce(int(self._guard.armed), op=Op.MAX, name=f"{self._options.name}gradients in flight")
+        )
+
+    def end_step(self) -> None:
+        """Note that gradients were applied or reset."""
+        self.combined = False
+        self._tally.combined = 0
+
+    def drop(self) -> None:
+        """Wait for operations in flight, and begin anew."""
+        self._guard.disarm()
+        self.end_step()
+        first = _first_error([bucket.finish for bucket in self._buckets])
+        self._reset()
+        if first is not None:
+            raise first
+
+    def lay_out(self) -> None:
+        """Set gradients that are views of their buckets to zeros, for autograd to add to."""
+        for bucket in self._buckets:
+            if isinstance(bucket, ViewedBucket):
+                bucket.lay_out()
+
+    def mean(self, number: float) -> float:
+        """The mean of a number over the ranks. A collective call."""
+        return float(self._world.allreduce(number, name=f"{self._options.name}loss"))
+
+    def _thaw(self) -> None:
+        thawed = [slot for slot in self._frozen if slot.param.requires_grad]
+        if thawed:
+            self._frozen = [slot for slot in self._frozen if not slot.param.requires_grad]
+            self._arrange(thawed)
+
+    def _count(self, reads: bool, idle: bool) -> None:
+        remaining = sum(len(bucket.slots) for bucket in self._buckets if bucket.handle is None)
+        self._tally.sum(self._world, f"{self._options.name}gradients missing", remaining, reads, idle)
+
+    def _compare(self) -> None:
+        """Agree on which gradients exist and which are sparse, and submit the remaining buckets."""
+        kinds = np.array([_kind(slot) for slot in self._slots], np.uint8)
+        self._world.allreduce_(kinds, op=Op.MAX, name=f"{self._options.name}gradients used")
+        for slot, kind in zip(self._slots, kinds.tolist(), strict=True):
+            slot.kind = kind
+            if slot.sparse_dim:
+                continue
+            if 0 < kind < _DENSE and not self._options.sparse_as_dense:
+                self._make_room(slot, kind)
+            elif slot.param.grad is not None and slot.param.grad.is_sparse:
+                self._densify(slot)
+        remaining = [
+            bucket for bucket in self._buckets if bucket.handle is None and any(slot.kind for slot in bucket.slots)
+        ]
+        first = _first_error([bucket.submit for bucket in remaining])
+        if first is not None:
+            raise first
+
+    def _make_room(self, slot: GradientSlot, sparse_dim: int) -> None:
+        """Give a gradient that turned out to be sparse a bucket of its own."""
+        slot.sparse_dim = sparse_dim
+        old = slot.bucket
+        assert old is not None
+        rest = [other for other in old.slots if other is not slot]
+        new: list[GradientBucket] = [SparseBucket([slot], slot.name, self._options)]
+        if rest:
+            new.append(type(old)(rest, old.name, self._options))
+        at = self._buckets.index(old)
+        self._buckets[at : at + 1] = new
+
+    def _settle(self) -> None:
+        """Make gradients what one process would have: None of unused parameters, sparse where they were sparse."""
+        for slot in self._slots:
+            if slot.kind == 0:
+                slot.param.grad = None
+            elif self._options.sparse_as_dense and (dims := slot.was_sparse or slot.kind % _DENSE):
+                slot.param.grad = slot.param.grad.to_sparse(dims)
+
+    def _reset(self) -> None:
+        for slot in (*self._slots, *self._frozen):
+            slot.left, slot.was_sparse, slot.kind = self._passes, 0, _DENSE
+        for bucket in self._buckets:
+            bucket.pending = len(bucket.slots)
+        self.begun = False
+        self._begun_passes = 0
+
+
+def _hook(reducer: weakref.ref[BackwardReducer], slot: GradientSlot) -> Callable[[Any], None]:
+    """A parameter's hook; it does not keep the reducer alive, which a new optimizer's may have replaced."""
+
+    @untraced
+    def hook(param: Any) -> None:
+        there = reducer()
+        if there is not None:
+            there.arrived(slot)
+
+    return hook
+
+
+def _may_thaw(param: Any) -> bool:
+    """Whether a frozen parameter can ever require gradients."""
+    return (param.is_floating_point() or param.is_complex()) and not param.is_inference()
+
+
+def _remove(hooks: list[Any], guard: Guard) -> None:
+    guard.disarm()
+    for hook in hooks:
+        hook.remove()
+
+
+def _kind(slot: GradientSlot) -> int:
+    """The code of this rank's gradient where the ranks compare; see `_DENSE`."""
+    if slot.empty:
+        return 0
+    grad = slot.param.grad
+    return int(grad.sparse_dim()) if grad.is_sparse else slot.sparse_dim or slot.was_sparse or _DENSE
+
+
+def _first_error(functions: Sequence[Callable[[], Any]], first: Exception | None = None) -> Exception | None:
+    """Run all functions. Returns the first error of any."""
+    for function in functions:
+        try:
+            function()
+        except Exception as error:
+            first = first or error
+    return first

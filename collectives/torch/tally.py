@@ -1,0 +1,65 @@
+"""The tally: six integers that the ranks sum in every step, to learn what one rank alone cannot know.
+
+It shows whether any rank has gradients that were not submitted in its backward pass; whether all ranks are in the same
+step, because a rank that has combined its gradients more often (it alone read them between two backward passes) would
+combine them with those of another step; and whether a rank without a backward pass combines gradients in its ``step()``
+while others have read theirs, so that changes such as clipping would not be made there.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from collectives.base.errors import MismatchError
+from collectives.base.reduce_op import Op
+from collectives.world import World
+
+
+class Tally:
+    """The tally of one reducer.
+
+    Attributes:
+        combined: how often this rank has combined its gradients since they were last applied or reset.
+    """
+
+    def __init__(self) -> None:
+        self.combined = 0
+        self._sums = np.zeros(6, np.int64)
+
+    def sum(self, world: World, name: str, not_submitted: int, reads: bool, idle: bool) -> None:
+        """Sum over the ranks; a joined rank adds zeros.
+
+        Args:
+            not_submitted: the number of this rank's gradients that have not been submitted.
+            reads: this rank's program reads gradients.
+            idle: this rank applies gradients without having run a backward pass.
+        """
+        self._sums[:] = not_submitted, 1, self.combined, self.combined * self.combined, reads, idle
+        world.allreduce_(self._sums, op=Op.SUM, name=name)
+
+    @property
+    def all_submitted(self) -> bool:
+        """Whether all ranks have submitted all gradients."""
+        return not self._sums[0]
+
+    def check(self, rank: int) -> None:
+        """Raise on all ranks alike if the sums show ranks in different steps.
+
+        Raises:
+            MismatchError: see above.
+        """
+        _, ranks, combined, squares, reading, idle = self._sums.tolist()
+        if ranks * squares != combined * combined:  # the variance is not 0
+            raise MismatchError(
+                f"rank {rank}: gradients were combined with those of another step on another rank, which has combined "
+                f"them more or less often since its last step (here: {self.combined} times before); call "
+                f"optimizer.step() and synchronize(), and read gradients between two backward passes, equally often on "
+                f"every rank"
+            )
+        if reading and idle:
+            raise MismatchError(
+                f"rank {rank}: {reading} of {ranks} ranks read gradients before optimizer.step(), where {idle} had no "
+                f"backward pass, and came in optimizer.step() only: what the others do to gradients, such as clipping, "
+                f"would not be done there; call optimizer.synchronize() on every rank before gradients are read, or "
+                f"optimizer.step() on none that has no data"
+            )

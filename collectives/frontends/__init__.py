@@ -1,1 +1,7 @@
-"""What the adapters for Keras 3 and for ``tf_keras`` have in common; it imports neither, and no framework."""
+"""What the adapters share: adjoints, gradient options, broadcasts, exported names, Keras callbacks and variables.
+
+Nothing here imports a framework.
+"""
+
+ADAPTERS = ("torch", "tensorflow", "keras", "jax")
+"""The folders of `collectives` that are adapters."""

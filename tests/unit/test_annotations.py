@@ -10,15 +10,13 @@ from pathlib import Path
 import pytest
 
 import collectives
+from collectives.frontends import ADAPTERS
 
 PACKAGE = Path(collectives.__file__).parent
 PUBLIC = (
     "collectives",
-    "collectives.torch",
-    "collectives.tensorflow",
+    *(f"collectives.{adapter}" for adapter in ADAPTERS),
     "collectives.tensorflow.keras",
-    "collectives.keras",
-    "collectives.jax",
     "collectives.launch",
 )
 

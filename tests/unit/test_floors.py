@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import collectives
+from collectives.frontends import ADAPTERS
 
 PACKAGE = Path(collectives.__file__).parent
 
@@ -37,10 +38,7 @@ ORDER = (
 FLOOR_OF = {
     "ring": "schedules",
     "fusion": "plan",
-    "torch": "adapters",
-    "tensorflow": "adapters",
-    "keras": "adapters",
-    "jax": "adapters",
+    **dict.fromkeys(ADAPTERS, "adapters"),
     "launch": "programs",
     "horovod": "programs",
     "__main__": "programs",

@@ -1,5 +1,5 @@
-"""TensorFlow: ``import collectives.tensorflow as hvd``, with the names, arguments and habits of Horovod's TensorFlow
-interface.
+"""TensorFlow: ``import collectives.tensorflow as hvd``, with the names, arguments and conventions of Horovod's
+TensorFlow interface.
 
     import collectives.tensorflow as hvd
 
@@ -15,45 +15,11 @@ runs when its import line is changed; with ``collectivesrun --as-horovod`` not e
 """
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from collectives import (
-    Adasum,
-    Average,
-    Compression,
-    Max,
-    Min,
-    ProcessSet,
-    Product,
-    Sum,
-    add_process_set,
-    ccl_built,
-    check_consistency,
-    cross_rank,
-    cross_size,
-    cuda_built,
-    ddl_built,
-    global_process_set,
-    gloo_built,
-    gloo_enabled,
-    init,
-    is_homogeneous,
-    is_initialized,
-    local_device,
-    local_rank,
-    local_size,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rank,
-    remove_process_set,
-    rocm_built,
-    shutdown,
-    size,
-    start_timeline,
-    stop_timeline,
-)
+from collectives import init, shutdown
+from collectives.frontends import basics
+from collectives.frontends.basics import *  # noqa: F403
 from collectives.tensorflow.functions import (
     allgather_object,
     broadcast_,
@@ -81,21 +47,15 @@ from collectives.tensorflow.optimizer import DistributedOptimizer
 from collectives.tensorflow.rank_queries import local_rank_op, local_size_op, process_set_included_op, rank_op, size_op
 from collectives.tensorflow.tape import DistributedGradientTape, PartialDistributedGradientTape
 
+if TYPE_CHECKING:
+    from collectives.tensorflow.sync_batch_norm import SyncBatchNormalization
+
 __all__ = [
-    "Adasum",
-    "Average",
     "BroadcastGlobalVariablesHook",
-    "Compression",
     "DistributedGradientTape",
     "DistributedOptimizer",
-    "Max",
-    "Min",
     "PartialDistributedGradientTape",
-    "ProcessSet",
-    "Product",
-    "Sum",
     "SyncBatchNormalization",
-    "add_process_set",
     "allgather",
     "allgather_object",
     "allreduce",
@@ -107,50 +67,26 @@ __all__ = [
     "broadcast_object",
     "broadcast_object_fn",
     "broadcast_variables",
-    "ccl_built",
-    "check_consistency",
     "check_num_rank_power_of_2",
-    "cross_rank",
-    "cross_size",
-    "cuda_built",
-    "ddl_built",
-    "global_process_set",
-    "gloo_built",
-    "gloo_enabled",
     "gpu_available",
     "grouped_allgather",
     "grouped_allreduce",
     "grouped_reducescatter",
     "init",
-    "is_homogeneous",
-    "is_initialized",
     "join",
-    "local_device",
-    "local_rank",
     "local_rank_op",
-    "local_size",
     "local_size_op",
-    "mpi_built",
-    "mpi_enabled",
-    "mpi_threads_supported",
-    "nccl_built",
     "process_set_included_op",
-    "rank",
     "rank_op",
     "reducescatter",
-    "remove_process_set",
-    "rocm_built",
     "shutdown",
-    "size",
     "size_op",
-    "start_timeline",
-    "stop_timeline",
 ]
+__all__ += basics.__all__
 
 
 def __getattr__(name: str) -> Any:
-    """The layer is made when it is asked for: it needs Keras, which takes seconds to import, and not every program
-    uses."""
+    """Define the layer on first use: it needs Keras, which takes seconds to import."""
     if name == "SyncBatchNormalization":
         return importlib.import_module("collectives.tensorflow.sync_batch_norm").SyncBatchNormalization
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,53 +1,15 @@
-"""``tf.keras``: ``import collectives.tensorflow.keras as hvd``, with the names, arguments and habits of Horovod's
+"""``tf.keras``: ``import collectives.tensorflow.keras as hvd``, with the names, arguments and conventions of Horovod's
 interface.
 
-``tf.keras`` is Keras 3, and this is `collectives.keras`; with ``TF_USE_LEGACY_KERAS=1`` in the environment ``tf.keras``
-is Keras 2 (the package ``tf_keras``), and this is for that.
+Where ``tf.keras`` is Keras 3, the names are those of `collectives.keras`; with ``TF_USE_LEGACY_KERAS=1`` in the
+environment ``tf.keras`` is Keras 2 (the package ``tf_keras``), and the names are for that.
 """
 
 import tensorflow as tf
 
-from collectives import (
-    Adasum,
-    Average,
-    Compression,
-    Max,
-    Min,
-    ProcessSet,
-    Product,
-    Sum,
-    add_process_set,
-    allgather_object,
-    barrier,
-    broadcast_object,
-    ccl_built,
-    check_consistency,
-    cross_rank,
-    cross_size,
-    cuda_built,
-    ddl_built,
-    global_process_set,
-    gloo_built,
-    gloo_enabled,
-    init,
-    is_homogeneous,
-    is_initialized,
-    join,
-    local_device,
-    local_rank,
-    local_size,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rank,
-    remove_process_set,
-    rocm_built,
-    shutdown,
-    size,
-    start_timeline,
-    stop_timeline,
-)
+from collectives import allgather_object, barrier, broadcast_object, init, join, shutdown
+from collectives.frontends import basics
+from collectives.frontends.basics import *  # noqa: F403
 from collectives.tensorflow.functions import broadcast_variables
 from collectives.tensorflow.keras import callbacks
 from collectives.tensorflow.keras_version import LEGACY
@@ -79,17 +41,8 @@ else:
     )
 
 __all__ = [
-    "Adasum",
-    "Average",
-    "Compression",
     "DistributedOptimizer",
-    "Max",
-    "Min",
     "PartialDistributedOptimizer",
-    "ProcessSet",
-    "Product",
-    "Sum",
-    "add_process_set",
     "allgather",
     "allgather_object",
     "allreduce",
@@ -99,33 +52,10 @@ __all__ = [
     "broadcast_object",
     "broadcast_variables",
     "callbacks",
-    "ccl_built",
-    "check_consistency",
-    "cross_rank",
-    "cross_size",
-    "cuda_built",
-    "ddl_built",
-    "global_process_set",
-    "gloo_built",
-    "gloo_enabled",
     "init",
-    "is_homogeneous",
-    "is_initialized",
     "join",
     "load_model",
-    "local_device",
-    "local_rank",
-    "local_size",
-    "mpi_built",
-    "mpi_enabled",
-    "mpi_threads_supported",
-    "nccl_built",
-    "rank",
     "reducescatter",
-    "remove_process_set",
-    "rocm_built",
     "shutdown",
-    "size",
-    "start_timeline",
-    "stop_timeline",
 ]
+__all__ += basics.__all__

@@ -1,8 +1,7 @@
-"""One collective call: what it asks for, and its execution, eagerly or as a callback in a graph.
+"""One collective call as a value, and its execution: eagerly, or as a callback in a graph.
 
-A call is a value: the same one, made again when a function is traced again, is the very object that TensorFlow has been
-given before. The world is looked up when it is carried out, so that a graph outlives `collectives.shutdown` and the
-next `collectives.init`.
+Calls compare by value, so a function that is traced again uses the callback that TensorFlow already has. The world is
+looked up when the call runs: a graph remains valid after `collectives.shutdown` and the next `collectives.init`.
 """
 
 from __future__ import annotations
@@ -27,33 +26,36 @@ from collectives.world import World
 
 @dataclass(frozen=True)
 class GraphCall:
-    """A collective call; with arrays it carries it out, and returns arrays.
+    """A collective call. Calling it with arrays runs it, and returns arrays.
 
     Attributes:
         collective: one of `_RUN`.
         name: of the operation.
         process_set: the ranks that take part.
-        op, prescale, postscale, compression, algorithm, transport: as for `collectives.allreduce`.
-        root: of a broadcast, as a rank of all ranks.
-        ignore_name_scope: whether ``name`` is the whole name.
+        algorithm, transport, op, prescale, postscale, compression: as for `collectives.allreduce`.
+        ignore_name_scope: whether ``name`` is used without the graph's name scopes.
+        root: of a broadcast, as a rank of the world.
         exact: whether its gradient is the adjoint under any setting.
+
+    Raises:
+        InvalidTypeError: ``root`` is a tensor whose value is unknown.
     """
 
     collective: str
     name: str | None = None
     process_set: Any = None
+    algorithm: str | None = None
+    transport: str | None = None
+    ignore_name_scope: bool = False
     op: Op | None = None
     prescale: float = 1.0
     postscale: float = 1.0
     compression: Any = None
-    algorithm: str | None = None
-    transport: str | None = None
     root: Any = None
-    ignore_name_scope: bool = False
     exact: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.root, (tf.Tensor, np.ndarray)):  # what `join` returns, which cannot be hashed
+        if isinstance(self.root, (tf.Tensor, np.ndarray)):  # as `join` returns; not hashable
             object.__setattr__(self, "root", _number(self.root))
 
     @property
@@ -61,22 +63,28 @@ class GraphCall:
         return world_of(self.process_set)
 
     def named(self, name: str | None) -> GraphCall:
-        """This call by another name; the first of all equal ones."""
+        """The call by another name, as one object for all equal calls."""
         call = replace(self, name=name)
         return _known.setdefault(call, call)
 
     def other(self, collective: str, suffix: str = "", **changes: Any) -> GraphCall:
-        """Another collective of the same ranks, in the same way, without factors."""
-        alike = GraphCall(collective, self.name and self.name + suffix, self.process_set)
-        return replace(alike, ignore_name_scope=self.ignore_name_scope, exact=self.exact, **changes)
+        """A call of another collective, with the ranks, name and ``exact`` of this one."""
+        name = self.name and self.name + suffix
+        scope = self.ignore_name_scope
+        return GraphCall(collective, name, self.process_set, ignore_name_scope=scope, exact=self.exact, **changes)
 
-    def how(self) -> dict[str, Any]:
-        """The keywords of every method of a world."""
+    def options(self) -> dict[str, Any]:
+        """The keywords that all methods of a `World` have."""
         return {"name": self.name, "algorithm": self.algorithm, "transport": self.transport}
 
-    def scaled(self) -> dict[str, Any]:
-        """And those of reductions."""
-        return {"op": self.op, "prescale_factor": self.prescale, "postscale_factor": self.postscale, **self.how()}
+    def reduce_options(self) -> dict[str, Any]:
+        """The keywords of reductions."""
+        return {
+            "op": self.op,
+            "prescale_factor": self.prescale,
+            "postscale_factor": self.postscale,
+            **self.options(),
+        }
 
     def __call__(self, *tensors: Any) -> list[Any]:
         return _RUN[self.collective](self, self.world, tensors)
@@ -86,24 +94,25 @@ def _number(root: Any) -> int:
     try:
         return int(root.__index__())
     except (AttributeError, TypeError):
-        text = f"root_rank: expected a rank that is known when the operation is made, got {detection.describe(root)}; pass an int"
-        raise InvalidTypeError(text) from None
+        raise InvalidTypeError(
+            "root_rank: expected a rank that is known when the operation is made, got "
+            f"{detection.describe(root)}; pass an int"
+        ) from None
 
 
 _known: dict[GraphCall, GraphCall] = {}
-"""For as long as the process lives, as TensorFlow keeps its callbacks; one for each name and way, however often a
-function is traced."""
+"""Interned calls, never evicted: TensorFlow retains its callbacks. Tracing a function again adds none."""
 
 
 @raises_tensorflow
 def run(call: GraphCall, tensors: Sequence[Any]) -> list[Any]:
-    """Carry out a call, or put it into the graph that is being built; nothing is differentiable.
+    """Run a call, or add it to the graph that is being built, without differentiation.
 
     Args:
-        tensors: TensorFlow's; of alltoall the tensor and the splits.
+        tensors: TensorFlow's; for alltoall the tensor and the splits.
 
     Returns:
-        Its results, as tensors.
+        The results, as tensors.
     """
     if call.collective == "allreduce":
         return (
@@ -118,8 +127,7 @@ def run(call: GraphCall, tensors: Sequence[Any]) -> list[Any]:
 
 
 def _signature(call: GraphCall, tensors: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """The dtypes of the results, and their shapes as far as they are known: rows depend on the ranks that there are
-    when the graph runs."""
+    """The dtypes of the results, and their static shapes: numbers of rows depend on the ranks that run the graph."""
     if call.collective in ("broadcast", "at_root"):
         return [tensor.dtype for tensor in tensors], [tensor.shape for tensor in tensors]
     if call.collective == "alltoall":
@@ -135,39 +143,38 @@ def _rows(tensor: Any) -> Any:
 
 
 # ---- execution
-# -------------------------------------------------------------------------------------------------------------
 
 
 def _allreduce(call: GraphCall, world: World, tensors: Sequence[Any]) -> list[Any]:
-    if len(tensors) == 1:
-        return [world.allreduce(tensors[0], compression=call.compression, **call.scaled())]
-    return world.grouped_allreduce(tensors, compression=call.compression, **call.scaled())
+    return _single_or_grouped(world, "allreduce", tensors, compression=call.compression, **call.reduce_options())
 
 
 def _reducescatter(call: GraphCall, world: World, tensors: Sequence[Any]) -> list[Any]:
-    if len(tensors) == 1:
-        return [world.reducescatter(tensors[0], **call.scaled())]
-    return world.grouped_reducescatter(tensors, **call.scaled())
+    return _single_or_grouped(world, "reducescatter", tensors, **call.reduce_options())
 
 
 def _allgather(call: GraphCall, world: World, tensors: Sequence[Any]) -> list[Any]:
+    return _single_or_grouped(world, "allgather", tensors, **call.options())
+
+
+def _single_or_grouped(world: World, collective: str, tensors: Sequence[Any], **options: Any) -> list[Any]:
     if len(tensors) == 1:
-        return [world.allgather(tensors[0], **call.how())]
-    return world.grouped_allgather(tensors, **call.how())
+        return [getattr(world, collective)(tensors[0], **options)]
+    results: list[Any] = getattr(world, f"grouped_{collective}")(tensors, **options)
+    return results
 
 
 def _broadcast(call: GraphCall, world: World, tensors: Sequence[Any]) -> list[Any]:
-    return [world.broadcast(tensors[0], root_in(call.process_set, call.root, call.name), **call.how())]
+    return [world.broadcast(tensors[0], root_in(call.process_set, call.root, call.name), **call.options())]
 
 
 def _alltoall(call: GraphCall, world: World, tensors: Sequence[Any]) -> list[Any]:
     tensor, splits = tensors
     given: Any = np.asarray(splits)
-    if (
-        not given.size and tensor.shape
-    ):  # an equal part for everybody; told as splits, so that the engine tells what was received
+    if not given.size and tensor.shape:
+        # Equal parts, passed as splits, because the engine returns the received counts only with splits.
         given = None if tensor.shape[0] % world.size else np.full(world.size, tensor.shape[0] // world.size)
-    result, received = world.alltoall(tensor, given, **call.how())
+    result, received = world.alltoall(tensor, given, **call.options())
     received = np.asarray(received).astype(np.asarray(splits).dtype)
     return [result, received if isinstance(splits, np.ndarray) else tf.convert_to_tensor(received)]
 
@@ -181,21 +188,19 @@ def _at_root(call: GraphCall, world: World, tensors: Sequence[Any]) -> list[Any]
 
 
 def _own_rows(call: GraphCall, world: World, tensors: Sequence[Any]) -> list[Any]:
-    """The adjoint of an allgather: this rank's rows of each sum over the ranks; the last argument says how many are
-    this rank's."""
+    """The adjoint of an allgather: this rank's rows of each tensor's sum; the last argument has their numbers."""
     *tensors, rows = tensors
     mine = np.asarray(rows).astype(np.int64)
     table = world.allgather(mine.reshape(1, -1), name=call.name and f"{call.name}.rows").T
-    parts: list[Any] = []
     even = [counts.tolist() == partition.rows(int(counts.sum()), world.size) for counts in table]
+    parts: list[Any] = []
     for number, (tensor, counts) in enumerate(zip(tensors, table, strict=True)):
         name = call.name and f"{call.name}.{number}"
-        parts.append(
-            world.reducescatter(tensor, Op.SUM, name=name)
-            if even[number]
-            else world.alltoall(tensor, counts, name=name)[0]
-        )
-    # Once all operations are over: whatever fails here fails on this rank alone.
+        if even[number]:
+            parts.append(world.reducescatter(tensor, Op.SUM, name=name))
+        else:
+            parts.append(world.alltoall(tensor, counts, name=name)[0])
+    # Sums follow all operations: an error in one occurs on this rank alone.
     return [
         part if is_sum else _sum_of_rows(part, (world.size, int(count)))
         for part, is_sum, count in zip(parts, even, mine, strict=True)
@@ -203,7 +208,7 @@ def _own_rows(call: GraphCall, world: World, tensors: Sequence[Any]) -> list[Any
 
 
 def _sum_of_rows(parts: Any, shape: tuple[int, int]) -> Any:
-    """The sum over the ranks, whose rows lie one behind the other."""
+    """The sum over the ranks of concatenated rows; ``shape`` is (ranks, rows of each)."""
     apart = (*shape, *parts.shape[1:])
     return _sum(parts.reshape(apart)) if isinstance(parts, np.ndarray) else _sum_tensor(tf.reshape(parts, apart))
 

@@ -1,21 +1,23 @@
-"""The collectives with the names, arguments and habits of Horovod's TensorFlow interface.
+"""The collectives with the names, arguments and conventions of Horovod's TensorFlow interface.
 
-Each works eagerly, in a ``tf.function`` and in a graph for sessions, and is differentiable, by the adjoints that
-`collectives.tensorflow.autograd` states. Arguments stand in Horovod's order; ``algorithm`` and ``transport`` are ours,
-and for `collectives.allreduce` mean the same.
+Each works eagerly, in a ``tf.function`` and in a graph for sessions, and is differentiable, by the adjoints of
+`collectives.frontends.adjoints`. Positional arguments stand in Horovod's order; ``algorithm`` and ``transport`` are the
+engine's, as for `collectives.allreduce`.
 
 Tensors are TensorFlow's, variables, NumPy arrays or numbers; results are new tensors of their dtype. ``device_dense``
-and ``device_sparse`` are Horovod's and change nothing: a tensor is combined where it is, or in a graph on the host. A
-name is given within the name scopes of a graph unless ``ignore_name_scope``; unnamed operations are matched by their
-order, and in graphs for sessions by the names of their tensors, so that every rank must build the same graph.
+and ``device_sparse`` are part of Horovod's interface and have no effect: a tensor is reduced where it is, or in a graph
+on the host. A name is prefixed by the name scopes of a graph unless ``ignore_name_scope``. Unnamed operations are
+matched by their order, and in graphs for sessions by the names of their tensors, so every rank must build the same
+graph.
 
 Eagerly, errors are those of `collectives.tensorflow.errors`, which are those of `collectives.base.errors` and of
-``tf.errors`` at once. Out of a graph they are those of ``tf.errors`` alone, with the same text.
+``tf.errors`` at once. A running graph raises those of ``tf.errors`` alone, with the same text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar, overload
 
@@ -40,7 +42,6 @@ Tensor = TypeVar("Tensor")
 Average = Op.AVERAGE
 
 # ---- all-reduce
-# ----------------------------------------------------------------------------------------------------------
 
 
 @unconverted
@@ -60,14 +61,14 @@ def allreduce(
     algorithm: str | None = None,
     transport: str | None = None,
 ) -> Tensor:
-    """Combine the ranks' tensors element by element. Differentiable.
+    """Reduce the ranks' tensors element by element. Differentiable.
 
     Args:
-        tensor: of equal shape and dtype on every rank, left unchanged; or ``tf.IndexedSlices``, of which ranks may have
-            different rows.
-        average: the older way to say ``op``: True for Average, False for Sum.
-        compression: `Compression.fp16` or ``bf16``, or anything with ``compress`` and ``decompress``, which get and
-            return tensors. Sparse tensors travel as they are.
+        tensor: equal shape and dtype on every rank, left unchanged; or ``tf.IndexedSlices``, whose rows may differ
+            between ranks.
+        average: the older form of ``op``: True for Average, False for Sum.
+        compression: `Compression.fp16`, ``bf16``, or an object with ``compress`` and ``decompress``, which take and
+            return tensors. Sparse tensors are not compressed.
         op: Average (the default), Sum, Min, Max, Product or Adasum; of sparse tensors Average or Sum.
         prescale_factor: multiplies each rank's tensor first.
         postscale_factor: multiplies the result.
@@ -75,26 +76,27 @@ def allreduce(
         process_set: the ranks that take part.
 
     Returns:
-        A tensor of the same shape and dtype; ``tf.IndexedSlices`` whose indices ascend, each once. The average of
-        integers truncates toward zero; that of slices of integers is of floating point.
+        A tensor of the same shape and dtype; or ``tf.IndexedSlices`` with ascending, unique indices. The average of
+        integers truncates toward zero; that of slices of integers is floating point.
 
     Raises:
-        InvalidArgumentError (a ValueError): both ``average`` and ``op``; XLA is to compile the graph; and all that
-            `collectives.allreduce` raises.
+        InvalidArgumentError (a ValueError): both ``average`` and ``op``, or XLA compiles the graph.
         UnsupportedError (a NotImplementedError and a ValueError): another ``op`` of sparse tensors.
+        CollectivesError: as for `collectives.allreduce`.
     """
-    how = (
-        device_dense,
-        device_sparse,
-        compression,
-        op,
-        prescale_factor,
-        postscale_factor,
-        process_set,
-        ignore_name_scope,
-        name,
-    )
-    return grouped_allreduce([tensor], average, *how, algorithm=algorithm, transport=transport)[0]
+    return grouped_allreduce(
+        [tensor],
+        average,
+        compression=compression,
+        op=op,
+        prescale_factor=prescale_factor,
+        postscale_factor=postscale_factor,
+        process_set=process_set,
+        ignore_name_scope=ignore_name_scope,
+        name=name,
+        algorithm=algorithm,
+        transport=transport,
+    )[0]
 
 
 @unconverted
@@ -114,46 +116,38 @@ def grouped_allreduce(
     algorithm: str | None = None,
     transport: str | None = None,
 ) -> list[Tensor]:
-    """`allreduce` of several tensors that are carried out, and complete, together; in a graph by one callback.
+    """`allreduce` of several tensors as one grouped operation; in a graph by one callback.
 
     Args:
-        tensors: equally many on every rank, in the same order; dtypes may be mixed, and dense with sparse ones (which
-            make one more callback).
+        tensors: the same number on every rank, in the same order; dtypes may be mixed, and so may dense and sparse
+            tensors (which take a second callback).
 
     Returns:
         The results in order.
     """
-    chosen = _operation(average, op, name, process_set)
-    given = _tensors(tensors, name, process_set)
+    with _refusing(name, process_set):
+        op = arguments.operation(op, average)
+        given = _tensors(tensors)
     factors = _factors(prescale_factor, postscale_factor, name, process_set)
-    call = GraphCall(
-        "allreduce",
-        name,
-        process_set,
-        chosen,
-        *factors,
-        None,
-        algorithm,
-        transport,
-        ignore_name_scope=ignore_name_scope,
-    )
+    call = GraphCall("allreduce", name, process_set, algorithm, transport, ignore_name_scope, op, *factors)
     results: list[Any] = list(given)
-    dense = [i for i, tensor in enumerate(given) if not isinstance(tensor, tf.IndexedSlices)]
-    others = [i for i, tensor in enumerate(given) if isinstance(tensor, tf.IndexedSlices)]
-    if others:
+    sparse_positions = [i for i, tensor in enumerate(given) if isinstance(tensor, tf.IndexedSlices)]
+    dense_positions = [i for i, tensor in enumerate(given) if not isinstance(tensor, tf.IndexedSlices)]
+    if sparse_positions:
         sparse.check(call)
-    if dense:
-        for i, result in zip(dense, _compressed(call, compression, [given[i] for i in dense]), strict=True):
+    if dense_positions:
+        dense = _compressed(call, compression, [given[i] for i in dense_positions])
+        for i, result in zip(dense_positions, dense, strict=True):
             results[i] = result
-    if others:
-        call = replace(call, name=(name and dense and f"{name}.sparse") or name)
-        for i, result in zip(others, sparse.allreduce(call, [given[i] for i in others]), strict=True):
+    if sparse_positions:
+        call = replace(call, name=f"{name}.sparse" if name and dense_positions else name)
+        slices = sparse.allreduce(call, [given[i] for i in sparse_positions])
+        for i, result in zip(sparse_positions, slices, strict=True):
             results[i] = result
     return results
 
 
 # ---- the other collectives
-# -------------------------------------------------------------------------------------------------
 
 
 @unconverted
@@ -171,23 +165,19 @@ def reducescatter(
     algorithm: str | None = None,
     transport: str | None = None,
 ) -> Tensor:
-    """Combine the ranks' tensors and give each rank its share of the rows. Differentiable.
+    """Reduce the ranks' tensors and give each rank its share of the rows. Differentiable.
 
     Args:
-        tensor: of shape ``(rows, ...)``, equal on every rank. Rows that do not divide evenly go to the first ranks, one
-            each.
+        tensor: of shape ``(rows, ...)``, equal on every rank. Rows left over by an even division go to the first
+            ranks, one each.
         op, name, ...: as for `allreduce`, without Adasum.
 
     Returns:
         A tensor of this rank's rows.
     """
-    (given,) = _tensors([tensor], name, process_set)
-    how = *_factors(prescale_factor, postscale_factor, name, process_set), None, algorithm, transport
-    return _compressed(
-        GraphCall("reducescatter", name, process_set, op, *how, ignore_name_scope=ignore_name_scope),
-        compression,
-        [given],
-    )[0]
+    factors = _factors(prescale_factor, postscale_factor, name, process_set)
+    call = GraphCall("reducescatter", name, process_set, algorithm, transport, ignore_name_scope, op, *factors)
+    return _run(call, [tensor], compression)[0]
 
 
 @unconverted
@@ -204,10 +194,10 @@ def grouped_reducescatter(
     algorithm: str | None = None,
     transport: str | None = None,
 ) -> list[Tensor]:
-    """`reducescatter` of several tensors that complete together; the results in order."""
-    given = _tensors(tensors, name, process_set)
-    how = *_factors(prescale_factor, postscale_factor, name, process_set), None, algorithm, transport
-    return _compressed(GraphCall("reducescatter", name, process_set, op, *how), compression, given) if given else []
+    """`reducescatter` of several tensors as one grouped operation; returns the results in order."""
+    factors = _factors(prescale_factor, postscale_factor, name, process_set)
+    call = GraphCall("reducescatter", name, process_set, algorithm, transport, False, op, *factors)
+    return _run(call, tensors, compression)
 
 
 @unconverted
@@ -220,18 +210,16 @@ def allgather(
     algorithm: str | None = None,
     transport: str | None = None,
 ) -> Tensor:
-    """Put the ranks' tensors one below the other, in rank order, on every rank. Differentiable.
+    """Concatenate the ranks' tensors along the first dimension, in rank order, on every rank. Differentiable.
 
     Args:
         tensor: of shape ``(rows, ...)``; ranks may differ in ``rows`` only, which may be 0.
         name, process_set: as for `allreduce`.
 
     Returns:
-        A tensor of shape ``(sum of all rows, ...)``; in a graph the rows are not known before it runs.
+        A tensor of shape ``(sum of all rows, ...)``; in a graph the number of rows is unknown until it runs.
     """
-    return grouped_allgather([tensor], name, ignore_name_scope, process_set, algorithm=algorithm, transport=transport)[
-        0
-    ]
+    return _run(GraphCall("allgather", name, process_set, algorithm, transport, ignore_name_scope), [tensor])[0]
 
 
 @unconverted
@@ -244,10 +232,8 @@ def grouped_allgather(
     algorithm: str | None = None,
     transport: str | None = None,
 ) -> list[Tensor]:
-    """`allgather` of several tensors that complete together; the results in order."""
-    given = _tensors(tensors, name, process_set)
-    how: dict[str, Any] = {"algorithm": algorithm, "transport": transport, "ignore_name_scope": ignore_name_scope}
-    return autograd.run(GraphCall("allgather", name, process_set, **how), given) if given else []
+    """`allgather` of several tensors as one grouped operation; returns the results in order."""
+    return _run(GraphCall("allgather", name, process_set, algorithm, transport, ignore_name_scope), tensors)
 
 
 @unconverted
@@ -264,16 +250,15 @@ def broadcast(
     """Give every rank the root's tensor. Differentiable.
 
     Args:
-        tensor: of equal shape and dtype on every rank; its elements matter on the root only. Left unchanged.
-        root_rank: the rank whose tensor it is, by its number among all ranks.
+        tensor: equal shape and dtype on every rank, left unchanged; its elements matter on the root only.
+        root_rank: the root, as a rank of the world.
         name, process_set: as for `allreduce`.
 
     Returns:
         A new tensor.
     """
-    given = _tensors([tensor], name, process_set)
-    how: dict[str, Any] = {"algorithm": algorithm, "transport": transport, "ignore_name_scope": ignore_name_scope}
-    return autograd.run(GraphCall("broadcast", name, process_set, root=root_rank, **how), given)[0]
+    call = GraphCall("broadcast", name, process_set, algorithm, transport, ignore_name_scope, root=root_rank)
+    return _run(call, [tensor])[0]
 
 
 @overload
@@ -318,41 +303,30 @@ def alltoall(
 
     Args:
         tensor: of shape ``(rows, ...)``; ranks may differ in ``rows``.
-        splits: integers, one per rank, that sum to ``rows``: how many rows go to each. None: equally many.
+        splits: the number of rows for each rank: integers that sum to ``rows``. None: equal numbers.
         name, process_set: as for `allreduce`.
 
     Returns:
-        A tensor of the rows received. With ``splits``: that, and the number of rows received from each rank, in the
-            splits' dtype (int32
-        if they are no tensor or array).
+        A tensor of the rows received. With ``splits`` also the number of rows received from each rank, in the splits'
+        dtype (int32 if they are neither a tensor nor an array).
     """
-    (given,) = _tensors([tensor], name, process_set)
-    if splits is None:
-        counts = tf.zeros((0,), tf.int32)
-    else:
-        try:
-            counts = splits if hasattr(splits, "dtype") else np.asarray(splits, np.int32)
-            counts = tf.convert_to_tensor(counts)
-            if not counts.dtype.is_integer:
-                raise TypeError
-        except (TypeError, ValueError):
-            text = f"splits: expected integers, one per rank, got {splits!r}"
-            raise world_of(process_set).refused(InvalidTypeError(text), name) from None
-    how: dict[str, Any] = {"algorithm": algorithm, "transport": transport, "ignore_name_scope": ignore_name_scope}
-    result, received = autograd.run(GraphCall("alltoall", name, process_set, **how), [given, counts])
+    with _refusing(name, process_set):
+        (given,) = _tensors([tensor])
+        counts = tf.zeros((0,), tf.int32) if splits is None else _splits(splits)
+    call = GraphCall("alltoall", name, process_set, algorithm, transport, ignore_name_scope)
+    result, received = autograd.run(call, [given, counts])
     return result if splits is None else (result, received)
 
 
 # ---- without tensors
-# -----------------------------------------------------------------------------------------------------
 
 
 @unconverted
 def join(*, process_set: ProcessSet = global_process_set) -> tf.Tensor:
-    """Say that this rank has run out of data, and help the others until all have: see `collectives.join`.
+    """Declare that this rank has no more data, and take part in the other ranks' operations until all have joined.
 
     Returns:
-        The last rank to join; of several at once, the highest: an int32 scalar.
+        The last rank to join, the highest if several joined at once: an int32 scalar. See `collectives.join`.
     """
     last = _without_tensors("join", process_set)
     if tf.executing_eagerly():
@@ -362,7 +336,7 @@ def join(*, process_set: ProcessSet = global_process_set) -> tf.Tensor:
 
 @unconverted
 def barrier(process_set: ProcessSet = global_process_set) -> tf.Operation | None:
-    """Return when every rank has called it; in a graph, an operation."""
+    """Wait until every rank has called it; in a graph, returns the operation that does."""
     result = _without_tensors("barrier", process_set)
     return None if tf.executing_eagerly() else result.op
 
@@ -376,46 +350,43 @@ def _without_tensors(collective: str, process_set: ProcessSet) -> Any:
 
 @unconverted
 def check_num_rank_power_of_2(num_rank: int) -> bool:
-    """Whether a number of ranks is a power of two. Adasum works with any number here."""
+    """Whether a number of ranks is a power of two. Adasum supports any number of ranks here."""
     return num_rank > 0 and num_rank & (num_rank - 1) == 0
 
 
 @unconverted
 def gpu_available(ext_base_name: str = "tensorflow", verbose: bool = False) -> bool:
-    """Whether TensorFlow has a GPU; the arguments are of Horovod's interface."""
+    """Whether TensorFlow has a GPU; the arguments are part of Horovod's interface."""
     return bool(tf.config.list_physical_devices("GPU"))
 
 
 # ---- arguments and results
-# -------------------------------------------------------------------------------------------------
 
 
-def _operation(average: Any, op: Op | None, name: str | None, process_set: ProcessSet) -> Op:
+@contextmanager
+def _refusing(name: str | None, process_set: ProcessSet) -> Iterator[None]:
+    """Tell the other ranks of an argument that this rank refuses, so that all of them get an exception."""
     try:
-        return arguments.operation(op, average)
+        yield
     except Exception as error:
         raise world_of(process_set).refused(error, name) from None
 
 
 def _factors(prescale: Any, postscale: Any, name: str | None, process_set: ProcessSet) -> tuple[float, float]:
-    try:
+    with _refusing(name, process_set):
         return arguments.factor("prescale_factor", prescale), arguments.factor("postscale_factor", postscale)
-    except InvalidTypeError as error:
-        raise world_of(process_set).refused(error, name) from None
 
 
-def _tensors(given: Any, name: str | None, process_set: ProcessSet) -> list[Any]:
-    """Tensors, and ``tf.IndexedSlices`` as they are."""
-    try:
-        if not isinstance(given, (list, tuple)):
-            raise InvalidTypeError(f"tensors: expected a list or tuple of tensors, got {detection.describe(given)}")
-        return [_slices(tensor) if isinstance(tensor, tf.IndexedSlices) else _tensor(tensor) for tensor in given]
-    except Exception as error:
-        raise world_of(process_set).refused(error, name) from None
-
-
-def _slices(given: Any) -> Any:
-    return tf.IndexedSlices(_tensor(given.values), tf.convert_to_tensor(given.indices), given.dense_shape)
+def _tensors(given: Any) -> list[Any]:
+    """Convert to tensors; ``tf.IndexedSlices`` stay sparse."""
+    if not isinstance(given, (list, tuple)):
+        raise InvalidTypeError(f"tensors: expected a list or tuple of tensors, got {detection.describe(given)}")
+    return [
+        tf.IndexedSlices(_tensor(each.values), tf.convert_to_tensor(each.indices), each.dense_shape)
+        if isinstance(each, tf.IndexedSlices)
+        else _tensor(each)
+        for each in given
+    ]
 
 
 def _tensor(given: Any) -> Any:
@@ -431,16 +402,30 @@ def _tensor(given: Any) -> Any:
     return tensor
 
 
+def _splits(given: Any) -> Any:
+    try:
+        counts = tf.convert_to_tensor(given if hasattr(given, "dtype") else np.asarray(given, np.int32))
+        if counts.dtype.is_integer:
+            return counts
+    except (TypeError, ValueError):
+        pass
+    raise InvalidTypeError(f"splits: expected integers, one per rank, got {given!r}")
+
+
+def _run(call: GraphCall, tensors: Any, compression: Any = None) -> list[Any]:
+    with _refusing(call.name, call.process_set):
+        given = _tensors(tensors)
+    return _compressed(call, compression, given) if given else []
+
+
 def _compressed(call: GraphCall, compression: Any, tensors: list[Any]) -> list[Any]:
-    """What a call makes of the tensors in the form in which they travel; gradients see what the compressor does."""
+    """Run a reduction on compressed tensors, and decompress the results; gradients pass through both."""
     if compression is None or compression is Compression.none:
         return autograd.run(call, tensors)
     if call.collective == "allreduce" and any(compression is known for known in BUILT_IN):
         return autograd.run(replace(call, compression=compression), tensors)
-    try:
+    with _refusing(call.name, call.process_set):
         compressors.check(compression)
         packed = [compression.compress(tensor) for tensor in tensors]
-    except Exception as error:
-        raise call.world.refused(error, call.name) from None
     results = autograd.run(call, [tensor for tensor, _ in packed])
     return [compression.decompress(result, context) for result, (_, context) in zip(results, packed, strict=True)]

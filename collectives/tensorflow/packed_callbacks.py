@@ -78,7 +78,7 @@ def allreduce_now(call: GraphCall, tensors: Sequence[Any]) -> list[Any]:
         for number, start in zip(numbers, [0, *ends], strict=False):
             array = arrays[number]
             places[number] = whole[start : start + array.size].reshape(array.shape)
-    how = {"compression": call.compression, **call.scaled()}
+    how = {"compression": call.compression, **call.reduce_options()}
     if len(arrays) == 1:
         world.allreduce(arrays[0], out=places[0], **how)
     else:
@@ -236,7 +236,7 @@ class _PackedAllreduce(_PackedCallback):
     def __call__(self, *arrays: Any) -> list[Any]:
         call = self.call
         results, places = self._memory(arrays)
-        how = {"compression": call.compression, **call.scaled()}
+        how = {"compression": call.compression, **call.reduce_options()}
         if len(arrays) == 1 and not self.parts[0].shapes:
             call.world.allreduce(arrays[0], out=places[0], **how)
         else:

@@ -22,7 +22,6 @@ from typing import Any
 import tensorflow as tf
 
 from collectives.base.errors import InvalidArgumentError
-from collectives.base.reduce_op import Op
 from collectives.process_sets import ProcessSet
 from collectives.tensorflow import operations
 from collectives.tensorflow.gradients import GradientReduction, variable_key
@@ -30,7 +29,6 @@ from collectives.tensorflow.gradients import GradientReduction, variable_key
 _REDUCED_OVER = "_collectives_reduced_over"  # attribute of tensors: a process set
 _PENDING = "_collectives_pending"  # attribute of variables: the `Mark` of a reduced gradient that is not applied yet
 _READS = frozenset({"ReadVariableOp", "Variable", "VariableV2", "VarHandleOp"})
-_IDEMPOTENT = frozenset({Op.AVERAGE, Op.MIN, Op.MAX, Op.ADASUM})
 _TOLERANCE = 1e-3
 """Relative to a gradient's norm: far above the differences between kernels of different processors, and far below those
 between gradients of different data."""
@@ -112,7 +110,7 @@ def reduce_remaining(
     ]
     if doubtful:
         suspects = [found[at] for at in doubtful]
-        if reduction.options.op not in _IDEMPOTENT or len(doubtful) < states.count("doubtful"):
+        if not reduction.options.op.idempotent or len(doubtful) < states.count("doubtful"):
             confirmed = confirm_reduced(suspects, [variables[at] for at in doubtful], reduction)
             for at, grad in zip(doubtful, confirmed, strict=True):
                 found[at] = grad

@@ -22,7 +22,7 @@ def check(call: GraphCall) -> None:
     Raises:
         UnsupportedError (a NotImplementedError): an ``op`` other than Sum and Average.
     """
-    if call.op not in (Op.SUM, Op.AVERAGE):
+    if call.op is None or not call.op.linear:
         text = f"op: expected Average or Sum of tf.IndexedSlices, got {call.op!r}; pass tf.convert_to_tensor(slices)"
         raise call.world.refused(UnsupportedError(text), call.name)
 

@@ -16,25 +16,20 @@ Eagerly, errors are those of `collectives.tensorflow.errors`, which are those of
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, TypeVar, overload
 
-import numpy as np
 import tensorflow as tf
 
-from collectives.base import dtypes
-from collectives.base.errors import InvalidTypeError
 from collectives.base.reduce_op import Op
 from collectives.engine import arguments
 from collectives.process_sets import ProcessSet
-from collectives.runtime import global_process_set, world_of
-from collectives.tensorflow import autograd, graph, sparse
+from collectives.runtime import global_process_set
+from collectives.tensorflow import autograd, conversion, graph, sparse
 from collectives.tensorflow.autograph import unconverted
 from collectives.tensorflow.graph_call import GraphCall
 from collectives.tensors import compression as compressors
-from collectives.tensors import detection
 from collectives.tensors.compression import BUILT_IN, Compression
 
 Tensor = TypeVar("Tensor")
@@ -125,10 +120,10 @@ def grouped_allreduce(
     Returns:
         The results in order.
     """
-    with _refusing(name, process_set):
+    with conversion.refusing(name, process_set):
         op = arguments.operation(op, average)
-        given = _tensors(tensors)
-    factors = _factors(prescale_factor, postscale_factor, name, process_set)
+        given = conversion.tensors(tensors)
+    factors = conversion.factors(prescale_factor, postscale_factor, name, process_set)
     call = GraphCall("allreduce", name, process_set, algorithm, transport, ignore_name_scope, op, *factors)
     results: list[Any] = list(given)
     sparse_positions = [i for i, tensor in enumerate(given) if isinstance(tensor, tf.IndexedSlices)]
@@ -175,7 +170,7 @@ def reducescatter(
     Returns:
         A tensor of this rank's rows.
     """
-    factors = _factors(prescale_factor, postscale_factor, name, process_set)
+    factors = conversion.factors(prescale_factor, postscale_factor, name, process_set)
     call = GraphCall("reducescatter", name, process_set, algorithm, transport, ignore_name_scope, op, *factors)
     return _run(call, [tensor], compression)[0]
 
@@ -195,7 +190,7 @@ def grouped_reducescatter(
     transport: str | None = None,
 ) -> list[Tensor]:
     """`reducescatter` of several tensors as one grouped operation; returns the results in order."""
-    factors = _factors(prescale_factor, postscale_factor, name, process_set)
+    factors = conversion.factors(prescale_factor, postscale_factor, name, process_set)
     call = GraphCall("reducescatter", name, process_set, algorithm, transport, False, op, *factors)
     return _run(call, tensors, compression)
 
@@ -310,9 +305,9 @@ def alltoall(
         A tensor of the rows received. With ``splits`` also the number of rows received from each rank, in the splits'
         dtype (int32 if they are neither a tensor nor an array).
     """
-    with _refusing(name, process_set):
-        (given,) = _tensors([tensor])
-        counts = tf.zeros((0,), tf.int32) if splits is None else _splits(splits)
+    with conversion.refusing(name, process_set):
+        (given,) = conversion.tensors([tensor])
+        counts = tf.zeros((0,), tf.int32) if splits is None else conversion.splits(splits)
     call = GraphCall("alltoall", name, process_set, algorithm, transport, ignore_name_scope)
     result, received = autograd.run(call, [given, counts])
     return result if splits is None else (result, received)
@@ -360,61 +355,12 @@ def gpu_available(ext_base_name: str = "tensorflow", verbose: bool = False) -> b
     return bool(tf.config.list_physical_devices("GPU"))
 
 
-# ---- arguments and results
-
-
-@contextmanager
-def _refusing(name: str | None, process_set: ProcessSet) -> Iterator[None]:
-    """Tell the other ranks of an argument that this rank refuses, so that all of them get an exception."""
-    try:
-        yield
-    except Exception as error:
-        raise world_of(process_set).refused(error, name) from None
-
-
-def _factors(prescale: Any, postscale: Any, name: str | None, process_set: ProcessSet) -> tuple[float, float]:
-    with _refusing(name, process_set):
-        return arguments.factor("prescale_factor", prescale), arguments.factor("postscale_factor", postscale)
-
-
-def _tensors(given: Any) -> list[Any]:
-    """Convert to tensors; ``tf.IndexedSlices`` stay sparse."""
-    if not isinstance(given, (list, tuple)):
-        raise InvalidTypeError(f"tensors: expected a list or tuple of tensors, got {detection.describe(given)}")
-    return [
-        tf.IndexedSlices(_tensor(each.values), tf.convert_to_tensor(each.indices), each.dense_shape)
-        if isinstance(each, tf.IndexedSlices)
-        else _tensor(each)
-        for each in given
-    ]
-
-
-def _tensor(given: Any) -> Any:
-    try:
-        tensor = given if isinstance(given, tf.Tensor) else tf.convert_to_tensor(given)
-    except (TypeError, ValueError) as error:
-        text = f"tensor: expected a tensor, a variable, an array or a number, got {detection.describe(given)}: {error}"
-        raise InvalidTypeError(text) from None
-    if tensor.dtype.name not in dtypes.NAMES:
-        raise InvalidTypeError(
-            f"tensor: dtype {tensor.dtype.name} is not supported; expected one of {', '.join(dtypes.NAMES)}"
-        )
-    return tensor
-
-
-def _splits(given: Any) -> Any:
-    try:
-        counts = tf.convert_to_tensor(given if hasattr(given, "dtype") else np.asarray(given, np.int32))
-        if counts.dtype.is_integer:
-            return counts
-    except (TypeError, ValueError):
-        pass
-    raise InvalidTypeError(f"splits: expected integers, one per rank, got {given!r}")
+# ---- execution
 
 
 def _run(call: GraphCall, tensors: Any, compression: Any = None) -> list[Any]:
-    with _refusing(call.name, call.process_set):
-        given = _tensors(tensors)
+    with conversion.refusing(call.name, call.process_set):
+        given = conversion.tensors(tensors)
     return _compressed(call, compression, given) if given else []
 
 
@@ -424,7 +370,7 @@ def _compressed(call: GraphCall, compression: Any, tensors: list[Any]) -> list[A
         return autograd.run(call, tensors)
     if call.collective == "allreduce" and any(compression is known for known in BUILT_IN):
         return autograd.run(replace(call, compression=compression), tensors)
-    with _refusing(call.name, call.process_set):
+    with conversion.refusing(call.name, call.process_set):
         compressors.check(compression)
         packed = [compression.compress(tensor) for tensor in tensors]
     results = autograd.run(call, [tensor for tensor, _ in packed])

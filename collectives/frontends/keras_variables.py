@@ -1,7 +1,7 @@
-"""Variables of a model and its optimizer as one rank has them, for Keras 3 on any backend and for ``tf_keras``.
+"""Read, write and broadcast the variables of models and optimizers, for Keras 3 on any backend and for ``tf_keras``.
 
-Both kinds of variables have a shape, a dtype, ``numpy()`` and ``assign()``. Values travel as bytes, through host
-memory: this happens once, and then nobody has to know the dtype or where a backend keeps its arrays.
+Both kinds of variables have a shape, a dtype, ``numpy()`` and ``assign()``. Values are sent as bytes through host
+memory, independent of dtypes and of where a backend keeps its arrays; this happens once per training.
 """
 
 from __future__ import annotations
@@ -11,25 +11,23 @@ from typing import Any
 
 import numpy as np
 
-from collectives.engine import arguments
-from collectives.frontends.agreement import agree
+from collectives.frontends.broadcasts import ArrayMemory, agreed_root, broadcast_in_place
 from collectives.process_sets import ProcessSet
-from collectives.runtime import root_in, world_of
 
 
 def of_model(model: Any) -> list[Any]:
-    """Weights and all other state of the layers, random seeds included; not that of metrics."""
+    """Return the weights and all other state of the layers, random seeds included; not the metrics' state."""
     return list(model.variables)
 
 
 def of_optimizer(optimizer: Any) -> list[Any]:
-    """Iterations, learning rate, moments and so on; none where there is no optimizer."""
+    """Return iterations, learning rate, moments and so on; empty without an optimizer."""
     found = getattr(optimizer, "variables", ())
     return list(found() if callable(found) else found)
 
 
 def without(variables: Iterable[Any], local: Sequence[Any]) -> list[Any]:
-    """The variables that are not among ``local``, which may be Keras's or TensorFlow's own."""
+    """Return the variables that are not in ``local``, which may contain Keras's or TensorFlow's variables."""
     kept = {
         id(each)
         for variable in local
@@ -44,12 +42,12 @@ def without(variables: Iterable[Any], local: Sequence[Any]) -> list[Any]:
 
 
 def read(variables: Sequence[Any]) -> list[Any]:
-    """Their values, as arrays."""
+    """Return the values of variables as arrays."""
     return [variable.numpy() for variable in variables]
 
 
 def write(variables: Sequence[Any], values: Sequence[Any]) -> None:
-    """Give them these values."""
+    """Assign values to variables."""
     for variable, value in zip(variables, values, strict=True):
         variable.assign(value)
 
@@ -62,32 +60,26 @@ def broadcast(
     read: Callable[[Sequence[Any]], Sequence[Any]] = read,
     write: Callable[[Sequence[Any], Sequence[Any]], None] = write,
 ) -> None:
-    """Give every rank the root's values, in place.
+    """Copy the root's values to every rank, in place.
 
     Args:
-        variables: equally many on every rank, of equal shapes and dtypes in the same order.
-        root_rank: by its number among all ranks.
-        read, write: how variables are read and written; in a graph for sessions they have no ``numpy()``.
+        variables: the same number on every rank, of equal shapes and dtypes in the same order.
+        root_rank: the root, by its number among all ranks.
+        label: prefix of the operations' names, and of error messages.
+        read, write: access to the variables' values; in a graph for sessions they have no ``numpy()``.
 
     Raises:
         InvalidArgumentError: there is no such rank.
-        MismatchError: the ranks' variables or roots differ; raised on every rank, and names the first that does.
-            Nothing was touched.
+        MismatchError: the ranks' variables or roots differ; raised on every rank before anything is changed, and names
+            the first difference.
     """
-    world = world_of(process_set)
-    number = root_in(process_set, root_rank, label)
-    try:
-        root = arguments.root(number, world.size)
+
+    def prepare() -> tuple[list[Any], dict[str, str]]:
         described = {f"variable {at}": _described(variable) for at, variable in enumerate(variables)}
-        values = [np.array(value) for value in read(variables)]
-    except Exception as error:
-        raise world.refused(error, label) from None
-    agree(world, label, {"root_rank": f"rank {root_rank}", **described})
-    travelling = {f"{label}.{at}": value.reshape(-1).view(np.uint8) for at, value in enumerate(values) if value.size}
-    with world.composed(travelling) as begin:
-        handles = [world.broadcast_async_(value, root, name=begin(name)) for name, value in travelling.items()]
-    for handle in handles:
-        handle.wait()
+        return [np.array(value, order="C") for value in read(variables)], described
+
+    world, root, values = agreed_root(label, root_rank, process_set, prepare)
+    broadcast_in_place(world, label, root, {str(at): value for at, value in enumerate(values)}, ArrayMemory())
     if world.rank != root:
         write(variables, values)
 

@@ -18,7 +18,9 @@ from typing import Any
 import keras
 
 from collectives.base.errors import InvalidArgumentError
-from collectives.keras.gradient_reducer import GradientReducer, GradientSettings
+from collectives.frontends.gradient_options import GradientOptions
+from collectives.frontends.keras_optimizer import distributed_class
+from collectives.keras.gradient_reducer import GradientReducer
 
 
 class OptimizerState:
@@ -57,7 +59,7 @@ class DistributedMixin:
     """Comes before the class of the optimizer that is wrapped; `settings` and `reducer` are of the class made of
     both."""
 
-    settings: GradientSettings
+    options: GradientOptions
     reducer: GradientReducer
 
     @property
@@ -70,7 +72,7 @@ class DistributedMixin:
     @property
     def process_set(self) -> Any:
         """The ranks that train together."""
-        return self.settings.process_set
+        return self.options.process_set
 
     def register_local_var(self, var: Any) -> None:
         """From now on the gradients of this variable stay on this rank."""
@@ -104,7 +106,7 @@ class DistributedMixin:
         """The optimizer is built for these."""
         state = self.state
         state.variables = list(variables)
-        if self.settings.passes > 1 and not state.passive and state.count is None:
+        if self.options.backward_passes_per_step > 1 and not state.passive and state.count is None:
             any_optimizer: Any = self
             state.sums = [
                 any_optimizer.add_variable_from_reference(variable, name="gradient_sum") for variable in variables
@@ -120,7 +122,7 @@ class DistributedMixin:
         if state.passive or state.busy or len(grads) == 0:
             super().apply(grads, trainable_variables)  # type: ignore[misc]
             return
-        if self.settings.passes == 1:
+        if self.options.backward_passes_per_step == 1:
             variables = state.variables if trainable_variables is None else list(trainable_variables)
             self._apply(self.reducer.reduce(grads, variables, state.local), trainable_variables)
             return
@@ -173,12 +175,12 @@ class DistributedMixin:
         def between() -> None:
             optimizer.iterations.assign_add(1)
 
-        keras.ops.cond(keras.ops.equal(state.count, self.settings.passes), last, between)
+        keras.ops.cond(keras.ops.equal(state.count, self.options.backward_passes_per_step), last, between)
 
     def _means(self, totals: list[Any]) -> list[Any]:
-        if not self.settings.average_passes:
+        if not self.options.average_aggregated_gradients:
             return totals
-        return [None if total is None else total / self.settings.passes for total in totals]
+        return [None if total is None else total / self.options.backward_passes_per_step for total in totals]
 
     # ---- with values, which JAX needs
     # -------------------------------------------------------------------------------------------------
@@ -192,7 +194,7 @@ class DistributedMixin:
         state = self.state
         if state.passive or state.busy or not optimizer.built or keras.backend.backend() == "tensorflow":
             return super().stateless_apply(optimizer_variables, grads, trainable_variables)  # type: ignore[misc]
-        if self.settings.passes == 1:
+        if self.options.backward_passes_per_step == 1:
             return self._next(
                 optimizer_variables, self.reducer.reduce(grads, state.variables, state.local), trainable_variables
             )
@@ -235,7 +237,7 @@ class DistributedMixin:
                 value + 1 if at == iterations else value for at, value in enumerate(values)
             ]
 
-        return keras.ops.cond(values[count] == self.settings.passes, last, between)
+        return keras.ops.cond(values[count] == self.options.backward_passes_per_step, last, between)
 
     def _apply_by_values(self, grads: Sequence[Any], variables: Sequence[Any]) -> None:
         optimizer: Any = self
@@ -245,29 +247,16 @@ class DistributedMixin:
             variable.assign(value)
 
 
-def distributed(optimizer: Any, settings: GradientSettings, reducer: GradientReducer) -> Any:
-    """An optimizer that shares everything with this one, and applies the gradients of all ranks."""
-    kind = subclass(type(optimizer), settings, reducer)
-    result = object.__new__(kind)
+def distributed(optimizer: Any, options: GradientOptions, reducer: GradientReducer) -> Any:
+    """Return an optimizer that shares all state with this one, and applies the gradients of all ranks."""
+    result = object.__new__(subclass(type(optimizer), options, reducer))
     vars(result).update(vars(optimizer))
     if result.built:
-        # Of an optimizer that is built already only Keras itself knows the variables.
+        # Keras has no public access to the variables that an optimizer was built for.
         result.connect(optimizer._trainable_variables)
     return result
 
 
-def subclass(kind: type, settings: GradientSettings, reducer: GradientReducer) -> Any:
-    """A subclass of an optimizer's class whose objects are distributed, and are serialized as objects of that class.
-
-    Keras writes down what ``__class__`` says: what is saved then loads without this package, also where classes are
-    registered.
-    """
-    members = {
-        "__module__": kind.__module__,
-        "__qualname__": kind.__qualname__,
-        "__doc__": kind.__doc__,
-        "__class__": property(lambda self: kind),
-        "settings": settings,
-        "reducer": reducer,
-    }
-    return type(kind.__name__, (DistributedMixin, kind), members)
+def subclass(kind: type, options: GradientOptions, reducer: GradientReducer) -> Any:
+    """Return a distributed subclass of an optimizer's class, which is serialized as that class."""
+    return distributed_class(DistributedMixin, kind, {"options": options, "reducer": reducer})

@@ -42,7 +42,7 @@ def _taking_over(init: Any) -> Any:
         init(self, inner_optimizer, *args, **kwargs)
         if isinstance(inner_optimizer, DistributedMixin) and not isinstance(self, DistributedMixin):
             object.__setattr__(
-                self, "__class__", subclass(type(self), inner_optimizer.settings, inner_optimizer.reducer)
+                self, "__class__", subclass(type(self), inner_optimizer.options, inner_optimizer.reducer)
             )
             self.state.local = inner_optimizer.state.local
             inner_optimizer.state.passive = True

@@ -1,9 +1,10 @@
-"""Optax's optimizers on the gradients of all ranks.
+"""Optax optimizers that use the gradients of all ranks.
 
-    distributed_gradients(...)             a transformation of its own, for `optax.chain`
-    DistributedOptimizer(optimizer, ...)   the same before an optimizer, with gradients added up over several passes if wanted
+    distributed_gradients(...)             a gradient transformation for `optax.chain`
+    DistributedOptimizer(optimizer, ...)   the same in front of an optimizer, optionally summing several passes
 
-All gradients of a step travel in one fused call. Optax itself is not needed: a transformation is a pair of functions.
+All gradients of a step are combined in one fused call. Optax itself is optional: a transformation is a pair of
+functions.
 """
 
 from __future__ import annotations
@@ -11,17 +12,23 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from collectives.base.errors import InvalidArgumentError, InvalidTypeError
+from collectives.base.options import spelled_out
 from collectives.base.reduce_op import Op
+from collectives.frontends.gradient_options import GradientOptions
+from collectives.jax.dispatch import ProgramOptions, check_keywords
 from collectives.jax.operations import allreduce
 from collectives.process_sets import ProcessSet
 from collectives.runtime import global_process_set
 from collectives.tensors.compression import Compression
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 Optimizer = TypeVar("Optimizer")
 
@@ -29,23 +36,23 @@ _numbers = itertools.count()
 
 
 class GradientTransformation(NamedTuple):
-    """A pair of functions with Optax's names, for where Optax is not."""
+    """A pair of functions with Optax's names, used where Optax is not imported."""
 
     init: Callable[[Any], Any]
     update: Callable[..., tuple[Any, Any]]
 
 
 class EmptyState(NamedTuple):
-    """Of a transformation that remembers nothing."""
+    """The state of a transformation without state."""
 
 
 class AggregationState(NamedTuple):
-    """Of an optimizer that acts on every few passes.
+    """The state of an optimizer that sums the gradients of several passes.
 
     Attributes:
-        inner: the optimizer's.
-        sums: this rank's gradients since its last step.
-        passes: how many they are.
+        inner: the wrapped optimizer's state.
+        sums: the sums of this rank's gradients since the last step.
+        passes: their number, an int32 scalar.
     """
 
     inner: Any
@@ -53,51 +60,55 @@ class AggregationState(NamedTuple):
     passes: Any
 
 
+@spelled_out(ProgramOptions, ordered=True)
 def distributed_gradients(
     op: Op = Op.AVERAGE,
     compression: Any = Compression.none,
     gradient_predivide_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
     name: str | None = None,
-    *,
-    ordered: bool = True,
-    algorithm: str | None = None,
-    transport: str | None = None,
+    **options: Unpack[ProgramOptions],
 ) -> GradientTransformation:
-    """A gradient transformation that combines the ranks' gradients, all in one fused call.
+    """Return a gradient transformation that combines the ranks' gradients, all in one fused call.
 
-    ``optax.chain(hvd.distributed_gradients(), optax.clip_by_global_norm(1.0), optax.adam(1e-3))`` clips what all ranks
-    found together.
+    ``optax.chain(hvd.distributed_gradients(), optax.clip_by_global_norm(1.0), optax.adam(1e-3))`` clips the combined
+    gradients.
 
     Args:
         op: Average (the default), Sum, Min, Max, Product or Adasum.
-        compression: `Compression.fp16` or ``bf16``, or an own one.
-        gradient_predivide_factor: of Average: divides before the sum, and the rest of the number of ranks after it.
+        compression: `Compression.fp16` or ``bf16``, or a custom compressor.
+        gradient_predivide_factor: f divides by f before the sum and by size/f afterwards; for Average only.
         process_set: the ranks that take part.
-        name: of the operation; None: one that tells this transformation from others, which every rank makes in the same
-            order.
-        ordered: False: the call is matched by that name alone, and a compiled step starts by JAX's quick path. Then
-            make a transformation for each model, and read a result of the last step before `shutdown`, `join` and the
-            end of the program, which cannot wait for what JAX keeps no account of: see `collectives.jax.operations`.
+        name: of the operation; by default one for each transformation, numbered in the order in which they are made,
+            which must be the same on every rank.
+        ordered: False: the call is matched by that name alone, and a compiled step starts by JAX's fast path. Then use
+            a transformation for each model, and read a result of the last step before `shutdown`, `join` and the end of
+            the program, because JAX cannot wait for unordered calls; see `collectives.jax.operations`.
         algorithm, transport: as for `collectives.jax.allreduce`.
 
     Returns:
-        A transformation: Optax's own type where Optax has been imported. Its state is empty.
+        A transformation without state, of Optax's own type if Optax has been imported.
 
     Raises:
         InvalidArgumentError: a factor without Average.
     """
-    scales = _scales(op, gradient_predivide_factor)
+    check_keywords("distributed_gradients", options)
+    factors: Any = GradientOptions(
+        op=op, compression=compression, gradient_predivide_factor=gradient_predivide_factor
+    ).factors
     number = next(_numbers)
-    label = name if name is not None or ordered else f"distributed_gradients.{number}"
+    label = name if name is not None or options.get("ordered", True) else f"distributed_gradients.{number}"
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        how = None, label, compression, op, *scales, process_set
-        return allreduce(updates, *how, ordered=ordered, algorithm=algorithm, transport=transport), state
+        combined = allreduce(
+            updates, name=label, compression=compression, op=op, process_set=process_set, **factors, **options
+        )
+        return combined, state
 
     return _transformation(lambda params: EmptyState(), update)
 
 
+@spelled_out(ProgramOptions, ordered=True)
 def DistributedOptimizer(
     optimizer: Optimizer,
     op: Op = Op.AVERAGE,
@@ -107,53 +118,39 @@ def DistributedOptimizer(
     gradient_predivide_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
     name: str | None = None,
-    *,
-    ordered: bool = True,
-    algorithm: str | None = None,
-    transport: str | None = None,
+    **options: Unpack[ProgramOptions],
 ) -> Optimizer:
-    """An Optax optimizer that steps by the gradients of all ranks.
+    """Wrap an Optax optimizer so that it uses the gradients of all ranks.
 
-    With Adasum each rank's optimizer acts on its own gradients, and what it makes of them is combined.
+    With Adasum each rank's optimizer acts on its own gradients, and the resulting updates are combined.
 
-    What optimizers of Optax take beside the gradients is combined as well, since ranks that go by losses of their own
-    would part: ``value`` (of ``optax.contrib.reduce_on_plateau`` and others), ``grad`` and ``value_fn`` (of line
-    searches, as in ``optax.lbfgs``).
+    Further arguments of an update that Optax's optimizers take are combined as well, because ranks that follow losses
+    of their own would diverge: ``value`` (of ``optax.contrib.reduce_on_plateau`` and others), ``grad`` and ``value_fn``
+    (of line searches, as in ``optax.lbfgs``).
 
     Args:
         optimizer: with ``init(params)`` and ``update(gradients, state, params)``.
         op, compression, gradient_predivide_factor, process_set, name, ordered, algorithm, transport: as for
-        `distributed_gradients`.
-        backward_passes_per_step: gradients of so many updates are added up on the rank before they are combined and the
-            optimizer acts; in between the updates are zeros.
+            `distributed_gradients`.
+        backward_passes_per_step: the gradients of this many updates are summed on the rank before they are combined and
+            the optimizer acts; the updates in between are zeros.
         average_aggregated_gradients: divide that sum by their number.
 
     Returns:
-        A transformation with the same functions: Optax's own type where Optax has been imported. Its state holds the
-            optimizer's.
+        A transformation with the same functions, of Optax's own type if Optax has been imported. Its state contains the
+        optimizer's.
 
     Raises:
-        InvalidTypeError: ``optimizer`` is none.
-        InvalidArgumentError: fewer than one pass; a factor without Average; in an update, what cannot be combined as
-            said above.
+        InvalidTypeError: ``optimizer`` has no ``init`` and ``update``.
+        InvalidArgumentError: fewer than one pass; a factor without Average; in an update, further arguments that cannot
+            be combined with this ``op`` or several passes.
     """
     given: Any = optimizer
     if not callable(getattr(optimizer, "init", None)) or not callable(getattr(optimizer, "update", None)):
         raise InvalidTypeError(f"optimizer: expected an Optax optimizer, with init and update, got {optimizer!r}")
-    if not isinstance(backward_passes_per_step, int) or backward_passes_per_step < 1:
-        raise InvalidArgumentError(
-            f"backward_passes_per_step: expected a number from 1 up, got {backward_passes_per_step!r}"
-        )
-    combined = distributed_gradients(
-        op,
-        compression,
-        gradient_predivide_factor,
-        process_set,
-        name,
-        ordered=ordered,
-        algorithm=algorithm,
-        transport=transport,
-    )
+    GradientOptions(backward_passes_per_step=backward_passes_per_step)  # raises if that is not a number of passes
+    combined = distributed_gradients(op, compression, gradient_predivide_factor, process_set, name, **options)
+    ordered = options.get("ordered", True)
     number = next(_numbers)
 
     def mean(values: Any) -> Any:
@@ -167,9 +164,8 @@ def DistributedOptimizer(
         gradients = combined.update(gradients, None)[0]
         if not extra.keys().isdisjoint(_LOSSES):
             _check_losses(extra, op, backward_passes_per_step)
-            extra = {**extra, **_of_all_ranks(extra, gradients, mean)}
-        found: tuple[Any, Any] = given.update(gradients, state, params, **extra)
-        return found
+            extra = {**extra, **_averaged(extra, gradients, mean)}
+        return given.update(gradients, state, params, **extra)
 
     if backward_passes_per_step == 1:
         return _transformation(
@@ -179,11 +175,11 @@ def DistributedOptimizer(
 
 
 _LOSSES = ("value", "grad", "value_fn")
-"""What Optax calls a loss, its gradient and the function of both in the further arguments of an update."""
+"""Optax's names of a loss, its gradient and the function of both among the further arguments of an update."""
 
 
 def _check_losses(extra: dict[str, Any], op: Op, passes: int) -> None:
-    """Refuse what would be one rank's alone."""
+    """Raise an `InvalidArgumentError` if losses cannot be combined over the ranks."""
     named = [name for name in _LOSSES if name in extra]
     if op is not Op.AVERAGE:
         raise InvalidArgumentError(
@@ -197,23 +193,22 @@ def _check_losses(extra: dict[str, Any], op: Op, passes: int) -> None:
         )
 
 
-def _of_all_ranks(extra: dict[str, Any], gradients: Any, mean: Callable[[Any], Any]) -> dict[str, Any]:
-    """The means over the ranks of losses; ``gradients`` are combined already."""
-    found: dict[str, Any] = {}
+def _averaged(extra: dict[str, Any], gradients: Any, mean: Callable[[Any], Any]) -> dict[str, Any]:
+    """Return the means of losses over the ranks; ``gradients`` are combined already."""
+    averages: dict[str, Any] = {}
     if "value" in extra:
-        found["value"] = mean(extra["value"])
+        averages["value"] = mean(extra["value"])
     if "grad" in extra:
-        found["grad"] = gradients
+        averages["grad"] = gradients
     if "value_fn" in extra:
         value_fn = extra["value_fn"]
-        # All ranks have the same parameters, so that the inner mean changes nothing but the gradient: that becomes the
-        # mean as well.
-        found["value_fn"] = lambda params, *arguments, **keywords: mean(value_fn(mean(params), *arguments, **keywords))
-    return found
+        # All ranks have the same parameters, so the inner mean changes nothing but the gradient, which it averages too.
+        averages["value_fn"] = lambda params, *args, **keywords: mean(value_fn(mean(params), *args, **keywords))
+    return averages
 
 
 def _aggregating(init: Callable[[Any], Any], step: Callable[..., Any], passes: int, average: bool) -> Any:
-    """An optimizer that acts on every few passes."""
+    """Return an optimizer that acts on the sum of several passes."""
 
     def begin(params: Any) -> AggregationState:
         return AggregationState(init(params), jax.tree_util.tree_map(jnp.zeros_like, params), jnp.zeros((), jnp.int32))
@@ -235,23 +230,10 @@ def _aggregating(init: Callable[[Any], Any], step: Callable[..., Any], passes: i
         def wait() -> tuple[Any, AggregationState]:
             return jax.tree_util.tree_map(jnp.zeros_like, sums), AggregationState(state.inner, sums, state.passes + 1)
 
-        # All ranks have counted alike, so that all of them take the same branch.
-        found: tuple[Any, AggregationState] = jax.lax.cond(state.passes == passes - 1, act, wait)
-        return found
+        # The count is equal on all ranks, so all of them take the same branch.
+        return jax.lax.cond(state.passes == passes - 1, act, wait)
 
     return _transformation(begin, update)
-
-
-def _scales(op: Op, predivide: float) -> tuple[float, float]:
-    """The factors before and after the sum."""
-    if predivide == 1.0:
-        return 1.0, 1.0
-    if op is not Op.AVERAGE:
-        raise InvalidArgumentError(
-            f"gradient_predivide_factor: expected 1.0 with op={op!r}, got {predivide}; it divides an Average in two "
-            f"steps"
-        )
-    return 1.0 / predivide, float(predivide)
 
 
 def _transformation(init: Callable[[Any], Any], update: Callable[..., Any]) -> Any:

@@ -1,13 +1,11 @@
 """Initial synchronisation: broadcast parameters and objects, so that every rank starts from the same state.
 
-The ranks first compare a 16-byte digest of what they pass, so that a model that was built differently on some rank is an
-error on all of them before anything is sent. Arrays of 256 KiB and more are then sent in place, smaller ones packed.
+`collectives.frontends.broadcasts` compares what the ranks pass, and sends it.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -16,17 +14,15 @@ import numpy as np
 
 from collectives import api
 from collectives.base.errors import InvalidArgumentError, InvalidTypeError
-from collectives.engine import arguments
-from collectives.frontends.agreement import agree
+from collectives.frontends.broadcasts import ALONE_FROM, ArrayMemory, agreed_root, broadcast_in_place
 from collectives.jax import eager, pytrees
 from collectives.jax.dispatch import require_eager
 from collectives.jax.operations import Tree
 from collectives.process_sets import ProcessSet
-from collectives.runtime import global_process_set, root_in, world_of
+from collectives.runtime import global_process_set, world_of
 from collectives.tensors import detection
 from collectives.world import World
 
-_ALONE_FROM = 256 << 10
 _LABEL = "broadcast_parameters"
 
 
@@ -49,32 +45,17 @@ def broadcast_parameters(params: Tree, root_rank: int = 0, process_set: ProcessS
     """
     require_eager(_LABEL)
     eager.wait_for_effects()
-    world = world_of(process_set)
-    number = root_in(process_set, root_rank, _LABEL)
-    try:
-        root = arguments.root(number, world.size)
-        pairs, structure = jax.tree_util.tree_flatten_with_path(params)
-        arrays = {f"params{jax.tree_util.keystr(path)}": leaf for path, leaf in pairs}
-        keys = {name: jax.random.key_impl(leaf) for name, leaf in arrays.items() if _is_key(leaf)}
-        plain = {name: _plain(name, leaf) for name, leaf in arrays.items()}
-    except Exception as error:
-        raise world.refused(error, _LABEL) from None
-    layout = {name: f"{array.dtype} of shape {array.shape}" for name, array in plain.items()}
-    kinds = {f"the kind of random keys in {name}": str(kind) for name, kind in keys.items()}
-    # Small arrays are packed in this order.
-    order = hashlib.blake2b(repr(list(layout)).encode(), digest_size=8).hexdigest()
-    agree(
-        world,
-        _LABEL,
-        {"root_rank": f"rank {root_rank}", **layout, **kinds, "the order of the leaves (a digest)": order},
-    )
-    moved = _moved(world, root, plain)
-    given = eager.placed(list(moved.values()), list(arrays.values()))
-    results = {
-        name: jax.random.wrap_key_data(result, impl=keys[name]) if name in keys else result
-        for name, result in zip(moved, given, strict=True)
-    }
-    return structure.unflatten([results[name] for name in arrays])
+
+    def prepare() -> tuple[_Parameters, dict[str, str]]:
+        parameters = _Parameters(params, world_of(process_set))
+        return parameters, parameters.described()
+
+    world, root, parameters = agreed_root(_LABEL, root_rank, process_set, prepare)
+    if world.rank == root:
+        for name, array in parameters.arrays.items():
+            parameters.results[name][...] = array
+    broadcast_in_place(world, _LABEL, root, parameters.results, ArrayMemory())
+    return parameters.rebuilt()
 
 
 def broadcast_object(
@@ -91,6 +72,47 @@ def allgather_object(obj: Tree, name: str | None = None, process_set: ProcessSet
     require_eager("allgather_object")
     eager.wait_for_effects()
     return api.allgather_object(obj, name=name, process_set=process_set)
+
+
+class _Parameters:
+    """A flattened pytree.
+
+    Attributes:
+        leaves: by path.
+        keys: the implementations of the random keys among them.
+        arrays: the leaves as NumPy arrays, possibly views of JAX's memory.
+        results: uninitialised arrays of the same shapes and dtypes, in memory that JAX can adopt.
+    """
+
+    def __init__(self, params: Any, world: World) -> None:
+        pairs, self._structure = jax.tree_util.tree_flatten_with_path(params)
+        self.leaves = {f"params{jax.tree_util.keystr(path)}": leaf for path, leaf in pairs}
+        self.keys = {name: jax.random.key_impl(leaf) for name, leaf in self.leaves.items() if _is_key(leaf)}
+        self.arrays = {name: _plain(name, leaf) for name, leaf in self.leaves.items()}
+        self.results = {name: _empty_like(array, world) for name, array in self.arrays.items()}
+
+    def described(self) -> dict[str, str]:
+        """What must be equal on every rank."""
+        layout = {name: f"{array.dtype} of shape {array.shape}" for name, array in self.arrays.items()}
+        kinds = {f"the kind of random keys in {name}": str(kind) for name, kind in self.keys.items()}
+        # Small arrays are packed in this order.
+        order = hashlib.blake2b(repr(list(layout)).encode(), digest_size=8).hexdigest()
+        return {**layout, **kinds, "the order of the leaves (a digest)": order}
+
+    def rebuilt(self) -> Any:
+        """The pytree of the results, on the devices of its leaves."""
+        placed = eager.placed(list(self.results.values()), list(self.leaves.values()))
+        return self._structure.unflatten(
+            jax.random.wrap_key_data(array, impl=self.keys[name]) if name in self.keys else array
+            for name, array in zip(self.leaves, placed, strict=True)
+        )
+
+
+def _empty_like(array: np.ndarray[Any, Any], world: World) -> np.ndarray[Any, Any]:
+    if array.nbytes < ALONE_FROM:
+        return np.empty(array.shape, array.dtype)
+    memory: np.ndarray[Any, Any] = world.memory(array.nbytes, np.dtype(np.uint8))
+    return memory.view(array.dtype).reshape(array.shape)
 
 
 def _is_key(leaf: Any) -> bool:
@@ -114,23 +136,3 @@ def _plain(name: str, leaf: Any) -> np.ndarray[Any, Any]:
     except (InvalidTypeError, InvalidArgumentError) as error:
         raise type(error)(f"{name}: {error}") from None
     return np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else leaf)
-
-
-def _moved(world: World, root: int, arrays: Mapping[str, np.ndarray[Any, Any]]) -> dict[str, np.ndarray[Any, Any]]:
-    """Return the root's arrays. They are sent as bytes, whatever their dtypes."""
-    large = [name for name, array in arrays.items() if array.nbytes >= _ALONE_FROM]
-    small = [name for name in arrays if name not in large]
-    pack = f"{_LABEL}.packed"
-    results = {}
-    with world.composed([*(f"{_LABEL}.{name}" for name in large), *([pack] if small else [])]) as begin:
-        flat = {name: np.ascontiguousarray(array).reshape(-1).view(np.uint8) for name, array in arrays.items()}
-        handles = {name: world.broadcast_async(flat[name], root, name=begin(f"{_LABEL}.{name}")) for name in large}
-        if small:
-            packed = np.concatenate([flat[name] for name in small])
-            together = world.broadcast(packed, root, name=begin(pack))
-    if small:
-        ends = np.cumsum([flat[name].nbytes for name in small])
-        # Copies, because a view of another dtype needs aligned memory.
-        results = {name: part.copy() for name, part in zip(small, np.split(together, ends[:-1]), strict=True)}
-    results |= {name: handle.wait() for name, handle in handles.items()}
-    return {name: results[name].view(array.dtype).reshape(array.shape) for name, array in arrays.items()}

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from collectives.jax import drift, ffi, primitive
+from collectives.jax import compat, ffi, primitive
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(120)]
 
@@ -127,14 +127,14 @@ def test_the_version_of_the_interface() -> None:
 @pytest.fixture
 def by_callback() -> Iterator[None]:
     """Programs compiled in here call by JAX's callback."""
-    drift.register_lowering(primitive.collective_p, primitive._lower, platform="cpu")
+    compat.register_lowering(primitive.collective_p, primitive._lower, platform="cpu")
     try:
         yield
     finally:
-        drift.register_lowering(primitive.collective_p, primitive._lower_without_copies, platform="cpu")
+        compat.register_lowering(primitive.collective_p, primitive._lower_without_copies, platform="cpu")
 
 
-@pytest.mark.skipif(drift.ffi is None, reason="it is the only way here")
+@pytest.mark.skipif(compat.ffi is None, reason="it is the only way here")
 @pytest.mark.usefixtures("by_callback")
 @pytest.mark.parametrize("ordered", (True, False))
 def test_by_a_callback_of_jax(hvd_jax: Any, ordered: bool) -> None:
@@ -159,6 +159,6 @@ def test_by_a_callback_of_jax(hvd_jax: Any, ordered: bool) -> None:
     np.testing.assert_allclose(gradient, 2 * size * summed, rtol=1e-6)
 
 
-@pytest.mark.skipif(drift.ffi is None, reason="there is only the other way here")
+@pytest.mark.skipif(compat.ffi is None, reason="there is only the other way here")
 def test_nothing_is_copied(hvd_jax: Any) -> None:
     assert "collectives.jax" in jax.jit(hvd_jax.allreduce).lower(jnp.ones(3)).as_text()

@@ -6,50 +6,12 @@
     model.compile(optimizer=hvd.DistributedOptimizer(optimizer), loss=...)
     model.fit(..., callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0), hvd.callbacks.MetricAverageCallback()])
 
-It runs on Keras's backends for TensorFlow, JAX and PyTorch, and imports that framework only on which Keras itself runs.
+It supports Keras's TensorFlow, JAX and PyTorch backends, and imports no framework but the backend's.
 """
 
-from collectives import (
-    Adasum,
-    Average,
-    Compression,
-    Max,
-    Min,
-    ProcessSet,
-    Product,
-    Sum,
-    add_process_set,
-    allgather_object,
-    barrier,
-    broadcast_object,
-    ccl_built,
-    check_consistency,
-    cross_rank,
-    cross_size,
-    cuda_built,
-    ddl_built,
-    global_process_set,
-    gloo_built,
-    gloo_enabled,
-    init,
-    is_homogeneous,
-    is_initialized,
-    join,
-    local_device,
-    local_rank,
-    local_size,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rank,
-    remove_process_set,
-    rocm_built,
-    shutdown,
-    size,
-    start_timeline,
-    stop_timeline,
-)
+from collectives import allgather_object, barrier, broadcast_object, init, join, shutdown
+from collectives.frontends import basics
+from collectives.frontends.basics import *  # noqa: F403
 from collectives.keras import callbacks
 from collectives.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer
 from collectives.keras.saving import load_model
@@ -63,17 +25,8 @@ from collectives.keras.value_collectives import (
 )
 
 __all__ = [
-    "Adasum",
-    "Average",
-    "Compression",
     "DistributedOptimizer",
-    "Max",
-    "Min",
     "PartialDistributedOptimizer",
-    "ProcessSet",
-    "Product",
-    "Sum",
-    "add_process_set",
     "allgather",
     "allgather_object",
     "allreduce",
@@ -83,33 +36,10 @@ __all__ = [
     "broadcast_object",
     "broadcast_variables",
     "callbacks",
-    "ccl_built",
-    "check_consistency",
-    "cross_rank",
-    "cross_size",
-    "cuda_built",
-    "ddl_built",
-    "global_process_set",
-    "gloo_built",
-    "gloo_enabled",
     "init",
-    "is_homogeneous",
-    "is_initialized",
     "join",
     "load_model",
-    "local_device",
-    "local_rank",
-    "local_size",
-    "mpi_built",
-    "mpi_enabled",
-    "mpi_threads_supported",
-    "nccl_built",
-    "rank",
     "reducescatter",
-    "remove_process_set",
-    "rocm_built",
     "shutdown",
-    "size",
-    "start_timeline",
-    "stop_timeline",
 ]
+__all__ += basics.__all__

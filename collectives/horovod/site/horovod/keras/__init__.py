@@ -1,4 +1,4 @@
 """`collectives.keras` under Horovod's name."""
 
 from collectives.keras import *  # noqa: F403
-from horovod.common.process_sets import add_process_set  # type: ignore[import-not-found, no-redef]  # noqa: F401
+from horovod.common.process_sets import add_process_set  # type: ignore[import-not-found]  # noqa: F401

@@ -1,9 +1,8 @@
-"""What a program asks the engine for: a description of one call, which a jaxpr and an executable can hold, and its
-execution.
+"""`CollectiveCall`: the parameters of a collective in a program, and its execution by the engine.
 
-Operands and results are flat lists of arrays; what is not a group has one of each. A compiled program must know all
-shapes beforehand, so that allgather and alltoall say how many rows every rank brings; if the ranks bring others when it
-runs, they raise.
+It is hashable for jaxprs, and serializable for executables. Operands and results are flat lists of arrays, of length 1
+unless the operation is grouped. A compiled program must know all shapes beforehand, so allgather and alltoall state how
+many rows every rank sends, and raise if the ranks send others at run time.
 """
 
 from __future__ import annotations
@@ -30,21 +29,23 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class CollectiveCall:
-    """One collective call.
+    """The parameters of one collective.
 
     Attributes:
         collective: "allreduce", "reducescatter", "allgather", "broadcast", "alltoall" or "barrier".
-        size, rank: of the world for which it is.
-        name, process_set, algorithm, transport: as everywhere; the process set by its number.
-        grouped: whether it is the grouped form.
-        ordered: whether a compiled program keeps it in its place among the others; if not, it is matched by its name.
-        op, prescale, postscale, wire: of reductions; ``wire`` is the dtype in which they travel.
-        parts: of an allreduce: for each operand the shapes of the tensors that lie in it, if there are several.
+        size, rank: of the world that the program is traced for.
+        name, algorithm, transport: as for `collectives.allreduce`.
+        process_set: its number.
+        grouped: whether it is a grouped operation.
+        ordered: whether a compiled program makes the call in program order; if not, it is matched by its name.
+        op, prescale, postscale: of reductions.
+        wire: of an allreduce: the dtype in which tensors are sent; None: their own.
+        parts: of an allreduce: for each operand the shapes of the tensors packed into it; empty if it is not packed.
         rows_before: of a reducescatter: the rows of each operand.
-        root: of a broadcast, within the process set.
-        rows: of each operand of an allgather every rank's rows, and of an alltoall those that every rank sends here;
-            None: not known.
-        splits: of an alltoall: the rows that go to each rank.
+        root: of a broadcast, by its rank in the process set.
+        rows: for each operand of an allgather every rank's rows, of an alltoall the rows that every rank sends to this
+            one; None: unknown.
+        splits: of an alltoall: the rows sent to each rank.
     """
 
     collective: str
@@ -70,12 +71,8 @@ class CollectiveCall:
     def linear(self) -> bool:
         return self.op in ("", Op.SUM.value, Op.AVERAGE.value)
 
-    def having(self, **fields: Any) -> CollectiveCall:
-        """The same with other fields."""
-        return replace(self, **fields)
-
     def derived(self, suffix: str, chosen: Iterable[int]) -> CollectiveCall:
-        """The same for some of the operands, as a part of a derivative."""
+        """Return the call for some of the operands, as part of a derivative; its name gets a suffix."""
         numbers = list(chosen)
 
         def of(each: Any) -> Any:
@@ -84,8 +81,8 @@ class CollectiveCall:
         name = self.name and f"{self.name}.{suffix}"
         return replace(self, name=name, parts=of(self.parts), rows_before=of(self.rows_before), rows=of(self.rows))
 
-    def results(self, operands: Sequence[Shaped]) -> list[Shaped]:
-        """Shapes and dtypes of the results for those of the operands."""
+    def result_shapes(self, operands: Sequence[Shaped]) -> list[Shaped]:
+        """Return shapes and dtypes of the results for those of the operands."""
         if self.collective == "reducescatter":
             return [((partition.rows(shape[0], self.size)[self.rank], *shape[1:]), dtype) for shape, dtype in operands]
         if self.collective in ("allgather", "alltoall"):
@@ -94,7 +91,7 @@ class CollectiveCall:
         return list(operands)
 
     def serialize(self, operands: Sequence[Shaped]) -> str:
-        """All of it, and the operands that it is for, for an executable; `deserialize` understands it."""
+        """Return the call and its operands' shapes as text, which identifies it in an executable; see `deserialize`."""
         shapes = [[dtypes.name(dtype), *shape] for shape, dtype in operands]
         return json.dumps({**asdict(self), "operands": shapes}, sort_keys=True)
 
@@ -102,10 +99,10 @@ class CollectiveCall:
     # ------------------------------------------------------------------------------------------------------------------
 
     def world(self) -> World:
-        """The world that it is for.
+        """Return the world of the call.
 
         Raises:
-            InvalidArgumentError: it was traced for another.
+            InvalidArgumentError: the program was traced for a world of another size or rank.
         """
         world = world_of(self.process_set)
         if (world.size, world.rank) != (self.size, self.rank):
@@ -118,14 +115,14 @@ class CollectiveCall:
         return world
 
     def run(self, operands: Sequence[Any], results: Sequence[Any] | None = None) -> list[Any]:
-        """Carry it out.
+        """Carry the call out.
 
         Args:
             operands: NumPy arrays, or arrays on a GPU.
-            results: where to write, NumPy arrays; the very list of operands: in place; None: new ones.
+            results: NumPy arrays to write to; the list of operands itself: in place; None: new arrays.
 
         Returns:
-            The results; with ``results`` these.
+            The results; ``results`` if given.
         """
         world = self.world()
         if self.collective == "barrier":
@@ -176,7 +173,7 @@ class CollectiveCall:
         return [handle.wait() for handle in handles]
 
     def exchange(self, operands: Sequence[Any]) -> tuple[list[Any], list[Shape]]:
-        """Carry an alltoall out; the results, and for each how many rows came from each rank."""
+        """Carry an alltoall out; returns the results, and for each how many rows came from each rank."""
         world = self.world()
         handles = [world.alltoall_async(each, self.splits, **options) for each, options in self._one_by_one(operands)]
         made = [handle.wait() for handle in handles]
@@ -185,13 +182,13 @@ class CollectiveCall:
         return [rows for rows, _ in made], received
 
     def _one_by_one(self, operands: Sequence[Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
-        """What has no grouped form: all are begun before the first is waited for."""
+        """Yield the operands of a collective without a grouped form, each with its options."""
         for number, operand in enumerate(operands):
             name = f"{self.name}[{number}]" if self.grouped and self.name is not None else self.name
             yield operand, self._options() | {"name": name}
 
     def _check_rows(self, world: World, received: Sequence[Sequence[int]]) -> None:
-        """Every rank finds out, also one for which the rows of all add up to what it has expected."""
+        """Raise a `MismatchError` if the ranks sent other rows than compiled for, even if the totals are equal."""
         found = tuple(tuple(int(count) for count in counts) for counts in received)
         if self.rows is None or found == self.rows:
             return
@@ -207,7 +204,7 @@ class CollectiveCall:
 
 
 def deserialize(text: str) -> CollectiveCall:
-    """What `CollectiveCall.serialize` wrote."""
+    """Return the call that `CollectiveCall.serialize` wrote."""
     fields = json.loads(text)
     del fields["operands"]
     return CollectiveCall(**{key: _tuples(value) for key, value in fields.items()})

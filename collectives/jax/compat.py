@@ -1,11 +1,12 @@
-"""What differs between JAX's versions, and what of JAX is not quite public: all in this file, each with its reason.
-Holds from 0.4.31 on.
+"""Differences between JAX's versions (0.4.31 and later), and uses of its non-public parts, each with its reason.
 
-Primitives, their rules and lowerings are made with `jax.extend.core` and `jax.interpreters`, which JAX offers for that.
+Primitives, their rules and lowerings are made with `jax.extend.core` and `jax.interpreters`, which JAX provides for
+extensions.
 """
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import itertools
 import os
@@ -23,15 +24,20 @@ from collectives.base.errors import InvalidArgumentError
 from collectives.base.logging import logger
 from collectives.jax.ffi import version_in
 
-try:
-    from jax.extend.core import Primitive
-except ImportError:  # before 0.4.36
-    from jax.core import Primitive
 
-try:
-    from jax import ffi
-except ImportError:  # before 0.5; XLA's older runtime ends the process when a foreign function is given a token
-    ffi = None
+def _optional(module: str) -> Any:
+    """Return a module; None where this version of JAX does not have it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        return None
+
+
+_core: Any = jax.core
+_extend = _optional("jax.extend.core")
+Primitive: Any = getattr(_extend, "Primitive", None) or _core.Primitive  # in jax.core before 0.4.36
+ffi = _optional("jax.ffi")
+"""None before 0.5; XLA's older runtime aborts when a foreign function is passed a token."""
 
 
 # ---- tracing
@@ -39,22 +45,22 @@ except ImportError:  # before 0.5; XLA's older runtime ends the process when a f
 
 
 def _tracing() -> Callable[[], bool]:
-    """Whether operations are recorded at present and not carried out, also those on arrays that are there.
+    """Return the function that tells whether operations are traced, including those on concrete arrays.
 
-    Nothing public tells. Without the two functions that do, one asks for the cheapest operation and looks at what
-    comes.
+    No public function does. Versions with neither of two non-public ones execute the cheapest operation and inspect its
+    result.
     """
-    try:
-        from jax.extend.core import unsafe_am_i_under_a_jit_DO_NOT_USE as under_jit
-    except ImportError:
-        clean = getattr(jax.core, "trace_state_clean", None)
-        if clean is None:
-            return lambda: isinstance(jax.numpy.zeros(()), Tracer)
+    under_jit = getattr(_extend, "unsafe_am_i_under_a_jit_DO_NOT_USE", None)
+    if under_jit is not None:
+        return lambda: bool(under_jit())
+    clean = getattr(_core, "trace_state_clean", None)
+    if clean is not None:
         return lambda: not clean()
-    return lambda: bool(under_jit())
+    return lambda: isinstance(jax.numpy.zeros(()), Tracer)
 
 
 tracing = _tracing()
+"""Whether operations are traced at present, including those on concrete arrays."""
 
 
 def is_tracer(value: Any) -> bool:
@@ -62,19 +68,19 @@ def is_tracer(value: Any) -> bool:
 
 
 def primitive(name: str) -> Any:
-    """A new operation of JAX's with several results."""
+    """Return a new JAX primitive with several results."""
     made = Primitive(name)
     made.multiple_results = True
     return made
 
 
 def shaped(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
-    """What an abstract evaluation returns."""
+    """Return an abstract value, the result of an abstract evaluation."""
     return ShapedArray(shape, dtype)
 
 
 def no_tangent(value: Any) -> Any:
-    """The tangent of what does not move."""
+    """Return a symbolic zero tangent; of float0 for integers and bools."""
     moves = jax.numpy.issubdtype(value.dtype, jax.numpy.inexact)
     return ad.Zero(ShapedArray(value.shape, value.dtype if moves else jax.dtypes.float0))
 
@@ -86,11 +92,11 @@ _MAY_ALIAS = {"may_alias": True} if "may_alias" in inspect.signature(jax.device_
 
 
 def adopt(arrays: Sequence[Any], places: Sequence[Any] | None = None) -> list[Any]:
-    """NumPy arrays that nobody is going to write to, as JAX arrays: without a copy where they are aligned to 64 bytes
-    (from 0.4.32 on).
+    """Return NumPy arrays as JAX arrays, without a copy if they are aligned to 64 bytes (from 0.4.32 on).
 
     Args:
-        places: the sharding of each; where JAX puts new arrays if it is None.
+        arrays: must not be written to any more.
+        places: the sharding of each; None: JAX's default device.
     """
     if not arrays:
         return []
@@ -98,14 +104,14 @@ def adopt(arrays: Sequence[Any], places: Sequence[Any] | None = None) -> list[An
 
 
 def committed(array: Any) -> bool:
-    """Whether it has been put on its device by the program's wish."""
+    """Whether the program has placed an array on its device explicitly."""
     return bool(array._committed if not hasattr(array, "committed") else array.committed)
 
 
 def forget_effects() -> None:
-    """After an ordered program has failed: later ones would wait for its token, and fail with its error, for ever.
+    """Drop the token of a failed ordered program, with whose error all later ones would fail.
 
-    Nothing public clears it.
+    No public function does.
     """
     try:
         from jax._src.dispatch import runtime_tokens
@@ -120,18 +126,18 @@ def forget_effects() -> None:
 
 
 def _ordered_effect() -> Any:
-    """The effect that keeps what a program does in its order.
+    """Return the effect that keeps collectives in program order.
 
-    JAX has no public way to make an ordered effect, but public functions that have one. That of an ordered debugging
+    JAX has no public constructor of ordered effects, but public functions that have one. That of an ordered debugging
     callback is allowed in control flow, under `jax.checkpoint` and in custom derivatives; that of an `io_callback` is
-    not. A kind of its own may be allowed in programs for several devices as well, whose collectives are put on one of
-    them; the debugging callbacks' kind stays forbidden there.
+    not. A subclass can also be allowed in programs for several devices, whose collectives run on one of them, while
+    debugging callbacks stay forbidden there.
     """
     (effect,) = jax.make_jaxpr(lambda: jax.debug.callback(lambda: None, ordered=True))().effects
     kind = type("CollectiveEffect", (type(effect),), {"__repr__": lambda self: "a collective of collectives.jax"})
     try:
         from jax._src.effects import shardable_ordered_effects
-    except ImportError:  # then such programs are refused by JAX
+    except ImportError:  # JAX refuses such programs
         return kind()
     shardable_ordered_effects.add_type(kind)
     return kind()
@@ -147,15 +153,15 @@ _CHAIN = "collectives.jax: the last token of each block"
 
 
 def register_lowering(primitive: Any, rule: Callable[..., Any], platform: str | None = None) -> None:
-    """A rule that is asked at every place where the primitive stands."""
+    """Register a lowering rule that is applied anew at every occurrence of the primitive."""
     mlir.register_lowering(primitive, rule, platform=platform, **_NOT_CACHED)
 
 
 def register_ffi_target(name: str, make: Callable[[tuple[int, int]], Any]) -> bool:
-    """Make a C function known to XLA on the CPU; False where that cannot be.
+    """Register a C function with XLA on the CPU. Returns False where XLA does not support it.
 
     Args:
-        make: of the version of XLA's interface the function; it lives for ever.
+        make: returns the function for a version of XLA's interface; it is kept for the life of the process.
     """
     if ffi is None or "xla_cpu_use_thunk_runtime=false" in os.environ.get("XLA_FLAGS", ""):
         return False
@@ -174,13 +180,13 @@ _KEPT: list[Any] = []
 
 
 def lower_as_callback(ctx: Any, function: Callable[..., Any], operands: Sequence[Any], ordered: bool) -> Any:
-    """Lower to a call of ``function(*arrays) -> arrays``, by the means of `jax.experimental.io_callback`."""
+    """Lower to a call of ``function(*arrays) -> arrays``, by the mechanism of `jax.experimental.io_callback`."""
     spread = devices(ctx) > 1 and bool(ctx.avals_out)
     made = [*ctx.avals_out, _VERDICT] if spread else ctx.avals_out
     placing = _on_one_device(ctx, made)
 
     def lower(token: Any) -> tuple[Any, Any]:
-        called = _judged(function, ctx.avals_out) if spread else function
+        called = _with_verdict(function, ctx.avals_out) if spread else function
         results, token, _ = mlir.emit_python_callback(
             ctx.replace(avals_out=made),
             called,
@@ -199,12 +205,11 @@ def lower_as_callback(ctx: Any, function: Callable[..., Any], operands: Sequence
 
 
 def lower_as_ffi_call(ctx: Any, target: str, operands: Sequence[Any], text: str, ordered: bool, in_place: bool) -> Any:
-    """Lower to a call of a registered function, with the attribute ``call``; a token is the last operand, and the last
-    result.
+    """Lower to a call of a registered function with the attribute ``call``, and a token as last operand and result.
 
     Args:
-        in_place: each result lies where the operand was, if that is something that the program has made. What it needs
-            later is copied before, and so would be its own arguments.
+        in_place: each result replaces its operand in memory, unless an operand is an argument of the program: XLA
+            copies arguments first, as it does operands that are used later.
     """
     in_place = in_place and not any(isinstance(operand, mlir.ir.BlockArgument) for operand in operands)
     aliases = {number: number for number in range(len(operands))} if in_place else {}
@@ -220,7 +225,7 @@ def lower_as_ffi_call(ctx: Any, target: str, operands: Sequence[Any], text: str,
 
 
 def devices(ctx: Any) -> int:
-    """How many devices of this process the program that is being lowered is for."""
+    """Return the number of this process's devices that the program is lowered for."""
     where = ctx.module_context.axis_context
     return int(
         (where.num_devices if hasattr(where, "num_devices") else where.mesh.size if hasattr(where, "mesh") else 1) or 1
@@ -228,19 +233,15 @@ def devices(ctx: Any) -> int:
 
 
 def _on_one_device(ctx: Any, results: Sequence[Any]) -> dict[str, Any]:
-    """How a callback is kept to one device of several: XLA brings it whole arrays, and takes the results to where they
-    are needed.
+    """Return the arguments that keep a callback on one of several devices; XLA gathers its operands there.
 
     Raises:
-        InvalidArgumentError: the program is written for each device by itself.
+        InvalidArgumentError: the program is written for each device (pmap, shard_map), or JAX is too old.
     """
     several = devices(ctx)
     if several == 1:
         return {}
-    try:
-        from jax._src.callback import _callback_op_sharding as sharding_of
-    except ImportError:
-        sharding_of = None
+    sharding_of = getattr(_optional("jax._src.callback"), "_callback_op_sharding", None)
     if not hasattr(ctx.module_context.axis_context, "device_assignment"):
         raise InvalidArgumentError(
             f"collectives.jax: a collective inside of pmap or shard_map over {several} devices: every one of them "
@@ -260,18 +261,17 @@ def _on_one_device(ctx: Any, results: Sequence[Any]) -> dict[str, Any]:
 
 
 def _replicated(ctx: Any, results: Sequence[Any]) -> Any:
-    """Results that every device of the program has, or none: those of one device alone would not go together with other
-    arrays.
+    """Replicate the results of one device to all devices of the program.
 
-    The last one is the verdict, on which each device fails by itself: while one has failed alone, the others would wait
-    for what it was to send them, until XLA ends the process.
+    The last result is the verdict, by which each device fails for itself: if one failed alone, the others would wait
+    for its data until XLA aborts the process.
     """
     mesh = jax.sharding.AbstractMesh((devices(ctx),), ("device",))
     place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
 
     def spread(*arrays: Any) -> list[Any]:
         *made, verdict = (jax.lax.with_sharding_constraint(each, place) for each in arrays)
-        well = _sentence_p.bind(verdict)[0] == 0
+        well = _verdict_p.bind(verdict)[0] == 0
         return [jax.numpy.where(well, each, jax.numpy.zeros_like(each)) for each in made]
 
     lowered = mlir.lower_fun(spread, multiple_results=True)
@@ -279,17 +279,17 @@ def _replicated(ctx: Any, results: Sequence[Any]) -> Any:
 
 
 _VERDICT = ShapedArray((), np.dtype(np.int32))
-"""0 if a callback has done well, else where in `_failures` its exception is."""
+"""The outcome of a callback: 0 for success, else the key of its exception in `_failures`."""
 _FAILURES = 64
 _failures: dict[int, Exception] = {}
-"""The last so many, for as long as devices may still ask for them."""
+"""The most recent failures, which devices may still raise."""
 _numbers = itertools.count()
 
 
-def _judged(function: Callable[..., Any], results: Sequence[Any]) -> Callable[..., Any]:
-    """A callback that returns a verdict, and zeros in place of raising."""
+def _with_verdict(function: Callable[..., Any], results: Sequence[Any]) -> Callable[..., Any]:
+    """Wrap a callback so that it returns a verdict as well, and zeros instead of raising."""
 
-    def judged(*arrays: Any) -> tuple[Any, ...]:
+    def wrapped(*arrays: Any) -> tuple[Any, ...]:
         try:
             return (*function(*arrays), np.int32(0))
         except Exception as error:
@@ -298,39 +298,36 @@ def _judged(function: Callable[..., Any], results: Sequence[Any]) -> Callable[..
             _failures[verdict] = error
             return (*(np.zeros(each.shape, each.dtype) for each in results), np.int32(verdict))
 
-    return judged
+    return wrapped
 
 
-def _sentence(verdict: Any) -> tuple[Any]:
+def _raise_failure(verdict: Any) -> tuple[Any]:
     number = int(np.asarray(verdict))
     if number:
         raise _failures[number]
     return (np.int32(0),)
 
 
-def _lower_sentence(ctx: Any, verdict: Any) -> Any:
-    """Pure as far as XLA knows, so that it does not ask for one device."""
+def _lower_verdict(ctx: Any, verdict: Any) -> Any:
+    """Lower to a callback without side effects, which XLA runs on every device."""
     results, _, _ = mlir.emit_python_callback(
-        ctx, _sentence, None, [verdict], ctx.avals_in, ctx.avals_out, has_side_effect=False, returns_token=False
+        ctx, _raise_failure, None, [verdict], ctx.avals_in, ctx.avals_out, has_side_effect=False, returns_token=False
     )
     return results
 
 
-_sentence_p = primitive("collective_verdict")
-_sentence_p.def_abstract_eval(lambda verdict: [verdict])
-register_lowering(_sentence_p, _lower_sentence)
+_verdict_p = primitive("collective_verdict")
+_verdict_p.def_abstract_eval(lambda verdict: [verdict])
+register_lowering(_verdict_p, _lower_verdict)
 
 
 def _in_order(ctx: Any, lower: Callable[[Any], tuple[Any, Any]], ordered: bool) -> Any:
-    """Lower what takes a token and returns the next: along the program's chain of effects, or along the block that it
-    stands in."""
+    """Lower an operation on tokens: in the program's chain of effects, or else in that of its block."""
     if ordered:
         results, token = lower(ctx.tokens_in.get(ORDERED))
         ctx.set_tokens_out(ctx.tokens_in.update_tokens(mlir.TokenSet({ORDERED: token})))
         return results
-    chain = ctx.module_context.cached_primitive_lowerings.setdefault(
-        _CHAIN, []
-    )  # lives as long as the module is being made
+    chain = ctx.module_context.cached_primitive_lowerings.setdefault(_CHAIN, [])  # kept until the module is complete
     block = mlir.ir.InsertionPoint.current.block
     place = next((place for place, (other, _) in enumerate(chain) if other == block), None)
     results, token = lower(stablehlo.create_token() if place is None else chain[place][1])

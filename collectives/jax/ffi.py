@@ -1,17 +1,15 @@
-"""XLA's foreign function interface, spoken in Python: a compiled program on the CPU hands over its buffers, and nothing
-is copied.
+"""XLA's foreign function interface in Python: a compiled program on the CPU passes its buffers without a copy.
 
-XLA calls a C function with one pointer, to a *call frame*: structures that hold the addresses of operands and results,
-and the attributes of the call. The layout is that of ``xla/ffi/api/c_api.h``, which jaxlib brings along
-(`jax.ffi.include_dir`); every structure says how long it is, so that another layout is noticed. A ctypes callback is
-such a C function.
+XLA calls a C function, here a ctypes callback, with a pointer to a *call frame*: structures with the addresses of
+operands and results, and the attributes of the call. Their layout is that of ``xla/ffi/api/c_api.h``, which jaxlib
+includes (`jax.ffi.include_dir`); every structure contains its size, so a different layout is detected.
 
-    metadata    when it is registered, XLA asks which version of the interface the function speaks
-    execute     read the frame, give NumPy views of the buffers to Python, and return NULL, or an error with a message
+    metadata    at registration XLA asks for the version of the interface that the function implements
+    execute     read the frame, pass NumPy views of the buffers to Python, and return NULL or an error with a message
 
-Only the stage *execute* is registered. Views are valid during the call only: XLA takes its memory back when the call
-has returned, with an error too. Elsewhere the engine keeps what a peer might still touch after a failure in mid-call;
-here it can only wait for the peers' word (a second at most) before the call returns.
+Only the stage *execute* is registered. Views are valid during the call only: XLA reuses its memory as soon as the call
+returns, also with an error. Elsewhere the engine keeps memory that a peer may still access after a failure in mid-call;
+here it can only wait for the peers' acknowledgement (at most a second) before the call returns.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ _Pointer, _Size, _Long, _Int = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int64,
 
 
 _HEAD = (("struct_size", _Size), ("extension", _Pointer))
-"""What every structure begins with."""
+"""The first fields of every structure."""
 
 
 class _Extension(ctypes.Structure):
@@ -93,7 +91,7 @@ _STRING = 4
 _ABORTED = 10
 _DATA_AT = _Buffer.data.offset
 _KEPT = 8
-"""Sets of addresses per program whose views are kept: XLA often gives the same memory again."""
+"""Sets of buffer addresses per program whose views are cached: XLA often reuses the same memory."""
 
 _DTYPES = {
     1: "bool",
@@ -119,24 +117,24 @@ Function = Callable[[list[Array], list[Array]], object]
 
 
 class Unreadable(Exception):
-    """XLA hands over something that this file does not know."""
+    """XLA passes a structure or dtype that this module does not support."""
 
 
 def version_in(header: str) -> tuple[int, int] | None:
-    """The version of the interface that a ``c_api.h`` describes."""
+    """Return the interface version (major, minor) that a ``c_api.h`` defines; None if it defines none."""
     found = [re.search(rf"#define XLA_FFI_API_{part} (\d+)", header) for part in ("MAJOR", "MINOR")]
     major, minor = (None if each is None else int(each[1]) for each in found)
     return None if major is None or minor is None else (major, minor)
 
 
 def handler(find: Callable[[str], Function], version: tuple[int, int]) -> Any:
-    """A C function for `jax.ffi.register_ffi_target`, to be kept for ever.
+    """Return a C function for `jax.ffi.register_ffi_target`; the caller keeps it for the life of the process.
 
     Args:
-        version: of the interface, XLA's own; it takes no function that says another.
-        find: what to do, by the attribute ``call`` of the call in the program: a function of the operands and the
-            results, NumPy arrays in XLA's memory of which it writes the latter; one list twice if they are to be
-            replaced in place. What it raises becomes XLA's error, with its type and message.
+        find: maps the attribute ``call`` to a function of the operands and the results, NumPy arrays in XLA's memory;
+            the function writes the results. One list is passed twice if operands are replaced in place. An exception
+            becomes XLA's error, with its type and message.
+        version: XLA's version of the interface, the only one that XLA accepts.
     """
     programs: dict[bytes, _Program] = {}
 
@@ -146,8 +144,8 @@ def handler(find: Callable[[str], Function], version: tuple[int, int]) -> Any:
             if frame.extension:
                 extension = _Extension.from_address(frame.extension)
                 if extension.type == _METADATA:
-                    said = _Metadata.from_address(extension.metadata).version
-                    said.major, said.minor = version
+                    reported = _Metadata.from_address(extension.metadata).version
+                    reported.major, reported.minor = version
                     return None
             if frame.stage != _EXECUTE:
                 return None
@@ -157,9 +155,7 @@ def handler(find: Callable[[str], Function], version: tuple[int, int]) -> Any:
                 _check(frame)
                 program = programs[key] = _Program(find(key.decode()))
             program.run(frame)
-        except (
-            BaseException
-        ) as error:  # an interrupt too: it ends the program's execution, and reaches the program as XLA's error
+        except BaseException as error:  # an interrupt too, which the program gets as XLA's error
             return _error(frame, f"{type(error).__name__}: {error}")
         return None
 
@@ -170,7 +166,7 @@ _Handler = ctypes.CFUNCTYPE(_Pointer, _Pointer)
 
 
 class _Program:
-    """One call in compiled programs."""
+    """A call in compiled programs, with cached views of its buffers."""
 
     def __init__(self, function: Function) -> None:
         self._function = function
@@ -182,19 +178,19 @@ class _Program:
         views = self._views.get(addresses)
         if views is None:
             given, made = [_view(each) for each in operands[:-1]], [_view(each) for each in results[:-1]]
-            # By their sizes as well: what has no elements may have any address.
+            # Sizes are compared as well, because arrays without elements may have any address.
             in_place = [each.nbytes and (each.nbytes, each.ctypes.data) for each in given] == [
                 each.nbytes and (each.nbytes, each.ctypes.data) for each in made
             ]
             views = made if in_place else given, made
             if len(self._views) >= _KEPT:
-                self._views = {}  # another one, since programs may run in several threads
+                self._views = {}  # a new dictionary, because other threads may be reading the old one
             self._views[addresses] = views
         self._function(*views)
 
 
 def _attribute(attributes: Any) -> bytes:
-    """The value of the only attribute."""
+    """Return the value of the only attribute, a string."""
     if attributes.size != 1 or attributes.types[0] != _STRING:
         raise Unreadable("expected one attribute, a string")
     span = _Span.from_address(attributes.items[0])
@@ -202,17 +198,15 @@ def _attribute(attributes: Any) -> bytes:
 
 
 def _structures(buffers: Any) -> list[int]:
-    """Where the structures of the buffers lie; the last one is the token that puts calls in order."""
+    """Return the addresses of the buffers' structures; the last one is the token that orders calls."""
     return list((_Size * buffers.size).from_address(buffers.items))
 
 
 def _addresses(structures: list[int]) -> list[int]:
-    """Where the buffers' elements lie."""
+    """Return the addresses of the buffers' elements."""
     first, count = structures[0], len(structures)
     step = structures[1] - first if count > 1 else 0
-    if step > 0 and structures == list(
-        range(first, first + step * count, step)
-    ):  # in one array, as far as XLA is known
+    if step > 0 and structures == list(range(first, first + step * count, step)):  # XLA keeps them in one array
         memory: Any = (ctypes.c_char * (step * count)).from_address(first)
         found: list[int] = np.ndarray((count,), np.uintp, memory, _DATA_AT, (step,)).tolist()
         return found
@@ -220,7 +214,7 @@ def _addresses(structures: list[int]) -> list[int]:
 
 
 class _Memory:
-    """Memory of XLA's, to NumPy."""
+    """XLA's memory, by NumPy's array interface."""
 
     def __init__(self, address: int, nbytes: int) -> None:
         self.__array_interface__ = {"data": (address, False), "shape": (nbytes,), "typestr": "|u1", "version": 3}
@@ -239,7 +233,7 @@ def _view(structure: int) -> Array:
 
 
 def _check(frame: Any) -> None:
-    """Refuse a frame of another layout, before anything in it is believed."""
+    """Raise `Unreadable` for a frame of another layout, before any of its contents are used."""
     for structure in (frame, frame.operands, frame.results, frame.attributes):
         if structure.struct_size < ctypes.sizeof(structure):
             raise Unreadable(f"a structure of {structure.struct_size} bytes, expected {ctypes.sizeof(structure)}")

@@ -1,14 +1,14 @@
-"""A collective as JAX knows it: one primitive, with its rules.
+"""The JAX primitive of all collectives, and its rules.
 
-    evaluation    the engine is called at once
-    abstract      shapes; and the effect that keeps it in the program's order, unless the caller has matched it by name
-    lowering      on the CPU a foreign function that reads and writes XLA's buffers (`collectives.jax.ffi`); elsewhere, and in older
-                  versions, a callback of JAX's
+    evaluation    call the engine at once
+    abstract      shapes, and the effect that keeps calls in program order unless they are matched by name
+    lowering      on the CPU a foreign function that reads and writes XLA's buffers (`collectives.jax.ffi`); elsewhere,
+                  and in older versions, a JAX callback
     jvp           `collectives.jax.autodiff`: linear collectives of the tangents
-    transpose     the adjoint
-    vmap          a collective of all examples at once; rows stay the first dimension
+    transpose     `collectives.jax.autodiff`: the adjoint
+    vmap          one collective of all examples; rows stay the first dimension
 
-Every rank must trace, differentiate and vectorise alike; then the ranks' calls pair up.
+The ranks' calls pair up if every rank traces, differentiates and vectorises alike.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ collective_p = compat.primitive("collective")
 
 
 def bind(call: CollectiveCall, operands: Sequence[Any]) -> list[Any]:
-    """The call in a program that is being traced; or, of arrays that are there, carried out."""
+    """Add the call to the program that is being traced; carry it out if the operands are concrete."""
     return list(collective_p.bind(*operands, call=call))
 
 
 def _abstract(*operands: Any, call: CollectiveCall) -> tuple[Any, Any]:
-    shapes = call.results([(each.shape, each.dtype) for each in operands])
+    shapes = call.result_shapes([(each.shape, each.dtype) for each in operands])
     return [compat.shaped(*each) for each in shapes], {compat.ORDERED} if call.ordered else set()
 
 
 def _lower(ctx: Any, *operands: Any, call: CollectiveCall) -> Any:
-    """By a callback of JAX's: its operands and results are copied."""
+    """Lower to a JAX callback, whose operands and results are copied."""
 
     def run(*arrays: Any) -> tuple[Any, ...]:
         return tuple(call.run([np.asarray(array) for array in arrays]))
@@ -51,8 +51,8 @@ def _lower_without_copies(ctx: Any, *operands: Any, call: CollectiveCall) -> Any
     if compat.devices(ctx) > 1:
         return _lower(ctx, *operands, call=call)
     shapes = [(each.shape, each.dtype) for each in ctx.avals_in]
-    # Gradients are made by the program, and needed by nothing but the all-reduce. In place there is no memory to be
-    # filled for the first time, which takes as long as the all-reduce itself.
+    # Gradients are usually computed by the program and used by the all-reduce alone. In place, no fresh memory is
+    # touched, whose page faults take as long as the all-reduce itself.
     in_place = call.collective in ("allreduce", "broadcast")
     return compat.lower_as_ffi_call(ctx, _TARGET, operands, call.serialize(shapes), call.ordered, in_place)
 

@@ -39,6 +39,7 @@ def leaves(tree: Any, argument: str = "tensor") -> tuple[list[Any], Rebuild, boo
         InvalidTypeError: a leaf is not an array of a supported dtype, or is sharded over several devices.
         InvalidArgumentError: a JAX array was deleted or donated.
     """
+    structure: Any
     found, structure = jax.tree_util.tree_flatten(tree)
     for number, leaf in enumerate(found):
         try:

@@ -85,6 +85,7 @@ class _Parameters:
     """
 
     def __init__(self, params: Any, world: World) -> None:
+        self._structure: Any
         pairs, self._structure = jax.tree_util.tree_flatten_with_path(params)
         self.leaves = {f"params{jax.tree_util.keystr(path)}": leaf for path, leaf in pairs}
         self.keys = {name: jax.random.key_impl(leaf) for name, leaf in self.leaves.items() if _is_key(leaf)}

@@ -96,7 +96,6 @@ class CollectiveCall:
         return json.dumps({**asdict(self), "operands": shapes}, sort_keys=True)
 
     # ---- execution
-    # ------------------------------------------------------------------------------------------------------------------
 
     def world(self) -> World:
         """Return the world of the call.

@@ -75,7 +75,7 @@ def DistributedOptimizer(
 ) -> Optimizer:
     """Wrap an optimizer so that it applies the gradients of all ranks, in ``fit`` and in custom training loops.
 
-    Gradients are combined in one call per step, before they are clipped, unscaled, accumulated or inspected in any other
+    Gradients are combined in one call per step, before they are clipped, unscaled, accumulated or inspected in another
     way, so that every rank decides and updates alike. A `keras.optimizers.LossScaleOptimizer` may be inside or outside;
     ``compile`` adds one outside with ``mixed_float16``.
 

@@ -1,12 +1,12 @@
-"""What is put before a Keras optimizer's class, so that it applies the gradients of all ranks.
+"""The mixin in front of a Keras optimizer's class that makes it apply the gradients of all ranks.
 
     apply(grads), apply_gradients(pairs), stateless_apply(state, grads, variables)
-      -> sums of several backward passes, if so wanted
-      -> reduce: one fused call for all gradients, before anything of Keras has looked at them
+      -> sums over several backward passes, if requested
+      -> reduce: one fused call for all gradients, before Keras uses them
       -> Keras: loss scaling, gradient accumulation, clipping, weight decay, update, moving averages
 
-What decides anything from the gradients, such as a `LossScaleOptimizer` that skips a step, does so after they were
-combined, and hence alike on every rank.
+Decisions that depend on gradients, such as that of a `LossScaleOptimizer` to skip a step, are made on the combined ones,
+and hence alike on every rank.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from collectives.keras.gradient_reducer import GradientReducer
 
 
 class OptimizerState:
-    """What one distributed optimizer keeps beside Keras's own.
+    """The state of a distributed optimizer besides Keras's own.
 
     Attributes:
         local: variables whose gradients stay on this rank.
-        variables: that it was built for.
+        variables: those that the optimizer was built for.
         passive: the optimizer that contains this one combines the gradients.
-        busy: they are combined already; what follows is Keras's.
-        bare: its own variables do not show.
-        sums, count: of several backward passes: for each variable, and how many there were.
-        summed: the variables of the first pass, by identity; those of all passes.
+        busy: gradients are combined already, and Keras applies them.
+        bare: hide the variables ``sums`` and ``count``.
+        sums, count: variables with the sums over several backward passes, and the number of passes.
+        summed: the identities of the first pass's variables, which further passes must have too.
     """
 
     def __init__(self) -> None:
@@ -56,8 +56,7 @@ class OptimizerState:
 
 
 class DistributedMixin:
-    """Comes before the class of the optimizer that is wrapped; `settings` and `reducer` are of the class made of
-    both."""
+    """Overrides methods of the wrapped optimizer's class; `options` and `reducer` are set on the class made of both."""
 
     options: GradientOptions
     reducer: GradientReducer
@@ -66,7 +65,7 @@ class DistributedMixin:
     def state(self) -> OptimizerState:
         found: OptimizerState = vars(self).setdefault(
             "_collectives", OptimizerState()
-        )  # past Keras, which would look for variables in it
+        )  # not by setattr, because Keras would track the variables in it
         return found
 
     @property
@@ -75,7 +74,7 @@ class DistributedMixin:
         return self.options.process_set
 
     def register_local_var(self, var: Any) -> None:
-        """From now on the gradients of this variable stay on this rank."""
+        """Exclude a variable: its gradients stay on this rank."""
         self.state.local.append(var)
 
     @property
@@ -88,7 +87,7 @@ class DistributedMixin:
         return [variable for variable in everything if id(variable) not in own]
 
     def save_own_variables(self, store: Any) -> None:
-        """As the bare optimizer would: whoever loads them needs no ranks."""
+        """Save the variables of the wrapped optimizer only, so that they load without this package."""
         with self.state.within("bare"):
             super().save_own_variables(store)  # type: ignore[misc]
 
@@ -97,13 +96,12 @@ class DistributedMixin:
             super().load_own_variables(store)  # type: ignore[misc]
 
     def build(self, variables: Sequence[Any]) -> None:
-        """As the bare optimizer's; with a variable more for each of the model's, if there are several passes per
-        step."""
+        """Build the optimizer; several passes per step need one more variable for each of the model's."""
         super().build(variables)  # type: ignore[misc]
         self.connect(variables)
 
     def connect(self, variables: Sequence[Any]) -> None:
-        """The optimizer is built for these."""
+        """Record the variables that the optimizer was built for, and create the sums over several passes."""
         state = self.state
         state.variables = list(variables)
         if self.options.backward_passes_per_step > 1 and not state.passive and state.count is None:
@@ -113,11 +111,10 @@ class DistributedMixin:
             ]
             state.count = any_optimizer.add_variable((), initializer="zeros", dtype="int32", name="backward_passes")
 
-    # ---- with variables that change
-    # ---------------------------------------------------------------------------------------------------
+    # ---- application to variables
 
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
-        """Combine the gradients over the ranks, and apply them; as ``keras.optimizers.Optimizer.apply``."""
+        """Combine the gradients over the ranks and apply them; see ``keras.optimizers.Optimizer.apply``."""
         state = self.state
         if state.passive or state.busy or len(grads) == 0:
             super().apply(grads, trainable_variables)  # type: ignore[misc]
@@ -147,7 +144,7 @@ class DistributedMixin:
         return list(variables)
 
     def _accumulate(self, grads: Sequence[Any], variables: Sequence[Any]) -> None:
-        """Add to the sums; with the last pass combine and apply them."""
+        """Add gradients to the sums; in the last pass combine and apply them."""
         optimizer: Any = self
         state = self.state
         if state.summed not in (None, [id(variable) for variable in variables]):
@@ -182,13 +179,12 @@ class DistributedMixin:
             return totals
         return [None if total is None else total / self.options.backward_passes_per_step for total in totals]
 
-    # ---- with values, which JAX needs
-    # -------------------------------------------------------------------------------------------------
+    # ---- stateless application to values, for JAX
 
     def stateless_apply(
         self, optimizer_variables: Sequence[Any], grads: Sequence[Any], trainable_variables: Sequence[Any]
     ) -> Any:
-        """Combine the gradients over the ranks, and return new values; as
+        """Combine the gradients over the ranks and return new values; see
         ``keras.optimizers.Optimizer.stateless_apply``."""
         optimizer: Any = self
         state = self.state

@@ -1,13 +1,11 @@
-"""Where Keras decides something without asking the optimizer, and has to decide otherwise if that is a distributed one.
+"""Patches of two public methods of Keras that make decisions without the optimizer.
 
-Two public methods of Keras are extended, once, when the first distributed optimizer is made; for all others they do
-what they did.
+They are applied once, when the first distributed optimizer is made, and change nothing for other optimizers.
 
-- ``LossScaleOptimizer(inner)`` looks for overflow before its inner optimizer sees a gradient: ranks would decide
-differently, and some of
-  them wait in a collective for the others, who have skipped it. So one that is put around a distributed optimizer takes
-  over its part.
-- ``Model.compile`` on TensorFlow may choose XLA, whose programs cannot leave the device to communicate.
+- ``LossScaleOptimizer(inner)`` checks for overflow before its inner optimizer gets the gradients. Ranks would decide
+  differently, and some would wait in a collective that others have skipped. So around a distributed optimizer it
+  combines the gradients itself.
+- ``Model.compile`` on TensorFlow may choose XLA, whose programs cannot communicate.
 """
 
 from __future__ import annotations
@@ -25,13 +23,13 @@ _extended: list[str] = []
 
 
 def extend_keras() -> None:
-    """Make Keras know distributed optimizers."""
+    """Apply the patches, once."""
     if not _extended:
         _extended.append("all")
         scaling: Any = keras.optimizers.LossScaleOptimizer
         scaling.__init__ = _taking_over(scaling.__init__)
         if keras.backend.backend() == "tensorflow":
-            # Where it is defined: a model whose class has a ``compile`` of its own is not compiled when it is loaded.
+            # Patched where it is defined: Keras does not compile a loaded model whose class has its own ``compile``.
             model: Any = next(kind for kind in keras.Model.__mro__ if "compile" in vars(kind))
             model.compile = _without_xla(model.compile)
 

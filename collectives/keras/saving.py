@@ -1,4 +1,4 @@
-"""Models that were saved while they trained on several ranks, or on one, to go on with on several."""
+"""`load_model`: continue the training of a saved model on several ranks."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ def load_model(
     compression: Any = Compression.none,
     legacy_opts: bool = False,
 ) -> keras.Model:
-    """Load a model with its optimizer's state, and make the optimizer a `DistributedOptimizer`.
+    """Load a model with its optimizer's state, and wrap the optimizer in a `DistributedOptimizer`.
 
-    ``keras.saving.load_model`` loads the same file with the optimizer as it was before it was distributed.
+    ``keras.saving.load_model`` loads the same file with the plain optimizer.
 
     Args:
-        filepath: what ``keras.saving.load_model`` takes.
+        filepath: as for ``keras.saving.load_model``.
         custom_optimizers: optimizer classes that are not Keras's own.
-        custom_objects: other classes and functions by name; what makes distributed optimizers is left to do so.
-        compression: as of `DistributedOptimizer`.
-        legacy_opts: of Keras 2, where `collectives.tensorflow.keras` knows it.
+        custom_objects: other classes and functions by name; optimizers that they wrap already are kept.
+        compression: as for `DistributedOptimizer`.
+        legacy_opts: for Keras 2 only, see `collectives.tensorflow.keras`.
 
     Returns:
-        The model; compiled, if it was saved so.
+        The model; compiled if it was saved compiled.
 
     Raises:
         ValueError: not a model, or ``legacy_opts`` with Keras 3; and all that Keras raises.

@@ -1,5 +1,4 @@
-"""Collectives on values: numbers, lists, arrays, and tensors and variables of the backend. The result is a tensor of
-the backend."""
+"""Collectives on values (numbers, lists, arrays, tensors and variables of the backend) with tensors as results."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from collectives.tensors import detection
 from collectives.tensors.compression import Compression
 
 Value = TypeVar("Value")
-"""A tensor of the backend; what is none, such as a number, comes back as one."""
+"""A tensor of the backend; values of other kinds are returned as one."""
 
 
 def allreduce(
@@ -30,13 +29,13 @@ def allreduce(
     op: Op | None = None,
     compression: Any = Compression.none,
 ) -> Value:
-    """Combine the ranks' values element by element.
+    """Reduce the ranks' values element by element.
 
     Args:
-        value: equal shape and dtype on every rank.
-        average: the older way to say ``op``: True for Average, False for Sum.
+        value: of equal shape and dtype on every rank.
+        average: the older spelling of ``op``: True for Average, False for Sum.
         op: `Average` (the default), `Sum`, `Min`, `Max`, `Product` or `Adasum`.
-        name, prescale_factor, postscale_factor, compression: as of `collectives.allreduce`.
+        name, prescale_factor, postscale_factor, compression: as for `collectives.allreduce`.
 
     Raises:
         InvalidArgumentError: both ``average`` and ``op``; and all that `collectives.allreduce` raises.
@@ -47,26 +46,26 @@ def allreduce(
 
 
 def allgather(value: Value, name: str | None = None) -> Value:
-    """Put the ranks' values one below the other; see `collectives.allgather`."""
+    """Concatenate the ranks' values along the first dimension; see `collectives.allgather`."""
     return _tensor(api.allgather(_array(value, name), name=name))
 
 
 def broadcast(value: Value, root_rank: int, name: str | None = None) -> Value:
-    """Give every rank the root's value; see `collectives.broadcast`."""
+    """Copy the root's value to every rank; see `collectives.broadcast`."""
     return _tensor(api.broadcast(_array(value, name), root_rank, name=name))
 
 
 def reducescatter(value: Value, name: str | None = None, op: Op = Op.AVERAGE) -> Value:
-    """Combine the ranks' values, and give each rank a part of the rows; see `collectives.reducescatter`."""
+    """Reduce the ranks' values and give each rank its share of the rows; see `collectives.reducescatter`."""
     return _tensor(api.reducescatter(_array(value, name), op, name=name))
 
 
 def broadcast_global_variables(root_rank: int) -> None:
-    """Give every rank the root's global variables: of TensorFlow 1, which is why Keras 3 has none.
+    """Broadcast the global variables of a TensorFlow 1 graph; Keras 3 has none.
 
     Raises:
-        InvalidArgumentError: always, with what to use instead; on TensorFlow where there is no graph a RuntimeError, as
-            Horovod's.
+        InvalidArgumentError: always, with what to use instead; on TensorFlow without a graph a RuntimeError, as in
+            Horovod.
     """
     if keras.backend.backend() == "tensorflow":
         from collectives.tensorflow.functions import broadcast_global_variables as of_tensorflow
@@ -81,23 +80,23 @@ def broadcast_global_variables(root_rank: int) -> None:
 
 
 def broadcast_variables(variables: Any, root_rank: int, process_set: ProcessSet = global_process_set) -> None:
-    """Give every rank the root's values of these variables, in place: ``model.variables``, ``optimizer.variables``.
+    """Copy the root's values of variables to every rank, in place: ``model.variables``, ``optimizer.variables``.
 
     Args:
-        variables: an iterable of Keras's variables; equally many on every rank, of equal shapes and dtypes in the same
-            order.
-        root_rank: the rank whose values they are, by its number among all ranks.
+        variables: an iterable of Keras's variables; the same number on every rank, of equal shapes and dtypes in the
+            same order.
+        root_rank: the root, by its number among all ranks.
         process_set: the ranks that take part.
 
     Raises:
-        MismatchError: the ranks' variables or roots differ; raised on every rank, and names the first that does.
-            Nothing was touched.
+        MismatchError: the ranks' variables or roots differ; raised on every rank before anything is changed, and names
+            the first difference.
     """
     of_keras.broadcast(list(variables), root_rank, process_set, "broadcast_variables")
 
 
 def _array(value: Any, name: str | None) -> Any:
-    """A value as NumPy has it; Python's numbers in Keras's precision, as every tensor of Keras."""
+    """Return a value as a NumPy array; Python's numbers in Keras's precision."""
     if isinstance(value, (np.ndarray, np.generic)):
         return value
     try:

@@ -1,2 +1,1 @@
-"""What the engine knows about GPUs: devices, kernels, and tensors that live on them. Nothing here imports CuPy before a
-GPU is used."""
+"""The parts of plan and engine that only operations on GPU tensors need. CuPy is not imported before a GPU is used."""

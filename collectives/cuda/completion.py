@@ -1,8 +1,7 @@
-"""When the GPU has done what was issued, and who must wait for it.
+"""Completions of issued GPU work, and the order between them and the caller's stream.
 
-An operation on device tensors is complete, for the engine, when its work has been given to the world's stream. What
-follows on the caller's stream is put behind it there, when the caller asks for the result; what the work reads and
-writes is kept until it is done.
+For the engine, an operation on device tensors is complete when its work has been enqueued on the main stream. When the
+caller fetches the result, its stream is made to wait for that work; the tensors are kept alive until the work is done.
 """
 
 from __future__ import annotations
@@ -19,35 +18,35 @@ from collectives.tensors.streams import free_of_capture
 
 
 class Events:
-    """Events of one device that are used over and over."""
+    """A pool of events of one device."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
-        self._idle: deque[_Return] = deque()
-        self._lent: dict[int, _Return] = {}
-        """By event; all that there are."""
+        self._idle: deque[_EventReturn] = deque()
+        self._all: dict[int, _EventReturn] = {}
+        """All events, idle or not."""
 
     def lend(self, completion: Completion) -> int:
-        """An event for as long as the completion exists. Whoever was made to wait for it waits for what it stood for
-        then."""
+        """An event for the lifetime of a completion. A stream that waits for it is unaffected by its later reuse."""
         try:
             event = self._idle.pop().event
         except IndexError:
             event = self.device.create_event()
-        # Comes back without a line of Python: an interrupt that is handled within a destructor is lost.
-        reference = self._lent[event] = _Return(completion, self._idle.append)
+        # Returned without executing Python code: an interrupt that is handled within a destructor is lost.
+        reference = self._all[event] = _EventReturn(completion, self._idle.append)
         reference.event = event
         return event
 
     def close(self) -> None:
-        for event in self._lent:
+        """Destroy all events; no completion of theirs is used any more."""
+        for event in self._all:
             self.device.destroy_event(event)
-        self._lent.clear()
+        self._all.clear()
         self._idle.clear()
 
 
 class Completion:
-    """That all work given to a stream until now is done. The event goes back when nobody can ask any more.
+    """The completion of all work enqueued on a stream until now. Its event returns to the pool together with it.
 
     Streams are not remembered: when one is destroyed, the next may have its number.
     """
@@ -61,18 +60,19 @@ class Completion:
         events.device.record(self.event, stream)
 
     def passed(self) -> bool:
+        """Whether the work is done."""
         if not self._passed:
             self._passed = self.events.device.passed(self.event)
         return self._passed
 
     def before(self, stream: int) -> None:
-        """What is given to a stream from now on comes after it."""
+        """Order all later work of a stream after it."""
         if not self._passed:
             self.events.device.wait(stream, self.event)
 
 
-class _Return(weakref.ref[Completion]):
-    """A reference to a completion, whose callback receives it together with the event when nobody can ask any more."""
+class _EventReturn(weakref.ref[Completion]):
+    """A weak reference to a completion; its callback returns it, with the event, to the pool of events."""
 
     __slots__ = ("event",)
     event: int
@@ -85,14 +85,15 @@ class Wait(Protocol):
 
 
 class Fence:
-    """Between an operation and what its caller does next.
+    """Orders the caller's later work after an operation, and makes the operation's result.
 
     Args:
         view: of the caller's tensor, whose framework knows the caller's stream.
-        finish: makes the caller's result, on a stream that comes after the operation.
-        failure: why work on the device has been aborted, or None.
+        finish: makes the caller's result, on a stream that is ordered after the operation.
+        failure: returns why work on the device has been aborted, or None.
 
     Attributes:
+        completion: of the operation, once it has been issued.
         whose: rank and tensor, for messages.
     """
 
@@ -108,13 +109,16 @@ class Fence:
         self._lock = threading.Lock()
 
     def pass_through(self, ordered: set[tuple[Completion, int]]) -> Any:
-        """What the calling thread's program gives to its stream from now on comes after the operation; the result.
+        """Order all later work of the calling thread's current stream after the operation.
 
         Args:
-            ordered: what has been put before which stream in this very call, and need not be again.
+            ordered: completions and the streams that already wait for them; shared by the members of one call.
+
+        Returns:
+            The caller's result.
 
         Raises:
-            RankFailedError, TransportError: the work was under way and has been aborted, because a peer is gone.
+            RankFailedError, TransportError: the issued work has been aborted, because a peer is gone.
             InvalidArgumentError: the stream is being captured into a graph; the result can be fetched later.
         """
         failure = self._failure()
@@ -134,20 +138,20 @@ class Fence:
             if self._finish is not None:
                 self._result, self._finish = self._finish(), None
                 if completion is not None and self.view.copied:
-                    # What was just copied into the caller's tensor, others who fetch it on other streams must come
-                    # after as well.
+                    # The result was just copied into the caller's tensor: other streams that fetch it must wait for
+                    # the copy too.
                     with active(self.view.device):
                         self.completion = Completion(completion.events, stream)
             return self._result
 
     def then(self, change: Callable[[Any], Any]) -> None:
-        """The caller is given ``change(result)``; said before anybody can have asked for the result."""
+        """Have the caller given ``change(result)``; called before the result can be fetched."""
         finish = self._finish
         assert finish is not None
         self._finish = lambda: change(finish())
 
     def passed(self) -> bool:
-        """Whether the GPU is done with the operation."""
+        """Whether the GPU has done the operation."""
         if self.completion is None:
             return True
         with active(self.view.device):
@@ -155,18 +159,18 @@ class Fence:
 
 
 class Keeper:
-    """Keeps alive what the GPU still reads or writes, in the order in which it was issued."""
+    """Keeps the tensors of issued work alive until it is done."""
 
     def __init__(self) -> None:
         self._kept: deque[tuple[Completion, Any]] = deque()
 
     def keep(self, completion: Completion, things: Any) -> None:
-        """Hold on to ``things`` until then; look at what was kept before."""
+        """Keep ``things`` alive until ``completion``; drops what is done with."""
         self.release()
         self._kept.append((completion, things))
 
     def release(self) -> None:
-        """Let go of what the GPU is done with."""
+        """Drop the tensors of work that is done."""
         kept = self._kept
         while kept and kept[0][0].passed():
             kept.popleft()

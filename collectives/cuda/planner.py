@@ -1,12 +1,11 @@
-"""The device's planner: which algorithm, over which transport, in how many segments.
+"""The device planner: chooses algorithm, transport and number of segments.
 
-    cuda-ipc   kernels that reach the peers' device memory; between hosts messages through page-locked memory
-    nccl       our schedules over NCCL's send and receive, or NCCL's own collectives (algorithm "native")
-    host       copied to page-locked host memory, carried out there by the host's engine, and copied back
+    cuda-ipc   kernels that access the peers' device memory; between hosts messages through page-locked memory
+    nccl       schedules over NCCL's send and receive, or NCCL's own collectives (algorithm "native")
+    host       the host's engine, between copies in page-locked host memory
 
-As in `collectives.plan.planner` the choice depends on what all ranks know alike: the bytes, where the ranks and their
-GPUs are, what works here, and up to how many bytes the detour through the host was measured to be the quickest, which
-the ranks have compared.
+As in `collectives.plan.planner`, the choice depends only on facts that all ranks share: the bytes, the placement of
+ranks and GPUs, the transports that work, and the measured limit up to which the host is the fastest (`calibration`).
 """
 
 from __future__ import annotations
@@ -23,23 +22,22 @@ from collectives.schedules.algorithm import Algorithm
 MIB = 1 << 20
 
 _PIPELINE_FROM = 4 * MIB
-"""Bytes of a chunk from which reducing one half while the other travels gains more than its launches cost (about 20
-µs)."""
+"""Bytes of a chunk from which reducing one half while the other travels saves more than its launches cost, 20 µs."""
 _CHAIN_SEGMENT = 4 * MIB
 _MOST_CHAIN_SEGMENTS = 16
 _DIRECT_UNTIL = 4 * MIB
-"""All-reduces up to here go by one kernel of ours even where every rank has a GPU of its own; beyond, by NCCL, which
-knows the links."""
+"""Bytes of an all-reduce up to which one kernel over CUDA IPC is chosen even if each rank has a GPU of its own; beyond
+that, NCCL, which knows the links."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceFacts:
-    """What the ranks have found out together.
+    """Facts that the ranks have established together.
 
     Attributes:
-        ipc, nccl: why this transport cannot be had on these ranks; empty where it can.
+        ipc, nccl: why this transport is not available; empty if it is.
         shares_gpus: whether several ranks use one GPU.
-        host_until: bytes of an all-reduce up to which the way through the host is the quickest.
+        host_until: bytes of an all-reduce up to which the host transport is the fastest.
     """
 
     ipc: str = ""
@@ -50,7 +48,7 @@ class DeviceFacts:
 
 @dataclass(frozen=True, slots=True)
 class DeviceChoice:
-    """What was decided for one call."""
+    """The planner's decision for one call; the same on every rank."""
 
     algorithm: str
     transport: str
@@ -69,8 +67,8 @@ class DevicePlanner:
 
     Args:
         placement: of the ranks.
-        facts: that all ranks know alike.
-        transport: chosen for every call by the environment, or "auto".
+        facts: the same on every rank.
+        transport: set for all calls by the environment, or "auto".
     """
 
     def __init__(self, placement: Placement, facts: DeviceFacts, transport: str = "auto") -> None:
@@ -79,7 +77,7 @@ class DevicePlanner:
         self.facts = facts
 
     def learn(self, host_until: int) -> None:
-        """The ranks have measured up to where the way through the host is the quickest."""
+        """Set the measured limit of the host transport."""
         self.facts = replace(self.facts, host_until=host_until)
 
     def choose(
@@ -97,11 +95,11 @@ class DevicePlanner:
             collective: its name.
             nbytes: as for `collectives.plan.planner.Planner.choose`.
             native: whether NCCL reduces this dtype and operation as we do; True for collectives that only move data.
-            algorithm, transport: forced for this call; None or "auto": not.
+            algorithm, transport: set for this call; None or "auto": chosen here.
 
         Raises:
             InvalidArgumentError: there is no such algorithm or transport.
-            TransportError: there is, but not for these ranks.
+            TransportError: it exists, but is not available to these ranks.
         """
         names = registry.on_gpu(collective)
         native = native and registry.NATIVE in names

@@ -1,7 +1,7 @@
-"""From a kernel's source to the code of one kind of GPU: NVRTC, and the result kept on disk beside CuPy's own.
+"""Compiles kernels for one GPU architecture by NVRTC, and caches the code on disk beside CuPy's own.
 
-NVRTC is called directly and not through CuPy's compiler, because that flushes subnormal numbers to zero
-(``-ftz=true``): bfloat16 has the exponents of float32, so its small values would be lost on a GPU and kept on a CPU.
+NVRTC is called directly, because CuPy's compiler flushes subnormal numbers to zero (``-ftz=true``): bfloat16 has the
+exponents of float32, so its small values would be lost on a GPU and kept on a CPU.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from cupy.cuda import nvrtc, runtime
 
 from collectives.base.errors import MissingDependencyError, TransportError
 
-# Without fused multiply-adds a sum has the very bits that NumPy gives it; the kernels wait for memory, so nothing is
-# lost.
+# Without fused multiply-adds a sum has the same bits as NumPy's. The kernels are bound by memory, so it costs nothing.
 _OPTIONS = ("--std=c++17", "--fmad=false")
 
 
 def compiled(source: str, capability: int) -> bytes:
-    """The code of a CUDA C++ source, ready to be loaded.
+    """The code of a CUDA C++ source, as the driver loads it.
 
     Args:
+        source: the text.
         capability: the GPU's compute capability, such as 90.
 
     Raises:
-        TransportError: the source does not compile, or NVRTC does not know so old a GPU.
+        TransportError: the source does not compile, or NVRTC does not support so old a GPU.
         MissingDependencyError: NVRTC, or the headers that the source includes, are not installed.
     """
     try:
@@ -42,10 +42,9 @@ def compiled(source: str, capability: int) -> bytes:
     if capability < min(served):
         raise TransportError(
             f"NVRTC {major}.{minor} compiles for GPUs of compute capability {min(served)} and newer, this one has "
-            f"{capability}; "
-            "install a CuPy for an older CUDA: pip install cupy-cuda12x"
+            f"{capability}; install a CuPy for an older CUDA: pip install cupy-cuda12x"
         )
-    # A GPU newer than this NVRTC gets portable code, which its driver finishes.
+    # A GPU newer than this NVRTC gets PTX, which its driver compiles.
     exact = capability in served
     target = f"sm_{capability}" if exact else f"compute_{max(arch for arch in served if arch <= capability)}"
     options = (*_OPTIONS, f"-arch={target}", *_headers(source))
@@ -76,7 +75,8 @@ def _compile(source: str, options: tuple[str, ...], *, exact: bool) -> bytes:
 
 
 def _headers(source: str) -> tuple[str, ...]:
-    """Where a source finds CUDA's headers; looked for only if it includes any, because that can take a while."""
+    """The options that name the folders of CUDA's headers; none for a source without includes, because the search is
+    slow."""
     if "#include" not in source:
         return ()
     folder = importlib.import_module("cuda.pathfinder").find_nvidia_header_directory("cudart")
@@ -84,21 +84,22 @@ def _headers(source: str) -> tuple[str, ...]:
 
 
 def _install() -> str:
-    return f'install both: pip install "cupy-cuda{runtime.runtimeGetVersion() // 1000}x[ctk]", or set CUDA_PATH to a CUDA toolkit'
+    package = f"cupy-cuda{runtime.runtimeGetVersion() // 1000}x[ctk]"
+    return f'install both: pip install "{package}", or set CUDA_PATH to a CUDA toolkit'
 
 
 def _read(path: Path) -> bytes | None:
-    """What was kept; None if there is nothing, or it is damaged."""
+    """The cached code; None if there is none, or it is damaged."""
     try:
-        kept = path.read_bytes()
+        cached = path.read_bytes()
     except OSError:
         return None
-    digest, code = kept[:32], kept[32:]
+    digest, code = cached[:32], cached[32:]
     return code if hashlib.sha256(code).digest() == digest else None
 
 
 def _write(path: Path, code: bytes) -> None:
-    # Other ranks do the same at this moment, so the file appears all at once. Where nothing can be written, every
+    # Renamed into place, because other ranks write the same file at this moment. If the folder is not writable, every
     # process compiles.
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -45,8 +45,8 @@ _SHARING = frozenset(
 """CUDA's errors when memory or events cannot be shared."""
 _SHARING_ADVICE = (
     "; memory of expandable segments (PYTORCH_CUDA_ALLOC_CONF) and of cudaMallocAsync's pools cannot be shared; both "
-    "processes must see both GPUs (CUDA_VISIBLE_DEVICES); containers need --ipc=host, and --pid=host where each has its "
-    "own"
+    "processes must see both GPUs (CUDA_VISIBLE_DEVICES); containers need --ipc=host, and --pid=host where each has "
+    "its own"
 )
 
 

@@ -1,5 +1,4 @@
-"""What is missing before GPU tensors can be used, and what to do about it. Nothing here raises, or does work on a
-GPU."""
+"""Reports the requirements of GPU tensors, and how to meet those that are missing. Raises nothing, uses no GPU."""
 
 from __future__ import annotations
 
@@ -19,34 +18,38 @@ _NCCL = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
 
 
 class Row(NamedTuple):
-    """One thing that GPUs need."""
+    """One requirement.
+
+    Attributes:
+        what: its name.
+        found: what is installed; None if it is missing.
+        advice: what to do; empty if nothing needs to be done.
+        stops: whether GPU tensors cannot be used because of it.
+    """
 
     what: str
     found: str | None
-    """What there is of it; None if it is missing."""
     advice: str = ""
-    """What to do; empty if nothing needs to be done."""
     stops: bool = False
-    """Because of it GPU tensors cannot be used at all."""
 
 
 def report() -> list[Row]:
-    """What GPUs need, one row each, in the order in which it would be mended.
+    """All requirements, in the order in which they are to be met.
 
-    Imports CuPy if it is there, and starts the driver: not for a process that goes on to ``fork`` others which use
-    GPUs.
+    Imports CuPy if it is installed, and initializes the driver: not for a process that later forks users of GPUs.
     """
     driver, cuda = _driver()
     cupy = _cupy(cuda)
     rows = [driver, _gpus(driver), cupy]
     if not cupy.stops:
-        extra = f'pip install "{cupy.found.partition(" ")[0] if cupy.found else ""}[ctk]", or set CUDA_PATH to a CUDA toolkit'
+        package = cupy.found.partition(" ")[0] if cupy.found else ""
+        extra = f'pip install "{package}[ctk]", or set CUDA_PATH to a CUDA toolkit'
         rows += [_compiler(extra), _headers(extra)]
     return [*rows, _nccl(f"nvidia-nccl-cu{_major(cuda)}", loaded=not cupy.stops)]
 
 
 def why_not() -> str | None:
-    """Why GPU tensors cannot be used here, in one line with what to do; None if they can be."""
+    """Why GPU tensors cannot be used here and what to do, in one line; None if they can be used."""
     for row in report():
         if row.stops:
             return f"no {row.what}: {row.advice}" if row.found is None else f"{row.what}, {row.found}: {row.advice}"
@@ -54,7 +57,7 @@ def why_not() -> str | None:
 
 
 def _driver() -> tuple[Row, tuple[int, int] | None]:
-    """The driver, and the newest CUDA that it serves."""
+    """The driver, and the newest CUDA version that it supports."""
     try:
         libcuda.load()
     except TransportError:
@@ -87,7 +90,7 @@ def _gpus(driver: Row) -> Row:
 
 
 def _major(cuda: tuple[int, int] | None) -> int:
-    """The CUDA to install packages for: the driver's, and the newest if there is no driver."""
+    """The major CUDA version to install packages for: the driver's, or the newest without a driver."""
     return 12 if cuda is not None and cuda[0] < 13 else 13
 
 
@@ -141,7 +144,7 @@ def _headers(extra: str) -> Row:
 
 
 def _nccl(package: str, *, loaded: bool) -> Row:
-    """NCCL as CuPy has ``loaded`` it, which may be another than pip has installed."""
+    """NCCL as ``loaded`` by CuPy, which may be another than pip has installed."""
     try:
         if loaded:
             # 23203 is 2.32.3.
@@ -154,14 +157,14 @@ def _nccl(package: str, *, loaded: bool) -> Row:
         return Row("NCCL", None, f"not needed within one host: pip install {package}")
     found = ".".join(map(str, number))
     if number < _SEVERAL_RANKS:
-        advice = f"several ranks on one GPU need 2.30 or newer, and NCCL_MULTI_RANK_GPU_ENABLE=1: pip install --upgrade {package}"
-        return Row("NCCL", found, advice)
+        needs = "several ranks on one GPU need 2.30 or newer, and NCCL_MULTI_RANK_GPU_ENABLE=1"
+        return Row("NCCL", found, f"{needs}: pip install --upgrade {package}")
     return Row("NCCL", found)
 
 
 def _import(name: str) -> Any:
     with warnings.catch_warnings():
-        # CuPy warns of what it does not find; the rows say the same.
+        # CuPy warns of missing parts, which the rows report too.
         warnings.simplefilter("ignore")
         return importlib.import_module(name)
 

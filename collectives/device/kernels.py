@@ -186,7 +186,7 @@ class Combination:
             shape["targets"][0, number] = targets
         # Addresses of the kernel's three arguments.
         parameters = np.array([address(self._table[start:]), address(shape), address(self._scaling)], np.int64)
-        # One thread for every 16-byte word, but no more blocks than the device holds at once; then a thread has several.
+        # One thread for every 16-byte word, but no more blocks than the device holds at once.
         words = -(-longest * itemsize // 16)
         room = max(1, self._device.multiprocessors * _BLOCKS_PER_MULTIPROCESSOR // len(jobs))
         grid = (min(-(-words // COMBINE_THREADS), room), len(jobs))

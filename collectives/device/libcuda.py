@@ -1,5 +1,4 @@
-"""The driver's own library, for the few questions that CuPy does not answer. Asking creates no CUDA context on any
-GPU."""
+"""Bindings to the driver's library, for the few calls that CuPy lacks. None of them creates a CUDA context."""
 
 from __future__ import annotations
 
@@ -17,16 +16,16 @@ BUFFER_ID = 7
 DEVICE_ORDINAL = 9
 DEVICE_MEMORY = 2
 """The `MEMORY_TYPE` of device memory."""
-_one_int = ctypes.c_int * 1
 RELAXED = 2
-"""The mode of a thread whose calls no capture of a graph forbids: see `capture_mode`."""
+"""The capture mode in which captures forbid a thread no calls: see `capture_mode`."""
+_one_int = ctypes.c_int * 1
 
 
 @functools.cache
 def load() -> ctypes.CDLL:
-    """The library itself; raises TransportError if there is no driver."""
+    """The library; raises TransportError if there is no driver."""
     try:
-        # PyDLL keeps the interpreter lock: each of these calls is shorter than winning it back can take.
+        # PyDLL holds the interpreter lock: these calls are shorter than reacquiring it can take.
         return ctypes.PyDLL(LIBRARY)
     except OSError as error:
         raise TransportError(f"no NVIDIA driver: {error}") from None
@@ -42,14 +41,14 @@ def _call(name: str, *arguments: Any) -> None:
 
 
 def version() -> tuple[int, int]:
-    """The newest CUDA that the driver serves, such as (13, 0); needs no GPU."""
+    """The newest CUDA version that the driver supports, such as (13, 0); needs no GPU."""
     number = ctypes.c_int()
     _call("cuDriverGetVersion", ctypes.byref(number))
     return number.value // 1000, number.value % 1000 // 10
 
 
 def count() -> int:
-    """How many GPUs this process sees; raises TransportError with the driver's own reason where it is none."""
+    """The number of GPUs that this process sees; raises TransportError with the driver's reason if it sees none."""
     number = ctypes.c_int()
     _call("cuInit", 0)
     _call("cuDeviceGetCount", ctypes.byref(number))
@@ -57,38 +56,37 @@ def count() -> int:
 
 
 def name(index: int) -> str:
-    """What a GPU is called; like the functions below after `count`, which starts the driver."""
+    """The name of a GPU's model. Like the functions below, to be called after `count`, which initializes the driver."""
     text = ctypes.create_string_buffer(256)
     _call("cuDeviceGetName", text, len(text), _device(index))
     return text.value.decode()
 
 
 def uuid(index: int) -> str:
-    """Names the physical GPU, or the part of one that is served as a GPU of its own; alike in all processes."""
+    """The identity of the physical GPU, or of its MIG instance; the same in all processes."""
     raw = (ctypes.c_ubyte * 16)()
     _call("cuDeviceGetUuid_v2", ctypes.byref(raw), _device(index))
     return str(uuids.UUID(bytes=bytes(raw)))
 
 
 def in_use(index: int) -> bool:
-    """Whether this process has begun to use a GPU: whether there is its primary context."""
+    """Whether this process uses a GPU: whether its primary context exists."""
     flags, active = ctypes.c_uint(), ctypes.c_int()
     _call("cuDevicePrimaryCtxGetState", _device(index), ctypes.byref(flags), ctypes.byref(active))
     return bool(active.value)
 
 
 def capture_mode(mode: int) -> int:
-    """Set how captures of graphs restrict the calling thread; the mode before.
+    """Set the calling thread's capture mode; returns the previous one.
 
-    While a program captures (torch does so in the global mode, 0), CUDA forbids calls that might wait for the device,
-    such as asking for an event, allocating, or loading a kernel: to the capturing thread, and to every other thread in
-    the global mode, which is a thread's first. A forbidden call fails, and invalidates the capture. `RELAXED` lifts
-    this; what a capture cannot have in itself stays forbidden.
+    While a program captures (torch does so in the global mode, 0), CUDA forbids calls that may wait for the device,
+    such as querying an event, allocating, or loading a kernel: to the capturing thread, and to all other threads in the
+    global mode, which is the default. A forbidden call fails and invalidates the capture. `RELAXED` lifts this, except
+    for what a capture cannot contain.
     """
     value = _one_int(mode)
-    if status := load().cuThreadExchangeStreamCaptureMode(
-        value
-    ):  # called twice for every operation, and so without `_call`
+    # Not by `_call`, because it is called twice for every operation.
+    if status := load().cuThreadExchangeStreamCaptureMode(value):
         raise TransportError(f"cuThreadExchangeStreamCaptureMode: error {status}")
     return value[0]
 
@@ -100,14 +98,14 @@ def _device(index: int) -> ctypes.c_int:
 
 
 def attribute(address: int, which: int) -> int:
-    """What the driver knows about an address; raises TransportError if it does not know it: ordinary host memory."""
+    """An attribute of an address; raises TransportError if the driver does not know it, as for pageable host memory."""
     value = ctypes.c_uint64()
     _call("cuPointerGetAttribute", ctypes.byref(value), which, ctypes.c_uint64(address))
     return value.value
 
 
 def span(address: int) -> tuple[int, int]:
-    """Where the allocation begins that an address lies in, and how many bytes it has."""
+    """The first address and the bytes of the allocation that contains an address."""
     base, nbytes = ctypes.c_uint64(), ctypes.c_size_t()
     _call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(nbytes), ctypes.c_uint64(address))
     return base.value, nbytes.value

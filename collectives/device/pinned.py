@@ -1,7 +1,7 @@
-"""Page-locked host memory that is used over and over: to lock pages takes the driver milliseconds, and to unlock them
-waits for the GPU.
+"""A pool of page-locked host memory: locking pages takes the driver milliseconds, and unlocking them waits for the GPU.
 
-Memory comes back when the last array that refers to it is dropped. Whoever drops it knows that the GPU is done with it.
+Memory returns to the pool when the last array that refers to it is dropped, which the owner does only when the GPU is
+done with it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from collectives.device.protocol import Array
 
 _SMALLEST, _STEP = 4 << 10, 1 << 20
-"""Bytes: sizes are powers of two from the one, and multiples of the other beyond it."""
+"""Bytes: sizes are powers of two from the first to the second, and multiples of the second beyond."""
 _MOST_IDLE = 256 << 20
 
 
@@ -24,16 +24,16 @@ class PinnedPool:
     """Page-locked memory of one process.
 
     Args:
-        lock: gives that many bytes; raises what it raises.
-        unlock: gives memory back by its address.
+        lock: allocates a number of bytes and returns the address; its errors are passed on.
+        unlock: frees memory by its address.
     """
 
     def __init__(self, lock: Callable[[int], int], unlock: Callable[[int], None]) -> None:
         self._lock, self._unlock = lock, unlock
         self._taking = threading.Lock()
         self._returned: deque[tuple[int, int]] = deque()
-        """Sizes and addresses; filled by finalizers, which come at any time in any thread, and so take no lock and make
-        no call."""
+        """Sizes and addresses; appended by finalizers, which run at any time in any thread and therefore take no
+        lock."""
         self._idle: dict[int, list[int]] = {}
         self._idle_bytes = 0
 
@@ -72,11 +72,11 @@ class PinnedPool:
 
 
 class _Pinned:
-    """What NumPy arrays of one piece refer to."""
+    """Owner of one piece of memory, to which its NumPy arrays refer."""
 
     def __init__(self, address: int, nbytes: int, returned: deque[tuple[int, int]], size: int) -> None:
         self.__array_interface__ = {"version": 3, "shape": (nbytes,), "typestr": "|u1", "data": (address, False)}
-        # Not at exit: others may still use it in their own last acts, and the system takes it back anyway.
+        # Not at exit: other finalizers may still use the memory, and the system reclaims it anyway.
         weakref.finalize(self, returned.append, (size, address)).atexit = False
 
 

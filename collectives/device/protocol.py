@@ -1,9 +1,8 @@
-"""A device: one GPU as this process uses it, in about thirty methods. Everything above says what it needs in these
-words.
+"""The interface of a GPU: all that the engine asks of one, in about thirty methods.
 
-Addresses, streams, events, functions and graphs are the driver's own numbers. Work given to a stream is carried out in
-order, and later: every method that takes a stream returns at once. `collectives.device.cupy_device` is the real one;
-the tests have another, on the CPU, with the same rules.
+Addresses, streams, events, functions and graphs are the driver's own numbers. Work on a stream runs in order and
+asynchronously: every method that takes a stream returns at once. `collectives.device.cupy_device` implements the
+interface; the tests have an emulated device, on the CPU, with the same rules.
 """
 
 from __future__ import annotations
@@ -16,24 +15,24 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class Allocation(NamedTuple):
-    """The piece of device memory, as the driver gave it out, that an address lies in."""
+    """The driver's allocation that contains an address."""
 
     base: int
     nbytes: int
     serial: int
-    """Differs from that of every other allocation of this process, of earlier ones at the same address too."""
+    """Unique among all allocations of this process, including earlier ones at the same address."""
 
 
 class Device(Protocol):
     """One GPU.
 
     Attributes:
-        index: the number by which this process knows it.
-        identity: names the physical GPU, alike in all processes of the host.
-        name: for people.
-        multiprocessors: that it has.
-        shared_unit: bytes in which memory is shared: a smaller allocation is part of such a block, and its neighbours
-            would be shared too.
+        index: its number in this process.
+        identity: of the physical GPU, the same in all processes of the host.
+        name: of the model, for messages.
+        multiprocessors: their number.
+        shared_unit: granularity of sharing, in bytes: a smaller allocation is part of a block of this size, and would
+            be shared together with its neighbours.
     """
 
     index: int
@@ -43,137 +42,140 @@ class Device(Protocol):
     shared_unit: int
 
     def activate(self) -> Any:
-        """Make it the calling thread's current device, and let no capture of a graph restrict the thread: the program
-        may be capturing, in this thread or another, and calls that might wait for the device would invalidate that.
-        Returns what `deactivate` takes.
+        """Make this the calling thread's current device, and set the thread's capture mode to relaxed: the program may
+        be capturing a graph, in this thread or another, which calls that may wait for the device would invalidate.
 
-        A thread calls the methods below only while this is its current device: see `active`. A thread of our own leaves
-        it so for good.
+        The methods below are called only while this is the thread's current device: see `active`. The engine's own
+        threads never deactivate it.
+
+        Returns:
+            The argument of `deactivate`.
         """
 
     def deactivate(self, previous: Any) -> None:
-        """Restore what was before `activate`: the calling thread's current device, and how captures restrict it."""
+        """Restore the thread's current device and capture mode from before `activate`."""
 
     # ---- memory
 
     def allocate(self, nbytes: int, *, shared: bool = False) -> int:
-        """Memory outside of any pool: aligned to 256 bytes, contents undefined; ``shared``: that can be exported.
+        """Allocate uninitialized memory outside of any pool, aligned to 256 bytes; ``shared``: so that it can be
+        exported.
 
         Raises:
-            OutOfMemoryError: there is none. What was freed, but is mapped by other processes still, is not free.
+            OutOfMemoryError: there is not enough. Freed memory that other processes still map is not available.
         """
 
     def free(self, address: int) -> None:
-        """Give back what `allocate` gave; the device must be done with it."""
+        """Free memory of `allocate`; the device must be done with it."""
 
     def pinned(self, nbytes: int) -> Array:
-        """Page-locked host memory as an array of uint8, which the device reaches at the same address; lives as long as
-        the array, which is dropped when the device is done with it."""
+        """Page-locked host memory as an array of uint8, which the device accesses at the same address. Freed with the
+        array, which may be dropped only when the device is done with it."""
 
     def allocation(self, address: int) -> Allocation:
-        """What an address belongs to.
+        """The allocation that contains an address.
 
         Raises:
-            TransportError: it is not device memory that the driver knows as one piece.
+            TransportError: the address is not in device memory that the driver allocated as one piece.
         """
 
     def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
-        """Copy between any two addresses: device memory, this process's or imported, and pinned host memory."""
+        """Copy between two addresses in device memory (own or imported) or pinned host memory."""
 
     def clear(self, target: int, nbytes: int, stream: int) -> None:
         """Fill with zero bytes."""
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any], stream: int) -> Any:
-        """A new array of this device's own array type (CuPy's), to be used on ``stream``; it has
+        """A new array of the device's own type (CuPy's), for use on ``stream``; it has
         ``__cuda_array_interface__``."""
 
     # ---- streams and events
 
     def create_stream(self) -> int:
-        """A stream of high priority that does not wait for the default stream."""
+        """Create a non-blocking stream (with respect to the default stream) of the highest priority."""
 
     def destroy_stream(self, stream: int) -> None: ...
 
     def current_stream(self) -> int:
-        """The stream that the calling thread's program works on (CuPy's current stream)."""
+        """The calling thread's current stream in the device's own framework (CuPy)."""
 
     def capturing(self, stream: int) -> bool:
-        """Whether work given to the stream is being noted down for a graph, by whomever."""
+        """Whether the stream is being captured into a graph."""
 
     def drain(self, stream: int) -> None:
-        """Block until all work given to the stream is done; other threads may run meanwhile."""
+        """Block until all work on the stream is done. Releases the interpreter lock."""
 
     def create_event(self, *, shared: bool = False) -> int:
-        """An event without timing; ``shared``: that can be exported."""
+        """Create an event without timing; ``shared``: an interprocess event, which can be exported."""
 
     def destroy_event(self, event: int) -> None:
-        """Also of an imported one."""
+        """Destroy an event, own or imported."""
 
     def record(self, event: int, stream: int) -> None:
-        """The event now stands for all work given to the stream so far."""
+        """Record the event: it stands for all work enqueued on the stream so far."""
 
     def wait(self, stream: int, event: int) -> None:
-        """Work given to the stream from now on waits for what the event stands for at this moment; nothing if it was
-        never recorded."""
+        """Order all later work on the stream after the work that the event stands for now; none if it was never
+        recorded."""
 
     def passed(self, event: int) -> bool:
-        """Whether what the event stands for is done; True if it was never recorded."""
+        """Whether the work that the event stands for is done; True if it was never recorded."""
 
     def synchronize(self, event: int) -> None:
-        """Block until it is; other threads may run meanwhile."""
+        """Block until `passed`. Releases the interpreter lock."""
 
     # ---- sharing with other processes of the host
 
     def export_memory(self, base: int) -> bytes:
-        """64 bytes by which another process can reach an allocation; ``base`` is where it begins.
+        """A handle of 64 bytes by which another process can map the allocation that begins at ``base``.
 
         Raises:
-            TransportError: this memory, or this system, does not allow it.
+            TransportError: this memory cannot be shared, or this system does not allow it.
         """
 
     def import_memory(self, handle: bytes) -> int:
-        """Where another process's allocation begins in this one; raises as `export_memory`."""
+        """Map another process's allocation; returns its address here. Raises as `export_memory`."""
 
     def forget_memory(self, address: int) -> None:
-        """Give back what `import_memory` gave."""
+        """Unmap memory of `import_memory`."""
 
     def export_event(self, event: int) -> bytes:
-        """64 bytes by which another process can wait for a shared event; raises as `export_memory`."""
+        """A handle of 64 bytes by which another process can wait for a shared event; raises as `export_memory`."""
 
     def import_event(self, handle: bytes) -> int:
-        """The other process's event, to wait for; raises as `export_memory`."""
+        """Open another process's event, for waiting; raises as `export_memory`."""
 
     def reach(self, peer: int) -> None:
-        """Let this device's kernels reach the memory of another GPU that this process uses, ``peer`` by its number.
-
-        Imported memory needs no such leave, nor does `copy`.
+        """Enable peer access: let this device's kernels access the memory of GPU ``peer`` of this process. Imported
+        memory and `copy` do not need it.
 
         Raises:
-            TransportError: there is no link between the two by which kernels could.
+            TransportError: there is no suitable link between the two.
         """
 
     # ---- kernels
 
     def function(self, source: str, name: str) -> int:
-        """The kernel ``name`` (``extern "C"``) of a CUDA C++ source, compiled at its first use and kept."""
+        """The kernel ``name`` (``extern "C"``) of a CUDA C++ source; compiled at first use and cached."""
 
     def launch(self, function: int, grid: tuple[int, int], threads: int, parameters: int, stream: int) -> None:
         """Launch a kernel.
 
         Args:
+            function: of `function`.
             grid: blocks in x and y.
-            threads: of a block.
+            threads: per block.
             parameters: the address of an array of pointers to the arguments, which are read before this returns.
+            stream: on which it is enqueued.
         """
 
     # ---- graphs
 
     def begin_capture(self, stream: int) -> None:
-        """From now on work given to the stream (and to those that are made to wait for it) is noted down and not
-        carried out."""
+        """Capture the later work of the stream, and of streams that are made to wait for it, instead of running it."""
 
     def end_capture(self, stream: int) -> int:
-        """The noted work as a graph that can be launched."""
+        """End the capture; returns an executable graph."""
 
     def launch_graph(self, graph: int, stream: int) -> None: ...
 
@@ -181,25 +183,24 @@ class Device(Protocol):
 
 
 class Provider(Protocol):
-    """Where devices come from."""
+    """The devices of this process."""
 
     def count(self) -> int:
-        """How many devices this process sees."""
+        """The number of devices that this process sees."""
 
     def device(self, index: int) -> Device:
-        """The device of that number; the same object every time."""
+        """The device of a number; the same object every time."""
 
     def device_of(self, address: int) -> Device:
-        """The device on which an address lies.
+        """The device that has an address.
 
         Raises:
-            InvalidArgumentError: it is no device memory.
+            InvalidArgumentError: the address is not in device memory.
         """
 
 
 class active:
-    """``with active(device)``: the device is the calling thread's current one; afterwards the program's own choice is
-    again."""
+    """Context manager: makes a device the calling thread's current one, and restores the previous one afterwards."""
 
     __slots__ = ("_device", "_previous")
 

@@ -1,4 +1,4 @@
-"""Where devices come from, and which one a rank uses."""
+"""The process's provider of devices, and the choice of a rank's device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class CupyProvider:
     """The GPUs that this process sees, through CuPy.
 
     Raises:
-        MissingDependencyError: there is no GPU, or something that it needs is missing; says what to install or to do.
+        MissingDependencyError: there is no GPU, or a requirement is missing; says what to do.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class CupyProvider:
         return self._count
 
     def device(self, index: int) -> Device:
-        """The device of that number; raises InvalidArgumentError if there is none."""
+        """The device of a number; raises InvalidArgumentError if there is none."""
         found = self._devices.get(index)
         if found is not None:
             return found
@@ -46,8 +46,7 @@ class CupyProvider:
             return self._devices[index]
 
     def device_of(self, address: int) -> Device:
-        # The driver is asked and not CUDA's runtime, which would begin to use GPU 0 in a thread that has not chosen a
-        # GPU yet.
+        # By the driver, because CUDA's runtime would create a context on GPU 0 in a thread that has not chosen a GPU.
         try:
             on_device = libcuda.attribute(address, libcuda.MEMORY_TYPE) == libcuda.DEVICE_MEMORY
             index = libcuda.attribute(address, libcuda.DEVICE_ORDINAL)
@@ -63,7 +62,7 @@ class CupyProvider:
 
 
 def provider() -> Provider:
-    """Where this process has its devices from: CuPy, unless `use` said otherwise. Made at the first call; raises as
+    """The provider of this process: CuPy's, unless `use` has set another. Created by the first call; raises as
     `CupyProvider`."""
     global _provider
     with _lock:
@@ -73,7 +72,7 @@ def provider() -> Provider:
 
 
 def use(replacement: Provider | None) -> Provider | None:
-    """Have devices come from somewhere else from now on; None: from CuPy. Returns what was in use."""
+    """Replace the provider; None: CuPy's. Returns the previous one."""
     global _provider
     with _lock:
         previous, _provider = _provider, replacement
@@ -81,12 +80,11 @@ def use(replacement: Provider | None) -> Provider | None:
 
 
 def choose(local_rank: int, override: int | None = None) -> int:
-    """The GPU that a rank uses: the one it was told to, else that of its number on the host, in turns if ranks
-    outnumber GPUs.
+    """The number of the GPU that a rank uses: ``override``, otherwise its local rank modulo the number of GPUs.
 
     Args:
-        local_rank: the rank's number among those of its host.
-        override: the number of a GPU, as this process counts them.
+        local_rank: this rank among those of its host.
+        override: the number of a GPU in this process.
 
     Raises:
         InvalidArgumentError: there is no such GPU.
@@ -103,11 +101,10 @@ def choose(local_rank: int, override: int | None = None) -> int:
 
 
 def sharers(identities: Sequence[str]) -> int:
-    """The most ranks that use one and the same GPU.
-
-    The number of GPUs that a process sees does not tell: where each rank is shown one of its own, all of them see one.
+    """The largest number of ranks that use the same GPU.
 
     Args:
-        identities: `device.Device.identity` of the GPU of each rank of one host.
+        identities: `Device.identity` of the GPU of each rank of one host. (The number of visible GPUs does not tell: it
+            is 1 for all ranks if each is shown a GPU of its own.)
     """
     return max(Counter(identities).values(), default=0)

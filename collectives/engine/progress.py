@@ -80,6 +80,8 @@ class Progress:
         self.driving = self.stopping = False
         self._submissions.work = threading.Event()
         self._background: threading.Thread | None = None
+        self._woken: list[Progress] = []
+        """This object, from `wake` until the background thread runs: an engine with work must not be collected."""
         self._callers.reset()
 
     # ---- one thread drives
@@ -210,13 +212,14 @@ class Progress:
                 if self._background is None:
                     thread = threading.Thread(
                         target=_run_background,
-                        args=(weakref.ref(self), self._submissions.work),
+                        args=(weakref.ref(self), self._woken, self._submissions.work),
                         name=f"{THREAD_NAME} {self._rank}",
                         daemon=True,
                     )
                     weakref.finalize(self, self._submissions.work.set)
                     thread.start()
                     self._background = thread
+        self._woken[:] = [self]
         self._submissions.work.set()
 
     def await_background(self, within: float) -> None:
@@ -362,12 +365,12 @@ class Progress:
         )
 
 
-def _run_background(reference: weakref.ref[Progress], work: threading.Event) -> None:
-    """The background thread; it does not keep its engine alive."""
+def _run_background(reference: weakref.ref[Progress], woken: list[Progress], work: threading.Event) -> None:
+    """The background thread; it keeps its engine alive only while there is work."""
     while True:
         work.wait()
         work.clear()
-        progress = reference()
+        progress = woken.pop() if woken else reference()
         if progress is None or progress.ended:
             return
         progress.gather()

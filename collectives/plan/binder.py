@@ -1,28 +1,35 @@
 """Binding: every action of a program becomes a closure that takes the segment's number and moves one block.
 
-What can be known when a plan is made is looked up here, once: arrays of windows, addresses within slots, kernels, whom
-to wait for. What changes from call to call is read from the executor's `State`. So a call in the steady state runs a
-list of closures, and neither plans nor allocates. The most frequent actions have closures of their own in `shortcuts`.
+What can be known when a plan is made is looked up once: arrays of windows, addresses within slots (`blocks`), kernels,
+the peers to wait for. What changes from call to call is read from `ExecutorState`. So a call in the steady state runs a
+list of closures, and neither plans nor allocates. The most frequent actions have closures of their own in `fast_paths`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from collectives.fusion import Lists, Pieces
 from collectives.plan import fast_paths, window_packing
+from collectives.plan.blocks import BlockOf, Blocks
 from collectives.plan.fast_paths import Do, ExecutorState, Kernel, Scale
-from collectives.plan.program import Action, Medium, Place, Program, RoundProgram, Space, Verb
-from collectives.transport.base import SLOT_BYTES, SLOTS, Array
+from collectives.plan.program import Action, Medium, Program, RoundProgram, Space, Verb
+from collectives.transport.base import Array
 from collectives.transport.group import Group
 
 
 class BoundRound:
-    """The closures of one round: posts and pushes first, then the rest in order, each with whether it waits for a
-    message."""
+    """The closures of one round, in the order in which they run.
+
+    Attributes:
+        posts: post sends and receives.
+        pushes: write into peers' memory.
+        rest: the others, each with whether it waits for a message.
+        drain_first: whether all messages must have arrived before the rest.
+    """
 
     __slots__ = ("drain_first", "has_messages", "posts", "pushes", "rest")
 
@@ -44,6 +51,8 @@ class Plan:
         needs_addresses: peers read or write private memory.
         partners: the peers whose private memory this rank reads or writes.
         reads_outputs: peers read each other's outputs, not only inputs; the same on every rank.
+        touched_by: the peers that read or write this rank's private memory, each with the group of rounds, counted from
+            the call's beginning, after which it does so no more.
     """
 
     __slots__ = (
@@ -74,7 +83,6 @@ class Plan:
         self.segments = segments
         self.stride = stride
         self.staged = staged
-        # The group, counted from the call's beginning, after which a peer touches this rank's memory no more.
         self.touched_by = tuple((peer, (segments - 1) * stride + last + 1) for peer, last in program.touched_by)
         self.uses_window = program.uses_window
         actions = [action for r in program.rounds for action in (*r.pushes, *r.rest) if action.medium is Medium.DIRECT]
@@ -92,8 +100,7 @@ class Binder:
         state: of the executor that will run it.
         group: whose transports move the blocks.
         windows: every rank's window as bytes; None for ranks elsewhere.
-        scratch: one array of ``dtype``: block 0 takes what is read directly, the others messages that wait for their
-            turn.
+        scratch: one array of ``dtype``: block 0 takes what is read directly, the others messages that are reduced.
         dtype, block, segments, stride, staged: of the plan; the block in elements.
         kernel, finish: how two blocks combine, and what scales a finished one.
         pieces: of a fused plan over windows, whose input is packed there; None otherwise.
@@ -127,33 +134,30 @@ class Binder:
         self._staged = staged
         self._kernel = kernel
         self._finish = finish
-        self._windows = [None if window is None else window.view(dtype) for window in windows]
-        own = windows[group.rank]
-        assert own is not None
-        self._window_at = own.ctypes.data
-        self._slot = SLOT_BYTES // dtype.itemsize
-        self._letters = 1
+        self._blocks = Blocks(state, group.rank, windows, scratch, dtype, block)
+        self._buffers = 1
+        """Blocks of the scratch memory in use; the first one takes what is read directly."""
         self._scratch = scratch
         self._pieces = pieces
         self._lists = lists
 
     def round(self, program: RoundProgram) -> BoundRound:
-        letters: dict[int, int] = {}
+        buffers: dict[int, int] = {}
         posts: list[Do] = []
         for action in program.receives:
             if action.verb is Verb.REDUCE or action.detour:
-                letters[id(action)] = self._letters
-                self._letters += 1
-            posts.append(self._post_receive(action, letters.get(id(action))))
+                buffers[id(action)] = self._buffers
+                self._buffers += 1
+            posts.append(self._post_receive(action, buffers.get(id(action))))
         posts += [self._post_send(action) for action in program.sends]
         pushes = [self._push(action) for action in program.pushes]
-        rest = [(a.medium is Medium.MESSAGE, self._act(a, letters.get(id(a)))) for a in program.rest]
+        rest = [(a.medium is Medium.MESSAGE, self._act(a, buffers.get(id(a)))) for a in program.rest]
         return BoundRound(posts, pushes, rest, program.drain_first)
 
-    def _post_receive(self, action: Action, letter: int | None) -> Do:
-        messages, length, peer = self._group.messages, self._length(action.size), action.peer
+    def _post_receive(self, action: Action, buffer: int | None) -> Do:
+        messages, length, peer = self._group.messages, self._blocks.length(action.size), action.peer
         assert messages is not None and action.target is not None
-        into = self._array(action.target) if letter is None else self._letter(letter)
+        into = self._blocks.own(action.target) if buffer is None else self._blocks.in_scratch(buffer)
 
         def post_receive(segment: int) -> None:
             n = length(segment)
@@ -163,9 +167,9 @@ class Binder:
         return post_receive
 
     def _post_send(self, action: Action) -> Do:
-        messages, length, peer = self._group.messages, self._length(action.size), action.peer
+        messages, length, peer = self._group.messages, self._blocks.length(action.size), action.peer
         assert messages is not None and action.source is not None
-        block = self._array(action.source)
+        block = self._blocks.own(action.source)
 
         def post_send(segment: int) -> None:
             n = length(segment)
@@ -183,9 +187,9 @@ class Binder:
             )
         if source.space is not Space.WINDOW:
             return fast_paths.push_directly(self._state, memory.store, action, self._block, self._itemsize)
-        length, peer, itemsize, store = self._length(action.size), action.peer, self._itemsize, memory.store
+        length, peer, itemsize, store = self._blocks.length(action.size), action.peer, self._itemsize, memory.store
         assert action.target is not None
-        here, there = self._address(source), self._peer_address(peer, action.target)
+        here, there = self._blocks.own_address(source), self._blocks.peer_address(peer, action.target)
 
         def push(segment: int) -> None:
             n = length(segment)
@@ -194,7 +198,7 @@ class Binder:
 
         return push
 
-    def _act(self, action: Action, letter: int | None) -> Do:
+    def _act(self, action: Action, buffer: int | None) -> Do:
         wait = self._wait(action)
         if action.verb is Verb.AWAIT:
             return wait
@@ -207,23 +211,25 @@ class Binder:
             return shortcut
         if action.verb is Verb.STAGE or (action.verb is Verb.TAKE and action.peer == self._group.rank):
             return self._copy_own(action)
-        value = self._value(action, letter)
+        value = self._value(action, buffer)
         if action.verb is Verb.REDUCE:
             return self._reduce(action, value, wait)
-        return self._take(action, value, wait, letter)
+        return self._take(action, value, wait, buffer)
 
     def _shortcut(self, action: Action, wait: Do) -> Do | None:
-        """A closure written for the case, if it is one of those that most calls consist of."""
+        """The closure of `fast_paths` for an action, if there is one."""
         state, source, operand, target = self._state, action.source, action.operand, action.target
         kernel, finish, memory = self._kernel, self._finish if action.finish else None, self._group.memory
         if source is None or target is None or action.also is not None:
             return None
         if action.medium is Medium.WINDOW and action.verb is Verb.STAGE and self._segments == 1:
-            return fast_paths.stage(state, self._slots(self._group.rank, target, action.size), source, action.size)
+            return fast_paths.stage(
+                state, self._blocks.in_slots(self._group.rank, target, action.size), source, action.size
+            )
         if target.space is not Space.OUTPUT:
             return None
         if action.medium is Medium.WINDOW and source.space is Space.WINDOW and self._segments == 1:
-            theirs, staged = self._slots(action.peer, source, action.size), self._staged and action.after == 0
+            theirs, staged = self._blocks.in_slots(action.peer, source, action.size), self._staged and action.after == 0
             if action.verb is Verb.TAKE:
                 return fast_paths.take_from_window(state, theirs, target, action.size, wait, staged)
             if operand is not None and operand.space is Space.INPUT and kernel is not None:
@@ -241,20 +247,20 @@ class Binder:
     def _act_on_pieces(self, action: Action, pieces: Pieces, wait: Do) -> Do:
         """An action of a fused plan over windows: inputs and outputs are pieces of many tensors, everything else is a
         block."""
-        target, length, block = action.target, self._length(action.size), self._block
+        target, length, block = action.target, self._blocks.length(action.size), self._block
         assert target is not None and action.source is not None
         if action.verb is Verb.STAGE:
-            return window_packing.pack(pieces, action.source.offset, block, length, self._array(target))
+            return window_packing.pack(pieces, action.source.offset, block, length, self._blocks.own(target))
         outputs = next(
             (place.offset for place in (target, action.also) if place is not None and place.space is Space.OUTPUT), None
         )
-        into = self._array(target) if target.space is Space.WINDOW else None
-        value = self._window(action.peer, action.source)
+        into = self._blocks.own(target) if target.space is Space.WINDOW else None
+        value = self._blocks.in_window(action.peer, action.source)
         if action.verb is Verb.TAKE:
             return window_packing.unpack(pieces, value, into, outputs, block, length, wait)
         operand, kernel = action.operand, self._kernel
         assert operand is not None and kernel is not None
-        own = self._array(operand) if operand.space is Space.WINDOW else None
+        own = self._blocks.own(operand) if operand.space is Space.WINDOW else None
         inputs = (operand.offset, operand.space is Space.INPUT)
         finish = self._finish if action.finish else None
         return window_packing.reduce(
@@ -262,7 +268,7 @@ class Binder:
         )
 
     def _reduce_lists(self, action: Action) -> Do:
-        """A block of the direct all-reduce over direct reads, the one algorithm that lists are made for."""
+        """A block of the direct all-reduce over direct reads, the one algorithm that uses lists."""
         memory, kernel, lists = self._group.memory, self._kernel, self._lists
         assert (
             memory is not None
@@ -276,24 +282,18 @@ class Binder:
             self._state, memory.fetch_list, self._scratch, action, self._block, self._itemsize, kernel, finish, lists
         )
 
-    def _slots(self, rank: int, place: Place, size: int) -> list[Array]:
-        """A block of a rank's window, for each slot."""
-        window = self._windows[rank]
-        assert window is not None
-        return [window[slot * self._slot + place.offset :][:size] for slot in range(SLOTS)]
-
     def _copy_own(self, action: Action) -> Do:
         assert action.source is not None and action.target is not None
-        length = self._length(action.size)
-        source, target, also = self._array(action.source), self._array(action.target), self._second(action)
+        length = self._blocks.length(action.size)
+        source, target, also = self._blocks.own(action.source), self._blocks.own(action.target), self._second(action)
         state = self._state
         if action.verb is Verb.TAKE and (action.source.space, action.target.space) == (Space.INPUT, Space.OUTPUT):
             size, start, end = action.size, action.source.offset, action.target.offset
 
             last = self._segments - 1
 
-            # Not by segments: a copy of many MiB at once goes past the caches, and need not read what it overwrites. In
-            # the last segment, because peers wait for what they read, and for this copy nobody waits.
+            # Not by segments: a copy of many MiB bypasses the caches and does not read what it overwrites. In the last
+            # segment, because no peer waits for this copy.
             def copy_whole(segment: int) -> None:
                 if segment == last and state.input is not state.output:
                     np.copyto(state.output[end : end + size], state.input[start : start + size])
@@ -311,10 +311,10 @@ class Binder:
 
         return copy_own
 
-    def _reduce(self, action: Action, value: Callable[[int, int], Array], wait: Do) -> Do:
+    def _reduce(self, action: Action, value: BlockOf, wait: Do) -> Do:
         assert action.operand is not None and action.target is not None and self._kernel is not None
-        length, kernel, finish = self._length(action.size), self._kernel, self._finish if action.finish else None
-        operand, target, also = self._array(action.operand), self._array(action.target), self._second(action)
+        length, kernel, finish = self._blocks.length(action.size), self._kernel, self._finish if action.finish else None
+        operand, target, also = self._blocks.own(action.operand), self._blocks.own(action.target), self._second(action)
 
         def reduce(segment: int) -> None:
             n = length(segment)
@@ -330,14 +330,18 @@ class Binder:
 
         return reduce
 
-    def _take(self, action: Action, value: Callable[[int, int], Array], wait: Do, letter: int | None) -> Do:
+    def _take(self, action: Action, value: BlockOf, wait: Do, buffer: int | None) -> Do:
         assert action.target is not None
-        length, target, also = self._length(action.size), self._array(action.target), self._second(action)
-        arrives_home = action.medium is Medium.MESSAGE and letter is None
+        length, target, also = self._blocks.length(action.size), self._blocks.own(action.target), self._second(action)
+        arrives_in_place = action.medium is Medium.MESSAGE and buffer is None
         memory, peer, itemsize = self._group.memory, action.peer, self._itemsize
         if action.medium is Medium.DIRECT and action.source is not None and action.source.space is not Space.WINDOW:
             assert memory is not None
-            there, here, fetch = self._peer_address(peer, action.source), self._address(action.target), memory.fetch
+            there, here, fetch = (
+                self._blocks.peer_address(peer, action.source),
+                self._blocks.own_address(action.target),
+                memory.fetch,
+            )
 
             def take_directly(segment: int) -> None:
                 n = length(segment)
@@ -356,26 +360,26 @@ class Binder:
                 return
             wait(segment)
             out = target(segment, n)
-            if not arrives_home:
+            if not arrives_in_place:
                 np.copyto(out, value(segment, n))
             if also is not None:
                 np.copyto(also(segment, n), out)
 
         return take
 
-    def _value(self, action: Action, letter: int | None) -> Callable[[int, int], Array]:
-        """The peer's block as an array: in its window, in the own memory, or brought into scratch memory."""
+    def _value(self, action: Action, buffer: int | None) -> BlockOf:
+        """The peer's block as an array: in its window, in this rank's memory, or fetched into scratch memory."""
         if action.medium is Medium.MESSAGE:
-            return self._letter(letter or 0)
+            return self._blocks.in_scratch(buffer or 0)
         source, peer = action.source, action.peer
         assert source is not None
         if source.space is Space.WINDOW:
-            return self._window(peer, source)
+            return self._blocks.in_window(peer, source)
         if peer == self._group.rank:
-            return self._array(source)
+            return self._blocks.own(source)
         memory, scratch, itemsize = self._group.memory, self._scratch, self._itemsize
         assert memory is not None
-        there, fetch, state = self._peer_address(peer, source), memory.fetch, self._state
+        there, fetch, state = self._blocks.peer_address(peer, source), memory.fetch, self._state
 
         def value(segment: int, n: int) -> Array:
             fetch(peer, there(segment), state.scratch_at, n * itemsize)
@@ -384,7 +388,7 @@ class Binder:
         return value
 
     def _wait(self, action: Action) -> Do:
-        """Wait for the peer's round ``after`` of the same segment; messages bring their own wait."""
+        """Wait for the peer's round ``after`` of the same segment; messages are waited for by draining them."""
         if action.after < 0 or action.medium is Medium.MESSAGE or action.peer == self._group.rank:
             return _nothing
         board, state, peer = self._board, self._state, action.peer
@@ -401,66 +405,8 @@ class Binder:
 
         return wait
 
-    def _length(self, size: int) -> Callable[[int], int]:
-        block = self._block
-
-        def length(segment: int) -> int:
-            left = size - segment * block
-            return left if left < block else block
-
-        return length
-
-    def _second(self, action: Action) -> Callable[[int, int], Array] | None:
-        return None if action.also is None else self._array(action.also)
-
-    def _letter(self, letter: int) -> Callable[[int, int], Array]:
-        scratch, at = self._scratch, letter * self._block
-        return lambda segment, n: scratch[0][at : at + n]
-
-    def _window(self, rank: int, place: Place) -> Callable[[int, int], Array]:
-        window, slot, offset, state = self._windows[rank], self._slot, place.offset, self._state
-        assert window is not None
-
-        def block(segment: int, n: int) -> Array:
-            at = (state.slot + segment) % SLOTS * slot + offset
-            return window[at : at + n]
-
-        return block
-
-    def _array(self, place: Place) -> Callable[[int, int], Array]:
-        """This rank's own block at a place."""
-        state, block, offset = self._state, self._block, place.offset
-        if place.space is Space.WINDOW:
-            return self._window(self._group.rank, place)
-        if place.space is Space.INPUT:
-
-            def of_input(segment: int, n: int) -> Array:
-                at = offset + segment * block
-                return state.input[at : at + n]
-
-            return of_input
-
-        def of_output(segment: int, n: int) -> Array:
-            at = offset + segment * block
-            return state.output[at : at + n]
-
-        return of_output
-
-    def _address(self, place: Place) -> Callable[[int], int]:
-        """The address of this rank's own block."""
-        state, block, itemsize, offset = self._state, self._block, self._itemsize, place.offset
-        slot, window_at = self._slot, self._window_at
-        if place.space is Space.WINDOW:
-            return lambda segment: window_at + ((state.slot + segment) % SLOTS * slot + offset) * itemsize
-        if place.space is Space.INPUT:
-            return lambda segment: state.input_at + (offset + segment * block) * itemsize
-        return lambda segment: state.output_at + (offset + segment * block) * itemsize
-
-    def _peer_address(self, peer: int, place: Place) -> Callable[[int], int]:
-        """The address of a block in the peer's private memory."""
-        state, block, itemsize, offset = self._state, self._block, self._itemsize, place.offset
-        which = 0 if place.space is Space.INPUT else 1
-        return lambda segment: state.addresses[peer][which] + (offset + segment * block) * itemsize
+    def _second(self, action: Action) -> BlockOf | None:
+        return None if action.also is None else self._blocks.own(action.also)
 
 
 def _nothing(segment: int) -> None:

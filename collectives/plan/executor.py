@@ -1,17 +1,17 @@
 """The executor: runs any program over any transport, block by block.
 
-A collective of S segments and K rounds is done in groups: round k of segment s belongs to group ``s * stride + k``.
-With a stride of K a group is one round, and a segment goes through all its rounds while it is in cache. With a stride
-of 1 segments follow each other closely: a rank reads what its peer finished a group ago and seldom waits, and several
-messages travel at once:
+A collective of S segments and K rounds runs in groups of rounds: round k of segment s belongs to group
+``s * stride + k``. With a stride of K a group is one round, and a segment goes through all its rounds while it is in
+cache. With a stride of 1 segments overlap: a rank reads what its peer finished a group ago and seldom waits, and
+several messages are in flight at once:
 
     group      0        1        2        3                 stride = 1, K = 3
     segment 0  round 0  round 1  round 2
     segment 1           round 0  round 1  round 2
     segment 2                    round 0  round 1  round 2
 
-A window has `SLOTS` slots, so no more segments than that may be on their way if they live there: `stride_for` sees to
-it. After each group the rank writes its progress on the board.
+A window has `SLOTS` slots, so that at most as many segments may be in flight through windows: `stride_for` ensures
+that. After each group the rank writes its progress on the board.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ Trace = Callable[[str, float, float], None]
 
 
 def stride_for(rounds: int, segments: int, overlap: bool, uses_windows: bool) -> int:
-    """How many groups lie between the starts of two segments.
+    """The number of groups between the starts of two segments.
 
     Args:
         rounds: of the program, at least 1.
         segments: of the plan.
         overlap: whether segments may overlap at all.
-        uses_windows: whether segments live in window slots on any rank; one slot is always left to be emptied.
+        uses_windows: whether any rank has segments in window slots; one slot is always left for peers to read.
     """
     if not overlap or segments == 1:
         return rounds
@@ -56,7 +56,7 @@ class Executor:
     def __init__(self, group: Group) -> None:
         self.state = ExecutorState(group.size)
         self.trace: Trace | None = None
-        """Told of every group of steps: its name, its beginning and its end, as `time.monotonic` has them."""
+        """Called after every group of rounds with its name, its beginning and its end (`time.monotonic`)."""
         self._group = group
         self._board = group.memory.board if group.memory is not None else None
         windows = group.memory.windows if group.memory is not None else ()
@@ -133,17 +133,18 @@ class Executor:
         return OneBlock(self.state, board, stage, rounds)
 
     def stage(self, plan: Plan) -> None:
-        """Copy segment 0 into the window, before the call is entered; only for staged plans."""
+        """Copy segment 0 into the window before the call is entered. The plan must be staged."""
         if plan.uses_window:
             self._claim(0, plan)
         for _, do in plan.rounds[0].rest:
             do(0)
 
     def run(self, plan: Plan, staged_first: bool = False) -> None:
-        """Run a plan that every rank has agreed on; returns when the result is in the output and the input may change.
+        """Run a plan that all ranks have agreed on. Returns when the result is in the output and the input may change.
 
         Args:
-            staged_first: segment 0 was staged before the call was entered, so that nobody waits for it.
+            plan: bound by this executor.
+            staged_first: segment 0 was staged before the call was entered, so that no peer waits for it.
 
         Raises:
             RankFailedError, CollectiveTimeoutError, TransportError: as the transports; arrays are undefined then.
@@ -168,7 +169,7 @@ class Executor:
         state.base = base + plan.groups
 
     def _run_traced(self, plan: Plan, staged_first: bool, trace: Trace) -> None:
-        """Group by group, with a record of when each began and ended."""
+        """Run group by group, and report each to ``trace``."""
         base, board, rounds = self.state.base, self._board, len(plan.rounds)
         for group in range(plan.groups):
             begun = time.monotonic()
@@ -180,7 +181,7 @@ class Executor:
             trace(", ".join(f"round {k} of segment {segment}" for k, segment in which), begun, time.monotonic())
 
     def _run_in_sequence(self, plan: Plan, staged_first: bool) -> None:
-        """Every round of a segment, then the next segment: each round is a group."""
+        """Run all rounds of a segment before the next segment: each round is a group."""
         board, progress = self._board, self.state.base
         skip = staged_first
         for segment in range(plan.segments):
@@ -204,7 +205,7 @@ class Executor:
                     board.advance(progress)
 
     def _run_group(self, plan: Plan, group: int, staged_first: bool) -> None:
-        """The rounds of different segments that share a group: all messages first, so that they travel together."""
+        """Run the rounds of different segments in one group: all messages first, so that they travel together."""
         stride, segments, rounds = plan.stride, plan.segments, plan.rounds
         active: list[tuple[BoundRound, int]] = []
         for number in range(group % stride, len(rounds), stride):
@@ -245,7 +246,7 @@ class Executor:
             messages.drain()
 
     def _claim(self, segment: int, plan: Plan) -> None:
-        """Wait until no peer reads the slot any more that a segment is about to fill."""
+        """Wait until no peer reads the slot any more that a segment is about to overwrite."""
         board = self._board
         if board is None:
             return

@@ -1,8 +1,10 @@
-"""Shortcuts: the few closures that most calls consist of, written out where every step of Python shows.
+"""Fast paths: the few closures that most calls consist of, and the shortest way through a tiny plan.
 
-They do what `binder` would do in general, with all that can be known looked up beforehand: the whole of an action in
-plans of one segment, whose blocks never move within a slot, and the two halves of the direct all-reduce over direct
-reads.
+They do what `binder` and `executor` do in general, with everything that can be known looked up beforehand:
+
+- whole actions of plans of one segment, whose blocks never move within a slot;
+- the two rounds of the direct all-reduce over direct reads, of one tensor or of a list of pieces;
+- `OneBlock`: all of a staged plan of one segment.
 """
 
 from __future__ import annotations
@@ -23,7 +25,17 @@ _EMPTY: Array = np.empty(0)
 
 
 class ExecutorState:
-    """What changes from call to call: the caller's arrays, the peers' addresses, and how far the world has come."""
+    """What changes from call to call: the caller's arrays, the peers' addresses, and the progress of the world.
+
+    Attributes:
+        input, output: 1-D arrays of the plan's dtype.
+        input_at, output_at, scratch_at: the addresses of these and of the scratch memory.
+        addresses: of every rank's input and output.
+        base: groups finished before this call; equal on all ranks.
+        slot: the window slot of segment 0.
+        free_at: of each window slot, the progress that every peer must have made before it may be overwritten.
+        entered_staged: segment 0 was in the window before the call was entered, so that no rank waits for it.
+    """
 
     __slots__ = (
         "addresses",
@@ -45,15 +57,10 @@ class ExecutorState:
         self.output_at = 0
         self.addresses: list[Sequence[int]] = [(0, 0)] * size
         self.scratch_at = 0
-        """Where the scratch memory begins."""
         self.base = 0
-        """Groups finished before this call, by every rank alike."""
         self.slot = 0
-        """The window slot of segment 0."""
         self.free_at = [0] * SLOTS
-        """Of each window slot, the progress that every peer must have made before it may be overwritten."""
         self.entered_staged = False
-        """Segment 0 was in the window before the call was entered, so that nobody waits for it."""
 
 
 class OneBlock:
@@ -103,11 +110,11 @@ class OneBlock:
 
 
 Move = Callable[[int, int, int, int], None]
-"""`MemoryTransport.fetch` or ``store``: peer, its address, the own address, bytes."""
+"""`MemoryTransport.fetch` or ``store``: peer, its address, this rank's address, bytes."""
 
 
 def stage(state: ExecutorState, views: Sequence[Array], source: Place, size: int) -> Do:
-    """Copy a block of the input into the window: ``views`` of its place, by slot."""
+    """Copy a block of the input into the window; ``views`` are the block in each slot."""
     own = slice(source.offset, source.offset + size)
 
     def stage(segment: int) -> None:
@@ -165,8 +172,8 @@ def reduce_directly(
     kernel: Kernel,
     finish: Scale | None,
 ) -> Do:
-    """Combine an own block with one of a peer's private memory, which is brought into scratch memory first; nobody is
-    waited for."""
+    """Combine a block of this rank with one of a peer's private memory, which is fetched into scratch memory first,
+    without waiting for the peer."""
     source, operand, target = action.source, action.operand, action.target
     assert source is not None and operand is not None and target is not None
     peer, size, which = action.peer, action.size, 0 if source.space is Space.INPUT else 1
@@ -191,7 +198,7 @@ def reduce_directly(
 
 
 def push_directly(state: ExecutorState, store: Move, action: Action, block: int, itemsize: int) -> Do:
-    """Write an own block into a peer's output."""
+    """Write a block of this rank into a peer's output."""
     source, target = action.source, action.target
     assert source is not None and target is not None
     peer, size, here, there = action.peer, action.size, source.offset, target.offset
@@ -221,8 +228,8 @@ def reduce_lists(
     finish: Scale | None,
     lists: Lists,
 ) -> Do:
-    """`reduce_directly` for a block that is a list of pieces: one system call brings them all, then each is combined by
-    itself."""
+    """`reduce_directly` for a block that is a list of pieces: one system call fetches them all, then each is combined
+    separately."""
     operand = action.operand
     assert operand is not None
     from_input, peer, pieces = operand.space is Space.INPUT, action.peer, lists.pieces
@@ -269,7 +276,7 @@ def push_lists(
 
 
 def _blocks_of(start: int, size: int, block: int) -> list[tuple[int, int]]:
-    """Where each segment's block of a chunk begins, and its elements."""
+    """The start and the length of each segment's block of a chunk, in elements."""
     return [(start + done, min(block, size - done)) for done in range(0, size, block)]
 
 

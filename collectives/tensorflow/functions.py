@@ -1,4 +1,4 @@
-"""The same start on every rank: variables and objects as one rank has them."""
+"""Broadcasts of variables and objects, for an equal initial state on all ranks."""
 
 from __future__ import annotations
 
@@ -14,36 +14,37 @@ from collectives.process_sets import ProcessSet
 from collectives.runtime import global_process_set, root_in, world_of
 from collectives.tensorflow import packed_callbacks
 from collectives.tensorflow.autograph import unconverted
+from collectives.tensorflow.conversion import refusing
 from collectives.tensorflow.graph_call import GraphCall
 from collectives.tensors import detection
 
 Object = TypeVar("Object")
 
 # ---- variables
-# -----------------------------------------------------------------------------------------------------------
 
 
 @unconverted
 def broadcast_variables(
     variables: Iterable[Any], root_rank: int, process_set: ProcessSet = global_process_set, inplace: bool = False
 ) -> tf.Operation | None:
-    """Give every rank the root's variables, by one call for all of them; the ranks first compare what they have.
+    """Broadcast the root's variables by one call, after the ranks have compared shapes and dtypes.
 
     Args:
-        variables: TensorFlow's, in a graph for sessions also reference variables, or Keras's; of equal shapes and
-            dtypes in equal order on every rank, whatever they are called.
-        root_rank: the rank whose variables they are, by its number among all ranks.
+        variables: TensorFlow's, in a graph for sessions also reference variables, or Keras's; equal shapes and dtypes
+            in the same order on every rank. Names may differ.
+        root_rank: the root, as a rank of the world.
         process_set: the ranks that take part.
-        inplace: of Horovod's interface, where it saves memory. Here the root writes nothing, and the others' variables
-            take over the memory that was received.
+        inplace: part of Horovod's interface, where it saves memory. Here the root writes nothing, and the other ranks'
+            variables take over the received memory.
 
     Returns:
-        None; in a graph the operation that assigns them, which a session must run.
+        None; in a graph the operation that assigns the variables, which a session must run.
 
     Raises:
-        InvalidTypeError: a variable that holds no numbers.
-        MismatchError: the ranks' variables or roots differ; raised on every rank, and names the first that does.
-            Nothing was touched.
+        InvalidArgumentError: not a variable.
+        InvalidTypeError: a variable whose dtype the engine does not support.
+        MismatchError: the ranks' variables or roots differ; raised on every rank, names the first difference, and
+            leaves the variables untouched.
     """
     assigned = _broadcast(list(variables), root_rank, None, process_set)
     return None if tf.executing_eagerly() else tf.group(*assigned)
@@ -53,7 +54,7 @@ def broadcast_variables(
 def broadcast_(
     variables: Sequence[Any], root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Any]:
-    """`broadcast_variables`, and the variables' values afterwards."""
+    """`broadcast_variables`; returns the variables' new values."""
     assigned = _broadcast(list(variables), root_rank, name, process_set)
     if tf.executing_eagerly():
         return [tf.convert_to_tensor(_value(variable)) for variable in variables]
@@ -62,13 +63,11 @@ def broadcast_(
 
 def _broadcast(variables: list[Any], root_rank: int, name: str | None, process_set: ProcessSet) -> list[Any]:
     label = name or "broadcast_variables"
-    try:
+    with refusing(label, process_set):
         tensors = [_read(variable, number) for number, variable in enumerate(variables)]
-    except Exception as error:
-        raise world_of(process_set).refused(error, label) from None
     if not tensors and not tf.executing_eagerly():
         return []
-    # Eagerly also without any: another rank may have some, and is told so.
+    # Eagerly also without variables: if another rank has some, that is a mismatch.
     call = GraphCall("broadcast", label, process_set, root=root_rank)
     results = packed_callbacks.broadcast(call, tensors)
     if tf.executing_eagerly() and world_of(process_set).rank == root_in(process_set, root_rank):
@@ -90,30 +89,26 @@ def _read(variable: Any, number: int) -> Any:
 
 
 def _value(variable: Any) -> Any:
-    """What TensorFlow can read: Keras's variables hold one of its own."""
+    """The TensorFlow variable; Keras's variables contain one."""
     return variable if isinstance(variable, tf.Variable) else variable.value
 
 
 @unconverted
 def broadcast_global_variables(root_rank: int) -> tf.Operation:
-    """Give every rank the root's global variables of a graph for sessions, when the session runs the operation that
-    this returns.
+    """Return an operation that broadcasts the root's global variables, for a session to run.
 
     Raises:
-        RuntimeError: eager execution has no global variables; pass `broadcast_variables` the model's and the
-            optimizer's.
+        RuntimeError: in eager execution, which has no global variables; use `broadcast_variables` there.
     """
     if tf.executing_eagerly():
         raise RuntimeError(
             "hvd.broadcast_global_variables() works in graphs for sessions only, since eager execution keeps no list "
-            "of variables;"
-            " use hvd.broadcast_variables(model.variables, root_rank) and (optimizer.variables, root_rank)"
+            "of variables; use hvd.broadcast_variables(model.variables, root_rank) and (optimizer.variables, root_rank)"
         )
     return broadcast_variables(tf.compat.v1.global_variables(), root_rank)
 
 
 # ---- objects
-# -------------------------------------------------------------------------------------------------------------
 
 
 @unconverted
@@ -124,17 +119,17 @@ def broadcast_object(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Object:
-    """Give every rank the root's object, now, also while a graph is being built.
+    """Broadcast the root's object, immediately, also while a graph is being built.
 
     Args:
-        obj: anything that pickle or cloudpickle takes; what other ranks pass is ignored.
-        root_rank: the rank whose object it is, by its number among all ranks.
-        session: of Horovod's interface; none is needed.
-        name: of the operation; calls without names are matched by their order.
+        obj: an object that pickle or cloudpickle supports; ignored on other ranks.
+        root_rank: the root, as a rank of the world.
+        session: part of Horovod's interface; not used.
+        name: of the operation; unnamed calls are matched by their order.
         process_set: the ranks that take part.
 
     Returns:
-        The object; on the root the very one that was passed.
+        The object; on the root the same object that was passed.
 
     Raises:
         InvalidTypeError: the object cannot be pickled.
@@ -154,5 +149,5 @@ def broadcast_object_fn(
 def allgather_object(
     obj: Object, session: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Object]:
-    """Give every rank every rank's object, as a list in rank order; arguments and errors as for `broadcast_object`."""
+    """Gather the ranks' objects, as a list in rank order; arguments and errors as for `broadcast_object`."""
     return api.allgather_object(obj, name=name, process_set=process_set)

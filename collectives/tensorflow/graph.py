@@ -1,25 +1,24 @@
-"""How a collective gets into a graph: as one callback, which TensorFlow calls with arrays when it runs the graph.
+"""Collectives in a graph: each is one callback, which TensorFlow calls with arrays when it runs the graph.
 
-A callback blocks a thread of TensorFlow until the other ranks have come. Several that block at a time, in other orders
-on other ranks, would use up a small pool of threads and wait for each other for ever. There are two ways around it:
+A callback blocks one of TensorFlow's threads until the other ranks arrive. Several blocked callbacks, in different
+orders on different ranks, could occupy all threads of a small pool and deadlock. There are two ways to avoid that:
 
-    in the order of the program   in a ``tf.function`` that the main thread traces. Every callback is put between two writes to one variable
-                                  of this process; TensorFlow keeps a function's writes in the order of the program,
-                                  through nested functions, ``tf.cond`` and ``tf.while_loop``. So one callback blocks at
-                                  a time, in the same order on every rank, and the thread that waits drives the engine.
-                                  Costs about 20 us.
-    on a thread of its own        wherever TensorFlow keeps no order: in graphs for sessions, of which any part may be run; in the gradients
-                                  of control flow; and in functions that another thread traces, since several may then
-                                  run at a time. The callback is the function of a dataset of one element, which has a
-                                  thread of its own, so that the pool's threads stay free. Costs about 130 us.
+    in program order      In a ``tf.function`` that the main thread traces. Every callback stands between two writes to
+                          one variable of this process; TensorFlow keeps a function's writes in program order, through
+                          nested functions, ``tf.cond`` and ``tf.while_loop``. So one callback blocks at a time, in the
+                          same order on every rank, and the waiting thread drives the engine. Costs about 20 us.
+    on its own thread     Where TensorFlow keeps no order: in graphs for sessions, which may run any part; in gradients
+                          of control flow; and in functions that another thread traces, since several may run at a time.
+                          The callback is the function of a dataset with one element, which has its own thread, so the
+                          pool's threads stay free. Costs about 130 us.
 
-In the first way unnamed operations are matched by their order, as eager ones are. In the second every one has a name
-that is the same on ranks that build the same graph. Two threads that at the same time run functions that the main
-thread has traced must name their operations, and need a thread of the pool
-(``tf.config.threading.set_inter_op_parallelism_threads``) for each.
+In program order, unnamed operations are matched by their order, as eager ones are. Otherwise every operation has a name
+that is equal on ranks that build the same graph. Two threads that run functions traced by the main thread at the same
+time must name their operations, and need one pool thread each
+(``tf.config.threading.set_inter_op_parallelism_threads``).
 
-Arrays that a callback is given are TensorFlow's own memory; what it returns becomes a tensor without a copy if it is
-aligned to 64 bytes. Tensors on a GPU are copied to the host and back by TensorFlow.
+The arrays passed to a callback are TensorFlow's memory; an array that it returns becomes a tensor without a copy if it
+is aligned to 64 bytes. TensorFlow copies tensors on a GPU to the host and back.
 """
 
 from __future__ import annotations
@@ -36,10 +35,10 @@ from collectives.base.errors import InvalidArgumentError
 from collectives.tensorflow import status
 
 Callback = Callable[..., Any]
-"""Takes arrays, returns a list of arrays; must not keep either."""
+"""Takes arrays, returns a list of arrays; must not keep references to either."""
 
 _order: Any = None
-"""The variable that puts callbacks in the order of the program."""
+"""The variable whose writes keep callbacks in program order."""
 
 
 def call(
@@ -51,27 +50,29 @@ def call(
     name: str | None = None,
     ignore_name_scope: bool = False,
 ) -> list[Any]:
-    """Have a callback called when the graph that is being built runs.
+    """Add a callback to the graph that is being built.
 
     Args:
-        make: the callback for an operation of this name. The same one for the same arguments, please: TensorFlow keeps
-            what it has been given for as long as the process lives.
-        collective: what messages call it.
+        make: returns the callback for an operation of the given name. It must return one object for equal names:
+            TensorFlow never releases callbacks.
+        collective: its name in messages.
         tensors: the callback's arguments.
-        types, shapes: of its results; shapes as far as they are known.
-        name: that was given to the operation.
-        ignore_name_scope: whether that is the whole name.
+        types, shapes: of its results; shapes may be partially known.
+        name: given by the user, or None.
+        ignore_name_scope: whether ``name`` is used without the graph's name scopes.
+
+    Returns:
+        The callback's results, as tensors of the graph.
 
     Raises:
-        InvalidArgumentError: XLA is to compile this graph.
+        InvalidArgumentError: XLA compiles this graph.
     """
     graph = tf.compat.v1.get_default_graph()
     label = name or (f"{collective}_{tensors[0].name}" if tensors else collective)
     if _compiled_by_xla(graph):
         raise InvalidArgumentError(
             f"{label}: XLA cannot compile a collective, which is a call to another process; leave jit_compile out of "
-            f"the tf.function that"
-            " calls it, or set it to False. In Keras: model.compile(..., jit_compile=False)"
+            "the tf.function that calls it, or set it to False. In Keras: model.compile(..., jit_compile=False)"
         )
     types, shapes = list(types), [tf.TensorShape(shape) for shape in shapes]
     with tf.device("CPU:0"):
@@ -89,29 +90,29 @@ def call(
 
 
 def scoped(name: str, ignore_name_scope: bool) -> str:
-    """A name that was given to an operation, within the name scopes of the graph, as Horovod has it."""
+    """Prefix an operation's name by the graph's name scopes, as Horovod does."""
     scope = "" if ignore_name_scope or tf.executing_eagerly() else tf.get_current_name_scope()
     return f"{scope}/{name}" if scope else name
 
 
 def outermost(graph: Any) -> Any:
-    """The graph that a graph is part of: that of a session, or the outermost function's."""
+    """The outermost graph around a graph: a session's, or a function's."""
     with tf.init_scope():
         eager = tf.executing_eagerly()
     while True:
         outer = getattr(graph, "outer_graph", None)
-        # Around functions that are called eagerly there is a graph of TensorFlow's own, the same for all of them.
+        # Functions that are called eagerly share an outer graph of TensorFlow's own.
         if outer is None or (eager and not hasattr(outer, "outer_graph")):
             return graph
         graph = outer
 
 
 def keeps_order(graph: Any) -> bool:
-    """Whether stateful operations of a graph that is being built are carried out in the order of the program."""
+    """Whether stateful operations of a graph that is being built run in program order."""
     if threading.current_thread() is not threading.main_thread():
         return False
-    # Neither is public. Without the first, functions would be told from other graphs; the second is what gradients of
-    # control flow have, which refuse a variable that their forward parts have not used.
+    # Neither attribute is public. Without the first, any function counts as ordered. The second marks gradients of
+    # control flow, which refuse a variable that their forward parts do not use.
     if not getattr(graph, "_add_control_dependencies", graph.building_function) or hasattr(graph, "_forward_graph"):
         return False
     with tf.init_scope():
@@ -119,7 +120,7 @@ def keeps_order(graph: Any) -> bool:
 
 
 def _unique(graph: Any, label: str, ignore_name_scope: bool) -> str:
-    """A name that no other operation of the graph has, and that is the same wherever the same graph is built."""
+    """A name that is unique in the graph, and equal on all ranks that build the same graph."""
     root = outermost(graph)
     if ignore_name_scope:
         with root.name_scope(None):
@@ -128,13 +129,13 @@ def _unique(graph: Any, label: str, ignore_name_scope: bool) -> str:
         name = root.unique_name(label)
     if not root.building_function:
         return str(name)
-    # Other functions may run at the same time. The number that tells functions of one name apart is another on every
-    # rank.
+    # Other functions may run at the same time. The number that TensorFlow appends to a function's name differs between
+    # ranks.
     return f"{re.sub('_[0-9]+$', '', root.name)}/{name}"
 
 
 def _legal(label: str) -> str:
-    """As TensorFlow's operations may be called."""
+    """Replace characters that names of TensorFlow's operations may not contain."""
     return re.sub(r"[^A-Za-z0-9_.\\/>-]", "_", label).lstrip("_") or "collective"
 
 
@@ -156,7 +157,7 @@ def _on_own_thread(
 ) -> list[Any]:
     given = len(tensors)
     callback, types, shapes = status.returning(callback, types, shapes)
-    tensors = tensors or [tf.zeros((), tf.int32)]  # a dataset needs an element
+    tensors = tensors or [tf.zeros((), tf.int32)]  # a dataset needs a component
 
     @tf.function(input_signature=[tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors], autograph=False)  # type: ignore[untyped-decorator]
     def called(*inputs: Any) -> Any:
@@ -180,7 +181,7 @@ def _on_own_thread(
 
 def _compiled_by_xla(graph: Any) -> bool:
     try:
-        # Not public: how tf.function(jit_compile=True) marks what it traces. Without it, XLA itself refuses the
+        # Not public: tells whether tf.function(jit_compile=True) traces this graph. Without it, XLA itself refuses the
         # callback when it compiles.
         flow = importlib.import_module("tensorflow.python.ops.control_flow_util")
         return bool(flow.GraphOrParentsInXlaContext(graph))

@@ -1,13 +1,14 @@
-"""Many tensors in one callback: what a step of training does with its gradients, and its start with its variables.
+"""Grouped operations as one callback: the gradients of a training step, and the initial broadcast of variables.
 
     tensors     | conv1 | bn1 | bn1b | conv2 | odd | fc |
-    arguments   | bn1 + bn1b, copied into one | conv1 | conv2 | odd | fc |     a callback's argument costs about 4 us, copying little less
-    results     | bn1 + bn1b, padded | conv1 | conv2 | fc | , | odd |          one for each dtype: a callback's result costs about 8 us
-    tensors     views of the result, without a copy, but for the small ones
+    arguments   | bn1 + bn1b, copied into one | conv1 | conv2 | odd | fc |
+    results     | bn1 + bn1b, padded | conv1 | conv2 | fc | , | odd |
+    tensors     views of the results, without a copy except of the small ones
 
-TensorFlow splits memory without a copy only along rows of 64 bytes. A large tensor that is no multiple of that, or
-whose size is known only when the graph runs, has a result of its own. The engine reads the arguments and writes the
-results; nothing but small tensors is copied.
+An argument of a callback costs about 4 us, more than copying a small tensor; a result costs about 8 us, so tensors of
+one dtype share one. TensorFlow splits memory without a copy only along rows of 64 bytes: a large tensor whose size is
+not a multiple of that, or is unknown until the graph runs, has its own result. The engine reads the arguments and
+writes the results in place; only small tensors are copied.
 """
 
 from __future__ import annotations
@@ -21,11 +22,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import tensorflow as tf
 
-from collectives.base.errors import CollectivesError
+from collectives.base import dtypes
 from collectives.base.reduce_op import Op
-from collectives.engine import arguments
-from collectives.frontends import agreement
-from collectives.runtime import root_in
+from collectives.frontends import broadcasts
 from collectives.tensorflow import graph
 from collectives.tensors.host_frameworks import wrap_tensorflow
 
@@ -35,18 +34,18 @@ if TYPE_CHECKING:
 Shapes = tuple[tuple[int, ...], ...]
 
 _SMALL = 32 << 10
-"""The most bytes of a tensor that is copied together with others."""
+"""Tensors of at most this many bytes are copied together."""
 _ROW = 64
-"""Bytes at whose multiples TensorFlow takes memory apart without a copy."""
+"""TensorFlow splits memory without a copy at multiples of this many bytes."""
 
 
 @dataclass(frozen=True)
 class PackedArgument:
-    """What an argument of a callback is.
+    """The contents of one argument of a callback.
 
     Attributes:
-        numbers: the places, among the tensors that were passed, of those in it.
-        shapes: of these, where several were copied into one; empty: it is a tensor itself.
+        numbers: the positions of its tensors among those that were passed.
+        shapes: their shapes, if several were copied into one; empty if the argument is a single tensor.
         in_rows: whether its result shares an array with others of its dtype.
     """
 
@@ -56,13 +55,13 @@ class PackedArgument:
 
 
 def allreduce(call: GraphCall, tensors: Sequence[Any]) -> list[Any]:
-    """Put the all-reduce of a group of tensors into the graph."""
-    # Adasum is about each tensor as a whole.
-    return _through(tensors, call.op is not Op.ADASUM, _PackedAllreduce, call)
+    """Add the grouped all-reduce of tensors to the graph."""
+    # Adasum treats each tensor as one vector, so tensors are not copied together.
+    return _packed(tensors, call.op is not Op.ADASUM, _PackedAllreduce, call)
 
 
 def allreduce_now(call: GraphCall, tensors: Sequence[Any]) -> list[Any]:
-    """Carry out the all-reduce of a group of tensors."""
+    """Run the grouped all-reduce of eager tensors."""
     if any("CPU" not in tensor.device for tensor in tensors):
         return call(*tensors)
     arrays = [np.asarray(tensor) for tensor in tensors]
@@ -87,16 +86,15 @@ def allreduce_now(call: GraphCall, tensors: Sequence[Any]) -> list[Any]:
 
 
 def broadcast(call: GraphCall, tensors: Sequence[Any]) -> list[Any]:
-    """Carry out the broadcast of a group of tensors, or put it into the graph."""
-    return _through(tensors, True, PackedBroadcast, call)
+    """Run the broadcast of tensors, or add it to the graph."""
+    return _packed(tensors, True, PackedBroadcast, call)
 
 
 # ---- in the graph
-# ----------------------------------------------------------------------------------------------------------
 
 
-def _through(tensors: Sequence[Any], packs: bool, kind: type[_PackedCallback], call: GraphCall) -> list[Any]:
-    """The results of a callback that gets tensors, some of them copied together."""
+def _packed(tensors: Sequence[Any], packs: bool, kind: type[_PackedCallback], call: GraphCall) -> list[Any]:
+    """Call a callback with tensors, the small ones copied together if ``packs``; returns a result for each tensor."""
     given: list[Any] = []
     parts: list[PackedArgument] = []
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
@@ -116,7 +114,7 @@ def _through(tensors: Sequence[Any], packs: bool, kind: type[_PackedCallback], c
             parts.append(PackedArgument((number,), (), rows and number in split))
 
     def make(name: str | None) -> _PackedCallback:
-        return _known(kind(replace(call, name=name), tuple(parts)))
+        return _interned(kind(replace(call, name=name), tuple(parts)))
 
     if tf.executing_eagerly():
         found = [wrap_tensorflow(array) for array in make(call.name)(*map(np.asarray, given))]
@@ -140,8 +138,7 @@ def _fills_rows(tensor: Any) -> bool:
 
 
 def _outputs(given: Sequence[Any], parts: Sequence[PackedArgument]) -> list[Any]:
-    """For each result of the callback the first argument that it is for: one for all that share rows, in the place of
-    their first."""
+    """For each result of the callback the argument whose result it is, or the first of those that share it."""
     seen: set[Any] = set()
     outputs = []
     for tensor, part in zip(given, parts, strict=True):
@@ -153,7 +150,7 @@ def _outputs(given: Sequence[Any], parts: Sequence[PackedArgument]) -> list[Any]
 
 
 def _pieces(found: Sequence[Any], given: Sequence[Any], parts: Sequence[PackedArgument]) -> list[Any]:
-    """What belongs to each argument, out of the callback's results."""
+    """Split the callback's results into one piece for each argument."""
     rest = iter(found)
     shared: dict[Any, Any] = {}
     pieces = []
@@ -175,7 +172,7 @@ def _pieces(found: Sequence[Any], given: Sequence[Any], parts: Sequence[PackedAr
 
 
 def _apart(values: Any, shapes: Shapes) -> list[Any]:
-    """What was copied into one array, and maybe fills its last row only in part."""
+    """Split an array into the tensors that were copied into it; its last row may be padded."""
     counts = [math.prod(shape) for shape in shapes]
     values = tf.reshape(values, [-1])
     padding = [-1] if values.shape[0] is None or values.shape[0] > sum(counts) else []
@@ -189,30 +186,29 @@ def _shaped(values: Any, like: Any) -> Any:
 
 
 def _rows(count: int, itemsize: int) -> int:
-    """How many rows so many elements take up."""
+    """The number of rows that ``count`` elements occupy."""
     return -(-count * itemsize // _ROW)
 
 
 # ---- when the graph runs
-# ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _PackedCallback:
-    """A callback: what it carries out, and what its arguments are."""
+    """A callback: the call that it runs, and the contents of its arguments."""
 
     call: GraphCall
-    parts: tuple[PackedArgument, ...]
+    arguments: tuple[PackedArgument, ...]
 
     def __call__(self, *arrays: Any) -> list[Any]:
         raise NotImplementedError
 
     def _memory(self, arrays: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """Memory for the results, and each argument's place in it."""
+        """Allocate the results, and the part of them that belongs to each argument."""
         memory = self.call.world.memory
         results, places = [], []
         begun: dict[Any, int] = {}
-        for number, (array, part) in enumerate(zip(arrays, self.parts, strict=True)):
+        for number, (array, part) in enumerate(zip(arrays, self.arguments, strict=True)):
             count, dtype = array.size, array.dtype
             if not part.in_rows:
                 results.append(memory(count, dtype))
@@ -221,7 +217,7 @@ class _PackedCallback:
             unit = _ROW // dtype.itemsize
             if dtype not in begun:
                 begun[dtype] = 0
-                alike = zip(arrays[number:], self.parts[number:], strict=True)
+                alike = zip(arrays[number:], self.arguments[number:], strict=True)
                 rows = sum(
                     _rows(other.size, dtype.itemsize) for other, of in alike if of.in_rows and other.dtype == dtype
                 )
@@ -237,46 +233,42 @@ class _PackedAllreduce(_PackedCallback):
         call = self.call
         results, places = self._memory(arrays)
         how = {"compression": call.compression, **call.reduce_options()}
-        if len(arrays) == 1 and not self.parts[0].shapes:
+        if len(arrays) == 1 and not self.arguments[0].shapes:
             call.world.allreduce(arrays[0], out=places[0], **how)
         else:
-            call.world.grouped_allreduce(arrays, out=places, parts=[part.shapes for part in self.parts], **how)
+            call.world.grouped_allreduce(
+                arrays, out=places, parts=[argument.shapes for argument in self.arguments], **how
+            )
         return results
 
 
 class PackedBroadcast(_PackedCallback):
-    """The callback of a broadcast of variables; the ranks first show each other what they have."""
+    """The callback of a broadcast of variables, whose dtypes and shapes the ranks compare first."""
 
     def __call__(self, *arrays: Any) -> list[Any]:
-        call, world = self.call, self.call.world
+        call = self.call
         label = call.name or "broadcast_variables"
-        root = root_in(call.process_set, call.root, label)
-        try:
-            root = arguments.root(root, world.size)
-        except CollectivesError as error:
-            raise world.refused(error, label) from None
-        layout = {"root_rank": f"rank {call.root}"}
-        for array, part in zip(arrays, self.parts, strict=True):
-            for number, shape in zip(part.numbers, part.shapes or (array.shape,), strict=True):
-                layout[f"variable {number}"] = f"{array.dtype} of shape {shape}"
-        agreement.agree(world, label, layout)
-        names = [f"{label}.{number}" for number in range(len(arrays))]
-        handles = []
-        with world.composed(names) as begin:
-            results, places = self._memory(arrays)
-            for name, array, place in zip(names, arrays, places, strict=True):
-                if world.rank == root:
-                    np.copyto(place, array.reshape(-1))
-                handles.append(world.broadcast_async_(place, root, name=begin(name)))
-        for handle in handles:
-            handle.wait()
+
+        def prepare() -> tuple[tuple[list[Any], list[Any]], dict[str, str]]:
+            described = {}
+            for array, argument in zip(arrays, self.arguments, strict=True):
+                for number, shape in zip(argument.numbers, argument.shapes or (array.shape,), strict=True):
+                    described[f"variable {number}"] = f"{dtypes.name(array.dtype)} of shape {shape}"
+            return self._memory(arrays), described
+
+        world, root, (results, places) = broadcasts.agreed_root(label, call.root, call.process_set, prepare)
+        if world.rank == root:
+            for array, place in zip(arrays, places, strict=True):
+                np.copyto(place, array.reshape(-1))
+        tensors = {str(number): place for number, place in enumerate(places)}
+        broadcasts.broadcast_in_place(world, label, root, tensors, broadcasts.ArrayMemory())
         return results
 
 
 _callbacks: dict[_PackedCallback, _PackedCallback] = {}
-"""For as long as the process lives, as TensorFlow keeps its callbacks; one for each name, way and layout."""
+"""Interned callbacks, never evicted: TensorFlow retains its callbacks. One for each call and layout."""
 
 
-def _known(callback: _PackedCallback) -> _PackedCallback:
-    """The first of all equal callbacks."""
+def _interned(callback: _PackedCallback) -> _PackedCallback:
+    """One object for all equal callbacks."""
     return _callbacks.setdefault(callback, callback)

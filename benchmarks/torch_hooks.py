@@ -171,11 +171,11 @@ def clocked_hooks(calls: list[float]) -> Iterator[None]:
     def registered(parameter: Any, hook: Callable[[Any], object]) -> Any:
         return register(parameter, clocked(hook, calls, clock))
 
-    torch.Tensor.register_post_accumulate_grad_hook = registered
+    torch.Tensor.register_post_accumulate_grad_hook = registered  # type: ignore[method-assign]
     try:
         yield
     finally:
-        torch.Tensor.register_post_accumulate_grad_hook = register
+        torch.Tensor.register_post_accumulate_grad_hook = register  # type: ignore[method-assign]
 
 
 def clocked(hook: Callable[[Any], object], calls: list[float], clock: float) -> Callable[[Any], None]:

@@ -19,7 +19,7 @@ image."""
 WIDTH, DEPTH = 16, 100
 
 
-class ResNet50(nn.Module):  # type: ignore[misc]
+class ResNet50(nn.Module):
     """ResNet-50 as torchvision has it; `benchmarks.models.resnet50` tells the same parameters.
 
     But without running statistics, which DistributedDataParallel broadcasts in each forward and nobody else here.
@@ -42,7 +42,8 @@ class ResNet50(nn.Module):  # type: ignore[misc]
     def forward(self, images: Any) -> Any:
         """Images of shape (N, 3, IMAGE, IMAGE) -> a loss."""
         rows = functional.max_pool2d(functional.relu(self.bn1(self.conv1(images))), 3, 2, 1)
-        rows = self.layer4(self.layer3(self.layer2(self.layer1(rows))))
+        for layer in range(1, 5):
+            rows = self.get_submodule(f"layer{layer}")(rows)
         scores = self.fc(rows.mean((2, 3)))
         return functional.cross_entropy(scores, torch.arange(len(scores)))
 
@@ -51,7 +52,7 @@ def _normalisation(channels: int) -> Any:
     return nn.BatchNorm2d(channels, track_running_stats=False)
 
 
-class _Bottleneck(nn.Module):  # type: ignore[misc]
+class _Bottleneck(nn.Module):
     """1x1, 3x3, 1x1 convolutions beside a shortcut."""
 
     def __init__(self, inputs: int, width: int, stride: int) -> None:
@@ -72,7 +73,7 @@ class _Bottleneck(nn.Module):  # type: ignore[misc]
         return functional.relu(self.bn3(self.conv3(rows)) + shortcut)
 
 
-class Gradients(nn.Module):  # type: ignore[misc]
+class Gradients(nn.Module):
     """Parameters of given shapes in a model that computes next to nothing: the loss is the dot product of all of them
     with the input."""
 
@@ -87,7 +88,7 @@ class Gradients(nn.Module):  # type: ignore[misc]
         return sum(torch.dot(weight.reshape(-1), part) for weight, part in zip(self.weights, parts, strict=True))
 
 
-class Tiny(nn.Module):  # type: ignore[misc]
+class Tiny(nn.Module):
     """DEPTH layers of WIDTH x WIDTH, 200 tensors: what each tensor costs outweighs its bytes. Shortcuts keep gradients
     from vanishing."""
 

@@ -1,7 +1,6 @@
 """What type checkers know of results. Read by mypy, with everything else; never imported.
 
-The frameworks' own types are not looked at (see ``pyproject.toml``), so classes of this file stand for tensors and
-optimizers.
+Classes of this file stand for tensors and optimizers of frameworks that have no types.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
+    import torch.optim as torch_optim
     from typing_extensions import assert_type
 
     import collectives
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
         collectives.world().broadcast_(tensor, 0, op=collectives.Sum)  # type: ignore[call-arg]
         collectives.allreduce(tensor, prescale=2.0)  # type: ignore[call-arg]
 
-    def torch(tensor: Tensor, optimizer: Optimizer) -> None:
+    def torch(tensor: Tensor, optimizer: torch_optim.Adam) -> None:
         hvd = collectives.torch
         assert_type(hvd.allreduce(tensor), Tensor)
         assert_type(hvd.allreduce_(tensor), Tensor)
@@ -65,7 +65,7 @@ if TYPE_CHECKING:
         assert_type(hvd.grouped_allreduce([tensor]), list[Tensor])
         assert_type(hvd.alltoall(tensor), Tensor)
         assert_type(hvd.broadcast_object("text"), str)
-        assert_type(hvd.DistributedOptimizer(optimizer), Optimizer)
+        assert_type(hvd.DistributedOptimizer(optimizer), torch_optim.Adam)
 
     def tensorflow(tensor: Tensor, optimizer: Optimizer) -> None:
         hvd = collectives.tensorflow

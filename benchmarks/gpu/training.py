@@ -11,6 +11,7 @@ import argparse
 import copy
 import importlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import collectives
@@ -75,9 +76,7 @@ def trains_alike(device: str, **options: Any) -> None:
             net(rows).square().mean().backward()
             tuner.step()
     for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(
-            ours, theirs, rtol=tolerance, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
-        )
+        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance, msg=partial("{}: {}".format, name))
     hvd.check_consistency([param.detach().cpu() for param in model.parameters()])
 
 
@@ -120,6 +119,7 @@ def batch_norm_over_all_ranks(device: str) -> None:
     (found * weight[rows]).sum().backward()
     (wanted * weight).sum().backward()
     torch.testing.assert_close(found, wanted[rows], rtol=1e-4, atol=1e-4)
+    assert everything.grad is not None
     torch.testing.assert_close(share.grad, everything.grad[rows], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(hvd.allreduce(ours.weight.grad, op=hvd.Sum), theirs.weight.grad, rtol=1e-4, atol=1e-3)
     torch.testing.assert_close(ours.running_var, theirs.running_var, rtol=1e-4, atol=1e-4)
@@ -129,7 +129,7 @@ def _model() -> Any:
     """Tiny, small, large and sparse parameters."""
     import torch
 
-    class Model(torch.nn.Module):  # type: ignore[misc]
+    class Model(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.table = torch.nn.Embedding(50, 8, sparse=True)

@@ -54,7 +54,7 @@ def new_parameters(key: jax.Array) -> dict[str, jax.Array]:
     return parameters
 
 
-def forward(parameters: dict[str, jax.Array], pictures: jax.Array) -> jax.Array:
+def forward(parameters: dict[str, jax.Array], pictures: jax.Array | np.ndarray) -> jax.Array:
     """The score of each of the ten digits, (n, 10)."""
     numbers = ("NHWC", "HWIO", "NHWC")
     hidden = jax.lax.conv_general_dilated(
@@ -89,7 +89,7 @@ def main() -> Any:
     )
     state = optimizer.init(parameters)
 
-    @jax.jit  # type: ignore[untyped-decorator]
+    @jax.jit
     def step(parameters: Any, state: Any, pictures: jax.Array, labels: jax.Array) -> tuple[Any, Any, jax.Array]:
         loss, gradients = jax.value_and_grad(loss_of)(parameters, pictures, labels)
         updates, state = optimizer.update(gradients, state, parameters)

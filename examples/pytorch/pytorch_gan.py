@@ -10,6 +10,7 @@ al., "Generative adversarial networks", arXiv:1406.2661). The parameters of the 
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -107,7 +108,9 @@ def main() -> None:
 
     digits = torch.tensor(load_digits().data, dtype=torch.float32) / 8 - 1  # -1..1, as the generator's tanh
     dataset = TensorDataset(digits)
-    sampler = DistributedSampler(dataset, num_replicas=hvd.size(), rank=hvd.rank(), seed=args.seed)
+    sampler: DistributedSampler[Any] = DistributedSampler(
+        dataset, num_replicas=hvd.size(), rank=hvd.rank(), seed=args.seed
+    )
     loader = DataLoader(dataset, batch_size=args.batch_size, sampler=sampler)
     digits = digits.to(device)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -98,7 +99,9 @@ class Training:
         self.args = args
         self.device = torch.device("cuda" if args.cuda else "cpu")
         train_set, test_set = digits()
-        self.sampler = DistributedSampler(train_set, num_replicas=hvd.size(), rank=hvd.rank(), seed=args.seed)
+        self.sampler: DistributedSampler[Any] = DistributedSampler(
+            train_set, num_replicas=hvd.size(), rank=hvd.rank(), seed=args.seed
+        )
         self.train_loader = DataLoader(train_set, batch_size=args.batch_size, sampler=self.sampler)
         # Every picture once, whatever the number of ranks; a DistributedSampler would show some twice to make the parts
         # equal.
@@ -110,7 +113,7 @@ class Training:
         # Averaging over more ranks makes steps surer, so that they may be longer; Adasum chooses their length by
         # itself.
         scale = 1 if args.use_adasum else hvd.size()
-        self.optimizer = hvd.DistributedOptimizer(
+        self.optimizer: Any = hvd.DistributedOptimizer(
             torch.optim.SGD(self.model.parameters(), lr=args.lr * scale, momentum=args.momentum),
             named_parameters=self.model.named_parameters(),
             compression=hvd.Compression.fp16 if args.fp16_allreduce else hvd.Compression.none,

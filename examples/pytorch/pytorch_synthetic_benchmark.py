@@ -29,7 +29,7 @@ MODELS = {
 }
 
 
-class Bottleneck(nn.Module):  # type: ignore[misc]
+class Bottleneck(nn.Module):
     """1 x 1 to fewer channels, 3 x 3, 1 x 1 to four times as many; added to the input, which is projected where the
     shapes differ."""
 
@@ -45,7 +45,7 @@ class Bottleneck(nn.Module):  # type: ignore[misc]
             nn.Conv2d(width, 4 * width, 1, bias=False),
             norm_layer(4 * width),
         )
-        self.shortcut = nn.Identity()
+        self.shortcut: nn.Module = nn.Identity()
         if stride > 1 or channels != 4 * width:
             self.shortcut = nn.Sequential(
                 nn.Conv2d(channels, 4 * width, 1, stride=stride, bias=False), norm_layer(4 * width)

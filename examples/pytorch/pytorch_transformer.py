@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import math
 from pydoc_data import topics
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +25,7 @@ import collectives.torch as hvd
 LETTERS = 128  # ASCII
 
 
-class Block(nn.Module):  # type: ignore[misc]
+class Block(nn.Module):
     """Attention to all letters so far, then two linear layers, each added to its input."""
 
     def __init__(self, width: int, heads: int) -> None:
@@ -46,7 +47,7 @@ class Block(nn.Module):  # type: ignore[misc]
         return x + self.feed_forward(x)
 
 
-class Transformer(nn.Module):  # type: ignore[misc]
+class Transformer(nn.Module):
     """Letters (batch, length) to the scores of the letter after each (batch, length, 128)."""
 
     def __init__(self, width: int, heads: int, layers: int, length: int) -> None:
@@ -143,7 +144,7 @@ def main() -> None:
         # Block by block: a block's gradients are sent while those of the block before it are computed.
         for block in model.blocks:
             block.compile(backend=args.compile)
-    optimizer = hvd.DistributedOptimizer(
+    optimizer: Any = hvd.DistributedOptimizer(
         torch.optim.AdamW(model.parameters(), lr=args.lr * math.sqrt(hvd.size())),
         named_parameters=model.named_parameters(),
         compression=hvd.Compression.fp16 if args.fp16_allreduce else hvd.Compression.none,

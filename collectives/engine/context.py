@@ -1,4 +1,4 @@
-"""What the tasks of one world share: transports, plans, memory, counters."""
+"""The context of a world's tasks: transports, plans, memory, counters."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Statistics:
-    """What a world has done so far. Bytes are of this rank's tensors."""
+    """Counters of a world. Bytes are of this rank's tensors."""
 
     rounds: int = 0
-    """Rounds of agreement."""
+    """Negotiation rounds."""
     unanimous: int = 0
     """Rounds in which all ranks proposed the same."""
     compared: int = 0
     """Rounds after which the ranks compared what they have."""
     exchanged: int = 0
-    """Comparisons in which something new was told in full."""
+    """Comparisons in which a rank told a new request in full."""
     tensors: int = 0
     buckets: int = 0
     """Tasks carried out; a bucket of fused tensors is one."""
     plans_made: int = 0
-    """Lists of several operations that were not known yet."""
+    """Lists of several operations that were planned."""
     bytes_reduced: int = 0
     bytes_packed: int = 0
     bytes_unpacked: int = 0
@@ -52,7 +52,12 @@ class Statistics:
 
 
 class Context:
-    """What the tasks of one world share."""
+    """What the tasks of one world share.
+
+    Args:
+        group: the ranks.
+        executor, entries, plans, planner, pool: of the world.
+    """
 
     def __init__(
         self,
@@ -74,26 +79,25 @@ class Context:
         self.statistics = Statistics()
         self.timeline: Timeline | None = None
         self.device_tasks: Callable[[Sequence[CachedRequest]], Sequence[tuple[Any, Sequence[int]]]] = _no_devices
-        """Makes the tasks of entries of device tensors that may be fused: each with the places of its entries among
-        these."""
+        """Makes the tasks for requests on device tensors that may be fused, each with the positions of its requests."""
         self.release_devices: Callable[[], int] = _nothing
-        """Gives back the device memory of peers; the bytes."""
+        """Unmaps the peers' device memory. Returns the bytes."""
         self.joined = False
-        """Whether this rank contributes neutral elements, which no factor may touch."""
+        """Whether this rank contributes neutral elements, to which no factor is applied."""
         self.quietly = _quiet_runner()
         self._buffer = np.empty(0, np.uint8)
 
     def buffer(self, count: int, dtype: np.dtype[Any]) -> Array:
-        """Memory that tasks take turns in using, as ``count`` elements."""
+        """The buffer that tasks share, one after the other, as ``count`` elements."""
         if self._buffer.nbytes < count * dtype.itemsize:
             self._buffer = np.empty(-(-count * dtype.itemsize // 4096) * 4096, np.uint8)
         return self._buffer[: count * dtype.itemsize].view(dtype)
 
     def meet(self, token: int, words: Sequence[int] | memoryview = ()) -> None:
-        """Meet all ranks within something that they have agreed on.
+        """Synchronise all ranks within an operation that they have agreed on.
 
         Raises:
-            TransportError: they are not where they should be, which must not happen.
+            TransportError: they are at different places, which must not happen.
         """
         if not self.control.agree(token, words):
             raise TransportError(
@@ -101,19 +105,18 @@ class Context:
             )
 
     def make_room(self) -> int:
-        """Have every rank give back the device memory of its peers; all ranks call it, and all have done so when it
-        returns.
+        """Have every rank unmap its peers' device memory. All ranks call it; all have done so when it returns.
 
         Returns:
             The bytes that this rank no longer maps.
 
         Raises:
-            TransportError: on every rank, if one cannot.
+            TransportError: on every rank, if one of them cannot.
         """
         released, problem = 0, ""
         try:
             released = self.release_devices()
-        except Exception as error:  # whatever it is, the others are in the exchange
+        except Exception as error:  # the others are in the exchange, whatever it is
             problem = f"{type(error).__name__}: {error}"
         problem = next(filter(None, self.control.exchange(problem)), "") if self.size > 1 else problem
         if problem:
@@ -121,27 +124,28 @@ class Context:
         return released
 
     def release(self) -> None:
-        """Let go of the windows, and of memory that tasks use."""
+        """Drop the windows and the memory that tasks use."""
         self.entries.release()
         self.executor.release()
         self._buffer = np.empty(0, np.uint8)
         del self.executor, self.entries, self.plans
 
     def run_plan(self, plan: Plan, staged: bool, warns: bool) -> None:
-        """Run a plan without NumPy's warnings."""
-        # Entered here and not around a wait: a context admits one thread at a time.
+        """Run a plan, without NumPy's warnings if its kernels may emit some."""
+        # Not around the caller's waits: a context admits one thread at a time.
         if warns:
             self.quietly(self.executor.run, plan, staged)
         else:
             self.executor.run(plan, staged)
 
     def scale(self, scaling: reduction.Scaling, source: Array, out: Array) -> None:
+        """Write the scaled ``source`` into ``out``, without NumPy's warnings."""
         with reduction.quiet():
             scaling(source, out)
 
 
 def _nothing() -> int:
-    """Of a world that has no device."""
+    """Release nothing: the world has no device."""
     return 0
 
 
@@ -150,7 +154,7 @@ def _no_devices(entries: Sequence[CachedRequest]) -> Sequence[tuple[Any, Sequenc
 
 
 def address(array: Array) -> int:
-    """Where an array's elements begin."""
+    """The address of an array's first element."""
     at: int = array.__array_interface__["data"][0]
     return at
 
@@ -158,8 +162,8 @@ def address(array: Array) -> int:
 def _quiet_runner() -> Callable[..., Any]:
     """A function that calls another without NumPy's floating-point warnings.
 
-    NumPy 2 keeps its error state in a context variable: a context in which it is off, made once and entered under the
-    engine's lead, costs a twentieth of `numpy.errstate`. NumPy 1 needs the latter.
+    NumPy 2 keeps its error state in a context variable: a context in which it is off, made once and entered by the
+    driving thread, costs a twentieth of `numpy.errstate`. NumPy 1 needs the latter.
     """
     if int(np.__version__.split(".")[0]) >= 2:
         context = contextvars.copy_context()

@@ -1,15 +1,14 @@
-"""What ranks ask for, and how they find out what all of them ask for.
+"""Negotiation: requests, and the ledger from which every rank concludes what all of them have submitted.
 
-Ranks may submit operations in any order, at any time. A *round* begins when a rank proposes to carry out what it has,
-as one number that stands for the whole list. If all ranks propose the same list, that is all there is to it: the list
-is carried out. If not, the ranks compare:
+Ranks may submit operations in any order, at any time. A *negotiation round* begins when a rank proposes a list of
+operations, hashed into one number. If all ranks propose the same list, it is carried out. If not, the ranks compare:
 
     bits     each rank shows which entries of the cache it has submitted; what all of them have is ready
-    news     whoever has something that is not in the cache tells it in full, once
+    news     a rank that has submitted something that is not in the cache tells it in full, once
 
-and from these every rank draws the same conclusion, with the same pure function: what is ready, and what all ranks ask
-for but not alike, which is an error on every rank. What is ready is proposed by all in the next round. There is no
-coordinator.
+From these every rank computes the same result, with the same pure function: what is ready, and what all ranks have
+submitted but not alike, which is an error on every rank. What is ready is proposed by all in the next round. No rank
+coordinates the others.
 """
 
 from __future__ import annotations
@@ -21,20 +20,20 @@ from dataclasses import dataclass, field, fields, replace
 from collectives.base.errors import MismatchError
 
 _MOST_PASSED = 1024
-"""Names that ranks have waited for in vain, of which the latest are remembered."""
+"""The most names to remember that ranks have waited for in vain."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """All that must be alike on every rank for a call to make sense.
+    """Everything that must be equal on all ranks for one operation.
 
     Attributes:
-        collective: the operation's name, or "invalid" if the rank was given arguments that it had to refuse.
+        collective: the operation's name, or "invalid" if this rank refused its arguments.
         shape: of the tensor; without the first dimension where ranks may differ in it.
-        device: the kind of device that the tensor lies on; None: the CPU.
-        wire: the dtype in which elements travel; None: their own.
-        members: the requests of a group, which are carried out together.
-        parts: the shapes of the tensors that lie one behind the other in this one, if there are several.
+        device: the kind of device that holds the tensor; None: the CPU.
+        wire: the dtype in which elements are sent; None: their own.
+        members: the requests of a grouped operation, which are carried out together.
+        parts: the shapes of the tensors that are concatenated in this one, if there are several.
         detail: an "invalid" request's error.
     """
 
@@ -60,7 +59,7 @@ class Request:
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") & 0x7FFF_FFFF_FFFF
 
     def describe(self) -> str:
-        """One line for people."""
+        """One line for messages."""
         if self.collective == "invalid":
             return f"refused its arguments: {self.detail}"
         if self.members:
@@ -81,7 +80,7 @@ class Request:
 
 
 STARVING = Request("starving").signature()
-"""Said in place of a list, or of a task in it, by a rank that was refused memory."""
+"""The token of a rank that was refused memory, in place of a list's or a task's."""
 
 
 UNNAMED = (
@@ -89,16 +88,16 @@ UNNAMED = (
     "it has caught, stays "
     "apart from the others; name the operations, or call shutdown() and init() on every rank."
 )
-"""What to do about ranks that are at different places."""
+"""What to do about ranks that are out of step."""
 
 
 def mismatch(rank: int, requests: Sequence[Request | None], names: Sequence[int] | None = None) -> MismatchError:
-    """The error for ranks that asked for different things: what differs, and what each rank asked for.
+    """The error for requests that differ: in which fields, and what each rank requested.
 
     Args:
-        rank: that raises it.
-        requests: of every rank; None where a rank has joined.
-        names: the ranks' numbers in messages; theirs in the group by default.
+        rank: the rank that raises it.
+        requests: every rank's; None where a rank has joined.
+        names: the ranks' numbers in messages; by default those in the group.
     """
     asked = {
         (names or range(len(requests)))[peer]: request for peer, request in enumerate(requests) if request is not None
@@ -131,8 +130,8 @@ def absent(rank: int, request: Request, joined: Collection[int], names: Sequence
     """The error for an operation that cannot be carried out because a rank has joined; None if it can be.
 
     Args:
-        rank: that raises it.
-        request: what all ranks that have not joined ask for.
+        rank: the rank that raises it.
+        request: of all ranks that have not joined.
         joined: the ranks that have joined.
         names: the ranks' numbers in messages.
     """
@@ -151,20 +150,19 @@ def absent(rank: int, request: Request, joined: Collection[int], names: Sequence
 
 
 Key = str | int
-"""What identifies an operation in flight on all ranks: its name, or, of the unnamed ones, its number in the order of
-calls."""
+"""Identifies an operation in flight on all ranks: its name, or the number of an unnamed one in the order of calls."""
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """What a rank says of itself when the ranks compare what they have.
+    """What one rank tells the others when they compare.
 
     Attributes:
-        bits: bit p is set if this rank has submitted what entry p of the cache stands for.
-        news: whether it has submitted something that it has not told yet and that is not in the cache.
-        joined: whether it has run out of data.
+        bits: bit p is set if this rank has submitted entry p of the cache.
+        news: whether it has submitted something that is not in the cache and that it has not told yet.
+        joined: whether it has joined.
         stuck: whether all its threads wait, so that it will submit nothing more by itself.
-        starving: whether it was refused memory, which the others may hold.
+        starving: whether it was refused device memory, which the others may hold.
     """
 
     bits: int
@@ -198,9 +196,9 @@ class Response:
     """What all ranks do next.
 
     Attributes:
-        ready: the operations that every rank which still has data asks for alike, in the order in which they are
+        ready: the operations that every rank that has not joined has submitted alike, in the order in which they are
             carried out.
-        refused: those that all ask for, but not alike; with each rank's request (None where it has joined).
+        refused: those that all have submitted, but not alike; with each rank's request (None where it has joined).
     """
 
     ready: list[tuple[Key, Request]]
@@ -208,45 +206,43 @@ class Response:
 
 
 class Ledger:
-    """What all ranks know alike about what each of them has asked for. Equal on all ranks, because all feed it the
-    same.
+    """The replicated record of what each rank has submitted: equal on all ranks, because all feed it the same.
 
-    A request that is new is told to all ranks once, in full. What has been carried out once under a name is kept in a
-    cache, and from then on one bit says that a rank asks for the same again. `respond` is a pure function of the ledger
-    and of the frames.
+    A new request is told to all ranks once, in full. A request that was carried out under a name is kept in a cache;
+    from then on one bit says that a rank has submitted it again. `respond` is a pure function of the ledger and of the
+    frames.
 
     Args:
         size: the number of ranks.
-        capacity: of the cache; the entry that was not used for the longest time makes room.
+        capacity: of the cache; the least recently used entry is evicted.
     """
 
     def __init__(self, size: int, capacity: int) -> None:
         self._size = size
         self.capacity = capacity
         self.generation = 0
-        """Changes when the cache does, so that whoever knows it need not look again."""
+        """Changes when the cache does: a caller that has seen it need not look again."""
         self._cache: dict[str, tuple[int, int, int]] = {}
         """By name: the position, the signature, and the generation in which it was used last; the oldest first."""
         self._slots: list[Request | None] = []
         self.news: dict[Key, dict[int, Request]] = {}
         """Requests that ranks have told in full and that are not carried out, by key and rank."""
         self._passed: dict[Key, set[int]] = {}
-        """The ranks that have waited in vain for a name that has never been carried out."""
+        """By name that was never carried out: the ranks that have waited for it in vain."""
         self._names_recur = False
-        """Whether a rank has waited in vain for a name that may have been carried out before: one may be a step
-        ahead."""
+        """Whether a rank has waited in vain for a name that may have been carried out before, so that a rank may be a
+        step ahead."""
 
     def position(self, key: Key, signature: int) -> int | None:
-        """The cache entry that stands for this very request under this name; None if there is none."""
+        """The position in the cache of this request under this name; None if it is not there."""
         known = self._cache.get(key) if type(key) is str else None
         return known[0] if known is not None and known[1] == signature else None
 
     def remember(self, requests: Sequence[tuple[Key, Request, int]]) -> None:
-        """These requests (key, request, signature) have been carried out: the named ones are the cache's newest
+        """Make the named ones of these requests (key, request, signature), which were carried out, the cache's newest
         entries.
 
-        Doing it again while the cache has not changed does nothing, so that whoever knows that need not do it: all
-        ranks' caches stay alike although some skip it.
+        Repeating it while the cache has not changed does nothing, so that a rank may skip it: the caches stay equal.
         """
         if not self.capacity:
             return
@@ -271,7 +267,7 @@ class Ledger:
             self._cache[key] = (position, signature, self.generation)
 
     def respond(self, frames: Sequence[Frame], news: Sequence[Sequence[tuple[Key, Request]]]) -> Response:
-        """Take in what the ranks have told, and say what is to be done."""
+        """Record what the ranks have told, and decide what they do next."""
         for rank, told in enumerate(news):
             for key, request in told:
                 self.news.setdefault(key, {})[rank] = request
@@ -303,16 +299,16 @@ class Ledger:
         return response
 
     def settle(self, key: Key) -> None:
-        """An operation has been carried out."""
+        """Record that an operation was carried out or refused."""
         if self.news:
             self.news.pop(key, None)
 
     def told(self, key: Key) -> dict[int, Request]:
-        """What ranks have told about a key."""
+        """The requests that ranks have told under a key."""
         return self.news.get(key, {})
 
     def asking(self, key: Key, frames: Sequence[Frame]) -> set[int]:
-        """The ranks that ask for what a key stands for, and those that have joined."""
+        """The ranks that have submitted an operation of this key, and those that have joined."""
         told = self.told(key)
         return {
             rank
@@ -321,16 +317,16 @@ class Ledger:
         }
 
     def knows(self, key: Key) -> bool:
-        """Whether an operation of this key may have been carried out: a full cache has forgotten some that have."""
+        """Whether an operation of this key may have been carried out; always, once the cache has been full."""
         return len(self._slots) >= self.capacity or key in self._cache
 
     def passed(self, key: Key) -> set[int]:
-        """The ranks that have waited in vain for a key, if they are past it; none where names recur, and they may come
-        to it again."""
+        """The ranks that have waited in vain for a key and are past it; none where names recur, so that they may come to
+        it again."""
         return set() if self._names_recur else self._passed.get(key, set())
 
     def give_up(self, key: Key, ranks: Iterable[int]) -> None:
-        """Ranks take back what they have asked for under a key, because they waited for it in vain."""
+        """Withdraw these ranks' requests under a key, because they have waited for it in vain."""
         by_rank = self.news.get(key, {})
         for rank in ranks:
             by_rank.pop(rank, None)
@@ -348,7 +344,7 @@ class Ledger:
 
 
 def _ranges(ranks: Sequence[int]) -> str:
-    """Ranks as people write them: ``0-2, 5``."""
+    """Ranks in short, as ``0-2, 5``."""
     parts: list[list[int]] = []
     for rank in ranks:
         if parts and rank == parts[-1][-1] + 1:

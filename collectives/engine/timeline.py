@@ -1,20 +1,20 @@
-"""The timeline: what each rank did and when, as a trace that ui.perfetto.dev and chrome://tracing open.
+"""The timeline: what each rank did and when, as a trace for ui.perfetto.dev and chrome://tracing.
 
-The file is Chrome's JSON array format, one event a line, whole after every write (`tracefile`). A rank is a process of
-the trace; a track is a thread of it. Hosts that share no file system get a file each; `read` reads what ``cat`` makes
-of them.
+The file is in Chrome's JSON array format, one event a line, well-formed after every write (`trace_file`). A rank is a
+process of the trace; a track is a thread of it. Hosts that share no file system have a file each; `read` also reads
+their concatenation.
 
     X      a span on a track; spans on one track nest, or the track gets another lane
-    b, e   a span beside the tracks; these may overlap: the waiting times of tensors
-    i      a mark at one moment of the rank
+    b, e   a span outside the tracks, which may overlap others: the waiting time of a tensor
+    i      a moment of the rank
     M      the names of ranks, tracks and tensors
 
-Beside the ranks each tensor is a process, a row, as in the timelines of Horovod, whose readers look for these:
+Each tensor is a process too, a row, as in Horovod's timelines, whose readers expect these:
 
     B, E   the tensor's phases: ``NEGOTIATE_ALLREDUCE``, then ``ALLREDUCE``; on rank 0
     X      a tick, named by its number, for each rank that submits the tensor
 
-What is recorded is written by a thread of its own some 20 ms later.
+Events are written by a thread of its own, about 20 ms after they were recorded.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ from collectives.base.errors import InvalidArgumentError
 from collectives.engine.trace_file import TraceFile
 
 _PERIOD = 0.02
-"""Seconds after which what is recorded is written: a write of 64 KiB takes some 30 µs."""
+"""Seconds after which recorded events are written: a write of 64 KiB takes about 30 µs."""
 _MOST_BYTES = 1 << 20
-"""Bytes that may wait; then whoever records writes them, and does not wait for another rank to leave the file."""
+"""Bytes that may be unwritten; beyond, the recording thread writes them without waiting for the file's lock."""
 _PATIENCE = 0.5
 """Seconds that opening and closing wait for the lock."""
 _MOST_LANES = 200
 _REMEMBERED_SPANS = 32
-_ROUNDS = 8
+_EXCHANGES = 8
 FIRST_ROW = 1 << 20
-"""From this process id on, processes of a trace are tensors and no ranks."""
+"""Processes of a trace from this id on are tensors, not ranks."""
 _ROW_NUMBERS = 1 << 30
 _MOST_ROWS = 10_000
 
@@ -55,17 +55,17 @@ _log = logging.getLogger("collectives")
 
 
 class Timeline:
-    """Records what one rank does; calls may come from several threads.
+    """Records what one rank does. Methods may be called from any thread.
 
-    A recording call takes a few microseconds and never raises: if the file cannot be written any more, a warning is
+    A recording call takes a few microseconds and never raises: if the file can no longer be written, a warning is
     logged and the timeline is off.
 
     Args:
         path: the file. All ranks may name the same one.
         rank: of the process; the process id in the trace.
-        host: shown behind the rank.
-        offset: what to add to this rank's clock to get rank 0's, in seconds; see ``align``.
-        first: empty the file and begin it. One rank does, before the others open it.
+        host: shown after the rank.
+        offset: seconds to add to this rank's clock to get rank 0's; see `align`.
+        first: empty the file and begin it; for one rank, before the others open it.
 
     Raises:
         InvalidArgumentError: the file cannot be opened for writing.
@@ -99,16 +99,16 @@ class Timeline:
             raise InvalidArgumentError(
                 f"rank {rank}: the timeline {self._path!r} cannot be written: {error.strerror}"
             ) from error
-        # Named as the engine's own threads are, which submit nothing.
+        # Named like the engine's own threads, which count as threads that submit nothing.
         name = f"collectives rank {rank}: timeline"
         threading.Thread(target=_write_what_is_due, args=(weakref.ref(self), self._due), name=name, daemon=True).start()
         weakref.finalize(self, self._due.set)
 
     def span(self, track: str, name: str, begin: float, end: float, **args: object) -> None:
-        """Record what lasted from ``begin`` to ``end``, in seconds of ``time.monotonic``, on a named track.
+        """Record a span from ``begin`` to ``end``, in seconds of `time.monotonic`, on a named track.
 
-        A span that overlaps an earlier one of its track without nesting goes to another lane of it. Beyond 200 lanes a
-        rank's spans are recorded beside the tracks, like those of ``async_span``.
+        A span that overlaps an earlier one of its track without nesting goes to another lane. Beyond 200 lanes a rank's
+        spans are recorded outside the tracks, like those of `async_span`.
         """
         values = _values(args)
         with self._lock:
@@ -123,15 +123,14 @@ class Timeline:
         self._relieve()
 
     def async_span(self, category: str, name: str, begin: float, end: float, **args: object) -> None:
-        """Record what lasted from ``begin`` to ``end`` and may overlap anything, such as a tensor that waits to be
-        agreed on."""
+        """Record a span that may overlap any other, such as the negotiation of a tensor."""
         values = _values(args)
         with self._lock:
             self._add_async(category, name, *self._times(begin, end), values)
         self._relieve()
 
     def mark(self, name: str, at: float, **args: object) -> None:
-        """Record a moment of the rank, such as the begin of a cycle."""
+        """Record a moment of the rank, such as the beginning of a cycle."""
         values = _values(args)
         with self._lock:
             stamp = _us(self._times(at, at)[0])
@@ -144,7 +143,7 @@ class Timeline:
         """Record a phase of a tensor on its own row, such as ``ALLREDUCE``.
 
         Args:
-            scope: what tells tensors of one name apart, such as the ranks of a process set.
+            scope: distinguishes tensors of one name, as by the ranks of a process set.
             row: the tensor's name.
             name: of the phase.
             begin, end: as for ``span``. Phases of one tensor nest or do not overlap.
@@ -169,8 +168,7 @@ class Timeline:
         self._relieve()
 
     def _row(self, scope: str, row: str) -> int | None:
-        """The process id of a tensor's row, which is alike on all ranks without asking; None where there are too
-        many."""
+        """The process id of a tensor's row, the same on all ranks; None beyond the largest number of rows."""
         key = (scope, row)
         pid = self._rows.get(key)
         if pid is None and len(self._rows) < _MOST_ROWS:
@@ -180,11 +178,11 @@ class Timeline:
         return pid
 
     def flush(self) -> None:
-        """Write what was recorded, now."""
+        """Write all recorded events now."""
         self._write(_PATIENCE)
 
     def close(self) -> None:
-        """Write what was recorded and close the file. Later calls record nothing; closing again does nothing."""
+        """Write all recorded events and close the file. Later calls record nothing; closing again does nothing."""
         self._write(_PATIENCE, at_any_rate=True)
         with self._writing, self._lock:
             if self._file is not None:
@@ -232,7 +230,7 @@ class Timeline:
             self._due.set()
 
     def _relieve(self) -> None:
-        """Write if too much waits because the thread that writes has not come to it; called without the lock."""
+        """Write if too many events are unwritten; called without the lock."""
         if self._waiting_bytes >= _MOST_BYTES:
             self._write(0.0, at_any_rate=True)
 
@@ -255,10 +253,10 @@ class Timeline:
 
 
 def _write_what_is_due(reference: weakref.ref[Timeline], due: threading.Event) -> None:
-    """The thread of a timeline; it does not keep it alive."""
+    """The writing thread of a timeline, which it does not keep alive."""
     while True:
         due.wait()
-        time.sleep(_PERIOD)  # what comes meanwhile is written with it
+        time.sleep(_PERIOD)  # events recorded meanwhile are written together
         due.clear()
         recorder = reference()
         if recorder is None or recorder._file is None:
@@ -268,8 +266,7 @@ def _write_what_is_due(reference: weakref.ref[Timeline], due: threading.Event) -
 
 
 class _Lane:
-    """One thread of the trace: spans on it nest or do not overlap. The last few are remembered, to compare new ones
-    with."""
+    """One thread of the trace, on which spans nest or do not overlap; new spans are compared with the last few."""
 
     __slots__ = ("_latest", "_recent", "head")
 
@@ -279,7 +276,7 @@ class _Lane:
         self._recent = deque([(start, stop)], maxlen=_REMEMBERED_SPANS)
 
     def takes(self, start: int, stop: int) -> bool:
-        """Whether the span fits; if so, it is taken."""
+        """Add the span if it fits. Returns whether it does."""
         if start < self._latest and any(a < start < b < stop or start < a < stop < b for a, b in self._recent):
             return False
         self._latest = max(self._latest, stop)
@@ -288,8 +285,7 @@ class _Lane:
 
 
 def read(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Read the events of a trace; tolerates a missing bracket, a comma at the end, and lines that are torn, which are
-    left out.
+    """Read the events of a trace. Tolerates a missing bracket and a trailing comma, and skips torn lines.
 
     Raises:
         OSError: the file cannot be read.
@@ -303,19 +299,19 @@ def read(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def align(exchange: Callable[[Any], Sequence[Any]], now: Callable[[], float] = time.monotonic) -> float:
-    """Find what to add to this rank's clock to get rank 0's, in seconds. Every rank calls it at the same time.
+    """The seconds to add to this rank's clock to get rank 0's. Every rank calls it at the same time.
 
     Ranks that share rank 0's clock get exactly 0. For others rank 0's clock is bounded from both sides, as in NTP: rank
     0 reads it after it left one exchange, hence after this rank had entered that one, and before this rank leaves the
-    next.
+    next one.
 
         this rank    entered k-1 .............................. left k
         rank 0                      left k-1   reads   enters k
 
-    The bounds of all rounds together hold the difference; their middle is wrong by half their distance at most.
+    The bounds of all exchanges enclose the difference; the error of their middle is at most half their distance.
 
     Args:
-        exchange: a collective; takes a value and returns those of all ranks by rank, once all have given theirs.
+        exchange: a collective that takes a value and returns those of all ranks, by rank.
         now: this rank's clock.
     """
     own = _clock_name()
@@ -325,7 +321,7 @@ def align(exchange: Callable[[Any], Sequence[Any]], now: Callable[[], float] = t
     least, most = float("-inf"), float("inf")
     entered = now()
     exchange(entered)
-    for _ in range(_ROUNDS):
+    for _ in range(_EXCHANGES):
         reading = now()
         at_rank_0 = exchange(reading)[0]
         least, most = max(least, at_rank_0 - now()), min(most, at_rank_0 - entered)
@@ -334,7 +330,7 @@ def align(exchange: Callable[[Any], Sequence[Any]], now: Callable[[], float] = t
 
 
 def _clock_name() -> tuple[str, ...]:
-    """What names the clock behind ``time.monotonic``: the host, its boot, and the time namespace of a container."""
+    """Identifies the clock of `time.monotonic`: the host, its boot, and the time namespace of a container."""
     boot = namespace = ""
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -350,7 +346,7 @@ def _events_by_line(text: str) -> Iterator[Any]:
 
 
 def _us(nanoseconds: int) -> str:
-    """Microseconds to the last nanosecond; a float would lose it after some months of uptime."""
+    """Microseconds, exact to the nanosecond; a float would not be after some months of uptime."""
     return f"{nanoseconds // 1000}.{nanoseconds % 1000:03d}"
 
 
@@ -363,12 +359,12 @@ def _values(args: dict[str, object]) -> str:
     try:
         return _encode(args)
     except (TypeError, ValueError):
-        # NaN and infinity are no JSON; neither is a dictionary with odd keys.
+        # JSON has no NaN or infinity, and only strings as keys.
         return _encode({key: str(value) for key, value in args.items()})
 
 
 def _plain(value: object) -> object:
-    """NumPy's integers as integers; what JSON has no word for as text."""
+    """NumPy's integers as integers; anything else that JSON lacks as text."""
     try:
         return operator.index(value)  # type: ignore[arg-type]
     except TypeError:

@@ -1,15 +1,14 @@
-"""A file of JSON that several processes add to: an array that is whole after every write.
+"""A JSON file that several processes append to: an array that is well-formed after every write.
 
     [
     {"ph":"M",...},
     {"ph":"X",...}
     ]
 
-A write takes a lock on the file and puts its lines, with a new bracket behind them, where the bracket was, by one call.
-So whoever opens the file reads JSON, also after the program has been killed; what a killed write has left behind is cut
-off by the next one. A reader without the lock that meets a write, which takes some microseconds, may find its lines
-without the bracket, and reads again. Where the file cannot be locked, lines are appended without a bracket, which
-traces may lack.
+A write locks the file and replaces the closing bracket by its lines and a new bracket, in one call. So the file is
+valid JSON at any time, also after the program was killed; the next write truncates what an interrupted one has left. A
+reader without the lock that meets a write, which takes some microseconds, may find its lines without the bracket, and
+reads again. Where the file cannot be locked, lines are appended without a bracket, which traces may lack.
 """
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ from collections.abc import Iterator, Sequence
 
 _END = b"\n]"
 _SEARCHED = 64 << 10
-"""Bytes from the end in which the last whole line is looked for after a write that was cut off."""
+"""Bytes at the end that are searched for the last whole line after a write that was interrupted."""
 
 
 class TraceFile:
     """One process's access to the file. Calls must not overlap.
 
     Args:
-        path: the file; other processes may add to it too.
-        first: empty it. One process does, before the others open it.
+        path: the file; other processes may append to it too.
+        first: empty it; for one process, before the others open it.
 
     Raises:
         OSError: it cannot be opened for reading and writing.
@@ -41,11 +40,11 @@ class TraceFile:
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | (os.O_TRUNC if first else 0), 0o666)
 
     def add(self, lines: Sequence[str], patience: float, at_any_rate: bool = False) -> bool:
-        """Add elements to the array; whether they were.
+        """Append elements to the array. Returns whether they were appended.
 
         Args:
-            lines: each an element.
-            patience: seconds to wait for a process that has the lock.
+            lines: the elements.
+            patience: seconds to wait for a process that holds the lock.
             at_any_rate: whether to append without the lock then.
 
         Raises:
@@ -66,7 +65,7 @@ class TraceFile:
         return False
 
     def close(self) -> None:
-        """Close it; the array is whole already."""
+        """Close the file; the array is well-formed already."""
         os.close(self._file)
 
     def _replace_end(self, text: bytes) -> None:
@@ -90,11 +89,10 @@ class TraceFile:
 
 @contextlib.contextmanager
 def _locked(file: int, patience: float) -> Iterator[bool | None]:
-    """Hold the lock on a file, and say whether it is held: False if others keep it for so long, None if there are no
-    locks here."""
+    """Hold the lock on a file. Yields whether it is held: False after ``patience`` seconds, None without file locks."""
     deadline = time.monotonic() + patience
     while (held := _try_lock(file)) is False and time.monotonic() < deadline:
-        time.sleep(0.001)  # a lock that is waited for in the system's own way cannot be given up in time
+        time.sleep(0.001)  # a blocking flock has no timeout
     try:
         yield held
     finally:
@@ -103,7 +101,7 @@ def _locked(file: int, patience: float) -> Iterator[bool | None]:
 
 
 def _try_lock(file: int) -> bool | None:
-    """True: locked; False: another has it; None: this file system has no locks."""
+    """True: locked; False: another process holds it; None: this file system has no locks."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

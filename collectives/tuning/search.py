@@ -273,7 +273,7 @@ class Tuner:
         return different[_first_of_the_largest(mean + spread)]
 
     def _most_improving(self) -> TunedSettings:
-        """TunedSettings not tried yet that are expected to improve most on the best: changes of it, random ones, and from
+        """Settings not tried yet that are expected to improve most on the best: changes of it, random ones, and from
         there uphill."""
         different = self._different()
         top = float(self._predict(different)[0].max())

@@ -1,12 +1,12 @@
-"""Errors that are TensorFlow's as well as our own, so that whoever catches either catches them.
+"""Errors that are both ours and TensorFlow's, so that handlers for either catch them.
 
     ours                                          TensorFlow's, in eager mode and out of a graph
     MismatchError, NotInitializedError            FailedPreconditionError
     InvalidArgumentError, InvalidTypeError        InvalidArgumentError
     RankFailedError and every other kind          UnknownError
 
-The codes are those that Horovod has for the same. Eagerly a call raises a class below, which has both bases. A graph
-that TensorFlow runs raises TensorFlow's alone, with our message in it; `status` sees to the code.
+The codes are Horovod's. An eager call raises a class below, which has both bases. A graph that TensorFlow runs raises
+TensorFlow's alone, with our message; `status` provides the code.
 """
 
 # mypy: allow-subclassing-any
@@ -26,12 +26,12 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class _TensorFlowError(CollectivesError):
-    """Ours, with what a ``tf.errors.OpError`` has; must come before it among the bases."""
+    """Our error with the attributes of a ``tf.errors.OpError``; must precede it among the bases."""
 
     code = tf.errors.UNKNOWN
     node_def = op = None
     __str__ = Exception.__str__
-    __reduce__ = Exception.__reduce__  # TensorFlow's makes errors of three arguments
+    __reduce__ = Exception.__reduce__  # TensorFlow's constructor takes three arguments
 
     @property
     def message(self) -> str:
@@ -59,7 +59,7 @@ class InvalidSplitsError(_TensorFlowError, errors.InvalidSplitsError, tf.errors.
 
 
 class UnsupportedError(_TensorFlowError, errors.UnsupportedError, NotImplementedError, tf.errors.InvalidArgumentError):
-    """What exists for other tensors, and not for this kind."""
+    """An operation that this kind of tensor does not support."""
 
     code = tf.errors.INVALID_ARGUMENT
 
@@ -108,7 +108,7 @@ _CLASSES: dict[type, type[_TensorFlowError]] = {
 
 
 def as_tensorflow(error: CollectivesError) -> CollectivesError:
-    """The same error in the class that is TensorFlow's as well; itself where there is none."""
+    """Convert an error to the class that is also TensorFlow's; returns it unchanged if there is none."""
     if type(error) not in _CLASSES:
         return error
     twin = _CLASSES[type(error)](*error.args).with_traceback(error.__traceback__)
@@ -118,7 +118,7 @@ def as_tensorflow(error: CollectivesError) -> CollectivesError:
 
 
 def raises_tensorflow(function: Function) -> Function:
-    """A function whose errors of ours are TensorFlow's as well."""
+    """Decorate a function so that its errors are also TensorFlow's."""
 
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What a graph may ask about the ranks when it runs, and not when it is built."""
+"""Operations that return the rank, sizes and membership when a graph runs, not when it is built."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from collectives.process_sets import ProcessSet
 from collectives.tensorflow.autograph import unconverted
 
 _NOT_INITIALIZED, _UNKNOWN_SET = -1, -3
-"""Horovod's numbers."""
+"""Horovod's codes."""
 
 
 @unconverted
@@ -46,14 +46,18 @@ def local_rank_op(name: str | None = None) -> tf.Tensor:
 def process_set_included_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
     """Whether this rank is in a process set when the graph runs: an int32 scalar, 1 or 0.
 
-    -1: there is no world (`collectives.init` has not been called); -3: there is no process set of that number.
+    -1 if `collectives.init` has not been called, -3 if there is no process set with that id.
     """
     return query("included", process_set_id, name)
 
 
 def query(what: str, process_set: ProcessSet | int | None = None, name: str | None = None) -> tf.Tensor:
-    """The answer as an int32 scalar; in a graph that is being built, of the time when it runs."""
-    answer = _question(what, process_set)
+    """Evaluate one of `_ANSWERS`, eagerly or when the graph runs.
+
+    Returns:
+        An int32 scalar.
+    """
+    answer = _callback(what, process_set)
     if tf.executing_eagerly():
         return tf.constant(answer())
     with tf.device("CPU:0"):
@@ -63,14 +67,13 @@ def query(what: str, process_set: ProcessSet | int | None = None, name: str | No
 
 
 @functools.cache
-def _question(what: str, process_set: ProcessSet | int | None) -> Callable[[], Any]:
-    """The same callback for the same question, because TensorFlow keeps it for as long as the process lives."""
+def _callback(what: str, process_set: ProcessSet | int | None) -> Callable[[], Any]:
+    """One callback for equal queries, never evicted: TensorFlow retains its callbacks."""
     return lambda: np.int32(_ANSWERS[what](process_set))
 
 
 def _members(process_set: Any) -> int:
-    known = runtime.process_set_of(process_set)
-    return known.size()
+    return int(runtime.process_set_of(process_set).size())
 
 
 def _included(process_set: Any) -> int:

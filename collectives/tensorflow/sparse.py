@@ -1,5 +1,4 @@
-"""All-reduce of ``tf.IndexedSlices``: as two gatherings, or denser where the ranks' rows overlap; `sparse_rows` has the
-rule."""
+"""All-reduce of ``tf.IndexedSlices``, eagerly or in a graph; `sparse_rows` has the method."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from collectives.tensorflow.graph_call import GraphCall
 
 
 def check(call: GraphCall) -> None:
-    """Refuse what cannot be done with sparse tensors.
+    """Refuse operations that sparse tensors do not support, on all ranks.
 
     Raises:
         UnsupportedError (a NotImplementedError): an ``op`` other than Sum and Average.
@@ -28,15 +27,15 @@ def check(call: GraphCall) -> None:
 
 
 def allreduce(call: GraphCall, slices: Sequence[Any]) -> list[Any]:
-    """Add up several sparse tensors over the ranks, in one call. Differentiable with respect to their values.
+    """Reduce several sparse tensors by one call. Differentiable with respect to their values.
 
     Args:
-        call: an all-reduce that `check` takes; compression does not apply.
+        call: an all-reduce that `check` accepts; its compression is ignored.
         slices: ``tf.IndexedSlices``; ranks may differ in the number of rows, which may be 0.
 
     Returns:
-        The same on every rank: indices ascending, each once. The average of integers has the dtype of TensorFlow's
-        division: float32 for up to 16 bits, else float64.
+        ``tf.IndexedSlices``, equal on every rank; indices are ascending and unique. The average of integers has the
+        dtype of TensorFlow's division: float32 for up to 16 bits, else float64.
     """
     if call.op is Op.AVERAGE:
         slices = [_divisible(each) for each in slices]
@@ -66,7 +65,7 @@ def allreduce(call: GraphCall, slices: Sequence[Any]) -> list[Any]:
 
 
 def _divisible(slices: Any) -> Any:
-    """Rows of integers in the dtype that TensorFlow's division gives them, so that their sum cannot overflow either."""
+    """Convert integers to the dtype of TensorFlow's division, before the sum, which therefore cannot overflow."""
     if not slices.dtype.is_integer:
         return slices
     wide = tf.float32 if slices.dtype.size <= 2 else tf.float64

@@ -1,11 +1,11 @@
-"""Sums of sparse rows, on arrays: which ranks have which rows is found out first, then the cheaper way is taken.
+"""Reduction of sparse rows, on arrays. The ranks gather their indices first, and then use the cheaper method.
 
-    indices     of every rank's rows are gathered; U are those that any rank has
-    values      gathered as well, and those of equal indices added up                     if all ranks have at most 2 |U| rows together
-                or put into |U| rows, with zeros where this rank has none, and reduced    if they overlap more than that
+    indices     gathered from all ranks; U is their union
+    values      gathered, and rows of equal indices summed here          if the ranks have at most 2 |U| rows together
+                or spread over |U| rows, with zeros, and all-reduced     if they overlap more than that
 
-A reduction moves each of its rows twice, a gathering every rank's rows once: so the rule takes what moves less, and
-every rank, which knows all indices, decides alike.
+An all-reduce moves each of its rows twice, a gather each rank's rows once. The rule picks the method that moves fewer
+rows; every rank knows all indices, so all ranks decide alike.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from collectives.world import World
 
 
 def allreduce(world: World, arrays: Sequence[Any], average: bool, name: str | None) -> list[Any]:
-    """Add up the rows of several sparse tensors over the ranks, in as few operations as for one.
+    """Sum the rows of several sparse tensors over the ranks, in as few operations as for one.
 
     Args:
-        arrays: the values and the indices of the first, of the second, ...; indices in any order, and as often as they
-            like.
-        average: divide by the number of ranks, which is not for integers.
+        arrays: values and indices of each tensor in turn; indices in any order, possibly repeated.
+        average: divide by the number of ranks; not for integers.
+        name: of the operations, or None.
 
     Returns:
-        Values and indices, alike on all ranks: indices ascending, each once.
+        Values and indices of each tensor in turn, equal on all ranks; indices are ascending and unique.
     """
     gathering, further = name and f"{name}.indices", name and f"{name}.rows"
     with world.ahead_of(gathering):
         mine = [_combined(values, indices) for values, indices in zip(arrays[::2], arrays[1::2], strict=True)]
     gathered = world.grouped_allgather([indices for _, indices in mine], name=gathering)
-    # The next operation has the same name whatever it is, so that a rank can say that it will not come before it knows.
+    # The next operation has one name whichever it is, so a rank that fails before it knows which can refuse it.
     with world.ahead_of(further):
         unions = [np.unique(indices) for indices in gathered]
         overlaps = [len(indices) > 2 * len(union) for indices, union in zip(gathered, unions, strict=True)]
@@ -54,14 +54,14 @@ def allreduce(world: World, arrays: Sequence[Any], average: bool, name: str | No
 
 
 def _spread(values: Any, indices: Any, union: Any) -> Any:
-    """The values in rows for all indices of the union, with zeros in those that are not among ``indices``."""
+    """Rows for all indices of the union: the values, and zeros for indices that this rank lacks."""
     rows = np.zeros((len(union), *values.shape[1:]), values.dtype)
     rows[np.searchsorted(union, indices)] = values
     return rows
 
 
 def _combined(values: Any, indices: Any) -> tuple[Any, Any]:
-    """Rows of equal indices added up, in their order; indices ascending."""
+    """Sum rows of equal indices, in order; returns values and ascending indices."""
     if len(indices) < 2 or (np.diff(indices) > 0).all():
         return values, indices
     order = np.argsort(indices, kind="stable")

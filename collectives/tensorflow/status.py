@@ -1,16 +1,16 @@
-"""How a callback in a graph fails with a code of ours.
+"""An operation that fails with an error code of our choice, for callbacks in graphs.
 
-TensorFlow makes ``InvalidArgumentError`` of a ``ValueError`` or ``TypeError`` that a callback raises, and
-``UnknownError`` of most others; no exception of Python's becomes ``FailedPreconditionError``, which is what Horovod's
-operations fail with. So a callback returns such an error, as one more result, and an operation behind it fails:
+TensorFlow converts a ``ValueError`` or ``TypeError`` of a callback to ``InvalidArgumentError``, and most others to
+``UnknownError``; no Python exception becomes ``FailedPreconditionError``, with which Horovod's operations fail. So a
+callback returns such an error, as one more result, and an operation that follows it fails:
 
     callback -> results, error
-    error -> Switch, where there are bytes in it -> CollectivesStatus -> Merge
-                     where there are none        -------------------> Merge    (control dependency) -> results
+    error -> Switch, if it has bytes  -> CollectivesStatus -> Merge
+                     if it has none   -------------------> Merge    (control dependency) -> results
 
-The bytes are the code, then the text. The operation is registered by TensorFlow's C interface, which plug-in devices
-use too. It is Python, and would wait for the interpreter's lock: thus the switch, so that it runs only in order to
-fail. Where that interface is missing, callbacks raise, and the code is TensorFlow's choice.
+The bytes are the code and the text. The operation is registered through TensorFlow's C interface, as plug-in devices
+do. It is Python and would wait for the interpreter lock, so the Switch runs it only when it must fail. Without that
+interface callbacks raise, and TensorFlow chooses the code.
 """
 
 from __future__ import annotations
@@ -34,8 +34,11 @@ _NONE = np.zeros(0, np.uint8)
 def returning(
     callback: Callable[..., Any], types: Sequence[Any], shapes: Sequence[tf.TensorShape]
 ) -> tuple[Callable[..., Any], list[Any], list[tf.TensorShape]]:
-    """The callback that returns its errors, and the dtypes and shapes of its results: of ``callback``'s, and of the
-    error."""
+    """Wrap a callback so that it returns errors as one more result.
+
+    Returns:
+        The callback, and the dtypes and shapes of its results, the error included.
+    """
     if not _is_registered():
         return callback, list(types), list(shapes)
     stand_ins = tuple((dtype, _smallest(shape)) for dtype, shape in zip(types, shapes, strict=True))
@@ -43,14 +46,14 @@ def returning(
 
 
 def _smallest(shape: tf.TensorShape) -> tuple[int, ...]:
-    """The shape with the fewest elements of those that it may be: a dataset refuses others."""
+    """The smallest shape that is compatible with a partially known one; a dataset refuses incompatible results."""
     return (0,) if shape.rank is None else tuple(size or 0 for size in shape.as_list())
 
 
 def checked(results: Sequence[Any], label: str) -> list[Any]:
-    """What a callback of `returning` has made in a graph, without the error, once there is none.
+    """The results of a callback of `returning` in a graph; the graph fails if there is an error.
 
-    Must not be part of a function of a dataset, whose executor knows no Switch.
+    Not for functions of datasets, whose executor does not support Switch.
     """
     if not _is_registered():
         return list(results)
@@ -64,7 +67,7 @@ def checked(results: Sequence[Any], label: str) -> list[Any]:
 
 @functools.cache
 def _guarded(callback: Callable[..., Any], stand_ins: tuple[Any, ...]) -> Callable[..., list[Any]]:
-    """The same one for the same callback, because TensorFlow keeps it for as long as the process lives."""
+    """One wrapper for each callback, never evicted: TensorFlow retains its callbacks."""
 
     def guarded(*arrays: Any) -> list[Any]:
         try:
@@ -88,7 +91,7 @@ _Compute = ctypes.CFUNCTYPE(None, _Pointer, _Pointer)
 
 @functools.cache
 def _is_registered() -> bool:
-    """Register the operation, for the life of the process; whether TensorFlow has it now."""
+    """Register the operation, once per process. Returns whether TensorFlow has it."""
     try:
         return _register(_library())
     except (OSError, AttributeError):
@@ -96,7 +99,7 @@ def _is_registered() -> bool:
 
 
 def _library() -> ctypes.CDLL:
-    """TensorFlow's library, which is loaded already."""
+    """The library of TensorFlow, which is already loaded."""
     found = sorted(Path(tf.sysconfig.get_lib()).glob("libtensorflow_framework.*"))
     if not found:
         raise OSError("TensorFlow has no library of its own")
@@ -141,7 +144,7 @@ def _register(library: ctypes.CDLL) -> bool:
         function("TF_RegisterOpDefinition", None, _Pointer, _Pointer)(operation, status)
         if get_code(status) == tf.errors.OK:
             add_kernel(name, make_kernel(name, b"CPU", None, kernel, None), status)
-            # TensorFlow calls it for as long as the process lives, also after this module is imported anew.
+            # TensorFlow may call it until the process ends, also after this module is imported again.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(kernel))
         return get_code(status) in (tf.errors.OK, tf.errors.ALREADY_EXISTS)
     finally:

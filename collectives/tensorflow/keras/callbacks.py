@@ -1,5 +1,4 @@
-"""Callbacks for ``fit`` on several ranks: ``hvd.callbacks``; those of `collectives.keras`, unless ``tf.keras`` is
-``tf_keras``."""
+"""Callbacks for ``fit`` on several ranks: ``hvd.callbacks``, for the Keras that ``tf.keras`` is."""
 
 from collectives.tensorflow.keras_version import LEGACY
 

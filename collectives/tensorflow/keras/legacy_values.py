@@ -1,6 +1,6 @@
-"""Collectives on values, for Keras 2: numbers, lists, arrays and tensors. The result is a tensor of TensorFlow.
+"""Collectives on values, for Keras 2: numbers, lists, arrays and tensors. Results are TensorFlow's tensors.
 
-In graphs, as after ``tf.compat.v1.disable_v2_behavior()``, Keras's session computes it, and the result is an array.
+In graphs, as after ``tf.compat.v1.disable_v2_behavior()``, Keras's session evaluates them, and results are arrays.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collectives.tensorflow import functions, operations
 from collectives.tensors.compression import Compression
 
 Value = TypeVar("Value")
-"""A tensor; what is none, such as a number, comes back as one."""
+"""A tensor; other values, such as numbers, are returned as tensors."""
 
 
 def allreduce(
@@ -26,7 +26,7 @@ def allreduce(
     op: Op | None = None,
     compression: Any = Compression.none,
 ) -> Value:
-    """Combine the ranks' values element by element; see `collectives.tensorflow.allreduce`."""
+    """Reduce the ranks' values element by element; see `collectives.tensorflow.allreduce`."""
     return _value(
         operations.allreduce(
             value,
@@ -41,32 +41,32 @@ def allreduce(
 
 
 def allgather(value: Value, name: str | None = None) -> Value:
-    """Put the ranks' values one below the other; see `collectives.tensorflow.allgather`."""
+    """Concatenate the ranks' values along the first dimension; see `collectives.tensorflow.allgather`."""
     return _value(operations.allgather(value, name=name))
 
 
 def broadcast(value: Value, root_rank: int, name: str | None = None) -> Value:
-    """Give every rank the root's value; see `collectives.tensorflow.broadcast`."""
+    """Broadcast the root's value; see `collectives.tensorflow.broadcast`."""
     return _value(operations.broadcast(value, root_rank, name=name))
 
 
 def reducescatter(value: Value, name: str | None = None, op: Op = Op.AVERAGE) -> Value:
-    """Combine the ranks' values, and give each rank a part of the rows; see `collectives.tensorflow.reducescatter`."""
+    """Reduce the ranks' values, and give each rank its share of the rows; see `collectives.tensorflow.reducescatter`."""
     return _value(operations.reducescatter(value, name=name, op=op))
 
 
 def broadcast_global_variables(root_rank: int) -> None:
-    """Give every rank the root's global variables: of a graph of TensorFlow 1, in Keras's session.
+    """Broadcast the root's global variables, of a graph of TensorFlow 1 in Keras's session.
 
     Raises:
-        RuntimeError: where TensorFlow runs eagerly, with what to use instead.
+        RuntimeError: in eager execution; the message says what to use instead.
     """
     done = functions.broadcast_global_variables(root_rank)
     tf.compat.v1.keras.backend.get_session().run(done)
 
 
 def _value(tensor: Any) -> Any:
-    """What there is outside of a graph for sessions; functions of TensorFlow 2 go on with the tensor."""
+    """Evaluate a tensor of a graph for sessions; return other tensors as they are, those of functions included."""
     if tf.compat.v1.executing_eagerly_outside_functions():
         return tensor
     return tf.compat.v1.keras.backend.get_session().run(tensor)

@@ -1,7 +1,7 @@
-"""What AutoGraph must leave alone: every function of ours that a user's ``tf.function`` calls.
+"""Exclusion of our functions from AutoGraph, which would convert every function that a ``tf.function`` calls.
 
-AutoGraph rewrites whatever a ``tf.function`` calls, however deep, and that would be the whole adapter down to the
-engine: slow to trace, errors with tracebacks through made-up files, and an ``if`` that could become part of the graph.
+That would be the whole adapter down to the engine: slow tracing, tracebacks through generated files, and Python
+conditions that could become part of the graph.
 """
 
 from __future__ import annotations
@@ -17,6 +17,6 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def unconverted(function: Function) -> Function:
-    """A function that AutoGraph does not rewrite, nor what it calls; its errors of ours are TensorFlow's as well."""
+    """Decorate a function so that AutoGraph converts neither it nor its callees; its errors are also TensorFlow's."""
     result: Function = tf.autograph.experimental.do_not_convert(raises_tensorflow(function))
     return result

@@ -1,4 +1,4 @@
-"""The hook that gives all ranks the same variables when a session begins."""
+"""The hook that broadcasts variables when a session begins."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from collectives.tensorflow.functions import broadcast_variables
 
 
 class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):  # type: ignore[misc]
-    """Gives the global variables of all ranks the root's values, in one call, after a session was created.
+    """Broadcasts the root's global variables, by one call, after a session was created.
 
-    For a ``tf.compat.v1.train.MonitoredTrainingSession`` of a graph in the style of TensorFlow 1, whether its variables
-    were initialised or come from a checkpoint; again when the session was lost and is made anew.
+    For a ``tf.compat.v1.train.MonitoredTrainingSession`` of a TensorFlow 1 graph, whether its variables were initialized
+    or restored from a checkpoint; also after a lost session is created again.
 
     Args:
-        root_rank: the rank whose values count.
-        device: where the operations are placed.
-        process_set: the ranks that train together; on others the hook does nothing.
+        root_rank: the root, as a rank of the world.
+        device: the device of the operations.
+        process_set: the ranks that train together; the hook does nothing on others.
 
-    Raises (when the session has been created):
-        tf.errors.OpError: ``root_rank`` is none of the ranks, or the ranks' variables differ; on every rank, with our
-        message.
+    Raises (after the session was created):
+        tf.errors.OpError: there is no rank ``root_rank``, or the ranks' variables differ; on every rank, with our
+            message.
     """
 
     def __init__(self, root_rank: int, device: str = "", *, process_set: ProcessSet = global_process_set) -> None:
@@ -35,18 +35,13 @@ class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):  # type: 
         self.process_set = process_set
 
     def begin(self) -> None:
-        """Add the operation to the graph, which has all its variables now."""
+        """Add the operation to the graph, which is complete."""
         graph = tf.compat.v1.get_default_graph()
         if self.process_set.included() and (self.bcast_op is None or self.bcast_op.graph is not graph):
             with tf.device(self.device):
                 self.bcast_op = broadcast_variables(tf.compat.v1.global_variables(), self.root_rank, self.process_set)
 
     def after_create_session(self, session: Any, coord: Any) -> None:
-        """Run it.
-
-        Raises:
-            MismatchError, RankFailedError, CollectiveTimeoutError: as for `collectives.broadcast`, within TensorFlow's
-                error.
-        """
+        """Run the operation."""
         if self.bcast_op is not None:
             session.run(self.bcast_op)

@@ -1,14 +1,14 @@
-"""Batch normalisation over the batches of all ranks.
+"""Batch normalization over the batches of all ranks.
 
-    x - shift          shift: this rank's own mean, taken as a constant
-    row                shift, sum and sum of squares of x - shift, of each channel; the number of values in one
-    rows               the rows of all ranks: the one collective of the forward pass; its adjoint is the one of the backward pass
+    shift              this rank's own mean, a constant
+    row                of each channel: shift, sum and sum of squares of x - shift; and the number of values per channel
+    rows               the rows of all ranks, by the only collective of the forward pass; its adjoint is the only one of
+                       the backward pass
     mean, variance     of all values, merged as by Chan, Golub and LeVeque (1979), in float64
     result             (x - shift) * scale + offset
 
-Whatever the shift, mean and variance are the same; but near the mean nothing large is subtracted from something large.
-Every step is an operation that TensorFlow differentiates, so that gradients of all orders come for free, as those of
-the whole batch.
+Mean and variance do not depend on the shift, but a shift near the mean avoids cancellation. Every step is a
+differentiable operation, so gradients of all orders are those of the whole batch.
 """
 
 from __future__ import annotations
@@ -27,12 +27,11 @@ from collectives.tensorflow.keras_version import LEGACY
 from collectives.world import World
 
 
-class _Numbers:
-    """A world's layers, numbered in the order in which they are first used; no layer's operations meet those of
-    another."""
+class _LayerNumbers:
+    """Numbers a world's layers in the order of their first use, so that the operations of each have their own name."""
 
     def __init__(self) -> None:
-        self._next = 0  # not how many are known: when layers are forgotten differs between ranks
+        self._next = 0  # not len(_known): ranks collect dropped layers at different times
         self._known: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
     def of(self, layer: Any) -> int:
@@ -42,21 +41,21 @@ class _Numbers:
         return self._known[layer]
 
 
-_numbers: weakref.WeakKeyDictionary[World, _Numbers] = weakref.WeakKeyDictionary()
+_numbers: weakref.WeakKeyDictionary[World, _LayerNumbers] = weakref.WeakKeyDictionary()
 
 
 @tf.keras.utils.register_keras_serializable(package="collectives")
 class SyncBatchNormalization(tf.keras.layers.BatchNormalization):  # type: ignore[misc]
-    """``tf.keras.layers.BatchNormalization`` whose statistics, in training, are those of the batches of all ranks.
+    """``tf.keras.layers.BatchNormalization`` whose training statistics are those of the batches of all ranks.
 
-    Of Keras 3, or of Keras 2 where ``TF_USE_LEGACY_KERAS=1`` makes that ``tf.keras``. In training every rank calls it,
-    and goes backward through it, in the same order; batches may differ in length, and may be empty. Inference is
-    ordinary, and so is training on one rank. Gradients of gamma and beta are those of the rank's own batch: a
-    `DistributedGradientTape` or optimizer combines them with all others.
+    For Keras 3, or for Keras 2 if ``TF_USE_LEGACY_KERAS=1`` makes it ``tf.keras``. In training every rank calls it, and
+    differentiates it, in the same order; batches may differ in length, and may be empty. Inference, and training on one
+    rank, are those of the base class. Gradients of gamma and beta are those of the rank's own batch: a
+    `DistributedGradientTape` or optimizer reduces them with all others.
 
     Args:
-        fused: of Horovod's interface; False.
-        process_set: the ranks whose batches belong together; all by default.
+        fused: part of Horovod's interface; must be False.
+        process_set: the ranks whose batches are normalized together; all by default.
         kwargs: as for ``BatchNormalization``.
 
     Raises:
@@ -76,14 +75,14 @@ class SyncBatchNormalization(tf.keras.layers.BatchNormalization):  # type: ignor
                 raise InvalidArgumentError(f"axis: expected one axis, got {axis}")
             kwargs["axis"] = axis[0]
         if LEGACY:
-            kwargs["fused"] = False  # by default the variance over inputs of four dimensions would be another one
+            kwargs["fused"] = False  # the fused kernel, used by default for four dimensions, computes another variance
         super().__init__(**kwargs)
         self._process_set = process_set
-        self.supports_jit = False  # XLA knows no callback
+        self.supports_jit = False  # XLA does not support callbacks
 
     @unconverted
     def call(self, inputs: Any, training: Any = None, mask: Any = None) -> tf.Tensor:
-        """Normalise; as ``BatchNormalization.call``."""
+        """Normalize; as ``BatchNormalization.call``."""
         if not _flag(training) or not self.trainable:
             return super().call(inputs, training=False, mask=mask)
         world = world_of(self._process_set)
@@ -113,7 +112,7 @@ class SyncBatchNormalization(tf.keras.layers.BatchNormalization):  # type: ignor
         return tf.cast(near * scale + offset, self.compute_dtype)
 
     def get_config(self) -> dict[str, Any]:
-        """As ``BatchNormalization.get_config``; a process set is kept by its number."""
+        """As ``BatchNormalization.get_config``; contains the process set's id."""
         config = super().get_config()
         number = getattr(self._process_set, "process_set_id", self._process_set)
         return config if self._process_set is global_process_set else {**config, "process_set": number}
@@ -123,10 +122,10 @@ class SyncBatchNormalization(tf.keras.layers.BatchNormalization):  # type: ignor
         return int(axis) % dims
 
     def _label(self, world: World) -> str:
-        return f"sync_batch_normalization.{_numbers.setdefault(world, _Numbers()).of(self)}"
+        return f"sync_batch_normalization.{_numbers.setdefault(world, _LayerNumbers()).of(self)}"
 
     def _move(self, mean: Any, variance: Any, count: Any) -> None:
-        """Move the running statistics; they stay where they are if no rank has seen anything."""
+        """Update the running statistics, unless the batches of all ranks are empty."""
         rate = tf.where(count > 0, tf.constant(1.0 - self.momentum, tf.float64), tf.constant(0.0, tf.float64))
         for moving, found in ((self.moving_mean, mean), (self.moving_variance, variance)):
             known = tf.convert_to_tensor(moving)
@@ -145,8 +144,7 @@ def _flag(training: Any) -> bool:
 
 
 def _statistics(x: Any, mask: Any, channel: int) -> tuple[Any, Any]:
-    """The values less this rank's mean; and shift, sum, sum of squares of these, and their number, as a row of
-    float64."""
+    """The values minus this rank's mean; and a float64 row of the mean, their sum, sum of squares and number."""
     others = [axis for axis in range(len(x.shape)) if axis != channel]
     sizes = tf.shape(x, tf.int64)
     if mask is None:
@@ -170,7 +168,7 @@ def _statistics(x: Any, mask: Any, channel: int) -> tuple[Any, Any]:
 
 
 def _merge(rows: Any) -> tuple[Any, Any, Any]:
-    """Mean and variance of each channel over all ranks, and the number of values in one."""
+    """Mean and variance of each channel over all ranks, and the number of values per channel."""
     shifts, sums, squares = tf.split(rows[:, :-1], 3, axis=1)
     counts = rows[:, -1:]
     count = tf.reduce_sum(counts)

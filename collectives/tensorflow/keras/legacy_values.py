@@ -51,7 +51,7 @@ def broadcast(value: Value, root_rank: int, name: str | None = None) -> Value:
 
 
 def reducescatter(value: Value, name: str | None = None, op: Op = Op.AVERAGE) -> Value:
-    """Reduce the ranks' values, and give each rank its share of the rows; see `collectives.tensorflow.reducescatter`."""
+    """Reduce the ranks' values, and return this rank's rows; see `collectives.tensorflow.reducescatter`."""
     return _value(operations.reducescatter(value, name=name, op=op))
 
 

@@ -54,7 +54,7 @@ def new_parameters(key: jax.Array) -> dict[str, jax.Array]:
     return parameters
 
 
-def forward(parameters: dict[str, jax.Array], pictures: jax.Array | np.ndarray) -> jax.Array:
+def forward(parameters: dict[str, jax.Array], pictures: jax.Array) -> jax.Array:
     """The score of each of the ten digits, (n, 10)."""
     numbers = ("NHWC", "HWIO", "NHWC")
     hidden = jax.lax.conv_general_dilated(
@@ -106,7 +106,7 @@ def main() -> Any:
             print(f"Epoch {epoch + 1}/{args.epochs}\tLoss: {float(loss):.4f}", flush=True)
 
     part = slice(SIZE + hvd.rank(), None, hvd.size())
-    right = (forward(parameters, pictures[part]).argmax(axis=1) == labels[part]).sum()
+    right = (forward(parameters, jax.device_put(pictures[part])).argmax(axis=1) == labels[part]).sum()
     accuracy = int(hvd.allreduce(right, op=hvd.Sum)) / len(labels[SIZE:])
     hvd.check_consistency(parameters)
     if hvd.rank() == 0:

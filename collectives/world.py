@@ -7,16 +7,15 @@ ends the world.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import os
 import platform
 import threading
-import time
 import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from collectives import forks
 from collectives.base.config import Config
 from collectives.base.errors import (
     CollectivesError,
@@ -43,6 +42,7 @@ from collectives.plan.builder import Plans
 from collectives.plan.executor import Executor
 from collectives.plan.planner import Placement, Planner
 from collectives.tensors.result_pool import ResultPool
+from collectives.transport import backoff
 from collectives.transport.group import Group
 from collectives.transport.issue_order import Turn
 from collectives.tuning.online import Tuning
@@ -61,7 +61,7 @@ class World:
     Args:
         group: of the ranks.
         config: the settings; the defaults if it is None.
-        turn: of this rank, if this is a process set of another world; it takes turns with that one in using NCCL.
+        turn: of this rank, if this is a process set of another world; orders the two worlds' uses of NCCL.
 
     Attributes:
         operations: its collectives; most are attributes of the world too.
@@ -109,7 +109,7 @@ class World:
         host = HostHandles(requests, self._pool)
         handles = HandleFactory(self.rank, self.size, host, lambda: self._use_devices().handles)
         self._in_flight = InFlight() if in_flight is None else in_flight
-        """Of this rank: its process sets share it, since they may be given the same memory."""
+        """Shared by a rank's process sets, whose operations may be given the same memory."""
         self._engine = Engine(
             self._context,
             config,
@@ -124,8 +124,8 @@ class World:
         self._children: list[World] = []
         self._turn = turn or Turn()
         self._recorder: timeline.Timeline | None = None
-        """The timeline that this world has begun, and closes; its process sets write to it too."""
-        _remember(self)
+        """The timeline that this world has opened, and closes; its process sets write to it too."""
+        forks.remember(self)
 
     def _attach_operations(self) -> None:
         """Make the operations attributes of the world."""
@@ -154,7 +154,7 @@ class World:
         self.memory = does.memory
 
     def _use_devices(self) -> DeviceBackend:
-        """What this world needs for tensors on GPUs, made when the first one comes."""
+        """The device backend, made when the first tensor on a GPU comes."""
         with self._opening:
             if self._devices is None:
                 side = importlib.import_module("collectives.cuda.backend")
@@ -169,7 +169,6 @@ class World:
             return self._devices
 
     # ---- process sets
-    # -----------------------------------------------------------------------------------------------------------
 
     def add_process_set(self, ranks: Sequence[int]) -> World | None:
         """Make a world of some of this world's ranks; every rank of this world calls it.
@@ -178,9 +177,9 @@ class World:
             The new world, or None on ranks that are not in it.
 
         Raises:
-            InvalidArgumentError: no ranks of this world, or one of them twice.
-            MismatchError: the ranks name different ones.
-            TransportError: one of them has no memory for it, for instance; on every rank.
+            InvalidArgumentError: not ranks of this world, or one of them twice.
+            MismatchError: the ranks' arguments differ.
+            TransportError: on every rank, if one of them fails, for instance for lack of memory.
         """
         try:
             chosen = tuple(sorted(int(rank.__index__()) for rank in ranks))
@@ -233,7 +232,6 @@ class World:
             child.shutdown()
 
     # ---- memory
-    # -----------------------------------------------------------------------------------------------------------------
 
     def empty_cache(self) -> int:
         """See `collectives.empty_cache`."""
@@ -246,16 +244,14 @@ class World:
         return released
 
     # ---- tuning
-    # -----------------------------------------------------------------------------------------------------------------
 
     def tune(self, **start: Any) -> None:
-        """Search for better settings from here on, whatever was set by hand; every rank calls it, with the same
-        arguments.
+        """Begin to search for better settings; every rank calls it, with the same arguments.
 
-        What `Config` calls ``autotune`` does the same, but leaves alone what was set by hand.
+        Unlike the search by ``autotune`` of `Config`, it also changes settings that were set by hand.
 
         Args:
-            start: settings to begin with, such as ``fusion_threshold=1 << 20``; names as in
+            start: initial settings, such as ``fusion_threshold=1 << 20``; names as in
                 `collectives.tuning.search.TunedSettings`.
         """
 
@@ -277,7 +273,6 @@ class World:
         return self._tuning
 
     # ---- the timeline
-    # ------------------------------------------------------------------------------------------------------------
 
     def start_timeline(self, path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
         """See `collectives.start_timeline`."""
@@ -298,12 +293,12 @@ class World:
             recorder.close()
 
     def _first_of(self, problem: str) -> str:
-        """All ranks are here, and have something to say or nothing: what the first of them says, and which it is."""
+        """The first problem that any rank reports, with its rank; all ranks call it, with "" for none."""
         said = self._control.exchange(problem) if self.size > 1 else [problem]
         return next((of_rank(self.ranks[peer], text) for peer, text in enumerate(said) if text), "")
 
     def _open_timeline(self, path: str, mark_cycles: bool) -> None:
-        """All ranks are here: the first one names and begins the file, and the others add to it."""
+        """On all ranks at once: rank 0 names and begins the file, the others append to it."""
         path, mark_cycles = self._control.exchange((path, mark_cycles))[0] if self.size > 1 else (path, mark_cycles)
         offset = timeline.align(self._control.exchange if self.size > 1 else lambda value: [value])
         recorder, problem = None, ""
@@ -328,20 +323,18 @@ class World:
             world._engine.hinder("timeline")
             world._engine.mark_cycles(mark_cycles)
 
-    # ---- life
-    # ------------------------------------------------------------------------------------------------------------------
+    # ---- the end
 
     @property
     def statistics(self) -> Statistics:
-        """What this world has done so far; a copy."""
+        """A copy of the counters of what this world has done so far."""
         return self._engine.statistics
 
     def shutdown(self) -> None:
-        """Leave the group; collectives called afterwards are refused, and operations in flight fail. Does nothing the
-        second time.
+        """Leave the group; later calls are refused, and operations in flight fail. Idempotent.
 
-        From a signal handler in the middle of a call, the world is only marked as failed: the call still uses its
-        memory.
+        Called by a signal handler in the middle of a collective, it only marks the world as failed, because the
+        collective still uses its memory.
         """
         engine = self._engine
         if engine.drives():
@@ -367,30 +360,21 @@ class World:
                 if may_speak:
                     self._control.leave()
                 return
-            # What the GPU still does for the peers must be done before they hear that this rank has left.
+            # The GPU's work for the peers must be done before they see that this rank has left.
             settled = self._devices is not None and self._devices.settle(_SETTLE_WITHIN)
             if self._devices is not None and settled:
                 self._devices.close()
             self._control.leave()
             self._pool.clear()
             engine.release()
-            if self._devices is not None and settled and self._everybody_left():
+            # Peers that have left have this rank's device memory mapped no more.
+            if self._devices is not None and settled and backoff.poll(self._control.all_left, _LEAVE_WITHIN):
                 self._devices.free()
-            self.operations.close()  # views into the windows end with its caches, so that they can be unmapped
+            self.operations.close()  # drops its views into the windows, so that they can be unmapped
             self._group.close()
 
-    def _everybody_left(self) -> bool:
-        """Whether all ranks leave within a moment, so that none has this rank's device memory mapped any more."""
-        deadline = time.monotonic() + _LEAVE_WITHIN
-        while not self._control.all_left():
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(1e-3)
-        return True
-
     def fail(self, text: str) -> None:
-        """Tell the other ranks that this one is about to end; their waits raise a RankFailedError that carries
-        ``text``."""
+        """Tell the other ranks that this one is about to end; their waits raise a RankFailedError with ``text``."""
         rank = self.ranks[self.rank]
         self._engine.refuse_calls(lambda: RankFailedError(f"rank {rank}: this world has failed:\n{text}"))
         self._control.fail(text)
@@ -398,7 +382,7 @@ class World:
             child.fail(text)
 
     def leave(self) -> None:
-        """Tell the other ranks that this one will make no further call, also where the world has failed."""
+        """Tell the other ranks that this one will make no further call, even if the world has failed."""
         engine = self._engine
         with engine.paused(within=_LEAVE_WITHIN):
             if self._may_speak():
@@ -413,8 +397,19 @@ class World:
             self._tuning.close()
 
     def all_left(self) -> bool:
-        """Whether every other rank has left or died; not yet those whose program still deals with a failure."""
+        """Whether every other rank has left or died; ranks whose programs still handle a failure have not."""
         return self._control.all_left()
+
+    def after_fork(self) -> None:
+        """In a forked child: refuse all calls, and leave the parent's memory and MPI alone."""
+        rank, parent = self.rank, os.getppid()
+        self._context.timeline = None
+        self._engine.after_fork(
+            lambda: ForkedProcessError(
+                f"rank {rank}: a collective was called in a process forked from rank {rank} (process {parent}); "
+                f"only the process that called init() may communicate: use spawn, or keep collectives out of the child"
+            )
+        )
 
     def _may_speak(self) -> bool:
         """Whether this world may tell the other ranks anything: not after shutdown, and not in a forked child."""
@@ -423,38 +418,10 @@ class World:
 
 
 class _ShutDown:
-    """Why a world that was shut down refuses."""
+    """Makes the error of calls after `World.shutdown`."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
 
     def __call__(self) -> CollectivesError:
         return NotInitializedError(f"rank {self._rank}: this world was shut down; call collectives.init() again")
-
-
-_worlds: list[weakref.ref[World]] = []
-"""References without callbacks: an interrupt that is handled in one, when a world ends, would be lost."""
-
-
-def _remember(world: World) -> None:
-    for ended in [known for known in _worlds if known() is None]:
-        with contextlib.suppress(ValueError):  # another thread has taken it out
-            _worlds.remove(ended)
-    _worlds.append(weakref.ref(world))
-
-
-def _after_fork_in_child() -> None:
-    """A forked child shares its parent's memory and MPI: it must not speak for the parent."""
-    for world in filter(None, [known() for known in _worlds]):
-        rank, pid = world.rank, os.getppid()
-        world._context.timeline = None
-        world._engine.after_fork(
-            lambda rank=rank, pid=pid: ForkedProcessError(  # type: ignore[misc]
-                f"rank {rank}: a collective was called in a process forked from rank {rank} (process {pid}); "
-                f"only the process that called init() may communicate: use spawn, or keep collectives out of the child"
-            )
-        )
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork_in_child)

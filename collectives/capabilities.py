@@ -1,7 +1,7 @@
-"""What there is to work with: Horovod's questions, from ``mpi_built`` to ``rocm_built``, answered for this engine.
+"""Horovod's queries of available libraries, from ``mpi_built`` to ``rocm_built``.
 
-Horovod is compiled with or without a library. Nothing is compiled here; "built" means that the library can be loaded in
-this process and that the engine would use it.
+Horovod is compiled with or without a library. Here "built" means that the library can be loaded in this process and
+that the engine would use it.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _LIBRARY = "from mpi4py import MPI; print(' '.join(MPI.Get_library_version().spl
 
 @functools.cache
 def mpi_library() -> str:
-    """The MPI that mpi4py loads, such as ``"Open MPI v5.0.11"``; empty if it finds none.
+    """The MPI that mpi4py loads, such as ``"Open MPI v5.0.11"``; empty if there is none.
 
-    Asked in another process, because loading MPI for the first time starts it.
+    Found out in another process, because loading MPI for the first time starts it.
     """
     import subprocess  # slow to import, and seldom needed
 
@@ -42,15 +42,15 @@ def mpi_built() -> bool:
 
 
 def mpi_enabled() -> bool:
-    """Whether MPI connects the ranks: after `init`, if there are several. A single rank needs none, and starts none."""
+    """Whether MPI connects the ranks: after `init`, if there are several."""
     return runtime.is_initialized() and runtime.size() > 1
 
 
 def mpi_threads_supported() -> bool:
-    """Whether MPI lets several threads call it, so that the program may use mpi4py beside the collectives. False
-    without an MPI.
+    """Whether several threads may call MPI, so that the program may use mpi4py besides the collectives. False without
+    an MPI.
 
-    Where there is one rank, for which MPI has not been started, this starts it: whoever asks is about to use it.
+    In a world of one rank, which needs no MPI, this starts MPI, since the program is about to use it.
 
     Raises:
         NotInitializedError: before `init`.
@@ -72,7 +72,7 @@ def nccl_built() -> int:
 
 
 def cuda_built() -> bool:
-    """Whether CuPy for CUDA can be loaded, without which tensors on GPUs cannot be used. There need not be a GPU."""
+    """Whether CuPy for CUDA, which tensors on GPUs require, can be loaded. There need not be a GPU."""
     try:
         return not _import("cupy").cuda.runtime.is_hip
     except Exception:
@@ -106,6 +106,6 @@ def rocm_built() -> bool:
 
 def _import(name: str) -> Any:
     with warnings.catch_warnings():
-        # CuPy warns of what it does not find.
+        # CuPy warns of missing libraries.
         warnings.simplefilter("ignore")
         return importlib.import_module(name)

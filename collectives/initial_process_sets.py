@@ -1,7 +1,7 @@
-"""The process sets that `init` is given: what ranks each consists of, and which of them the ranks make together.
+"""The process sets that `init` is given: the ranks of each, and the list that all ranks agree on.
 
-A communicator has other members on other ranks, as when all ranks have split one. So each element of the list stands
-for as many sets as there are different ones, in the order of the ranks, and every rank makes them all.
+A communicator has different members on different ranks, as after a split. An element of the list therefore stands for
+all its different sets, in the order of the ranks, and every rank makes them all.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ Ranks = tuple[int, ...]
 
 
 def ranks_of(members: ProcessSet, comm: MPI.Intracomm | Sequence[int] | None) -> Ranks:
-    """The ranks of a set, as numbers in the world that `init` makes of ``comm``.
+    """The ranks of a set in the world that `init` makes of ``comm``.
 
     Raises:
-        InvalidArgumentError: its communicator has others.
+        InvalidArgumentError: its communicator has ranks that are not in that world.
     """
     if members.mpi_comm is None:
         return tuple(members.ranks or ())
@@ -42,14 +42,14 @@ def ranks_of(members: ProcessSet, comm: MPI.Intracomm | Sequence[int] | None) ->
 
 
 def agreed(root: World, mine: Sequence[tuple[Ranks, bool]]) -> list[Ranks]:
-    """The sets that all ranks make, in order, each once.
+    """The sets that all ranks make, in order, without duplicates.
 
     Args:
         root: of all ranks.
         mine: the ranks of each element of this rank's list, and whether it is a communicator.
 
     Raises:
-        MismatchError: the lists have different lengths, or name different ranks other than by communicators.
+        MismatchError: the lists differ in length, or in the ranks of an element that is not a communicator.
     """
     everyone = root.allgather_object(list(mine), name="init.process_sets")
     made: dict[Ranks, None] = {}

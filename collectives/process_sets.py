@@ -1,7 +1,7 @@
-"""Process sets: groups of ranks that communicate among themselves.
+"""Process sets: subsets of the ranks that communicate among themselves.
 
-A process set is named by the ranks of the world that it consists of. Each has a world of its own: own rounds, own
-memory, own order of operations, so that disjoint and overlapping sets run at the same time.
+Each has a world of its own, with its own negotiation rounds, memory and order of operations, so that disjoint and
+overlapping sets work at the same time.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 
 
 class ProcessSet:
-    """Some of the ranks; usable once `collectives.add_process_set` has made it known to all of them.
+    """Some of the ranks; usable after `collectives.add_process_set`.
 
     Args:
-        ranks_or_comm: numbers of ranks of the whole world, or an mpi4py communicator of them, with which sets can be
-            given to `init`; None: all of them.
+        ranks_or_comm: ranks of the whole world, or an mpi4py communicator of them, which only `init` takes; None: all
+            ranks.
 
     Attributes:
-        process_set_id: 0 for all ranks, then 1, 2, ... as the sets are added, the first that is free; None before.
-        mpi_comm: the communicator that it was made of; of all ranks, the one that `init` was given.
+        process_set_id: 0 for all ranks, then the lowest free of 1, 2, ... as the sets are added; None before.
+        mpi_comm: the communicator that it was made of; of all ranks, the one given to `init`.
     """
 
     def __init__(self, ranks_or_comm: Iterable[int] | MPI.Comm | None) -> None:
@@ -49,7 +49,7 @@ class ProcessSet:
 
     @property
     def ranks(self) -> list[int] | None:
-        """The ranks, ascending; None before `init` for all ranks, and of a communicator."""
+        """The ranks, ascending; before `init`, None for all ranks and for a communicator."""
         if self._ranks is None:
             return None if self._root is None else list(range(self._root.size))
         return list(self._ranks)
@@ -89,7 +89,7 @@ class ProcessSet:
         return self._world
 
     def number_of(self, rank: object) -> object:
-        """A rank of the whole world as a number within the set; what is no rank at all is left for others to refuse.
+        """Convert a rank of the whole world to a rank of the set. Objects that are not ranks are returned as they are.
 
         Raises:
             InvalidArgumentError: the rank is not in the set.
@@ -105,18 +105,18 @@ class ProcessSet:
         return self._ranks.index(number) if world is not None else number
 
     def attach(self, number: int, root: World, world: World | None, ranks: Iterable[int] | None = None) -> None:
-        """The set has become known to all ranks; ``ranks``: those of its communicator."""
+        """Make the set usable, as set ``number`` of ``root``; ``ranks``: those of its communicator."""
         self.process_set_id, self._root, self._world = number, root, world
         if ranks is not None:
             self._ranks = tuple(ranks)
 
     def attach_like(self, other: ProcessSet) -> None:
-        """The set turns out to be another one, which is known."""
+        """Make the set usable as another object for a known one."""
         assert other.process_set_id is not None and other._root is not None
         self.attach(other.process_set_id, other._root, other._world, other._ranks)
 
     def detach(self) -> World | None:
-        """The set is gone; its world, on its members."""
+        """Make the set unusable. Returns its world, on its members."""
         world, self._world, self._root, self.process_set_id = self._world, None, None, None
         return world
 
@@ -125,7 +125,7 @@ class ProcessSet:
             raise NotInitializedError(f"{self}: call init() and add_process_set() on every rank first")
 
     def __deepcopy__(self, memo: object) -> ProcessSet:
-        """Itself: a copy of a module or an optimizer communicates with the same ranks."""
+        """The set itself: a copy of a module or an optimizer communicates with the same ranks."""
         return self
 
     def __repr__(self) -> str:

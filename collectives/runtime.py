@@ -34,28 +34,36 @@ global_process_set = ProcessSet(None)
 """All ranks."""
 
 _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
-"""This rank's number, as the launcher knows it."""
+"""Launchers' variables of this rank's number."""
 
 
 class _Default:
-    """The one module-level world."""
+    """The default world and its process sets: the one module-level state.
+
+    Attributes:
+        world: None before `init` and after `shutdown`.
+        hooks: watch how the process ends.
+        lock: of `init` and `shutdown`; reentrant, because a signal handler may shut down while its thread is in `init`.
+        joining: whether `init` is connecting the ranks.
+        sets: the process sets by number.
+        also: further objects for known process sets.
+        free_numbers: of removed process sets, in the order in which they are assigned again.
+        comm: as given to `init`.
+        was_shut_down: for the message of calls without a world.
+        interrupted: whether `init` was left by an exception of another origin, so that the other ranks may wait in it.
+    """
 
     def __init__(self) -> None:
         self.world: World | None = None
         self.hooks: Hooks | None = None
-        self.lock = threading.RLock()  # a signal handler may shut down while its thread is in `init`
+        self.lock = threading.RLock()
         self.joining = False
         self.sets: dict[int, ProcessSet] = {0: global_process_set}
         self.also: list[ProcessSet] = []
-        """Further objects for sets that are known."""
         self.free_numbers: deque[int] = deque()
-        """Of sets that were removed; given out again in that order."""
         self.comm: Any = None
-        """What `init` was given."""
         self.was_shut_down = False
         self.interrupted = False
-        """Whether `init` was left by an exception that is none of its own, so that the other ranks may wait for this
-        one in it."""
 
 
 default = _Default()
@@ -67,27 +75,25 @@ def init(
 ) -> None:
     """Join the other ranks; every rank calls it before any other function. Reads the environment (see `Config`).
 
-    Calling it again does nothing until `shutdown`; after that it joins anew. After an exception, an interrupt included,
-    it may be called again, on every rank that raised; a rank that ends instead ends the job. Without a launcher there
-    is one rank, and MPI is neither needed nor started.
+    Until `shutdown`, further calls do nothing. After an exception, an interrupt included, it may be called again on
+    every rank that raised; a rank that ends instead ends the job. Without a launcher there is one rank, and MPI is
+    neither needed nor started.
 
     Args:
-        comm: an mpi4py intracommunicator (it is duplicated, and its own traffic left alone), or the ranks of COMM_WORLD
-            that take part; all of COMM_WORLD by default.
-        process_sets: added at once, as by `add_process_set`; the same on every rank, or communicators, of which each
-            rank has its own. Horovod's ``"dynamic"`` adds none, since they can be added at any time. Given to a second
-            call, they must be known by then.
+        comm: an mpi4py intracommunicator, which is duplicated, or the ranks of COMM_WORLD that take part; all of
+            COMM_WORLD by default.
+        process_sets: added as by `add_process_set`; equal on every rank, or communicators, of which each rank has its
+            own. Horovod's ``"dynamic"`` adds none. Those given to a second call must be known.
 
     Raises:
         MissingDependencyError: several ranks were started, but no MPI library can be loaded.
-        TransportError: a launcher says that it started several processes, but this one finds itself alone: the launcher
-            is none of MPI's, or of another MPI than the one that mpi4py loads. ``COLLECTIVES_ALLOW_SINGLE=1`` makes a
-            world of one rank then.
-        InvalidArgumentError: a setting in the environment cannot be understood, or ``comm`` names no such ranks, or two
-            sets have the same ranks, or all; then the ranks have joined each other, and the other sets are made.
-        CollectiveTimeoutError: not every rank came in time.
+        TransportError: a launcher has started several processes, but this one finds itself alone: the launcher does not
+            belong to the MPI that mpi4py loads. ``COLLECTIVES_ALLOW_SINGLE=1`` makes a world of one rank instead.
+        InvalidArgumentError: an invalid setting in the environment, or ranks in ``comm``; or two process sets have the
+            same ranks, or one has all: then the world and the other sets exist.
+        CollectiveTimeoutError: not every rank has called in time.
         RankFailedError: a rank raised in the middle of its `init`.
-        ForkedProcessError: this process was started by a rank, and is none itself.
+        ForkedProcessError: this process was started by a rank, and is not a rank itself.
     """
     if isinstance(process_sets, str):
         if process_sets.lower() != "dynamic":
@@ -104,7 +110,7 @@ def init(
             )
         connect.check_place()
         if "mpi4py.MPI" in sys.modules or launchers.mpi_may_join(os.environ):
-            _watch_exit()  # a setting that only this rank has wrong must not leave the others waiting for it
+            _watch_exit()  # the others must not wait for a rank that fails for an invalid setting
         config = Config.from_environment()
         logging.configure(config.log_level)
         default.joining = True
@@ -113,7 +119,7 @@ def init(
         finally:
             default.joining = False
         logging.place(world.rank)
-        _say(world)
+        _log_description(world)
     if world.config.timeline:
         world.start_timeline(world.config.timeline, world.config.timeline_mark_cycles)
     if sets:
@@ -136,10 +142,10 @@ def _add_first_sets(given: Sequence[ProcessSet]) -> None:
 
 
 def _recognize(given: Sequence[ProcessSet]) -> None:
-    """Let objects stand for the process sets that are known.
+    """Attach the given objects to the known process sets of the same ranks.
 
     Raises:
-        InvalidArgumentError: two stand for one set, or one for all ranks, and has become none, or is not known.
+        InvalidArgumentError: there is no such process set, or another object has it already, or it is of all ranks.
     """
     seen: set[int | None] = {0}
     refused = []
@@ -169,7 +175,7 @@ def _number_of(ranks: Sequence[int]) -> int | None:
 
 
 def _make_known(members: ProcessSet, root: World, ranks: Sequence[int]) -> None:
-    """Make a process set; every rank does."""
+    """Make a process set, on every rank, and number it."""
     child = root.add_process_set(ranks)
     number = default.free_numbers.popleft() if default.free_numbers else max(default.sets) + 1
     members.attach(number, root, child)
@@ -177,8 +183,7 @@ def _make_known(members: ProcessSet, root: World, ranks: Sequence[int]) -> None:
 
 
 def _join(comm: MPI.Intracomm | Sequence[int] | None, config: Config) -> World:
-    """Make the default world; an exception leaves everything ready for another attempt, and no rank waiting for this
-    one."""
+    """Make the default world. After an exception it can be tried again, and no other rank waits for this one."""
     group = None
     try:
         group = connect.connect(comm, config, _watch_exit)
@@ -203,7 +208,7 @@ def _join(comm: MPI.Intracomm | Sequence[int] | None, config: Config) -> World:
 
 
 def shutdown() -> None:
-    """Leave the other ranks. Does nothing before `init`. Does not finalise MPI, which the program may use on."""
+    """Leave the other ranks. Does nothing before `init`. Does not finalise MPI, which the program may still use."""
     with default.lock:
         # Without a world the hooks stay: `init` may have been interrupted, and the others wait in it for this rank.
         world = default.world
@@ -220,8 +225,7 @@ def shutdown() -> None:
                 default.world = None
                 default.was_shut_down = True
                 logging.place(None)
-            # Last: the others may have left by now, and wait for this rank in their next `init`, if an exception ends
-            # it on the way here.
+            # Last: if an exception ends this rank on the way here, the others may already wait in their next `init`.
             if default.hooks is not None:
                 default.hooks.remove()
                 default.hooks = None
@@ -267,17 +271,16 @@ def local_size() -> int:
 
 
 def local_device() -> int:
-    """The number of the GPU that is this rank's, as its process counts them: ``COLLECTIVES_DEVICE``, or that of its
-    `local_rank`.
+    """This rank's GPU, as its process numbers them: ``COLLECTIVES_DEVICE``, or the one of its `local_rank`.
 
-    For programs to choose it with, as in ``torch.cuda.set_device(collectives.local_device())``. Tensors decide: a rank
-    may use another, and more ranks than GPUs take turns.
+    For programs to select it, as in ``torch.cuda.set_device(collectives.local_device())``. Collectives run on the GPU
+    of their tensors, which may be another one. More ranks than GPUs share them.
 
     Raises:
-        MissingDependencyError: GPUs cannot be used here; says what is missing.
+        MissingDependencyError: GPUs cannot be used here; names what is missing.
         InvalidArgumentError: there is no GPU of that number.
     """
-    from collectives.device import selection  # nothing of GPUs is imported before one is asked for
+    from collectives.device import selection  # not imported by programs without GPUs
 
     current = world()
     return selection.choose(current.local_rank, current.config.device if current.config.device >= 0 else None)
@@ -329,7 +332,13 @@ def process_set_of(number: int) -> ProcessSet:
 
 
 def root_in(process_set: ProcessSetLike | int | None, root_rank: Any, name: str | None = None) -> Any:
-    """A root, given as a rank of all ranks, as its number within the process set, for the operation ``name`` on it."""
+    """Convert a root from a rank of all ranks to a rank of a process set; a refusal is told to the set's other ranks.
+
+    Args:
+        process_set: the set, or its number; None for all ranks.
+        root_rank: the root.
+        name: of the operation.
+    """
     if process_set is None or process_set is global_process_set:
         return root_rank
     members = world_of(process_set)
@@ -341,20 +350,20 @@ def root_in(process_set: ProcessSetLike | int | None, root_rank: Any, name: str 
 
 
 def add_process_set(process_set: ProcessSet | Iterable[int], *, unlike: bool = False) -> ProcessSet:
-    """Make a process set usable; every rank calls it, in the same order as the other collectives.
+    """Make a process set; every rank calls it, in the same order as other collectives.
 
     Args:
         process_set: a `ProcessSet`, or the ranks of one.
-        unlike: whether to refuse the ranks of a set that is known, or all ranks, as Horovod does. Otherwise that makes
-            one more set, whose operations are independent of the other's.
+        unlike: whether to refuse, as Horovod does, the ranks of a known set, or all ranks. Otherwise that makes a
+            further set with independent operations.
 
     Returns:
         The process set.
 
     Raises:
-        InvalidArgumentError: there are no such ranks, or the set was added already, or it is ``unlike`` no other.
+        InvalidArgumentError: there are no such ranks, or the set was added already, or a duplicate is refused.
         NotImplementedError: it was made of a communicator, which only `init` takes.
-        MismatchError: the ranks name different sets.
+        MismatchError: the ranks' sets differ.
     """
     root = world()
     try:
@@ -376,13 +385,13 @@ def add_process_set(process_set: ProcessSet | Iterable[int], *, unlike: bool = F
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Shut a process set down; every rank calls it. Operations in flight on it fail.
+    """Shut down a process set; every rank calls it. Operations in flight on it fail.
 
     Returns:
         Whether it was known; the set of all ranks cannot be removed.
 
     Raises:
-        MismatchError: the ranks name different sets, and all of them stay.
+        MismatchError: the ranks' sets differ; all of them stay.
     """
     number = process_set.process_set_id
     if not number or not any(known is process_set for known in (*default.sets.values(), *default.also)):
@@ -399,12 +408,11 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 
 def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
-    """Record from now on what the engine does, as a trace that Perfetto and Chrome open; every rank calls it.
+    """Begin to record the engine's work, as a trace that Perfetto and Chrome open; every rank calls it.
 
     Args:
-        file_path: of one file for all ranks, which is rank 0's; ``collectives.launch.timeline_report`` draws a report
-            from it.
-        mark_cycles: mark every round.
+        file_path: rank 0's is the file of all ranks; ``collectives.launch.timeline_report`` draws a report from it.
+        mark_cycles: whether to mark every negotiation round.
     """
     world().start_timeline(file_path, mark_cycles)
 
@@ -414,8 +422,8 @@ def stop_timeline() -> None:
     world().stop_timeline()
 
 
-def _say(world: World) -> None:
-    """What the world is, and what in the environment was not understood; on one rank."""
+def _log_description(world: World) -> None:
+    """Log a description of the world, and unknown settings in the environment, on rank 0."""
     if world.rank:
         return
     mpi = sys.modules.get("mpi4py.MPI") if world.size > 1 else None
@@ -426,8 +434,7 @@ def _say(world: World) -> None:
 
 
 def _watch_exit() -> None:
-    """See how this process ends, from before it joins the others: they may wait for it already, and MPI's finalisation
-    for them."""
+    """Watch how this process ends, from before it joins the others, which may already wait for it."""
     if default.hooks is None:
         connect.finalize_at_exit()  # exit handlers run in reverse order
         rank = next((os.environ[name] for name in _RANK_VARIABLES if os.environ.get(name, "").isdigit()), "0")
@@ -436,7 +443,7 @@ def _watch_exit() -> None:
 
 
 def _publish(text: str) -> None:
-    default.interrupted = False  # this end becomes known, and ends the job with its own exit code
+    default.interrupted = False  # this failure is published, and ends the job with its own exit code
     if default.world is not None:
         default.world.fail(text)
 

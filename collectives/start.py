@@ -1,4 +1,4 @@
-"""`run`: several ranks from within a program or a notebook."""
+"""`run`: start several ranks from a program or a notebook."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ def run(
     executable: str | None = None,
     timeout: float | None = None,
 ) -> list[Returned]:
-    """Call ``function(*args, **kwargs)`` on every rank of a new job; this process is none of its ranks.
+    """Call ``function(*args, **kwargs)`` on every rank of a new job, of which this process is not a rank.
 
-    The function calls `init` itself. It may be a lambda, or defined in the program or the notebook: cloudpickle takes
-    it to the ranks. What they print is shown as ``collectivesrun`` shows it. Hosts other than this one must share the
-    folder for temporary files (``TMPDIR``).
+    The function calls `init` itself. It may be a lambda, or defined in the program or the notebook, since cloudpickle
+    transfers it. The ranks' output is shown as by ``collectivesrun``. Other hosts must share the folder for temporary
+    files (``TMPDIR``).
 
     Args:
         function: anything that cloudpickle can pickle.
         args, kwargs: its arguments, the same on every rank.
         np: the number of ranks; 1 by default.
         num_proc: Horovod's name for ``np``.
-        options: more options of ``collectivesrun``, such as ``["--hosts", "host1:4,host2:4"]``.
-        executable: the Python that the ranks run; this one by default.
-        timeout: seconds after which the job is ended; None: as long as the function takes.
+        options: further options of ``collectivesrun``, such as ``["--hosts", "host1:4,host2:4"]``.
+        executable: the ranks' Python interpreter; this one by default.
+        timeout: seconds after which the job is ended; None: no limit.
 
     Returns:
-        What the function returned, by rank.
+        The function's results, by rank.
 
     Raises:
         InvalidArgumentError: ``np`` and ``num_proc`` differ, an option cannot be understood, or the function cannot be
             pickled.
-        RankFailedError: a rank raised, or ended without returning; has the traceback of the one that failed first.
-        CollectiveTimeoutError: the time was up.
+        RankFailedError: a rank raised, or ended without returning; has the traceback of the first failure.
+        CollectiveTimeoutError: ``timeout`` has passed.
         MissingDependencyError: cloudpickle is not installed.
     """
     if np is not None and num_proc is not None and np != num_proc:
@@ -52,8 +52,7 @@ def run(
             f"run: np={np} and num_proc={num_proc} are two names of the number of ranks; give one"
         )
     ranks = next((number for number in (np, num_proc) if number is not None), 1)
-    # The launcher stands on the floor above and takes long to import, which programs that a launcher has started do
-    # without.
+    # The launcher is on a higher floor, and slow to import for programs that a launcher has already started.
     launch = importlib.import_module("collectives.launch")
     returned: list[Returned] = launch.run(
         function, args, kwargs, np=ranks, options=options, executable=executable, timeout=timeout

@@ -1,4 +1,4 @@
-"""A world in one line: its ranks, its hosts, the MPI that connects them, and how bytes travel."""
+"""A world in one line: its ranks, hosts, MPI and transports."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collectives.plan.planner import Placement
 
 
 def mpi_version(said: str) -> str:
-    """Name and version of an MPI, as ``"MPICH 5.0.2"``, from the text with which its library introduces itself."""
+    """Name and version of an MPI, such as ``"MPICH 5.0.2"``, from ``MPI.Get_library_version()``."""
     lines = said.strip("\0 \n").split(",")[0].splitlines()
     return " ".join(lines[0].replace("Version:", "").split()) if lines else ""
 
 
 def describe(placement: Placement, transport: str, library: str) -> str:
-    """Say it.
+    """Describe a world.
 
     Args:
         placement: of the ranks.
@@ -28,6 +28,6 @@ def describe(placement: Placement, transport: str, library: str) -> str:
         within.append("windows in shared memory")
     if placement.reads_private and transport in ("auto", "direct-read"):
         within.append("direct reads of the peers' memory")
-    ways = [f"within a host {' and '.join(within) or 'MPI messages'}"] if max(counts) > 1 else []
-    ways += [] if placement.one_host else ["between hosts MPI messages"]
-    return f"{placement.size} ranks on {hosts}, connected by {library or 'threads'}; transports: {', '.join(ways)}"
+    media = [f"within a host {' and '.join(within) or 'MPI messages'}"] if max(counts) > 1 else []
+    media += [] if placement.one_host else ["between hosts MPI messages"]
+    return f"{placement.size} ranks on {hosts}, connected by {library or 'threads'}; transports: {', '.join(media)}"

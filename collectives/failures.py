@@ -1,4 +1,4 @@
-"""How a rank leaves: a failure is told to the peers and ends the job; a clean exit never leaves a peer waiting.
+"""The end of a rank: a failure is published to the peers and ends the job; a clean exit leaves no peer waiting.
 
 Under plain ``mpirun`` a rank that raises, or calls ``sys.exit(3)``, hangs: it waits for its peers in ``MPI_Finalize``,
 while they wait for it in a collective. ``install`` therefore watches how this process ends.
@@ -8,11 +8,11 @@ while they wait for it in a collective. ``install`` therefore watches how this p
     exit code 0           ``leave`` tells the peers that this rank will not come to any further collective
     a forked child        nothing is touched: the child ends before any clean-up of MPI can run in it
 
-What a process cannot know about itself (``os._exit``, a signal, ``raise SystemExit(3)`` without ``sys.exit``) is seen
-by ``collectivesrun`` from outside; such a ``SystemExit`` counts as a clean exit here. Threads are left alone: an
-exception that ends a thread does not end the process.
+Other ends (``os._exit``, a signal, ``raise SystemExit(3)`` without ``sys.exit``) are detected by ``collectivesrun``
+from outside; such a ``SystemExit`` counts as a clean exit here. An exception that ends a thread does not end the
+process, and is ignored.
 
-This module knows no MPI. What it calls is given to it, and it changes nothing before ``install``.
+This module does not depend on MPI: `install` is given the functions that it calls, and nothing changes before.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ RECORDS = "COLLECTIVES_RECORDS"
 """The variable by which ``collectivesrun`` names where a rank's failure record goes."""
 
 _MOST_TEXT = 10_000
-"""Most characters of a record's text: whatever they are, the record fits into a pipe."""
+"""Most characters of a record's text, so that the record fits into a pipe."""
 _PAUSE = 0.005
 
 
@@ -71,24 +71,23 @@ class Hooks:
         self._watcher = _Watcher(self._on_failure, self._at_exit)
 
     def remove(self) -> None:
-        """Take the hooks out; whoever chained to them since keeps working, because removed hooks only pass on."""
+        """Remove the hooks; later hooks that have chained to them keep working, because removed hooks only pass on."""
         self._watcher.remove()
 
     def _on_failure(self, failure: Failure) -> None:
-        """The process is about to end: tell everybody who can be told. The job is ended later, at exit."""
+        """Record and publish the failure. The job is ended later, at exit."""
         if self._records:
             record(self._records, self._rank, failure)
         with _reporting(self._rank, "telling the other ranks"):
             self._publish(failure.text)
 
     def _at_exit(self, failure: Failure | None) -> None:
-        # The culprit ends the job, so that its exit code is the job's. Whoever fails because of it gives it time to do
-        # so.
+        # The rank that failed first ends the job, so that its exit code is the job's; the others give it time.
         consequence = failure is not None and failure.consequence
         end = time.monotonic() + self._grace * (2 if consequence else 1)
         if failure is not None:
             _flush_logs()
-        # The last words go out first: once all ranks have left, the job may be ended at any moment.
+        # Output is written first: once all ranks have left, the job may be ended at any moment.
         _flush_streams()
         _wait_until_read(self._records)
         with _reporting(self._rank, "leaving"):
@@ -96,7 +95,7 @@ class Hooks:
         if failure is None:
             return
         while time.monotonic() < end and (consequence or not self._alone()):
-            time.sleep(_PAUSE)  # the others leave on the board, which can only be looked at
+            time.sleep(_PAUSE)  # leaving is visible on the board only, which has to be polled
         self._abort(failure.code)
 
     def _alone(self) -> bool:
@@ -116,16 +115,15 @@ def install(
     leave: Callable[[], None] = lambda: None,
     grace: float = 2.0,
 ) -> Hooks:
-    """Watch how this process ends, and make sure that its peers do not wait for it.
+    """Watch how this process ends, so that its peers do not wait for it.
 
     Args:
         rank: this rank, for records and messages.
         abort: ends the whole job with an exit code, such as ``MPI.COMM_WORLD.Abort``. Called last.
-        publish: makes the text of a failure known to the peers, whose waits then raise ``RankFailedError``. Must not
-            block.
-        records: where the failure record goes, normally ``os.environ.get(RECORDS)``; None: no record.
-        all_left: whether all peers have left, as their `leave` says, or died. That they know of the failure is not
-            enough: their programs are yet to be told, and to say or save something. Must not block.
+        publish: sends the text of a failure to the peers, whose waits then raise ``RankFailedError``. Must not block.
+        records: path of the failure record, normally ``os.environ.get(RECORDS)``; None: no record.
+        all_left: whether all peers have called `leave` or died. That they know of the failure is not enough, because
+            their programs may still handle it. Must not block.
         leave: tells the peers that this rank has gone, whatever its exit code. Must not block for long.
         grace: seconds, at most, to wait until all have left (twice that for a rank that fails because another did).
 
@@ -137,8 +135,7 @@ def install(
 
 
 def record(path: str, rank: int, failure: Failure) -> None:
-    """Append a record, a line of JSON, to a file or to the pipe of ``collectivesrun``. A reader that has gone is no
-    error."""
+    """Append a record, a line of JSON, to a file or to the pipe of ``collectivesrun``, if that is still read."""
     entry = {
         "rank": rank,
         "code": failure.code,
@@ -148,7 +145,7 @@ def record(path: str, rank: int, failure: Failure) -> None:
         "host": socket.gethostname(),
     }
     with contextlib.suppress(OSError):
-        # A pipe that nobody empties must not hold up the exit.
+        # A full pipe must not delay the exit.
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK, 0o600)
         try:
             os.write(file, json.dumps(entry).encode() + b"\n")
@@ -157,10 +154,9 @@ def record(path: str, rank: int, failure: Failure) -> None:
 
 
 class _Watcher:
-    """Finds out how this process ends: calls ``on_failure`` as soon as that is known, and ``at_exit`` when the
-    interpreter exits.
+    """Calls ``on_failure`` when a failure is about to end this process, and ``at_exit`` when the interpreter exits.
 
-    Chains to the hooks that it finds. In a process forked from the one that made it, it only passes on.
+    Chains to the hooks that it finds. In a forked child it only passes on.
     """
 
     def __init__(self, on_failure: Callable[[Failure], None], at_exit: Callable[[Failure | None], None]) -> None:
@@ -173,19 +169,18 @@ class _Watcher:
         atexit.register(self._at_exit)
 
     def remove(self) -> None:
-        """Become inert, and take back what nobody has chained to since."""
+        """Become inert, and restore the previous hooks unless later ones have chained to these."""
         self._pid = -1
         if sys.excepthook == self._hook:
             sys.excepthook = self._previous_hook
         if sys.exit == self._exit:
             sys.exit = self._previous_exit
         atexit.unregister(self._at_exit)
-        # Every thread keeps the hook under which it was started for as long as it lives, which must not keep the world
-        # alive.
+        # A thread keeps the hook under which it was started, which must not keep the world alive.
         self._on_failure = self._call_at_exit = lambda failure: None
 
     def _active(self) -> bool:
-        """Whether an error ends the process that is watched, and does not go back to a prompt."""
+        """Whether an error ends the watched process, and does not return to a prompt."""
         return os.getpid() == self._pid and not hasattr(sys, "ps1") and not sys.flags.interactive
 
     def _excepthook(self, kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
@@ -201,7 +196,7 @@ class _Watcher:
         except SystemExit as leaving:
             failure = _failure_of(leaving.code)
             if failure is not None and self._active():
-                leaving.__dict__["_collectives_rider"] = _Rider(failure, self._fail)
+                leaving.__dict__["_collectives_catch_detector"] = _CatchDetector(failure, self._fail)
             raise
 
     def _fail(self, failure: Failure) -> None:
@@ -215,11 +210,11 @@ class _Watcher:
             self._call_at_exit(self._failure)
 
 
-class _Rider:
-    """Rides on a ``SystemExit`` and finds out whether it was caught.
+class _CatchDetector:
+    """An attribute of a ``SystemExit`` that detects whether it was caught.
 
-    An exception that nobody caught is freed by the interpreter when no Python frame is left, and the process ends. One
-    that was caught is freed (or kept) by the code that caught it, and does not count.
+    The interpreter frees an uncaught exception when no Python frame is left, and the process ends. A caught one is
+    freed, or kept, by the code that caught it.
     """
 
     __slots__ = ("_failure", "_tell")
@@ -234,10 +229,10 @@ class _Rider:
 
 @functools.cache
 def _guard_forked_children() -> None:
-    """From now on, a forked child ends before MPI's own clean-up can run in it.
+    """Make forked children end before MPI's clean-up can run in them.
 
-    mpi4py finalises MPI at the very end of the interpreter, in the child too: there Open MPI hangs, and MPICH ends the
-    whole job. Exit handlers that the child registered itself still run; the parent's do not, as in ``multiprocessing``.
+    mpi4py finalises MPI at the end of the interpreter, in children too: there Open MPI hangs, and MPICH ends the whole
+    job. Exit handlers that the child has registered still run; the parent's do not, as in ``multiprocessing``.
     """
 
     def end(failure: Failure | None) -> None:
@@ -250,17 +245,17 @@ def _guard_forked_children() -> None:
 
 
 def _failure_of(code: object) -> Failure | None:
-    """Return what ``SystemExit(code)`` means; None for success. Text as a code means 1, as the interpreter has it."""
+    """The failure that ``SystemExit(code)`` means; None for success. A text means code 1, as for the interpreter."""
     if code is None or code == 0:
         return None
     number = code if isinstance(code, int) else 1
     shown = "" if isinstance(code, int) else f": {code}"
-    # The system keeps the low byte; a code whose low byte is 0 still means success there, so it is kept as it is.
+    # The system keeps the low byte only, so that a code whose low byte is 0 means success.
     return Failure(number & 0xFF, f"sys.exit({number}){shown}\n") if number & 0xFF else None
 
 
 def _flush_logs() -> None:
-    """Write out what the handlers of ``logging`` hold, if it is in use; an abrupt end would lose it."""
+    """Flush the handlers of ``logging``, if it is in use; an abrupt end would lose their records."""
     logging = sys.modules.get("logging")
     with contextlib.suppress(Exception):
         if logging is not None:
@@ -268,21 +263,20 @@ def _flush_logs() -> None:
 
 
 def _flush_streams() -> None:
-    """Write out what the standard streams hold."""
+    """Flush the standard streams."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
 
 
 def _wait_until_read(records: str | None, seconds: float = 0.5) -> None:
-    """Wait, at most so long, until the launcher has read what was written last: MPICH's drops it when a job is
-    aborted."""
+    """Wait for a bounded time until the launcher has read all output: MPICH's drops it when a job is aborted."""
     end = time.monotonic() + seconds
     streams = [1, 2]
     with contextlib.ExitStack() as stack:
         if records:
             with contextlib.suppress(OSError):
-                # An empty line is read by ``collectivesrun`` when everything before it has been passed on.
+                # ``collectivesrun`` reads an empty line once it has passed on everything before it.
                 streams.append(os.open(records, os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK))
                 stack.callback(os.close, streams[-1])
                 os.write(streams[-1], b"\n")
@@ -292,12 +286,12 @@ def _wait_until_read(records: str | None, seconds: float = 0.5) -> None:
                     unread = int.from_bytes(fcntl.ioctl(stream, termios.FIONREAD, bytes(4)), sys.byteorder)
                     if not unread:
                         break
-                    time.sleep(_PAUSE)  # a pipe does not tell its writer that it has been read
+                    time.sleep(_PAUSE)  # a pipe does not notify its writer
 
 
 @contextlib.contextmanager
 def _reporting(rank: int, doing: str) -> Iterator[None]:
-    """Print an error instead of raising it: an exit goes on whatever happens, but never in silence."""
+    """Print an error instead of raising it, so that the exit goes on."""
     try:
         yield
     except Exception:

@@ -1,7 +1,7 @@
 """A handle: an operation from its submission until its result is fetched.
 
-It keeps alive what the operation reads and writes, knows where it was submitted, and holds its result or its error. The
-engine completes it; whoever has it may ask (`poll`) or wait (`synchronize`), as often as they like, from any thread.
+It keeps the memory of the operation alive, records where it was submitted, and holds its result or its error. The
+engine completes it; any thread may `poll` it or wait for it, any number of times.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _MOST_UNNAMED_ROWS = 1000
 
 
 class Driver(Protocol):
-    """Who completes handles: the engine."""
+    """Completes handles: the engine."""
 
     in_flight: InFlight
 
@@ -48,26 +48,25 @@ class Driver(Protocol):
 
 
 class Handle(Generic[Result]):
-    """One operation, or a group of operations that complete together.
+    """One operation, or a grouped operation.
 
     Attributes:
-        entry: what is asked for.
-        source, out: where the elements are read and written, 1-D arrays or
-            `collectives.tensors.cuda_tensors.DeviceArray`; replaced when the operation runs, where only then is known.
+        entry: the request.
+        source, out: input and output, 1-D arrays or `collectives.tensors.cuda_tensors.DeviceArray`; an output whose
+            size is not known before is set when the operation runs.
         deliver: makes the caller's result once the operation is done.
-        members: the operations of a group.
+        members: the handles of a grouped operation.
         done: whether it is complete; then ``error`` or ``result`` is final.
-        key: its name, or its number among the unnamed; given by the engine. Of a member: its group's.
-        place: of a member: in its group; None: no member.
-        reads, writes: views of the program's memory that the operation reads, or writes, while it is in flight.
-        extents: of a group, the memory that its members use, sorted.
-        claim: its number among those in flight that use memory of the program's; 0: it is none
-            (`collectives.engine.overlaps`).
-        rows: of allgather and all-to-all: what this rank contributes, to all or to each.
-        gathered: of allgather and all-to-all, once done: how many rows came from each rank; of device tensors the
-            result and these.
-        ready, fence: of device tensors: the event behind the caller's work, and what is between the operation and what
-            the caller does next (`collectives.cuda`).
+        key: its name, or its number among the unnamed, assigned by the engine; of a member, its group's name.
+        place: index of a member in its grouped operation; None otherwise.
+        reads, writes: views of the program's memory that the operation reads or writes while it is in flight.
+        extents: of a grouped operation, the memory of its members, sorted by address.
+        claim: its number in `collectives.engine.overlaps`; 0 if it claims no memory of the program.
+        rows: of allgather and all-to-all: the rows that this rank sends, to all or to each.
+        gathered: of allgather and all-to-all, once done: the numbers of rows received; of device tensors, the result
+            and these.
+        ready, fence: of device tensors: the event after the caller's earlier work, and the fence before its later work
+            (`collectives.cuda`).
     """
 
     __slots__ = (
@@ -137,7 +136,7 @@ class Handle(Generic[Result]):
 
     @property
     def name(self) -> str:
-        """As messages call it; ``gradients[2]``: a member of a group."""
+        """Its name in messages; that of a member is like ``gradients[2]``."""
         request, place = self.entry.request, "" if self.place is None else f"[{self.place}]"
         if request.name is not None or (isinstance(self.key, str) and self.key):
             return f"{self.key if request.name is None else request.name}{place}"
@@ -146,15 +145,14 @@ class Handle(Generic[Result]):
 
     @property
     def row(self) -> str:
-        """As Horovod's timeline calls the tensor: ``allreduce.loss``, or ``allreduce.noname.7``; a thousand of the
-        latter."""
+        """The tensor's row in Horovod's timeline: ``allreduce.loss``, or one of 1,000 like ``allreduce.noname.7``."""
         collective, place = self.entry.request.collective, "" if self.place is None else f"[{self.place}]"
         name = f"noname.{self.key % _MOST_UNNAMED_ROWS}{place}" if isinstance(self.key, int) else self.name
         return f"{collective}.{name}"
 
     @property
     def phase(self) -> str:
-        """As Horovod's timeline calls the operation: ``ALLREDUCE``."""
+        """The operation's name in Horovod's timeline: ``ALLREDUCE``."""
         request = self.entry.request
         return "ADASUM" if request.op == "adasum" else request.collective.upper()
 
@@ -174,7 +172,7 @@ class Handle(Generic[Result]):
         return self.fetch()
 
     def fetch(self) -> Result:
-        """The result of what is done, ordered before what the calling thread does next on its device."""
+        """The result of a completed operation, ordered before the calling thread's later work on its device."""
         if self.fence is not None:
             return self.fence.pass_through(set())
         if self.members and any(member.fence is not None for member in self.members):
@@ -192,19 +190,17 @@ class Handle(Generic[Result]):
         return self.engine is not None and self.engine.refusal is not None
 
     def add_done_callback(self, callback: Callable[[Handle], object]) -> None:
-        """Have ``callback(handle)`` called once when the operation is complete, or has failed; at once if it is.
+        """Have ``callback(handle)`` called once when the operation has completed or failed; at once if it already has.
 
-        It is called by the thread that completes it, in the middle of the engine's work: it should be quick, and may
-        neither wait for an operation nor call one. On a GPU the work may be under way still; `wait` orders what follows
-        behind it. What it raises is logged.
+        The completing thread calls it from within the engine: it should be quick, and may neither call a collective nor
+        wait for one. On a GPU the work may still be running; `wait` orders later work after it. Exceptions are logged.
         """
         with _adding:
             if self._callbacks is None:
                 self._callbacks = []
         self._callbacks.append(callback)
-        if (
-            self.done
-        ):  # looked at last: who completes it looks at the callbacks last, so that one of the two sees this one
+        # Read last; the completing thread reads the callbacks last, so that one of the two threads sees this one.
+        if self.done:
             self._call_back()
 
     def _call_back(self) -> None:
@@ -212,12 +208,12 @@ class Handle(Generic[Result]):
         while callbacks:
             try:
                 callback = callbacks.pop(0)
-            except IndexError:  # the other thread has taken it
+            except IndexError:  # the other thread has removed it
                 return
             try:
                 callback(self)
             except Exception:
-                logger.exception("%s: what was to be called when it is done has failed", self.name)
+                logger.exception("%s: a callback on its completion has failed", self.name)
 
     def locate(self) -> None:
         """Note the line of the program that submits this operation: the nearest caller outside of this package."""
@@ -228,25 +224,24 @@ class Handle(Generic[Result]):
 
     @property
     def where(self) -> str:
-        """The line that submitted it, as ``train.py:12 in step``; empty where it was not noted."""
+        """The line that submitted it, such as ``train.py:12 in step``; empty if it was not recorded."""
         if self._code is None:
             return ""
         return f"{self._code.co_filename}:{self._line} in {self._code.co_name}"
 
     def finish(self) -> None:
-        """The operation is carried out: make the result."""
+        """Make the result of an operation that has been carried out."""
         if self.done:
-            return  # it was agreed on, but could not be carried out, on any rank
+            return  # it was agreed on, but has failed on every rank
         try:
             for member in self.members:
                 member.finish()
                 if member.error is not None and self.error is None:
-                    self.error = (
-                        member.error
-                    )  # not raised: its traceback would keep alive what the engine's frames refer to
+                    # Not raised: its traceback would keep the locals of the engine's frames alive.
+                    self.error = member.error
             if self.error is None:
                 self.result = self.deliver(self)
-        except Exception as error:  # making the caller's type is the framework's business: its error is the caller's
+        except Exception as error:  # of the framework, while it makes the caller's type
             self.error = error
         except BaseException as error:
             self.fail(error)
@@ -254,14 +249,13 @@ class Handle(Generic[Result]):
         self._end()
 
     def fail(self, error: BaseException) -> None:
-        """The operation is not going to be carried out."""
+        """Complete it with an error."""
         if not self.done:
             self.error = error
             self._end()
 
     def _end(self) -> None:
-        """The operation is in flight no longer, and uses no memory of the program's: whoever sees that it is done may
-        submit another."""
+        """Release the program's memory before ``done`` is set, since another operation may use it from then on."""
         self.keep = self.reads = self.writes = None
         if self.claim:
             assert self.engine is not None

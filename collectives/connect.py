@@ -117,16 +117,16 @@ def _alone(sign: launchers.Sign | None, config: Config, library: str = "") -> Gr
 
 def _subset(mpi: Any, ranks: Any) -> list[int]:
     """Check the ranks of COMM_WORLD that take part."""
-    everybody = mpi.COMM_WORLD
+    all_ranks = mpi.COMM_WORLD
     try:
         chosen = [rank.__index__() for rank in ranks]
     except (TypeError, AttributeError):
         raise InvalidTypeError(f"comm: expected an mpi4py communicator or a list of ranks, got {ranks!r}") from None
-    if not chosen or len(set(chosen)) != len(chosen) or not all(0 <= rank < everybody.Get_size() for rank in chosen):
-        raise InvalidArgumentError(f"comm: expected different ranks from 0 to {everybody.Get_size() - 1}, got {chosen}")
-    if everybody.Get_rank() not in chosen:
+    if not chosen or len(set(chosen)) != len(chosen) or not all(0 <= rank < all_ranks.Get_size() for rank in chosen):
+        raise InvalidArgumentError(f"comm: expected different ranks from 0 to {all_ranks.Get_size() - 1}, got {chosen}")
+    if all_ranks.Get_rank() not in chosen:
         raise InvalidArgumentError(
-            f"comm: this is rank {everybody.Get_rank()}, which is not among {chosen}; only those call init"
+            f"comm: this is rank {all_ranks.Get_rank()}, which is not among {chosen}; only those call init"
         )
     return chosen
 

@@ -4,8 +4,8 @@ Under plain ``mpirun`` a rank that raises, or calls ``sys.exit(3)``, hangs: it w
 while they wait for it in a collective. ``install`` therefore watches how this process ends.
 
     uncaught exception    the traceback is printed as always, recorded, and published to the peers; once they have
-    or ``sys.exit(3)``    ended too, or after a bounded moment, ``abort`` ends the job with the exit code
-    exit code 0           ``leave`` tells the peers that this rank will not come to any further collective
+    or ``sys.exit(3)``    ended too, or after a bounded time, ``abort`` ends the job with the exit code
+    exit code 0           ``leave`` tells the peers that this rank will call no further collective
     a forked child        nothing is touched: the child ends before any clean-up of MPI can run in it
 
 Other ends (``os._exit``, a signal, ``raise SystemExit(3)`` without ``sys.exit``) are detected by ``collectivesrun``

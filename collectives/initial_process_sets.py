@@ -29,11 +29,11 @@ def ranks_of(members: ProcessSet, comm: MPI.Intracomm | Sequence[int] | None) ->
         return tuple(members.ranks or ())
     from mpi4py import MPI
 
-    everybody: Any = comm.Get_group() if isinstance(comm, MPI.Comm) else MPI.COMM_WORLD.Get_group()
+    all_ranks: Any = comm.Get_group() if isinstance(comm, MPI.Comm) else MPI.COMM_WORLD.Get_group()
     if comm is not None and not isinstance(comm, MPI.Comm):
-        everybody = everybody.Incl(list(comm))
+        all_ranks = all_ranks.Incl(list(comm))
     group = members.mpi_comm.Get_group()
-    found = group.Translate_ranks(list(range(group.Get_size())), everybody)
+    found = group.Translate_ranks(list(range(group.Get_size())), all_ranks)
     if MPI.UNDEFINED in found:
         raise InvalidArgumentError(
             f"process_sets: the communicator {members.mpi_comm!r} has ranks that do not take part in this init()"

@@ -237,7 +237,7 @@ class World:
         """See `collectives.empty_cache`."""
 
         def release(_: Handle) -> int:
-            released = self._context.make_room()  # first what is the peers', then what is this rank's own
+            released = self._context.make_room()  # first mappings of the peers' memory, then this rank's own
             return released + (self._devices.trim() if self._devices is not None else 0)
 
         released: int = self.operations.meet("empty_cache", release)
@@ -264,7 +264,7 @@ class World:
                 f"tune: expected settings among {', '.join(TunedSettings.__dataclass_fields__)}; got {sorted(unknown)}"
             )
             raise self.refused(InvalidArgumentError(text), None)
-        # Settings decide what is planned: ranks that began with different ones would move different bytes.
+        # Settings decide the plans: ranks with different ones would move different bytes.
         self.operations.meet("tune", begin, what=", ".join(f"{name}={start[name]!r}" for name in sorted(start)))
 
     @property

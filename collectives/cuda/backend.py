@@ -9,8 +9,8 @@ from typing import Any
 from collectives.base.config import Config
 from collectives.base.reduce_op import Op
 from collectives.cuda.accelerator import Accelerator
+from collectives.cuda.handles import DeviceHandles
 from collectives.cuda.request_cache import DeviceRequestCache
-from collectives.cuda.requests import DeviceHandles
 from collectives.cuda.tasks import DeviceBucket, DeviceOne, DeviceRows, DeviceTask
 from collectives.engine.context import Context
 from collectives.transport.issue_order import Turn

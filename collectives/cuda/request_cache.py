@@ -129,7 +129,7 @@ class DeviceRequestCache(RequestCache[CachedDeviceRequest]):
         return entry
 
     def forget(self) -> None:
-        """Drop all requests, and what they hold on the device."""
+        """Drop all requests, and the device memory that they hold."""
         self._known.clear()
         del self._host
 

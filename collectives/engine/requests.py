@@ -31,7 +31,7 @@ Finish = Callable[[Any, Any], Any]
 
 class Handles(Protocol):
     """Makes handles of operations on tensors in one kind of memory: `collectives.engine.host_handles.HostHandles`, or
-    `collectives.cuda.requests.DeviceHandles`, which is imported when the first tensor on a GPU comes."""
+    `collectives.cuda.handles.DeviceHandles`, which is imported when the first tensor on a GPU comes."""
 
     @property
     def requests(self) -> RequestCache[Any]: ...

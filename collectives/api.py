@@ -255,10 +255,7 @@ def broadcast_async(tensor: Tensor, root_rank: int, **options: Unpack[CallOption
 
 @spelled_out(CallOptions)
 def broadcast_async_(tensor: Tensor, root_rank: int, **options: Unpack[CallOptions]) -> Handle[Tensor]:
-    """Begin a `broadcast_` and return its handle at once.
-
-    Unlike those of `allreduce_async_`, tensors of broadcasts from the same root may share memory, as tied weights do.
-    """
+    """Begin a `broadcast_`; tensors of broadcasts from the same root may share memory, as tied weights do."""
     world, root = _rooted(root_rank, options)
     return world.broadcast_async_(tensor, root, **options)
 

@@ -1,21 +1,22 @@
-"""Deadlocks: every rank waits, and nothing that they wait for is asked for by all. Which operations fail, and which go
-on waiting.
+"""Deadlocks: every rank waits, and no operation that they wait for was submitted by all. Which operations fail?
 
-Where it is known which rank is behind, only that rank's operation fails, so that it can come to where the others wait:
+Where it is known which rank is behind, only that rank's operation fails, so that it reaches the place where the others
+wait:
 
     rank 0:  ------- b        rank 0 has passed over "a"; rank 1 is behind
     rank 1:  a                "a" fails, "b" stays; rank 1 comes to "b", and the ranks are in step again
 
-There are two kinds of evidence, and both hold only for names that have never been carried out: a name that comes again
-in every step says nothing of the order, and might meet another step's operation of that name. Once ranks have waited in
-vain for such a name, one may be a step ahead, and what they have passed is evidence no longer.
+There are two kinds of evidence. Both hold only for names that were never carried out: a name that recurs in every step
+says nothing about the order, and might match another step's operation. Once ranks have waited in vain for a recurring
+name, one may be a step ahead, and what they have passed is no longer evidence.
 
-    passed    a rank that lacks the operation has waited for it before, in vain: whoever waits for it now is behind, unless it waits in
-              the function in which another does, at another place, and the program may come to both several times
-    source    each rank waits for one operation, at places of the same function, which the program comes to only once
+    passed    a rank that lacks the operation has waited for it before, in vain: a rank that waits for it now is behind,
+              unless another rank waits at another place of the same function, and the program may reach both places
+              several times
+    source    each rank waits for one operation, at places of the same function that the program reaches only once
 
-Without evidence all of them fail. Everything here is a pure function of what the ranks tell each other, hence alike on
-all of them.
+Without evidence all of them fail. The decision is a pure function of what the ranks tell each other, hence equal on all
+of them.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from collectives.engine.handles import PACKAGE
 from collectives.engine.negotiation import UNNAMED, Key, Request
 
 _RANKS = str(Path(PACKAGE, "transport", "threads.py"))
-"""Where ranks are threads, this module calls each of them, once."""
+"""The module that calls each rank, once, where ranks are threads."""
 AGAIN = (
     "A rank that has passed over one, as by an exception that it has caught, may meet the others again at a name "
     "that is new, and does "
@@ -44,15 +45,14 @@ AGAIN = (
 
 @dataclass(frozen=True, slots=True)
 class CallSite:
-    """Where a function is: what one frame of a thread's stack says.
+    """Where a function is in the program: one frame of a thread's stack.
 
     Attributes:
         function: its file, its name and its first line.
         line: of the file.
         at: the offset of the instruction.
         loop: the outermost loop around it, by the offsets of its first and last instruction; None outside of loops.
-        calls: the names in the expression of what it calls, as ``step`` or ``trainer, fit``; none where that is not
-            known.
+        calls: the names in the expression that it calls, as ``step`` or ``trainer, fit``; none where unknown.
     """
 
     function: tuple[str, str, int]
@@ -70,15 +70,14 @@ class CallSite:
 
 
 _ANY_THREAD = CallSite(("", "a thread", 0), 0, 0, (0, 0))
-"""Where a thread begins: as in a loop, because the program may start any number of threads with one function."""
+"""The start of a thread: as in a loop, because the program may start any number of threads with one function."""
 Stack = tuple[CallSite, ...]
-"""The functions that a thread is in, the outermost first, without this package's own that it has called last."""
+"""The functions that a thread is in, the outermost first, without the innermost ones, which are this package's."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """An operation that a rank waits for, and where in the program it does; ``stack`` is empty where that is not
-    known."""
+    """An operation that a rank waits for, and where in the program; ``stack`` is empty where that is not known."""
 
     key: Key
     request: Request
@@ -86,8 +85,7 @@ class Wait:
 
 
 def stacks(waiting: CodeType, variable: str) -> dict[int, Stack]:
-    """Where the threads of this process are that execute ``waiting``, by the identity of what their local ``variable``
-    is."""
+    """The stacks of this process's threads that execute ``waiting``, by the ``id`` of their local ``variable``."""
     found = {}
     for number, top in sys._current_frames().items():
         frame: FrameType | None = top
@@ -117,9 +115,9 @@ def _call_site(frame: FrameType) -> CallSite:
 
 @functools.lru_cache(256)
 def _loops(code: CodeType) -> tuple[tuple[int, int], ...]:
-    """The outermost loops of a function: from where a jump backwards leads to the jump.
+    """The outermost loops of a function: from the target of a backward jump to the jump.
 
-    Those that overlap are one: an `except` within a loop may lie behind it, and jump back into its middle.
+    Overlapping ones are one loop: an `except` within a loop may be compiled behind it, and jump back into its middle.
     """
     jumps = [(step.argval, step.offset) for step in dis.get_instructions(code) if "JUMP" in step.opname]
     found: list[tuple[int, int]] = []
@@ -133,10 +131,10 @@ def _loops(code: CodeType) -> tuple[tuple[int, int], ...]:
 
 @functools.lru_cache(256)
 def _instruction(code: CodeType, last: int) -> tuple[int, frozenset[str]]:
-    """Where the instruction begins that a frame is in, and the names that are loaded where its expression begins: what
-    a call calls.
+    """The offset of the instruction that a frame executes, and the names that are loaded where its expression begins:
+    what a call calls.
 
-    While a frame calls, its last instruction may lie behind that instruction, in what the interpreter has cached there.
+    During a call, ``last`` may point behind the instruction, into the interpreter's inline caches.
     """
     steps = list(dis.get_instructions(code))
     at = max((step.offset for step in steps if step.offset <= last), default=last)
@@ -150,11 +148,10 @@ def _instruction(code: CodeType, last: int) -> tuple[int, frozenset[str]]:
 
 
 def before(one: Stack, other: Stack) -> bool | None:
-    """Whether the program comes to ``one`` before it comes to ``other``, and to both only once; None where that cannot
-    be told.
+    """Whether the program reaches ``one`` before ``other``, and both only once; None where that is not known.
 
-    It can where no loop is around the calls that lead to both, and each of these calls the next function itself: a
-    function that is called by another in C, such as `map`, may be called several times.
+    It is known where no loop is around the calls that lead to both, and each calls the next function directly: a
+    function called through another one in C, such as `map`, may be called several times.
     """
     called: CallSite | None = None
     for mine, theirs in zip(one, other, strict=False):
@@ -169,8 +166,8 @@ def before(one: Stack, other: Stack) -> bool | None:
 
 
 def may_take_turns(one: Stack, other: Stack) -> bool:
-    """Whether the program may come from ``one`` to ``other`` and back, as in a loop: names do not tell which time
-    around it is."""
+    """Whether the program may get from ``one`` to ``other`` and back, as in a loop: names do not say in which
+    iteration."""
     for mine, theirs in zip(one, other, strict=False):
         if mine.function != theirs.function:
             return False
@@ -190,10 +187,10 @@ def failing(
 
     Args:
         waits: what each rank waits for.
-        asking: by operation, the ranks that ask for it.
-        passed: by operation, the ranks that have waited for one of its name in vain.
-        known: those whose names have been carried out before.
-        joined: ranks that wait for nothing but the end.
+        asking: by operation, the ranks that have submitted it.
+        passed: by operation, the ranks that have waited for its name in vain.
+        known: those whose names were carried out before.
+        joined: ranks that have joined, and wait for nothing.
     """
     every = {wait.key for mine in waits for wait in mine}
     new: set[Key] = {key for key in every if isinstance(key, str) and key not in known}
@@ -217,7 +214,7 @@ def error(
     fails: Collection[Key],
     numbers: Sequence[int],
 ) -> MismatchError:
-    """What a rank raises whose operation fails, and what a rank is warned of whose operation goes on.
+    """The error of a rank whose operation fails, and the warning of a rank whose operation goes on.
 
     Args:
         rank: this one, as messages call it.

@@ -321,8 +321,8 @@ class Ledger:
         return len(self._slots) >= self.capacity or key in self._cache
 
     def passed(self, key: Key) -> set[int]:
-        """The ranks that have waited in vain for a key and are past it; none where names recur, so that they may come to
-        it again."""
+        """The ranks that have waited in vain for a key and are past it; none where names recur, as they may come to it
+        again."""
         return set() if self._names_recur else self._passed.get(key, set())
 
     def give_up(self, key: Key, ranks: Iterable[int]) -> None:

@@ -1,15 +1,15 @@
-"""Memory of operations in flight: what one of them writes, no other may read or write.
+"""Memory of operations in flight: no operation may read or write what another one writes.
 
-An operation is in flight from its submission until it is complete. Memory that is only read may be shared by any number
-of operations, and broadcasts from the same root may share what they write: the root only reads it, and the others write
-the same bytes to it. Within one group every member reads what was submitted, and results are written in the order of
-the members: `separate` gives those that share memory copies of their own.
+An operation is in flight from its submission until it is complete. Any number of operations may read the same memory,
+and broadcasts from one root may share what they write: the root only reads it, and the others write the same bytes. The
+members of a grouped operation all read what was submitted, and results are written in the order of the members:
+`separate` gives members that share memory copies of their own.
 
-Which tensors share memory is a fact of one rank. So a violation is refused before anything leaves the rank, and what
-the ranks plan and agree on never depends on it.
+Only one rank knows which of its tensors share memory. So a violation is refused before anything is sent, and what the
+ranks plan and agree on never depends on it.
 
-Extents that lie apart from all others, which is nearly always all of them, are kept sorted by address; the few that do
-not are looked at one by one.
+Extents that overlap no other, nearly always all of them, are kept sorted by address; the few others are searched
+linearly.
 """
 
 from __future__ import annotations
@@ -30,32 +30,33 @@ Span = tuple[int, int, bool, Strided | None, int]
 """An extent, and the number of the operation that uses it."""
 
 _ROOM = 256
-"""Spans from which those of complete operations are looked for and dropped."""
+"""The number of spans from which those of complete operations are dropped."""
 
 
 class InFlight:
-    """The memory of all operations in flight of one rank, its process sets included. Any thread may use it.
+    """The memory of all operations in flight of one rank, its process sets included. Methods may be called from any
+    thread.
 
     Attributes:
-        operations: those in flight that use memory of the program's, by the number that ``handle.claim`` has. Whoever
-            completes one takes it out, which needs no lock; its spans are dropped by whoever meets them.
+        operations: those in flight that use the program's memory, by ``handle.claim``. Completing one removes it here,
+            which needs no lock; its spans are dropped later.
     """
 
     def __init__(self) -> None:
         self.operations: dict[int, Handle] = {}
         self._numbers = itertools.count(1)
         self._apart: list[Span] = []
-        """Spans of which no two overlap, sorted."""
+        """Spans that do not overlap, sorted."""
         self._entangled: list[Span] = []
-        """Spans that overlap others, as they may."""
+        """Spans that overlap others, as is allowed."""
         self._room = _ROOM
         self._lock = threading.RLock()  # a signal handler may submit an operation while its thread is in here
 
     def claim(self, handle: Handle) -> str | None:
-        """Note the memory of an operation, until `Handle` takes the operation out.
+        """Record the memory of an operation until it is complete.
 
         Returns:
-            None; or why the operation must not be submitted, and what to do. Nothing is noted then.
+            None; or why the operation must not be submitted, and what to do. Nothing is recorded then.
         """
         extents = _extents(handle)
         if not extents:
@@ -71,7 +72,7 @@ class InFlight:
             operations[number] = handle
             try:
                 if not self._entangled:
-                    # One that lies between two others, as nearly all do.
+                    # The usual case: it fits between two others.
                     start, end = extents[0][0], extents[-1][1]
                     at = bisect_left(apart, (end,))
                     if not at or apart[at - 1][1] <= start:
@@ -86,13 +87,13 @@ class InFlight:
                     if other is not None:
                         del operations[number]
                         return _refusal(handle, extent, other, operations.get(other[4]))
-            except BaseException:  # an interrupt, with only some of the spans noted
+            except BaseException:  # an interrupt, with only some of the spans recorded
                 operations.pop(number, None)
                 raise
         return None
 
     def _insert(self, span: Span) -> Span | None:
-        """Add a span, unless one is there that it must not overlap, which is returned."""
+        """Add a span. Returns a span that it must not overlap instead, if there is one."""
         start, end, apart = span[0], span[1], self._apart
         at = bisect_left(apart, (end,))
         overlaps = False
@@ -134,8 +135,8 @@ class InFlight:
 
 
 def separate(group: Handle) -> None:
-    """Let every member of a group read what was submitted: of those that write memory which another one uses, all but
-    the first one work on copies, which are brought back when the group completes."""
+    """Let every member of a grouped operation read what was submitted: of members that write memory that another one
+    uses, all but the first work on copies, which are written back when the operation completes."""
     group.extents = sorted([extent for member in group.members for extent in _extents(member)], key=_start)
     if _lie_apart(group.extents) or not any(extent[2] for extent in group.extents):
         return
@@ -165,8 +166,7 @@ def _detach_all_but_first(group: Handle, members: set[int]) -> None:
 
 
 def _extents(handle: Handle) -> Sequence[Extent]:
-    """The program's memory that an operation uses while it is in flight, sorted. Copies and results are the operation's
-    own."""
+    """The program's memory that an operation uses while it is in flight, sorted; not its own copies and results."""
     read, written = handle.reads, handle.writes
     if written is None or not written.nbytes:
         return handle.extents if read is None or read.copied or not read.nbytes else (read.extent(False),)

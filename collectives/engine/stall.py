@@ -104,4 +104,5 @@ class StallInspector:
     def _describe(self, handle: Handle, now: float, missing: Sequence[int]) -> str:
         who = f"missing ranks: {', '.join(map(str, missing))}" if missing else "missing ranks: not known"
         where = f"; submitted on rank {self._rank} at {handle.where}" if handle.where else ""
-        return f"  {handle.name} ({handle.entry.request.collective}), waiting for {now - handle.submitted:.1f} s; {who}{where}"
+        what = f"{handle.name} ({handle.entry.request.collective})"
+        return f"  {what}, waiting for {now - handle.submitted:.1f} s; {who}{where}"

@@ -211,7 +211,8 @@ class Timeline:
         return lane
 
     def _name(self, what: str, tid: int, pid: int | None = None, **args: object) -> str:
-        return f'{{"ph":"M","pid":{self._rank if pid is None else pid},"tid":{tid},"name":"{what}","args":{_values(args)}}}'
+        pid = self._rank if pid is None else pid
+        return f'{{"ph":"M","pid":{pid},"tid":{tid},"name":"{what}","args":{_values(args)}}}'
 
     def _add_async(self, category: str, name: str, start: int, stop: int, values: str) -> None:
         # Ids are one space for all processes of a trace.

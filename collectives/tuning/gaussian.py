@@ -1,14 +1,14 @@
-"""Gaussian-process regression in NumPy: what a few noisy measurements say about settings that were never measured.
+"""Gaussian-process regression in NumPy, for few noisy measurements of several parameters.
 
-A point is a matrix: a row for each parameter, and in it the coordinates of the parameter's value. The covariance of two
-points x and y is a Matérn 5/2, m, of their distances, each parameter's divided by a length of its own, in two parts:
+A point is a matrix: a row for each parameter with the coordinates of its value. The covariance of two points x and y
+has two parts, each a Matérn 5/2 kernel m of their distances, scaled by a length for each parameter:
 
     k(x, y) = 0.3 * mean over parameters p of m(|x_p - y_p| / length_p)
               + 0.7 * m(root of the sum over p of (|x_p - y_p| / length_p)^2)
 
-The first part says that a parameter has an effect of its own, whatever the others are: what was learnt about it at one
-place holds everywhere, so that a dozen measurements say something in six dimensions. The second leaves room for
-parameters that depend on each other. A long length says that a parameter hardly matters.
+The first part models effects of single parameters that do not depend on the others: what was measured at one point
+holds everywhere, so that a dozen measurements suffice for an estimate in six dimensions. The second models
+interactions. A long length means that a parameter hardly matters.
 
 Sources: Rasmussen and Williams, Gaussian Processes for Machine Learning (2006), algorithm 2.1; Duvenaud, Nickisch and
 Rasmussen, Additive Gaussian Processes (2011); Jones, Schonlau and Welch, Efficient Global Optimization (1998), for the
@@ -30,21 +30,19 @@ Array: TypeAlias = NDArray[np.float64]
 _LENGTHS = (0.3, 0.6, 1.2, 2.4)
 _USUAL_LENGTH = 0.8
 _ALONE = 0.3
-"""What of the variance is left to the parameters' own effects. More of it stops looking for combinations too early."""
+"""The share of the variance of single parameters' effects; with more, the search for combinations ends too early."""
 _SWEEPS = 2
 _JITTER = 1e-9
-"""Added to the variances, so that a point measured twice does not make the matrix singular where no noise is
-assumed."""
+"""Added to the variances, so that a point measured twice does not make the matrix singular without noise."""
 
 
 def distances(a: Array, b: Array) -> Array:
-    """Each parameter's distance between every point of ``a`` and every point of ``b``: (points of a, points of b,
-    parameters)."""
+    """Each parameter's distance between all points of ``a`` and ``b``: shape (points of a, points of b, parameters)."""
     return np.asarray(np.linalg.norm(a[:, None] - b[None], axis=-1))
 
 
 def covariance(apart: Array, lengths: Array) -> Array:
-    """Covariances of points that are these `distances` apart; 1 where they are the same."""
+    """Covariances of points at these `distances`; 1 for equal points."""
     scaled = apart / lengths
     together = np.linalg.norm(scaled, axis=-1)
     return np.asarray(_ALONE * _matern(scaled).mean(axis=-1) + (1 - _ALONE) * _matern(together))
@@ -56,16 +54,15 @@ def _matern(distance: Array) -> Array:
 
 
 class Process:
-    """A Gaussian process that has seen measurements.
+    """A Gaussian process conditioned on measurements.
 
-    Lengths and noise are fitted: a coordinate search over a few values of each takes those that make the measurements
-    most likely. Lengths far from the usual one must earn it (a log-normal prior), because few measurements cannot tell
-    many lengths.
+    Lengths and noise maximise the posterior, by a coordinate search over a few values of each. Lengths have a
+    log-normal prior, because few measurements do not determine many lengths.
 
     Args:
-        points: (measurements, parameters, coordinates); what was measured twice is there twice.
-        values: one for each measurement. They are standardised here: the prior has the values' own mean and variance.
-        noises: the standard deviations of the noise that are considered, in standard deviations of the values.
+        points: shape (measurements, parameters, coordinates); repeated measurements are repeated points.
+        values: one for each measurement, standardised here: the prior has their mean and variance.
+        noises: the candidates for the standard deviation of the noise, in standard deviations of the values.
     """
 
     def __init__(self, points: Array, values: Array, noises: Sequence[float]) -> None:
@@ -81,7 +78,7 @@ class Process:
         self._white = np.linalg.solve(self._factor, self._standard)
 
     def predict(self, points: Array) -> tuple[Array, Array]:
-        """The mean and the standard deviation, noise left out, that the values at ``points`` are believed to have."""
+        """Posterior mean and standard deviation, without noise, of the values at ``points``."""
         towards = covariance(distances(self._points, points), self.lengths)
         known = np.linalg.solve(self._factor, towards)
         spread = np.sqrt(np.maximum(1 - (known**2).sum(axis=0), 0))
@@ -102,7 +99,7 @@ class Process:
                     best, self.lengths = likelihood, lengths
 
     def _likelihood(self, lengths: Array, noise: float) -> float:
-        """The logarithm of the measurements' likelihood times the prior of the lengths, but for a constant."""
+        """The logarithm of likelihood times prior of the lengths, up to a constant."""
         factor = self._cholesky(lengths, noise)
         white = np.linalg.solve(factor, self._standard)
         prior = sum(log(length / _USUAL_LENGTH) ** 2 for length in lengths.tolist())
@@ -115,7 +112,7 @@ class Process:
 
 
 def expected_improvement(mean: Array, spread: Array, best: float) -> Array:
-    """By how much a normal variable is expected to exceed ``best``, where falling short counts as nothing."""
+    """The expectation of max(0, x - best) for normal variables x of these means and standard deviations."""
     spread = np.maximum(spread, 1e-12)
     z = (mean - best) / spread
     below = np.array([0.5 * (1 + erf(value / sqrt(2))) for value in z.tolist()])

@@ -1,9 +1,8 @@
-"""Tuning while the program runs: the autotuner's proposals, tried by all ranks between the same two operations.
+"""Online tuning: all ranks adopt the tuner's proposals between the same two operations.
 
-Rank 0 measures, proposes and keeps the log; what it proposes is passed to the others in an exchange after every sample,
-so that all ranks always have the same settings. A sample is some steps of the training, which are told apart by the
-operations that come again (`collectives.tuning.steps`); the score is bytes per second, over the time in which something
-was in flight.
+Rank 0 measures, proposes and writes the log; an exchange after every sample passes its proposal to the others, so that
+all ranks always have the same settings. A sample is some steps of the training, which are found by the operations that
+recur (`collectives.tuning.steps`); the score is bytes per second over the time in which operations were in flight.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from collectives.tuning.search import SearchSpace, TunedSettings, Tuner
 from collectives.tuning.steps import Steps
 
 _SAMPLES_FOR_ALL = 30
-"""With fewer samples than this, block sizes and crossovers stay as they are: too many settings for too few samples."""
+"""Samples from which block sizes and crossovers are tuned too; fewer do not suffice for so many settings."""
 _BY_HAND = ("fusion_threshold", "segment", "algorithm", "cycle_time")
 """TunedSettings that the environment may have set."""
 
@@ -36,8 +35,8 @@ class Tuning:
 
     Args:
         engine, planner: of the world.
-        config: what is set there by hand is left alone.
-        start: what to change to begin with, by name; then nothing counts as set by hand.
+        config: settings that differ from the defaults there are not tuned.
+        start: changes to begin with, by name; then all settings are tuned.
     """
 
     def __init__(
@@ -57,7 +56,7 @@ class Tuning:
             config.cycle_time,
         )
         self.settings = replace(in_force, **(start or {}))
-        """What is in force."""
+        """The settings in force."""
         self._tuner: Tuner | None = None
         if engine.context.rank == 0:
             left_alone = {
@@ -90,18 +89,18 @@ class Tuning:
 
     @property
     def done(self) -> bool:
-        """Whether the search is over, and the best settings are in force."""
+        """Whether the search has ended and the best settings are in force."""
         return self._over
 
     def _after(self, batch: Batch, handles: Sequence[Handle], submitted: float) -> None:
-        """A batch has been carried out; by every rank, whatever its own clock says."""
+        """Score a batch that every rank has carried out; where steps begin does not depend on a clock."""
         now = time.monotonic()
         if self._training.begins([_known(handle) for handle in handles]):
             self._end_step()
             if self._over:
                 return
         self._bytes += batch.nbytes
-        # Not what it waited for the batches before it.
+        # Without the time that it waited for the batches before it.
         self._seconds += now - max(submitted, self._ended)
         self._ended = now
 
@@ -109,10 +108,7 @@ class Tuning:
         self._steps_seen += 1
         self._steps_done += 1
         if self._steps_done == 0:
-            self._bytes, self._seconds = (
-                0,
-                0.0,
-            )  # new settings make new plans, once: that is not what they are judged by
+            self._bytes, self._seconds = 0, 0.0  # the first step makes new plans, which must not count
             return
         if self._steps_done < self._steps:
             return
@@ -144,7 +140,7 @@ class Tuning:
                 )
 
     def close(self) -> None:
-        """The world ends: say what has not been sampled, and why; once, and on rank 0, which knows."""
+        """Log on rank 0, once, how far the search came by the end of the world, and why if nothing was sampled."""
         tuner, self._tuner = self._tuner, None
         if tuner is None or self.done:
             return
@@ -187,15 +183,14 @@ class Tuning:
 
 
 def _known(handle: Handle) -> tuple[str | int, int]:
-    """What an operation is known by, and its bytes, which are alike on all ranks: not the rows that each contributes by
-    itself."""
+    """What identifies an operation, and its bytes; both are equal on all ranks, so the rows of gathers do not count."""
     parts = handle.members or (handle,)
     nbytes = sum(part.entry.nbytes for part in parts if part.entry.request.collective not in ("allgather", "alltoall"))
     return handle.entry.name or handle.entry.signature, nbytes
 
 
 def _writable(path: str) -> str:
-    """The path of the log, or none: that it cannot be written is no reason to stop the ranks."""
+    """The path of the log, or "" with a warning if it cannot be written, which must not stop the ranks."""
     if path:
         try:
             with open(path, "a"):

@@ -4,18 +4,14 @@ A sample is the bytes per second over some steps of training under the settings 
 of them:
 
 1. *Screen*: every algorithm once, all else as at the start. Algorithms differ most, and one says nothing about another.
-2. *Search*: a Gaussian process (``gaussian.py``) is fitted to the logarithms of the scores, so that what makes things
-twice as fast
-   counts the same everywhere; next come the settings that it expects to improve most on the best.
-3. *Confirm*, a fifth of the samples: settings already tried that may still turn out to be the best are sampled again,
-because the
-   best of many noisy samples is mostly a lucky one. The result has the best mean that the process believes in, not the
-   best sample.
+2. *Search*: a Gaussian process (`gaussian`) is fitted to the logarithms of the scores, so that a factor of two counts
+   the same everywhere; the settings with the largest expected improvement on the best are sampled next.
+3. *Confirm*, a fifth of the samples: settings that were tried and may still be the best are sampled again, because the
+   best of many noisy samples is mostly a lucky one. The result has the best posterior mean, not the best sample.
 
-All ranks feed their tuner the same scores and come to the same settings: the random candidates depend on the number of
-samples only, values come from a grid, and what differs by less than rounding explains counts as equal. As ranks on
-unlike processors might still differ, the engine lets rank 0's proposal be adopted everywhere; a tuner that only adopts
-and observes stays in step.
+All ranks feed their tuner the same scores and arrive at the same settings: the random candidates depend on the number
+of samples only, values come from a grid, and differences within rounding count as equal. As ranks on unlike processors
+might still differ, every rank adopts rank 0's proposal; a tuner that only adopts and observes stays in step.
 """
 
 from __future__ import annotations
@@ -44,18 +40,18 @@ _EQUAL = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class TunedSettings:
-    """What the tuner may change."""
+    """The settings that the tuner may change."""
 
     fusion_threshold: int = 128 * MIB
-    """Most bytes that are fused into one operation."""
+    """The most bytes that are fused into one operation."""
     segment: int = 0
-    """Bytes that one pipeline unit moves per chunk; 0: the planner's."""
+    """Bytes of a segment per chunk; 0: the planner's choice."""
     window: int = MIB
-    """Bytes up to which blocks go through windows; beyond, the peers' memory is read."""
+    """Bytes up to which blocks go through windows; above, the peers' memory is read directly."""
     one_shot: int = 32 * KIB
-    """Bytes up to which an all-reduce takes one round."""
+    """Bytes up to which an all-reduce is one-shot."""
     algorithm: str = "auto"
-    """The algorithm for every operation that has it; ``auto``: the planner's."""
+    """The algorithm for every operation that has it; ``auto``: the planner's choice."""
     cycle_time: float = 1.0
     """Milliseconds for which operations may gather."""
 
@@ -77,14 +73,14 @@ _LEVELS: dict[str, tuple[Any, ...]] = {
 
 
 class SearchSpace:
-    """The settings to choose from: a grid of levels for every parameter that was not given by hand.
+    """The search space: a grid of levels for every parameter that is not fixed.
 
     Args:
-        fixed: parameters given by hand, by name; they are left alone.
-        algorithms: those to choose from, in the same order on every rank.
+        fixed: parameters that keep their values, by name.
+        algorithms: the levels of the algorithm, in the same order on every rank.
 
     Raises:
-        InvalidArgumentError: there is no parameter of a name in ``fixed``.
+        InvalidArgumentError: ``fixed`` names an unknown parameter.
     """
 
     def __init__(self, fixed: Mapping[str, Any] | None = None, algorithms: Sequence[str] = ("auto",)) -> None:
@@ -98,11 +94,10 @@ class SearchSpace:
         self._coordinates = max(2, len(algorithms))
 
     def admit(self, settings: TunedSettings) -> TunedSettings:
-        """The settings with what was given by hand put in. Sizes and times between or beyond the levels are as good as
-        levels.
+        """The settings with the fixed parameters put in. Sizes and times need not be levels.
 
         Raises:
-            InvalidArgumentError: the algorithm is not one to choose from.
+            InvalidArgumentError: the algorithm is not a level.
         """
         settings = replace(settings, **self.fixed)
         if settings.algorithm not in self.levels.get("algorithm", (settings.algorithm,)):
@@ -113,8 +108,8 @@ class SearchSpace:
         return settings
 
     def encode(self, several: Sequence[TunedSettings]) -> Array:
-        """(settings, parameters, coordinates): sizes and times lie between 0 and 1 on a log scale; any two algorithms
-        are 1 apart."""
+        """The settings as points, an array of shape (settings, parameters, coordinates): sizes and times lie between 0
+        and 1 on a log scale; the distance of any two algorithms is 1."""
         points = np.zeros((len(several), len(self.levels), self._coordinates))
         for point, settings in zip(points, several, strict=True):
             for row, (name, levels) in zip(point, self.levels.items(), strict=True):
@@ -122,7 +117,7 @@ class SearchSpace:
                 if name == "algorithm":
                     row[levels.index(value)] = math.sqrt(0.5)
                 elif name == "segment" and value == 0:
-                    row[:2] = 0.5, 0.5  # the planner's own: likely a middling one, and aside from all of them
+                    row[:2] = 0.5, 0.5  # the planner's own: likely a middling size, at a distance from all levels
                 else:
                     low, high = levels[levels[0] == 0], levels[-1]
                     row[0] = math.log(min(max(value, low), high) / low) / math.log(high / low)
@@ -136,25 +131,25 @@ class SearchSpace:
                     yield replace(settings, **{name: value})
 
     def draw(self, random: np.random.Generator, settings: TunedSettings) -> TunedSettings:
-        """Some settings of the grid; what is not tuned is taken from ``settings``."""
+        """Random settings of the grid; fixed parameters are taken from ``settings``."""
         return replace(settings, **{name: levels[random.integers(len(levels))] for name, levels in self.levels.items()})
 
 
 class Tuner:
-    """Chooses settings from the scores of those in force.
+    """Proposes settings from the scores of those sampled before.
 
-    After ``start``, until `done`: `observe` the score of `settings`, `propose` the next, `adopt` what rank 0 proposed.
-    When it is done, `propose` gives the best, to be adopted for good. A change of settings makes new plans: time the
-    steps after those that make them.
+    From ``start`` until `done`: `observe` the score of `settings`, `propose` the next, `adopt` what rank 0 proposed.
+    When it is done, `propose` returns the best, to be adopted for good. A change of settings makes new plans: do not
+    time the steps that make them.
 
-    How far it comes, on the cost models of ``tests/unit/test_search.py`` (a 102 MB model, all six parameters, five
-    algorithms, 10 % noise, 24 runs each from the worst algorithm with 1 MiB buckets, at 7 to 22 % of the best). Within
-    10 % of the best end
+    Measured on the cost models of ``tests/unit/test_search.py`` (a 102 MB model, all six parameters, five algorithms,
+    10 % noise, 24 runs each from the worst algorithm with 1 MiB buckets, at 7 to 22 % of the best), these end within
+    10 % of the best:
 
-    - on one host: 18 of 24 runs after 20 samples, all after 30; across a network and overlapped with the computation:
-    all after 20;
+    - on one host: 18 of 24 runs after 20 samples, all after 30; across a network, and overlapped with the computation:
+      all after 20;
     - with a narrow optimum in four parameters: 8 after 20, 12 after 30, 16 after 40 (the median of all at 95 % of the
-    best);
+      best);
     - with the threshold, the algorithm and the cycle time only, on all but the last: all 72 runs after 20 samples.
 
     Where one sample in twenty shows a third of the true score, 40 samples end within 10 % in 23, 23, 24 and, for the
@@ -162,12 +157,11 @@ class Tuner:
 
     Args:
         start: the settings in force at first.
-        warmup: how many samples of the start are discarded.
-        samples: how many samples decide, the start's included.
-        noise: the largest standard deviation that may be taken for noise, as a share of the standard deviation of all
+        warmup: samples of the start that are discarded.
+        samples: samples that count, the start's included.
+        noise: the largest standard deviation considered as noise, as a share of the standard deviation of all
             logarithms of scores.
-        log: path of a CSV file that gets a line for each sample, and at last one for the result; "": none. For one rank
-            only.
+        log: path of a CSV file with a line for each sample and a last one for the result; "": none. For one rank only.
     """
 
     def __init__(
@@ -182,10 +176,10 @@ class Tuner:
     ) -> None:
         self.space = space
         self.settings = space.admit(start)
-        """Those in force."""
+        """The settings in force."""
         self._warmup = warmup
         self.samples = samples
-        """How many count."""
+        """The samples that count."""
         self._confirm = max(1, round(_CONFIRM_SHARE * samples))
         self._noises = (*(level for level in _NOISES if level < noise), noise)
         self._tried: list[TunedSettings] = []
@@ -212,15 +206,14 @@ class Tuner:
 
     @property
     def best(self) -> TunedSettings:
-        """Of the settings tried, those with the best mean score, as far as is known."""
+        """The settings tried with the best posterior mean."""
         different = self._different()
         if len(different) < 2:
             return different[0] if different else self.settings
         return different[_first_of_the_largest(self._predict(different)[0])]
 
     def observe(self, score: float) -> None:
-        """Take the score of the settings in force, in bytes per second; one that is not positive and finite is
-        ignored."""
+        """Record the score of the settings in force, in bytes per second; ignored unless positive and finite."""
         if self.done or not (0 < score < math.inf):
             return
         if self._warmup:
@@ -236,8 +229,7 @@ class Tuner:
             self._conclude()
 
     def propose(self) -> TunedSettings:
-        """The settings to sample next, or the best when it is done. The same however often it is asked between two
-        samples."""
+        """The settings to sample next, or the best when it is done; the same for every call between two samples."""
         if self.done:
             return self.best
         if not self._tried:
@@ -250,7 +242,7 @@ class Tuner:
         return self._most_improving()
 
     def adopt(self, settings: TunedSettings) -> None:
-        """Put settings in force: the next score is theirs."""
+        """Set the settings in force, to which the next score belongs."""
         self.settings = settings
 
     @property
@@ -261,20 +253,20 @@ class Tuner:
         return list(dict.fromkeys(self._tried))
 
     def _predict(self, settings: Sequence[TunedSettings]) -> tuple[Array, Array]:
-        """What the samples so far say about the logarithms of these settings' scores."""
+        """Posterior mean and standard deviation of the logarithms of these settings' scores."""
         if self._process is None:
             self._process = Process(self.space.encode(self._tried), np.array(self._scores), self._noises)
         return self._process.predict(self.space.encode(settings))
 
     def _most_promising(self) -> TunedSettings:
-        """Of the settings tried, those that may be the best of all: a high mean, or one that is not yet well known."""
+        """The settings tried with the largest upper confidence bound: a high mean, or an uncertain one."""
         different = self._different()
         mean, spread = self._predict(different)
         return different[_first_of_the_largest(mean + spread)]
 
     def _most_improving(self) -> TunedSettings:
-        """Settings not tried yet that are expected to improve most on the best: changes of it, random ones, and from
-        there uphill."""
+        """The untried settings with the largest expected improvement on the best: searched uphill from changes of the
+        best and from random settings."""
         different = self._different()
         top = float(self._predict(different)[0].max())
         best = self.best
@@ -297,7 +289,7 @@ class Tuner:
 
     @property
     def best_score(self) -> float:
-        """The score that the best settings are believed to have; 0 before the first sample."""
+        """The posterior mean of the best settings' score; 0 before the first sample."""
         return math.exp(float(self._predict([self.best])[0][0])) if self._tried else 0.0
 
     def _conclude(self) -> None:
@@ -311,8 +303,7 @@ def _first_of_the_largest(values: Array) -> int:
 
 
 class _Log:
-    """A CSV file: step, phase, the settings, their score, and the score that the best settings so far are believed to
-    have."""
+    """A CSV file: step, phase, the settings, their score, and the posterior mean of the best so far."""
 
     def __init__(self, path: str) -> None:
         self._path = Path(path).absolute()
@@ -324,7 +315,6 @@ class _Log:
         self._write("a", [self._step, phase, *astuple(settings), f"{score:.6g}", f"{best:.6g}"])
 
     def _write(self, mode: str, row: Sequence[object]) -> None:
-        """Opened anew for each line: a line is on its way to disk when this returns, and nothing is left to be
-        closed."""
+        """Write one line. The file is opened for each, so that nothing is left to be flushed or closed."""
         with self._path.open(mode, newline="", encoding="utf-8") as file:
             csv.writer(file, lineterminator="\n").writerow(row)

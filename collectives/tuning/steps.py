@@ -1,14 +1,15 @@
-"""Telling the steps of a training apart by the operations that come again.
+"""Finds the steps of a training by the operations that recur.
 
-A step ends when an operation comes that it has had already. An operation is known by its name; without a name by what
-it asks for, and then several of one step may be alike. So of all that comes again only the rarest count, and of these
-only the large: not the loss that is averaged twice a step, nor what comes once in a hundred steps. What never comes
-again, such as a broadcast of the parameters, says nothing.
+A step ends when an operation recurs that was in it already. An operation is identified by its name; without a name by
+its request, and then several of one step may be alike. So only the rarest of the recurring operations count, and of
+these only large ones: not the loss that is averaged twice a step, nor what recurs once in a hundred steps. Operations
+that never recur, such as a broadcast of the parameters, are ignored.
 
     p q r | a b c | a b c | c a b | b d c     a broadcast first, then steps in any order, and with changing sets
-    w x x y x | w x x y x                     unnamed, x of one shape: it comes three times as often as w and y, which tell the steps
+    w x x y x | w x x y x                     unnamed, x of one shape: three times as frequent as w and y, which mark
+                                              the steps
 
-Ranks that see the same operations draw the same conclusions: nothing here depends on a clock.
+Ranks that see the same operations find the same steps: nothing here depends on a clock.
 """
 
 from __future__ import annotations
@@ -16,21 +17,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 _LARGE = 16
-"""Operations below this fraction (1/16) of the largest one that comes again tell no steps."""
+"""Operations smaller than 1/16 of the largest recurring one do not mark steps."""
 _WINDOW = 1000
 _WINDOW_OF_EACH = 8
-"""Operations, in all and for each different one, after which all counts are halved: what is long ago counts less."""
+"""Operations, in all and per distinct one, after which all counts are halved, so that old ones count less."""
 _MOST_KNOWN = 1 << 16
-"""Different operations after which they are halved anyway, which forgets all that have come once."""
+"""Distinct operations after which counts are halved anyway, which forgets those that came once."""
 _MOST_BATCHES = 1000
-"""Batches after which a step ends where nothing comes again."""
+"""Batches after which a step ends if nothing recurs."""
 
 
 class Steps:
     """Finds where steps begin in a sequence of batches.
 
     Attributes:
-        repeats: whether anything has come again so far.
+        repeats: whether any operation has recurred so far.
     """
 
     def __init__(self) -> None:
@@ -39,17 +40,16 @@ class Steps:
         self._nbytes: dict[str | int, int] = {}
         self._total = 0
         self._had: set[str | int] = set()
-        """What this step has had."""
+        """The operations of this step."""
         self._batches = 0
         self._least, self._rarest = 0.0, 2
-        """What tells steps has at least so many bytes, and has come at most twice as often."""
+        """Operations that mark steps have at least so many bytes, and at most twice this count."""
 
     def begins(self, operations: Sequence[tuple[str | int, int]]) -> bool:
-        """Whether a step begins with this batch; all of it belongs to that step then.
+        """Whether a step begins with this batch, all of which then belongs to that step.
 
         Args:
-            operations: of the batch, by name (what has none: a number that is alike for all that ask for the same), and
-                their bytes.
+            operations: the batch's, each with its bytes: by name, or by a number that equals that of equal requests.
         """
         new = False
         self._batches += 1
@@ -66,7 +66,7 @@ class Steps:
         return True
 
     def _weigh(self) -> None:
-        """Of what this step has had: what belongs to an earlier part of the program tells nothing any more."""
+        """Update the thresholds from this step's operations; those of earlier parts of the program no longer count."""
         again = [known_by for known_by in self._had if self._counts.get(known_by, 0) > 1]
         self._least = max((self._nbytes[known_by] for known_by in again), default=0) / _LARGE
         self._rarest = min(

@@ -1,0 +1,256 @@
+"""The objects that the engine is composed of, each by itself: no ranks, no transports."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from collectives.base.config import Config
+from collectives.base.errors import CollectiveTimeoutError, InvalidArgumentError, RankFailedError
+from collectives.engine.callers import THREAD_NAME, Callers
+from collectives.engine.failure import FailureHandler
+from collectives.engine.handles import Handle
+from collectives.engine.negotiation import Request
+from collectives.engine.overlaps import InFlight
+from collectives.engine.progress import Progress
+from collectives.engine.submissions import Submissions
+
+
+def operation(name: str | None = None, nbytes: int = 8, collective: str = "allreduce") -> Handle:
+    request: Any = SimpleNamespace(request=Request(collective, name), name=name, nbytes=nbytes)
+    return Handle(request, (), (), lambda handle: handle.name)
+
+
+def submitted(*handles: Handle) -> Submissions:
+    submissions = Submissions(3, InFlight())
+    for handle in handles:
+        assert submissions.add(handle) is None
+    return submissions
+
+
+# ---- submissions
+
+
+def test_operations_are_collected_in_order_and_unnamed_ones_numbered() -> None:
+    handles = [operation(), operation("a"), operation()]
+    submissions = submitted(*handles)
+    submissions.collect()
+    assert [handle.key for handle in handles] == [0, "a", 1] and submissions.unnamed == 2
+    assert submissions.fresh == handles and list(submissions.pending.values()) == handles and not submissions.inbox
+
+
+def test_a_name_in_flight_is_refused_until_its_operation_is_complete() -> None:
+    first = operation("a")
+    submissions = submitted(first)
+    with pytest.raises(InvalidArgumentError, match="rank 3: tensor 'a': an operation of this name is in flight"):
+        submissions.add(operation("a"))
+    submissions.collect()
+    submissions.complete([first])
+    assert first.result == "a" and not submissions.has_work()
+    assert submissions.add(operation("a")) is None
+
+
+def test_an_operation_waits_for_the_mark_of_a_refused_call_of_its_name() -> None:
+    mark, operation_after = operation("a", collective="invalid"), operation("a")
+    submissions = submitted(mark, operation_after)
+    submissions.collect()
+    assert submissions.fresh == [mark]
+    submissions.complete([mark], InvalidArgumentError("refused"))
+    submissions.collect()
+    assert submissions.pending == {"a": operation_after}
+
+
+def test_a_list_ends_where_its_bytes_reach_the_limit() -> None:
+    handles = [operation(nbytes=nbytes) for nbytes in (10, 20, 70, 5)]
+    submissions = submitted(*handles)
+    submissions.collect()
+    assert submissions.next_list(100) == handles[:3]
+    assert submissions.next_list(1000) == handles
+
+
+def test_a_refusal_fails_what_is_in_flight_and_every_further_call() -> None:
+    collected, waiting = operation("a"), operation()
+    submissions = submitted(collected)
+    submissions.collect()
+    submissions.add(waiting)
+    submissions.refuse(lambda: RankFailedError("over"))
+    assert isinstance(collected.error, RankFailedError) and isinstance(waiting.error, RankFailedError)
+    with pytest.raises(RankFailedError, match="over"):
+        submissions.add(operation())
+    assert "refusal" in submissions.obstacles
+
+
+# ---- callers
+
+
+def test_a_rank_is_stuck_when_every_caller_waits_for_something_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threading, "enumerate", lambda: [threading.current_thread()])
+    callers = Callers(ranks_are_threads=False)
+    callers.note()
+    assert not callers.stuck()
+    handle = operation("a")
+    callers.awaited.append(handle)
+    assert callers.stuck()
+    handle.finish()
+    assert not callers.stuck()
+
+
+# ---- progress
+
+
+class OneRank:
+    """Stands in for the coordinator, for a rank that needs no other: completes what is submitted, once ``ready``."""
+
+    def __init__(self, submissions: Submissions, ready: bool = True) -> None:
+        self.ready = ready
+        self.open: Any = None
+        self.threshold = 1 << 20
+        self.names = (0,)
+        self.drivers: set[threading.Thread] = set()
+        self.context = SimpleNamespace(timeline=None, group=SimpleNamespace(messages=None))
+        self.joining = None
+        self.control = SimpleNamespace(
+            look=lambda spin=True: True,
+            relax=lambda: None,
+            check=lambda deep, upcoming: None,
+            missing=list,
+            fail=lambda text, in_call: None,
+            acknowledged=lambda: True,
+        )
+        self._submissions = submissions
+
+    def has_reason_to_propose(self) -> bool:
+        return self.ready
+
+    def propose(self) -> bool:
+        self._submissions.collect()
+        self.drivers.add(threading.current_thread())
+        return self.ready
+
+    def carry_out(self) -> None:
+        self._submissions.complete(list(self._submissions.pending.values()))
+        self._submissions.fresh.clear()
+
+    def missing(self, handle: Handle) -> list[int]:
+        return []
+
+    def tell_if_stuck(self) -> None:
+        """It is alone."""
+
+
+def driven(ready: bool = True) -> tuple[Progress, Submissions, OneRank]:
+    submissions, callers = Submissions(0, InFlight()), Callers(ranks_are_threads=False)
+    coordinator: Any = OneRank(submissions, ready)
+    failure = FailureHandler(coordinator, submissions, callers, 0)
+    return Progress(coordinator, submissions, callers, failure, Config(cycle_time=1), 0), submissions, coordinator
+
+
+def test_the_thread_that_waits_drives() -> None:
+    progress, submissions, coordinator = driven()
+    handle = operation("a")
+    submissions.add(handle)
+    progress.wait(handle)
+    assert handle.result == "a" and coordinator.drivers == {threading.current_thread()} and not progress.drives()
+
+
+def test_a_wait_ends_at_its_timeout_and_may_be_repeated() -> None:
+    progress, submissions, coordinator = driven(ready=False)
+    handle = operation("a")
+    submissions.add(handle)
+    with pytest.raises(CollectiveTimeoutError, match=r"rank 0: a: not done after 0\.02 s"):
+        progress.wait(handle, 0.02)
+    coordinator.ready = True
+    progress.wait(handle, 10)
+    assert handle.done
+
+
+def test_the_background_thread_drives_while_no_thread_waits() -> None:
+    progress, submissions, coordinator = driven()
+    handle = operation("a")
+    submissions.add(handle)
+    progress.wake()
+    deadline = time.monotonic() + 10
+    while not handle.done:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    assert [thread.name for thread in coordinator.drivers] == [f"{THREAD_NAME} 0"]
+
+
+def test_what_was_submitted_is_carried_out_although_the_engine_is_dropped() -> None:
+    progress, submissions, _ = driven()
+    handle = operation("a")
+    submissions.add(handle)
+    end = weakref.ref(progress)
+    progress.wake()
+    del progress, _
+    gc.collect()
+    deadline = time.monotonic() + 10
+    while not handle.done or end() is not None:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+        gc.collect()
+
+
+def test_a_call_within_a_call_of_the_same_thread_is_refused() -> None:
+    progress, submissions, coordinator = driven()
+    inner: list[BaseException] = []
+
+    def carry_out() -> None:
+        try:
+            progress.wait(operation())
+        except InvalidArgumentError as error:
+            inner.append(error)
+        OneRank.carry_out(coordinator)
+
+    coordinator.carry_out = carry_out  # type: ignore[method-assign]
+    handle = operation("a")
+    submissions.add(handle)
+    progress.wait(handle)
+    assert "within a collective of the same thread" in str(inner[0])
+
+
+def test_a_failure_while_driving_ends_everything() -> None:
+    progress, submissions, coordinator = driven()
+
+    def carry_out() -> None:
+        raise ZeroDivisionError("by zero")
+
+    coordinator.carry_out = carry_out  # type: ignore[method-assign]
+    handle = operation("a")
+    submissions.add(handle)
+    with pytest.raises(ZeroDivisionError):
+        progress.wait(handle)
+    assert isinstance(handle.error, RankFailedError) and "by zero" in str(handle.error)
+    with pytest.raises(RankFailedError, match="has failed in an earlier call"):
+        submissions.add(operation())
+
+
+def test_pausing_stops_the_thread_that_drives() -> None:
+    progress, submissions, _ = driven(ready=False)
+    handle = operation("a")
+    submissions.add(handle)
+    caught: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            progress.wait(handle)
+        except BaseException as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    while not progress.driving:
+        time.sleep(0.001)
+    with progress.paused(10):
+        assert progress.drives()
+        submissions.refuse(lambda: RankFailedError("shut down"))
+    thread.join(10)
+    assert not thread.is_alive() and isinstance(handle.error, RankFailedError)
+    # Raised by the wait itself if the thread drove once more before it saw that its operation had failed.
+    assert [type(error) for error in caught] in ([], [RankFailedError])

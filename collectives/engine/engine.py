@@ -80,15 +80,20 @@ class Engine:
 
     # ---- submission
 
-    def submit(self, handle: Handle) -> Handle:
-        """Start an operation; returns at once.
+    def submit(self, handle: Handle, wake: bool = True) -> Handle:
+        """Start an operation; returns at once. Unless ``wake``, the caller waits for it or wakes the background thread.
 
         Raises:
             InvalidArgumentError: an operation of this name is in flight, or one that shares memory with this one, which
                 one of the two writes; that one goes on.
         """
-        self._add(handle)
-        if not self._work_is_set():
+        handle.engine = self
+        if threading.current_thread() is not self._callers.last:
+            self._callers.note()
+        overlap = self._submissions.add(handle)
+        if overlap is not None:
+            self._refuse_overlap(handle, overlap)
+        if wake and not self._work_is_set():
             self._progress.wake()
         return handle
 
@@ -210,17 +215,9 @@ class Engine:
     def _run_with_handle(self, handle: Handle) -> Handle:
         self._progress.refuse_reentry()
         handle.locate()
-        self._add(handle)
+        self.submit(handle, wake=False)
         self.wait(handle)
         return handle
-
-    def _add(self, handle: Handle) -> None:
-        handle.engine = self
-        if threading.current_thread() is not self._callers.last:
-            self._callers.note()
-        overlap = self._submissions.add(handle)
-        if overlap is not None:
-            self._refuse_overlap(handle, overlap)
 
     def _refuse_overlap(self, handle: Handle, why: str) -> NoReturn:
         """Only this rank knows which of its tensors share memory: tell the others by a mark in place of the

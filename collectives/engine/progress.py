@@ -92,7 +92,7 @@ class Progress:
 
     def refuse_reentry(self) -> None:
         """Raise InvalidArgumentError if this thread is in the middle of a call."""
-        if self.drives():
+        if self.driving and self.lock._is_owned():
             raise InvalidArgumentError(
                 "a collective was called within a collective of the same thread, from a signal handler or a "
                 "destructor; let the handler set a flag, and call afterwards"

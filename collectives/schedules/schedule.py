@@ -1,6 +1,6 @@
-"""An algorithm as data: what one rank does in a collective, told in rounds of steps over numbered chunks.
+"""An algorithm as data: what one rank does in a collective, as rounds of steps over numbered chunks.
 
-The vocabulary is four words. In one round a rank may
+There are four steps:
 
     send                  pass a chunk's value on to a peer
     receive               replace a chunk by a peer's value
@@ -27,7 +27,7 @@ from enum import Enum
 
 
 class StepKind(Enum):
-    """What a step does. REDUCE is receive-and-reduce."""
+    """The four steps; REDUCE is receive-and-reduce."""
 
     SEND = "send"
     RECEIVE = "receive"
@@ -45,13 +45,18 @@ class Step:
     span: int = 1
     push: bool = False
 
+    def __str__(self) -> str:
+        chunks = f"chunk {self.chunk}" if self.span == 1 else f"chunks {self.chunk} to {self.chunk + self.span - 1}"
+        preposition = "to" if self.kind is StepKind.SEND else "from"
+        return f"{self.kind.value} {preposition} rank {self.peer}, {chunks}{', pushed' if self.push else ''}"
+
 
 Round = tuple[Step, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """What ``rank`` of ``size`` does: rounds of steps over chunks 0 to ``chunks`` - 1."""
+    """The part of ``rank`` among ``size`` ranks: rounds of steps over chunks 0 to ``chunks`` - 1."""
 
     collective: str
     algorithm: str

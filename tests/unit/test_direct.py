@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from collectives.schedules import direct
+from collectives.schedules.races import races
 from collectives.schedules.schedule import Schedule, StepKind
-from collectives.schedules.verify import races, verify
+from collectives.schedules.verify import verify
 from collectives.transport.simulated import replay
 
 Algorithm = Callable[..., Schedule]

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from collectives import ring
 from collectives.schedules import direct, hierarchical
+from collectives.schedules.races import races
 from collectives.schedules.schedule import Schedule, StepKind
-from collectives.schedules.verify import races, verify
+from collectives.schedules.verify import verify
 from collectives.transport.simulated import replay, simulate
 from collectives.transport.simulated_links import Network
 

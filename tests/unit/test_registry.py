@@ -7,8 +7,9 @@ import pytest
 from collectives.base.config import ALGORITHMS
 from collectives.schedules import registry
 from collectives.schedules.algorithm import Algorithm
+from collectives.schedules.races import races
 from collectives.schedules.schedule import Schedule, StepKind
-from collectives.schedules.verify import races, verify
+from collectives.schedules.verify import verify
 
 REGISTERED = [
     registry.find(collective, name)

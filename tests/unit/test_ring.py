@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from collectives import ring
+from collectives.schedules.races import races
 from collectives.schedules.schedule import Schedule, StepKind
-from collectives.schedules.verify import races, verify
+from collectives.schedules.verify import verify
 from collectives.transport.simulated import replay
 
 Algorithm = Callable[..., Schedule]

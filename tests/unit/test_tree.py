@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from collectives.schedules import tree
+from collectives.schedules.races import races
 from collectives.schedules.schedule import StepKind
-from collectives.schedules.verify import races, verify
+from collectives.schedules.verify import verify
 from collectives.transport.simulated import replay
 
 SIZES = [*range(1, 65), 67, 96, 127, 128, 129, 200, 257, 384, 511, 512]

@@ -11,8 +11,9 @@ import pytest
 
 from collectives import ring
 from collectives.schedules import direct, hierarchical, tree
+from collectives.schedules.races import races
 from collectives.schedules.schedule import Round, Schedule, Step, StepKind, copy, receive, reduce, send
-from collectives.schedules.verify import ScheduleError, races, verify
+from collectives.schedules.verify import ScheduleError, verify
 from collectives.transport.simulated import replay
 
 HOSTS = {

@@ -1,19 +1,18 @@
-"""Fusion: many tensors move as one.
+"""Fusion: many tensors are reduced as one.
 
-A bucket is a list of tensors that are reduced alike; for the schedule it is one tensor, laid end to end:
+A bucket is a list of tensors with the same reduction; for the schedule it is one tensor, their concatenation:
 
     tensors    |  conv1.weight  | bn1 | bn1b |      conv2.weight      | fc |
     chunks     |        rank 0's half         |        rank 1's half       |
-    blocks     |  block 0  |  block 1  |  ... cut wherever they fall, through tensors, each block a list of pieces
+    blocks     |  block 0  |  block 1  |  each block is a list of pieces of tensors
 
-There is no buffer of that size. Through windows, a block is packed where the peers read it: the pack is the send. With
-direct reads nothing is packed at all: one system call brings the pieces of a block from the peer's tensors, another
-writes the results back into them. Only where messages are all there is are small tensors copied into one buffer, and
-large ones sent as they are.
+There is no buffer of that size. With windows, a block is packed where the peers read it. With direct reads nothing is
+packed: one system call reads the pieces of a block from the peer's tensors, another writes the results back into them.
+With messages alone, small tensors are copied into one buffer, and large ones are sent as they are.
 
-`plan` cuts what was agreed on into buckets: alike in dtype, operation and scale factors, in the order of the list but
-looking past what does not fit, none above the threshold. It depends on nothing but the list, so every rank makes the
-same buckets.
+`plan` cuts an agreed list of operations into buckets of equal dtype, operation and scale factors, in the order of the
+list, none above the threshold; an operation may join an earlier bucket past others that do not fit it. The result
+depends on the list alone, so every rank makes the same buckets.
 """
 
 from __future__ import annotations
@@ -28,19 +27,19 @@ from collectives.tensors.reduction import Scaling
 from collectives.transport.base import MOST_BLOCKS, Array, Blocks
 
 Piece = tuple[int, int, int, int, int]
-"""A tensor's number, where the piece begins and ends in it, and where in the block; in elements."""
+"""A tensor's number, the piece's begin and end in the tensor, and in the block; in elements."""
 
 
 def plan(keys: Sequence[Hashable | None], nbytes: Sequence[int], threshold: int) -> list[tuple[int, ...]]:
     """Cut a list of operations into buckets.
 
     Args:
-        keys: what operations must have in common to be fused; None: cannot be fused.
-        nbytes: of each operation's tensor.
-        threshold: the most bytes that a bucket of several tensors may have.
+        keys: operations of equal keys may be fused; None: not fused.
+        nbytes: bytes of each operation's tensor.
+        threshold: the most bytes of a bucket of several tensors.
 
     Returns:
-        The buckets, by their first members, as numbers in the list; every operation is in exactly one.
+        The buckets as positions in the list, ordered by their first members; every operation is in exactly one.
     """
     buckets: list[list[int]] = []
     filled: list[int] = []
@@ -59,7 +58,7 @@ def plan(keys: Sequence[Hashable | None], nbytes: Sequence[int], threshold: int)
 
 
 class Pieces:
-    """Several tensors as one: which pieces of them make up a block.
+    """Several tensors as one, whose blocks consist of pieces of the tensors.
 
     Args:
         counts: elements of each tensor.
@@ -67,10 +66,9 @@ class Pieces:
     Attributes:
         total: elements of all tensors.
         sources, outs: each tensor's input and output, 1-D arrays of one dtype; set before every run.
-        operands: where the own value is found when it is combined: the inputs, or the outputs if they have been scaled
-            there.
-        unstaged: start and length of what no peer reads from this rank's window.
-        scale: what is applied to whatever is packed, or None.
+        operands: the own values to combine: the inputs, or the outputs if the inputs were scaled into them.
+        unstaged: start and length, in elements, of the chunks that no peer reads from this rank's window.
+        scale: scales each packed block, or None.
     """
 
     def __init__(self, counts: Sequence[int]) -> None:
@@ -112,14 +110,14 @@ class Pieces:
             self.scale(out, out)
 
     def scale_operands(self) -> None:
-        """Scale what is combined without having been packed, into the outputs."""
+        """Scale into the outputs the inputs that are combined without being packed."""
         assert self.scale is not None
         for start, count in self.unstaged:
             for number, first, last, _, _ in self.cut(start, count):
                 self.scale(self.sources[number][first:last], self.outs[number][first:last])
 
     def gather_from(self, tensors: Sequence[Array], at: int, count: int, out: Array) -> None:
-        """Pack a block of other tensors of the same lengths."""
+        """Pack a block of ``tensors``, which have the same lengths, into ``out``."""
         counts = self.counts
         np.concatenate(
             [
@@ -130,7 +128,7 @@ class Pieces:
         )
 
     def scatter(self, packed: Array) -> None:
-        """Unpack all outputs from an array of ``total`` elements, the same one every time."""
+        """Unpack all outputs from an array of ``total`` elements. Views are cached while it is the same array."""
         if self._parts_of is not packed:
             starts = [end - count for end, count in zip(self._ends, self.counts, strict=True)]
             self._parts = [packed[start:end] for start, end in zip(starts, self._ends, strict=True)]
@@ -140,10 +138,9 @@ class Pieces:
 
 
 class Lists:
-    """Blocks of `Pieces` as lists of addresses, for system calls that take such lists.
+    """Blocks of `Pieces` as lists of addresses, for vectored reads and writes.
 
-    The lists' lengths are known when a plan is made; the addresses are those of the tensors of each call, the own and
-    the peers', and filled in by one NumPy operation for all blocks.
+    The lengths are fixed when a plan is made; one NumPy operation per call fills in the addresses of a rank's tensors.
 
     Args:
         pieces: the tensors.
@@ -163,7 +160,7 @@ class Lists:
         self._outputs: dict[int, Blocks] = {}
 
     def block(self, at: int, count: int) -> tuple[int, int]:
-        """The first piece of a block, and the number of its pieces, in the lists below; called while a plan is made."""
+        """The position of a block's first piece in the lists, and the number of its pieces; while a plan is made."""
         if (at, count) not in self._known:
             pieces = self.pieces.cut(at, count)
             self._known[at, count] = len(self._tensors), len(pieces)
@@ -182,13 +179,13 @@ class Lists:
         return self._outputs[rank]
 
     def locate(self, rank: int, addresses: Array) -> None:
-        """Fill in where a rank's tensors lie: the addresses of all inputs, then of all outputs."""
+        """Fill in the addresses of a rank's tensors: of all inputs, then of all outputs."""
         count = len(self.pieces.counts)
         np.add(addresses[:count][self._tensor_of], self._start_of, out=self._inputs[rank].rows[:, 0])
         np.add(addresses[count:][self._tensor_of], self._start_of, out=self._outputs[rank].rows[:, 0])
 
     def seal(self, ranks: Sequence[int]) -> None:
-        """All blocks are known: make the lists for these ranks."""
+        """Make the lists of these ranks, after the last `block`."""
         self._tensor_of, self._start_of = np.array(self._tensors, np.int64), np.array(self._starts, np.int64)
         lengths = np.array(self._lengths, np.int64)
         self._inputs = {rank: Blocks(lengths) for rank in ranks}

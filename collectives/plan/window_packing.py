@@ -1,8 +1,7 @@
-"""Packing: what the blocks of a fused plan over windows are made of, and where they go.
+"""Packing: the actions of a fused plan over windows, whose inputs and outputs are pieces of many tensors.
 
-A window's block is contiguous; the tensors' part of it is a list of pieces. A block of few and large pieces is handled
-piece by piece, without an intermediate copy. One of many small pieces is gathered by one call, combined by one call,
-and scattered.
+A block in a window is contiguous. A block of few large pieces is combined piece by piece, without an intermediate copy;
+one of many small pieces is gathered by one call, combined by one call, and scattered.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ Block = Callable[[int, int], Array]
 Length = Callable[[int], int]
 
 _LARGE_PIECE = 16 << 10
-"""Bytes from which handling a piece by itself costs less than copying it once more."""
+"""Bytes of a piece from which combining it by itself costs less than copying it."""
 
 
 def pack(pieces: Pieces, start: int, block: int, length: Length, window: Block) -> Do:
-    """Gather a block of the inputs in the window, where peers read it."""
+    """Make an action that gathers a block of the inputs into the window, where peers read it."""
 
     def pack(segment: int) -> None:
         n = length(segment)
@@ -35,7 +34,7 @@ def pack(pieces: Pieces, start: int, block: int, length: Length, window: Block) 
 def unpack(
     pieces: Pieces, value: Block, into: Block | None, outputs: int | None, block: int, length: Length, wait: Do
 ) -> Do:
-    """Copy a peer's block to the outputs, into the own window, or both."""
+    """Make an action that copies a peer's block to the outputs, into the own window, or both."""
 
     def unpack(segment: int) -> None:
         n = length(segment)
@@ -65,15 +64,19 @@ def reduce(
     finish: Scale | None,
     scratch: Sequence[Array],
 ) -> Do:
-    """Combine the own value with a peer's block.
+    """Make an action that combines the own value with a peer's block.
 
     Args:
-        value: the peer's.
-        own: the own value, if it lies in the window; otherwise it is in the tensors, where ``inputs`` says: from which
-            element on, and whether of the inputs or of the outputs.
-        into: the window's block that takes the result, if any.
-        outputs: from which element on the outputs take the result, if they do.
-        scratch: one array, with room for a block.
+        value: the peer's block.
+        own: the own value in the window; None: it lies in the tensors.
+        inputs: the first element of the own value in the tensors, and whether it is among inputs or outputs.
+        into: the window's block for the result, or None.
+        outputs: the first element of the result in the outputs, or None.
+        block: elements of a segment.
+        length: elements of the block in a segment.
+        wait: waits for the peer.
+        kernel, finish: combine two blocks, and scale a reduced one.
+        scratch: one array with room for a block.
     """
     start, from_inputs = inputs
 

@@ -1,4 +1,4 @@
-"""Direct exchange: every rank meets every other in one round, without stops in between.
+"""Direct exchange: every rank exchanges with every other in one round.
 
     reduce-scatter                         allgather
     rank 0: chunk 0 <- 1, 2, 3             rank 0: chunk 0 -> 1, 2, 3
@@ -7,8 +7,8 @@
     rank 3: chunk 3 <- 0, 1, 2             rank 3: chunk 3 -> 0, 1, 2
 
 The bytes are those of the ring, 2(N-1)/N * S per rank for an all-reduce, but in two rounds instead of 2(N-1): the
-choice where any two ranks reach each other equally well, as in the memory of one host. Each rank begins with the peer
-after it, so that nobody is asked by all at once.
+choice where any two ranks reach each other equally well, as in the memory of one host. Each rank begins with the next
+rank, so that the load on the ranks is even at any time.
 
 Sources: the reduce-scatter and allgather phases of R. Rabenseifner, "Optimization of collective reduction operations",
 ICCS 2004; pairwise exchange in R. Thakur, R. Rabenseifner and W. Gropp, "Optimization of collective communication
@@ -40,10 +40,10 @@ def allreduce(rank: int, size: int) -> Schedule:
 
 
 def one_shot(rank: int, size: int) -> Schedule:
-    """All-reduce of one chunk in one round: everybody reads everything, (N-1) * S bytes per rank; for small tensors.
+    """All-reduce of one chunk in one round, in which every rank reads all others; for small tensors.
 
-    Every rank combines in the order of the ranks, its own value in its place, so that all get the same bits. Two ranks
-    need no such care: a + b is b + a.
+    (N-1) * S bytes per rank. Every rank combines in the order of the ranks, so that all get the same bits; two ranks
+    need no order, because a + b is b + a.
     """
     others = _others(rank, size)
     sends = tuple(send(peer, 0) for peer in others)
@@ -68,16 +68,16 @@ def reducescatter(rank: int, size: int) -> Schedule:
 
 
 def allgather(rank: int, size: int) -> Schedule:
-    """Allgather: rank r starts with chunk r. One round, (N-1)/N * S bytes per rank; the own copy follows, when peers
-    need not wait."""
+    """Allgather: rank r starts with chunk r. One round, (N-1)/N * S bytes per rank; the own copy follows, for which no
+    peer waits."""
     others = _others(rank, size)
     exchange = (*(send(peer, rank) for peer in others), *(receive(peer, peer) for peer in others))
     return Schedule("allgather", "direct", rank, size, size, (exchange, (copy(rank, rank),)))
 
 
 def alltoall(rank: int, size: int) -> Schedule:
-    """All-to-all: chunk i * N + j goes from rank i to rank j. One round; the own copy follows, when peers need not
-    wait."""
+    """All-to-all: chunk i * N + j goes from rank i to rank j. One round; the own copy follows, for which no peer
+    waits."""
     others = _others(rank, size)
     own = copy(rank, rank * size + rank)
     sends = (send(peer, rank * size + peer) for peer in others)
@@ -91,8 +91,8 @@ def broadcast(rank: int, size: int, root: int) -> Schedule:
         root 0, N = 3     round 0: rank 1 takes chunk 1, rank 2 takes chunk 2, the root gives chunk 0 to both
                           round 1: rank 1 takes chunk 2 from rank 2, rank 2 takes chunk 1 from rank 1
 
-    The root's memory is read once and not N-1 times, and every rank, the root too, moves bytes at the same time: with
-    two ranks each moves one half. S bytes received per rank.
+    The root's memory is read once instead of N-1 times, and all ranks, including the root, move bytes at the same time.
+    S bytes received per rank.
     """
     others = _others(rank, size)
     if rank == root:
@@ -106,7 +106,7 @@ def broadcast(rank: int, size: int, root: int) -> Schedule:
 
 
 def broadcast_flat(rank: int, size: int, root: int) -> Schedule:
-    """Broadcast in one round: everyone takes the one chunk from the root; for small tensors."""
+    """Broadcast of one chunk in one round: every rank reads it from the root; for small tensors."""
     if rank == root:
         steps: tuple[Step, ...] = (copy(rank, 0), *(send(peer, 0) for peer in _others(rank, size)))
     else:

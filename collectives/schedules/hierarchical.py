@@ -1,17 +1,17 @@
 """All-reduce in two levels: within the hosts over memory, across them over the network, so that no byte crosses twice.
 
-Equal hosts, here two hosts of three ranks (L = 3 local ranks, H = 2 hosts); rank l of each host looks after slice l:
+Equal hosts, here two hosts of three ranks (L = 3 local ranks, H = 2 hosts); rank l of each host reduces slice l:
 
     1. within each host    rank l reduces slice l from its L - 1 neighbours               direct
     2. across hosts        the ranks l of all hosts all-reduce slice l in a ring          H chunks per slice
-    3. within each host    rank l gives slice l to its neighbours                         direct, pushed
+    3. within each host    rank l sends slice l to its neighbours                         direct, pushed
 
 A host sends and receives 2(H-1)/H * S bytes in all, in equal shares by each of its ranks: as little as if it were one
 rank. 2(H-1) + 2 rounds.
 
-Unequal hosts have no common slices. There each host's first rank, its leader, collects the host's sum, the leaders
-all-reduce it in a ring, and give it to their neighbours. The network carries as little; the leader's memory carries
-more.
+Unequal hosts have no common slices. There each host's first rank, its leader, reduces the host's tensors, the leaders
+all-reduce the sums in a ring, and send the result to their neighbours. The network carries as little; the leader's
+memory carries more.
 
 Source: the hierarchical all-reduce of Horovod and of NCCL 1; A. Sergeev and M. Del Balso, arXiv:1802.05799 (2018).
 """
@@ -26,7 +26,7 @@ from collectives.schedules.schedule import Round, Schedule, Step, StepKind, copy
 
 
 def allreduce(rank: int, hosts: Sequence[Sequence[int]]) -> Schedule:
-    """All-reduce over hosts, given as the ranks on each."""
+    """All-reduce; ``hosts`` lists the ranks on each host."""
     host = next(number for number, ranks in enumerate(hosts) if rank in ranks)
     size = sum(map(len, hosts))
     if size == 1:

@@ -7,10 +7,10 @@ from itertools import accumulate
 
 
 def split(count: int, parts: int, align: int = 1) -> list[int]:
-    """Sizes of ``parts`` neighbouring parts of ``count`` elements, as equal as whole units of ``align`` elements allow.
+    """Sizes of ``parts`` consecutive parts of ``count`` elements, as equal as units of ``align`` elements allow.
 
-    Every boundary between parts is a multiple of ``align``; larger parts come first; what does not fill a unit is cut
-    from the last part that is not empty.
+    Every boundary between parts is a multiple of ``align``; larger parts come first; the last part that is not empty
+    may end within a unit.
     """
     units = -(-count // align)
     share, extra = divmod(units, parts)
@@ -22,11 +22,10 @@ def split(count: int, parts: int, align: int = 1) -> list[int]:
 
 
 def offsets(sizes: Sequence[int]) -> list[int]:
-    """Where each part begins."""
+    """The first element of each part."""
     return [0, *accumulate(sizes)][: len(sizes)]
 
 
 def rows(count: int, parts: int) -> list[int]:
-    """How many of ``count`` rows each rank gets in a reduce-scatter: the first ranks get one more where it does not
-    divide."""
+    """The rows of each rank in a reduce-scatter of ``count`` rows: the first ranks get the remainder, one row each."""
     return split(count, parts)

@@ -6,8 +6,8 @@ Recursive doubling, eight ranks: in round k, rank r exchanges everything with th
     round 1   0-2  1-3  4-6  5-7
     round 2   0-4  1-5  2-6  3-7
 
-After log2 N rounds of S bytes everyone has everything. Where N is no power of two, the ranks beyond the largest power P
-fold their value onto a partner first and get the result from it last, which makes log2 P + 2 rounds.
+After log2 N rounds of S bytes every rank has the result. If N is not a power of two, the ranks beyond the largest power
+P send their value to a partner first and receive the result from it last, which makes log2 P + 2 rounds.
 
 Source: R. Thakur, R. Rabenseifner and W. Gropp, "Optimization of collective communication operations in MPICH", IJHPCA
 19 (2005).
@@ -45,7 +45,7 @@ def recursive_doubling(rank: int, size: int) -> Schedule:
 
 
 def broadcast(rank: int, size: int, root: int) -> Schedule:
-    """Broadcast down a binomial tree: in round k the 2^k ranks that have the chunk give it to the 2^k next ones.
+    """Broadcast down a binomial tree: in round k the 2^k ranks that have the chunk send it to the next 2^k ranks.
 
         root 0    round 0: 0 -> 1     round 1: 0 -> 2, 1 -> 3     round 2: 0 -> 4, 1 -> 5, 2 -> 6, 3 -> 7
 

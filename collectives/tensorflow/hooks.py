@@ -14,7 +14,7 @@ from collectives.tensorflow.functions import broadcast_variables
 class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):  # type: ignore[misc]
     """Broadcasts the root's global variables, by one call, after a session was created.
 
-    For a ``tf.compat.v1.train.MonitoredTrainingSession`` of a TensorFlow 1 graph, whether its variables were initialized
+    For a ``tf.compat.v1.train.MonitoredTrainingSession`` of a TensorFlow 1 graph, whether its variables are initialized
     or restored from a checkpoint; also after a lost session is created again.
 
     Args:

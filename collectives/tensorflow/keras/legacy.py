@@ -33,7 +33,7 @@ _SCALING = tf.keras.mixed_precision.LossScaleOptimizer
 _REDUCTION = "_collectives_reduction"
 
 
-class Distributed:
+class LegacyDistributedMixin:
     """Precedes the optimizer's own class among the bases of a wrapped optimizer, a class made for each."""
 
     reduction: GradientReduction
@@ -167,7 +167,7 @@ def DistributedOptimizer(
             f"optimizer: expected one of Keras 2 (TF_USE_LEGACY_KERAS=1), got {detection.describe(optimizer)}; those "
             "of Keras 3 are for collectives.keras"
         )
-    if isinstance(inner, Distributed):
+    if isinstance(inner, LegacyDistributedMixin):
         raise InvalidArgumentError(
             "optimizer: expected a Keras optimizer, got one that DistributedOptimizer has wrapped already"
         )
@@ -192,7 +192,7 @@ def DistributedOptimizer(
         "__class__": property(lambda self: kind),  # Keras saves this name
         "reduction": GradientReduction(options),
     }
-    wrapped: Any = object.__new__(type(kind.__name__, (Distributed, kind), members))
+    wrapped: Any = object.__new__(type(kind.__name__, (LegacyDistributedMixin, kind), members))
     vars(wrapped).update(vars(inner))
     if inner is optimizer:
         return wrapped
@@ -260,7 +260,9 @@ def load_model(
     objects = {kind.__name__: kind for kind in custom_optimizers or ()} | dict(custom_objects or {})
     model = tf.keras.models.load_model(filepath, custom_objects=objects)
     optimizer = getattr(model, "optimizer", None)
-    if optimizer is not None and not isinstance(getattr(optimizer, "inner_optimizer", optimizer), Distributed):
+    if optimizer is not None and not isinstance(
+        getattr(optimizer, "inner_optimizer", optimizer), LegacyDistributedMixin
+    ):
         model.optimizer = DistributedOptimizer(optimizer, compression=compression)
     return model
 

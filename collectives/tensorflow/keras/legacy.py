@@ -16,6 +16,7 @@ import tensorflow as tf
 from collectives.base.errors import InvalidArgumentError, InvalidTypeError
 from collectives.base.reduce_op import Op
 from collectives.frontends.gradient_options import GradientOptions
+from collectives.frontends.keras_optimizer import checked_layers, distributed_class
 from collectives.process_sets import ProcessSet
 from collectives.runtime import global_process_set
 from collectives.tensorflow.aggregation import Aggregation
@@ -185,14 +186,8 @@ def DistributedOptimizer(
         scale_local_gradients=scale_local_gradients,
         name=name or f"Distributed{kind.__name__}",
     )
-    members = {
-        "__module__": kind.__module__,
-        "__qualname__": kind.__qualname__,
-        "__doc__": kind.__doc__,
-        "__class__": property(lambda self: kind),  # Keras saves this name
-        "reduction": GradientReduction(options),
-    }
-    wrapped: Any = object.__new__(type(kind.__name__, (LegacyDistributedMixin, kind), members))
+    attributes = {"reduction": GradientReduction(options)}
+    wrapped: Any = object.__new__(distributed_class(LegacyDistributedMixin, kind, attributes))
     vars(wrapped).update(vars(inner))
     if inner is optimizer:
         return wrapped
@@ -216,13 +211,7 @@ def PartialDistributedOptimizer(
 ) -> Optimizer:
     """`DistributedOptimizer` for a model with layers of this rank alone; see
     `collectives.keras.PartialDistributedOptimizer`."""
-    layers = [local_layers] if isinstance(local_layers, tf.keras.layers.Layer) else list(local_layers or ())
-    for layer in layers:
-        if not isinstance(layer, tf.keras.layers.Layer):
-            kind = detection.describe(layer)
-            raise InvalidArgumentError(
-                f"local_layers: all local layers must be of tf.keras.layers.Layer type, got {kind}"
-            )
+    layers = checked_layers(local_layers, tf.keras.layers.Layer, "tf.keras.layers.Layer")
     result = DistributedOptimizer(
         optimizer,
         name=name,
@@ -237,9 +226,8 @@ def PartialDistributedOptimizer(
         scale_local_gradients=scale_local_gradients,
     )
     inner: Any = result.inner_optimizer if isinstance(result, _SCALING) else result
-    for layer in layers:
-        for variable in trainable_weights(layer):
-            inner.register_local_var(variable)
+    for variable in trainable_weights(layers):
+        inner.register_local_var(variable)
     return result
 
 

@@ -3,7 +3,10 @@
     collectivesrun -np 4 python train.py
     python -m collectives.launch -np 4 -H host1:2,host2:2 python train.py
 
-    cli, options, config_file    the command line, the table of its options, and the same from a YAML file
+    cli                          the program: from its arguments to the exit code
+    options                      the table of options, settings and keys
+    command_line, config_file    parse the options, and the same settings from a YAML file
+    rank_environment             the ranks' environment variables for them
     hosts, mpirun                the hosts of a job, and the MPI that starts it
     command                      the command line of that MPI (pure)
     job                          start, watch and end the MPI launcher

@@ -1,9 +1,8 @@
-"""The options of ``collectivesrun``. What follows them is the user's command and is passed on untouched."""
+"""``collectivesrun``: from its arguments to a running job, and its exit code."""
 
 from __future__ import annotations
 
 import argparse
-import difflib
 import importlib
 import itertools
 import os
@@ -14,188 +13,55 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NoReturn
 
-from collectives import __version__
 from collectives.base.config import Config
 from collectives.base.errors import CollectivesError, InvalidArgumentError
-from collectives.launch import config_file, job, options, report
+from collectives.launch import config_file, job, report
 from collectives.launch import rank as before_rank
 from collectives.launch.command import JobSpec, build
+from collectives.launch.command_line import chosen, make_parser, split
 from collectives.launch.hosts import Host, parse_hosts, read_hostfile
 from collectives.launch.mpirun import Vendor, find
 from collectives.launch.output import Output
+from collectives.launch.rank_environment import merge, merge_as_horovod
 
 _HOROVOD = Path(__file__).parents[1] / "horovod" / "site"
 """The folder from which a rank imports ``horovod``; see `collectives.horovod`."""
-_EPILOG = """\
-examples:
-  collectivesrun -np 4 python train.py --epochs 3
-  collectivesrun -np 8 -H host1:4,host2:4 python train.py
-  collectivesrun -np 2 --mpi-args "--bind-to none" python train.py
-  collectivesrun -np 4 --timeline run.html python train.py
-  collectivesrun -np 4 --as-horovod python their_script.py
-
-An option goes before the file of --config-file, which goes before the environment (COLLECTIVES_..., HOROVOD_...). Options may be
-abbreviated. All options of horovodrun are accepted but those of elastic jobs; where one means nothing here, it is said.
-
-Each line of the ranks' output is tagged with its rank; --no-tag leaves the lines as they are.
-
-exit code: 0, or that of the rank that failed first, whose traceback is shown last; 2 for a mistake in the options.
-"""
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise InvalidArgumentError(message)
-
-
-def _parser(program: str = "collectivesrun") -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog=program,
-        usage=f"{program} -np N [options] PROGRAM [arguments]",
-        description="Start N ranks of a program under MPI, and end all of them when one fails.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("-np", "-n", "--num-proc", dest="ranks", metavar="N", type=_positive, help="number of ranks")
-    where = parser.add_mutually_exclusive_group()
-    where.add_argument(
-        "-H", "--hosts", metavar="HOST:N,...", help="hosts and the ranks that each takes, such as host1:4,host2:4"
-    )
-    where.add_argument(
-        "-hostfile", "--hostfile", metavar="FILE", help="the same, one a line: 'host slots=4' or 'host:4'"
-    )
-    mpi_args = parser.add_argument(
-        "--mpi-args", "--binding-args", metavar="ARGS", type=_words, action="extend", default=[]
-    )
-    mpi_args.help = "further arguments for mpirun, in one word"
-    parser.add_argument("--mpi", action="store_true", help="start the ranks by MPI, as is done anyway")
-    as_horovod = parser.add_argument("--as-horovod", action="store_true")
-    as_horovod.help = (
-        "run a program written for Horovod: import horovod gives it collectives, unless Horovod is installed"
-    )
-    parser.add_argument("--config-file", metavar="FILE", help="read settings from a YAML file in Horovod's form")
-    parser.add_argument(
-        "--output-filename", metavar="DIR", help="write each rank's output into DIR/rank.N/stdout and stderr as well"
-    )
-    parser.add_argument(
-        "--no-tag", dest="tag", action="store_false", help="leave out the [rank] before each line of output"
-    )
-    verbose = parser.add_argument("--verbose", action="store_true")
-    verbose.help = "print the command that is built, what the MPI launcher says, and every rank's traceback"
-    parser.add_argument("--show-plan", action="store_true", help="print what would be chosen for N ranks, and exit")
-    parser.add_argument("-cb", "--check-build", action="store_true", help="print what is installed, and exit")
-    version = f"collectives {__version__}"
-    if program == "horovodrun":
-        version = f"{importlib.import_module('collectives.horovod').VERSION} ({version})"
-    parser.add_argument("-v", "--version", action="version", version=version)
-    options.add_to(parser)
-    return parser
-
-
-def _positive(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a number of ranks, 1 or more, got {text!r}")
-    return int(text)
-
-
-def _words(text: str) -> list[str]:
-    try:
-        return shlex.split(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"expected words as in a shell, got {text!r} ({error})") from None
-
-
-def split(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Divide the arguments into the launcher's own and the user's command, which begins at the first that is no option.
-
-    Raises:
-        InvalidArgumentError: an option is unknown, ambiguous, contradicts another, or lacks its value.
-    """
-    known = {name: action for action in parser._actions for name in action.option_strings}
-    own: list[str] = []
-    flags: list[str] = []
-    position = 0
-    while position < len(arguments) and arguments[position].startswith("-") and arguments[position] != "--":
-        name, equals, value = _in_full(arguments[position], known)
-        flags.append(name)
-        takes_value = known[name].nargs is None
-        if takes_value and not equals:
-            if position + 1 == len(arguments):
-                raise InvalidArgumentError(f"{name}: expected a value after it")
-            # In one word, because the value may itself begin with "-".
-            own.append(f"{name}={arguments[position + 1]}")
-            position += 1
-        else:
-            own.append(f"{name}{equals}{value}")
-        position += 1
-    options.check_together(flags)
-    rest = list(arguments[position:])
-    return own, rest[1:] if rest[:1] == ["--"] else rest
-
-
-def _in_full(argument: str, known: Mapping[str, argparse.Action]) -> tuple[str, str, str]:
-    """An option as it is spelt in full, ``=`` or nothing, and the value in the same word: ``--fusion-thr=8``,
-    ``-Hhost:2``."""
-    name, equals, value = argument.partition("=")
-    alike = [flag for flag in (*known, *options.REFUSED) if flag.startswith(name)]
-    attached = [flag for flag in known if flag[1] != "-" and argument.startswith(flag) and known[flag].nargs is None]
-    if name in known:
-        found = name
-    elif name in options.REFUSED or (alike and set(alike) <= set(options.REFUSED)):
-        raise InvalidArgumentError(f"{name}: the number of ranks is fixed, there are no elastic jobs")
-    elif len(alike) == 1:
-        found = alike[0]
-    elif alike:
-        raise InvalidArgumentError(
-            f"{name}: expected an option, got the beginning of several: {', '.join(sorted(alike))}"
-        )
-    elif attached:
-        found = max(attached, key=len)
-        equals, value = "=", argument.removeprefix(found)
-    else:
-        near = difflib.get_close_matches(name, known, 1)
-        meant = f"did you mean {near[0]!r}? See" if near else "see"
-        raise InvalidArgumentError(f"unknown option {name!r}; {meant} collectivesrun --help")
-    return found, equals, value
 
 
 def understand(arguments: Sequence[str]) -> None:
-    """Look whether ``collectivesrun`` would take these arguments.
+    """Check that ``collectivesrun`` accepts these arguments.
 
     Raises:
-        InvalidArgumentError: no; says why.
+        InvalidArgumentError: it does not; says why.
     """
-    parser = _parser()
+    parser = make_parser()
     _ranks_and_hosts(parser.parse_args(split(parser, arguments)[0]))
 
 
 def horovodrun() -> int:
-    """Run ``horovodrun``, which is ``collectivesrun --as-horovod``; returns its exit code."""
+    """Run ``horovodrun``, which is ``collectivesrun --as-horovod``, and return its exit code."""
     return main(["--as-horovod", *sys.argv[1:]], "horovodrun")
 
 
 def main(arguments: Sequence[str] | None = None, program: str = "collectivesrun") -> int:
-    """Run ``collectivesrun``; returns its exit code. ``program`` is what it is called in its help."""
+    """Run ``collectivesrun`` and return its exit code; ``program`` is its name in the help."""
     _open_closed_streams()
     try:
-        code = _run(_parser(program), sys.argv[1:] if arguments is None else arguments)
+        code = _run(make_parser(program), sys.argv[1:] if arguments is None else arguments)
         sys.stdout.flush()
         return code
     except CollectivesError as error:
         print(f"collectivesrun: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:
-        # "collectivesrun --show-plan | head": nobody reads on. Python would complain again when it flushes.
+        # "collectivesrun --show-plan | head": the reader is gone. Python's flush at exit would report it again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
 
 
 def _open_closed_streams() -> None:
-    """Have stdin, stdout and stderr lead nowhere where they are closed (``>&-``); other files would take their
-    numbers."""
+    """Open /dev/null for closed standard streams (``>&-``), whose numbers other files would get."""
     for fd in range(3):
         try:
             os.fstat(fd)
@@ -207,7 +73,7 @@ def _open_closed_streams() -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """What ``collectivesrun`` has been asked to run."""
+    """The job that ``collectivesrun`` runs, from options and configuration file."""
 
     ranks: int
     hosts: Sequence[Host]
@@ -229,13 +95,13 @@ def _run(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> int:
         return 0 if complete else 1
     ranks, hosts = _ranks_and_hosts(asked)
     file = config_file.read(asked.config_file) if asked.config_file else config_file.ConfigFile()
-    flags = options.chosen(asked)
+    flags = chosen(asked)
     if asked.as_horovod:
-        environment = options.merge_as_horovod(os.environ, flags, file.chosen, {**file.told, **asked.told})
+        environment = merge_as_horovod(os.environ, flags, file.chosen, {**file.told, **asked.told})
     else:
-        environment = options.merge(os.environ, flags, file.chosen)
+        environment = merge(os.environ, flags, file.chosen)
     if ranks == 1:
-        environment.setdefault("COLLECTIVES_ALLOW_SINGLE", "1")  # whatever a launcher around this one says
+        environment.setdefault("COLLECTIVES_ALLOW_SINGLE", "1")  # whatever an outer launcher has set
     config = Config.from_environment(environment)
     for message in dict.fromkeys([*asked.ignored, *file.ignored]):
         print(f"collectivesrun: {message}", file=sys.stderr)
@@ -255,7 +121,7 @@ def _run(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> int:
 
 
 def _folder(path: str | None) -> str:
-    """The folder for the ranks' output, made if it is not there; empty if there shall be none."""
+    """Return the folder for the ranks' output, created if missing; empty if none is requested."""
     if not path:
         return ""
     try:
@@ -280,8 +146,7 @@ def _ranks_and_hosts(asked: argparse.Namespace) -> tuple[int, Sequence[Host]]:
 
 
 def _start_with_report(wanted: _Job, html: str) -> int:
-    """Run with a timeline, and make the report of it afterwards, however the job ended: one that failed is worth a
-    look."""
+    """Run with a timeline, and write its report afterwards, also if the job has failed."""
     trace = Path(f"{html}.json").absolute()
     try:
         trace.unlink(missing_ok=True)
@@ -305,7 +170,10 @@ def _start_with_report(wanted: _Job, html: str) -> int:
 
 
 def _start(wanted: _Job, *, stay: bool = False) -> int:
-    """Start the ranks and return their exit code; with ``stay``, come back even if there is only one and no MPI."""
+    """Start the ranks and return their exit code.
+
+    A single rank without MPI replaces this process, unless ``stay`` is set or its output is processed.
+    """
     ranks, program = wanted.ranks, wanted.program
     launcher = find()
     if launcher is None:
@@ -320,9 +188,9 @@ def _start(wanted: _Job, *, stay: bool = False) -> int:
     shown = Output(ranks, tag=wanted.tag, verbose=wanted.verbose)
     placement = ",".join(map(str, _placement(ranks, wanted.hosts))) if wanted.as_horovod else ""
     words = [wanted.output, str(len(str(ranks - 1))), placement, shown.terminal, *program]
-    request = JobSpec(
+    spec = JobSpec(
         ranks=ranks,
-        # -I and -S: the small process before each rank needs nothing but the standard library, and starts the quicker.
+        # -I and -S: the process before each rank needs only the standard library, and starts faster without the rest.
         program=[sys.executable, "-I", "-S", before_rank.__file__, *before_rank.pack(words)],
         hosts=wanted.hosts,
         machinefile=_machinefile(wanted.hosts) if launcher and launcher.vendor is Vendor.INTEL_MPI else "",
@@ -330,14 +198,14 @@ def _start(wanted: _Job, *, stay: bool = False) -> int:
         root=os.geteuid() == 0,
         cores=cores(),
     )
-    command = build(launcher, request, wanted.environment) if launcher else list(request.program)
+    command = build(launcher, spec, wanted.environment) if launcher else list(spec.program)
     if wanted.verbose and launcher:
         print(f"collectivesrun: {launcher}\ncollectivesrun: {shlex.join(command)}", file=sys.stderr, flush=True)
     return job.run(command, wanted.environment, shown)
 
 
 def _placement(ranks: int, hosts: Sequence[Host]) -> list[int]:
-    """How many ranks each host gets: each is filled before the next."""
+    """Return how many ranks each host gets; each is filled before the next."""
     if not hosts:
         return [ranks]
     ends = itertools.accumulate(host.slots for host in hosts)
@@ -345,7 +213,7 @@ def _placement(ranks: int, hosts: Sequence[Host]) -> list[int]:
 
 
 def _machinefile(hosts: Sequence[Host]) -> str:
-    """The path of a file with one ``host:ranks`` a line, in the memory of this process: it leaves nothing behind."""
+    """Return the path of a file in this process's memory with one ``host:ranks`` per line; empty without hosts."""
     if not hosts:
         return ""
     file = os.memfd_create("hosts")
@@ -354,8 +222,7 @@ def _machinefile(hosts: Sequence[Host]) -> str:
 
 
 def cores() -> int:
-    """The cores of this host that this process may use, as Open MPI counts its slots: two threads of one core count
-    once."""
+    """Return the number of physical cores that this process may use, which Open MPI takes as its number of slots."""
     usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
     siblings = set()
     for cpu in usable:

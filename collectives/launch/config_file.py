@@ -2,15 +2,16 @@
 
     verbose: false
     controller: mpi
-    params:       fusion_threshold_mb, cycle_time_ms, cache_capacity, hierarchical_allreduce, hierarchical_allgather, torus_allreduce
+    params:       fusion_threshold_mb, cycle_time_ms, cache_capacity,
+                  hierarchical_allreduce, hierarchical_allgather, torus_allreduce
     autotune:     enabled, log_file, warmup_samples, steps_per_sample, bayes_opt_max_samples, gaussian_process_noise
     timeline:     filename, mark_cycles
     stall_check:  enabled, warning_time_seconds, shutdown_time_seconds
     logging:      level, with_timestamp
     library_options: ...
 
-A key that is not known is said, because it is most likely misspelt, and passed over, as Horovod does. The file is read
-as nodes and not as values: these know their lines, and their text is what the table of options takes.
+An unknown key is reported, because it is most likely misspelt, and ignored as in Horovod. The file is read as nodes
+instead of values, because nodes have line numbers and the text that the table of options parses.
 """
 
 from __future__ import annotations
@@ -40,13 +41,13 @@ _NULL = "tag:yaml.org,2002:null"
 
 @dataclass(frozen=True, slots=True)
 class ConfigFile:
-    """What a configuration file says.
+    """The contents of a configuration file.
 
     Attributes:
-        chosen: as ``options.merge`` takes it.
-        verbose: whether it asks for the command to be printed.
+        chosen: settings, for `rank_environment.merge`.
+        verbose: whether to print the command.
         ignored: messages about keys without effect.
-        told: by what ``horovodrun`` would tell the ranks about these.
+        told: the variables that ``horovodrun`` would set for these keys.
     """
 
     chosen: dict[str, str | bool] = field(default_factory=dict)
@@ -59,8 +60,7 @@ def read(path: str) -> ConfigFile:
     """Read a configuration file.
 
     Raises:
-        InvalidArgumentError: it cannot be read, is no YAML, or has a value that cannot be understood; names file and
-            line.
+        InvalidArgumentError: the file cannot be read, is not YAML, or has an invalid value; names file and line.
         MissingDependencyError: PyYAML is not installed.
     """
     found = ConfigFile()
@@ -97,8 +97,7 @@ def _bool(place: str, text: str) -> bool:
 
 
 def _entries(path: str, unknown: list[str]) -> Iterator[tuple[str, str, str]]:
-    """Of each entry that has a value: where it stands, ``section.key``, and its text. Messages about unknown ones go
-    into ``unknown``."""
+    """Yield place, ``section.key`` and text of each entry with a value; append messages about unknown keys."""
     yaml = _yaml()
     root = _root(yaml, path)
     if root is None:
@@ -144,7 +143,7 @@ def _root(yaml: Any, path: str) -> Any:
 
 
 def _leaves(root: Any, mapping: type) -> Iterator[tuple[int, str, Any]]:
-    """Line, key and node of each entry; for those of a section, ``section.key``."""
+    """Yield line, key and node of each entry; the key is ``section.key`` within a section."""
     for line, name, node in _pairs(root):
         if isinstance(node, mapping):
             yield from ((line, f"{name}.{key}", value) for line, key, value in _pairs(node))

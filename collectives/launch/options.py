@@ -1,33 +1,29 @@
-"""Which option of ``collectivesrun``, and which key of a configuration file, sets which setting: one table for both.
+"""The table of settings that options of ``collectivesrun`` and keys of a configuration file set.
 
-Names and meanings are Horovod's where Horovod has them, so that its command lines and files go on working. An option
-beats the file, which beats the environment; each ends as the ``COLLECTIVES_...`` variable of its setting, which the
-ranks read. Programs written for Horovod get Horovod's variables instead, as ``horovodrun`` would set them: they read
-them, and may change them before ``init()``.
+Names and meanings are Horovod's where Horovod has them, so that its command lines and files keep working.
+`command_line` parses the options, `config_file` the file, and `rank_environment` makes the ranks' variables of both.
 """
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from collectives.base.config import Config, parse_bool, parse_bytes
-from collectives.base.errors import InvalidArgumentError
+from collectives.base.config import Config, parse_bool
 
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """An option that is followed by a value.
+    """An option with a value.
 
     Attributes:
         flags: its spellings; the first is its name in the table.
-        setting: what it sets.
+        setting: the field of `Config` that it sets.
         metavar, help: for ``--help``.
         key: ``section.key`` in a configuration file; empty: none.
-        template: makes the variable's text of the option's.
-        expected: what the text should be, where that is not what the variable's should be.
+        template: converts the option's text to the variable's.
+        expected: describes a valid text, if it differs from that of the variable.
     """
 
     flags: tuple[str, ...]
@@ -39,10 +35,10 @@ class Value:
     expected: str = ""
 
     def text(self, word: str) -> str:
-        """The variable's text.
+        """Return the variable's text for the option's.
 
         Raises:
-            ValueError: the text cannot be understood; says what is expected.
+            ValueError: the text is invalid; says what is expected.
         """
         metadata = Config.__dataclass_fields__[self.setting].metadata
         parse = metadata["sources"][metadata["variable"]]
@@ -62,12 +58,11 @@ class Switch:
 
     Attributes:
         flags: its spelling.
-        on: variables' texts by setting; values that are given as well go before these.
-        off: variables' texts by setting; these go before values.
+        on: variables' texts by setting when on; options with values take precedence over these.
+        off: variables' texts by setting when off; these take precedence over options with values.
         help: for ``--help``.
         key: ``section.key`` in a configuration file.
-        tells: a variable by which ``horovodrun`` tells the ranks, and its texts for on and off; empty: that of the
-            setting.
+        tells: the variable that ``horovodrun`` sets, and its texts for on and off; empty: that of the setting.
     """
 
     flags: tuple[str]
@@ -94,15 +89,15 @@ def _number(text: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Ignored:
-    """An option of Horovod's that changes nothing here; that it does not is said, and why.
+    """An option of Horovod's that has no effect here; using it prints a message with the reason.
 
     Attributes:
-        flags: its spellings; one that begins with ``--no-`` switches off what it is about.
-        why: why it has no effect.
-        parse: reads its value; its docstring says what is expected. None: it has no value.
+        flags: its spellings; ``--no-...`` is the negation.
+        why: the reason.
+        parse: parses its value; its docstring describes valid values. None: it has no value.
         keys: ``section.key`` in a configuration file.
-        variable: by which ``horovodrun`` tells the ranks; empty: by none.
-        on, off: the variable's texts, without a value.
+        variable: the one that ``horovodrun`` sets; empty: none.
+        on, off: the variable's texts, for an option without a value.
     """
 
     flags: tuple[str, ...]
@@ -114,14 +109,14 @@ class Ignored:
     off: str = "0"
 
     def told(self, name: str, text: str | None) -> dict[str, str]:
-        """What ranks are told.
+        """Return the variables that ``horovodrun`` would set.
 
         Args:
             name: the spelling, or the key.
-            text: what follows it; None: nothing does.
+            text: the value; None: there is none.
 
         Raises:
-            ValueError: the text cannot be understood; says what is expected.
+            ValueError: the text is invalid; says what is expected.
         """
         parse = self.parse or parse_bool
         try:
@@ -132,9 +127,6 @@ class Ignored:
             return {}
         return {self.variable: str(on) if self.parse else (self.on if on else self.off)}
 
-
-Chosen = Mapping[str, "str | bool"]
-"""What has been chosen, by the option's first spelling: a value's text for its variable, or whether a switch is on."""
 
 VALUES = (
     Value(
@@ -347,139 +339,4 @@ REFUSED = (
     *("--min-np", "--min-num-proc", "--max-np", "--max-num-proc", "--slots-per-host", "--host-discovery-script"),
     *("--elastic-timeout", "--reset-limit", "--blacklist-cooldown-range"),
 )
-"""Horovod's options of elastic jobs, of which there are none."""
-_ONE_OF = (
-    ("--gloo", "--mpi", "--jsrun"),
-    (
-        *("--log-with-timestamp", "--log-without-timestamp", "--log-hide-timestamp", "--no-log-hide-timestamp"),
-        *("-prefix-timestamp", "--prefix-output-with-timestamp"),
-    ),
-)
-"""Options of which at most one can be given; besides these, every ``--x`` with its ``--no-x``."""
-
-
-def check_together(flags: Sequence[str]) -> None:
-    """Look whether the options, in full, can be given together.
-
-    Raises:
-        InvalidArgumentError: no; names two of them.
-    """
-    given = list(dict.fromkeys(flags))
-    pairs = [(f"--{flag.removeprefix('--no-')}", flag) for flag in given if flag.startswith("--no-")]
-    for group in (*_ONE_OF, *pairs):
-        both = [flag for flag in given if flag in group]
-        if len(both) > 1:
-            raise InvalidArgumentError(f"{both[0]} and {both[1]} contradict each other: expected one of them")
-
-
-class _Ignore(argparse.Action):
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
-        assert option_string is not None
-        row = next(row for row in IGNORED if option_string in row.flags)
-        try:
-            told = row.told(option_string, values if row.parse else None)
-        except ValueError as error:
-            raise argparse.ArgumentError(self, str(error)) from None
-        namespace.told = {**namespace.told, **told}
-        namespace.ignored = [*namespace.ignored, f"{option_string} has no effect: {row.why}"]
-
-
-def add_to(parser: argparse.ArgumentParser) -> None:
-    """Give the parser all options of the table."""
-    group = parser.add_argument_group("settings, for all ranks")
-    for value in VALUES:
-        group.add_argument(*value.flags, dest=value.flags[0], metavar=value.metavar, help=value.help, type=_Text(value))
-    for switch in SWITCHES:
-        if switch.off:
-            group.add_argument(
-                *switch.flags, dest=switch.flags[0], help=switch.help, action=argparse.BooleanOptionalAction
-            )
-        else:
-            group.add_argument(*switch.flags, dest=switch.flags[0], help=switch.help, action="store_const", const=True)
-    parser.set_defaults(ignored=[], told={})
-    for row in IGNORED:
-        for flag in row.flags:
-            nargs = None if row.parse else 0
-            parser.add_argument(
-                flag, dest="ignored", action=_Ignore, nargs=nargs, default=argparse.SUPPRESS, help=argparse.SUPPRESS
-            )
-
-
-class _Text:
-    """A value's text as argparse wants it: argparse shows an ``ArgumentTypeError`` as it is."""
-
-    def __init__(self, value: Value) -> None:
-        self._value = value
-
-    def __call__(self, text: str) -> str:
-        try:
-            return self._value.text(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def chosen(options: argparse.Namespace) -> dict[str, str | bool]:
-    """What the parsed options choose."""
-    names = [row.flags[0] for row in (*VALUES, *SWITCHES)]
-    return {name: getattr(options, name) for name in names if getattr(options, name) is not None}
-
-
-def merge(environment: Mapping[str, str], flags: Chosen, file: Chosen) -> dict[str, str]:
-    """The environment for the ranks.
-
-    Args:
-        environment: as it is.
-        flags: what the options choose; goes before the file.
-        file: what the configuration file chooses; goes before the environment.
-    """
-    return {**environment, **{_variable(setting): text for setting, text in _settings({**file, **flags}).items()}}
-
-
-def merge_as_horovod(
-    environment: Mapping[str, str], flags: Chosen, file: Chosen, told: Mapping[str, str]
-) -> dict[str, str]:
-    """The same with Horovod's variables, where Horovod has the setting.
-
-    Args:
-        told: by what ``horovodrun`` would tell the ranks about what has no effect here.
-    """
-    chosen = {**file, **flags}
-    merged = {**environment, **told}
-    for setting, text in _settings(chosen).items():
-        ours, theirs = _variable(setting), _horovods(setting)
-        if theirs:
-            merged.pop(ours, None)  # it would go before Horovod's
-        merged[theirs or ours] = str(parse_bytes(text)) if setting == "fusion_threshold" else text
-    for switch in SWITCHES:
-        if switch.tells and switch.flags[0] in chosen:
-            variable, on, off = switch.tells
-            merged[variable] = on if chosen[switch.flags[0]] else off
-    return merged
-
-
-def _settings(chosen: Chosen) -> dict[str, str]:
-    """The variables' texts by setting. A switch that is off goes before values, one that is on after them."""
-    off: dict[str, str] = {}
-    on: dict[str, str] = {}
-    for switch in SWITCHES:
-        state = chosen.get(switch.flags[0])
-        if state is not None:
-            (on if state else off).update(switch.on if state else switch.off)
-    values = {value.setting: str(chosen[value.flags[0]]) for value in VALUES if value.flags[0] in chosen}
-    return {**on, **values, **off}
-
-
-def _horovods(setting: str) -> str:
-    """Horovod's variable for the setting; empty: it has none."""
-    sources = list(Config.__dataclass_fields__[setting].metadata["sources"])
-    return sources[-1] if sources[-1].startswith("HOROVOD_") else ""
-
-
-def _variable(setting: str) -> str:
-    return str(Config.__dataclass_fields__[setting].metadata["variable"])
+"""Horovod's options for elastic jobs, which are not supported."""

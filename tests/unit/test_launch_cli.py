@@ -15,7 +15,7 @@ import pytest
 
 from collectives.base.config import ALGORITHMS, Config
 from collectives.base.errors import InvalidArgumentError
-from collectives.launch import cli, job, mpirun, options
+from collectives.launch import cli, command_line, job, mpirun, options
 from collectives.launch.mpirun import Launcher, Vendor
 from collectives.launch.output import Output
 from collectives.launch.rank import pack, unpack
@@ -51,7 +51,7 @@ def started(monkeypatch: pytest.MonkeyPatch, environments: list[dict[str, str]])
 
 
 def split(*arguments: str) -> tuple[list[str], list[str]]:
-    return cli.split(cli._parser(), arguments)
+    return command_line.split(command_line.make_parser(), arguments)
 
 
 @pytest.mark.parametrize("spelling", ["-np", "-n", "--num-proc"])
@@ -122,7 +122,7 @@ def test_every_option_of_horovodrun_is_known() -> None:
         --gloo-timeout-seconds --log-level --log-with-timestamp --log-without-timestamp -prefix-timestamp
         --prefix-output-with-timestamp --log-hide-timestamp --no-log-hide-timestamp -H --hosts -hostfile --hostfile
         --host-discovery-script --gloo --mpi --jsrun"""
-    known = {flag for action in cli._parser()._actions for flag in action.option_strings}
+    known = {flag for action in command_line.make_parser()._actions for flag in action.option_strings}
     assert set(flags.split()) <= known | set(options.REFUSED)
     assert not known & set(options.REFUSED)
 
@@ -408,5 +408,5 @@ def test_version_help_and_plan() -> None:
 
 
 def test_options_are_documented_once() -> None:
-    known = [name for action in cli._parser()._actions for name in action.option_strings]
+    known = [name for action in command_line.make_parser()._actions for name in action.option_strings]
     assert len(known) == len(set(known)), json.dumps(known)

@@ -10,7 +10,7 @@ import pytest
 
 from collectives.base.config import Config
 from collectives.base.errors import InvalidArgumentError, MissingDependencyError
-from collectives.launch import config_file, options
+from collectives.launch import config_file, rank_environment
 
 WHOLE = """\
 verbose: true
@@ -55,7 +55,7 @@ def read(folder: Path, text: str) -> config_file.ConfigFile:
 def test_every_key_of_horovods_has_its_meaning(tmp_path: Path) -> None:
     found = read(tmp_path, WHOLE)
     assert found.verbose
-    assert Config.from_environment(options.merge({}, {}, found.chosen)) == Config(
+    assert Config.from_environment(rank_environment.merge({}, {}, found.chosen)) == Config(
         algorithm="hierarchical",
         fusion_threshold=32 << 20,
         cycle_time=10,
@@ -116,7 +116,7 @@ def test_what_has_no_value_sets_nothing(text: str, tmp_path: Path) -> None:
 
 def test_a_stall_check_that_is_off_is_off_whatever_its_times(tmp_path: Path) -> None:
     found = read(tmp_path, "stall_check:\n  enabled: false\n  warning_time_seconds: 60\n  shutdown_time_seconds: 9\n")
-    config = Config.from_environment(options.merge({}, {}, found.chosen))
+    config = Config.from_environment(rank_environment.merge({}, {}, found.chosen))
     assert (config.stall_warning, config.stall_shutdown) == (0, 0)
 
 

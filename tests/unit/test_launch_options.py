@@ -9,26 +9,26 @@ import pytest
 
 from collectives.base.config import Config
 from collectives.base.errors import InvalidArgumentError
-from collectives.launch import options
+from collectives.launch import command_line, options, rank_environment
 
 
 def parse(*arguments: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)
-    options.add_to(parser)
+    command_line.add_to(parser)
     return parser.parse_args(arguments)
 
 
 def merged(
     *flags: str, environment: dict[str, str] | None = None, file: dict[str, str | bool] | None = None
 ) -> dict[str, str]:
-    return options.merge(environment or {}, options.chosen(parse(*flags)), file or {})
+    return rank_environment.merge(environment or {}, command_line.chosen(parse(*flags)), file or {})
 
 
 def merged_as_horovod(
     *flags: str, environment: dict[str, str] | None = None, file: dict[str, str | bool] | None = None
 ) -> dict[str, str]:
     parsed = parse(*flags)
-    return options.merge_as_horovod(environment or {}, options.chosen(parsed), file or {}, parsed.told)
+    return rank_environment.merge_as_horovod(environment or {}, command_line.chosen(parsed), file or {}, parsed.told)
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_a_variable_that_an_option_replaces_need_not_make_sense() -> None:
 def test_what_has_no_effect_says_why(row: options.Ignored, flag: str) -> None:
     parsed = parse(flag, "7") if row.parse else parse(flag)
     assert parsed.ignored == [f"{flag} has no effect: {row.why}"]
-    assert options.chosen(parsed) == {} and list(parsed.told) == ([row.variable] if row.variable else [])
+    assert command_line.chosen(parsed) == {} and list(parsed.told) == ([row.variable] if row.variable else [])
 
 
 @pytest.mark.parametrize(
@@ -246,5 +246,5 @@ def test_a_stall_check_is_on_or_off_for_programs_of_horovods_too() -> None:
 )
 def test_options_that_contradict_each_other_are_refused(flags: list[str]) -> None:
     with pytest.raises(InvalidArgumentError, match=f"^{flags[0]} and {flags[-1]} contradict each other"):
-        options.check_together(flags)
-    options.check_together([flags[0], flags[0], "--no-stall-check"])
+        command_line.check_together(flags)
+    command_line.check_together([flags[0], flags[0], "--no-stall-check"])

@@ -1,0 +1,231 @@
+"""The command line of ``collectivesrun``: its parser, and where the user's command begins.
+
+What follows the launcher's own options is the user's command, which is passed on untouched.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+from collectives import __version__
+from collectives.base.errors import InvalidArgumentError
+from collectives.launch.options import IGNORED, REFUSED, SWITCHES, VALUES, Value
+
+_EPILOG = """\
+examples:
+  collectivesrun -np 4 python train.py --epochs 3
+  collectivesrun -np 8 -H host1:4,host2:4 python train.py
+  collectivesrun -np 2 --mpi-args "--bind-to none" python train.py
+  collectivesrun -np 4 --timeline run.html python train.py
+  collectivesrun -np 4 --as-horovod python their_script.py
+
+An option takes precedence over the file of --config-file, and that over the environment (COLLECTIVES_..., HOROVOD_...).
+Options may be abbreviated. All options of horovodrun are accepted except those of elastic jobs; one without effect here
+is reported.
+
+Each line of the ranks' output is tagged with its rank; --no-tag leaves the lines unchanged.
+
+exit code: 0, or that of the rank that failed first, whose traceback is shown last; 2 for a mistake in the options.
+"""
+_ONE_OF = (
+    ("--gloo", "--mpi", "--jsrun"),
+    (
+        *("--log-with-timestamp", "--log-without-timestamp", "--log-hide-timestamp", "--no-log-hide-timestamp"),
+        *("-prefix-timestamp", "--prefix-output-with-timestamp"),
+    ),
+)
+"""Mutually exclusive options, besides every ``--x`` and its ``--no-x``."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise InvalidArgumentError(message)
+
+
+def make_parser(program: str = "collectivesrun") -> argparse.ArgumentParser:
+    """Return the parser of the launcher's own options; ``program`` is its name in the help."""
+    parser = _Parser(
+        prog=program,
+        usage=f"{program} -np N [options] PROGRAM [arguments]",
+        description="Start N ranks of a program under MPI, and end all of them when one fails.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("-np", "-n", "--num-proc", dest="ranks", metavar="N", type=_positive, help="number of ranks")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument(
+        "-H", "--hosts", metavar="HOST:N,...", help="hosts and the ranks that each takes, such as host1:4,host2:4"
+    )
+    where.add_argument(
+        "-hostfile", "--hostfile", metavar="FILE", help="the same, one a line: 'host slots=4' or 'host:4'"
+    )
+    mpi_args = parser.add_argument(
+        "--mpi-args", "--binding-args", metavar="ARGS", type=_words, action="extend", default=[]
+    )
+    mpi_args.help = "further arguments for mpirun, in one word"
+    parser.add_argument("--mpi", action="store_true", help="start the ranks by MPI, as is done anyway")
+    as_horovod = parser.add_argument("--as-horovod", action="store_true")
+    as_horovod.help = (
+        "run a program written for Horovod: import horovod gives it collectives, unless Horovod is installed"
+    )
+    parser.add_argument("--config-file", metavar="FILE", help="read settings from a YAML file in Horovod's form")
+    parser.add_argument(
+        "--output-filename", metavar="DIR", help="write each rank's output into DIR/rank.N/stdout and stderr as well"
+    )
+    parser.add_argument(
+        "--no-tag", dest="tag", action="store_false", help="leave out the [rank] before each line of output"
+    )
+    verbose = parser.add_argument("--verbose", action="store_true")
+    verbose.help = "print the command that is built, what the MPI launcher says, and every rank's traceback"
+    parser.add_argument("--show-plan", action="store_true", help="print what would be chosen for N ranks, and exit")
+    parser.add_argument("-cb", "--check-build", action="store_true", help="print what is installed, and exit")
+    version = f"collectives {__version__}"
+    if program == "horovodrun":
+        version = f"{importlib.import_module('collectives.horovod').VERSION} ({version})"
+    parser.add_argument("-v", "--version", action="version", version=version)
+    add_to(parser)
+    return parser
+
+
+def _positive(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a number of ranks, 1 or more, got {text!r}")
+    return int(text)
+
+
+def _words(text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"expected words as in a shell, got {text!r} ({error})") from None
+
+
+def split(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Divide arguments into the launcher's own and the user's command, which begins at the first non-option.
+
+    Raises:
+        InvalidArgumentError: an option is unknown, ambiguous, contradicts another, or lacks its value.
+    """
+    known = {name: action for action in parser._actions for name in action.option_strings}
+    own: list[str] = []
+    flags: list[str] = []
+    position = 0
+    while position < len(arguments) and arguments[position].startswith("-") and arguments[position] != "--":
+        name, equals, value = _in_full(arguments[position], known)
+        flags.append(name)
+        takes_value = known[name].nargs is None
+        if takes_value and not equals:
+            if position + 1 == len(arguments):
+                raise InvalidArgumentError(f"{name}: expected a value after it")
+            # In one word, because the value may begin with "-".
+            own.append(f"{name}={arguments[position + 1]}")
+            position += 1
+        else:
+            own.append(f"{name}{equals}{value}")
+        position += 1
+    check_together(flags)
+    rest = list(arguments[position:])
+    return own, rest[1:] if rest[:1] == ["--"] else rest
+
+
+def _in_full(argument: str, known: Mapping[str, argparse.Action]) -> tuple[str, str, str]:
+    """Split an option such as ``--fusion-thr=8`` or ``-Hhost:2`` into full name, ``=`` or nothing, and value."""
+    name, equals, value = argument.partition("=")
+    alike = [flag for flag in (*known, *REFUSED) if flag.startswith(name)]
+    attached = [flag for flag in known if flag[1] != "-" and argument.startswith(flag) and known[flag].nargs is None]
+    if name in known:
+        found = name
+    elif name in REFUSED or (alike and set(alike) <= set(REFUSED)):
+        raise InvalidArgumentError(f"{name}: the number of ranks is fixed, there are no elastic jobs")
+    elif len(alike) == 1:
+        found = alike[0]
+    elif alike:
+        raise InvalidArgumentError(
+            f"{name}: expected an option, got the beginning of several: {', '.join(sorted(alike))}"
+        )
+    elif attached:
+        found = max(attached, key=len)
+        equals, value = "=", argument.removeprefix(found)
+    else:
+        near = difflib.get_close_matches(name, known, 1)
+        meant = f"did you mean {near[0]!r}? See" if near else "see"
+        raise InvalidArgumentError(f"unknown option {name!r}; {meant} collectivesrun --help")
+    return found, equals, value
+
+
+def check_together(flags: Sequence[str]) -> None:
+    """Check that options, by their full names, do not contradict each other.
+
+    Raises:
+        InvalidArgumentError: two of them do; names both.
+    """
+    given = list(dict.fromkeys(flags))
+    pairs = [(f"--{flag.removeprefix('--no-')}", flag) for flag in given if flag.startswith("--no-")]
+    for group in (*_ONE_OF, *pairs):
+        both = [flag for flag in given if flag in group]
+        if len(both) > 1:
+            raise InvalidArgumentError(f"{both[0]} and {both[1]} contradict each other: expected one of them")
+
+
+class _Ignore(argparse.Action):
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        assert option_string is not None
+        row = next(row for row in IGNORED if option_string in row.flags)
+        try:
+            told = row.told(option_string, values if row.parse else None)
+        except ValueError as error:
+            raise argparse.ArgumentError(self, str(error)) from None
+        namespace.told = {**namespace.told, **told}
+        namespace.ignored = [*namespace.ignored, f"{option_string} has no effect: {row.why}"]
+
+
+def add_to(parser: argparse.ArgumentParser) -> None:
+    """Add all options of the table to a parser."""
+    group = parser.add_argument_group("settings, for all ranks")
+    for value in VALUES:
+        group.add_argument(*value.flags, dest=value.flags[0], metavar=value.metavar, help=value.help, type=_Text(value))
+    for switch in SWITCHES:
+        if switch.off:
+            group.add_argument(
+                *switch.flags, dest=switch.flags[0], help=switch.help, action=argparse.BooleanOptionalAction
+            )
+        else:
+            group.add_argument(*switch.flags, dest=switch.flags[0], help=switch.help, action="store_const", const=True)
+    parser.set_defaults(ignored=[], told={})
+    for row in IGNORED:
+        for flag in row.flags:
+            nargs = None if row.parse else 0
+            parser.add_argument(
+                flag, dest="ignored", action=_Ignore, nargs=nargs, default=argparse.SUPPRESS, help=argparse.SUPPRESS
+            )
+
+
+class _Text:
+    """`Value.text` as an argparse type, with errors that argparse shows unchanged."""
+
+    def __init__(self, value: Value) -> None:
+        self._value = value
+
+    def __call__(self, text: str) -> str:
+        try:
+            return self._value.text(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def chosen(options: argparse.Namespace) -> dict[str, str | bool]:
+    """Return the settings that parsed options choose, by each option's first spelling."""
+    names = [row.flags[0] for row in (*VALUES, *SWITCHES)]
+    return {name: getattr(options, name) for name in names if getattr(options, name) is not None}

@@ -1,0 +1,72 @@
+"""The environment of the ranks, from the options, the configuration file and the launcher's own environment.
+
+An option takes precedence over the file, which takes precedence over the environment. Each setting ends as its
+``COLLECTIVES_...`` variable, which the ranks read. Programs written for Horovod get Horovod's variables instead, as
+``horovodrun`` would set them: they read them, and may change them before ``init()``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from collectives.base.config import Config, parse_bytes
+from collectives.launch.options import SWITCHES, VALUES
+
+Chosen = Mapping[str, "str | bool"]
+"""Chosen settings by an option's first spelling: a value's text for its variable, or whether a switch is on."""
+
+
+def merge(environment: Mapping[str, str], flags: Chosen, file: Chosen) -> dict[str, str]:
+    """Return the environment for the ranks.
+
+    Args:
+        environment: the launcher's own.
+        flags: settings chosen by options; take precedence over the file.
+        file: settings chosen by the configuration file; take precedence over the environment.
+    """
+    return {**environment, **{_variable(setting): text for setting, text in _settings({**file, **flags}).items()}}
+
+
+def merge_as_horovod(
+    environment: Mapping[str, str], flags: Chosen, file: Chosen, told: Mapping[str, str]
+) -> dict[str, str]:
+    """`merge` with Horovod's variables, for settings that Horovod has.
+
+    Args:
+        told: variables that ``horovodrun`` would set for options that have no effect here.
+    """
+    chosen = {**file, **flags}
+    merged = {**environment, **told}
+    for setting, text in _settings(chosen).items():
+        ours, theirs = _variable(setting), _horovods(setting)
+        if theirs:
+            merged.pop(ours, None)  # it would take precedence over Horovod's
+        merged[theirs or ours] = str(parse_bytes(text)) if setting == "fusion_threshold" else text
+    for switch in SWITCHES:
+        if switch.tells and switch.flags[0] in chosen:
+            variable, on, off = switch.tells
+            merged[variable] = on if chosen[switch.flags[0]] else off
+    return merged
+
+
+def _settings(chosen: Chosen) -> dict[str, str]:
+    """Return the variables' texts by setting. A switch that is off takes precedence over values, they over one that is
+    on."""
+    off: dict[str, str] = {}
+    on: dict[str, str] = {}
+    for switch in SWITCHES:
+        state = chosen.get(switch.flags[0])
+        if state is not None:
+            (on if state else off).update(switch.on if state else switch.off)
+    values = {value.setting: str(chosen[value.flags[0]]) for value in VALUES if value.flags[0] in chosen}
+    return {**on, **values, **off}
+
+
+def _horovods(setting: str) -> str:
+    """Return Horovod's variable for a setting; empty if it has none."""
+    sources = list(Config.__dataclass_fields__[setting].metadata["sources"])
+    return sources[-1] if sources[-1].startswith("HOROVOD_") else ""
+
+
+def _variable(setting: str) -> str:
+    return str(Config.__dataclass_fields__[setting].metadata["variable"])

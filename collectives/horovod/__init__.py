@@ -48,7 +48,10 @@ def hand_over() -> bool:
     spec.loader.exec_module(module)
     if str(FOLDER / "horovod") not in module.__path__:
         sys.path[:] = [entry for entry in sys.path if not _is_ours(Path(entry))]
-        message = f"collectives: Horovod is installed ({spec.origin}) and used; for collectives in its place: pip uninstall horovod"
+        message = (
+            f"collectives: Horovod is installed ({spec.origin}) and used; for collectives in its place: pip uninstall "
+            f"horovod"
+        )
         warnings.warn(message, RuntimeWarning, stacklevel=2)
     return True
 

@@ -5,8 +5,8 @@
       -> reduce: one fused call for all gradients, before Keras uses them
       -> Keras: loss scaling, gradient accumulation, clipping, weight decay, update, moving averages
 
-Decisions that depend on gradients, such as that of a `LossScaleOptimizer` to skip a step, are made on the combined ones,
-and hence alike on every rank.
+Decisions that depend on gradients, such as that of a `LossScaleOptimizer` to skip a step, are made on the combined
+ones, and hence alike on every rank.
 """
 
 from __future__ import annotations

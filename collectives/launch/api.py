@@ -1,8 +1,8 @@
-"""``run(function, np=2)``: call a function on N ranks from within a program, and get what each returned.
+"""``run(function, np=2)``: call a function on N ranks from within a program, and return each rank's result.
 
-The function, its arguments and what it returns travel as files, pickled by cloudpickle: so lambdas and what the program
-itself defines will do. The job is an ordinary one, of a ``collectivesrun`` in a process of its own: this process joins
-no rank, and its threads, signal handlers and children are left alone.
+The function, its arguments and its results are passed as files, pickled by cloudpickle, which supports lambdas and
+functions that the program itself defines. The job is run by ``collectivesrun`` in a process of its own: this process is
+not a rank, and its threads, signal handlers and children are not affected.
 
     run() -> collectivesrun -> mpirun -> N x python -m collectives.launch.run_function FOLDER
 """
@@ -32,7 +32,7 @@ from collectives.base.errors import (
 from collectives.launch import cli, job, records
 
 CALL, RESULT, FAILURE = "call", "result-{}", "failure-{}"
-"""Names of files in the folder that this process and the ranks share."""
+"""Names of files in the folder that this process shares with the ranks."""
 _AFTER_TERMINATE = 30.0
 
 
@@ -46,27 +46,10 @@ def run(
     executable: str | None = None,
     timeout: float | None = None,
 ) -> list[Any]:
-    """Call ``function(*args, **kwargs)`` on every rank of a new job.
-
-    The function calls ``init()`` itself. What the ranks print is shown as `collectivesrun` shows it. Hosts other than
-    this one must share the folder for temporary files (``TMPDIR``).
-
-    Args:
-        function: anything that cloudpickle can pickle.
-        args, kwargs: its arguments, the same on every rank.
-        np: the number of ranks.
-        options: more options of ``collectivesrun``, such as ``["--hosts", "host1:4,host2:4"]``.
-        executable: the Python that the ranks run; this one by default.
-        timeout: seconds after which the job is ended; None: as long as the function takes.
+    """Call ``function(*args, **kwargs)`` on ``np`` ranks of a new job; see `collectives.run`, which calls this.
 
     Returns:
-        What the function returned, by rank.
-
-    Raises:
-        InvalidArgumentError: an option cannot be understood, or the function cannot be pickled.
-        RankFailedError: a rank raised, or ended without returning; has the traceback of the one that failed first.
-        CollectiveTimeoutError: the time was up.
-        MissingDependencyError: cloudpickle is not installed.
+        The function's results, by rank.
     """
     with tempfile.TemporaryDirectory(prefix="collectives-run-") as name:
         folder = Path(name)
@@ -88,7 +71,7 @@ def run(
         if first is not None:
             raise RankFailedError(f"run: rank {first.rank} on {first.host} failed:\n{first.text}")
         if code:
-            raise RankFailedError(f"run: the job ended with exit code {code}; what its ranks said last is on stderr")
+            raise RankFailedError(f"run: the job ended with exit code {code}; the ranks' last output is on stderr")
         return [_returned(folder, rank) for rank in range(np)]
 
 
@@ -107,7 +90,7 @@ def _pickled(*call: object) -> bytes:
 
 
 def _search_path() -> list[str]:
-    """Where this process finds modules, but for what belongs to its Python: the ranks' Python has its own."""
+    """Return this process's module search path without its Python's own folders: the ranks' Python has its own."""
     library = sysconfig.get_path("stdlib")
     own = [library, os.path.join(library, "lib-dynload"), site.getusersitepackages()]
     own += site.getsitepackages([sys.prefix, sys.base_prefix])
@@ -116,7 +99,7 @@ def _search_path() -> list[str]:
 
 
 def _wait(command: Sequence[str], environment: Mapping[str, str], timeout: float | None) -> int:
-    """Run the job to its end; however this function is left, nothing of the job goes on."""
+    """Run the job to its end. No process of the job survives this function, also if it raises."""
     process = subprocess.Popen(command, env=environment, preexec_fn=job.die_with_parent())
     try:
         return process.wait(timeout)

@@ -1,4 +1,4 @@
-"""The hosts of a job: ``host1:4,host2:4``, or a file with one host a line in Open MPI's or MPICH's spelling."""
+"""Parse the hosts of a job: ``host1:4,host2:4``, or a file with one host per line in Open MPI's or MPICH's syntax."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LINE = re.compile(rf"{_HOST.pattern}(?:\s+slots\s*=\s*(?P<named>[1-9][0-9]*))?(
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """A host by name or address, and how many ranks it takes."""
+    """A host by name or address, and the number of ranks that it takes."""
 
     name: str
     slots: int = 1
@@ -25,10 +25,10 @@ class Host:
 
 
 def parse_hosts(text: str) -> tuple[Host, ...]:
-    """Read ``host1:4,host2:4``; a host without a number takes one rank.
+    """Parse ``host1:4,host2:4``; a host without a number takes one rank.
 
     Raises:
-        InvalidArgumentError: an entry cannot be understood; shows it.
+        InvalidArgumentError: an entry is invalid; shows it.
     """
     found = []
     for entry in text.split(","):
@@ -45,8 +45,7 @@ def read_hostfile(path: str) -> tuple[Host, ...]:
     """Read a host file: lines ``host slots=4`` (Open MPI) or ``host:4`` (MPICH); ``#`` starts a comment.
 
     Raises:
-        InvalidArgumentError: the file cannot be read, has no host, or has a line that cannot be understood; names the
-            line.
+        InvalidArgumentError: the file cannot be read, has no host, or has an invalid line; names the line.
     """
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()

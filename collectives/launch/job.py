@@ -1,9 +1,8 @@
-"""One job from start to end: starts the MPI launcher, passes its output on, watches for failures, and leaves nothing
-behind.
+"""Run a job: start the MPI launcher, forward its output, watch for failures, and clean up all processes.
 
-An MPI launcher cannot be relied on to end: Open MPI's was seen to hang, deaf to SIGTERM, after a rank had died during
-start-up. So once a rank has failed, or a signal has come, the launcher has a bounded time; then everything below this
-process is killed.
+MPI launchers do not end reliably: Open MPI's was seen to hang, ignoring SIGTERM, after a rank had died during start-up.
+So after a rank's failure or a signal the launcher has a bounded time to end; then all descendants of this process are
+killed.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from collectives.launch.records import culprit
 
 _Notices = Callable[[float, Sequence[int], Sequence[int]], tuple[list[int], list[int], list[int]]]
 _LOOK = 0.1
-"""Seconds between two looks at what has been held; output, the end of the launcher and signals are noticed at once."""
+"""Seconds between checks of withheld output; output, the launcher's end and signals are handled at once."""
 _AFTER_FAILURE = 6.0
 _AFTER_SIGNAL = 5.0
 _AFTER_TERMINATE = 1.5
@@ -39,13 +38,11 @@ def run(command: Sequence[str], environment: Mapping[str, str], output: Output) 
     """Run the launcher's command to its end.
 
     Args:
-        command: the MPI launcher's.
-        environment: of the launcher.
-        output: shows what the ranks write, and collects the records of their failures.
+        command, environment: of the MPI launcher.
+        output: shows the ranks' output and collects their failure records.
 
     Returns:
-        0; or the exit code of the rank that failed first, whose traceback has then been printed last; or 128 + N after
-        signal N.
+        0; or the exit code of the rank that failed first, whose traceback is printed last; or 128 + N after signal N.
     """
     mine = set(_descendants())
     began = time.time()
@@ -80,7 +77,7 @@ def run(command: Sequence[str], environment: Mapping[str, str], output: Output) 
 
 
 def _watch(process: subprocess.Popen[bytes], notices: _Notices, output: Output) -> tuple[int, float]:
-    """Return when the launcher has ended, or was made to; with the first signal that came and the time of it."""
+    """Wait for the launcher's end, or enforce it; return the first signal received (0: none) and its time."""
     ended_by, when = 0, 0.0
     deadline, terminated = float("inf"), False
     while process.poll() is None:
@@ -89,7 +86,7 @@ def _watch(process: subprocess.Popen[bytes], notices: _Notices, output: Output) 
             numbers = [signal.SIGPIPE]
         for number in numbers:
             if ended_by == number == signal.SIGINT:
-                deadline, terminated = 0.0, True  # Ctrl-C for the second time: at once
+                deadline, terminated = 0.0, True  # a second Ctrl-C ends the job at once
             if not ended_by:
                 ended_by, when = number, time.time()
                 output.interrupted = True
@@ -107,7 +104,7 @@ def _watch(process: subprocess.Popen[bytes], notices: _Notices, output: Output) 
 
 
 def _drain(output: Output, notices: _Notices) -> None:
-    """Read what is left in the pipes, and show it; a signal ends this."""
+    """Read and show the rest of the pipes' contents; a signal ends this."""
     while True:
         sources, sinks = output.waiting()
         numbers, moved = _turn(output, notices, 0.0 if sources else _LOOK)
@@ -116,7 +113,7 @@ def _drain(output: Output, notices: _Notices) -> None:
 
 
 def _turn(output: Output, notices: _Notices, seconds: float) -> tuple[list[int], bool]:
-    """Wait for signals and output, at most so long; return the signals, and whether there was output to read."""
+    """Wait a bounded time for signals and output; return the signals, and whether there was output to read."""
     numbers, readable, writable = notices(seconds, *output.waiting())
     output.turn(readable, writable)
     return numbers, bool(readable)
@@ -124,8 +121,10 @@ def _turn(output: Output, notices: _Notices, seconds: float) -> tuple[list[int],
 
 @contextlib.contextmanager
 def _noticing() -> Iterator[_Notices]:
-    """Give a function that waits, at most so many seconds, for signals, ended children and these file descriptors to
-    read from and to write to; it returns the signals, and what is ready."""
+    """Handle signals, and yield a function that waits a bounded time for signals, ended children and file descriptors.
+
+    The function takes seconds, descriptors to read from and to write to; it returns signals and ready descriptors.
+    """
     came: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:
@@ -144,7 +143,7 @@ def _noticing() -> Iterator[_Notices]:
         del came[: len(taken)]
         return taken, readable, writable
 
-    # What this process was started to ignore, it ignores: SIGHUP under nohup, SIGINT in the background of a script.
+    # Signals that were ignored at start-up stay ignored: SIGHUP under nohup, SIGINT in a script's background.
     before = {
         number: signal.signal(number, note) for number in _FORWARDED if signal.getsignal(number) != signal.SIG_IGN
     }
@@ -162,7 +161,7 @@ def _noticing() -> Iterator[_Notices]:
 
 @contextlib.contextmanager
 def _adopting_orphans() -> Iterator[None]:
-    """Become the parent of whatever the launcher leaves behind when it dies, so that it can be found (Linux)."""
+    """Adopt processes that the launcher leaves behind when it dies, so that they can be found (Linux)."""
     if sys.platform != "linux":
         yield
         return
@@ -175,7 +174,7 @@ def _adopting_orphans() -> Iterator[None]:
 
 
 def die_with_parent() -> Callable[[], None] | None:
-    """What has a child told to end when this process is killed by kill -9 (Linux); looked up before the fork."""
+    """Return a ``preexec_fn`` that has the kernel send SIGTERM to the child when this process dies (Linux)."""
     if sys.platform != "linux":
         return None
     control = ctypes.CDLL(None).prctl
@@ -183,8 +182,8 @@ def die_with_parent() -> Callable[[], None] | None:
 
 
 def _sweep(process: subprocess.Popen[bytes], mine: set[int]) -> None:
-    """Give what is left of the job a moment to go, then kill it. Elsewhere than on Linux, ``rank.py`` does this for its
-    rank."""
+    """Wait a bounded time for the job's processes to end, then kill them. Other systems than Linux leave this to
+    ``rank.py``."""
     kill_from = time.monotonic() + (_AFTER_END if process.poll() is not None else 0.0)
     end = kill_from + 5.0
     while (left := set(_descendants()) - mine) and time.monotonic() < end:
@@ -196,14 +195,14 @@ def _sweep(process: subprocess.Popen[bytes], mine: set[int]) -> None:
         for pid in left - {process.pid}:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)
-        time.sleep(0.02)  # processes that are nobody's children here cannot be waited for in another way
+        time.sleep(0.02)  # only children can be waited for, not all descendants
     if process.poll() is None:
         process.kill()
         process.wait()
 
 
 def _descendants() -> Iterator[int]:
-    """Every living process below this one (Linux; none elsewhere)."""
+    """Yield all living descendants of this process (Linux; none elsewhere)."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Which MPI is there: finds ``mpirun`` and reads from its version what it belongs to."""
+"""Find ``mpirun``, and detect its MPI implementation from its version text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PATIENCE = 30.0
 
 
 class Vendor(Enum):
-    """The MPI implementations whose command line is known."""
+    """MPI implementations with a supported command line."""
 
     OPEN_MPI = "Open MPI"
     MPICH = "MPICH"
@@ -25,7 +25,7 @@ class Vendor(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Launcher:
-    """An ``mpirun``: its path, whose it is, and its version as it says it."""
+    """An ``mpirun``: its path, MPI implementation and version."""
 
     path: str
     vendor: Vendor
@@ -36,7 +36,7 @@ class Launcher:
 
 
 def recognise(text: str) -> tuple[Vendor, str] | None:
-    """Return vendor and version from the output of ``mpirun --version``; None if it is no MPI that is known."""
+    """Return vendor and version from the output of ``mpirun --version``; None for an unknown MPI."""
     for vendor, pattern in (
         (Vendor.OPEN_MPI, r"\(Open(?: MPI|RTE)\) (\S+)|\(PRRTE\) (\S+)"),
         (Vendor.INTEL_MPI, r"Intel\(R\) MPI Library.*?Version (\S+)"),
@@ -52,10 +52,10 @@ def find() -> Launcher | None:
     """Find the ``mpirun`` to use: the one beside this Python (an MPI wheel's) before the first one on PATH.
 
     Returns:
-        None where there is none.
+        None if there is none.
 
     Raises:
-        InvalidArgumentError: there is one, but it does not run, or its MPI is not known.
+        InvalidArgumentError: it does not run, or its MPI is unknown.
     """
     beside = os.path.join(os.path.dirname(sys.executable), "mpirun")
     path = beside if os.access(beside, os.X_OK) else shutil.which("mpirun") or shutil.which("mpiexec")

@@ -1,13 +1,13 @@
-"""What comes out of the MPI launcher: the frames of the ranks, told apart from the launcher's own words.
+"""Parse the MPI launcher's output into the ranks' frames and the launcher's own messages, and show it.
 
     mpirun's stdout, stderr -> frames -> a rank's stdout, stderr    shown, tagged with the rank
-                                      -> a rank's records           collected: which rank failed first
-                            -> anything else                        the launcher's own words
+                                      -> a rank's records           collected, to find the first failure
+                            -> anything else                        the launcher's own messages
 
-A launcher prints banners when ranks fail, which say less than the records. So its words are held for a moment, and left
-out if a rank is known to have failed by then. In the same way the traceback by which a rank ends is taken out of its
-output: the first rank's is shown last, and what the others raise because of it is left out. ``verbose`` shows
-everything as it comes.
+Launchers print banners when ranks fail, which contain less than the records. So their messages are withheld for a
+second, and dropped if a rank is known to have failed by then. Likewise the final traceback of a rank is removed from
+its output: that of the first failure is shown last, and those that are consequences of it are dropped. ``verbose``
+shows everything immediately.
 """
 
 from __future__ import annotations
@@ -26,45 +26,45 @@ _FRAME = re.compile(rb"(.*?)" + MARK + rb"(\d+)([oerx])(.*)", re.DOTALL)
 _TRACEBACK = re.compile(rb"^Traceback \(most recent call last\):", re.MULTILINE)
 _CONSEQUENCE = re.compile(rb"^collectives\.(RankFailedError|CollectiveTimeoutError)\b", re.MULTILINE)
 _PREFIX = re.compile(rb"(?:\w+ \w+ +\d+ [\d:]+ \d+)?(?:\[[^]]*\])+(?:<std\w+>)?:? ?")
-"""What launchers put before each line where they are asked to: ``[1,0]<stderr>: `` (Open MPI), ``[0] `` (MPICH), the
-time before it."""
+"""Prefixes that launchers can add to each line: ``[1,0]<stderr>: `` (Open MPI), ``[0] `` (MPICH), with or without the
+time."""
 _CONTROL = re.compile(rb"\x1b\[[0-9;]*m")
 _HOLD = 1.0
-"""Seconds that a traceback, or the launcher's words, are held: after that they do not belong to the end of the job."""
+"""Seconds for which a traceback or the launcher's messages are withheld, as part of the job's end."""
 _MOST_PENDING = 1 << 20
 _READ = 64 << 10
 
 
 class Output:
-    """Reads the launcher's output and shows what is to be shown.
+    """Reads the launcher's output, shows the ranks' output and collects their records.
 
     Args:
-        ranks: how many there are.
+        ranks: the number of ranks.
         tag: whether lines are tagged with their rank.
-        verbose: whether the launcher's words and all tracebacks are shown.
-        targets: where the ranks' stdout and stderr go.
+        verbose: whether to show the launcher's messages and all tracebacks.
+        targets: file descriptors for the ranks' stdout and stderr.
     """
 
     def __init__(self, ranks: int, *, tag: bool = True, verbose: bool = False, targets: Sequence[int] = (1, 2)) -> None:
         self.records = Records()
         self.interrupted = False
-        """Whether the job is being ended from here: then the launcher's words are of no interest."""
+        """Whether this process ends the job, so that the launcher's messages are dropped."""
         self._tags, self._verbose = Tags(ranks, tag), verbose
         out, err = (_screen(fd) for fd in targets)
         self._terminals = [str(number) for number, screen in ((1, out), (2, err)) if isinstance(screen, Terminal)]
         self._screens = {b"o": out, b"e": out if _same(*targets) else err}
         self._sources: dict[int, bytes] = {}
-        """By file descriptor of the launcher's output, the beginning of a line."""
+        """The incomplete last line of each of the launcher's outputs, by file descriptor."""
         self._held: dict[int, tuple[float, list[tuple[bytes, bytes]]]] = {}
-        """What ranks have written since a traceback began that may be their last, and since when."""
+        """By rank, when a possibly final traceback began, and the output since then."""
         self._withheld: dict[int, bytes] = {}
-        """The tracebacks by which ranks ended."""
+        """The final tracebacks of ranks."""
         self._words: list[bytes] = []
         self._words_since = 0.0
 
     @property
     def terminal(self) -> str:
-        """The ``terminal`` of ``collectives.launch.rank``; the tag's columns are not the rank's."""
+        """The argument ``terminal`` of ``collectives.launch.rank``, narrower by the columns of the tag."""
         if not self._terminals:
             return ""
         lines, columns = size(next(screen.fd for screen in self._screens.values() if isinstance(screen, Terminal)))
@@ -72,23 +72,23 @@ class Output:
 
     @property
     def broken(self) -> bool:
-        """Whether nobody reads what is shown."""
+        """Whether the reader of an output is gone."""
         return any(screen.broken for screen in self._screens.values())
 
     def attach(self, *sources: int) -> None:
-        """Read from these from now on."""
+        """Add file descriptors to read from."""
         for source in sources:
             os.set_blocking(source, False)
             self._sources[source] = b""
 
     def waiting(self) -> tuple[list[int], list[int]]:
-        """The file descriptors to be waited for, to read from and to write to."""
+        """Return the file descriptors to wait for: to read from, and to write to."""
         pending = {screen.fd: screen for screen in self._screens.values() if screen.pending}
         full = any(len(screen.pending) > _MOST_PENDING for screen in pending.values())
         return [] if full else list(self._sources), list(pending)
 
     def turn(self, readable: Sequence[int], writable: Sequence[int]) -> None:
-        """Read and write where it is possible, and show what has been held for long enough."""
+        """Read and write where possible, and show what has been withheld long enough."""
         for source in readable:
             self._read(source)
         now = time.monotonic()
@@ -102,14 +102,13 @@ class Output:
                 screen.write()
 
     def end(self, first: Record | None) -> None:
-        """Show what is left, now that the job has ended; ``first`` is the rank that failed first. Nothing is read after
-        this."""
+        """Show the remaining output at the end of the job, last the first failure. Nothing is read after this."""
         for source in list(self._sources):
             self._end_of(source)
         if first is None and not self.interrupted:
             self._say()
         for rank in list(self._held):
-            # A rank that was killed before its record had come says by its traceback that it is a consequence.
+            # The traceback of a rank that was killed before it could write its record shows a consequence.
             if first is not None and any(
                 _CONSEQUENCE.search(data) for kind, data in self._held[rank][1] if kind == b"e"
             ):
@@ -133,7 +132,7 @@ class Output:
             self._screens[b"e"].feed(None, b"", f"\n{also}{first}\n".encode(errors="backslashreplace"))
 
     def say(self, text: str) -> None:
-        """Show a line of the launcher's."""
+        """Show a message of ``collectivesrun``."""
         self._screens[b"e"].feed(None, b"", f"collectivesrun: {text}\n".encode())
 
     def _read(self, source: int) -> None:
@@ -150,7 +149,7 @@ class Output:
         self._take_lines(lines)
 
     def _end_of(self, source: int) -> None:
-        """The source has ended; its last line may lack the line feed."""
+        """Process the end of a source, whose last line may lack the line feed."""
         rest = self._sources.pop(source)
         self._take_lines([rest] if rest else [])
 
@@ -163,7 +162,7 @@ class Output:
                 continue
             words = frame[1].strip(b"\0")
             if words and not _PREFIX.fullmatch(words):
-                self._launchers(words)  # Open MPI's last word has no line feed
+                self._launchers(words)  # Open MPI's last message has no line feed
             rank, kind = int(frame[2]), frame[3]
             text = frame[4].replace(MARK + b"n", b"\n").replace(MARK + b"p", MARK)
             if gathered and gathered[-1][:2] == (rank, kind):
@@ -174,7 +173,7 @@ class Output:
             self._take(rank, kind, b"".join(parts))
 
     def _launchers(self, line: bytes) -> None:
-        """A line of the launcher's own."""
+        """Process a line of the launcher's own."""
         if not self._words:
             self._words_since = time.monotonic()
         self._words.append(line)
@@ -207,8 +206,7 @@ class Output:
             self._feed(rank, kind, data)
 
     def _withhold(self, rank: int, text: str) -> None:
-        """Take the traceback by which the rank ends out of what is held of it; from outside of the rank, all of it is
-        that."""
+        """Move a rank's final traceback out of its withheld output; without ``text`` that is all of its stderr."""
         held = self._held.pop(rank)[1]
         errors = b"".join(data for kind, data in held if kind == b"e")
         wanted = text.encode(errors="backslashreplace").strip() if text else errors  # as Python writes it to stderr
@@ -237,7 +235,7 @@ def _screen(fd: int) -> Screen:
 
 
 def _same(one: int, other: int) -> bool:
-    """Whether both lead to the same place."""
+    """Whether two file descriptors refer to the same file."""
     with contextlib.suppress(OSError):
         return os.path.sameopenfile(one, other)
     return False

@@ -1,22 +1,21 @@
-"""The small process that stands between the MPI launcher and one rank: passes its output on in frames, and sees how it
-ends.
+"""The process between the MPI launcher and one rank: forwards the rank's output in frames, and reports how it ends.
 
-Started by ``collectivesrun`` once per rank as a plain script, without site-packages, so that it costs some ten
-milliseconds and little memory: it imports nothing but what it needs, and nothing of collectives.
+``collectivesrun`` starts it once per rank as a plain script without site-packages. It imports only what it needs of the
+standard library, and nothing of collectives, so that it takes about ten milliseconds and little memory.
 
     mpirun -> rank.py -> python train.py
 
-Its arguments are packed (``pack``), so that no launcher on the way can take one of them for its own. Everything the
-rank says leaves as frames, each a line of its own on stderr: launchers forward whole lines, from every host, and never
-mix two. A frame is DLE, the rank, one letter, the bytes with DLE and line feed escaped, and a line feed:
+Its arguments are encoded (``pack``), so that no launcher in between interprets one of them. All output of the rank is
+sent as frames, each a line on stderr: launchers forward whole lines from every host, and never mix two. A frame is DLE,
+the rank, one letter, the bytes with DLE and line feed escaped, and a line feed:
 
     o, e    the rank's stdout and stderr
-    r       the record that ``collectives.failures`` leaves when the rank fails, a line of JSON
-    x       how the rank ended, if it was with a failure (an exception before ``init()``, ``os._exit``, ``kill -9``), as JSON
+    r       the record that ``collectives.failures`` writes when the rank fails, a line of JSON
+    x       a failure seen from outside (an exception before ``init()``, ``os._exit``, ``kill -9``), a line of JSON
 
-The rank's stdout and stderr are pseudo-terminals where the launcher's own are terminals: progress bars and colours
-show. Signals are passed on, and the rank ends if the launcher dies. With ``--output-filename DIR`` its stdout and
-stderr are written into ``DIR/rank.N`` as well. The exit code is handed on to the launcher, 128 + N for signal N.
+The rank's stdout and stderr are pseudo-terminals if the launcher's own are terminals, for progress bars and colours.
+Signals are forwarded, and the rank is killed if the launcher dies. With ``--output-filename DIR`` the output is also
+written to ``DIR/rank.N``. The exit code is the rank's, 128 + N for signal N.
 """
 
 from __future__ import annotations
@@ -37,32 +36,31 @@ HOROVOD_VARIABLES = {
     "HOROVOD_LOCAL_RANK": ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID"),
     "HOROVOD_LOCAL_SIZE": ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"),
 }
-"""What ``horovodrun`` tells a rank that programs read, and where Open MPI or MPICH tells the same."""
+"""Variables that ``horovodrun`` sets and programs read, with those of Open MPI and MPICH that have the same value."""
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 RECORDS = "COLLECTIVES_RECORDS"
-"""As in ``collectives.failures``: names where the rank writes its record."""
+"""The variable with the path to which the rank writes its record, as in ``collectives.failures``."""
 MARK = b"\x10"
 _FRAME = 4096
-"""Most bytes of a frame: a pipe takes that many at once or none (PIPE_BUF), so a launcher never reads half a frame."""
+"""Maximum bytes of a frame: writes to a pipe are atomic up to PIPE_BUF, so a launcher never reads half a frame."""
 _READ = 64 << 10
 _MOST_DRAINED = 1 << 20
-"""Bytes that are read at once of an output to which some process may write without end; a pipe holds no more."""
+"""Maximum bytes drained from an output, to which a process may write without end; a pipe holds no more."""
 _LOOK = 1.0
-"""Seconds between two looks at whether the launcher is still alive."""
+"""Seconds between checks that the launcher is alive."""
 _UNTIL_READ = 0.5
 _SAFE = frozenset(b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789./_-=,+")
 
 
 def pack(words: list[str]) -> list[str]:
-    """Write words so that they pass through any launcher: in ASCII, percent-encoded, none empty, none like an
-    option."""
+    """Encode words so that they pass through any launcher: percent-encoded ASCII, none empty, none like an option."""
     return [
         "=" + "".join(chr(byte) if byte in _SAFE else f"%{byte:02X}" for byte in os.fsencode(word)) for word in words
     ]
 
 
 def unpack(words: list[str]) -> list[str]:
-    """The words of ``pack``."""
+    """Decode the words of ``pack``."""
     found = []
     for word in words:
         first, *rest = word[1:].split("%")
@@ -73,7 +71,7 @@ def unpack(words: list[str]) -> list[str]:
 
 
 def frames(rank: str, kind: bytes, data: bytes) -> list[bytes]:
-    """The frames that carry the data."""
+    """Return the frames that carry data."""
     head = MARK + rank.encode() + kind
     room = _FRAME - len(head) - 1
     made = []
@@ -90,12 +88,11 @@ def main(output: str, width: int, placement: str, terminal: str, command: list[s
     """Run the command as this rank and return its exit code.
 
     Args:
-        output: where the output is written as well; empty: nowhere.
-        width: the digits of a rank in the names there.
-        placement: ``"2,2"``: how many ranks each host should have got, for a rank that is told its place in Horovod's
-            words; empty: it is not.
+        output: folder to which the output is also written; empty: none.
+        width: digits of a rank in the names there.
+        placement: the expected number of ranks on each host, ``"2,2"``, to set Horovod's variables; empty: do not.
         terminal: ``"LINES COLUMNS 1 2"``: the size of the launcher's terminal, and which of its streams are on it;
-            empty: none is.
+            empty: none.
         command: the rank's.
     """
     launcher = os.getppid()
@@ -124,7 +121,7 @@ def main(output: str, width: int, placement: str, terminal: str, command: list[s
         if wake in ready:
             os.read(wake, 4096)
         if records.source in ready:
-            # The rank waits until its record is read, and means everything that it has written before it.
+            # The rank waits until its record is read; its earlier output precedes the record.
             _drain(rank, {source: kind for source, kind in sources.items() if source != records.source}, copies)
             _wait_until_read()
         for source in [source for source in sources if source in ready]:
@@ -135,8 +132,7 @@ def main(output: str, width: int, placement: str, terminal: str, command: list[s
             status = found
         elif os.getppid() != launcher:
             _send_signal(child, signal.SIGKILL)
-    # What the rank wrote last is in the pipe; a process that it left behind may hold the pipe open, so never wait for
-    # its end.
+    # The rank's last output is in the pipe, which a process that it left behind may hold open: do not wait for its end.
     _drain(rank, sources, copies)
     code = os.waitstatus_to_exitcode(status)
     code = 128 - code if code < 0 else code
@@ -149,10 +145,9 @@ def main(output: str, width: int, placement: str, terminal: str, command: list[s
 
 
 def _places(placement: list[int]) -> dict[str, str]:
-    """What ``HOROVOD_VARIABLES`` are for this rank, as far as the MPI tells, and its number among the hosts.
+    """Return Horovod's variables for this rank, as far as the MPI provides their values.
 
-    The MPI does not tell that number. It follows from the placement that was asked for, if the rank is where that has
-    it.
+    The cross rank and size follow from the requested placement, if the rank is where that has it.
     """
     found = {
         ours: next((os.environ[name] for name in names if name in os.environ), "")
@@ -176,8 +171,8 @@ def _places(placement: list[int]) -> dict[str, str]:
 
 
 class _Records:
-    """Where the rank writes its record: a pipe of this process, which any process below it can open by its path and
-    which leaves nothing behind (Linux); a file elsewhere."""
+    """The destination of the rank's record: a pipe of this process, which descendants open by its path (Linux), else a
+    file."""
 
     def __init__(self, rank: str) -> None:
         self.source = -1
@@ -188,7 +183,7 @@ class _Records:
             self.path = f"/proc/{os.getpid()}/fd/{self._sink}"
 
     def left(self) -> bytes:
-        """What is in the file; takes it away."""
+        """Read and remove the file."""
         if self.source >= 0 or not os.path.exists(self.path):
             return b""
         with open(self.path, "rb") as file:
@@ -198,8 +193,7 @@ class _Records:
 
 
 def _start(command: list[str], terminal: list[str]) -> tuple[int, dict[int, bytes]]:
-    """Start the rank in a process group of its own; return its pid, and by file descriptor which of its outputs comes
-    out there."""
+    """Start the rank in a process group of its own; return its pid, and the kind of output by file descriptor."""
     pairs = {target: _terminal(terminal) if str(target) in terminal[2:] else os.pipe() for target in (1, 2)}
     parent = os.getpid()
     child = os.fork()
@@ -209,7 +203,7 @@ def _start(command: list[str], terminal: list[str]) -> tuple[int, dict[int, byte
             for target, (_, theirs) in pairs.items():
                 os.dup2(theirs, target)
             for number in (signal.SIGPIPE, signal.SIGXFSZ):
-                signal.signal(number, signal.SIG_DFL)  # this Python ignores them, which the program would inherit
+                signal.signal(number, signal.SIG_DFL)  # Python ignores them, and the program would inherit that
             _die_with(parent)
             os.execvp(command[0], command)
         except OSError as error:
@@ -222,7 +216,7 @@ def _start(command: list[str], terminal: list[str]) -> tuple[int, dict[int, byte
 
 
 def _terminal(size: list[str]) -> tuple[int, int]:
-    """A pseudo-terminal that passes bytes on as they are: the end to read from, and the rank's."""
+    """Open a pseudo-terminal without output processing; returns the end to read from and the rank's end."""
     ours, theirs = os.openpty()
     settings = termios.tcgetattr(theirs)
     settings[1] &= ~termios.OPOST
@@ -233,7 +227,7 @@ def _terminal(size: list[str]) -> tuple[int, int]:
 
 
 def _die_with(parent: int) -> None:
-    """Have the system kill this process when ``parent`` dies, even by kill -9 (Linux)."""
+    """Have the kernel kill this process when ``parent`` dies, even by kill -9 (Linux)."""
     if sys.platform != "linux":
         return
     import ctypes
@@ -245,8 +239,7 @@ def _die_with(parent: int) -> None:
 
 
 class _Copy:
-    """All that a rank wrote to one of its outputs, in a file. Where the file cannot be written, the rank goes on
-    without."""
+    """A copy of one of the rank's outputs in a file; given up if the file cannot be written."""
 
     def __init__(self, rank: str, folder: str, name: str) -> None:
         path = os.path.join(folder, name)
@@ -267,7 +260,7 @@ class _Copy:
 
 
 def _pass_on(rank: str, source: int, kind: bytes, copies: dict[bytes, _Copy]) -> int | None:
-    """Pass on what is there; return how many bytes, or None once nothing more can come."""
+    """Forward available output; return the number of bytes, or None at the end of the output."""
     try:
         data = os.read(source, _READ)
     except BlockingIOError:
@@ -281,7 +274,7 @@ def _pass_on(rank: str, source: int, kind: bytes, copies: dict[bytes, _Copy]) ->
 
 
 def _drain(rank: str, sources: dict[int, bytes], copies: dict[bytes, _Copy]) -> None:
-    """Pass on what is there of all sources; what is written meanwhile need not be."""
+    """Forward the output that is available from all sources."""
     for source, kind in sources.items():
         left = _MOST_DRAINED
         while (
@@ -300,16 +293,15 @@ def _write(rank: str, kind: bytes, data: bytes) -> None:
             except BlockingIOError:
                 select.select([], [2], [], _LOOK)
             except OSError:
-                return  # nobody reads any more; the rank shall not notice
+                return  # the reader is gone, which must not affect the rank
 
 
 def _wait_until_read() -> None:
-    """Wait, for a bounded time, until the launcher has read what was written last: MPICH's drops it when a rank has
-    failed."""
+    """Wait a bounded time until the launcher has read all output: MPICH's drops unread output after a failure."""
     end = time.monotonic() + _UNTIL_READ
     try:
         while any(fcntl.ioctl(2, termios.FIONREAD, bytes(4))) and time.monotonic() < end:
-            time.sleep(0.002)  # a pipe does not tell its writer that it has been read
+            time.sleep(0.002)  # a pipe does not notify its writer of reads
     except OSError:
         return
 

@@ -1,7 +1,7 @@
-"""What failed first: collects the records that ranks leave, and tells the cause from its consequences.
+"""Collect the ranks' failure records, and find the first failure among its consequences.
 
-Two kinds of record: one from inside the rank (``collectives.failures``: exact time, whole traceback), and one from
-outside (``collectives.launch.rank``: any way to end), whose reason is the last that the rank wrote to stderr.
+There are two kinds of records: from inside the rank (``collectives.failures``: exact time, whole traceback), and from
+outside (``collectives.launch.rank``: any way to end), where the reason is the rank's last output on stderr.
 """
 
 from __future__ import annotations
@@ -17,19 +17,18 @@ from dataclasses import dataclass, replace
 
 _TRACEBACK = "Traceback (most recent call last):"
 ABORT_NOTICE = re.compile(rb"^Abort\(\d+\) on node .*application called MPI_Abort.*\n?", re.MULTILINE)
-"""What MPICH writes, as the rank, when the rank ends the job after its failure."""
+"""MPICH's message, written by the rank, when it aborts the job after its failure."""
 _ENDED_BY_OTHERS = 128 + signal.SIGTERM
 _SHOWN_LINES = 20
 _KEPT = 32 << 10
-"""How many bytes of each rank's stderr are kept."""
+"""Bytes of each rank's stderr that are kept."""
 _TRUSTED = 1.0
-"""Seconds by which a host's clock may differ from this one's; with one that differs by more, what counts is when a
-record came."""
+"""Seconds by which a host's clock may differ from this one's; beyond, the time of a record's arrival counts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """How one rank failed. ``consequence``: because another rank had failed before."""
+    """The failure of one rank; ``consequence``: caused by another rank's failure."""
 
     rank: int
     code: int
@@ -48,7 +47,7 @@ class Record:
 
 
 class Records:
-    """The records of a job, as they come in, and the last of each rank's stderr."""
+    """The records of a job, as they arrive, and the end of each rank's stderr."""
 
     def __init__(self) -> None:
         self._found: dict[tuple[int, bool], Record] = {}
@@ -59,12 +58,11 @@ class Records:
         return bool(self._found)
 
     def hear(self, rank: int, data: bytes) -> None:
-        """Keep the last that a rank wrote to stderr."""
+        """Keep the end of a rank's stderr."""
         self._heard[rank] = (self._heard.get(rank, b"") + data)[-_KEPT:]
 
     def add(self, rank: int, data: bytes, *, inside: bool) -> Record | None:
-        """Take part of the records of a rank, a line of JSON each. The first of each kind counts; returns it when it is
-        there."""
+        """Add data of a rank's records, lines of JSON. Returns the first record of each kind, once complete."""
         *lines, self._rests[rank, inside] = (self._rests.get((rank, inside), b"") + data).split(b"\n")
         for line in lines:
             record = parse(line)
@@ -74,9 +72,9 @@ class Records:
         return None
 
     def found(self) -> list[Record]:
-        """One record per rank; what the rank itself wrote comes before what was seen from outside."""
+        """Return one record per rank; its own takes precedence over that from outside."""
         best = {rank: record for (rank, inside), record in sorted(self._found.items(), key=lambda item: item[0][1])}
-        # The reason, if there is one, stands on stderr.
+        # Without a traceback in the record, the reason is on stderr.
         said = {rank: record.text if _TRACEBACK in record.text else self._said(rank) for rank, record in best.items()}
         return [replace(record, text=said[rank] or record.text) for rank, record in best.items()]
 
@@ -85,7 +83,7 @@ class Records:
 
 
 def parse(line: bytes) -> Record | None:
-    """Read a record that has just come; None if it is none."""
+    """Parse a record that has just arrived; None if it is invalid."""
     with contextlib.suppress(ValueError, TypeError):
         record = Record(**json.loads(line))
         now = time.time()
@@ -96,14 +94,14 @@ def parse(line: bytes) -> Record | None:
 
 
 def culprit(records: Iterable[Record]) -> Record | None:
-    """The rank that failed first, of those that did not fail because of another; None without records."""
+    """Return the first failure that is not a consequence of another one; None without records."""
     return min(
         records, key=lambda record: (record.consequence, record.code == _ENDED_BY_OTHERS, record.time), default=None
     )
 
 
 def _last_words(text: str) -> str:
-    """The last traceback with what was written after it, or the last lines."""
+    """Return the last traceback and all text after it, or else the last lines."""
     start = text.rfind(_TRACEBACK)
     if start >= 0:
         # Chained exceptions ("During handling of ...") belong together.

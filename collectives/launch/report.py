@@ -1,4 +1,4 @@
-"""What there is, and what would be chosen: the texts of ``--check-build`` and ``--show-plan``."""
+"""The texts of ``--check-build``, what is installed, and ``--show-plan``, what the planner would choose."""
 
 from __future__ import annotations
 
@@ -23,8 +23,11 @@ _PACKAGES = {
 
 
 def check_build(*, as_horovod: bool = False) -> tuple[str, bool]:
-    """Say what is installed, and whether several ranks can be started with it; with ``as_horovod`` also in the words of
-    horovodrun."""
+    """Describe what is installed, and return also whether it can start several ranks.
+
+    Args:
+        as_horovod: append the table that ``horovodrun --check-build`` prints.
+    """
     lines = [
         f"collectives {__version__}, Python {platform.python_version()}, {platform.system()} {platform.machine()}",
         f"    NumPy {version('numpy')}, mpi4py {version('mpi4py')}",
@@ -68,7 +71,7 @@ def check_build(*, as_horovod: bool = False) -> tuple[str, bool]:
 
 
 def _horovods_table() -> list[str]:
-    """What programs look for in the output of ``horovodrun --check-build``."""
+    """Return the lines of ``horovodrun --check-build`` that programs look for."""
     mpi = capabilities.mpi_built()
     table: dict[str, dict[str, bool]] = {
         "Frameworks": {
@@ -92,10 +95,10 @@ def _horovods_table() -> list[str]:
 
 
 def show_plan(ranks: int, hosts: Sequence[Host], config: Config) -> str:
-    """Say what the planner would choose for so many ranks, where all that hosts can allow is allowed.
+    """Describe the planner's choices for a number of ranks, assuming that hosts permit every transport.
 
     Raises:
-        InvalidArgumentError, TransportError: the settings force something that cannot serve here.
+        InvalidArgumentError, TransportError: the settings force an algorithm or transport that cannot be used here.
     """
     planner = importlib.import_module("collectives.plan.planner")
     placed = _placed(ranks, hosts)
@@ -112,7 +115,7 @@ def show_plan(ranks: int, hosts: Sequence[Host], config: Config) -> str:
 
 
 def version(package: str) -> str:
-    """The installed version of a distribution; empty if it is not installed. Imports nothing of it."""
+    """Return the installed version of a distribution, without importing it; empty if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -129,7 +132,7 @@ def _fits(vendor: Vendor, library: str) -> bool:
 
 
 def _placed(ranks: int, hosts: Sequence[Host]) -> tuple[tuple[int, ...], ...]:
-    """Ranks by host, filled in order; all on one host if none is named."""
+    """Return the ranks of each host, filled in order; one host if none is named."""
     placed, first = [], 0
     for host in hosts or (Host("localhost", ranks),):
         last = min(ranks, first + host.slots)

@@ -1,8 +1,7 @@
-"""``python -m collectives.launch.run_function FOLDER``: what a rank of `run` does. It calls the function in the folder; the
-result goes there too.
+"""``python -m collectives.launch.run_function FOLDER``: a rank of `run` calls the function in a folder.
 
-A function that raises, or exits, leaves a record, as a rank of ``collectivesrun`` does, with its traceback from the
-function on.
+It writes the result there. A function that raises or exits leaves a failure record there, as ranks of
+``collectivesrun`` do, with the traceback from the function on.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from collectives.launch.rank import RANK_VARIABLES
 
 
 def main(folder: Path) -> None:
-    """Call the function; its error, if it raises one, goes on."""
+    """Call the function in the folder; an error that it raises is recorded and raised again."""
     rank = int(next((os.environ[name] for name in RANK_VARIABLES if name in os.environ), "0"))
     try:
         function, args, kwargs = pickle.loads((folder / CALL).read_bytes())
@@ -32,7 +31,7 @@ def main(folder: Path) -> None:
         consequence = isinstance(error, (RankFailedError, CollectiveTimeoutError))
         failures.record(str(folder / FAILURE.format(rank)), rank, failures.Failure(1, text, consequence))
         raise
-    # All of it or nothing: whoever looks may look at any time.
+    # Renamed when complete, so that no reader sees a part of it.
     part = folder / f"{RESULT.format(rank)}.part"
     part.write_bytes(result)
     part.rename(folder / RESULT.format(rank))

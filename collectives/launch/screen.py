@@ -1,16 +1,16 @@
-"""Where the ranks' output is shown: whole lines, each tagged with its rank, on a terminal or into a pipe or file.
+"""Show the ranks' output on a terminal, or in a pipe or file, as whole lines that are tagged with their rank.
 
-Lines of two ranks never mix. What a rank has written of a line so far (a prompt, a progress bar) is shown too:
+Lines of two ranks never mix. An incomplete line (a prompt, a progress bar) is shown too:
 
-    terminal       at once. When another rank writes, the open line is erased and drawn again below. A tag stands at the beginning of
-                   a line and, where a line is drawn anew after a carriage return, there too.
-    pipe           once nothing more has come for a second. When another rank writes then, the line is broken.
-    file           when the line or the job ends.
+    terminal    at once. When another rank writes, the incomplete line is erased and redrawn below. A line is tagged at
+                its beginning, and where it is redrawn after a carriage return.
+    pipe        after a second without further output. When another rank writes then, the line is broken.
+    file        at the end of the line or of the job.
 
-Of a line longer than 16 MiB, the beginning is shown at once in a pipe or file. Without tags, nothing is added at the
-end of the job.
+The beginning of a line longer than 16 MiB is shown at once in a pipe or file. Without tags, nothing is added at the end
+of the job.
 
-Nothing here blocks: the bytes wait in ``pending`` until the job's loop finds that they can be written.
+Nothing blocks: bytes are kept in ``pending`` until the job's loop finds that they can be written.
 """
 
 from __future__ import annotations
@@ -24,23 +24,22 @@ from collections.abc import Hashable
 _CONTROL = rb"\x1b\[[0-9;?]*[ -/]*[@-~]"
 _MOVE = rb"\x1b\[[0-9;?]*[ -/]*[@-ln-~]"
 _REDRAWN = re.compile(rb"(\r(?:" + _MOVE + rb")*)(?=[^\r\n\x1b]|\x1b\[[0-9;]*m)")
-"""The beginning of a line that is drawn anew, up to its first character or colour."""
+"""The beginning of a redrawn line, up to its first character or colour."""
 _AT_START = re.compile(rb"\r(?:" + _MOVE + rb")*\Z")
 _INVISIBLE = re.compile(_CONTROL + rb"|[\r\x00-\x1f]")
 _IDLE = 1.0
-"""Seconds after which a line without an end is shown in a pipe. A rank's buffer is full in the middle of a line: that
-is none yet."""
+"""Seconds after which an incomplete line is shown in a pipe; a rank's full buffer also ends in the middle of a line."""
 _LONGEST = 16 << 20
-"""Most bytes of a line that are held back for its end."""
+"""Maximum bytes of an incomplete line that are withheld."""
 _MOST_DRAWN = 64 << 10
-"""Most bytes of an open line that are drawn again on a terminal."""
+"""Maximum bytes of an incomplete line that are redrawn on a terminal."""
 _COLOURS = (b"36", b"33", b"32", b"35", b"34", b"31")
 _PIECE = 4096
-"""Most bytes of one write: a pipe that is ready takes them without blocking."""
+"""Maximum bytes of one write, which do not block a pipe that is ready."""
 
 
 class Tags:
-    """What stands before each line of a rank."""
+    """The tags before each line of a rank."""
 
     def __init__(self, ranks: int, wanted: bool) -> None:
         self._width = len(str(ranks - 1)) if wanted and ranks > 1 else 0
@@ -51,7 +50,7 @@ class Tags:
         return self._width and self._width + 3
 
     def of(self, rank: int, colour: bool) -> bytes:
-        """``[3] ``, in the rank's colour if there are any; empty without tags."""
+        """Return ``[3] ``, in the rank's colour if ``colour``; empty without tags."""
         if not self._width:
             return b""
         tag = b"[%*d]" % (self._width, rank)
@@ -59,24 +58,24 @@ class Tags:
 
 
 class Screen:
-    """One destination: a file descriptor to which several streams are written."""
+    """A file descriptor to which several streams are written."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
         self.colour = os.isatty(fd) and "NO_COLOR" not in os.environ
         self.pending = bytearray()
         self.broken = False
-        """Whether nobody reads any more."""
+        """Whether the reader is gone."""
 
     def feed(self, key: Hashable, tag: bytes, data: bytes) -> None:
-        """Show what has come of the stream ``key``, each line after its tag."""
+        """Show data of the stream ``key``, each line after its tag."""
         raise NotImplementedError
 
     def settle(self, *, all_of_it: bool = False) -> None:
-        """Show lines without an end that have waited long enough, or all of them."""
+        """Show incomplete lines that have waited long enough, or all of them."""
 
     def write(self) -> None:
-        """Write a piece of what is pending; to be called when the file descriptor is ready."""
+        """Write part of the pending bytes; call it when the file descriptor is ready."""
         try:
             del self.pending[: os.write(self.fd, self.pending[:_PIECE])]
         except BlockingIOError:
@@ -91,18 +90,18 @@ class Screen:
 
 
 def size(fd: int) -> tuple[int, int]:
-    """The lines and columns of a terminal."""
+    """Return the lines and columns of a terminal."""
     columns, lines = os.get_terminal_size(fd)
     return lines or 24, columns or 80
 
 
 class Terminal(Screen):
-    """A terminal: its last line may be open, and belongs to the stream that wrote last of those whose line is."""
+    """A terminal, whose last line may be the incomplete one of the stream that wrote last."""
 
     def __init__(self, fd: int) -> None:
         super().__init__(fd)
         self._rows: dict[Hashable, bytes] = {}
-        """The open line of each stream as it is drawn; the last one is on the screen."""
+        """The incomplete line of each stream as drawn; the last one is on the screen."""
 
     def feed(self, key: Hashable, tag: bytes, data: bytes) -> None:
         drawn = next(reversed(self._rows), None)
@@ -137,10 +136,10 @@ class Stream(Screen):
     def __init__(self, fd: int) -> None:
         super().__init__(fd)
         self._held: dict[Hashable, tuple[bytearray, bytes, float]] = {}
-        """Of each stream the beginning of a line that is not shown yet, with its tag and when it came."""
+        """By stream, the beginning of a line that is not shown yet, its tag, and its time of arrival."""
         self._patient = stat.S_ISREG(os.fstat(fd).st_mode)
         self._open: Hashable = None
-        """The stream whose line is shown without its end."""
+        """The stream whose incomplete line is shown."""
         self._open_tag = b""
 
     def feed(self, key: Hashable, tag: bytes, data: bytes) -> None:
@@ -176,13 +175,13 @@ class Stream(Screen):
         self._open, self._open_tag = key, tag
 
     def _begin(self, key: Hashable, tag: bytes) -> None:
-        """Stand where text of this stream goes: behind its open line, or at the beginning of a new one."""
+        """Continue the incomplete line of this stream, or begin a new line."""
         if self._open != key:
             self._show((b"" if self._open is None else b"\n") + tag)
 
 
 def _last_drawing(row: bytes) -> bytes:
-    """Of a line that was drawn several times, after carriage returns, the last that can be seen."""
+    """Return the last visible drawing of a line that was redrawn after carriage returns."""
     cut = len(row)
     while (cut := row.rfind(b"\r", 0, cut)) >= 0:
         if _INVISIBLE.sub(b"", row[cut:]):
@@ -191,8 +190,7 @@ def _last_drawing(row: bytes) -> bytes:
 
 
 def _tagged(tag: bytes, data: bytes, row: bytes) -> bytes:
-    """The data with a tag at the beginning of each line, and after each carriage return; ``row`` is what the line has
-    so far."""
+    """Return data with a tag at the beginning of each line and after each carriage return; ``row`` precedes it."""
     if not tag:
         return data
     start = _AT_START.search(row)

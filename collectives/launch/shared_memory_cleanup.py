@@ -1,10 +1,9 @@
-"""Shared memory that MPI leaves behind when ranks die: some MB in ``/dev/shm`` each time.
+"""Remove shared memory that MPI leaves behind when ranks die: some MB in ``/dev/shm`` each time.
 
-A file is taken for the job's own leftover if it is named as MPICH or Open MPI name theirs on this host, belongs to this
-user, was last changed after the job began, and no process has it mapped or open, at two looks. The files of another job
-that runs are mapped by its ranks. Where these may be hidden from this process, nothing is touched: in any container,
-because its ``/dev/shm`` may be that of another container, and beside a process of this user that has shared memory but
-may not be looked into.
+A file is removed if it is named as MPICH or Open MPI name theirs on this host, belongs to this user, was last changed
+after the job began, and at two checks no process has it mapped or open. Files of other running jobs are mapped by their
+ranks. Nothing is removed where such ranks may be invisible: in any container, because another one may share its
+``/dev/shm``, and beside a process of this user that has shared memory but cannot be inspected.
 """
 
 from __future__ import annotations
@@ -20,22 +19,27 @@ _FOLDER = Path("/dev/shm")
 _PROCESSES = Path("/proc")
 _BETWEEN = 0.05
 _INITIAL_PID_NAMESPACE = 4026531836
-"""Its number (Linux). Processes in it see those of all other namespaces."""
+"""Its inode number (Linux). Processes in it see those of all other namespaces."""
 _NO_SHARED_MEMORY = re.compile(r"^RssShmem:\s+0 kB$", re.MULTILINE)
 
 
 def sweep(began: float, folder: Path = _FOLDER) -> None:
-    """Remove what a job that began then, and has ended, has left on this host."""
+    """Remove the files that a job has left on this host.
+
+    Args:
+        began: when the job began, in seconds since the epoch; it has ended.
+        folder: where shared memory is.
+    """
     left = _unused(began, folder)
     if left and not users_may_be_hidden():
-        time.sleep(_BETWEEN)  # a file that has just been made is mapped by now
+        time.sleep(_BETWEEN)  # by then a newly created file is mapped
         for path in left & _unused(began, folder):
             with contextlib.suppress(OSError):
                 path.unlink()
 
 
 def users_may_be_hidden(processes: Path = _PROCESSES) -> bool:
-    """Whether there may be processes that use the host's shared memory and cannot be seen to."""
+    """Whether processes may use the host's shared memory without being visible."""
     try:
         if os.stat("/proc/self/ns/pid").st_ino != _INITIAL_PID_NAMESPACE:
             return True
@@ -59,7 +63,7 @@ def _unused(began: float, folder: Path) -> set[Path]:
 
 
 def _in_use() -> Iterator[str]:
-    """The files in ``/dev/shm`` and the like that processes have mapped or open."""
+    """Yield the paths of all files that visible processes have mapped or open."""
     for process in _PROCESSES.glob("[0-9]*"):
         with contextlib.suppress(OSError):
             for line in (process / "maps").read_text(errors="replace").splitlines():
@@ -70,8 +74,7 @@ def _in_use() -> Iterator[str]:
 
 
 def _hides_shared_memory(process: Path) -> bool:
-    """Whether a process of this user has shared memory, but does not show which. The system's first process is no
-    rank."""
+    """Whether a process of this user has shared memory whose files cannot be read. Process 1 is not a rank."""
     with contextlib.suppress(OSError):
         if process.name == "1" or process.stat().st_uid != os.geteuid():
             return False

@@ -1,9 +1,9 @@
-"""A timeline as one HTML page: lanes over time, and tables of where the time went.
+"""A timeline as one HTML page: lanes over time, and tables of how the time was spent.
 
     python -m collectives.launch.timeline_report trace.json report.html
 
-The page stands by itself: no network, no other file. Its tables are plain HTML; only the drawing needs the script of
-``timeline_page.html``, which says what it expects of the data below.
+The page is self-contained. Its tables are plain HTML; only the drawing needs the script of ``timeline_page.html``,
+which documents the format of its data.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from collectives.launch import timeline_summary as summary
 from collectives.launch.timeline_summary import IDLE, KINDS, Span, Trace
 
 _MOST_DRAWN = 100_000
-"""Spans in the drawing, and as many async spans and marks; all are counted in the tables. The page has 5 to 10 MB
-then."""
+"""Maximum spans in the drawing, and as many async spans and marks, for a page of 5 to 10 MB; the tables count all."""
 _MOST_RANKS = 64
 _MOST_TRACKS = 8
 _MOST_LEVELS = 4
@@ -64,7 +63,7 @@ def write(trace_path: str | os.PathLike[str], html_path: str | os.PathLike[str])
 
 
 def page(trace: Trace, title: str) -> str:
-    """The page as text."""
+    """Return the page as HTML."""
     drawing, left_out = _drawing(trace)
     # "<" as an escape: a tensor's name cannot end the script element.
     parts = {
@@ -79,7 +78,7 @@ def page(trace: Trace, title: str) -> str:
 
 
 def _findings(trace: Trace) -> str:
-    """What to know first, in two or three sentences."""
+    """Return a summary of two or three sentences."""
     spent = summary.shares(trace)
     length = trace.end - trace.begin
     parts = {kind: sum(times[kind] for times in spent.values()) / len(spent) for kind in _SHOWN_KINDS}
@@ -174,7 +173,10 @@ def _fusion_table(trace: Trace) -> str:
         )
         names = f"<td>{escape(bucket.operation)}</td><td class=names>{escape(_some(bucket.tensors))}</td>"
         rows.append([names, *(_number(cell) for cell in cells), _number(_time(bucket.total))])
-    note = "Each line is one bucket: the tensors that went together. Times are means over the ranks; what took longest comes first."
+    note = (
+        "Each line is one bucket: the tensors that went together. Times are means over the ranks; what took longest "
+        "comes first."
+    )
     headings = ["operation", "tensors", "number", "bytes", "times", "each", "bytes per second", "altogether"]
     return _section("What was fused", note, headings, rows, len(found), _MOST_ROWS, "buckets", texts=2)
 
@@ -187,7 +189,10 @@ def _negotiation_table(trace: Trace) -> str:
         who = f"rank {last[0]} ({_percent(last[1], sum(entry.last.values()))})" if last else ""
         longest = f"{_time(entry.longest)} <small>on rank {entry.longest_rank}</small>"
         rows.append([_head(entry.tensor), *map(_number, (str(entry.times), _time(entry.mean), longest, who))])
-    note = "From a tensor's submission until all ranks had submitted it and agreed. All ranks count; the longest mean comes first."
+    note = (
+        "From a tensor's submission until all ranks had submitted it and agreed. All ranks count; the longest mean "
+        "comes first."
+    )
     headings = ["tensor", "negotiations", "mean", "longest", "mostly last to submit"]
     return _section("Slowest tensors to agree on", note, headings, rows, len(found), _MOST_ROWS, "tensors")
 
@@ -202,7 +207,7 @@ def _section(
     what: str,
     texts: int = 1,
 ) -> str:
-    """A heading, a note and a table; the first ``texts`` columns are text, the others numbers."""
+    """Return a heading, a note and a table, whose first ``texts`` columns are text and the others numbers."""
     if not rows:
         return f"<section><h2>{title}</h2><p>Nothing was recorded.</p></section>"
     if found > most:
@@ -219,7 +224,7 @@ def _section(
 
 
 def _drawing(trace: Trace) -> tuple[dict[str, Any], list[str]]:
-    """The data of the drawing, and what of the trace it leaves out."""
+    """Return the data of the drawing, and what it leaves out of the trace."""
     ranks = trace.ranks[:_MOST_RANKS]
     left_out = (
         [f"Drawn: the first {_MOST_RANKS} of {len(trace.names):,} ranks."] if len(trace.names) > _MOST_RANKS else []
@@ -278,7 +283,7 @@ def _by_track(spans: Iterable[Span], left_out: list[str]) -> list[tuple[tuple[in
 def _lane(
     trace: Trace, key: tuple[int, str], spans: Sequence[Span], names: _Texts, details: _Texts, *, area: bool
 ) -> dict[str, Any]:
-    """One track of one rank, column by column. Spans within or over each other are drawn on several levels."""
+    """Return one track of one rank by columns; overlapping spans are on several levels."""
     levels, free = [], [float("-inf")] * _MOST_LEVELS
     for span in spans:
         level = next((level for level, end in enumerate(free) if end <= span.begin), _MOST_LEVELS - 1)
@@ -299,7 +304,7 @@ def _lane(
 
 
 class _Texts:
-    """Texts by number, each once: the same few names stand on thousands of spans."""
+    """Numbered distinct texts: thousands of spans have the same few names."""
 
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}
@@ -368,7 +373,7 @@ def _count(number: int, what: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit code."""
+    """Run the command and return its exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m collectives.launch.timeline_report", description="Draw a report from a timeline."
     )

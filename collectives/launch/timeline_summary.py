@@ -1,11 +1,10 @@
-"""What a timeline tells: from the events of a trace to where each rank's time went, what was fused, and who waited for
-whom.
+"""Statistics of a timeline: how each rank spent its time, which operations were fused, and which ranks waited.
 
-Pure: events in, numbers out. Times are microseconds, as in the trace. The engine records
+Pure functions of a trace's events. Times are in microseconds, as in the trace. The engine records
 
-    span "engine"            pack, unpack, "wait for ranks [1]" with ``missing``; anything else is communication, with ``bytes``
-                             and ``tensors``
-    span on other tracks     details, such as the rounds of a schedule: drawn, but not counted a second time
+    span "engine"            pack, unpack, "wait for ranks [1]" with ``missing``; others are communication, with
+                             ``bytes`` and ``tensors``
+    span on other tracks     details, such as the rounds of a schedule: drawn, but not counted again
     async span "negotiate"   a tensor, from its submission until all ranks have agreed on it
 """
 
@@ -20,17 +19,17 @@ from typing import Any
 from collectives.engine import timeline
 
 _NUMBER = re.compile(r" number \d+(?=(\[\d+\])?, unnamed$)")
-"""Of an unnamed operation: every call has another, and the calls belong together."""
+"""The number in an unnamed operation's name, which differs between calls that are counted together."""
 
 ENGINE, NEGOTIATE = "engine", "negotiate"
 KINDS = ("waiting", "pack", "unpack", "communicate")
-"""What the engine may be doing. Where spans lie within each other the first of these counts: it says more."""
+"""The engine's activities. Of nested spans, the first of these counts, which is the most specific."""
 IDLE = "idle"
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Something that a rank did for a while. ``track`` is that of a span, or the category of an async span."""
+    """A time span of one rank. ``track`` is that of a span, or the category of an async span."""
 
     rank: int
     track: str
@@ -51,8 +50,7 @@ class Span:
 
 @dataclass(slots=True)
 class Trace:
-    """The events of a trace, sorted by kind and by time; ``begin`` is its first moment and ``end`` its last, over all
-    ranks."""
+    """The events of a trace by kind, sorted by time; ``begin`` and ``end`` are its first and last times."""
 
     spans: list[Span] = field(default_factory=list)
     async_spans: list[Span] = field(default_factory=list)
@@ -69,8 +67,7 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class OperationTotals:
-    """What was communicated together, by one operation: how often (per rank), and how long it took altogether (per
-    rank)."""
+    """An operation and the tensors that were fused in it: its number of executions and total time per rank."""
 
     operation: str
     tensors: tuple[str, ...]
@@ -81,9 +78,9 @@ class OperationTotals:
 
 @dataclass(frozen=True, slots=True)
 class Negotiation:
-    """How long a tensor waited to be agreed on, over all ranks and times; ``last``: who submitted it last, how often.
+    """The negotiation times of a tensor, over all ranks and steps; ``last``: how often each rank submitted it last.
 
-    ``last`` is empty if the ranks did not submit it equally often, because then it is not known which belong together.
+    ``last`` is empty if the ranks did not submit it equally often, because submissions cannot be matched then.
     """
 
     tensor: str
@@ -95,12 +92,12 @@ class Negotiation:
 
 
 def parse(events: Iterable[Mapping[str, Any]]) -> Trace:
-    """Sort the events of a trace. Events that lack something, or that begin and never end, are left out."""
+    """Parse the events of a trace; incomplete events, and those that never end, are left out."""
     trace = Trace()
     open_spans: dict[tuple[int, object, object], Mapping[str, Any]] = {}
     for event in events:
         if isinstance(event.get("pid"), int) and event["pid"] >= timeline.FIRST_ROW:
-            # A tensor's row, for readers of Horovod's timelines, tells nothing that the ranks' own tracks do not
+            # The rows of tensors, for readers of Horovod's timelines, repeat the ranks' own tracks.
             continue
         trace.events += 1
         try:
@@ -129,7 +126,7 @@ def _take(
         return
     at = float(event["ts"])
     if phase == "X":
-        # To the nanosecond, as it was written: the sum of two floats must not make spans that touch overlap.
+        # Rounded to the nanosecond, as written, so that adjacent spans do not overlap by a rounding error.
         end = round(at + float(event["dur"]), 3)
         trace.spans.append(Span(rank, str(event["cat"]), str(event["name"]), at, end, args))
     elif phase == "i":
@@ -148,8 +145,7 @@ def _arguments(event: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def shares(trace: Trace) -> dict[int, dict[str, float]]:
-    """Where each rank's time went: ``KINDS`` and ``IDLE``; they add up to the length of the trace, the same for all
-    ranks."""
+    """Return how each rank spent its time, by ``KINDS`` and ``IDLE``; for every rank the sum is the trace's length."""
     of_rank: dict[int, list[Span]] = {rank: [] for rank in trace.ranks}
     for span in trace.spans:
         if span.kind:
@@ -172,8 +168,7 @@ def _shares(spans: Sequence[Span], length: float) -> dict[str, float]:
 
 
 def waited_for(trace: Trace) -> dict[tuple[int, int], float]:
-    """How long a rank waited for another: (who waited, for whom) -> time. Waiting for two ranks at once counts for
-    both."""
+    """Return the time that a rank waited for another, by (waiting, missing). Waiting for two ranks counts for both."""
     found: dict[tuple[int, int], float] = defaultdict(float)
     for span in trace.spans:
         if span.kind == "waiting":
@@ -187,7 +182,7 @@ def _ranks(value: object) -> list[int]:
 
 
 def buckets(trace: Trace) -> list[OperationTotals]:
-    """What was communicated together; what took longest comes first."""
+    """Return the operations by name, fused tensors and bytes, in descending order of their total time."""
     groups: dict[tuple[str, tuple[str, ...], int], list[Span]] = defaultdict(list)
     for span in trace.spans:
         if span.kind == "communicate":
@@ -199,13 +194,13 @@ def buckets(trace: Trace) -> list[OperationTotals]:
     for (operation, names, nbytes), spans in groups.items():
         ranks = len({span.rank for span in spans})
         total = sum(span.end - span.begin for span in spans) / ranks
-        # Rounded up: the rank that was furthest when the trace ended.
+        # Rounded up: the count of the rank that was furthest when the trace ended.
         found.append(OperationTotals(operation, names, nbytes, -(-len(spans) // ranks), total))
     return sorted(found, key=lambda bucket: -bucket.total)
 
 
 def negotiations(trace: Trace) -> list[Negotiation]:
-    """How long tensors waited to be agreed on; the longest mean comes first."""
+    """Return the negotiation times of tensors, in descending order of their means."""
     groups: dict[str, list[Span]] = defaultdict(list)
     for span in trace.async_spans:
         if span.track == NEGOTIATE:
@@ -219,7 +214,7 @@ def negotiations(trace: Trace) -> list[Negotiation]:
 
 
 def _last(spans: Iterable[Span]) -> dict[int, int]:
-    """How often each rank was the last to submit a tensor: the n-th submissions of all ranks belong together."""
+    """Count how often each rank was the last to submit a tensor; the n-th submissions of all ranks are compared."""
     of_rank: dict[int, list[float]] = defaultdict(list)
     for span in spans:
         of_rank[span.rank].append(span.begin)

@@ -1,18 +1,16 @@
-"""Programs written for Horovod, unchanged: ``import horovod`` gives them collectives where Horovod itself is not
-installed.
+"""Run programs written for Horovod unchanged: ``import horovod`` imports collectives if Horovod is not installed.
 
     collectivesrun --as-horovod -np 2 python their_script.py
     PYTHONPATH="$(python -m collectives.horovod)" mpirun -np 2 python their_script.py
     import collectives.horovod                # in the program itself, before it imports horovod
 
-`FOLDER` holds a package ``horovod`` like any other, whose modules are named as Horovod's are and take their contents
-from collectives. All three have Python look for modules in that folder too; importing this module does it for the
-running program, and for processes that ``multiprocessing`` spawns from it. There the folder comes last, so that Horovod
-is found before it. On PYTHONPATH it comes first, and the package looks by itself whether there is a Horovod to hand
-over to.
+`FOLDER` contains a package ``horovod`` with the names of Horovod's modules and the contents of collectives. All three
+commands add the folder to Python's module search path; importing this module does so for the running program, and for
+processes that ``multiprocessing`` spawns from it. There the folder is last, so an installed Horovod is found first. On
+PYTHONPATH it is first, and the package itself looks for an installed Horovod to hand over to.
 
-Whoever imports `horovod` gets Horovod's gradients (``COLLECTIVES_GRADIENTS``), unless the environment says otherwise:
-learning rates have been tuned for them.
+Importing `horovod` selects Horovod's gradients (``COLLECTIVES_GRADIENTS``) unless the environment selects others,
+because programs' learning rates were tuned for them.
 """
 
 from __future__ import annotations
@@ -28,9 +26,9 @@ from collectives.horovod.unavailable import Finder
 from collectives.runtime import is_initialized, world
 
 FOLDER = Path(__file__).parent / "site"
-"""The folder to look in: for ``sys.path``, or PYTHONPATH."""
+"""The folder with the package ``horovod``, for ``sys.path`` or PYTHONPATH."""
 VERSION = "0.28.1"
-"""The Horovod whose names these are."""
+"""The version of Horovod whose names are provided."""
 
 if str(FOLDER) not in sys.path:
     sys.path.append(str(FOLDER))
@@ -39,8 +37,10 @@ if not any(isinstance(finder, Finder) for finder in sys.meta_path):
 
 
 def hand_over() -> bool:
-    """Let Horovod itself be the module ``horovod``, if it is installed; whether it is. Called by our package while it
-    is imported."""
+    """Replace the module ``horovod`` by an installed Horovod. Returns False if there is none.
+
+    The package in `FOLDER` calls it while it is imported.
+    """
     spec = _installed()
     if spec is None or spec.loader is None:
         return False
@@ -57,7 +57,7 @@ def hand_over() -> bool:
 
 
 def choose_gradients() -> None:
-    """Make Horovod's gradients the default of this process and its children, from the next `init` on."""
+    """Make Horovod's gradients the default of this process and its children, as of the next `init`."""
     if not os.environ.get("COLLECTIVES_GRADIENTS"):
         os.environ["COLLECTIVES_GRADIENTS"] = "horovod"
         if is_initialized() and world().config.gradients != "horovod":
@@ -70,7 +70,7 @@ def choose_gradients() -> None:
 
 
 def _installed() -> ModuleSpec | None:
-    """Horovod as it is installed. Folders that only have its name, as a checkout's or a data set's may, are not it."""
+    """Find an installed Horovod; a folder without modules that has its name, as of a data set, does not count."""
     elsewhere = [entry for entry in sys.path if not _is_ours(Path(entry))]
     for finder in sys.meta_path:
         spec = PathFinder.find_spec("horovod", elsewhere) if finder is PathFinder else finder.find_spec("horovod", None)
@@ -82,5 +82,5 @@ def _installed() -> ModuleSpec | None:
 
 
 def _is_ours(folder: Path) -> bool:
-    """Whether it is the folder of this collectives, or of another one."""
+    """Whether a folder is `FOLDER` of this or another installation of collectives."""
     return folder.parts[-3:] == ("collectives", "horovod", "site")

@@ -1,5 +1,4 @@
-"""The modules of Horovod that have no counterpart here: importing one raises a ModuleNotFoundError that says what to do
-instead."""
+"""Horovod's modules without a counterpart: importing one raises a ModuleNotFoundError that names the alternative."""
 
 from __future__ import annotations
 
@@ -43,13 +42,13 @@ INSTEAD = {
     "horovod.runner.util.cache": "there are no checks whose results could be kept between jobs",
     "horovod.runner.util.lsf": f"there is nothing for LSF; {_LAUNCHING}",
 }
-"""What to do instead, by module; those within a module are not there either."""
+"""The alternative to each module; submodules are unavailable as well."""
 
 
 class Finder:
-    """Finds these modules, after all others and only where ``horovod`` is ours; loading one raises.
+    """Finds these modules, after all others and only in our package ``horovod``; loading one raises.
 
-    They are found, and not missing, so that the error can say more than their names.
+    They are found so that the error can name the alternative.
     """
 
     def __init__(self, folder: str) -> None:
@@ -58,7 +57,7 @@ class Finder:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """As the import system asks."""
+        """Return the spec of an unavailable module; see `importlib.abc.MetaPathFinder`."""
         if name not in INSTEAD or self._folder not in getattr(sys.modules.get("horovod"), "__path__", ()):
             return None
         return ModuleSpec(name, _Loader())

@@ -1,5 +1,4 @@
-"""What Horovod's two Keras interfaces have in common, for adapters of one's own: each function gets the Keras that it
-is for."""
+"""Functions that Horovod's two Keras interfaces share, for custom adapters: each takes the Keras module to use."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from collectives import Average, Compression, global_process_set
 
 
 def _adapter(keras: Any) -> Any:
-    """`collectives.keras` for Keras 3, `collectives.tensorflow.keras` for ``tf.keras`` and tf_keras."""
+    """Return `collectives.keras` for Keras 3, `collectives.tensorflow.keras` for ``tf.keras`` and tf_keras."""
     return importlib.import_module("collectives.keras" if keras.__name__ == "keras" else "collectives.tensorflow.keras")
 
 
@@ -31,7 +30,7 @@ def create_distributed_optimizer(
     process_set: Any = global_process_set,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """The adapter's ``DistributedOptimizer``."""
+    """Call the adapter's ``DistributedOptimizer``."""
     return _adapter(keras).DistributedOptimizer(
         optimizer,
         name=name,
@@ -57,8 +56,7 @@ def load_model(
     custom_objects: Mapping[str, Any] | None,
     legacy_opts: bool = False,
 ) -> Any:
-    """The adapter's ``load_model``, which makes the optimizer a distributed one by itself: ``wrap_optimizer`` is not
-    called."""
+    """Call the adapter's ``load_model``, which wraps the optimizer itself; ``wrap_optimizer`` is not called."""
     load = _adapter(keras).load_model
     return load(filepath, custom_optimizers=custom_optimizers, custom_objects=custom_objects, legacy_opts=legacy_opts)
 
@@ -68,7 +66,7 @@ def _values() -> Any:
 
 
 def broadcast_global_variables(backend: Any, root_rank: int) -> Any:
-    """As in `collectives.tensorflow.keras`; ``backend`` is not looked at, in any of these."""
+    """As in `collectives.tensorflow.keras`; all of these functions ignore ``backend``."""
     return _values().broadcast_global_variables(root_rank)
 
 

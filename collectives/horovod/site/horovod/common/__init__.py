@@ -1,1 +1,1 @@
-"""What Horovod's frameworks have in common."""
+"""Modules that Horovod's frameworks share."""

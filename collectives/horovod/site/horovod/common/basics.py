@@ -10,10 +10,10 @@ from collectives.base.errors import InvalidArgumentError
 
 
 class HorovodBasics:
-    """Has what `collectives` has: ``init``, ``rank``, ``size``, ``mpi_built``, ``Average`` and so on.
+    """Provides the names of `collectives` as attributes: ``init``, ``rank``, ``mpi_built``, ``Average`` and so on.
 
     Args:
-        pkg_path, args: where Horovod would look for its compiled library; there is none here.
+        pkg_path, args: the location of Horovod's compiled library; ignored.
     """
 
     def __init__(self, pkg_path: str, *args: str) -> None:
@@ -23,20 +23,20 @@ class HorovodBasics:
         return getattr(collectives, name)
 
     def _get_process_set_ids_and_ranks(self) -> dict[int, list[int]]:
-        """The ranks of every process set by its number."""
+        """Return the ranks of every process set by its number."""
         runtime.world()
         return {number: list(members.ranks or ()) for number, members in sorted(runtime.default.sets.items())}
 
     def _process_set_rank(self, process_set_id: int) -> int:
-        """This rank's number in a process set."""
+        """Return this rank's number in a process set."""
         return runtime.process_set_of(process_set_id).rank()
 
     def _process_set_size(self, process_set_id: int) -> int:
-        """The number of ranks in a process set."""
+        """Return the number of ranks in a process set."""
         return runtime.process_set_of(process_set_id).size()
 
     def _comm_process_set_id(self, comm: Any) -> int:
-        """The number of the process set that has the ranks of a communicator of mpi4py.
+        """Return the number of the process set with the ranks of a communicator of mpi4py.
 
         Raises:
             InvalidArgumentError: there is none.

@@ -11,7 +11,7 @@ __all__ = [
 
 
 class HostsUpdatedInterrupt(RuntimeError):
-    """In elastic jobs, that hosts have come or gone. Never raised here: there are none."""
+    """In elastic jobs, hosts were added or removed. Never raised: elastic jobs are not supported."""
 
     def __init__(self, skip_sync: bool) -> None:
         self.skip_sync = skip_sync
@@ -23,7 +23,7 @@ def get_version_mismatch_message(name: str, version: str, installed_version: str
 
 
 class HorovodVersionMismatchError(ImportError):
-    """That a framework has another version than Horovod was compiled for. Never raised here: nothing is compiled."""
+    """A framework has another version than Horovod was compiled for. Never raised: nothing is compiled."""
 
     def __init__(self, name: str, version: str, installed_version: str) -> None:
         super().__init__(get_version_mismatch_message(name, version, installed_version), name=name)

@@ -6,7 +6,7 @@ from collectives import ProcessSet, global_process_set, remove_process_set, runt
 
 
 def add_process_set(process_set: Any) -> ProcessSet:
-    """`collectives.add_process_set`, which refuses here what it takes elsewhere: the ranks of a set that is known.
+    """`collectives.add_process_set` with Horovod's restriction: the ranks must differ from those of known sets.
 
     Raises:
         ValueError: a set has these ranks already, or all ranks do.

@@ -1,4 +1,4 @@
-"""Helpers that programs import from Horovod: what is built, whether there is a GPU, versions, and small things."""
+"""Helpers that programs import from Horovod: build information, GPU detection, versions and utilities."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import collectives
 
 EXTENSIONS = ["tensorflow", "torch", "mxnet"]
-"""The frameworks that Horovod knows; not all of them have an adapter here."""
+"""The frameworks that Horovod supports; not all of them have an adapter here."""
 _T = TypeVar("_T")
 _cache = functools.cache
 _HAS_GPU: dict[str, Callable[[Any], bool]] = {
@@ -25,41 +25,33 @@ _HAS_GPU: dict[str, Callable[[Any], bool]] = {
 }
 
 
-def mpi_built(verbose: bool = False) -> bool:
-    """As `collectives.mpi_built`."""
-    return collectives.mpi_built()
+def _ignoring_verbose(built: Callable[[], _T]) -> Callable[..., _T]:
+    """Add Horovod's argument ``verbose``, which is ignored."""
+
+    def call(verbose: bool = False) -> _T:
+        return built()
+
+    call.__name__, call.__doc__ = built.__name__, built.__doc__
+    return call
 
 
-def gloo_built(verbose: bool = False) -> bool:
-    """As `collectives.gloo_built`."""
-    return collectives.gloo_built()
-
-
-def nccl_built(verbose: bool = False) -> int:
-    """As `collectives.nccl_built`."""
-    return collectives.nccl_built()
-
-
-def ddl_built(verbose: bool = False) -> bool:
-    """As `collectives.ddl_built`."""
-    return collectives.ddl_built()
-
-
-def ccl_built(verbose: bool = False) -> bool:
-    """As `collectives.ccl_built`."""
-    return collectives.ccl_built()
+mpi_built = _ignoring_verbose(collectives.mpi_built)
+gloo_built = _ignoring_verbose(collectives.gloo_built)
+nccl_built = _ignoring_verbose(collectives.nccl_built)
+ddl_built = _ignoring_verbose(collectives.ddl_built)
+ccl_built = _ignoring_verbose(collectives.ccl_built)
 
 
 def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
-    """Whether a framework (``"torch"``) is installed, and has an adapter here. Imports neither."""
+    """Whether a framework (``"torch"``) is installed and has an adapter here; imports neither."""
     return all(importlib.util.find_spec(name) is not None for name in (ext_base_name, f"collectives.{ext_base_name}"))
 
 
 def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: str) -> None:
-    """See to it that ``"horovod.torch"`` and so on can be used.
+    """Check that ``"horovod.torch"`` and so on can be used.
 
     Raises:
-        ImportError: no: the framework is not installed, or has no adapter here.
+        ImportError: the framework is not installed, or has no adapter here.
     """
     framework = ext_name.rpartition(".")[2]
     if not extension_available(framework):
@@ -76,7 +68,7 @@ def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
 
 
 def num_rank_is_power_2(num_rank: int) -> bool:
-    """Whether the number of ranks is a power of two. Adasum does not ask for it here."""
+    """Whether the number of ranks is a power of two, which Adasum does not require here."""
     return num_rank > 0 and num_rank & (num_rank - 1) == 0
 
 
@@ -88,7 +80,7 @@ def split_list(l: Sequence[_T], n: int) -> list[Sequence[_T]]:  # noqa: E741
 
 
 def is_iterable(x: object) -> bool:
-    """Whether one can iterate over it."""
+    """Whether an object is iterable."""
     try:
         iter(x)  # type: ignore[call-overload]
     except TypeError:
@@ -98,7 +90,7 @@ def is_iterable(x: object) -> bool:
 
 @contextlib.contextmanager
 def env(**kwargs: str | None) -> Iterator[None]:
-    """Set environment variables for a while; None leaves one as it is."""
+    """Set environment variables within a context; None leaves one unchanged."""
     given = {name: text for name, text in kwargs.items() if text is not None}
     before = {name: os.environ.get(name) for name in given}
     os.environ.update(given)
@@ -113,7 +105,7 @@ def env(**kwargs: str | None) -> Iterator[None]:
 
 
 def get_average_backwards_compatibility_fun(reduce_ops: Any) -> Callable[[Any, bool | None], Any]:
-    """The function ``(op, average) -> op`` by which calls with the older ``average`` are understood.
+    """Return the function ``(op, average) -> op`` that translates the older argument ``average``.
 
     Args:
         reduce_ops: has ``Average`` and ``Sum``.
@@ -131,26 +123,25 @@ def get_average_backwards_compatibility_fun(reduce_ops: Any) -> Callable[[Any, b
 
 
 def get_ext_suffix() -> str:
-    """How the file names of compiled modules end."""
+    """Return the suffix of compiled modules' file names."""
     return sysconfig.get_config_var("EXT_SUFFIX") or ".so"
 
 
 def get_extension_full_path(pkg_path: str, *args: str) -> str:
-    """Where a package at ``pkg_path`` would have the compiled module ``args``: folders, then its name."""
+    """Return the path of the compiled module ``args`` (folders, then its name) of a package at ``pkg_path``."""
     return os.path.join(os.path.dirname(pkg_path), *args) + get_ext_suffix()
 
 
 def check_installed_version(name: str, version: str, exception: Exception | None = None) -> None:
-    """Do nothing: nothing was compiled against another version of the framework."""
+    """Do nothing: nothing is compiled against a version of the framework."""
 
 
 @_cache
 def is_version_greater_equal_than(ver: str, target: str) -> bool:
-    """Whether the version ``ver`` is ``target`` or a later one. Needs ``packaging``, which PyTorch and TensorFlow
-    bring.
+    """Whether the version ``ver`` is ``target`` or later. Needs ``packaging``, which PyTorch and TensorFlow install.
 
     Raises:
-        ValueError: they are no strings, or ``target`` is not of the form major.minor.patch.
+        ValueError: they are not strings, or ``target`` is not of the form major.minor.patch.
     """
     from packaging.version import Version
 

@@ -42,14 +42,14 @@ def run(
 ) -> list[Any]:
     """Call ``func(*args, **kwargs)`` on ``num_proc`` ranks (``np`` is its older name), by `collectives.launch.run`.
 
-    ``hosts``, ``hostfile``, ``output_filename``, ``verbose``, ``mpi_args`` and ``executable`` mean what they mean to
-    Horovod. What tells how to connect the ranks has no effect, which is said: MPI connects them.
+    ``hosts``, ``hostfile``, ``output_filename``, ``verbose``, ``mpi_args`` and ``executable`` are as in Horovod.
+    Arguments about connecting the ranks have no effect, which is reported: MPI connects them.
 
     Returns:
-        What the function returned, by rank.
+        The function's results, by rank.
 
     Raises:
-        InvalidArgumentError: the arguments ask for an elastic job, or contradict each other.
+        InvalidArgumentError: the arguments are for an elastic job, or contradict each other.
         RankFailedError: a rank failed; has its traceback.
     """
     elastic = {

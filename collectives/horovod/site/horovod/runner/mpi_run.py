@@ -1,5 +1,4 @@
-"""Questions about the MPI that ``horovodrun`` starts the ranks by. Each looks for ``mpirun`` as
-`collectives.launch.mpirun.find` does."""
+"""Queries about the MPI with which ``horovodrun`` starts ranks, found by `collectives.launch.mpirun.find`."""
 
 from __future__ import annotations
 
@@ -13,12 +12,12 @@ def _vendor() -> Vendor | None:
     try:
         launcher = find()
     except InvalidArgumentError:
-        return None  # there is one, but of an MPI that is not known
+        return None  # an unknown MPI
     return None if launcher is None else launcher.vendor
 
 
 def mpi_available(env: Mapping[str, str] | None = None) -> bool:
-    """Whether there is an MPI that can be used. ``env`` is not looked at, in any of these."""
+    """Whether a supported MPI is installed; all of these functions ignore ``env``."""
     return _vendor() is not None
 
 
@@ -28,7 +27,7 @@ def is_open_mpi(env: Mapping[str, str] | None = None) -> bool:
 
 
 def is_spectrum_mpi(env: Mapping[str, str] | None = None) -> bool:
-    """False: IBM's Spectrum MPI is not known here."""
+    """Return False: IBM's Spectrum MPI is not supported."""
     return False
 
 

@@ -1,4 +1,4 @@
-"""The operations of `collectives.tensorflow`, and those below them that other adapters build on: these sum."""
+"""The operations of `collectives.tensorflow`, and Horovod's internal ones for other adapters, which sum by default."""
 
 from __future__ import annotations
 
@@ -23,8 +23,13 @@ handle_average_backwards_compatibility = get_average_backwards_compatibility_fun
 
 
 def _normalize_name(name: str) -> str:
-    """A name that TensorFlow takes."""
+    """Return a name that TensorFlow accepts."""
     return re.sub(r"[^a-zA-Z0-9_]", "_", name)
+
+
+def _options(name: str | None, op: Any, prescale: float, postscale: float, process_set: Any) -> dict[str, Any]:
+    scales = {"prescale_factor": prescale, "postscale_factor": postscale}
+    return {"name": name, "op": op, "process_set": process_set, **scales}
 
 
 def _allreduce(
@@ -37,12 +42,8 @@ def _allreduce(
     process_set: Any = _ours.global_process_set,
 ) -> Any:
     """As `collectives.tensorflow.allreduce`."""
-    how: dict[str, Any] = {
-        "prescale_factor": prescale_factor,
-        "postscale_factor": postscale_factor,
-        "ignore_name_scope": ignore_name_scope,
-    }
-    return _ours.allreduce(tensor, name=name, op=op, process_set=process_set, **how)
+    how = _options(name, op, prescale_factor, postscale_factor, process_set)
+    return _ours.allreduce(tensor, ignore_name_scope=ignore_name_scope, **how)
 
 
 def _grouped_allreduce(
@@ -55,12 +56,8 @@ def _grouped_allreduce(
     process_set: Any = _ours.global_process_set,
 ) -> Any:
     """As `collectives.tensorflow.grouped_allreduce`."""
-    how: dict[str, Any] = {
-        "prescale_factor": prescale_factor,
-        "postscale_factor": postscale_factor,
-        "ignore_name_scope": ignore_name_scope,
-    }
-    return _ours.grouped_allreduce(tensors, name=name, op=op, process_set=process_set, **how)
+    how = _options(name, op, prescale_factor, postscale_factor, process_set)
+    return _ours.grouped_allreduce(tensors, ignore_name_scope=ignore_name_scope, **how)
 
 
 def _reducescatter(
@@ -73,12 +70,8 @@ def _reducescatter(
     postscale_factor: float = 1.0,
 ) -> Any:
     """As `collectives.tensorflow.reducescatter`."""
-    how: dict[str, Any] = {
-        "prescale_factor": prescale_factor,
-        "postscale_factor": postscale_factor,
-        "ignore_name_scope": ignore_name_scope,
-    }
-    return _ours.reducescatter(tensor, name=name, op=op, process_set=process_set, **how)
+    how = _options(name, op, prescale_factor, postscale_factor, process_set)
+    return _ours.reducescatter(tensor, ignore_name_scope=ignore_name_scope, **how)
 
 
 def _grouped_reducescatter(
@@ -91,5 +84,5 @@ def _grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> Any:
     """As `collectives.tensorflow.grouped_reducescatter`; names are not scoped."""
-    how: dict[str, Any] = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
-    return _ours.grouped_reducescatter(tensors, name=name, op=op, process_set=process_set, **how)
+    how = _options(name, op, prescale_factor, postscale_factor, process_set)
+    return _ours.grouped_reducescatter(tensors, **how)

@@ -13,7 +13,7 @@ _make_subgraph = tf.function
 
 
 def _cache(f: Callable[..., Any]) -> Callable[..., Any]:
-    """Remember what the function returns, by its arguments, for eager execution and graphs apart."""
+    """Cache the results of a function by its arguments, separately for eager execution and graphs."""
     known: dict[Any, Any] = {}
 
     @functools.wraps(f)
@@ -27,10 +27,10 @@ def _cache(f: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def vars_to_refs(vars: Any) -> Any:
-    """A variable's reference, which can be a key; of a list, nested or not, a tuple of them."""
+    """Return a variable's hashable reference; for a list, nested or not, a tuple of references."""
     return tuple(map(vars_to_refs, vars)) if isinstance(vars, list) else vars.ref()
 
 
 def refs_to_vars(refs: Any) -> Any:
-    """The variables of `vars_to_refs`, in lists."""
+    """Return the variables of references from `vars_to_refs`, in lists."""
     return list(map(refs_to_vars, refs)) if isinstance(refs, tuple) else refs.deref()

@@ -1,1 +1,1 @@
-"""What Horovod's launchers have in common."""
+"""Modules that Horovod's launchers share."""

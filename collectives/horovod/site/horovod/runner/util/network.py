@@ -14,7 +14,7 @@ _PORTS = range(1024, 65536)
 
 
 def _addresses() -> dict[str, list[str]]:
-    """The IPv4 addresses by interface."""
+    """Return the IPv4 addresses by interface."""
     found = importlib.import_module("psutil").net_if_addrs()
     return {
         name: [entry.address for entry in entries if entry.family == socket.AF_INET] for name, entries in found.items()
@@ -22,17 +22,17 @@ def _addresses() -> dict[str, list[str]]:
 
 
 def get_local_host_addresses() -> set[str]:
-    """The IPv4 addresses of this host. Needs psutil."""
+    """Return the IPv4 addresses of this host. Needs psutil."""
     return {address for addresses in _addresses().values() for address in addresses}
 
 
 def get_local_intfs(nic: str | None = None) -> set[str]:
-    """The interfaces, or whether ``nic`` is one, that have the address 127.0.0.1."""
+    """Return the interfaces with the address 127.0.0.1; of ``nic`` alone if given."""
     return {name for name, addresses in _addresses().items() if nic in (None, "", name) and "127.0.0.1" in addresses}
 
 
 def resolve_host_address(host_name: str) -> str | None:
-    """The host's IPv4 address; None if its name is not known."""
+    """Return the host's IPv4 address; None if its name is unknown."""
     try:
         return socket.gethostbyname(host_name)
     except socket.gaierror:
@@ -40,7 +40,7 @@ def resolve_host_address(host_name: str) -> str | None:
 
 
 def filter_local_addresses(all_host_names: Sequence[str]) -> list[str]:
-    """Those of the hosts that are not this one."""
+    """Return the hosts that are not this one."""
     local = get_local_host_addresses()
     resolved = threads.execute_function_multithreaded(resolve_host_address, [[name] for name in all_host_names])
     return [name for number, name in enumerate(all_host_names) if resolved[number] not in local]
@@ -50,7 +50,7 @@ def find_port(server_factory: Callable[[tuple[str, int]], Any]) -> tuple[Any, in
     """Make a server on a free port; return it and the port.
 
     Args:
-        server_factory: called with ``("", port)`` until it does not raise.
+        server_factory: called with ``("", port)`` until it succeeds.
 
     Raises:
         OSError: no port is free.
@@ -64,7 +64,7 @@ def find_port(server_factory: Callable[[tuple[str, int]], Any]) -> tuple[Any, in
 
 
 def get_driver_ip(nics: Iterable[str]) -> str:
-    """The IPv4 address of the first of the interfaces.
+    """Return the IPv4 address of the first of the interfaces.
 
     Raises:
         RuntimeError: it has none.

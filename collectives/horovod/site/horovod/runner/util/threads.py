@@ -26,7 +26,7 @@ def in_thread(
         silent: whether its exceptions are dropped.
 
     Raises:
-        ValueError: the arguments are no tuple.
+        ValueError: the arguments are not a tuple.
     """
     _check_tuple(args)
 
@@ -53,14 +53,13 @@ def on_event(
     """Call a function in a thread as soon as the event is set, unless ``stop`` is set before; return the thread.
 
     Args:
-        event: what is waited for.
+        event: the event to wait for.
         func, args: the function and its arguments, a tuple.
-        stop: ends the waiting; looked at every ``check_stop_interval_s`` seconds.
-        daemon, silent: as in `in_thread`.
+        stop: ends the wait; checked every ``check_stop_interval_s`` seconds.
+        daemon, silent: as for `in_thread`.
 
     Raises:
-        ValueError: there is no event, the arguments are no tuple, or a thread that is no daemon has nothing that stops
-            it.
+        ValueError: there is no event, the arguments are not a tuple, or a non-daemon thread has no ``stop``.
     """
     if event is None:
         raise ValueError("Event must not be None")

@@ -1,4 +1,4 @@
-"""What the environment tells about this rank, and which variables a launcher may pass on."""
+"""This rank's place from the environment, and the variables that a launcher may pass on."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ import re
 
 LOG_LEVEL_STR = ["FATAL", "ERROR", "WARNING", "INFO", "DEBUG", "TRACE"]
 IGNORE_REGEXES = {"BASH_FUNC_.*", "OLDPWD", ".*CUDA_VISIBLE_DEVICES", "_HOROVOD_SECRET_KEY"}
-"""Variables that must not reach ranks on other hosts, as patterns of the beginning of a name."""
+"""Variables that are not passed to other hosts, as patterns for the beginning of a name."""
 KUBEFLOW_MPI_EXEC = "/etc/mpi/kubexec.sh"
 _PLACES = (("HOROVOD_RANK", "HOROVOD_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("PMI_RANK", "PMI_SIZE"))
 
 
 def is_exportable(v: str) -> bool:
-    """Whether a variable of this name may be passed on."""
+    """Whether a variable may be passed to other hosts."""
     return not any(re.match(pattern, v) for pattern in IGNORE_REGEXES)
 
 
 def get_env_rank_and_size() -> tuple[int, int]:
-    """Rank and size as the launcher tells them, before ``init()``; (0, 1) without a launcher.
+    """Return rank and size from the launcher's variables, before ``init()``; (0, 1) without a launcher.
 
     Raises:
-        RuntimeError: the launcher tells only one of the two.
+        RuntimeError: only one of the two is set.
     """
     for names in _PLACES:
         rank, size = (os.environ.get(name) for name in names)

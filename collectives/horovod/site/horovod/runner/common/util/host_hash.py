@@ -1,4 +1,4 @@
-"""A name for this host, or container, that no other one has."""
+"""A unique name for this host or container."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ def _hash(string: str) -> str:
 
 
 def _namespaces() -> str:
-    """The kernel's namespaces that this process is in (Linux): containers on one machine differ in them."""
+    """Return this process's kernel namespaces (Linux), which differ between containers on one machine."""
     if not os.path.isdir(NAMESPACE_PATH):
         return ""
     return " ".join(os.readlink(entry) for entry in sorted(os.scandir(NAMESPACE_PATH), key=lambda entry: entry.name))
 
 
 def host_hash(salt: object = None) -> str:
-    """The short host name and a hash, which is the same for all processes that share the host's memory.
+    """Return the short host name and a hash, equal for all processes that share the host's memory.
 
     Args:
-        salt: distinguishes further.
+        salt: further text to hash.
     """
     name = socket.gethostname()
     return f"{name.partition('.')[0]}-{_hash('-'.join([name, _namespaces(), *([str(salt)] if salt else [])]))}"

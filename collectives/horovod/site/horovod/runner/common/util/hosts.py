@@ -1,6 +1,6 @@
-"""Hosts with their numbers of slots, and which rank goes where.
+"""Hosts with their numbers of slots, and the placement of ranks.
 
-`collectives.launch.hosts` is what ``horovodrun`` reads its hosts with.
+``horovodrun`` itself uses `collectives.launch.hosts`.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ _ENTRY = re.compile(r"[\w.-]+:[0-9]+")
 
 @dataclass
 class HostInfo:
-    """A host and how many ranks it takes."""
+    """A host and the number of ranks that it takes."""
 
     hostname: str
     slots: int
 
     @staticmethod
     def from_string(host_string: str) -> HostInfo:
-        """Read ``host:4``."""
+        """Parse ``host:4``."""
         name, _, slots = host_string.strip().rpartition(":")
         return HostInfo(name, int(slots))
 
 
 @dataclass
 class SlotInfo:
-    """Where a rank runs, and all its numbers."""
+    """The placement of a rank, and all its numbers."""
 
     hostname: str
     rank: int
@@ -41,7 +41,7 @@ class SlotInfo:
     cross_size: int
 
     def to_response_string(self) -> str:
-        """The numbers, separated by commas."""
+        """Return the numbers, separated by commas."""
         return f"{self.rank},{self.size},{self.local_rank},{self.local_size},{self.cross_rank},{self.cross_size}"
 
 
@@ -52,18 +52,18 @@ def parse_host_files(filename: str) -> str:
     """Read a host file (``host slots=4`` a line) into ``host:4,host:4``.
 
     Raises:
-        ValueError: it cannot be read or understood; names the line.
+        ValueError: the file cannot be read, or has an invalid line; names it.
     """
     return ",".join(map(str, read_hostfile(filename)))
 
 
 def parse_hosts(hosts_string: str) -> list[HostInfo]:
-    """Read ``host1:2,host2:2``."""
+    """Parse ``host1:2,host2:2``."""
     return [HostInfo.from_string(entry) for entry in hosts_string.split(",")]
 
 
 def parse_hosts_and_slots(hosts: str) -> tuple[list[str], dict[str, int]]:
-    """Read ``host1:2,host2:2`` into the names and the slots by name.
+    """Parse ``host1:2,host2:2`` into the names and the slots by name.
 
     Raises:
         ValueError: an entry is not of that form.

@@ -1,4 +1,4 @@
-"""Run a shell command that ends, with all its processes, when it is told to or when this process dies."""
+"""Run a shell command that is ended with all its processes on an event, or when this process dies."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from horovod.runner.util.threads import in_thread  # type: ignore[import-not-fou
 
 GRACEFUL_TERMINATION_TIME_S = 5
 _LOOK = 0.1
-"""Seconds between two looks at the events."""
+"""Seconds between checks of the events."""
 _SHELL = 'trap "trap : TERM; kill -TERM 0; wait" TERM; eval "$1" & wait $!'
 """Passes SIGTERM on to the whole group. A shell that ran the command in the foreground would do so only after its
 end."""
@@ -46,9 +46,9 @@ def execute(
         command: as in a shell.
         env: its environment; this process's by default.
         stdout, stderr: streams of text that get its output; this process's by default.
-        index: begins each line, with the stream's name.
-        events: any of these ends the command: by SIGTERM, and by SIGKILL after ``GRACEFUL_TERMINATION_TIME_S``.
-        prefix_output_with_timestamp: whether lines with an index begin with the time, too.
+        index: prefix of each line, with the stream's name.
+        events: any of them ends the command: by SIGTERM, then by SIGKILL after ``GRACEFUL_TERMINATION_TIME_S``.
+        prefix_output_with_timestamp: whether lines with an index begin with the time.
     """
     process = subprocess.Popen(
         ["/bin/sh", "-c", _SHELL, "sh", command],
@@ -75,7 +75,7 @@ def execute(
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a command that still runs, and whatever it has started."""
+    """End a running command and all its processes."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         if process.poll() is not None:
             return
@@ -92,10 +92,10 @@ def prefix_connection(
     index: int | None,
     prefix_output_with_timestamp: bool,
 ) -> None:
-    """Copy bytes of UTF-8 as text, line by line, until the other end is closed; then close this one.
+    """Copy UTF-8 bytes as text, line by line, until the other end is closed; then close this one.
 
-    With an index and a prefix each line becomes ``[index]<prefix>:line``. A carriage return ends a line, too: progress
-    bars show at once.
+    With an index and a prefix each line becomes ``[index]<prefix>:line``. A carriage return also ends a line, so that
+    progress bars are shown at once.
     """
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     begun = ""

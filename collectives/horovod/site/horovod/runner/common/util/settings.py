@@ -1,4 +1,4 @@
-"""How a job is to be started, as a record."""
+"""Settings of a job."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(kw_only=True)
 class BaseSettings:
-    """The options of ``horovodrun`` under their names in programs; none is looked at here."""
+    """The options of ``horovodrun`` under their names in programs; all are ignored here."""
 
     num_proc: int | None = None
     verbose: int = 0
@@ -29,6 +29,6 @@ class BaseSettings:
 
 @dataclass
 class Settings(BaseSettings):
-    """The same, with the hosts."""
+    """`BaseSettings` with the hosts."""
 
     hosts: str | None = None

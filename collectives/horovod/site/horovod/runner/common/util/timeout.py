@@ -1,4 +1,4 @@
-"""A time by which several steps must be done."""
+"""A deadline for several steps."""
 
 from __future__ import annotations
 
@@ -6,11 +6,7 @@ import time
 
 
 class TimeoutException(Exception):
-    """The time is up.
-
-    Attributes:
-        message: what was being done.
-    """
+    """A deadline has passed; ``message`` describes the activity."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
@@ -18,11 +14,11 @@ class TimeoutException(Exception):
 
 
 class Timeout:
-    """Counts from its construction.
+    """A deadline, counted from construction.
 
     Args:
         timeout: seconds.
-        message: of the error; ``{activity}`` stands for what was being done.
+        message: of the error; ``{activity}`` is replaced by the activity.
     """
 
     def __init__(self, timeout: float, message: str) -> None:
@@ -30,18 +26,18 @@ class Timeout:
         self._end = time.monotonic() + timeout
 
     def remaining(self) -> float:
-        """Seconds that are left, 0 or more."""
+        """Return the remaining seconds, 0 or more."""
         return max(0.0, self._end - time.monotonic())
 
     def timed_out(self) -> bool:
-        """Whether none are left."""
+        """Whether the deadline has passed."""
         return time.monotonic() > self._end
 
     def check_time_out_for(self, activity: str) -> None:
-        """Raise if the time is up.
+        """Check the deadline.
 
         Raises:
-            TimeoutException: it is.
+            TimeoutException: it has passed.
         """
         if self.timed_out():
             sentence = self._message.format(activity=activity).rstrip().removesuffix(".")

@@ -5,7 +5,7 @@ from typing import Any
 import collectives.tensorflow as _ours
 from horovod.common.util import check_extension, split_list  # type: ignore[import-not-found]  # noqa: F401
 
-# Not by a star: SyncBatchNormalization needs Keras, and is imported when it is asked for.
+# Without a star import: SyncBatchNormalization needs Keras, which is imported on first use.
 globals().update({name: getattr(_ours, name) for name in _ours.__all__ if name != "SyncBatchNormalization"})
 
 from horovod.common.process_sets import add_process_set  # type: ignore[import-not-found]  # noqa: E402, F401
@@ -21,5 +21,5 @@ from horovod.tensorflow.util import (  # type: ignore[import-not-found]  # noqa:
 
 
 def __getattr__(name: str) -> Any:
-    """The layer, which needs Keras, when it is asked for."""
+    """Import the layer, which needs Keras, on first use."""
     return getattr(_ours, name)

@@ -28,7 +28,7 @@ class Pipe(Generic[AnyStr]):
             self._changed.notify_all()
 
     def read(self, length: int = -1) -> AnyStr | None:
-        """Read what is left of the last write, or ``length`` of it; None once the pipe is closed and empty."""
+        """Read the rest of the last write, or ``length`` of it; None once the pipe is closed and empty."""
         with self._changed:
             self._changed.wait_for(lambda: self._left is not None or self._closed)
             if self._left is None:

@@ -235,14 +235,14 @@ def test_functions_of_several_threads(hvd_tf: Any) -> None:
 def test_large_results_are_not_copied(hvd_tf: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     hvd = hvd_tf
     made: list[int] = []
-    memory = type(world()).memory
+    memory = world().memory
 
-    def noted(self: Any, count: int, dtype: Any) -> Any:
-        array = memory(self, count, dtype)
+    def noted(count: int, dtype: Any) -> Any:
+        array = memory(count, dtype)
         made.append(array.ctypes.data)
         return array
 
-    monkeypatch.setattr(type(world()), "memory", noted)
+    monkeypatch.setattr(world(), "memory", noted)
 
     @tf.function
     def function(*tensors: Any) -> Any:

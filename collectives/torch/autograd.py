@@ -199,7 +199,7 @@ def alltoall(call: DifferentiableCall, tensor: Any, splits: Any) -> tuple[Any, l
 # ---- torch's graph
 
 
-class _Collective(torch.autograd.Function):  # type: ignore[misc]
+class _Collective(torch.autograd.Function):
     """A collective that has been carried out, in torch's graph."""
 
     @staticmethod
@@ -224,7 +224,8 @@ def _attach(adjoint: _Adjoint, results: list[Any], tensors: Sequence[Any], keeps
     """
     if any(map(tracks, tensors)):
         chosen = [i for i, tensor in enumerate(tensors) if _has_gradient(tensor)]
-        attached = _Collective.apply(adjoint, keeps, [results[i] for i in chosen], *(tensors[i] for i in chosen))
+        apply: Any = _Collective.apply
+        attached = apply(adjoint, keeps, [results[i] for i in chosen], *(tensors[i] for i in chosen))
         for i, result in zip(chosen, attached, strict=True):
             results[i] = result
     return results

@@ -7,7 +7,7 @@ other shapes, and when the world has another size or this rank another number.
 
     allreduce, broadcast    the input's shape
     reducescatter           this rank's share of the rows
-    allgather, alltoall     rows that only the run will tell; where the program knows more, it may say so to the compiler:
+    allgather, alltoall     rows that only the run determines; a program that knows more may tell the compiler:
                             ``torch._check(gathered.shape[0] == 2 * x.shape[0])``
     allreduce_, ...         the operator, and a copy into the tensor
 
@@ -25,8 +25,8 @@ alltoall.
 An effect happens once: torch refuses to compile a region under activation checkpointing that holds a collective, since
 backward would run it again. Keep such a region out of the graph with ``torch.compiler.disable``.
 
-The adjoints are those of `collectives.frontends.adjoints`, and are operators too, because backward is compiled as well. In
-a compiled backward pass all of them run, with gradients of zeros where an output was not used.
+The adjoints are those of `collectives.frontends.adjoints`, and are operators too, because backward is compiled as well.
+In a compiled backward pass all of them run, with gradients of zeros where an output was not used.
 """
 
 from __future__ import annotations
@@ -278,7 +278,8 @@ def _define(
         operator.register_autograd(back, setup_context=note)
     overload = getattr(torch.ops.collectives, name).default
     if hasattr(torch.library, "_register_effectful_op"):
-        torch.library._register_effectful_op(overload, torch.library.EffectType.ORDERED)
+        library: Any = torch.library  # neither name is public
+        library._register_effectful_op(overload, library.EffectType.ORDERED)
     else:
         torch.fx.node.has_side_effect(overload)
 

@@ -1,9 +1,10 @@
 """A communication hook for ``DistributedDataParallel``: torch keeps its wrapper, its buckets and its overlap, our
 engine moves the bytes.
 
-    model = DistributedDataParallel(model)                    # any process group of the same ranks; gloo will do
+    model = DistributedDataParallel(model)    # any process group of the same ranks; gloo will do
     model.register_comm_hook(None, hvd.ddp.allreduce_hook)
-    model.register_comm_hook(hvd.ddp.AllreduceState(compression=hvd.Compression.bf16), hvd.ddp.allreduce_hook)      # or with settings
+    # or with settings:
+    model.register_comm_hook(hvd.ddp.AllreduceState(compression=hvd.Compression.bf16), hvd.ddp.allreduce_hook)
 
 Torch calls the hook as soon as the gradients of a bucket are there. The all-reduce begins in the background while
 backward goes on, and completes a future. At the end of backward torch would sleep until the futures are done: before
@@ -87,7 +88,7 @@ def allreduce_hook(state: AllreduceState | None, bucket: Any) -> Any:
         postscale_factor=state.postscale_factor,
         compression=None if state.compression is Compression.none else state.compression,
     )
-    done = torch.futures.Future(devices=[gradients.device] if gradients.is_cuda else None)
+    done: torch.futures.Future[None] = torch.futures.Future(devices=[gradients.device] if gradients.is_cuda else None)
     # Fetched in a continuation, for which torch sets a stream aside: the stream of backward does not wait for the
     # result. What the continuation raises is the error of its future, also for those who wait in C++.
     result = done.then(lambda _: handle.wait())

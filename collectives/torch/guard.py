@@ -1,4 +1,4 @@
-"""Reading a gradient that is in flight waits for it.
+"""Waiting for a gradient in flight when the program reads it.
 
 From the backward pass to ``synchronize()`` a gradient belongs to the engine, which reads and writes its memory. What
 torch's recipes do between ``backward()`` and ``step()`` (clipping, ``GradScaler``, a logged norm) begins with
@@ -7,7 +7,7 @@ torch's recipes do between ``backward()`` and ``step()`` (clipping, ``GradScaler
 and no type differs.
 
     backward       the first gradient is complete        -> arm      the parameters change their class, 0.05 µs each
-    p.grad         read or set by the program            -> join     all gradients are combined, on every rank that gets here
+    p.grad         read or set by the program            -> join     all gradients are combined on this rank
     synchronize    or step(), or the join                -> disarm
 
 During a backward pass nothing can be waited for. Its own thread may see what has not left yet, as hooks do, and is
@@ -29,7 +29,8 @@ from typing import Any
 
 import torch
 
-grad_of: Callable[[Any], Any] = torch.Tensor.grad.__get__
+_GRAD: Any = torch.Tensor.grad
+grad_of: Callable[[Any], Any] = _GRAD.__get__
 """A parameter's gradient, whether it is guarded or not."""
 
 
@@ -72,7 +73,7 @@ class Guard:
         self._members.append((param, own, self._classes[own]))
 
     def arm(self) -> None:
-        """From now on whoever reads or sets a gradient joins first. Does nothing if that is so."""
+        """Join before any access to a gradient from now on. Does nothing if armed."""
         if not self.armed:
             self.armed = True
             for param, own, guarded in self._members:
@@ -80,7 +81,7 @@ class Guard:
                     param.__class__ = guarded
 
     def disarm(self) -> None:
-        """Gradients may be read and set. Does nothing if that is so."""
+        """Allow access to gradients without a join. Does nothing if disarmed."""
         if self.armed:
             self.armed = False
             for param, own, guarded in self._members:

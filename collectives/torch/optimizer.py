@@ -117,7 +117,7 @@ def DistributedOptimizer(
     if vars(result).pop("step", None) is not None:
         # A scheduler that was made for the bare optimizer has put its own ``step`` there, and warns if that is not
         # called before it is.
-        optimizer._opt_called = True
+        vars(optimizer)["_opt_called"] = True
     if kind is AdasumSteps:
         result.begin(compression, process_set, named)
         return result

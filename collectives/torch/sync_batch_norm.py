@@ -25,7 +25,7 @@ from collectives.torch.batch_norm import Cpu, Gpu, channels, dense, traced_stati
 from collectives.world import World
 
 
-class SyncBatchNorm(_BatchNorm):  # type: ignore[misc]
+class SyncBatchNorm(_BatchNorm):
     """Batch normalisation of inputs of shape (batch, channels, ...), whose statistics are those of the batches of all
     ranks.
 
@@ -73,11 +73,13 @@ class SyncBatchNorm(_BatchNorm):  # type: ignore[misc]
             raise world.refused(error, f"{label.name}.forward") from None
         momentum = self.momentum
         if self.track_running_stats:
-            self.num_batches_tracked.add_(1)
+            tracked: Any = self.num_batches_tracked
+            tracked.add_(1)
             if momentum is None:
-                momentum = 1.0 / self.num_batches_tracked.item()
+                momentum = 1.0 / tracked.item()
         running = (self.running_mean, self.running_var) if self.track_running_stats else (None, None)
-        return _Normalise.apply(input, self.weight, self.bias, *running, momentum or 0.0, self.eps, world, label)
+        normalise: Any = _Normalise.apply
+        return normalise(input, self.weight, self.bias, *running, momentum or 0.0, self.eps, world, label)
 
     def _traced(self, input: Any, world: World) -> Any:
         """The same in a graph: one collective that `torch.compile` knows, and operations through which autograd finds
@@ -87,9 +89,11 @@ class SyncBatchNorm(_BatchNorm):  # type: ignore[misc]
         momentum: Any = self.momentum
         if self.track_running_stats:
             running = self.running_mean, self.running_var
-            self.num_batches_tracked.add_(1)
+            tracked: Any = self.num_batches_tracked
+            tracked.add_(1)
             if momentum is None:
-                momentum = 1.0 / self.num_batches_tracked.to(self.running_mean.dtype)
+                means: Any = self.running_mean
+                momentum = 1.0 / tracked.to(means.dtype)
         # Every rank's row by a sum, since a graph wants to know the shape of what is gathered.
         own_row = functional.pad(traced_statistics(input)[None], (0, 0, world.rank, world.size - world.rank - 1))
         rows = compiled.allreduce(own_row, Op.SUM, process_set=0 if self.process_set is None else self.process_set)
@@ -142,7 +146,8 @@ def _convert(kind: type[SyncBatchNorm], module: Any, process_set: ProcessSet | N
 
 
 def _counterpart(kind: type[SyncBatchNorm], module: Any, process_set: ProcessSet | None) -> SyncBatchNorm:
-    if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():
+    lazy: Any = module
+    if isinstance(module, LazyModuleMixin) and lazy.has_uninitialized_params():
         raise InvalidArgumentError(
             f"module: {module} does not know its number of channels yet; run the model once before it is converted"
         )
@@ -214,7 +219,7 @@ def _label(world: World, layer: SyncBatchNorm) -> _Label:
 # ---- the function
 
 
-class _Normalise(torch.autograd.Function):  # type: ignore[misc]
+class _Normalise(torch.autograd.Function):
     """One collective in each direction, and the arithmetic of the device between them."""
 
     @staticmethod
@@ -254,7 +259,7 @@ class _Normalise(torch.autograd.Function):  # type: ignore[misc]
         return device.normalise(input, weight, bias, mean, invstd, eps)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, gradient: Any) -> tuple[Any, ...]:
         none = (None,) * 6
         if ctx.empty:

@@ -1,8 +1,7 @@
-"""`EmulatedArray`: what CuPy's ndarray is to a GPU, this is to an emulated one; for the door by which any framework's
-tensors come in.
+"""`EmulatedArray`: an array on an emulated GPU, as CuPy's ndarray is on a real one.
 
-It offers ``__cuda_array_interface__`` (version 3) and DLPack. Its memory can be looked at from the host, being host
-memory; but only its stream knows when what is in it is right.
+It offers ``__cuda_array_interface__`` (version 3) and DLPack. Its memory is host memory, but its contents are valid
+only in the order of its stream.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ _CUDA = 2
 
 
 class EmulatedArray:
-    """An array of an emulated device; made by `EmulatedDevice.empty` and `of`. Slices, transposes and reshapes share
+    """An array of an emulated device; created by `EmulatedDevice.empty` and `of`. Slices, transposes and reshapes share
     its memory.
 
     Attributes:
-        device: on which it lies.
-        host: its memory as NumPy sees it, without waiting for anything.
-        stream: on which it was made.
+        device: that has the memory.
+        host: a NumPy array of the memory, without any synchronization.
+        stream: for which it was created.
     """
 
     def __init__(self, device: EmulatedDevice, host: Array, stream: int) -> None:
@@ -36,7 +35,7 @@ class EmulatedArray:
 
     @classmethod
     def of(cls, device: EmulatedDevice, values: Any, stream: int | None = None) -> EmulatedArray:
-        """A copy of a NumPy array, which arrives in the order of the stream (None: the current one)."""
+        """A copy of a NumPy array, in the order of the stream (None: the current one)."""
         values = np.asarray(values)
         stream = device.current_stream() if stream is None else stream
         array = device.empty_array(values.shape, values.dtype, stream)
@@ -46,7 +45,7 @@ class EmulatedArray:
     def set(self, values: Any, stream: int | None = None) -> None:
         """Overwrite it in the order of the stream (None: its own). ``values`` may change as soon as this returns."""
         kept, host = np.array(values), self.host
-        # The work does not keep the memory alive, as a copy on a GPU would not.
+        # The work does not keep the memory alive, as on a GPU.
         address, shape, dtype, strides, nbytes = self.address, host.shape, host.dtype, host.strides, _span(host)
         device = self.device
         del host
@@ -60,7 +59,7 @@ class EmulatedArray:
         self.device.enqueue(self.stream if stream is None else stream, run)
 
     def get(self, stream: int | None = None) -> Array:
-        """A copy on the host of what it holds when the stream (None: its own) has done all its work."""
+        """A host copy of its contents once the stream (None: its own) has done all its work."""
         self.device.finish(self.stream if stream is None else stream)
         return self.host.copy()
 
@@ -102,7 +101,7 @@ class EmulatedArray:
 
     def __getitem__(self, key: Any) -> EmulatedArray:
         keys = key if isinstance(key, tuple) else (key,)
-        # The ellipsis makes one element an array without dimensions, as CuPy has it, and not a NumPy scalar.
+        # The ellipsis makes one element a 0-d array, as in CuPy, and not a NumPy scalar.
         return self._view(self.host[keys if Ellipsis in keys else (*keys, Ellipsis)])
 
     def __setitem__(self, key: Any, values: Any) -> None:
@@ -115,7 +114,8 @@ class EmulatedArray:
         return self._view(self.host.view(dtype))
 
     def __repr__(self) -> str:
-        return f"EmulatedArray({self.shape}, {self.dtype}, device {self.device.index}, address {self.address:#x}, stream {self.stream:#x})"
+        where = f"device {self.device.index}, address {self.address:#x}, stream {self.stream:#x}"
+        return f"EmulatedArray({self.shape}, {self.dtype}, {where})"
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
@@ -126,7 +126,7 @@ class EmulatedArray:
             "descr": [("", self.dtype.str)],
             "data": (self.address, False),
             "strides": None if self.host.flags.c_contiguous else self.strides,
-            # 0 is not allowed there: 1 is the default stream.
+            # 0 is not allowed here; 1 is the default stream.
             "stream": self.stream or 1,
         }
 
@@ -141,10 +141,10 @@ class EmulatedArray:
         dl_device: tuple[int, int] | None = None,
         copy: bool | None = None,
     ) -> Any:
-        """A capsule whose data is ready for the given stream; None is the default stream, -1: nothing is ordered.
+        """A capsule whose data is valid on the given stream; None is the default stream, -1 orders nothing.
 
         Raises:
-            BufferError: another device is asked for, or a copy; or there is no code for the dtype.
+            BufferError: another device or a copy is requested, or there is no code for the dtype.
         """
         if copy or dl_device not in (None, self.__dlpack_device__()):
             raise BufferError("an emulated array is lent as it is and where it is")
@@ -208,9 +208,9 @@ class _ManagedVersioned(ctypes.Structure):
 
 
 _CODES = {"i": 0, "u": 1, "f": 2, "V": 4, "c": 5, "b": 6}
-"""V: bfloat16, of which NumPy knows no kind."""
+"""V: bfloat16, for which NumPy has no kind."""
 
-# Prototypes of our own: what ctypes.pythonapi gives out is shared with everybody who sets its argument types.
+# Own prototypes, because the functions of ctypes.pythonapi are shared with all code that sets their argument types.
 _new_capsule = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)(
     ("PyCapsule_New", ctypes.pythonapi)
 )
@@ -220,7 +220,7 @@ _pointer_of = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_
 )
 
 _lent: dict[int, tuple[Any, ...]] = {}
-"""By the address of the managed tensor: what must live until its deleter is called."""
+"""By the address of the managed tensor: objects that must live until its deleter is called."""
 
 
 def _give_back(managed: int) -> None:
@@ -229,7 +229,7 @@ def _give_back(managed: int) -> None:
 
 def _drop_capsule(capsule: int) -> None:
     for name in (b"dltensor", b"dltensor_versioned"):
-        if _is_valid(capsule, name):  # nobody took it: a consumer renames it
+        if _is_valid(capsule, name):  # not consumed: a consumer renames it
             _lent.pop(_pointer_of(capsule, name), None)
 
 
@@ -238,7 +238,7 @@ _drop_capsule_pointer = _Deleter(_drop_capsule)
 
 
 def lent() -> int:
-    """How many tensors are with consumers that have not given them back."""
+    """The number of tensors whose consumers have not called the deleter."""
     return len(_lent)
 
 

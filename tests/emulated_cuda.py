@@ -1,5 +1,5 @@
-"""A GPU on the CPU: `EmulatedDevice` is a `Device` with CUDA's rules, so that what relies on more than those fails in a
-test.
+"""An emulated GPU: `EmulatedDevice` is a `Device` on the CPU with CUDA's rules, so that code that relies on more than
+those fails in a test.
 
     device = EmulatedDevice(delays=7)
     device.activate()
@@ -35,34 +35,32 @@ _handles = count(0x7E0001)
 _streams: dict[int, Stream] = {}
 _events: dict[int, Event] = {}
 _current = threading.local()
-"""Of the calling thread: the device that is current, by its identity, and the mode in which captures keep it from
-calls."""
+"""Of the calling thread: the identity of the current device, and the capture mode."""
 _captures: list[Capture] = []
-"""Those under way in this process."""
+"""Captures in progress in this process."""
 _MOST_THREADS = 1024
 _MOST_ROWS = 65535
 
 
 class EmulatedDevice:
-    """A GPU that is not there.
+    """An emulated GPU.
 
     Args:
-        index: the number by which this process knows it.
-        identity: names the GPU in all processes; several devices of one process with the same identity are one GPU.
-        delays: a seed, with which streams dawdle before each piece of work; None: they do not.
+        index: its number in this process.
+        identity: of the GPU in all processes; devices of one process with the same identity are one GPU.
+        delays: seed of random delays before each piece of work on a stream; None: no delays.
         capacity: bytes of memory; None: no limit.
-        patience: seconds after which a stream that waits for an event makes the device count as broken.
-        refuse_peers: kernels cannot reach other GPUs' memory, as where there is no link that they could.
+        patience: seconds after which a stream that waits for an event breaks the device.
+        refuse_peers: kernels cannot access other GPUs' memory, as without a link between them.
         refuse_sharing: exporting and importing are refused, as in some containers.
-        reuse_addresses: new allocations lie where freed ones of that size were, as with the real driver. A use after
-            free is then silent.
+        reuse_addresses: new allocations reuse the addresses of freed ones of that size, as the real driver does. A use
+            after free is then silent.
 
     Attributes:
-        launches: how many kernels were launched or captured so far; what graphs repeat is not counted.
-        graphs: that were made and not destroyed.
-        violations: what a program must not do and a GPU need not notice: touching freed memory, writing beyond an end,
-            calling from a thread in which the device is not current. Touching memory that does not exist also breaks
-            the device.
+        launches: number of kernels launched or captured so far, without replays of graphs.
+        graphs: that were created and not destroyed.
+        violations: errors of the program that a GPU need not notice: accesses to freed memory, writes beyond an end,
+            calls from a thread in which the device is not current. Access to unknown memory also breaks the device.
     """
 
     def __init__(
@@ -227,7 +225,7 @@ class EmulatedDevice:
     def import_memory(self, handle: bytes) -> int:
         self._check_sharing()
         self._check_not_capturing("map memory")
-        return SPACE.take_in(handle, self).base
+        return SPACE.import_(handle, self).base
 
     def forget_memory(self, address: int) -> None:
         self._check_current()
@@ -235,7 +233,7 @@ class EmulatedDevice:
         piece = SPACE.find(address)
         if piece is None or piece.freed or piece.base != address or piece.kind != "imported":
             raise TransportError(f"forget_memory: at {address:#x} there is nothing that import_memory() gave")
-        SPACE.let_go(piece)
+        SPACE.forget_import(piece)
 
     def export_event(self, event: int) -> bytes:
         self._check_sharing()
@@ -274,7 +272,7 @@ class EmulatedDevice:
         if not (0 < grid[0] < 1 << 31 and 0 < grid[1] <= _MOST_ROWS and 0 < threads <= _MOST_THREADS):
             raise TransportError(f"a launch of {grid} blocks of {threads} threads: CUDA refuses this configuration")
         pointers = (ctypes.c_void_p * len(kernel.argument_sizes)).from_address(parameters)
-        # Read now and kept until the kernel runs, when the caller's are long gone.
+        # Copied now, because the caller's may be gone when the kernel runs.
         values = [
             ctypes.create_string_buffer(ctypes.string_at(p or 0, n), n)
             for p, n in zip(pointers, kernel.argument_sizes, strict=True)
@@ -283,7 +281,7 @@ class EmulatedDevice:
 
         def run() -> None:
             for value in values:
-                # What looks like an address may be one, alone or in a table; where it points says whether it is.
+                # Every word may be an address; it is one if it lies in device memory.
                 for word in memoryview(value).cast("B").cast("Q") if len(value) % 8 == 0 else ():
                     self._check_reach(kernel.name, word)
                     if (problem := SPACE.illegal(word, 1)) and not problem.fatal:
@@ -320,7 +318,7 @@ class EmulatedDevice:
     def destroy_graph(self, graph: int) -> None:
         del self.graphs[graph]
 
-    # ---- what tests need beside a device's own methods
+    # ---- beyond the protocol, for tests
 
     @contextmanager
     def use_stream(self, stream: int) -> Iterator[int]:
@@ -333,7 +331,7 @@ class EmulatedDevice:
             self._local.stream = before
 
     def capture(self, stream: int, mode: int = GLOBAL) -> None:
-        """Begin a capture as programs do: torch's is of the global mode."""
+        """Begin a capture as programs do; torch's is of the global mode."""
         self._check_current()
         found = self._stream(stream)
         if found is self._default or found.capture is not None:
@@ -341,27 +339,27 @@ class EmulatedDevice:
         _captures.append(Capture(found, mode))
 
     def enqueue(self, stream: int, function: Callable[[], object]) -> None:
-        """Give a stream any work at all; an exception in it breaks the device."""
+        """Enqueue a function on a stream; an exception in it breaks the device."""
         self._stream(stream).submit(function)
 
     def empty_array(self, shape: tuple[int, ...], dtype: np.dtype[Any], stream: int) -> EmulatedArray:
-        """`empty`, for programs that know nothing of current devices."""
+        """`empty`, for programs that do not set the current device."""
         nbytes = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
         self._stream(stream)
         host = self._pool.array(nbytes, stream).view(dtype).reshape(shape) if nbytes else np.empty(shape, dtype)
         return EmulatedArray(self, host, stream)
 
     def order(self, before: int, after: int) -> None:
-        """What the stream ``after`` is given from now on waits for what ``before`` has been given."""
+        """Order all later work of the stream ``after`` after the present work of ``before``."""
         event = Event(self.identity)
         event.record(self._stream(before))
         event.wait_on(self._stream(after))
 
     def touch(self, what: str, address: int, nbytes: int) -> None:
-        """Called by work as it is carried out: notes a violation if these bytes must not be touched.
+        """Called by running work: records a violation if these bytes must not be accessed.
 
         Raises:
-            TransportError: there is no such memory, and the device is broken.
+            TransportError: there is no such memory; the device is broken.
         """
         if problem := SPACE.illegal(address, nbytes):
             self.violations.append(f"{what} {problem.text}")
@@ -369,17 +367,15 @@ class EmulatedDevice:
                 raise TransportError(f"illegal memory access: {what} {problem.text}")
 
     def forbid(self) -> None:
-        """Captures of other threads keep the calling thread from calls, as in CUDA they do where nobody has said
-        otherwise."""
+        """Set the calling thread's capture mode to global, CUDA's default: captures of other threads restrict it."""
         _current.mode = GLOBAL
 
     def finish(self, stream: int) -> None:
-        """`drain`, for programs that know nothing of current devices."""
+        """`drain`, for programs that do not set the current device."""
         self._stream(stream).drain()
 
     def held(self) -> dict[str, int]:
-        """What was made here and not given back so far. Allocations that belong to the pool of arrays are not
-        counted."""
+        """The numbers of resources that were created here and not released, without allocations of the pool."""
         return {
             "streams": sum(s.handle in _streams for s in self._streams),
             "events": len(self._events),
@@ -388,11 +384,11 @@ class EmulatedDevice:
 
     @property
     def failure(self) -> str | None:
-        """What broke the device."""
+        """Why the device is broken; None if it works."""
         return self._health.failure
 
     def close(self) -> None:
-        """Drop all work that has not begun, end the threads, and free everything. Done before: nothing."""
+        """Drop all work that has not begun, end the threads, and free everything; idempotent."""
         with self._lock:
             self._health.fail("it was closed")
             streams, self._streams = self._streams, []
@@ -419,8 +415,8 @@ class EmulatedDevice:
             )
 
     def _check_not_capturing(self, what: str) -> None:
-        """CUDA forbids whatever could wait for the device: to the thread that captures, unless its own mode is relaxed;
-        and where the capture is of the global mode to all other threads that are in it too. It spoils the capture."""
+        """Invalidate captures that forbid a call that may wait for the device: to the capturing thread unless its mode
+        is relaxed, and for a capture of the global mode to all other threads in that mode."""
         mode, thread = getattr(_current, "mode", GLOBAL), threading.get_ident()
         for capture in list(_captures):
             own = capture.thread == thread and RELAXED not in (mode, capture.mode)
@@ -428,7 +424,7 @@ class EmulatedDevice:
                 capture.refuse(f"a thread must not {what} while this is captured")
 
     def _check_reach(self, kernel: str, address: int) -> None:
-        """Kernels reach the memory of another GPU of this process only once that was enabled; copies need no leave."""
+        """Raise if a kernel accesses the memory of another GPU of this process without peer access."""
         piece = SPACE.find(address)
         owner = piece.owner if piece is not None and piece.kind == "device" and not piece.freed else None
         if isinstance(owner, EmulatedDevice) and owner.identity != self.identity and owner.index not in self._peers:
@@ -453,9 +449,9 @@ class EmulatedDevice:
             return stream
 
     def _stream(self, handle: int) -> Stream:
-        if handle in (0, 1):  # 1: the same one, as __cuda_array_interface__ and DLPack call it
+        if handle in (0, 1):  # 1: its number in __cuda_array_interface__ and DLPack
             return self._default
-        if handle == 2:  # another one in every thread
+        if handle == 2:  # per-thread default stream
             if not hasattr(self._local, "default"):
                 self._local.default = self._new_stream(0)
             own: Stream = self._local.default
@@ -491,8 +487,7 @@ class EmulatedDevice:
         return SPACE.allocate(nbytes, self, again=self._reuse)
 
     def _trim(self) -> None:
-        """Free what the pool keeps for nobody; like the driver's own way of freeing, this waits for the whole
-        device."""
+        """Free the pool's unused memory. Waits for the whole device, as the driver does when it frees memory."""
         alive = [stream for stream in self._streams if stream.handle == 0 or stream.handle in _streams]
         if any(stream.capture for stream in alive):  # by another thread
             return
@@ -503,7 +498,7 @@ class EmulatedDevice:
 
     def _submit_for_pool(self, handle: int, work: Work) -> None:
         stream = self._default if handle in (0, 1) else _streams.get(handle)
-        if stream is not None:  # destroyed meanwhile: nothing is ever made for it again
+        if stream is not None:  # otherwise it was destroyed, and gets no arrays any more
             stream.submit_now(work)
 
     def _free(self, piece: Piece) -> None:
@@ -514,11 +509,11 @@ class EmulatedDevice:
 
 
 class EmulatedProvider:
-    """Where emulated devices come from.
+    """A `Provider` of emulated devices.
 
     Args:
-        count: how many GPUs there are, each with an identity of its own.
-        options: as of `EmulatedDevice`, for all of them.
+        count: of GPUs, each with its own identity.
+        options: of `EmulatedDevice`, for all of them.
     """
 
     def __init__(self, count: int = 1, **options: Any) -> None:

@@ -1,4 +1,4 @@
-"""A gate in an emulated stream: makes a test see whether something waits for it, whatever the machine's mood."""
+"""A gate in an emulated stream: shows reliably whether other work waits for that stream."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.emulated_cuda import EmulatedDevice
 
 
 class Gate:
-    """Holds back what a stream is given from now on, until it is opened."""
+    """Blocks all later work of a stream until it is opened."""
 
     def __init__(self, device: EmulatedDevice, stream: int) -> None:
         self._device = device
@@ -20,8 +20,7 @@ class Gate:
         assert self._opened.wait(20), "nobody opened the gate"
 
     def holds(self, stream: int) -> bool:
-        """Whether a stream stands still because of it, with all that it has been given: for a tenth of a second at
-        least."""
+        """Whether the present work of a stream stays blocked, for at least a tenth of a second."""
         event = self._device.create_event()
         self._device.record(event, stream)
         patience = time.monotonic() + 0.1

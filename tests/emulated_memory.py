@@ -1,12 +1,12 @@
-"""The memory of the emulated GPUs: real host memory that other processes can map, with the rules of a GPU's.
+"""The memory of the emulated GPUs: host memory that other processes can map, with the rules of a GPU's.
 
-Nothing is zero by itself: what is new, what was given back, and what lies between allocations holds the byte
-``GARBAGE``. Memory that was freed stays mapped, as garbage, so that a use after free shows in the data and is told by
-name instead of ending the process. What other processes have mapped stays allocated until they have unmapped it.
+No memory is zero by itself: new memory, freed memory, and the gaps between allocations hold the byte ``GARBAGE``. Freed
+memory stays mapped, so that a use after free shows in the data and is reported instead of ending the process. Memory
+that other processes have mapped stays allocated until they have unmapped it.
 
-Arrays come from a pool, as CuPy's do: several share an allocation, one that is dropped goes back at once, to the stream
-it was made for, and is handed out again there. Its garbage is written *in that stream's order*: who still reads it on
-another stream, reads garbage.
+Arrays come from a pool, as CuPy's do: several share an allocation, and a dropped one returns at once to the stream it
+was made for, where it is reused. It turns to garbage *in that stream's order*: a late reader on another stream reads
+garbage.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ GARBAGE = 0xDE
 HANDLE = 64
 _PAGE = mmap.PAGESIZE
 _MARGIN = 32
-"""Bytes of garbage behind everything, looked at when it is given back: whoever writes beyond an end is found out."""
+"""Bytes of garbage behind each allocation, checked when it is freed: writes beyond its end are reported."""
 _ARENA = 256 << 10
 _SMALL = 64 << 10
 _UNIT = 512
@@ -51,25 +51,29 @@ _MAGIC = b"EMU-MEM\0"
 
 
 class Illegal(NamedTuple):
-    """What is wrong with an access; ``fatal``: a GPU would have stopped, and so nothing may be carried out."""
+    """An illegal access; ``fatal``: a GPU would have stopped, so the device is broken."""
 
     text: str
     fatal: bool
 
 
 @dataclass(eq=False)
-class Block:
-    """A part of an arena: the memory of one array at a time."""
+class PoolBlock:
+    """A part of an arena: the memory of one array at a time.
+
+    Attributes:
+        freed: in the order of its stream, not of the program.
+        given_back: how often the program has dropped it.
+        arrived: how often its stream has reached the drop.
+    """
 
     piece: Piece
     offset: int
     capacity: int
     nbytes: int = 0
     freed: bool = False
-    """In the order of its stream, not of the program."""
     given_back: int = 0
     arrived: int = 0
-    """How often the program gave it back, and how often its stream has come so far."""
 
     @property
     def address(self) -> int:
@@ -78,7 +82,12 @@ class Block:
 
 @dataclass(eq=False)
 class Piece:
-    """One allocation."""
+    """One allocation.
+
+    Attributes:
+        key: of imported memory: the process and the serial number there.
+        blocks: of an arena: in the order of their offsets.
+    """
 
     base: int
     nbytes: int
@@ -91,13 +100,11 @@ class Piece:
     exported: bool = False
     references: int = 1
     key: tuple[int, int] = (0, 0)
-    """Of imported memory: the process and the serial number there."""
-    blocks: list[Block] | None = field(default=None, repr=False)
-    """Of an arena: by their places."""
+    blocks: list[PoolBlock] | None = field(default=None, repr=False)
 
 
-class Space:
-    """The addresses of this process, of all its devices."""
+class AddressSpace:
+    """The memory of all emulated devices of this process."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -106,17 +113,16 @@ class Space:
         self._serials = count(1)
         self._freed: deque[Piece] = deque()
         self._freed_mappings = 0
-        self._dropped: deque[Piece] = (
-            deque()
-        )  # pinned memory whose array has gone; filled by finalizers, which may take no lock
+        self._dropped: deque[Piece] = deque()
+        """Pinned memory whose array was dropped; appended by finalizers, which may take no lock."""
         self._garbage = -1
         self._lingering: list[tuple[int, Piece]] = []
-        """What was freed here and may be mapped elsewhere, with its files."""
+        """Freed memory that other processes may still map, with its files."""
 
-    # ---- making and freeing
+    # ---- allocating and freeing
 
     def allocate(self, nbytes: int, owner: object, *, again: bool = False) -> Piece:
-        """New memory full of garbage; ``again``: where some of that size was freed before, if there was any."""
+        """Allocate garbage; ``again``: at the address of freed memory of that size, if there is any."""
         with self._lock:
             serial = next(self._serials)
             mapped = _round(nbytes + _MARGIN, _PAGE)
@@ -138,6 +144,7 @@ class Space:
             return self._add(Piece(base, nbytes, mapped, serial, "device", owner, fd))
 
     def pinned(self, nbytes: int, owner: object) -> Array:
+        """Allocate pinned host memory; it is freed with the array."""
         with self._lock:
             mapped = _round(nbytes + _MARGIN, _PAGE)
             base = _map(mapped, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, None)
@@ -146,15 +153,17 @@ class Space:
         return array_at(base, nbytes, self._dropped.append, piece)
 
     def free(self, piece: Piece) -> str | None:
-        """Turn it into garbage; what is wrong with it, if somebody wrote beyond its end."""
+        """Turn an allocation into garbage. Returns a violation if something wrote beyond its end."""
         with self._lock:
             margin = ctypes.string_at(piece.base + piece.nbytes, piece.mapped - piece.nbytes)
             spilled = piece.kind != "imported" and margin.strip(bytes([GARBAGE])) != b""
             piece.freed = True
             if piece.kind == "device":
-                ctypes.memset(piece.base, GARBAGE, piece.mapped)  # for the processes that have it mapped
+                ctypes.memset(piece.base, GARBAGE, piece.mapped)  # for the processes that map it
                 if piece.exported:
-                    self._lingering.append((os.dup(piece.fd), piece))  # another number: nobody may open it any more
+                    self._lingering.append(
+                        (os.dup(piece.fd), piece)
+                    )  # another number, so that it cannot be opened any more
                     self.still_mapped(piece.owner)
                 os.close(piece.fd)
             elif piece.kind == "imported":
@@ -172,16 +181,17 @@ class Space:
         return f"something wrote beyond the end of the {piece.nbytes} bytes at {piece.base:#x}" if spilled else None
 
     def still_mapped(self, owner: object) -> int:
-        """Bytes that an owner has freed, and that other processes have mapped."""
+        """Bytes that an owner has freed while other processes still map them."""
         with self._lock:
             for entry in list(self._lingering):
-                with contextlib.suppress(BlockingIOError):  # a process that has it mapped holds a lock on it
+                with contextlib.suppress(BlockingIOError):  # locked by processes that map it
                     fcntl.flock(entry[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
                     os.close(entry[0])
                     self._lingering.remove(entry)
             return sum(piece.nbytes for _, piece in self._lingering if piece.owner is owner)
 
     def free_all(self, owner: object) -> list[str]:
+        """Free all memory of an owner except pinned memory. Returns violations."""
         with self._lock:
             self._settle()
             mine = [
@@ -192,6 +202,7 @@ class Space:
     # ---- other processes
 
     def export(self, base: int) -> bytes:
+        """A handle by which another process can map an allocation."""
         piece = self.find(base)
         if piece is None or piece.freed or piece.kind != "device" or piece.base != base:
             raise TransportError(
@@ -200,7 +211,8 @@ class Space:
         piece.exported = True
         return _MEMORY.pack(_MAGIC, os.getpid(), piece.fd, piece.nbytes, piece.serial).ljust(HANDLE, b"\0")
 
-    def take_in(self, handle: bytes, owner: object) -> Piece:
+    def import_(self, handle: bytes, owner: object) -> Piece:
+        """Map another process's allocation, once, however often it is imported."""
         magic, pid, theirs, nbytes, serial = _MEMORY.unpack_from(handle)
         if magic != _MAGIC or len(handle) != HANDLE:
             raise TransportError("cannot open shared memory: this is no handle of it")
@@ -226,7 +238,8 @@ class Space:
             self._imported[piece.key] = piece
             return piece
 
-    def let_go(self, piece: Piece) -> None:
+    def forget_import(self, piece: Piece) -> None:
+        """Unmap imported memory when it has been forgotten as often as it was imported."""
         with self._lock:
             piece.references -= 1
             if piece.references == 0:
@@ -235,7 +248,7 @@ class Space:
     # ---- looking up
 
     def find(self, address: int) -> Piece | None:
-        """What an address belongs to, or belonged to when it was freed."""
+        """The allocation that contains an address, freed or not."""
         with self._lock:
             self._settle()
             at = bisect_right(self._pieces, address, key=_base) - 1
@@ -249,7 +262,7 @@ class Space:
         return piece
 
     def illegal(self, address: int, nbytes: int) -> Illegal | None:
-        """What is wrong with touching these bytes now; None: nothing."""
+        """Why these bytes must not be accessed now; None if they may be."""
         piece = self.find(address)
         where = f"{nbytes} bytes at {address:#x}"
         if piece is None:
@@ -270,7 +283,7 @@ class Space:
             )
 
     def held(self, owner: object) -> dict[str, int]:
-        """How many allocations and imports of an owner there are, without what belongs to a pool."""
+        """The numbers of an owner's allocations and imports, without those of a pool."""
         with self._lock:
             kinds = [
                 piece.kind
@@ -299,16 +312,16 @@ class Space:
         return self._garbage
 
 
-SPACE = Space()
+SPACE = AddressSpace()
 
 
 class Pool:
-    """Where a device's arrays come from.
+    """The pool of a device's arrays.
 
     Args:
-        new: an allocation of that many bytes.
-        submit: puts work into a stream.
-        violation: notes what must not happen.
+        new: allocates a number of bytes.
+        submit: enqueues work on a stream.
+        violation: records a violation.
     """
 
     def __init__(
@@ -319,13 +332,12 @@ class Pool:
     ) -> None:
         self._new, self._submit, self._violation = new, submit, violation
         self._lock = threading.RLock()  # `new` may call `trim`
-        self._idle: dict[tuple[int, int], list[Block]] = {}
+        self._idle: dict[tuple[int, int], list[PoolBlock]] = {}
         self._arenas: dict[int, Piece] = {}
-        self._returned: deque[tuple[int, Block]] = deque()
+        self._returned: deque[tuple[int, PoolBlock]] = deque()
 
     def array(self, nbytes: int, stream: int) -> Array:
-        """Bytes full of whatever was there before, for the stream; they go back to it when the last view of them is
-        dropped."""
+        """Uninitialized bytes for a stream; they return to it when the last view of them is dropped."""
         with self._lock:
             self._settle()
             # A margin of garbage behind every array, as behind allocations.
@@ -338,12 +350,12 @@ class Pool:
 
         if block.given_back == block.arrived:
             take()
-        else:  # its stream has still to come to where it was given back: it is the array's only after that
+        else:  # its stream has not reached the previous drop yet, and the new array's memory is valid only after that
             self._submit(stream, take)
         return array_at(block.address, nbytes, self._give_back, block, nbytes, stream)
 
     def trim(self) -> list[Piece]:
-        """The allocations of which nothing is in use, to be freed; nothing may be at work on them."""
+        """Remove and return the allocations without arrays, to be freed; no work may be using them."""
         with self._lock:
             self._settle()
             idle = {block for blocks in self._idle.values() for block in blocks}
@@ -353,19 +365,19 @@ class Pool:
             self._arenas = {stream: piece for stream, piece in self._arenas.items() if piece not in pieces}
             return list(pieces)
 
-    def _carve(self, capacity: int, stream: int) -> Block:
+    def _carve(self, capacity: int, stream: int) -> PoolBlock:
         piece = self._arenas.get(stream)
         offset = piece.blocks[-1].offset + piece.blocks[-1].capacity if piece and piece.blocks else 0
         if piece is None or capacity > _SMALL or offset + capacity > piece.nbytes:
             piece, offset = self._new(_ARENA if capacity <= _SMALL else capacity), 0
             if capacity <= _SMALL:
                 self._arenas[stream] = piece
-        block = Block(piece, offset, capacity)
-        piece.blocks = [*(piece.blocks or ()), block]  # a new list: others may be reading the old one
+        block = PoolBlock(piece, offset, capacity)
+        piece.blocks = [*(piece.blocks or ()), block]  # a new list, because other threads may be reading the old one
         return block
 
-    def _give_back(self, block: Block, nbytes: int, stream: int) -> None:
-        """Runs as a finalizer, anywhere and in any thread: takes no lock."""
+    def _give_back(self, block: PoolBlock, nbytes: int, stream: int) -> None:
+        """Return a block. A finalizer, which runs in any thread at any time: takes no lock."""
 
         def arrive() -> None:
             if not block.piece.freed:
@@ -376,7 +388,7 @@ class Pool:
                     )
                 block.freed = True
                 ctypes.memset(block.address, GARBAGE, block.capacity)
-            block.arrived += 1  # last: from then on the block may be somebody else's
+            block.arrived += 1  # last, because from then on the block may be reused
 
         block.given_back += 1
         self._submit(stream, arrive)
@@ -389,7 +401,7 @@ class Pool:
 
 
 def array_at(address: int, nbytes: int, finalizer: Callable[..., None], *arguments: Any) -> Array:
-    """Memory as an array of uint8; the finalizer is called when the last array that has to do with it is dropped."""
+    """Memory as an array of uint8; the finalizer is called when the last array that refers to it is dropped."""
     memory = (ctypes.c_uint8 * nbytes).from_address(address)
     weakref.finalize(memory, finalizer, *arguments).atexit = False
     array: Array = np.frombuffer(memoryview(memory), np.uint8)
@@ -397,7 +409,7 @@ def array_at(address: int, nbytes: int, finalizer: Callable[..., None], *argumen
 
 
 def open_shared(pid: int, fd: int, name: str) -> int:
-    """Another process's memory file, if it is still the one of that name."""
+    """Open another process's memory file, if it still has that name."""
     path = f"/proc/{pid}/fd/{fd}"
     try:
         mine = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -426,7 +438,7 @@ def _base(piece: Piece) -> int:
     return piece.base
 
 
-def _offset(block: Block) -> int:
+def _offset(block: PoolBlock) -> int:
     return block.offset
 
 

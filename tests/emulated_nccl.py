@@ -1,11 +1,10 @@
-"""NCCL among threads of one process, on emulated devices: its rules, and none of its forgiveness.
+"""An emulation of NCCL among threads of one process, on emulated devices. It is stricter than NCCL.
 
-An operation is given to a stream and carried out there later; a group is one operation, whose parts wait for each
-other's peers all together. The operations of a communicator follow one another in the order in which they were issued,
-whatever their streams. A send blocks its stream until it is received. What NCCL leaves undefined (counts that do not
-match, collectives in different orders) makes every rank's communicator fail here, and so does a wait that takes too
-long; `check` tells. An abort ends the own operations only: the peers go on waiting, as they do in NCCL. To close and to
-abort waits until no graph refers to the communicator.
+An operation is enqueued on a stream and runs there later; an NCCL group is one operation, whose parts wait for their
+peers together. Operations of a communicator run in the order in which they were issued, whatever their streams. A send
+blocks its stream until it is received. What NCCL leaves undefined (counts that do not match, collectives in different
+orders) fails every rank's communicator here, as does a timeout; `check` raises. An abort ends this rank's operations
+only: the peers go on waiting, as in NCCL. Closing and aborting wait until no graph refers to the communicator.
 """
 
 from __future__ import annotations
@@ -34,15 +33,15 @@ Dtype = np.dtype[Any]
 
 
 class Streams(Protocol):
-    """What is asked of a device."""
+    """The methods of a device that are used here."""
 
     identity: str
 
     def enqueue(self, stream: int, work: Callable[[], None]) -> None:
-        """Carry ``work`` out later, in the stream's thread, behind all that the stream was given before."""
+        """Run ``work`` later, in the stream's thread and order."""
 
     def touch(self, what: str, address: int, nbytes: int) -> None:
-        """Called before memory is read or written; raises TransportError if there is none."""
+        """Called before memory is accessed; raises TransportError if it does not exist."""
 
 
 @dataclass(eq=False)
@@ -63,7 +62,7 @@ class Operation:
         return self.count * self.dtype.itemsize
 
     def memory(self, rank: int, size: int) -> list[tuple[int, int]]:
-        """The addresses that are read or written, and how many bytes from there on."""
+        """The accessed memory: addresses and bytes."""
         reads = self.kind not in ("receive", "broadcast") or (self.kind == "broadcast" and self.peer == rank)
         source = self.nbytes * (size if self.kind == "reduce_scatter" else 1) * reads
         target = self.nbytes * (size if self.kind == "all_gather" else 1) * (self.kind != "send")
@@ -83,10 +82,10 @@ class EmulatedNccl:
     """A `transport.nccl.Library` for ranks that are threads.
 
     Args:
-        size: the most ranks of a communicator.
+        size: the largest number of ranks of a communicator.
         timeout: seconds that an operation may wait for its peers before all ranks' communicators fail.
         shares: whether ranks may share a device.
-        missing: what `why_not` says.
+        missing: the answer of `why_not`.
     """
 
     def __init__(self, size: int, *, timeout: float = 20.0, shares: bool = True, missing: str | None = None) -> None:
@@ -125,8 +124,8 @@ class EmulatedNccl:
 
 
 class _Groups(threading.local):
-    """A thread's open group. It spans all communicators that the thread uses, as in NCCL; if a call in it fails, all of
-    it does."""
+    """A thread's open NCCL group. As in NCCL, it spans all communicators of the thread, and fails if a call in it
+    fails."""
 
     depth = 0
     failed = False
@@ -136,7 +135,7 @@ class _Groups(threading.local):
 
 
 class _Clique:
-    """The ranks of one communicator: what they wait for."""
+    """The ranks of one communicator, and their pending operations."""
 
     def __init__(self, size: int, timeout: float) -> None:
         self.size = size
@@ -171,8 +170,7 @@ class _Clique:
         self.changed.notify_all()
 
     def post(self, rank: int, operation: Operation) -> None:
-        """Let the peers find an operation. A rank's collectives are counted: those of the same number belong
-        together."""
+        """Make an operation visible to the peers. Collectives match by their number in each rank's order."""
         if operation.kind == "send":
             self._sends[rank, operation.peer].append(operation)
         elif operation.kind == "receive":
@@ -182,7 +180,7 @@ class _Clique:
             self._called[rank] += 1
 
     def withdraw(self, rank: int) -> None:
-        """The rank's memory must not be touched any more."""
+        """Remove a rank's pending operations: its memory must not be accessed any more."""
         for (sender, _), sends in self._sends.items():
             if sender == rank:
                 sends.clear()
@@ -193,7 +191,7 @@ class _Clique:
             calls.pop(rank, None)
 
     def match(self) -> None:
-        """Carry out everything whose peers are there."""
+        """Run all operations whose peers are present."""
         try:
             for pair, sends in self._sends.items():
                 while sends and self._receives[pair]:
@@ -232,7 +230,7 @@ class EmulatedCommunicator:
         self.rank = rank
         self.size = size
         self.aborts = 0
-        """How often `abort` has been called."""
+        """Number of calls of `abort`."""
         self._clique = clique
         self._device = device
         self._groups = groups
@@ -350,7 +348,7 @@ class EmulatedCommunicator:
             self._enqueue([operation], stream)
 
     def _enqueue(self, operations: list[Operation], stream: int) -> None:
-        # What goes into a graph is carried out whenever that is launched: only the stream says after what.
+        # Captured operations run whenever the graph is launched, in the order of its stream alone.
         capture = _capture_of(self._device, stream)
         if capture is not None:
             capture.users.add(self)
@@ -362,7 +360,7 @@ class EmulatedCommunicator:
         return self._ended is not None or self._clique.failure is not None
 
     def _carry_out(self, issued: list[Operation], ticket: int | None) -> None:
-        """In the stream's thread: wait for the communicator's earlier operations, then for the peers."""
+        """Run operations in the stream's thread, after the communicator's earlier ones, when the peers are present."""
         clique, operations = self._clique, [replace(operation) for operation in issued]
 
         def may_begin() -> bool:
@@ -386,7 +384,7 @@ class EmulatedCommunicator:
 
 
 def _capture_of(device: Any, stream: int) -> Any:
-    """The capture that notes what a stream of an `EmulatedDevice` is given; other devices have none."""
+    """The capture of a stream of an `EmulatedDevice`, if there is one; other devices have none."""
     find = getattr(device, "_stream", None)
     return find(stream).capture if find is not None else None
 
@@ -397,8 +395,8 @@ def _array(address: int, count: int, dtype: Dtype) -> Array:
 
 
 def _carry_out(calls: list[Operation]) -> None:
-    """A collective of all ranks, in rank order; every source is read before any target is written, because they may be
-    the same."""
+    """Run a collective, given the calls in rank order. All sources are read before any target is written, because they
+    may be the same memory."""
     kind, count, dtype, op = calls[0].kind, calls[0].count, calls[0].dtype, calls[0].op
     given = count * len(calls) if kind == "reduce_scatter" else count
     readers = calls if kind != "broadcast" else [calls[calls[0].peer]]
@@ -412,7 +410,7 @@ def _carry_out(calls: list[Operation]) -> None:
 
 
 def _combine(op: Op, a: Array, b: Array) -> Array:
-    """Two blocks as NCCL combines them: halves are rounded after every step, bools are bytes."""
+    """Combine two blocks as NCCL does: halves are rounded after every step, bools are bytes."""
     if dtypes.is_bool(a.dtype):
         return a | b if op in (Op.SUM, Op.MAX) else a & b
     wide = dtypes.accumulator(a.dtype)

@@ -1,5 +1,5 @@
-"""Ranks with emulated GPUs: each program runs on a stream of its own, and afterwards nothing may be wrong with the
-devices or left on them.
+"""Ranks with emulated GPUs: each program runs on its own stream, and afterwards the devices are checked for violations
+and leaks.
 
     with emulated(count=2, delays=3) as provider:
         on_threads(2, lambda world, maker: ..., provider)
@@ -24,18 +24,18 @@ from tests.emulated_nccl import EmulatedNccl
 from tests.gpu_makers import EmulatedMaker
 
 PATIENCE = 20.0
-"""Seconds that anything may take."""
+"""Bound of every wait, in seconds."""
 
 Program = Callable[[World, EmulatedMaker], Any]
 
 
 @contextlib.contextmanager
 def emulated(count: int = 1, *, library: nccl.Library | None = None, **options: Any) -> Iterator[EmulatedProvider]:
-    """Devices, and NCCL among threads, are emulated ones within.
+    """Context manager in which devices, and NCCL among threads, are emulated.
 
     Args:
-        count: how many devices there are, each with an identity of its own.
-        library: instead of NCCL; None: one that works.
+        count: of devices, each with its own identity.
+        library: in place of NCCL; None: a working emulation.
         options: of `EmulatedDevice`.
     """
     provider = EmulatedProvider(count, patience=PATIENCE, **options)
@@ -56,11 +56,11 @@ def on_threads(
     hosts: Sequence[Sequence[int]] | None = None,
     config: Config | None = None,
 ) -> list[Any]:
-    """Call ``program(world, maker)`` on ranks that are threads and shut them down; the results in rank order. The ranks
-    use the devices in turns."""
+    """Call ``program(world, maker)`` on ranks that are threads, and shut them down. Rank r uses device r modulo their
+    number. Returns the results in rank order."""
 
     def make_world(group: Group) -> World:
-        # Here, since whatever the engine does with a device it must do with that device current.
+        # Activated here, because the engine must make its device current for every call.
         provider.device(group.rank % provider.count()).activate()
         return World(group, config)
 
@@ -79,8 +79,8 @@ def on_threads(
 
 @contextlib.contextmanager
 def own_stream(device: EmulatedDevice) -> Iterator[None]:
-    """The calling thread's program works on a stream of its own: what orders it with other ranks is only what the
-    engine does."""
+    """Context manager in which the calling thread has its own current stream, so that only the engine orders it with
+    other ranks."""
     device.forbid()
     stream = device.create_stream()
     try:
@@ -92,7 +92,7 @@ def own_stream(device: EmulatedDevice) -> Iterator[None]:
 
 
 def check(device: EmulatedDevice) -> None:
-    """Nothing went wrong on a device whose worlds are shut down, and nothing of theirs is left."""
+    """Assert that a device whose worlds are shut down has neither failures, nor violations, nor leaks."""
     gc.collect()
     assert device.failure is None, device.failure
     assert not device.violations, device.violations
@@ -101,8 +101,8 @@ def check(device: EmulatedDevice) -> None:
 
 
 def own_device(**options: Any) -> EmulatedDevice:
-    """The emulated device of this process, which is a rank: current, and where tensors come from. Ranks share the GPU
-    unless they are given an ``identity``. There is no NCCL, which among processes is not emulated."""
+    """Create and activate the emulated device of this process, which is one rank. Ranks share the GPU unless they pass
+    an ``identity``. There is no NCCL, which is not emulated among processes."""
     provider = EmulatedProvider(1, **({"patience": PATIENCE} | options))
     selection.use(provider)
     nccl.use(EmulatedNccl(1, missing="NCCL is not emulated among processes"))

@@ -1,8 +1,7 @@
 """Streams, events and graphs of the emulated GPUs: CUDA's ordering, and none beyond it.
 
-A stream is a thread that carries out what it is given, in order, later; with a seed it dawdles before each piece of
-work, differently in every stream, so that whatever is not ordered by an event happens in the wrong order sooner or
-later.
+A stream is a thread that runs its work in order, asynchronously. With a seed it waits for a random time before each
+piece of work, differently in every stream, so that work that no event orders happens in the wrong order eventually.
 """
 
 from __future__ import annotations
@@ -32,8 +31,7 @@ _SLOTS = mmap.PAGESIZE // 8 - 1
 
 
 class Health:
-    """Whether a device still works. After the first failure it carries out nothing more, and says so whenever it is
-    waited for."""
+    """Whether a device works. After the first failure it runs no more work, and every wait for it raises."""
 
     def __init__(self, patience: float) -> None:
         self.patience = patience
@@ -48,7 +46,7 @@ class Health:
             raise TransportError(f"the emulated device is broken: {self.failure}")
 
     def wait(self, done: threading.Event, seconds: float, what: str) -> None:
-        """Wait for another thread; too long a wait is a failure of the device."""
+        """Wait for another thread; a timeout is a failure of the device."""
         deadline = time.monotonic() + seconds
         while not done.wait(min(_SLICE, max(0.0, deadline - time.monotonic()))):
             self.check()
@@ -58,7 +56,7 @@ class Health:
 
 
 class Mark:
-    """A place in a stream: what an event stands for."""
+    """A position in a stream: what an event stands for."""
 
     def __init__(self, page: Page | None = None) -> None:
         self._done = threading.Event()
@@ -83,7 +81,7 @@ class Mark:
 
 
 class Stream:
-    """A thread that carries out work in order. ``submit`` may be called from anywhere, finalizers included."""
+    """A thread that runs work in order. ``submit`` may be called from any thread, and from finalizers."""
 
     def __init__(self, handle: int, owner: str, health: Health, seed: str | None) -> None:
         self.handle, self.owner, self.health = handle, owner, health
@@ -101,7 +99,7 @@ class Stream:
             self._queue.put(work)
 
     def submit_now(self, work: Work) -> None:
-        """Past a capture: what the memory pool does on the host, where graphs do not reach."""
+        """Enqueue work that no capture records: that of the memory pool, which is the host's."""
         self._queue.put(work)
 
     def mark(self, page: Page | None = None) -> Mark:
@@ -130,16 +128,16 @@ class Stream:
             elif health.failure is None:
                 try:
                     work()
-                except BaseException as error:  # as on a GPU: it shows when somebody waits
+                except BaseException as error:  # as on a GPU, it is reported by the next wait
                     health.fail(f"{type(error).__name__}: {error}")
-            del work  # or what it holds would live until the next piece of work comes
+            del work  # otherwise its objects would live until the next piece of work
 
 
 class Page:
-    """A shared event's state, in memory that other processes map.
+    """The state of a shared event, in memory that other processes map.
 
-    The first number is how often it was recorded. Record n is done when slot ``n % SLOTS`` has reached n: records may
-    pass in another order than they were made, on different streams.
+    The first number counts the records. Record n has passed when slot ``n % SLOTS`` has reached n: records on different
+    streams may pass in another order than they were made.
     """
 
     _serials = count(1)
@@ -151,7 +149,7 @@ class Page:
 
     @staticmethod
     def make() -> tuple[Page, int, bytes]:
-        """The page, its file, and the handle by which another process opens it."""
+        """A new page, its file, and the handle by which another process opens it."""
         serial = next(Page._serials)
         fd = os.memfd_create(f"emulated-event-{os.getpid()}-{serial}")
         os.ftruncate(fd, mmap.PAGESIZE)
@@ -201,19 +199,20 @@ class Page:
 
 
 class Point(NamedTuple):
-    """What an event that was recorded during a capture stands for."""
+    """What an event that was recorded during a capture stands for: nodes of the graph."""
 
     capture: Capture
     nodes: frozenset[int]
 
 
 class Event:
-    """An event: it stands for what the last record of it meant, or for nothing yet.
+    """An event: it stands for its last record, or for nothing.
 
     Args:
-        page: of an event of this process that is shared.
+        owner: the identity of its device.
+        page: of a shared event of this process.
         fd: of the page.
-        handle: by which others open it.
+        handle: by which other processes open it.
         theirs: the page of another process's event.
     """
 
@@ -276,16 +275,19 @@ class Event:
 
 
 GLOBAL, THREAD_LOCAL, RELAXED = range(3)
-"""CUDA's modes of capture: of a capture, which threads must not make calls that could wait for the device; and of a
-thread, whose captures keep it from them."""
+"""CUDA's capture modes: of a capture, which threads it forbids calls that may wait for the device; of a thread, which
+captures forbid it such calls."""
 
 
 class Capture:
-    """Work noted down, and what each piece of it comes after.
+    """Recorded work, and the work after which each piece of it runs.
 
     Args:
-        origin: the stream on which it was begun.
+        origin: the stream on which the capture was begun.
         mode: as CUDA numbers them.
+
+    Attributes:
+        users: objects to which the graph will refer.
     """
 
     def __init__(self, origin: Stream, mode: int = THREAD_LOCAL) -> None:
@@ -293,7 +295,6 @@ class Capture:
         self.mode = mode
         self.thread = threading.get_ident()
         self.users: set[object] = set()
-        """What its graph will refer to."""
         self._nodes: list[tuple[Work, frozenset[int]]] = []
         self._streams: list[Stream] = []
         self._refused: str | None = None
@@ -305,7 +306,7 @@ class Capture:
         stream.last = frozenset((len(self._nodes) - 1,))
 
     def join(self, stream: Stream, nodes: frozenset[int]) -> None:
-        """What the stream is given from now on is captured too, and comes after these."""
+        """Capture the stream's later work too, ordered after these nodes."""
         if self._over or stream.capture not in (None, self):
             raise TransportError(
                 "an event recorded during a capture is of use only to streams of the same capture, while it lasts"
@@ -316,12 +317,12 @@ class Capture:
         stream.last |= nodes
 
     def refuse(self, reason: str) -> None:
-        """As in CUDA, a mistake spoils the whole capture."""
+        """Raise an error that, as in CUDA, invalidates the whole capture."""
         self.spoil(reason)
         raise TransportError(f"capture: {reason}")
 
     def spoil(self, reason: str) -> None:
-        """It can only be ended from now on, without a graph."""
+        """Invalidate the capture: it can only be ended, without a graph."""
         self._refused = self._refused or reason
 
     def end(self) -> Graph:
@@ -339,7 +340,7 @@ class Capture:
 
 
 class Graph:
-    """Captured work, to be carried out again in any order that respects what was ordered; never twice at once."""
+    """Captured work, which runs in any order that respects its dependencies; never twice at once."""
 
     def __init__(self, nodes: list[tuple[Work, frozenset[int]]], users: set[object]) -> None:
         self.users = users

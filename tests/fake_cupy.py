@@ -221,13 +221,19 @@ typedef unsigned long long CUdeviceptr;
 typedef struct { char bytes[16]; } CUuuid;
 #endif
 static int setting(const char *name) { const char *text = getenv(name); return text ? atoi(text) : 0; }
-CUresult cuGetErrorName(CUresult error, const char **text) { *text = error == 100 ? "CUDA_ERROR_NO_DEVICE" : 0; return 0; }
+CUresult cuGetErrorName(CUresult error, const char **text) {
+    *text = error == 100 ? "CUDA_ERROR_NO_DEVICE" : 0; return 0;
+}
 CUresult cuDriverGetVersion(int *version) { *version = setting("FAKE_CUDA"); return 0; }
 CUresult cuInit(unsigned int flags) { return setting("FAKE_INIT"); }
 CUresult cuDeviceGetCount(int *count) { *count = setting("FAKE_GPUS"); return 0; }
-CUresult cuDeviceGet(CUdevice *device, int ordinal) { *device = 40 + ordinal; return ordinal < setting("FAKE_GPUS") ? 0 : 101; }
+CUresult cuDeviceGet(CUdevice *device, int ordinal) {
+    *device = 40 + ordinal; return ordinal < setting("FAKE_GPUS") ? 0 : 101;
+}
 CUresult cuDeviceGetName(char *name, int length, CUdevice device) { strncpy(name, "NVIDIA H200", length); return 0; }
-CUresult cuDeviceGetUuid_v2(CUuuid *uuid, CUdevice device) { memset(uuid->bytes, 0, 16); uuid->bytes[15] = device; return 0; }
+CUresult cuDeviceGetUuid_v2(CUuuid *uuid, CUdevice device) {
+    memset(uuid->bytes, 0, 16); uuid->bytes[15] = device; return 0;
+}
 CUresult cuDevicePrimaryCtxGetState(CUdevice device, unsigned int *flags, int *active) {
     *flags = 0, *active = device - 40 == setting("FAKE_IN_USE");
     return 0;

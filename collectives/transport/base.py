@@ -1,11 +1,11 @@
-"""What a transport is: two ways to move a block, one interface to each, and nothing about collectives.
+"""The protocols of a transport: shared memory and messages between ranks, and the control plane.
 
-Ranks that share a host share **memory**: whoever holds the bytes does nothing, and the peer reads them where they lie
-(or writes them where they belong). What remains to be agreed on is *when*, and that is the board's business
-(`collectives.transport.board`). Ranks that do not share a host pass **messages**: both sides act.
+Ranks of one host share **memory**: a peer reads blocks where they lie, or writes them where they belong, and the owner
+does nothing. *When* it may do so is read on the board (`collectives.transport.board`). Ranks of different hosts pass
+**messages**, in which both sides take part.
 
-The executor uses whichever of the two reaches a peer, so one schedule may span both. Every wait of a transport is
-bounded: it ends with the bytes, or with an error that says who was missing.
+The executor uses whichever reaches a peer, so that one schedule may span both. Every wait of a transport is bounded: it
+ends with the bytes, or with an error that names the missing rank.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, np.dtype[Any]]
 
 SLOTS = 4
-"""Segments that may be in flight in a window at once: one being filled, one or two being read, one being left."""
+"""Segments in flight in a window: one being filled, one or two being read, one being released."""
 
 SLOT_BYTES = 2 << 20
-"""Bytes of a window that one segment may use. Small, so that what was written is still in cache when it is read."""
+"""Bytes of a window for one segment; small, so that they are still in cache when they are read."""
 
 WINDOW_BYTES = SLOTS * SLOT_BYTES
 
 MOST_BLOCKS = 1024
-"""How many blocks one system call takes: IOV_MAX."""
+"""Blocks that one system call takes: IOV_MAX."""
 
 
 class Blocks:
@@ -37,7 +37,7 @@ class Blocks:
 
     Attributes:
         rows: int64 of shape (blocks, 2).
-        at: where the rows lie.
+        at: address of the rows.
     """
 
     __slots__ = ("at", "rows")
@@ -49,15 +49,16 @@ class Blocks:
 
 
 class MemoryTransport(Protocol):
-    """Memory shared by the ranks of one host. Peers are named by their rank in the group."""
+    """Memory shared by the ranks of one host. Peers are given by their rank in the group."""
 
     name: str
     board: Board
-    """Who has come how far; shared by the same ranks."""
+    """The progress and state of the same ranks."""
     windows: Sequence[Array | None]
-    """Each rank's window, `WINDOW_BYTES` of uint8 that all ranks of the host can read; None for ranks elsewhere."""
+    """Each rank's window, `WINDOW_BYTES` of uint8 that all ranks of the host can read; None for ranks of other
+    hosts."""
     reads_private: bool
-    """Whether `fetch` and `store` work, that is, whether the system lets a rank into its peers' private memory."""
+    """Whether `fetch` and `store` work: whether the system lets a rank access its peers' private memory."""
 
     def fetch(self, peer: int, address: int, into: int, nbytes: int) -> None:
         """Copy ``nbytes`` from the peer's private memory at ``address`` to this rank's at ``into``.
@@ -72,71 +73,79 @@ class MemoryTransport(Protocol):
         `fetch`."""
 
     def fetch_list(self, peer: int, blocks: Blocks, first: int, count: int, into: int, nbytes: int) -> None:
-        """Copy ``count`` of the peer's ``blocks``, ``nbytes`` in all, one behind the other to this rank's memory at
-        ``into``."""
+        """Copy ``count`` of the peer's ``blocks`` from number ``first`` on, ``nbytes`` in all, contiguously to this
+        rank's memory at ``into``; raises as `fetch`."""
 
     def store_list(self, peer: int, blocks: Blocks, own: Blocks, first: int, count: int, nbytes: int) -> None:
-        """Copy ``count`` of this rank's ``own`` blocks to the peer's, each to the one of the same number and length."""
+        """Copy ``count`` of this rank's ``own`` blocks to the peer's blocks of the same numbers and lengths; raises as
+        `fetch`."""
 
     def close(self) -> None:
-        """Let go of the shared memory; the other ranks keep theirs."""
+        """Unmap the shared memory; the other ranks keep theirs."""
 
 
 class MessageTransport(Protocol):
-    """Messages between any two ranks of the group, in order per pair of ranks; both sides name the same length."""
+    """Messages between any two ranks of the group, in order per pair of ranks; both sides give the same length."""
 
     name: str
 
     def post_receive(self, peer: int, into: Array) -> None:
-        """Begin to receive a block from ``peer`` into contiguous memory, which must stay alive until `drain`."""
+        """Begin to receive a block from ``peer`` into contiguous memory, which must stay alive until `drain`
+        returns."""
 
     def post_send(self, peer: int, block: Array) -> None:
-        """Begin to send a contiguous block, which must stay alive and unchanged until `drain`."""
+        """Begin to send a contiguous block, which must stay alive and unchanged until `drain` returns."""
 
     def drain(self) -> None:
-        """Wait until everything posted has arrived and left.
+        """Wait until everything posted has been received and sent.
 
         Raises:
-            RankFailedError, CollectiveTimeoutError: a rank is gone, or did not come in time.
+            RankFailedError: a rank failed, left or died.
+            CollectiveTimeoutError: a rank did not arrive in time.
         """
 
     def close(self) -> None:
-        """Release what the transport holds."""
+        """Release the resources of the transport."""
 
 
 class Control(Protocol):
-    """How the ranks of a group agree, fail and find each other: the little that is said about the data."""
+    """The control plane of a group: agreement on each call, failures, departures, and small exchanges."""
 
     rank: int
     size: int
 
     def enter(self, signature: int, words: Sequence[int] | memoryview = ()) -> None:
-        """Enter the next call of the group with what this rank asks for.
+        """Enter the next call of the group with this rank's proposal. Does not wait.
 
-        ``signature`` is 47 bits that stand for the request. ``words`` (at most `board.max_words` of 64 bits, equally
-        many on ranks with equal signatures; many of them as a memoryview of format "q") travel along and are read with
-        `words_of`. What this rank wrote into its window before is visible to its peers afterwards.
+        What this rank wrote into its window before is visible to its peers afterwards.
+
+        Args:
+            signature: 47 bits of a hash of the proposal.
+            words: numbers that travel along, for `words_of`: at most `board.max_words` of 64 bits, equally many on
+                ranks with equal signatures; many of them as a memoryview of format "q".
         """
 
     def look(self, *, spin: bool = True) -> bool | None:
-        """Whether all ranks entered the call with the same signature, the same answer on every rank; None while one is
+        """Whether all ranks entered the call with the same signature; equal on every rank. None while a rank is
         missing.
 
-        ``spin``: look a few times before saying that one is missing.
+        Args:
+            spin: look a few times before reporting a missing rank.
 
         Raises:
             RankFailedError: a rank failed in the middle of this call.
         """
 
     def agree(self, signature: int, words: Sequence[int] | memoryview = ()) -> bool:
-        """`enter`, and wait until every rank has; returns what `look` says.
+        """`enter`, and wait until every rank has entered. Returns the result of `look`.
 
         Raises:
-            RankFailedError, CollectiveTimeoutError: a rank is gone, or did not come in time.
+            RankFailedError: a rank failed, left or died.
+            CollectiveTimeoutError: a rank did not enter in time.
         """
 
     def called(self) -> bool:
-        """Whether a peer may have entered the call after the present one, so that this rank should come too."""
+        """Whether a peer may have entered the call after the present one, so that this rank should enter it too."""
 
     def missing(self) -> list[int]:
         """The peers known not to have entered the present call."""
@@ -144,34 +153,36 @@ class Control(Protocol):
     def check(self, *, deep: bool = False, upcoming: bool = False) -> None:
         """Raise RankFailedError if a rank has failed, or has left without entering the present call.
 
-        ``deep``: look at processes too. ``upcoming``: the call after the present one is meant.
+        Args:
+            deep: look at processes too.
+            upcoming: check for the call after the present one.
         """
 
     def relax(self) -> None:
-        """Give other ranks and threads a chance to run."""
+        """Yield the core to other ranks and threads."""
 
     def words_of(self, peer: int) -> Sequence[int]:
-        """The words with which ``peer`` entered the current call; valid until this rank enters the next but one."""
+        """The words with which ``peer`` entered the present call; valid until this rank enters the next but one."""
 
     def exchange(self, value: Any) -> list[Any]:
-        """Give every rank every rank's (small, picklable) value, in rank order; the slow path of errors and set-up."""
+        """Gather every rank's (small, picklable) value on every rank, in rank order; for set-up and errors."""
 
     def fail(self, text: str, *, in_call: bool = False) -> None:
-        """Tell the other ranks that this one has failed; their waits end with a RankFailedError that carries ``text``.
+        """Announce that this rank has failed; the waits of its peers end with a RankFailedError that carries ``text``.
 
-        ``in_call``: it failed in the middle of the present call, which nobody may take part in any more.
+        Args:
+            text: the reason.
+            in_call: it failed in the middle of the present call, which no rank may take part in any more.
         """
 
     def leave(self) -> None:
-        """Tell the other ranks that this one will not enter another call; also after `fail`, of which they are told
-        first."""
+        """Announce that this rank will not enter another call; also after `fail`, which is announced first."""
 
     def acknowledged(self) -> bool:
-        """Whether every other rank has failed, left or died too, so that none will touch this rank's memory."""
+        """Whether every other rank has failed, left or died too, so that none accesses this rank's memory any more."""
 
     def all_left(self) -> bool:
-        """Whether every other rank has left or died; of those that have failed, whether they have said so with `leave`
-        as well."""
+        """Whether every other rank has announced with `leave` that it left, or died; a failure alone does not count."""
 
     def close(self) -> bool:
-        """Wait a moment until nothing said by anybody is on its way any more; whether that came about."""
+        """Drain control messages for a bounded time. Returns True if none remain in flight."""

@@ -1,19 +1,19 @@
 """The board: a page of 64-bit words per rank, in memory that all ranks of a host share.
 
-Each rank writes its own page only and reads the others'. On it stand
+Each rank writes its own page only and reads those of its peers:
 
-    progress   how many groups of steps the rank has finished, counted over its whole life
-    token      with what the rank entered a call: 47 bits of signature, 16 bits of call number; two places that alternate,
-               because a peer may enter the next call before this rank has read the present one, but never the next but
-               one
-    words      the numbers that travel with a token (addresses, counts), two places as well
+    progress   number of step groups that the rank has finished, counted over its whole life
+    token      the call that the rank has entered: 47 bits of signature, 16 bits of call number; two places that
+               alternate, because a peer may enter the next call before this rank has read the present one, but never
+               the next but one
+    words      numbers that travel with a token (addresses, counts); two places as well
     state      alive, left or failed, and the traceback of the failure
     gone       whether the rank has left, be it after a failure
-    broken     the call in whose middle the rank failed, so that a peer that comes to it later does not take part
+    broken     the call in whose middle the rank failed, so that a peer that enters it later does not take part
 
-A rank that waits for a peer spins for a moment, then yields the core, then naps a little longer each time; meanwhile it
-looks at the states and at the clock, so that no wait is unbounded. What a rank wrote before it wrote a word is visible
-to whoever has read that word: x86-64 keeps stores in order by itself, elsewhere `fence` sees to it.
+A rank that waits for a peer spins for a moment, then waits as `collectives.transport.backoff` does, within a bound and
+with a look at its peers' states. Stores that precede a word's are visible to a reader of that word: x86-64 keeps stores
+in order, other processors need `fence`.
 """
 
 from __future__ import annotations
@@ -49,8 +49,7 @@ fence: Callable[[], None] | None = None if platform.machine().lower() in ("x86_6
 
 
 def max_words(size: int) -> int:
-    """How many words a rank may enter a call with: a few numbers per rank, or two addresses for each of 1,024
-    tensors."""
+    """The most words that travel with a token: a few numbers per rank, or two addresses for each of 1,024 tensors."""
     return max(size + 4, 2048)
 
 
@@ -61,14 +60,14 @@ def board_bytes(size: int) -> int:
 
 
 class Board:
-    """One rank's view of the pages. Not thread-safe: the rank that drives its communication uses it.
+    """One rank's view of the pages. Not thread-safe: only the thread that drives the rank's communication uses it.
 
     Args:
         pages: one writable buffer of `board_bytes` per rank of the group; None for ranks on other hosts.
         rank: this rank in the group.
         timeout: seconds that a wait may last while the peers are alive.
-        spins: how often to look before the core is yielded; few where ranks outnumber cores.
-        pause: gives other ranks and threads a chance to run.
+        spins: looks before the core is yielded; few where ranks outnumber cores.
+        pause: yields the core to other ranks and threads.
         processes: whether ranks are processes, whose death shows in the process table.
     """
 
@@ -85,12 +84,12 @@ class Board:
         self.rank = rank
         self.size = len(pages)
         self.names: Sequence[int] = range(self.size)
-        """What messages call the ranks."""
+        """The ranks' numbers in messages."""
         self.peers = tuple(p for p, page in enumerate(pages) if page is not None and p != rank)
         self.seen = [0] * self.size
-        """Each peer's progress when it was last looked at; saves looking again."""
+        """Each peer's progress as last read, so that it need not be read again."""
         self.also_check: Callable[[], None] | None = None
-        """Called now and then while waiting: looks for failures that the board cannot show."""
+        """Called now and then during a wait: raises for failures that the board does not show."""
         self._words: list[Any] = [None if page is None else page[: _word_bytes(self.size)].cast("q") for page in pages]
         self._texts = [None if page is None else page[_word_bytes(self.size) :] for page in pages]
         self._mine = self._words[rank]
@@ -105,17 +104,17 @@ class Board:
         self._token = self._count = 0
 
     def advance(self, progress: int) -> None:
-        """Announce that this rank has finished its first ``progress`` groups of steps."""
+        """Announce that this rank has finished its first ``progress`` step groups."""
         if fence is not None:
             fence()
         self._mine[_PROGRESS] = progress
 
     def wait(self, peer: int, progress: int) -> None:
-        """Return when ``peer`` has come as far as ``progress``.
+        """Wait until ``peer`` has reached ``progress``.
 
         Raises:
             RankFailedError: a rank has failed, or the peer has left or died.
-            CollectiveTimeoutError: the peer did not come in time.
+            CollectiveTimeoutError: the peer did not arrive in time.
         """
         words = self._words[peer]
         for _ in range(self._spins):
@@ -188,8 +187,8 @@ class Board:
         return words
 
     def mark(self, state: int, text: str = "", broken: int = 0) -> None:
-        """Announce this rank's state, and why; ``broken``: the call that it was in. A rank that has failed stays so
-        when it leaves."""
+        """Announce this rank's state and the reason; ``broken`` is the call that it failed in. A rank that has failed
+        remains FAILED when it leaves."""
         if state == LEFT:
             self._mine[_GONE] = 1
             if self._mine[_STATE] == FAILED:
@@ -206,7 +205,7 @@ class Board:
             self._mine[_BROKEN] = broken
 
     def state_of(self, peer: int) -> int:
-        """Whether ``peer`` is ALIVE, has LEFT or has FAILED; a process that is gone has failed."""
+        """ALIVE, LEFT or FAILED; a process that has ended without leaving has failed."""
         state: int = self._words[peer][_STATE]
         return FAILED if state == ALIVE and self._died(peer) else state
 
@@ -215,25 +214,25 @@ class Board:
         return bool(self._words[peer][_GONE]) or self._died(peer)
 
     def text_of(self, peer: int) -> str:
-        """What ``peer`` said when it announced its state; empty if it said nothing."""
+        """The reason that ``peer`` gave with its state; may be empty."""
         page = self._texts[peer]
         assert page is not None
         return bytes(page[: self._words[peer][_TEXT_LENGTH]]).decode("utf-8", "replace")
 
     def release(self) -> None:
-        """Let go of the pages, so that the memory under them can be unmapped."""
+        """Release the pages, so that their memory can be unmapped."""
         for view in [*self._words, *self._texts]:
             if view is not None:
                 view.release()
 
     def relax(self) -> None:
-        """Give other ranks and threads a chance to run."""
+        """Yield the core to other ranks and threads."""
         self._pause()
 
     def check(
         self, waiting_for: int | None = None, arrived: Callable[[], bool] | None = None, processes: bool = True
     ) -> None:
-        """Raise RankFailedError if a peer has failed, or if the one waited for has left without having arrived."""
+        """Raise RankFailedError if a peer has failed, or if the awaited one has left without having arrived."""
         for peer in self.peers:
             state = self.state_of(peer) if processes else self._words[peer][_STATE]
             if state == FAILED:
@@ -247,11 +246,10 @@ class Board:
                 )
 
     def explain(self, peer: int, gone: bool) -> None:
-        """Raise RankFailedError if what went wrong with ``peer``'s memory comes from its end; return if it lives on.
+        """Raise RankFailedError if access to ``peer``'s memory failed because the peer ended; return if it is alive.
 
         Args:
-            gone: whether the process is known to have ended, although the process table may list it until its parent
-                has looked.
+            gone: whether the process is known to have ended; the process table may list it until its parent reaps it.
         """
         self.check(peer)
         if gone:

@@ -10,11 +10,11 @@ from collectives.transport.board import FAILED, LEFT, Board
 
 
 class BoardControl:
-    """`base.Control` for ranks that all share one board: entering a call is one word written and one read per peer.
+    """`base.Control` for ranks that all share one board: entering a call writes one word and reads one per peer.
 
     Args:
         board: shared by all ranks of the group.
-        exchange: gives every rank every rank's value, in rank order.
+        exchange: gathers every rank's value on every rank, in rank order.
     """
 
     def __init__(self, board: Board, exchange: Callable[[Any], list[Any]]) -> None:
@@ -60,4 +60,4 @@ class BoardControl:
         return all(self._board.is_gone(peer) for peer in self._board.peers)
 
     def close(self) -> bool:
-        return True  # nothing travels on a board
+        return True  # a board has no messages in flight

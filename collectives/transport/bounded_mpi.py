@@ -1,7 +1,7 @@
 """Waiting for MPI within a bound: posted requests are tested, and calls that MPI has in a blocking form only run in a
 thread of their own.
 
-An interrupt, a failed peer or the bound ends a wait, never the call itself: a rank whose program lives on after an
+An interrupt, a failed peer or the bound ends a wait, never the call itself: a rank whose program continues after an
 exception does not leave its peers inside a call of MPI.
 """
 
@@ -25,18 +25,18 @@ _FAILURE_SHOWS_WITHIN = 1.0
 _THREAD_NAME = "collectives rank: MPI call"
 
 _under_way: dict[Hashable, Call[Any]] = {}
-"""Calls that have been made and whose result nobody has used; whoever asks for the same call again gets that one."""
+"""Calls whose results are not in use yet, by key; the next `Waiter.call` with a key continues that call."""
 
 
 class Waiter:
-    """Waits for MPI: looks often at first, then yields, then naps longer and longer, within a bound.
+    """Waits for MPI within a bound: spins, then waits as `collectives.transport.backoff` does.
 
     Args:
-        rank: as messages call this rank.
+        rank: this rank's number in messages.
         timeout: seconds.
 
     Attributes:
-        check: called between two looks; what it raises ends the wait.
+        check: called between two tests of a request; an exception from it ends the wait.
     """
 
     def __init__(self, rank: int, timeout: float) -> None:
@@ -45,11 +45,14 @@ class Waiter:
         self.check: Callable[[], None] = lambda: None
 
     def wait(self, request: MPI.Request, what: str) -> None:
-        """Return when the request is complete.
+        """Wait until the request is complete.
+
+        Args:
+            what: names the event in errors.
 
         Raises:
-            CollectiveTimeoutError: it did not complete in time; names ``what`` was waited for.
-            RankFailedError: as `check` has it.
+            CollectiveTimeoutError: it did not complete in time.
+            RankFailedError: from `check`.
             TransportError: MPI reported an error, and every peer is alive.
         """
         self.until(request.Test, what)
@@ -61,7 +64,7 @@ class Waiter:
         self.until(lambda: bool(MPI.Request.Testall(requests)), what)
 
     def until(self, done: Callable[[], bool], what: str) -> None:
-        """`wait` until ``done()``, which asks MPI."""
+        """`wait` until ``done()``, which calls MPI."""
         from mpi4py import MPI
 
         try:
@@ -75,12 +78,12 @@ class Waiter:
 
         Args:
             function: blocks at most until every rank calls it too.
-            what: is waited for, for messages.
-            key: names the call: until `forget`, another `call` with this key waits for the same one, so that an
-                exception here does not put this rank out of step with its peers. A call without a key is made once.
+            what: names the event in errors.
+            key: identifies the call: until `forget`, another `call` with this key waits for the same one, so that an
+                exception here does not put this rank out of step with its peers. None: the call is made once.
 
         Raises:
-            As `wait`.
+            CollectiveTimeoutError, RankFailedError, TransportError: as `wait`.
         """
         call = _under_way.get(key) if key is not None else None
         if call is None:
@@ -111,22 +114,22 @@ class Waiter:
         )
 
     def _explain(self, error: BaseException, what: str) -> None:
-        """Raise what an error of MPI comes from: a rank that is gone, or MPI itself."""
+        """Raise the cause of an error of MPI: a rank that failed, or MPI itself."""
         backoff.poll(self.check, _FAILURE_SHOWS_WITHIN)
         raise TransportError(f"rank {self._rank}: MPI failed while this rank waited for {what}: {error}") from error
 
 
 def forget(key: Hashable) -> None:
-    """The result of a call is in use, and the next `Waiter.call` with this key makes a call of its own."""
+    """Mark the result of a call as in use: the next `Waiter.call` with this key makes a new call."""
     _under_way.pop(key, None)
 
 
 def barrier_then(barrier: Callable[[], MPI.Request], function: Callable[[], Any]) -> Any:
-    """Run ``function`` once every rank has come to the barrier; naps until then, where a blocking call of MPI would use
-    up a core."""
+    """Run ``function`` once every rank has entered the barrier; sleeps until then, where a blocking call of MPI would
+    occupy a core."""
     request = barrier()
     begun = time.monotonic()
     while not request.Test():
-        # A rank that has not come yet; nobody rings. One that never comes costs ever less.
+        # MPI does not notify: poll, less and less often, because a rank may never arrive.
         time.sleep(min(max(_FIRST_NAP, (time.monotonic() - begun) / 50), _LONGEST_NAP))
     return function()

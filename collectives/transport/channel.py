@@ -1,7 +1,7 @@
-"""A communicator of a group's own: values that all ranks exchange, and notices that a rank gives about itself.
+"""A group's own MPI communicator: exchanges of values, and notices that a rank gives about itself.
 
-Both are messages of MPI, posted and tested. Exchanges are collective; a notice (it has failed, it leaves, it waits in a
-call) comes at any time, and is read by whoever waits for anything.
+Both are requests that are posted and tested. Exchanges are collective. A notice (the rank has failed, leaves, or waits
+in a call) arrives at any time, and is read during every wait.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ FAILURE_TAG, LEAVE_TAG, BLOCK_TAG, HERE_TAG = 1, 2, 3, 4
 _NOTICES = (FAILURE_TAG, HERE_TAG, LEAVE_TAG)
 _LEAVE_BYTES = 32
 _NOTICE_BYTES = 2000
-"""Few enough for every MPI to send at once, whether or not the receiver is inside MPI."""
+"""Few enough that every MPI sends them eagerly, whether or not the receiver is inside MPI."""
 _SAY_GOODBYE_WITHIN = 1.0
 
 _open: set[Channel] = set()
-"""Channels that MPI may still write to: what they have posted may complete although nobody waits for it any more."""
+"""Channels whose memory MPI may still write to: posted requests may complete although they are not waited for."""
 
 
 class Channel:
     """One rank's end of the communicator. Not thread-safe.
 
     Args:
-        comm: belongs to the channel.
+        comm: owned by the channel.
         timeout: seconds that a wait may last.
-        names: what messages call the ranks.
+        names: the ranks' numbers in messages.
 
     Attributes:
-        waiter: waits for requests on the communicator, and looks for notices of failure meanwhile.
-        failed: the ranks that have failed, and what they said.
-        left: the ranks that have left, and after which call.
-        here: the ranks that wait, and in which call.
+        waiter: waits for requests on the communicator, and reads notices meanwhile.
+        failed: reason by failed rank.
+        left: last call by rank that has left.
+        here: present call by waiting rank.
     """
 
     def __init__(self, comm: MPI.Intracomm, timeout: float, names: Sequence[int]) -> None:
@@ -56,18 +56,18 @@ class Channel:
         self.left: dict[int, int] = {}
         self.here: dict[int, int] = {}
         self.kept: list[Any] = []
-        """Further memory that requests on this communicator write to."""
+        """Further memory that requests on this communicator may write to."""
         self._has_left = False
         self._sent: list[MPI.Request] = []
         self._arriving: list[tuple[MPI.Request, int, int, bytearray]] = []
         self._length = np.zeros(1, np.int64)
         self._lengths = np.zeros(self.size, np.int64)
         self.collective: Any = None
-        """The request of the last collective that may have been left in the middle, and its memory."""
+        """The request and the memory of the last collective, which an exception may have left incomplete."""
         _open.add(self)
 
     def exchange(self, value: Any) -> list[Any]:
-        """Give every rank every rank's (small, picklable) value, in rank order; waits as `Waiter.wait`."""
+        """Gather every rank's (small, picklable) value on every rank, in rank order; raises as `Waiter.wait`."""
         from mpi4py import MPI
 
         mine = pickle.dumps(value)
@@ -84,17 +84,18 @@ class Channel:
         ]
 
     def tell(self, tag: int, text: str) -> None:
-        """Give a notice to every other rank; returns at once."""
+        """Send a notice to every other rank. Does not wait."""
         data = text.encode("utf-8", "replace")[-_NOTICE_BYTES:]
         for peer in range(self.size):
             if peer != self.rank:
                 self._sent.append(self.comm.Isend(data, peer, tag))
 
     def leave(self, calls: int) -> None:
-        """Tell every other rank that this one has left after so many calls, and expect the same of them.
+        """Notify every other rank that this one has left after ``calls`` calls, and post receives for the same from
+        them.
 
-        They may leave long after this rank has ceased to look. A receive that is posted takes their notices even while
-        MPI is being finalised, which would otherwise find messages that nobody has asked for.
+        A peer may leave long after this rank has ceased to poll. A posted receive takes its notice even while MPI is
+        being finalised, which would otherwise find unexpected messages.
         """
         if self._has_left:
             return
@@ -107,7 +108,7 @@ class Channel:
             self._arriving.append((self.comm.Irecv(text, peer, LEAVE_TAG), peer, LEAVE_TAG, text))
 
     def read_notices(self) -> None:
-        """Note what the other ranks have said about themselves."""
+        """Receive the notices that have arrived into `failed`, `left` and `here`."""
         from mpi4py import MPI
 
         status = MPI.Status()
@@ -137,9 +138,10 @@ class Channel:
             raise RankFailedError(f"rank {self.names[self.rank]}: rank {self.names[peer]} has failed:\n{text}")
 
     def quiet(self) -> bool:
-        """Wait a moment until every rank has said goodbye; whether all have, so that no notice is on its way any more.
+        """Drain notices for a bounded time. Returns True if every rank has left or failed, so that none remain in
+        flight.
 
-        What nobody has read would be read on a later communicator, if MPI gave that the number of this one.
+        An unread notice would be received on a later communicator to which MPI gives the same context number.
         """
         return backoff.poll(self._all_said_goodbye, _SAY_GOODBYE_WITHIN)
 
@@ -148,7 +150,6 @@ class Channel:
         return len(self.left.keys() | self.failed.keys()) == self.size - 1 and not self._sent and not self._arriving
 
     def close(self) -> None:
-        """Free the communicator, on which nothing may be under way; MPI does this without talking to the other
-        ranks."""
+        """Free the communicator, which must have no request pending; a local operation of MPI."""
         _open.discard(self)
         self.comm.Free()

@@ -1,9 +1,8 @@
 """Reading and writing the private memory of a process on the same host: Linux's cross-memory attach.
 
-One system call copies from the peer's memory straight into this process's, wherever it lies: no window, no second copy.
-The system lets a process in if it has the same user and, under Yama, if it descends from the process that was named
-with ``prctl(PR_SET_PTRACER)``. The launcher that the ranks have in common is named, which admits the ranks and nobody
-else.
+One system call copies from the peer's memory straight into this process's: no window, no second copy. The system allows
+it to processes of the same user and, under Yama, only to descendants of the process named with
+``prctl(PR_SET_PTRACER)``. Each rank names the launcher that all ranks descend from, which admits the ranks alone.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ class _IoVector(ctypes.Structure):
 
 
 class DirectRead:
-    """The two system calls, with their argument blocks allocated once. Not thread-safe.
+    """The two system calls, with their arguments' memory allocated once. Not thread-safe.
 
     Args:
-        pids: the process of each rank; 0 for ranks that cannot be reached.
+        pids: the process of each rank; 0 for ranks on other hosts.
 
     Raises:
         TransportError: this system has no such calls.
@@ -37,8 +36,8 @@ class DirectRead:
 
     def __init__(self, pids: Sequence[int]) -> None:
         try:
-            # PyDLL keeps the interpreter lock: a call moves a block in some 20 microseconds, and winning the lock back
-            # from a thread that computes in Python can take 5 ms.
+            # PyDLL keeps the interpreter lock: a call takes some 20 microseconds, and taking the lock back from a
+            # thread that computes in Python can take 5 ms.
             library = ctypes.PyDLL(None, use_errno=True)
             self._readv = library.process_vm_readv
             self._writev = library.process_vm_writev
@@ -55,8 +54,8 @@ class DirectRead:
                 ctypes.c_ulong,
             )
         self.explain: Callable[[int, bool], None] = lambda peer, gone: None
-        """Called with a peer whose memory cannot be reached, and whether its process has none any more; raises if the
-        peer has failed."""
+        """Called with a peer whose memory is inaccessible, and whether its process has ended; raises if the peer has
+        failed."""
         self._pids = list(pids)
         self._mine = _IoVector()
         self._theirs = _IoVector()
@@ -64,8 +63,7 @@ class DirectRead:
         self._theirs_at = ctypes.addressof(self._theirs)
 
     def fetch(self, peer: int, address: int, into: int, nbytes: int) -> None:
-        """Copy ``nbytes`` from the peer's ``address`` to this process's address ``into``; raises TransportError, or
-        what `explain` does."""
+        """As `base.MemoryTransport.fetch`; RankFailedError comes from `explain`."""
         mine, theirs = self._mine, self._theirs
         mine.address, mine.nbytes, theirs.address, theirs.nbytes = into, nbytes, address, nbytes
         done = self._readv(self._pids[peer], self._mine_at, 1, self._theirs_at, 1, 0)
@@ -73,7 +71,7 @@ class DirectRead:
             self._continue(self._readv, "read", peer, done)
 
     def store(self, peer: int, address: int, source: int, nbytes: int) -> None:
-        """Copy ``nbytes`` of this process at ``source`` to the peer's ``address``; raises TransportError."""
+        """As `base.MemoryTransport.store`."""
         mine, theirs = self._mine, self._theirs
         mine.address, mine.nbytes, theirs.address, theirs.nbytes = source, nbytes, address, nbytes
         done = self._writev(self._pids[peer], self._mine_at, 1, self._theirs_at, 1, 0)
@@ -81,17 +79,17 @@ class DirectRead:
             self._continue(self._writev, "write", peer, done)
 
     def fetch_list(self, peer: int, blocks: Blocks, first: int, count: int, into: int, nbytes: int) -> None:
-        """`base.MemoryTransport.fetch_list`; at most `base.MOST_BLOCKS` blocks."""
+        """As `base.MemoryTransport.fetch_list`, of at most `base.MOST_BLOCKS` blocks."""
         mine = self._mine
         mine.address, mine.nbytes = into, nbytes
         if self._readv(self._pids[peer], self._mine_at, 1, blocks.at + 16 * first, count, 0) != nbytes:
-            # Interrupted, or refused: block by block, which goes on or says why.
+            # Interrupted, or refused: block by block, which continues or raises the reason.
             for address, length in blocks.rows[first : first + count].tolist():
                 self.fetch(peer, address, into, length)
                 into += length
 
     def store_list(self, peer: int, blocks: Blocks, own: Blocks, first: int, count: int, nbytes: int) -> None:
-        """`base.MemoryTransport.store_list`; at most `base.MOST_BLOCKS` blocks."""
+        """As `base.MemoryTransport.store_list`, of at most `base.MOST_BLOCKS` blocks."""
         if self._writev(self._pids[peer], own.at + 16 * first, count, blocks.at + 16 * first, count, 0) != nbytes:
             for (there, length), (here, _) in zip(
                 blocks.rows[first : first + count].tolist(), own.rows[first : first + count].tolist(), strict=True
@@ -99,7 +97,7 @@ class DirectRead:
                 self.store(peer, there, here, length)
 
     def _continue(self, call: ctypes._NamedFuncPointer, verb: str, peer: int, done: int) -> None:
-        """Go on after a partial transfer (a signal may cause one); an error ends it."""
+        """Continue after a partial transfer (a signal may cause one); raise after an error."""
         mine, theirs = self._mine, self._theirs
         while True:
             if done <= 0:
@@ -111,8 +109,7 @@ class DirectRead:
                     reason = os.strerror(code) if done < 0 else "nothing was transferred"
                     raise TransportError(
                         f"cannot {verb} {theirs.nbytes} bytes of rank {peer}'s memory (process {self._pids[peer]}): "
-                        f"{reason}; "
-                        f"COLLECTIVES_TRANSPORT=window does without"
+                        f"{reason}; COLLECTIVES_TRANSPORT=window does without"
                     )
             mine.address, theirs.address = mine.address + done, theirs.address + done
             mine.nbytes, theirs.nbytes = mine.nbytes - done, theirs.nbytes - done
@@ -122,7 +119,7 @@ class DirectRead:
 
 
 def ancestors(pid: int) -> list[int]:
-    """The parents of a process, nearest first, as far as ``/proc`` shows them."""
+    """The ancestors of a process, nearest first, as far as ``/proc`` shows them."""
     chain: list[int] = []
     while pid > 1:
         try:
@@ -136,10 +133,10 @@ def ancestors(pid: int) -> list[int]:
 
 
 def admit(chains: Sequence[Sequence[int]]) -> None:
-    """Let the ranks with these ancestors read this process's memory, where Yama asks for it; elsewhere do nothing.
+    """Allow the ranks with these ancestors to access this process's memory, where Yama restricts that.
 
-    Names their nearest common ancestor; if that is the system's first process (or there is none), admitting everybody
-    is all that is left.
+    Names their nearest common ancestor; if that is the system's first process, or there is none, every process of the
+    user is admitted.
     """
     scope = Path("/proc/sys/kernel/yama/ptrace_scope")
     try:

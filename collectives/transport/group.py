@@ -1,5 +1,4 @@
-"""A group: some ranks, how they reach each other, and how they agree. What `threads` and `mpi` build and a World
-uses."""
+"""A group: some ranks, the transports between them, and their control plane. Made by `threads` and `mpi`."""
 
 from __future__ import annotations
 
@@ -22,16 +21,16 @@ class Group:
     memory: MemoryTransport | None
     """Reaches the ranks of this host; None where memory cannot be shared."""
     messages: MessageTransport | None
-    """Reaches every rank; None where there is nobody to send to, or nothing to send with."""
+    """Reaches every rank; None for a single rank, or without a message transport."""
     split: Callable[[Sequence[int]], Group | None]
-    """Makes a group of some of these ranks, in ascending order; called by every rank of this group, None on those left
-    out."""
+    """Make a group of some of these ranks, in ascending order. Called by every rank of this group; None on ranks that
+    are not members."""
     ranks: tuple[int, ...]
-    """The ranks' numbers in the outermost group, by which messages call them."""
+    """The ranks' numbers in the outermost group, used in messages."""
     close: Callable[[], None]
-    """Gives back what was made for the group, and nothing else."""
+    """Release resources owned by this group."""
     config: Config | None = None
-    """The settings with rank 0's where those hold for all; None: as they were given."""
+    """The settings, with rank 0's where those hold for all ranks; None: as given."""
 
     @property
     def local(self) -> tuple[int, ...]:

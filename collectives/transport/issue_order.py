@@ -1,8 +1,8 @@
-"""Whose turn it is: one NCCL communicator of a rank at a time has work under way, where there are several.
+"""The order in which a rank's NCCL communicators issue work: one at a time has work under way.
 
 Kernels of different communicators that wait for each other's peers in different orders never end. So before a world
-issues such work, each of its ranks takes its own turn, and keeps it until that work is done. The ranks do so in the
-order of their numbers, one behind the other, which is why they cannot wait for each other in a ring.
+issues such work, each of its ranks takes the turn of that rank, and keeps it until the work is done. Ranks do so in
+ascending order, one after the other, so that no cycle of waits can form.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from typing import Protocol
 from collectives.transport import backoff
 
 _NAP = 50e-6
-"""Seconds: what is waited for is an event of the GPU, of which nobody tells this thread."""
+"""Seconds between two looks at the GPU, which does not notify this thread."""
 
 
 class Holder(Protocol):
-    """Who may have the turn: a world's accelerator."""
+    """A holder of the turn: a world's device backend."""
 
     def busy(self) -> bool:
-        """Whether work that it has issued, or is issuing, is under way."""
+        """Whether work that it has issued, or is issuing, is not done."""
 
 
 class Turn:
     """The turn of one rank, for its world and that world's process sets.
 
     Attributes:
-        needed: whether there are process sets. It becomes true on all ranks between the same two operations.
-        told: whether the user has been told how the ranks reach each other's GPUs.
+        needed: whether there are process sets; becomes true on all ranks between the same two operations.
+        told: whether the transports between the GPUs have been logged.
     """
 
     def __init__(self) -> None:
@@ -38,13 +38,13 @@ class Turn:
         self._holder: Holder | None = None
 
     def take(self, holder: Holder, rank: int, timeout: float, check: Callable[[], None]) -> None:
-        """Have the turn from now on; it is kept until somebody else wants it and nothing is under way.
+        """Take the turn; the holder keeps it until another one takes it while the holder is not busy.
 
         Args:
-            holder: who takes it.
-            rank: of the holder, for messages.
+            holder: the new holder.
+            rank: this rank, for messages.
             timeout: seconds to wait for another world's work.
-            check: raises if a peer of the holder has failed; called now and then.
+            check: raises if a peer has failed; called now and then.
 
         Raises:
             CollectiveTimeoutError: another world's work did not end in time.

@@ -1,10 +1,9 @@
-"""MPI: the rendezvous of all ranks, the control plane across hosts, and messages between any two ranks.
+"""Groups of processes, which meet through MPI.
 
-No thread of the program blocks inside MPI: requests are posted and tested, with a pause that grows, so that a wait can
-see a failed rank, keep its bound, and leave the core to others; the calls that make communicators have no such form and
-run in a thread of their own (`collectives.transport.bounded_mpi`). Freeing a communicator talks to nobody. The
-communicator is a duplicate of the caller's: the program's own MPI traffic is never touched, and MPI itself is finalised
-by whoever initialised it.
+No thread of the program blocks inside MPI: requests are posted and tested, so that a wait sees a failed rank, keeps its
+bound, and yields the core. Calls that make communicators have no such form and run in a thread of their own
+(`collectives.transport.bounded_mpi`). A group's communicator is a duplicate of the caller's: the program's own MPI
+traffic is never touched, and finalising MPI is left to the code that initialised it.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ if TYPE_CHECKING:
 
 
 def connect(comm: MPI.Intracomm | Sequence[int], config: Config) -> Group:
-    """Make the group of a communicator, or of some ranks of COMM_WORLD; collective over it.
+    """Make the group of a communicator, or of some ranks of COMM_WORLD; collective over them.
 
-    A rank that raises, whatever it is, leaves no other rank waiting: those that have come that far raise
-    RankFailedError. It may call again, and so may they.
+    A rank that raises, for whatever reason, leaves no other rank waiting: the ranks that wait for it raise
+    RankFailedError. All of them may call again.
 
     Args:
-        comm: is duplicated; or the ranks.
+        comm: the communicator, which is duplicated; or the ranks.
         config: the settings.
 
     Raises:
@@ -52,13 +51,11 @@ def connect(comm: MPI.Intracomm | Sequence[int], config: Config) -> Group:
         names = {MPI.THREAD_SINGLE: "SINGLE", MPI.THREAD_FUNNELED: "FUNNELED", MPI.THREAD_SERIALIZED: "SERIALIZED"}
         raise TransportError(
             f"MPI was started with MPI_THREAD_{names.get(level, level)}, but the engine and the program call it from "
-            f"several threads: "
-            f"MPI_THREAD_MULTIPLE is needed; leave mpi4py.rc.thread_level as it is, or ask for it in Init_thread"
+            f"several threads: MPI_THREAD_MULTIPLE is needed; leave mpi4py.rc.thread_level as it is, or ask for it in Init_thread"
         )
     everybody = MPI.COMM_WORLD
     waiter = Waiter(everybody.Get_rank(), config.timeout)
-    # Calls that have no form to post and test run apart from this thread: an exception here does not leave the others
-    # in them.
+    # Blocking calls run apart from this thread, so that an exception here does not leave the other ranks inside them.
     if isinstance(comm, Sequence):
         ranks, key = list(comm), ("some", *comm)
         own = waiter.call(
@@ -75,11 +72,13 @@ def connect(comm: MPI.Intracomm | Sequence[int], config: Config) -> Group:
 def _make_group(
     own: MPI.Intracomm, config: Config, numbers: Sequence[int], check: Callable[[], None], key: Hashable = None
 ) -> Group:
-    """Make the group of a communicator that belongs to it.
+    """Make a group that owns its communicator.
 
     Args:
-        numbers: what messages call its ranks.
-        check: raises if a rank has failed that has not come so far.
+        own: the communicator.
+        config: this rank's settings.
+        numbers: the ranks' numbers in messages.
+        check: raises if a rank has failed before it reached the exchanges of this group.
         key: of the call that made the communicator.
     """
     memory: SharedMemory | None = None
@@ -90,9 +89,9 @@ def _make_group(
         channel.look_for_failures()
 
     try:
-        forget(
-            key
-        )  # from here on the others hear of an exception; before, the next attempt goes on with this communicator
+        # From here on the other ranks are told of an exception; before, the next attempt continues with this
+        # communicator.
+        forget(key)
         channel.waiter.check = check_all
         configs = channel.exchange(config)
         _compare_settings(numbers[channel.rank], configs)
@@ -101,7 +100,7 @@ def _make_group(
         local = next(host for host in hosts if channel.rank in host)
         if channel.size > 1 and config.transport != "mpi":
             memory = shared_memory.connect(channel.rank, channel.size, local, channel.exchange, timeout=config.timeout)
-        channel.exchange(None)  # whoever fails before this is heard of on the channel; after it, on the board
+        channel.exchange(None)  # a failure before this is announced on the channel; after it, on the board
         return _assemble(channel, hosts, memory, config, tuple(numbers))
     except BaseException as error:
         text = f"{type(error).__name__}: {error}"
@@ -118,7 +117,7 @@ def _assemble(
     config: Config,
     numbers: tuple[int, ...],
 ) -> Group:
-    """Put together what every rank has by now; nothing here waits."""
+    """Assemble the group from its connected parts. Does not wait. Another medium is added here."""
     from mpi4py import MPI
 
     own, waiter, rank = channel.comm, channel.waiter, channel.rank
@@ -128,7 +127,7 @@ def _assemble(
         try:
             return channel.exchange(value)
         except BaseException as error:
-            # Whatever it was, the others must not wait for the rest of the exchange.
+            # The other ranks must not wait for the rest of the exchange.
             control.fail(f"{type(error).__name__}: {error}")
             raise
 
@@ -171,7 +170,7 @@ def _assemble(
 
 
 def _compare_settings(rank: int, configs: Sequence[Config]) -> None:
-    """Settings decide what the planner chooses, so they must be alike; launchers do not always pass the environment
+    """Refuse settings that differ: they decide the planner's choices, and launchers do not always pass the environment
     on."""
     for name, attribute in Config.__dataclass_fields__.items():
         values = [getattr(config, name) for config in configs]
@@ -184,7 +183,7 @@ def _compare_settings(rank: int, configs: Sequence[Config]) -> None:
 
 
 def _hosts(channel: Channel, local_size: int) -> tuple[tuple[int, ...], ...]:
-    """The ranks of each host, as MPI knows them, or by the given number of ranks on each."""
+    """The ranks of each host: as MPI finds them, or ``local_size`` consecutive ranks on each."""
     from mpi4py import MPI
 
     rank, size, own = channel.rank, channel.size, channel.comm

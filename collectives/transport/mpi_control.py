@@ -27,8 +27,8 @@ _AFTER_EVERY_CALL = 1 << 62
 class MpiControl:
     """`base.Control` across hosts: one small allgather per call.
 
-    Failures and departures travel as messages of their own, which every wait looks for; on its own host a rank also
-    puts them on the board.
+    Failures and departures are notices of the channel, which every wait reads; on its own host a rank also puts them
+    on the board.
     """
 
     def __init__(self, channel: Channel, exchange: Callable[[Any], list[Any]], board: Board | None) -> None:
@@ -72,7 +72,7 @@ class MpiControl:
         return self._same
 
     def _read_records(self) -> bool:
-        """All records are here: compare them, and fetch the words that do not fit in."""
+        """Compare the records of all ranks, and gather the words that do not fit into them."""
         records, words = self._records, self._entered
         if not bool((records[:, 0] == self._entry).all()):
             return False
@@ -93,7 +93,7 @@ class MpiControl:
         return bool(self.look())
 
     def called(self) -> bool:
-        return True  # who entered a collective operation of MPI shows only to those who enter it too
+        return True  # entering a collective operation of MPI shows only to ranks that enter it too
 
     def missing(self) -> list[int]:
         if self._said_here != self._call:
@@ -119,8 +119,7 @@ class MpiControl:
     def leave(self) -> None:
         if self._board is not None:
             self._board.mark(LEFT)
-        # Messages of two tags may overtake each other: nobody shall take a rank that has failed for one that left
-        # early.
+        # Messages of two tags may overtake each other: a rank that has failed must not look as if it had left early.
         self._channel.leave(_AFTER_EVERY_CALL if self._has_failed else self._call)
 
     def acknowledged(self) -> bool:
@@ -138,8 +137,7 @@ class MpiControl:
         return len(channel.left.keys() | on_board) == self.size - 1
 
     def check(self, *, deep: bool = False, upcoming: bool = False) -> None:
-        """Raise RankFailedError if a rank has failed, or if one has left without entering the call that this rank is
-        in."""
+        """Raise RankFailedError if a rank has failed, or has left without entering this rank's present call."""
         if self._board is not None:
             self._board.check(processes=deep)
         channel = self._channel

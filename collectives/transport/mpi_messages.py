@@ -44,14 +44,14 @@ class MpiMessages:
 
     @property
     def busy(self) -> bool:
-        """Whether MPI may still read or write what was posted."""
+        """Whether MPI may still access posted memory."""
         return bool(self._requests)
 
     def knows(self, op: Op, dtype: np.dtype[Any]) -> bool:
-        """Whether MPI itself reduces these numbers as we do.
+        """Whether MPI's own reduction gives the same results as `tensors.reduction`.
 
-        It does not know halves; bool has no sum; Open MPI's sums of 8 and 16 bits saturate instead of wrapping (seen
-        with 5.0.11 on AVX-512); its Min and Max lose NaN.
+        MPI has no halves and no sum of bool; Open MPI's sums of 8 and 16 bits saturate instead of wrapping (seen with
+        5.0.11 on AVX-512); its Min and Max lose NaN.
         """
         combining = op.combining(dtype)
         if dtypes.is_integer(dtype):
@@ -59,11 +59,11 @@ class MpiMessages:
         return not (dtypes.is_half(dtype) or dtypes.is_bool(dtype)) and combining in (Op.SUM, Op.PRODUCT)
 
     def native_allreduce(self, source: Array, out: Array, op: Op) -> None:
-        """MPI's own all-reduce, for messages so small that the number of messages is all that counts.
+        """MPI's own all-reduce, for blocks so small that only the number of messages counts.
 
         Args:
             source, out: 1-D, contiguous, equally long, of a dtype that MPI `knows`; may be the same array.
-            op: Average is summed; dividing is left to the caller.
+            op: Average is summed; the caller divides.
         """
         from mpi4py import MPI
 

@@ -1,7 +1,7 @@
 """NCCL as the engine asks for it: communicators, the library that makes them, and their first exchange.
 
-CuPy's binding (`collectives.transport.nccl_cupy`) implements these protocols; nothing else knows whose binding it is, so
-that NVIDIA's own can take its place.
+CuPy's binding (`collectives.transport.nccl_cupy`) implements these protocols; nothing else knows whose binding it is,
+so that NVIDIA's own can take its place.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ class Communicator(Protocol):
 
 
 class NcclGroup:
-    """``with NcclGroup(communicator)``: an NCCL group (of calls), which is ended whatever happens; the first error is the one that is
-    raised."""
+    """``with NcclGroup(communicator)``: an NCCL group (of calls), which is ended whatever happens; the first error is
+    the one that is raised."""
 
     __slots__ = ("_communicator",)
 

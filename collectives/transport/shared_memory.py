@@ -1,8 +1,8 @@
 """Memory shared by the processes of one host: a board and a window per rank, and direct reads where the system allows.
 
-Each rank makes an anonymous file in memory, its peers map it through ``/proc/PID/fd``: nothing has a name, so nothing
-is left behind after ``kill -9``. Where that is refused, a file in ``/dev/shm`` serves, which is unlinked as soon as all
-have mapped it. What works is found out by doing it: every rank reads back a random token that its peer wrote.
+Each rank makes an anonymous file in memory, which its peers map through ``/proc/PID/fd``: it has no name, so that
+``kill -9`` leaves nothing behind. Where that is refused, a file in ``/dev/shm`` serves, unlinked as soon as all peers
+have mapped it. Each method is tried before it is used: every rank reads back a random token that its peer wrote.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class SharedMemory:
         self.windows = ()
         self.board.release()
         for mapping in self._mappings:
-            # A window that a caller still looks at keeps its mapping; the memory goes with the process then.
+            # A window that is still referenced keeps its mapping; the process's end frees it.
             with suppress(BufferError):
                 mapping.close()
 
@@ -68,18 +68,18 @@ def _refuse_list(peer: int, *arguments: Any) -> None:
 
 
 def connect(rank: int, size: int, local: Sequence[int], exchange: Exchange, *, timeout: float) -> SharedMemory | None:
-    """Share memory among the ranks of each host; every rank of the group calls this at once.
+    """Share memory among the ranks of each host; collective over the group.
 
     Args:
         rank: this rank in the group.
         size: number of ranks in the group.
-        local: the ranks on this host.
-        exchange: gives every rank of the group every rank's value.
+        local: the ranks of this host.
+        exchange: gathers every rank's value on every rank of the group.
         timeout: seconds that a later wait may last.
 
     Returns:
-        The transport, or None if memory cannot be shared on some host; the same on every rank. Direct reads are on only
-        if they work between all ranks that share a host.
+        The transport, or None on every rank if memory cannot be shared on some host. Direct reads are enabled only if
+        they work between all ranks that share a host.
     """
     nbytes = board_bytes(size) + WINDOW_BYTES
     for make in (_anonymous_file, _named_file):
@@ -111,7 +111,7 @@ def _named_file(nbytes: int) -> tuple[int, str]:
     directory = "/dev/shm" if os.path.isdir("/dev/shm") else None
     handle, path = tempfile.mkstemp(prefix="collectives-", dir=directory)
     try:
-        os.posix_fallocate(handle, 0, nbytes)  # a full /dev/shm shows here, not as a SIGBUS in the first write
+        os.posix_fallocate(handle, 0, nbytes)  # a full /dev/shm raises here, not as SIGBUS in the first write
     except OSError:
         os.close(handle)
         os.unlink(path)
@@ -122,10 +122,10 @@ def _named_file(nbytes: int) -> tuple[int, str]:
 def _map_all(
     make: Callable[[int], tuple[int, str]], nbytes: int, rank: int, local: Sequence[int], exchange: Exchange
 ) -> list[mmap.mmap | None] | None:
-    """Map every local rank's file, made with ``make``; None, on every rank, if any rank could not."""
+    """Map every local rank's file, made with ``make``; None on every rank if any rank could not."""
     secret = secrets.token_bytes(_TOKEN_BYTES)
     handle, path, own = -1, "", None
-    # What the system may raise, and nothing more: a signal handler may raise anything, anywhere.
+    # Only what the system raises is suppressed: a signal handler may raise anything, anywhere.
     with suppress(OSError, AttributeError):
         handle, path = make(nbytes)
         own = _map(handle, nbytes, populate=True)
@@ -175,7 +175,7 @@ def _map(handle: int, nbytes: int, *, populate: bool) -> mmap.mmap:
 
 
 def _probe_direct_reads(rank: int, local: Sequence[int], exchange: Exchange) -> DirectRead | None:
-    """Try to read and to write every peer's private memory; the calls if all ranks could, else None on every rank."""
+    """Try to read and write every peer's private memory; None on every rank if any rank could not."""
     size = len(exchange(None))
     secret = np.frombuffer(secrets.token_bytes(8), np.int64).copy()
     inbox = np.zeros(size, np.int64)

@@ -59,8 +59,10 @@ def kernels() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave the tests for ranks to ``test_mpi_driver.py``, which starts them under mpirun; what is neither pure nor runs
-    its ranks as threads is slow."""
+    """Leave the tests for ranks to ``test_mpi_driver.py``, which starts them under mpirun.
+
+    Tests that are neither pure nor run their ranks as threads are slow.
+    """
     if config.getoption("--with-mpi"):
         return
     for item in items:

@@ -53,7 +53,9 @@ SIGNATURES = {
         streamWaitEvent(intptr_t stream, intptr_t event, unsigned int flags=0)
     """,
     "driver": """
-        launchKernel(intptr_t f, unsigned int grid_dim_x, unsigned int grid_dim_y, unsigned int grid_dim_z, unsigned int block_dim_x, unsigned int block_dim_y, unsigned int block_dim_z, unsigned int shared_mem_bytes, intptr_t stream, intptr_t kernel_params, intptr_t extra)
+        launchKernel(intptr_t f, unsigned int grid_dim_x, unsigned int grid_dim_y, unsigned int grid_dim_z,\
+ unsigned int block_dim_x, unsigned int block_dim_y, unsigned int block_dim_z, unsigned int shared_mem_bytes,\
+ intptr_t stream, intptr_t kernel_params, intptr_t extra)
         moduleGetFunction(intptr_t module, str funcname) -> intptr_t
         moduleLoadData(bytes image) -> intptr_t
     """,

@@ -1,13 +1,12 @@
-"""The door: anything that holds numbers on the CPU becomes one kind of view, and results leave as the caller's type.
+"""Views of tensors in host memory: one representation for all callers' types, and results in the caller's type.
 
-Below the door there are only views: 1-D, C-contiguous, aligned, in native byte order. A view is the caller's own memory
-whenever that is possible; otherwise it is a copy, which ``View.store`` writes back after an in-place operation.
-A Fortran-ordered array is copied as well: its elements could be moved in the order of its memory only if every rank's
-were ordered alike, and no rank can know.
+The engine works on views only: 1-D, C-contiguous, aligned, in native byte order. A view is the caller's own memory
+where possible; otherwise it is a copy, which ``View.store`` writes back after an in-place operation.
+A Fortran-ordered array is copied, too: its elements could be sent in memory order only if the arrays of all ranks had
+the same order, which a rank cannot know.
 
-Nothing here imports a framework. What must be known about one is its reader in `host_frameworks`; all others speak DLPack,
-the buffer protocol or ``__array_interface__``. A tensor on a GPU is handed to `collectives.tensors.cuda_tensors`, by
-the same rules.
+This module imports no framework. `host_frameworks` has one reader per framework; other tensors are read through DLPack,
+the buffer protocol or ``__array_interface__``. `collectives.tensors.cuda_tensors` does the same for tensors on GPUs.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ _byte_of: Any = ctypes.c_char.from_buffer
 
 
 class View:
-    """A tensor as the engine sees it.
+    """A tensor in host memory as the engine sees it.
 
     Attributes:
-        array: 1-D, C-contiguous, aligned, native byte order; the caller's memory unless ``copied``. Read-only where the
-            caller's is.
+        array: 1-D, C-contiguous, aligned, native byte order; the caller's memory unless ``copied``; read-only if the
+            caller's memory is.
         shape: the tensor's shape; ``()`` for scalars.
         dtype: a supported dtype in native byte order.
         nbytes: bytes in ``array``.
@@ -66,17 +65,16 @@ class View:
         self._wrap = wrap
 
     def store(self) -> None:
-        """After an in-place operation: bring ``array`` into the caller's tensor. Nothing to do where it is the same
-        memory."""
+        """Copy ``array`` into the caller's tensor after an in-place operation; does nothing if they share memory."""
         if self._target is not None:
             np.copyto(self._target, self.array.reshape(self._target.shape))
 
     def extent(self, writes: bool) -> Extent:
-        """The caller's memory, which an operation reads or writes: ``array``, or what ``store`` writes to."""
+        """The caller's memory that an operation reads or writes: ``array``, or the target of ``store``."""
         if not self.copied:
             try:
-                at = _addressof(_byte_of(self.array))  # takes a quarter of the time that the array interface does
-            except (TypeError, ValueError):  # read-only, or of a dtype that the buffer protocol does not know
+                at = _addressof(_byte_of(self.array))  # four times as fast as the array interface
+            except (TypeError, ValueError):  # read-only, or of a dtype that the buffer protocol lacks
                 at = self.array.__array_interface__["data"][0]
             return at, at + self.nbytes, writes, None
         target = self.array if self._target is None else self._target
@@ -85,14 +83,14 @@ class View:
         )
 
     def detach(self) -> None:
-        """Work on a copy from here on, which ``store`` brings back."""
+        """Replace ``array`` by a copy, which ``store`` writes back."""
         self._target, self.array, self.copied = self.array, self.array.copy(), True
 
     def wrap(self, array: Array) -> Any:
-        """A result as the caller's type.
+        """Convert a result to the caller's type.
 
         Args:
-            array: C-contiguous, of any shape, with this view's dtype; nobody else may write to it afterwards.
+            array: C-contiguous, of any shape, with this view's dtype; must not be written to afterwards.
         """
         return array if self._wrap is None else self._wrap(array)
 
@@ -111,24 +109,24 @@ def view(tensor: Any, *, argument: str = ..., writable: bool = ..., stream: Any 
 
 
 def view(tensor: Any, *, argument: str = "tensor", writable: bool = False, stream: Any = None) -> View | DeviceView:
-    """Look at a tensor, without a copy if possible.
+    """View a tensor, without a copy if possible.
 
     Args:
         tensor: a NumPy array or scalar; a Python bool, int (int64), float or complex; anything on the CPU with the
             buffer protocol, ``__array_interface__`` or DLPack (torch, jax, TensorFlow, ...), or on an NVIDIA GPU with
             DLPack or ``__cuda_array_interface__``. Any shape and strides.
-        argument: what messages call it.
-        writable: an in-place operation is going to write to it.
-        stream: of a tensor on a GPU: see `collectives.tensors.cuda_tensors.view`.
+        argument: its name in messages.
+        writable: whether an in-place operation will write to it.
+        stream: for tensors on GPUs only; see `collectives.tensors.cuda_tensors.view`.
 
     Returns:
-        A view; of a tensor on a GPU a `DeviceView`.
+        A `View`; for a tensor on a GPU a `DeviceView`.
 
     Raises:
-        InvalidTypeError: a type or dtype that cannot be used, or memory that is neither the CPU's nor an NVIDIA GPU's.
+        InvalidTypeError: an unsupported type or dtype, or memory of neither the CPU nor an NVIDIA GPU.
         InvalidArgumentError: ``writable`` and the tensor is read-only or its elements overlap; an int beyond 64 bits; a
             stream for a tensor on the CPU.
-        MissingDependencyError: the tensor is on a GPU, and something that GPUs need is missing.
+        MissingDependencyError: the tensor is on a GPU, and a package that GPUs need is missing.
     """
     wrap: Wrap | None = None
     if type(tensor) is np.ndarray and stream is None:
@@ -136,7 +134,7 @@ def view(tensor: Any, *, argument: str = "tensor", writable: bool = False, strea
     else:
         read = _read(tensor, argument)
         if read is None:
-            from collectives.tensors import cuda_tensors  # nothing of GPUs is imported before a tensor on one is met
+            from collectives.tensors import cuda_tensors  # imports GPU modules only for a tensor on a GPU
 
             return cuda_tensors.view(tensor, argument=argument, writable=writable, stream=stream)
         if stream is not None:
@@ -149,7 +147,7 @@ def view(tensor: Any, *, argument: str = "tensor", writable: bool = False, strea
     dtype = array.dtype
     if dtype in SUPPORTED:
         flags = array.flags
-        if flags.carray:  # contiguous, aligned and writable: one question in place of three
+        if flags.carray:  # contiguous, aligned and writable in one lookup
             return View(array if array.ndim == 1 else array.reshape(-1), array.shape, dtype, True, None, wrap)
         if not writable and flags.c_contiguous and flags.aligned:
             return View(array if array.ndim == 1 else array.reshape(-1), array.shape, dtype, False, None, wrap)
@@ -157,7 +155,7 @@ def view(tensor: Any, *, argument: str = "tensor", writable: bool = False, strea
 
 
 def on_device(tensor: Any, stream: Any = None) -> bool:
-    """Whether a call is about a tensor on a GPU: it is one, or a stream is named."""
+    """Whether a call concerns a GPU: its tensor is on one, or a stream is given."""
     return stream is not None or (type(tensor) is not np.ndarray and detection.is_on_device(tensor))
 
 
@@ -175,8 +173,7 @@ def _look(tensor: Any, array: Array, argument: str, writable: bool, wrap: Wrap |
     return View(flat, array.shape, dtype, flags.writeable, array if flags.writeable else None, wrap, True)
 
 
-# ---- every other type
-# -------------------------------------------------------------------------------------------------
+# ---- other types
 
 _CPU_DEVICES = (1, 3, 11)  # DLPack: CPU, CUDA's and ROCm's page-locked host memory
 _EXPECTED = (
@@ -187,7 +184,7 @@ _PYTHON_SCALARS = {bool: np.bool_, int: np.int64, float: np.float64, complex: np
 
 
 def _read(tensor: Any, argument: str) -> Read | None:
-    """Anything in any layout; read-only where in-place operations must not write. None: it is on a GPU."""
+    """Return the memory of a tensor in any layout, read-only if in-place operations must not write; None on a GPU."""
     kind: Any = type(tensor)
     if isinstance(tensor, np.ndarray):
         if isinstance(tensor, np.ma.MaskedArray):
@@ -224,7 +221,6 @@ def _python_scalar(array: Array) -> Any:
 
 
 # ---- protocols
-# -----------------------------------------------------------------------------------------------------------
 
 
 def _read_protocol(tensor: Any, argument: str) -> Read | None:
@@ -276,7 +272,7 @@ def _from_buffer(memory: memoryview, tensor: Any, argument: str) -> Array:
 
 
 def _buffer_wrap(tensor: Any) -> Wrap | None:
-    """How to make the type of a buffer again; None where a result stays a NumPy array (mmap and the like)."""
+    """The conversion of an array to the type of a buffer; None if results stay NumPy arrays (mmap and the like)."""
     kind = type(tensor)
     if kind in (bytes, bytearray, memoryview):
         return lambda result: kind(result.data)

@@ -1,13 +1,13 @@
-"""Compression: tensors travel as halves, and come back in the caller's dtype.
+"""Compression: tensors are sent as float16 or bfloat16, and results have the caller's dtype.
 
 ``compression=Compression.fp16`` or ``Compression.bf16`` halves the bytes of float32 and quarters those of float64;
-everything else is sent as it is. float16 has 11 significant bits, and what lies beyond 65504 becomes infinity; bfloat16
-has 8 and float32's range.
+other dtypes are sent unchanged. float16 has 11 significant bits, and values beyond 65504 become infinity; bfloat16 has
+8 and float32's range.
 
-A compressor is anything with ``compress`` and ``decompress``, as in Horovod. The built-in ones also say what travels,
-``wire``: the engine then converts in its own buffers, and never calls their ``compress``. That is for compressors made
-of them: it gives back the caller's type, on the caller's device (a torch tensor for a torch tensor), and a NumPy array
-for what no framework owns.
+A compressor is any object with ``compress`` and ``decompress``, as in Horovod. The built-in ones also have ``wire``,
+the dtype that is sent: the engine converts in its own buffers and never calls their ``compress``, which serves
+compressors built upon them. It returns the caller's type on the caller's device (a torch tensor for a torch tensor),
+and a NumPy array for tensors of no known framework.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ _COMPRESSED = (np.dtype(np.float32), np.dtype(np.float64))
 
 
 class Compressor:
-    """What a compressor has. Inherit from it or not: a class with static methods will do, and so will an instance."""
+    """Interface of a compressor. Inheritance is optional: a class with static methods or an instance works, too."""
 
     @staticmethod
     def compress(tensor: Any) -> tuple[Any, Any]:
-        """What travels instead of the tensor, and a context: whatever ``decompress`` needs to bring the tensor back."""
+        """Return the tensor to send and a context for ``decompress``."""
         raise NotImplementedError
 
     @staticmethod
     def decompress(tensor: Any, context: Any) -> Any:
-        """What arrived, as the tensor would have."""
+        """Return the original tensor of a received one."""
         raise NotImplementedError
 
 
 class NoneCompressor(Compressor):
-    """Every tensor travels as it is."""
+    """Send every tensor unchanged."""
 
     @staticmethod
     def wire(dtype: _Dtype) -> _Dtype | None:
-        """The dtype in which a tensor of ``dtype`` travels; None: its own."""
+        """The dtype in which a tensor of ``dtype`` is sent; None: its own."""
         return None
 
     @staticmethod
@@ -62,13 +62,13 @@ class NoneCompressor(Compressor):
 
 
 class _HalfCompressor(Compressor):
-    """float32 and float64 travel as ``half``."""
+    """Send float32 and float64 as ``half``."""
 
     half: str
 
     @classmethod
     def wire(cls, dtype: _Dtype) -> _Dtype | None:
-        """The dtype in which a tensor of ``dtype`` travels; None: its own."""
+        """The dtype in which a tensor of ``dtype`` is sent; None: its own."""
         return dtypes.resolve(cls.half) if dtype in _COMPRESSED else None
 
     @classmethod
@@ -81,13 +81,13 @@ class _HalfCompressor(Compressor):
 
 
 class FP16Compressor(_HalfCompressor):
-    """float32 and float64 travel as float16; beyond 65504 they become infinity."""
+    """Send float32 and float64 as float16; values beyond 65504 become infinity."""
 
     half = "float16"
 
 
 class BF16Compressor(_HalfCompressor):
-    """float32 and float64 travel as bfloat16: float32's range, with 8 significant bits."""
+    """Send float32 and float64 as bfloat16: float32's range, with 8 significant bits."""
 
     half = "bfloat16"
 
@@ -101,20 +101,20 @@ class Compression:
 
 
 BUILT_IN = (NoneCompressor, FP16Compressor, BF16Compressor)
-"""Those whose ``wire`` says all. A subclass of one is not among them, because its ``compress`` may do more."""
+"""Compressors defined by ``wire`` alone. Subclasses are not among them, because their ``compress`` may do more."""
 
 
 def named(wire: str | None) -> type[Compressor] | None:
-    """The built-in compressor whose tensors travel as ``wire``; None: there is nothing to compress."""
+    """The built-in compressor that sends tensors as ``wire``; None: no compression."""
     return next((kind for kind in (FP16Compressor, BF16Compressor) if kind.half == wire), None)
 
 
 def check(compression: Any) -> None:
-    """Refuse what is no compressor.
+    """Reject an object that is not a compressor.
 
     Raises:
-        InvalidTypeError: no ``compress`` and ``decompress``, or they cannot be called with (tensor) and (tensor,
-            context).
+        InvalidTypeError: ``compress`` or ``decompress`` is missing, or cannot be called with (tensor) and (tensor,
+            context) respectively.
     """
     if any(compression is known for known in BUILT_IN):
         return
@@ -141,13 +141,13 @@ def _takes(method: Any, arguments: tuple[str, ...]) -> bool:
         inspect.signature(method).bind(*arguments)
     except TypeError:
         return False
-    except ValueError:  # a method written in C that does not tell what it takes
+    except ValueError:  # a method written in C, without a signature
         return True
     return True
 
 
 def _compress(tensor: Any, half: str) -> tuple[Any, Any]:
-    """A tensor of the caller's type in ``half``, and the tensor's dtype; or the tensor itself and None."""
+    """Return the tensor in ``half``, in the caller's type, and its original dtype; or the tensor itself and None."""
     kind: Any = type(tensor)
     framework = detection.framework(kind)
     if framework is not None:
@@ -155,7 +155,7 @@ def _compress(tensor: Any, half: str) -> tuple[Any, Any]:
         dtype = tensor.dtype
         if dtype not in (namespace.float32, namespace.float64):
             return tensor, None
-        # CuPy's dtypes are NumPy's, where bfloat16 is not among the names of a module.
+        # CuPy uses NumPy's dtypes, and NumPy has no attribute for bfloat16.
         return _cast(
             framework, tensor, dtypes.resolve(half) if framework == "cupy" else getattr(namespace, half)
         ), dtype
@@ -172,7 +172,7 @@ def _decompress(tensor: Any, context: Any) -> Any:
 
 
 def _cast(framework: str, tensor: Any, dtype: Any) -> Any:
-    """A tensor in another dtype, by its own framework, so that it stays on its device."""
+    """Cast a tensor with its own framework, so that it stays on its device."""
     if framework == "torch":
         return tensor.to(dtype)
     if framework == "tensorflow":

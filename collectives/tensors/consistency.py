@@ -1,8 +1,7 @@
-"""Whether the ranks hold the same tensors: a fingerprint of each, and what is said when they differ.
+"""Check that ranks hold the same tensors: a fingerprint of each, and the error message where they differ.
 
-Models drift apart silently: one rank seeds otherwise, misses a broadcast, or loads an older checkpoint. Each rank
-reduces its tensors to fingerprints of some bytes; the ranks show them to each other, and every rank finds the same
-first tensor that differs.
+Models diverge silently: one rank uses another seed, misses a broadcast, or loads an older checkpoint. Each rank reduces
+its tensors to short fingerprints; the ranks exchange them, and every rank finds the same first tensor that differs.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from collectives.tensors.arrays import View, view
 
 
 class Fingerprint(NamedTuple):
-    """What one tensor is, in little space.
+    """Identity of one tensor in a few bytes.
 
     Attributes:
-        digest: 128 bits of a hash of the shape, the dtype and every bit of the elements: 0.0 and -0.0 differ, a NaN
-            equals itself.
+        digest: 128-bit hash of the shape, the dtype and every bit of the elements: 0.0 and -0.0 differ, a NaN equals
+            itself.
     """
 
     name: str
@@ -33,14 +32,14 @@ class Fingerprint(NamedTuple):
 
 
 def fingerprints(tensors: Any) -> list[Fingerprint]:
-    """A fingerprint of each tensor, in their order; about 1 ms for a MiB.
+    """Compute the fingerprint of each tensor, in order; about 1 ms per MiB.
 
     Args:
         tensors: a mapping of names to tensors, or an iterable of tensors or of (name, tensor) pairs, such as a model's
             parameters. Tensors without names are called ``tensors[0]``, ``tensors[1]``, ...
 
     Raises:
-        InvalidTypeError: not such a collection, or a tensor that cannot be looked at.
+        InvalidTypeError: not such a collection, or a tensor of an unsupported type.
         InvalidArgumentError: two tensors have the same name.
     """
     found: dict[str, Fingerprint] = {}
@@ -59,18 +58,18 @@ def fingerprints(tensors: Any) -> list[Fingerprint]:
 def compare(
     rank: int, all_ranks_fingerprints: Sequence[Sequence[Fingerprint]], ranks: Sequence[int] | None = None
 ) -> None:
-    """Return if every rank has the same tensors, in whatever order.
+    """Check that every rank has the same tensors, in any order.
 
     Args:
-        rank: this rank, which the message names.
-        all_ranks_fingerprints: those of rank 0, 1, ... On every rank the same, so that every rank raises the same
+        rank: this rank, for the message.
+        all_ranks_fingerprints: those of rank 0, 1, ...; identical on every rank, so that every rank raises the same
             error.
-        ranks: what the message calls the ranks; by default 0, 1, ...
+        ranks: the ranks' numbers in the message; by default 0, 1, ...
 
     Raises:
-        MismatchError: names the first tensor that differs, in the order of the first rank that has it; in what it
-            differs; and on which ranks: the odd ones against those with which most ranks agree (of equally many, those
-            of the lowest rank).
+        MismatchError: names the first tensor that differs, in the order of the first rank that has it; in which respect
+            it differs; and the ranks that deviate from the largest set of ranks that agree (of equally large sets, the
+            one with the lowest rank).
     """
     by_rank = [{fingerprint.name: fingerprint for fingerprint in each} for each in all_ranks_fingerprints]
     names = list(dict.fromkeys(name for each in by_rank for name in each))
@@ -80,10 +79,10 @@ def compare(
 
 
 def _named(tensors: Any) -> Iterable[tuple[str, Any]]:
-    """Names and tensors, from any collection of them."""
+    """Return the names and tensors of any collection of them."""
     if isinstance(tensors, Mapping):
         return [(str(name), tensor) for name, tensor in tensors.items()]
-    # An array can be iterated as well, but its rows are not what was meant.
+    # An array is iterable, too, but its rows are not the tensors.
     if (
         hasattr(tensors, "dtype")
         or isinstance(tensors, (str, bytes, bytearray, memoryview))
@@ -102,7 +101,7 @@ def _named(tensors: Any) -> Iterable[tuple[str, Any]]:
 def _mismatch(
     rank: int, differing: Sequence[str], found: Sequence[Fingerprint | None], ranks: Sequence[int]
 ) -> MismatchError:
-    """The error about the first of the differing tensors, of which each of the ranks has ``found``."""
+    """The error about the first of the differing tensors; ``found`` has its fingerprint on each rank."""
     more = f" (the first of {len(differing)} that differ)" if len(differing) > 1 else ""
     subject = f"rank {rank}: tensor {differing[0]!r}{more}"
     present = [fingerprint for fingerprint in found if fingerprint is not None]
@@ -117,7 +116,7 @@ def _mismatch(
     ranks_by_said: dict[str, list[int]] = {}
     for peer, text in zip(ranks, said, strict=True):
         ranks_by_said.setdefault(text, []).append(peer)
-    most = max(ranks_by_said.values(), key=len)  # of equally many the first, which holds the lowest rank
+    most = max(ranks_by_said.values(), key=len)  # of equally long lists the first, which has the lowest rank
     odd = [peer for peer in ranks if peer not in most]
     verb = "differs" if len(odd) == 1 else "differ"
     lines = [f"  {_ranks(peers)}: {text}" for text, peers in ranks_by_said.items()]
@@ -129,7 +128,7 @@ def _mismatch(
 
 
 def _first_difference(present: Sequence[Fingerprint]) -> tuple[str, list[str]]:
-    """In what a tensor that all ranks have differs first, and what there is to say of it for each rank."""
+    """The first aspect in which a tensor that all ranks have differs, and its description on each rank."""
     if len({fingerprint.shape for fingerprint in present}) > 1:
         return "shape", [f"shape {fingerprint.shape}" for fingerprint in present]
     if len({fingerprint.dtype for fingerprint in present}) > 1:
@@ -138,7 +137,7 @@ def _first_difference(present: Sequence[Fingerprint]) -> tuple[str, list[str]]:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    """Ranks as people write them: ``rank 2``, ``ranks 0-2, 5``."""
+    """Format ranks as text: ``rank 2``, ``ranks 0-2, 5``."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][-1] + 1:

@@ -1,9 +1,8 @@
-"""The frameworks whose tensors live on GPUs: where a tensor lies, which stream its program works on, and how results
-are made.
+"""Tensors of each framework on GPUs: their memory, the stream that the framework uses, and results in its type.
 
-torch and CuPy say so themselves; all others speak DLPack or ``__cuda_array_interface__``. Where a framework is no help,
-the device's own arrays are: results are such arrays, handed over through DLPack, and with CuPy they also copy tensors
-of any layout.
+torch and CuPy have their own readers; other frameworks are read through DLPack or ``__cuda_array_interface__``. Where a
+framework offers no allocation, results are arrays of the device's own type, passed on through DLPack; with CuPy such
+arrays also copy tensors of any layout.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from collectives.tensors.host_frameworks import plain_torch
 
 
 class Framework:
-    """What does for every framework that has no better way.
+    """Default for frameworks without specific support.
 
     Args:
         from_dlpack: makes the framework's tensor from an object with ``__dlpack__``; None: results stay arrays of the
@@ -38,18 +37,18 @@ class Framework:
         self._from_dlpack = from_dlpack
 
     def read(self, tensor: Any, argument: str, provider: Provider, given: int | None) -> TensorMemory:
-        """Find a tensor's memory; ``given`` is the stream that the caller named."""
+        """Find a tensor's memory; ``given`` is the stream that the caller passed, or None."""
         if hasattr(tensor, "__dlpack__"):
             return by_dlpack(tensor, tensor.__dlpack__, argument, provider, given)
         return by_interface(tensor, argument, provider, given)
 
     def current_stream(self, device: Device) -> int:
-        """The stream that the calling thread's program works on."""
+        """The current stream of the calling thread."""
         with active(device):
             return device.current_stream()
 
     def contiguous(self, found: TensorMemory, argument: str) -> tuple[Any, int]:
-        """A copy in C order, made on the tensor's stream, and its address."""
+        """Return a copy in C order, made on the tensor's stream, and its address."""
         with active(found.device):
             strided = _strided(found)
             if strided is None:
@@ -63,7 +62,7 @@ class Framework:
         return copy, copy.data.ptr
 
     def store(self, found: TensorMemory, copy: Any, stream: int) -> None:
-        """Bring a copy in C order back into the tensor."""
+        """Write a copy in C order back into the tensor."""
         with active(found.device):
             if found.strides is None or detection.is_contiguous(found.shape, found.strides, found.dtype.itemsize):
                 at = copy.__cuda_array_interface__["data"][0]
@@ -74,14 +73,16 @@ class Framework:
                 strided[...] = copy
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any], device: Device, stream: int) -> tuple[Any, int]:
-        """Memory for a result, and its address."""
+        """Allocate a result. Returns it and its address."""
         with active(device):
             result = device.empty(shape, dtype, stream)
         return result, result.__cuda_array_interface__["data"][0]
 
     def wrap(self, result: Any, dtype: np.dtype[Any], device: Device, made_on: int, used_on: int) -> Any:
-        """What `empty` gave as the caller's type, when everything that fills it has been ordered before the stream
-        ``used_on``."""
+        """Convert a result of `empty` to the caller's type.
+
+        All work that fills it must be ordered before stream ``used_on``.
+        """
         if self._from_dlpack is None:
             return result
         with active(device):
@@ -89,7 +90,6 @@ class Framework:
 
 
 # ---- torch
-# -----------------------------------------------------------------------------------------------------------------
 
 
 class Torch(Framework):
@@ -144,13 +144,15 @@ class Torch(Framework):
         return result
 
     def _keep(self, tensor: Any, device: Device, made_on: int, used_on: int) -> None:
-        """torch gives freed memory away in the order of the stream it was made on: tell it of the other stream that
-        uses it."""
+        """Tell torch's allocator of the second stream that uses a tensor.
+
+        torch reuses freed memory in the order of the stream that it was allocated on.
+        """
         if used_on != made_on:
             tensor.record_stream(self._stream(used_on, device.index))
 
     def _on(self, stream: int, index: int) -> contextlib.AbstractContextManager[Any]:
-        """What is allocated and launched inside belongs to this stream."""
+        """A context in which torch allocates and launches on this stream."""
         torch: Any = sys.modules["torch"]
         if torch.cuda.current_stream(index).cuda_stream == stream:
             return contextlib.nullcontext()
@@ -159,7 +161,7 @@ class Torch(Framework):
 
     def _stream(self, stream: int, index: int) -> Any:
         torch: Any = sys.modules["torch"]
-        # An ExternalStream of 0 is a new stream of torch's pool, not the default stream.
+        # ExternalStream(0) is a new stream of torch's pool, not the default stream.
         return torch.cuda.ExternalStream(stream, device=index) if stream else torch.cuda.default_stream(index)
 
 
@@ -172,7 +174,6 @@ def _from_torch(dtype: Any, argument: str) -> np.dtype[Any]:
 
 
 # ---- CuPy
-# ------------------------------------------------------------------------------------------------------------------
 
 
 class Cupy(Framework):
@@ -197,8 +198,7 @@ _BITS = {
 
 
 def _strided(found: TensorMemory) -> Any:
-    """A tensor's memory as a CuPy array of elements of that size; None if CuPy is not what the device's arrays are
-    of."""
+    """A tensor's memory as a CuPy array of elements of the same size; None if the device's arrays are not CuPy's."""
     cupy: Any = sys.modules.get("cupy")
     if cupy is None or not isinstance(found.device.empty((0,), np.dtype(np.uint8), found.stream), cupy.ndarray):
         return None
@@ -210,8 +210,7 @@ def _strided(found: TensorMemory) -> Any:
 
 @contextlib.contextmanager
 def _on_own_stream(device: Device, stream: int) -> Iterator[None]:
-    """What CuPy does inside, on its current stream, comes after what the stream was given before and before what it is
-    given after."""
+    """Order CuPy's work inside, on its current stream, after the stream's earlier work and before its later work."""
     current = device.current_stream()
     streams.order(device, stream, current)
     yield
@@ -219,11 +218,10 @@ def _on_own_stream(device: Device, stream: int) -> Iterator[None]:
 
 
 # ---- JAX and TensorFlow
-# ------------------------------------------------------------------------------------------------------
 
 
 class Jax(Framework):
-    """Arrays are immutable: results are new ones."""
+    """JAX's arrays are immutable: results are new arrays."""
 
     def read(self, tensor: Any, argument: str, provider: Provider, given: int | None) -> TensorMemory:
         if len(tensor.devices()) != 1:
@@ -239,12 +237,14 @@ class Jax(Framework):
 
 
 class TensorFlow(Framework):
-    """Tensors are immutable. TensorFlow tells nobody its stream: it waits itself when it exports, and is waited for
-    when it imports."""
+    """TensorFlow's tensors are immutable, and its stream is not accessible.
+
+    TensorFlow synchronizes before it exports; imports are synchronized here.
+    """
 
     def read(self, tensor: Any, argument: str, provider: Provider, given: int | None) -> TensorMemory:
         tensorflow: Any = sys.modules["tensorflow"]
-        plain = tensorflow.convert_to_tensor(tensor)  # of a Variable: its value
+        plain = tensorflow.convert_to_tensor(tensor)  # the value of a Variable
 
         def export(**options: Any) -> Any:
             return tensorflow.experimental.dlpack.to_dlpack(plain)

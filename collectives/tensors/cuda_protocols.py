@@ -1,4 +1,4 @@
-"""Where a tensor lies on a GPU, as DLPack and ``__cuda_array_interface__`` say."""
+"""Memory of tensors on GPUs, read through DLPack and ``__cuda_array_interface__``."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from collectives.tensors import detection, dlpack, streams
 
 
 class TensorMemory(NamedTuple):
-    """A tensor's memory.
+    """A tensor's memory on a GPU.
 
     Attributes:
         address: of the first element.
-        shape, strides: the latter in bytes; None: contiguous.
+        shape: the tensor's shape.
+        strides: in bytes; None: contiguous.
         dtype: not checked yet.
-        device: on which it lies.
+        device: of the memory.
         writable: whether in-place operations may write to it.
-        stream: after whose work it may be read.
-        memory: keeps it alive.
+        stream: the memory may be read after this stream's work.
+        memory: keeps the memory alive.
     """
 
     address: int
@@ -38,11 +39,11 @@ class TensorMemory(NamedTuple):
 def by_dlpack(
     tensor: Any, export: Callable[..., Any], argument: str, provider: Provider, given: int | None
 ) -> TensorMemory:
-    """Through DLPack, for use on the stream that the caller named, or on the device's current one."""
+    """Read through DLPack, for use on stream ``given`` or on the device's current one."""
     name = detection.describe(tensor)
     device, stream = _place(provider.device(tensor.__dlpack_device__()[1]), given, argument)
     try:
-        capsule = _capsule(export, stream or 1)  # 1 is the default stream there, and 0 is forbidden
+        capsule = _capsule(export, stream or 1)  # DLPack's number of the default stream is 1, and 0 is forbidden
     except (RuntimeError, TypeError, ValueError, BufferError) as error:
         raise InvalidTypeError(f"{argument}: {name} cannot be read through DLPack: {error}") from error
     memory = dlpack.read(capsule, argument=f"{argument} ({name})")
@@ -56,12 +57,12 @@ def by_dlpack(
 def _capsule(export: Callable[..., Any], stream: int) -> Any:
     try:
         return export(stream=stream, max_version=dlpack.VERSION)
-    except TypeError:  # an exporter from before there were versions
+    except TypeError:  # an exporter older than DLPack's versions
         return export(stream=stream)
 
 
 def by_interface(tensor: Any, argument: str, provider: Provider, given: int | None) -> TensorMemory:
-    """Through ``__cuda_array_interface__``, versions 2 and 3."""
+    """Read through ``__cuda_array_interface__``, versions 2 and 3."""
     kind = detection.describe(tensor)
     interface = getattr(tensor, "__cuda_array_interface__", None)
     if not isinstance(interface, dict) or interface.get("version") not in (2, 3):
@@ -72,7 +73,7 @@ def by_interface(tensor: Any, argument: str, provider: Provider, given: int | No
         raise InvalidTypeError(f"{argument}: a masked {kind} is refused because its mask would be lost")
     address, read_only = interface["data"]
     dtype = np.dtype(interface["typestr"])
-    if dtype.kind == "V":  # bfloat16 has no name of its own there
+    if dtype.kind == "V":  # the interface has no name for bfloat16
         dtype = np.dtype(getattr(tensor, "dtype", dtype))
     device, stream = _place(provider.device_of(address) if address else provider.device(0), given, argument)
     made_on = interface.get("stream")
@@ -91,8 +92,10 @@ def by_interface(tensor: Any, argument: str, provider: Provider, given: int | No
 
 
 def _place(device: Device, given: int | None, argument: str) -> tuple[Device, int]:
-    """A device, and the stream on which its tensor is to be used, which is about to be made to wait for the tensor's
-    own."""
+    """Return a device and the stream on which its tensor will be used.
+
+    The caller orders that stream after the tensor's own, so it must not be under capture.
+    """
     with active(device):
         stream = device.current_stream() if given is None else given
         streams.free_of_capture(device, stream, argument, streams.OUTSIDE)

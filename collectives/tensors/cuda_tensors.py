@@ -1,12 +1,10 @@
-"""The door for tensors on GPUs: any framework's tensor becomes one kind of view, and results leave as the caller's
-type.
+"""Views of tensors on GPUs: one representation for all frameworks, and results in the caller's type.
 
-The counterpart of `collectives.tensors.arrays`, by the same rules: below the door memory is 1-D and contiguous, the
-caller's own whenever that is possible; otherwise it is a copy, which ``DeviceView.store`` brings back after an in-place
-operation.
+The counterpart of `collectives.tensors.arrays`, with the same rules: the engine works on 1-D contiguous memory, the
+caller's own where possible; otherwise it is a copy, which ``DeviceView.store`` writes back after an in-place operation.
 
-Nothing here waits. A view says after whose work its memory may be read; who fills a result says before whose work it is
-filled.
+Nothing here waits for a GPU. A view names the stream after whose work its memory may be read; results are filled before
+the work of `DeviceView.current_stream`.
 """
 
 from __future__ import annotations
@@ -26,13 +24,13 @@ from collectives.tensors.detection import Extent
 
 
 class DeviceArray:
-    """Elements on a GPU, one behind the other.
+    """Consecutive elements in device memory.
 
     Attributes:
-        address: of the first; 0 may stand for none.
-        size: how many.
-        dtype: a supported one, in native byte order.
-        device: on which they lie.
+        address: of the first element; may be 0 without elements.
+        size: number of elements.
+        dtype: a supported dtype in native byte order.
+        device: of the memory.
         owner: keeps the memory alive.
     """
 
@@ -50,7 +48,7 @@ class DeviceArray:
         return self.size * self.dtype.itemsize
 
     def part(self, start: int, count: int) -> DeviceArray:
-        """``count`` of the elements, from ``start`` on."""
+        """``count`` elements from ``start`` on."""
         return DeviceArray(self.address + start * self.dtype.itemsize, count, self.dtype, self.device, self.owner)
 
     def __repr__(self) -> str:
@@ -65,8 +63,8 @@ class DeviceView:
         shape: the tensor's shape; ``()`` for scalars.
         dtype: a supported dtype in native byte order.
         nbytes: bytes in ``array``.
-        device: on which it lies.
-        stream: the caller's when the view was made: ``array`` may be read after the work that it has been given so far.
+        device: of the memory.
+        stream: the caller's stream when the view was made; ``array`` may be read after the work enqueued until then.
         copied: ``array`` is not the caller's memory.
         writable: an in-place operation may write ``array`` and then call ``store``.
     """
@@ -108,13 +106,18 @@ class DeviceView:
         self._given = given
 
     def current_stream(self) -> int:
-        """The stream before whose later work a result must be ready: the one that the caller named when the view was
-        made, else the one that the calling thread's program works on now; raises as `streams.usable`."""
+        """The stream before whose later work a result must be ready.
+
+        This is the stream that the caller passed, else the framework's current stream in the calling thread; raises as
+        `streams.usable`.
+        """
         return self.stream if self._given else streams.usable(self._framework.current_stream(self.device))
 
     def store(self) -> None:
-        """After an in-place operation: bring ``array`` into the caller's tensor, on `current_stream`, which must have
-        been made to wait for the operation. Nothing to do where it is the same memory."""
+        """Copy ``array`` into the caller's tensor after an in-place operation; does nothing if they share memory.
+
+        The copy runs on `current_stream`, which must already wait for the operation.
+        """
         if self.copied and self.writable:
             self._framework.store(self._found, self._copy, self.current_stream())
 
@@ -126,22 +129,21 @@ class DeviceView:
         return detection.strided_extent(found.address, self.shape, found.strides, self.dtype.itemsize, writes)
 
     def detach(self) -> None:
-        """Work on a copy from here on, made on ``stream``, which ``store`` brings back."""
+        """Replace ``array`` by a copy, made on ``stream``, which ``store`` writes back."""
         with active(self.device):
             self._copy, array = self.empty(self.shape)
             self.device.copy(array.address, self.array.address, self.nbytes, self.stream)
         self.array, self.copied = array, True
 
     def fill(self, values: DeviceView) -> None:
-        """Copy the elements of another view, of the same dtype and number, into ``array``, on `current_stream`."""
+        """Copy another view's elements, of the same dtype and number, into ``array`` on `current_stream`."""
         if values.dtype != self.dtype:
             raise InvalidTypeError(f"expected elements of dtype {self.dtype}, got {values.dtype}")
         with active(self.device):
             self.device.copy(self.array.address, values.array.address, self.nbytes, self.current_stream())
 
     def on_host(self) -> Array:
-        """The elements as a 1-D NumPy array, when the work that made them is done; raises as
-        `streams.free_of_capture`."""
+        """Copy the elements to a 1-D NumPy array, after the work of ``stream``; raises as `streams.free_of_capture`."""
         with active(self.device):
             streams.free_of_capture(self.device, self.stream, "tensor", streams.OUTSIDE)
             found = self.device.pinned(max(1, self.nbytes))[: self.nbytes]
@@ -150,28 +152,28 @@ class DeviceView:
         return found.view(self.dtype)
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any] | None = None) -> tuple[Any, DeviceArray]:
-        """A place for a result.
+        """Allocate a result.
 
-        Its memory may have been in use before: it may be written after the work that ``stream`` has been given when
-        this returns.
+        Its memory may have been used before: it may be written after the work enqueued on ``stream`` until this
+        returns.
 
         Args:
             shape: of the result.
             dtype: of its elements; None: the tensor's.
 
         Returns:
-            What `wrap` takes, and its elements.
+            The argument of `wrap`, and its elements.
         """
         kind = self.dtype if dtype is None else dtype
         result, address = self._framework.empty(shape, kind, self.device, self.stream)
         return result, DeviceArray(address, math.prod(shape), kind, self.device, result)
 
     def wrap(self, result: Any, dtype: np.dtype[Any] | None = None) -> Any:
-        """A result as the caller's type; `current_stream` must have been made to wait for the operation that fills it.
+        """Convert a result to the caller's type; `current_stream` must already wait for the operation that fills it.
 
         Args:
-            result: the first of what `empty` returned.
-            dtype: that was given there.
+            result: the first value that `empty` returned.
+            dtype: as passed to `empty`.
         """
         return self._framework.wrap(
             result, self.dtype if dtype is None else dtype, self.device, self.stream, self.current_stream()
@@ -186,20 +188,19 @@ class DeviceView:
 
 
 def view(tensor: Any, *, argument: str = "tensor", writable: bool = False, stream: Any = None) -> DeviceView:
-    """Look at a tensor on a GPU, without a copy if possible.
+    """View a tensor on a GPU, without a copy if possible.
 
     Args:
         tensor: a torch tensor, a CuPy array, or anything on an NVIDIA GPU with DLPack (jax, TensorFlow, ...) or
             ``__cuda_array_interface__`` (numba, ...). Any shape and strides.
-        argument: what messages call it.
-        writable: an in-place operation is going to write to it.
-        stream: after whose work the tensor may be read, and before whose work a result must be ready: see
-            `streams.handle`; None: the one that the tensor's framework works on.
+        argument: its name in messages.
+        writable: whether an in-place operation will write to it.
+        stream: the tensor is read after this stream's work, and results are ready before its later work; any form that
+            `streams.handle` accepts; None: the framework's current stream.
 
     Raises:
-        InvalidTypeError: a type or dtype that cannot be used, or memory that is not an NVIDIA GPU's.
-        InvalidArgumentError: ``writable`` and the tensor is read-only or its elements overlap; or a stream that cannot
-            be used.
+        InvalidTypeError: an unsupported type or dtype, or memory not of an NVIDIA GPU.
+        InvalidArgumentError: ``writable`` and the tensor is read-only or its elements overlap; or an unusable stream.
         MissingDependencyError: GPUs cannot be used here; the message says what is missing.
     """
     given = None if stream is None else streams.usable(streams.handle(stream))
@@ -237,7 +238,7 @@ def _provider(tensor: Any, argument: str) -> Provider:
 
 
 def _resolve(tensor: Any, dtype: np.dtype[Any], argument: str) -> np.dtype[Any]:
-    """A dtype that is not known yet: bfloat16 at its first use, or one to refuse."""
+    """Resolve a dtype that is not yet in `SUPPORTED`: bfloat16 at its first use, or an unsupported one."""
     kind = f"{argument} ({detection.describe(tensor)})"
     found = resolve(dtype, argument=kind)
     if not dtype.isnative:

@@ -1,8 +1,7 @@
-"""What can be said about anybody's tensor without touching its numbers: its type, its framework, and how it lies in
-memory.
+"""Properties of any tensor that are known without reading its elements: its type, its framework, and its layout.
 
-Nothing here imports a framework. A framework's tensor can only exist in a program that has imported the framework, so
-that ``sys.modules`` is where it is found.
+This module imports no framework. A framework's tensor exists only in a program that has imported the framework, so
+frameworks are looked up in ``sys.modules``.
 """
 
 from __future__ import annotations
@@ -36,23 +35,26 @@ class Strided(NamedTuple):
     itemsize: int
 
 
-NO_ELEMENTS = "on meta, where tensors have a shape and no elements: give it memory first, as by module.to_empty(device=...), and values"
-"""What is wrong with a tensor of torch's meta device, and what to do."""
+NO_ELEMENTS = (
+    "on meta, where tensors have a shape and no elements: give it memory first, as by module.to_empty(device=...), "
+    "and values"
+)
+"""The problem with a tensor of torch's meta device, and the remedy."""
 Extent = tuple[int, int, bool, Strided | None]
-"""What an operation uses of a tensor's memory: lowest address, the one behind the highest, whether it is written, and
-the layout where that may have gaps."""
+"""The memory of a tensor that an operation uses: start address, end address (exclusive), whether it is written, and the
+layout if it may have gaps."""
 _EFFORT: Any = 100_000
-"""Steps for which NumPy may look for a byte that two tensors have in common."""
+"""NumPy's limit of work when it searches for a byte that two tensors share."""
 
 
 def describe(tensor: Any) -> str:
-    """The type of a tensor as messages call it: ``numpy.ndarray``, ``list``, ``torch.Tensor``."""
+    """The type of a tensor in messages: ``numpy.ndarray``, ``list``, ``torch.Tensor``."""
     kind = type(tensor)
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def misplaced(tensor: Any, argument: str, place: str) -> InvalidTypeError:
-    """The refusal of memory that is out of reach, or of a tensor that has none."""
+    """The error for a tensor in inaccessible memory, or without memory."""
     if place == "meta":
         return InvalidTypeError(f"{argument}: expected a tensor with elements, got a {describe(tensor)} {NO_ELEMENTS}")
     return InvalidTypeError(
@@ -62,7 +64,7 @@ def misplaced(tensor: Any, argument: str, place: str) -> InvalidTypeError:
 
 
 def frozen(tensor: Any, argument: str, shape: Sequence[int], dtype: Any) -> InvalidArgumentError:
-    """The refusal to write to what is read-only."""
+    """The error for an in-place operation on a read-only tensor."""
     return InvalidArgumentError(
         f"{argument}: an in-place operation needs a writable tensor, got a read-only {describe(tensor)} of shape "
         f"{tuple(shape)} and dtype"
@@ -71,7 +73,7 @@ def frozen(tensor: Any, argument: str, shape: Sequence[int], dtype: Any) -> Inva
 
 
 def overlapping(tensor: Any, argument: str, shape: Sequence[int], strides: Sequence[int]) -> InvalidArgumentError:
-    """The refusal to write to elements that share memory."""
+    """The error for an in-place operation on elements that share memory."""
     return InvalidArgumentError(
         f"{argument}: an in-place operation needs elements that do not share memory, got a {describe(tensor)} of "
         f"shape {tuple(shape)} and"
@@ -80,7 +82,7 @@ def overlapping(tensor: Any, argument: str, shape: Sequence[int], strides: Seque
 
 
 def strided_extent(address: int, shape: Sequence[int], strides: Sequence[int], itemsize: int, writes: bool) -> Extent:
-    """The extent of a tensor that has elements; strides in bytes."""
+    """The extent of a tensor with at least one element; strides in bytes."""
     reaches = [stride * (length - 1) for stride, length in zip(strides, shape, strict=True)]
     start, end = (
         address + sum(min(0, reach) for reach in reaches),
@@ -90,8 +92,7 @@ def strided_extent(address: int, shape: Sequence[int], strides: Sequence[int], i
 
 
 def share_a_byte(one: Extent, other: Extent) -> bool:
-    """Whether two tensors whose addresses overlap have a byte in common; if that is too hard to tell, they count as if
-    they had."""
+    """Whether two tensors with overlapping addresses share a byte; True if that takes too long to compute."""
     if one[3] is None and other[3] is None:
         return True
     try:
@@ -101,7 +102,7 @@ def share_a_byte(one: Extent, other: Extent) -> bool:
 
 
 def _laid_out(extent: Extent) -> Any:
-    """An array that lies there, which is never read: the memory may be a GPU's, or free by now."""
+    """An array with the layout of an extent; must not be read, because the memory may be a GPU's or already freed."""
     start, end, _, strided = extent
     address, shape, strides, itemsize = strided or (start, (end - start,), None, 1)
     interface = {"version": 3, "data": (address, False), "shape": shape, "strides": strides, "typestr": f"|V{itemsize}"}
@@ -110,7 +111,7 @@ def _laid_out(extent: Extent) -> Any:
 
 @functools.lru_cache(maxsize=256)
 def framework(kind: Any) -> str | None:
-    """The module whose tensor a type is: "torch", "cupy", "jax", "tensorflow"; None for all others."""
+    """The module of a tensor type: "torch", "cupy", "jax" or "tensorflow"; None for other types."""
     for name, types in _FRAMEWORKS:
         module = sys.modules.get(name)
         for attribute in types:
@@ -123,7 +124,7 @@ def framework(kind: Any) -> str | None:
 
 
 def namespace(tensor: Any) -> Any:
-    """The module that can make this tensor's type again from DLPack, or None."""
+    """The module whose ``from_dlpack`` makes tensors of this type, or None."""
     if not hasattr(tensor, "__dlpack__"):
         return None
     if hasattr(tensor, "__array_namespace__"):
@@ -134,7 +135,7 @@ def namespace(tensor: Any) -> Any:
 
 
 def is_contiguous(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:
-    """Whether the elements lie one behind the other in C order; strides in bytes."""
+    """Whether the elements are contiguous in C order; strides in bytes."""
     if 0 in shape:
         return True
     expected = itemsize
@@ -146,8 +147,7 @@ def is_contiguous(shape: Sequence[int], strides: Sequence[int], itemsize: int) -
 
 
 def may_overlap(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:
-    """Whether two indices might mean the same memory; exact for every layout that slicing, transposing and broadcasting
-    make."""
+    """Whether two indices may refer to the same memory; exact for sliced, transposed and broadcast layouts."""
     if 0 in shape:
         return False
     reach = itemsize
@@ -161,7 +161,7 @@ def may_overlap(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> 
 
 
 def is_on_device(tensor: Any) -> bool:
-    """Whether a tensor lies on a GPU; False for whatever cannot say."""
+    """Whether a tensor is on a GPU; False if that cannot be determined."""
     if isinstance(tensor, np.ndarray):
         return False
     kind: Any = type(tensor)
@@ -174,5 +174,5 @@ def is_on_device(tensor: Any) -> bool:
         if hasattr(tensor, "__dlpack_device__"):
             return tensor.__dlpack_device__()[0] in (dlpack.CUDA, dlpack.MANAGED)
     except Exception:
-        return False  # a tracer of jax, say: the door has words for it
+        return False  # such as a tracer of jax, which `arrays.view` rejects with a message
     return hasattr(tensor, "__cuda_array_interface__")

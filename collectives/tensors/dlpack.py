@@ -1,7 +1,7 @@
-"""DLPack without a framework: where another library's tensor lies.
+"""DLPack without a framework: read the location and layout of another library's tensor.
 
-A capsule holds a structure of C; `read` looks into it. The capsule stays unconsumed: it is kept, under its own name, as
-what keeps the memory alive, and its own destructor gives the memory back.
+A capsule holds a C structure, which `read` parses. The capsule is not consumed: it keeps the memory alive under its
+original name, and its own destructor releases the memory.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collectives.base.errors import InvalidTypeError
 
 CUDA, MANAGED = 2, 13
 VERSION = (1, 0)
-"""The newest structure that is understood here."""
+"""The newest supported version of the structure."""
 
 _READ_ONLY = 1
 BFLOAT = 4
@@ -58,7 +58,7 @@ class _DLManagedTensorVersioned(ctypes.Structure):
     )
 
 
-# Functions of our own: those of ctypes.pythonapi are shared with whoever else sets their argument types.
+# Separate function objects: argument types set on ctypes.pythonapi's are shared with other libraries.
 _is_valid = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_char_p)(("PyCapsule_IsValid", ctypes.pythonapi))
 _get_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
     ("PyCapsule_GetPointer", ctypes.pythonapi)
@@ -66,13 +66,14 @@ _get_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_cha
 
 
 class ExportedTensor(NamedTuple):
-    """What a capsule says.
+    """The contents of a capsule.
 
     Attributes:
         address: of the first element.
-        shape, strides: the latter in bytes.
-        dtype: a supported one.
-        kind, number: of the device, as DLPack counts them.
+        shape: the tensor's shape.
+        strides: in bytes.
+        dtype: a supported dtype.
+        kind, number: DLPack's device type and device number.
         read_only: whether the exporter forbids writing.
         capsule: keeps the memory alive.
     """
@@ -88,10 +89,10 @@ class ExportedTensor(NamedTuple):
 
 
 def read(capsule: Any, *, argument: str = "tensor") -> ExportedTensor:
-    """Look into a capsule that ``__dlpack__`` gave.
+    """Read a capsule that ``__dlpack__`` returned.
 
     Raises:
-        InvalidTypeError: it is no such capsule, it has been consumed, or its elements are no supported numbers.
+        InvalidTypeError: not such a capsule, already consumed, or of an unsupported dtype.
     """
     tensor, flags = structure(capsule, argument)
     dtype = _dtype(tensor.dtype, argument)
@@ -107,7 +108,7 @@ def read(capsule: Any, *, argument: str = "tensor") -> ExportedTensor:
 
 
 def structure(capsule: Any, argument: str) -> tuple[_DLTensor, int]:
-    """The structure inside, which lives as long as the capsule, and its flags."""
+    """Return the structure in a capsule, which lives as long as the capsule, and its flags."""
     if _is_valid(capsule, b"dltensor_versioned"):
         versioned = _DLManagedTensorVersioned.from_address(_get_pointer(capsule, b"dltensor_versioned"))
         if versioned.major > VERSION[0]:
@@ -133,7 +134,7 @@ def _dtype(given: _DLDataType, argument: str) -> np.dtype[Any]:
 
 
 def _packed(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    """The strides of C order, which a structure may leave out."""
+    """The strides of C order, which a structure may omit."""
     strides = []
     for length in reversed(shape):
         strides.append(itemsize)

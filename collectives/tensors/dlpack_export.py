@@ -1,4 +1,4 @@
-"""A result on a GPU as an object that other libraries take through DLPack."""
+"""Export of results on a GPU to other libraries through DLPack."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from collectives.tensors.dlpack import BFLOAT, CUDA, structure
 
 
 class Export:
-    """An array of the device as an object that other libraries' ``from_dlpack`` takes.
+    """A device array as an object that other libraries' ``from_dlpack`` accepts.
 
-    CuPy cannot export bfloat16: the same bits are exported under another name, which is then corrected in the capsule.
+    CuPy cannot export bfloat16: the same bits are exported with another dtype, which is then corrected in the capsule.
 
     Args:
-        array: contiguous, of the device's own type, which exports itself.
+        array: contiguous, of the device's own type, with ``__dlpack__``.
         dtype: of its elements.
-        device: on which it lies; the calling thread's current one.
-        stream: after whose work it may be read.
+        device: of its memory; the calling thread's current one.
+        stream: the array may be read after this stream's work.
     """
 
     def __init__(self, array: Any, dtype: np.dtype[Any], device: Device, stream: int) -> None:
@@ -34,7 +34,7 @@ class Export:
         return CUDA, self._device.index
 
     def __dlpack__(self, *, stream: int | None = None, **options: Any) -> Any:
-        if stream != -1:  # which means: no ordering
+        if stream != -1:  # -1: the consumer wants no ordering
             streams.order(self._device, self._stream, streams.LEGACY if stream is None else streams.handle(stream))
         array = self._array.view(np.uint16) if self._bfloat16 else self._array
         capsule = array.__dlpack__(stream=-1, **options)

@@ -1,7 +1,7 @@
-"""float16 and bfloat16: conversion from and to wider dtypes, and arithmetic that widens to float32 and rounds once.
+"""float16 and bfloat16: conversion from and to wider dtypes, and arithmetic in float32 that rounds once.
 
-NumPy alone does this 50 to 100 times slower than it adds float32. numkong's vectorised loops take over where it is
-installed (the extra ``halves``) and passes a check against NumPy and ml_dtypes.
+NumPy's loops over halves are 50 to 100 times slower than its addition of float32. numkong's vectorized loops replace
+them if it is installed (the extra ``halves``) and agrees with NumPy and ml_dtypes in a check.
 """
 
 from __future__ import annotations
@@ -25,36 +25,35 @@ _Binary = Callable[[Any, Any, _Array], object]
 _FLOAT32 = np.dtype(np.float32)
 _BITS = np.dtype(np.uint16)
 _BLOCK = 16384
-"""Elements that are widened at a time: with two float32 operands 128 KiB, which stay in the L2 cache."""
+"""Elements widened at a time: 128 KiB with two float32 operands, which stay in the L2 cache."""
 _CAST_BLOCK = 65536
-"""Elements that are in float32 at a time between float64 and a half: 256 KiB, which stay in the L2 cache."""
+"""Elements in float32 at a time between float64 and a half: 256 KiB, which stay in the L2 cache."""
 _TINY = 1024
-"""Elements up to which NumPy's own loop over halves, which rounds alike, is quicker than widening them."""
+"""Up to this many elements NumPy's own loop over halves, which rounds the same, is faster than widening."""
 _NEGATIVE_ZEROS = np.full(_BLOCK, 0x8000, _BITS)
-"""-0.0 in both halves: the neutral element of addition for every number, signed zeros included."""
+"""-0.0 in both halves: the neutral element of addition for all numbers, including signed zeros."""
 
 
 class _Scratch(threading.local):
-    """Per thread, because ranks may be threads; made at a thread's first use and kept."""
+    """Buffers per thread, because ranks may be threads; allocated at a thread's first use."""
 
     def __init__(self) -> None:
         self.left = np.empty(_BLOCK, np.float32)
         self.right = np.empty(_BLOCK, np.float32)
         self.bits = np.empty(_BLOCK, _BITS)
         self.tensors: dict[int, Any] = {}
-        """numkong's views of ``bits``, by length: to make one takes 6 µs."""
+        """numkong's views of ``bits``, by length; creating one takes 6 µs."""
 
 
 _scratch = _Scratch()
 
 
 # ---- numkong
-# -------------------------------------------------------------------------------------------------------------
 
 
 @functools.cache
 def numkong(half: _Dtype) -> Any:
-    """The module numkong, or None where it is missing or differs from NumPy or ml_dtypes on this processor."""
+    """The module numkong, or None if it is missing or differs from NumPy or ml_dtypes on this processor."""
     module = _import_numkong()
     return module if module is not None and _agrees(module, half) else None
 
@@ -71,8 +70,10 @@ def _import_numkong() -> Any:
 
 
 def _agrees(module: Any, half: _Dtype) -> bool:
-    """Compare conversions, sums and products of a sample bit for bit: subnormals, ties and their neighbours,
-    infinities and NaN."""
+    """Compare conversions, sums and products of a sample bit for bit.
+
+    The sample has subnormals, ties and their neighbours, infinities and NaN.
+    """
     bits = np.arange(0, 1 << 16, 41, dtype=np.uint16)
     narrow, following = bits.view(half), (bits + np.uint16(1)).view(half)
     with np.errstate(all="ignore"):
@@ -113,23 +114,22 @@ def _same(found: _Array, expected: _Array) -> bool:
 
 
 # ---- conversion
-# ----------------------------------------------------------------------------------------------------------
 
 
 def cast(source: _Array, out: _Array) -> None:
-    """Write ``source`` into ``out`` in its dtype: float16, bfloat16, float32 or float64, either way, without warnings.
+    """Convert ``source`` to the dtype of ``out`` without warnings; each is float16, bfloat16, float32 or float64.
 
-    Rounds to the nearest, ties to even. Numbers beyond the range of ``out`` become infinity or zero; NaN stays NaN,
-    maybe with other bits. Widening is exact, and narrowing rounds once; but from float64 to a half it goes through
-    float32, as in torch and ml_dtypes. A number that float32 puts just between two halves (one in 20,000, for float16)
-    may then become the farther one, which is farther by 1/8000 of their distance at most.
+    Rounds to nearest, ties to even. Numbers beyond the range of ``out`` become infinity or zero; NaN stays NaN,
+    possibly with other bits. Widening is exact, and narrowing rounds once, except from float64 to a half, which goes
+    through float32 as in torch and ml_dtypes: a number that float32 rounds to the midpoint of two halves (one in
+    20,000, for float16) may become the farther one, farther by at most 1/8000 of their distance.
 
     With numkong, 1e6 elements of float32 take 0.1 to 0.2 ms (NumPy: 2.5 ms to float16, 0.4 ms to bfloat16), of float64
     0.3 to 0.4 ms.
 
     Args:
         source: 1-D, contiguous, aligned, in native byte order.
-        out: the same, equally long, in memory of its own.
+        out: the same, equally long, in separate memory.
     """
     if source.size == 0:
         return
@@ -149,7 +149,7 @@ def cast(source: _Array, out: _Array) -> None:
 
 @functools.cache
 def _conversion(given: _Dtype, wanted: _Dtype) -> _Unary:
-    """NumPy's conversion; but between float32 and a half numkong's, which is nearly as fast as a copy."""
+    """NumPy's conversion; between float32 and a half numkong's, which is nearly as fast as a copy."""
     half = next((dtype for dtype in (given, wanted) if dtypes.is_half(dtype)), None)
     module = None if half is None or given == wanted else numkong(half)
     return _convert_numpy if module is None else _conversion_by(module, wanted)
@@ -167,8 +167,8 @@ def _conversion_by(module: Any, wanted: _Dtype) -> _Unary:
         astype(_tensor(module, source), name, out=_tensor(module, out))
 
     def convert_unless_nan(source: _Array, out: _Array) -> None:
-        # numkong (7.8.6) rounds NaN as if it were a number: CUDA's, 0x7fffffff, becomes -0.0. The largest element tells
-        # of any NaN.
+        # numkong (7.8.6) rounds NaN as if it were a number: CUDA's, 0x7fffffff, becomes -0.0. The maximum is NaN if any
+        # element is.
         if np.isnan(np.maximum.reduce(source)):
             _convert_numpy(source, out)
         else:
@@ -178,20 +178,19 @@ def _conversion_by(module: Any, wanted: _Dtype) -> _Unary:
 
 
 def _tensor(module: Any, array: _Array) -> Any:
-    """An array as numkong takes it: bfloat16, which NumPy exports through no buffer, by its address."""
+    """An array in the form that numkong accepts: bfloat16, which NumPy cannot export as a buffer, by its address."""
     if dtypes.name(array.dtype) != "bfloat16":
         return array
     return module.from_pointer(array.ctypes.data, array.shape, "bfloat16", owner=array)
 
 
 # ---- arithmetic
-# ----------------------------------------------------------------------------------------------------------
 
 
 def combining(function: _Binary, half: _Dtype) -> _Binary:
-    """A kernel that applies ``function`` in float32 and rounds once: ``kernel(a, b, out)``."""
+    """A kernel ``kernel(a, b, out)`` that applies ``function`` in float32 and rounds once."""
     module = numkong(half)
-    # numkong has no elementwise minimum, and its multiply of float16 (7.8.6) makes NaN of some finite factors.
+    # numkong has no elementwise minimum, and its multiply of float16 (7.8.6) returns NaN for some finite factors.
     if module is not None and function is np.add:
         return _sum(module, half)
     conversions = _block_conversions(half)
@@ -220,8 +219,10 @@ def scaling(function: _Binary, half: _Dtype, number: float) -> _Unary:
 
 
 def _sum(module: Any, half: _Dtype) -> _Binary:
-    """numkong's blend with both weights 1 is its sum with half the overhead. Like NumPy's larger loops, it releases the
-    GIL."""
+    """Addition by numkong's blend with both weights 1, which has half the overhead of its sum.
+
+    Like NumPy's larger loops, it releases the GIL.
+    """
     blend = module.blend
     if dtypes.name(half) == "float16":
 
@@ -231,15 +232,17 @@ def _sum(module: Any, half: _Dtype) -> _Binary:
         return add
 
     def add_bits(a: _Array, b: _Array, out: _Array) -> None:
-        # As bits, because numkong needs 6 µs to find out what an ml_dtypes array holds.
+        # As bits, because numkong takes 6 µs to determine the dtype of an ml_dtypes array.
         blend(a.view(_BITS), b.view(_BITS), "bfloat16", out=out.view(_BITS))
 
     return add_bits
 
 
 def _product(module: Any, half: _Dtype, factor: float) -> _Unary:
-    """factor * a + 1 * -0.0, which is factor * a. (A blend with a zero weight would skip its operand, infinities
-    included.)"""
+    """Multiplication by a blend: factor * a + 1 * -0.0, which equals factor * a.
+
+    A blend with a zero weight would skip its operand, infinities included.
+    """
     kind = dtypes.name(half)
     carrier = half if kind == "float16" else _BITS
     zeros = _NEGATIVE_ZEROS.view(carrier)
@@ -255,8 +258,10 @@ def _product(module: Any, half: _Dtype, factor: float) -> _Unary:
 
 
 def _widened(conversions: tuple[_Unary, _Unary], function: _Binary, a: _Array, b: _Array | None, out: _Array) -> None:
-    """``function`` in float32 on blocks that stay in cache, rounded once into ``out``. ``b`` None: a function of ``a``
-    alone."""
+    """Apply ``function`` in float32 on blocks that stay in cache, rounding once into ``out``.
+
+    With ``b`` None it is a function of ``a`` alone.
+    """
     widen, narrow = conversions
     left, right = _scratch.left, _scratch.right
     for start in range(0, a.size, _BLOCK):
@@ -271,8 +276,11 @@ def _widened(conversions: tuple[_Unary, _Unary], function: _Binary, a: _Array, b
 
 
 def _block_conversions(half: _Dtype) -> tuple[_Unary, _Unary]:
-    """How a block of at most `_BLOCK` elements is widened to float32 and narrowed again. bfloat16 is widened by
-    ml_dtypes' loop, which is vectorised; no NaN that was a half needs the care of `_conversion_by`."""
+    """Conversions of a block of at most `_BLOCK` elements to float32 and back.
+
+    bfloat16 is widened by ml_dtypes' vectorized loop. Values that were halves contain no NaN that requires the check in
+    `_conversion_by`.
+    """
     module = numkong(half)
     if module is None:
         return _convert_numpy, _convert_numpy
@@ -287,7 +295,7 @@ def _block_conversions(half: _Dtype) -> tuple[_Unary, _Unary]:
         bits, tensors, size = _scratch.bits, _scratch.tensors, wide.size
         tensor = tensors.get(size)
         if tensor is None:
-            if len(tensors) > 64:  # ragged last blocks; full ones come back at once
+            if len(tensors) > 64:  # last blocks of various lengths; the view of full blocks is recreated at once
                 tensors.clear()
             tensor = tensors[size] = module.from_pointer(bits.ctypes.data, (size,), "bfloat16", owner=bits)
         astype(wide, "bfloat16", out=tensor)

@@ -1,6 +1,6 @@
-"""The frameworks' tensors in host memory: how each is read in place, and how a result becomes one of its tensors.
+"""The frameworks' tensors in host memory: reading them in place, and results in their types.
 
-Nothing here imports a framework: a tensor of one exists only where the program has imported it.
+This module imports no framework: a framework's tensor exists only if the program has imported the framework.
 """
 
 from __future__ import annotations
@@ -19,19 +19,21 @@ from collectives.tensors import detection
 Array = npt.NDArray[Any]
 Wrap = Callable[[Array], Any]
 Read = tuple[Array, Wrap | None]
-"""A tensor's memory, and what turns a result of the same dtype into the tensor's type (None: a result stays an
-array)."""
+"""A tensor's memory, and the conversion of a result of the same dtype to the tensor's type (None: results stay
+arrays)."""
 
 
 def frozen(array: Array) -> Array:
-    """The array itself, made read-only."""
+    """Make an array read-only, and return it."""
     array.flags.writeable = False
     return array
 
 
 def plain_torch(tensor: Any, argument: str) -> tuple[Any, bool]:
-    """A dense torch tensor outside of autograd, and whether it is lazy: conjugated or negated only when read, so that
-    its memory holds other numbers."""
+    """Return a dense torch tensor detached from autograd, and whether it is lazily conjugated or negated.
+
+    The memory of a lazy tensor holds other values than the tensor.
+    """
     if tensor.layout is not sys.modules["torch"].strided:
         raise InvalidTypeError(
             f"{argument}: expected a dense tensor, got layout {tensor.layout}; pass {argument}.to_dense()"
@@ -50,8 +52,7 @@ def _read_torch(tensor: Any, argument: str) -> Read | None:
     if lazy:
         plain = plain.resolve_conj().resolve_neg()
     try:
-        # bfloat16: NumPy has no such type of its own, nor does DLPack bring it one. The same bits go under another
-        # name.
+        # NumPy lacks bfloat16, also through DLPack: the same bits are passed as int16.
         half = plain.dtype is torch.bfloat16
         array = plain.view(torch.int16).numpy().view(resolve("bfloat16")) if half else plain.numpy()
     except (RuntimeError, TypeError) as error:
@@ -67,7 +68,7 @@ def _wrap_torch(array: Array) -> Any:
 
 
 def _read_cupy(tensor: Any, argument: str) -> None:
-    """There is no CuPy array but on a GPU."""
+    """CuPy arrays are always on a GPU."""
 
 
 def _read_jax(tensor: Any, argument: str) -> Read | None:
@@ -86,7 +87,7 @@ def _read_jax(tensor: Any, argument: str) -> Read | None:
 
 
 def _wrap_jax(array: Array) -> Any:
-    """A result, which nobody is going to write to, as a jax array: without a copy if it is aligned to 64 bytes."""
+    """Convert a result, which is not written to again, to a jax array; without a copy if aligned to 64 bytes."""
     jax: Any = sys.modules["jax"]
     try:
         return jax.device_put(array, may_alias=True)
@@ -106,8 +107,8 @@ def _read_tensorflow(tensor: Any, argument: str) -> Read | None:
         return None
     if "CPU" not in device:
         raise detection.misplaced(tensor, argument, device)
-    # Not numpy(), which copies. A variable's value is its memory, which TensorFlow does not write to while the value
-    # lives.
+    # Not numpy(), which copies. A variable's value shares its memory, which TensorFlow does not write to while the
+    # value lives.
     array = np.asarray(tensor.read_value() if isinstance(tensor, tensorflow.Variable) else tensor)
     return frozen(array.view()), wrap_tensorflow
 
@@ -116,12 +117,11 @@ _TENSORFLOW_ALIGNMENT = 64
 
 
 def wrap_tensorflow(array: Array) -> Any:
-    """An array as an eager tensor, without a copy if it is aligned to 64 bytes, as TensorFlow's kernels want their
-    tensors to be."""
+    """Convert an array to an eager tensor; without a copy if aligned to 64 bytes, as TensorFlow's kernels require."""
     tensorflow: Any = sys.modules["tensorflow"]
     if array.__array_interface__["data"][0] % _TENSORFLOW_ALIGNMENT or not array.flags.carray or array.size == 0:
         return tensorflow.convert_to_tensor(array)
-    if SUPPORTED[array.dtype] == "bfloat16":  # DLPack brings NumPy no such type
+    if SUPPORTED[array.dtype] == "bfloat16":  # NumPy cannot export it through DLPack
         return tensorflow.bitcast(wrap_tensorflow(array.view(np.uint16)), tensorflow.bfloat16)
     return tensorflow.experimental.dlpack.from_dlpack(array.__dlpack__())
 
@@ -132,5 +132,7 @@ READERS: dict[str, Callable[[Any, str], Read | None]] = {
     "jax": _read_jax,
     "tensorflow": _read_tensorflow,
 }
-"""Readers by framework, as `detection.framework` names it: a tensor's memory, or None if it is on a GPU. jax's arrays
-and TensorFlow's tensors are immutable, so read-only here."""
+"""Readers by framework, as `detection.framework` names it; each returns a tensor's memory, or None on a GPU.
+
+jax's arrays and TensorFlow's tensors are immutable and therefore read-only here.
+"""

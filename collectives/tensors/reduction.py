@@ -1,11 +1,9 @@
-"""What happens to two blocks that meet: kernels for every operation and dtype, and the scaling of a finished block.
+"""Reduction of two blocks: kernels for every operation and dtype, and the scaling of a reduced block.
 
-A kernel is the hot loop of every algorithm: for float32, float64, integers and complex numbers it is NumPy's ufunc.
-float16 and bfloat16 are widened to float32, combined, and rounded once; NumPy alone does that 50 to 100 times slower
-than it adds float32, so that numkong's vectorised loops take over where it is installed (the extra ``halves``) and
-passes a check against NumPy.
+A kernel is the innermost loop of every algorithm: for float32, float64, integers and complex numbers it is NumPy's
+ufunc. float16 and bfloat16 are widened to float32, combined, and rounded once: see `collectives.tensors.halves`.
 
-NumPy warns of overflow and NaN through Python, once per block. Who calls kernels on floating-point blocks does it under
+NumPy reports overflow and NaN as Python warnings, once per block. Callers run kernels on floating-point blocks under
 ``quiet()``, entered once per collective and not per block.
 """
 
@@ -26,17 +24,16 @@ from collectives.tensors import halves
 _Array = npt.NDArray[Any]
 _Dtype = np.dtype[Any]
 Kernel = Callable[[_Array, _Array, _Array], object]
-"""``kernel(a, b, out)`` writes ``a op b`` into ``out``: 1-D, contiguous, aligned, equally long; ``out`` may be ``a`` or
-``b``."""
+"""``kernel(a, b, out)`` writes ``a op b`` into ``out``: 1-D, contiguous, aligned, of equal length; ``out`` may be ``a``
+or ``b``."""
 Scaling = Callable[[_Array, _Array], object]
 """``scaling(array, out)`` writes the scaled ``array`` into ``out``, which may be ``array``."""
 
 
 def quiet() -> np.errstate:
-    """A context in which kernels and scalings let overflow and NaN pass without a RuntimeWarning (for this thread,
-    about 1 µs).
+    """A context that suppresses RuntimeWarnings about overflow and NaN in kernels (for this thread, about 1 µs).
 
-    Integers and bools, and halves where numkong serves, never warn and do not need it: see ``warns``.
+    Integers, bools, and halves with numkong never warn and do not need it: see ``warns``.
     """
     return np.errstate(all="ignore")
 
@@ -47,7 +44,7 @@ def warns(dtype: _Dtype) -> bool:
 
 
 def identity(op: Op, dtype: _Dtype) -> Any:
-    """The scalar of ``dtype`` that leaves every other element as it is.
+    """The neutral element of an operation, a scalar of ``dtype``.
 
     Raises:
         InvalidTypeError: the operation is not defined for the dtype.
@@ -60,8 +57,8 @@ def identity(op: Op, dtype: _Dtype) -> Any:
 def kernel(op: Op, dtype: _Dtype) -> Kernel:
     """The function that combines two blocks.
 
-    An average is a sum until ``finish``. Integers wrap. Min and Max pass NaN on. For bool, Sum and Max are "or";
-    Product and Min are "and", and so is Average: the mean, truncated, is true only where all are.
+    An average is a sum until ``finish``. Integers wrap around. Min and Max propagate NaN. For bool, Sum and Max are
+    "or"; Product and Min are "and", and so is Average: the truncated mean is true only if all elements are.
 
     Raises:
         InvalidTypeError: Min or Max of complex numbers, which have no order.
@@ -75,13 +72,13 @@ def kernel(op: Op, dtype: _Dtype) -> Kernel:
 
 
 def finish(op: Op, dtype: _Dtype, size: int, postscale: float = 1.0) -> Scaling | None:
-    """What is applied once to a block that ``size`` ranks have fully reduced, or None if that is nothing.
+    """The function to apply once to a block that ``size`` ranks have fully reduced; None if nothing remains to do.
 
-    Floating point and complex: an average alone is the correctly rounded quotient; with a factor it is ONE product with
+    Floating point and complex: an average alone is the correctly rounded quotient; with a factor it is one product with
     ``postscale / size``, which is computed in float64. Halves do so in float32 and round once. Integers: an average
     truncates toward zero and is exact for all 64 bits; with a factor the product is taken in float64 and truncated
-    (where it leaves the dtype's range, the result is the hardware's). Bool: an average is complete already; with a
-    factor, true where the product is not zero.
+    (beyond the dtype's range the result depends on the hardware). Bool: an average is already complete; with a factor,
+    true if the product is not zero.
     """
     if not op.divides(dtype) or size == 1:
         return prescale(dtype, postscale)
@@ -90,14 +87,14 @@ def finish(op: Op, dtype: _Dtype, size: int, postscale: float = 1.0) -> Scaling 
     if dtypes.is_integer(dtype):
         return _integer_quotient(dtype, size)
     if size & (size - 1) == 0 or (dtypes.is_half(dtype) and size % 2 == 1 and size < 1024):
-        # Quicker than a division, and equal: exact for powers of two; and for halves, float32's error of the product by
+        # Faster than a division, and equal: exact for powers of two; and for halves, float32's error of the product by
         # an odd size's reciprocal is too small to cross a midpoint between two halves (checked exhaustively).
         return prescale(dtype, 1.0 / size)
     return _floating(dtype, np.divide, float(size))
 
 
 def prescale(dtype: _Dtype, factor: float) -> Scaling | None:
-    """What multiplies a block by ``factor``, rounding as in ``finish``, or None if that changes nothing."""
+    """A function that multiplies a block by ``factor``, rounding as ``finish`` does; None if the factor is 1."""
     if factor == 1.0:
         return None
     if dtypes.is_bool(dtype) or dtypes.is_integer(dtype):
@@ -105,7 +102,7 @@ def prescale(dtype: _Dtype, factor: float) -> Scaling | None:
     return _floating(dtype, np.multiply, float(factor))
 
 
-# np.minimum and np.maximum deprecate a positional out; the others take it as it comes.
+# np.minimum and np.maximum deprecate a positional out; the other ufuncs accept it.
 def _minimum(a: _Array, b: _Array, out: _Array) -> object:
     return np.minimum(a, b, out=out)
 
@@ -137,12 +134,13 @@ _BOOL_KERNELS: dict[Op, Kernel] = {Op.MIN: np.logical_and, Op.MAX: np.logical_or
 
 
 # ---- scaling
-# -------------------------------------------------------------------------------------------------------------
 
 
 def _floating(dtype: _Dtype, function: np.ufunc, number: float) -> Scaling:
-    """``function(array, number)`` for a real number; a complex array is scaled as pairs, so that inf + 1j keeps its
-    1j."""
+    """``function(array, number)`` for a real number.
+
+    A complex array is scaled as pairs, so that inf + 1j keeps its 1j.
+    """
     if dtypes.is_half(dtype):
         return halves.scaling(function, dtype, number)
     real = np.dtype(f"f{dtype.itemsize // 2}") if dtypes.is_complex(dtype) else dtype
@@ -161,11 +159,11 @@ def _floating(dtype: _Dtype, function: np.ufunc, number: float) -> Scaling:
 
 
 _BLOCK = 16384
-"""Elements that are in a wider type at a time: 128 KiB of float64 or int64, which stay in the L2 cache."""
+"""Elements in a wider type at a time: 128 KiB of float64 or int64, which stay in the L2 cache."""
 
 
 class _Scratch(threading.local):
-    """Per thread, because ranks may be threads; made at a thread's first use and kept."""
+    """Buffers per thread, because ranks may be threads; allocated at a thread's first use."""
 
     def __init__(self) -> None:
         self.doubles = np.empty(_BLOCK, np.float64)
@@ -175,9 +173,9 @@ _scratch = _Scratch()
 
 
 def _scale_whole(array: _Array, out: _Array, factor: np.float64) -> None:
-    """Integers and bools: multiply in float64, truncate toward zero."""
+    """Multiply integers or bools in float64 and truncate toward zero."""
     wide = _scratch.doubles
-    with np.errstate(all="ignore"):  # the executor is not asked to be quiet for integers
+    with np.errstate(all="ignore"):  # the executor does not enter quiet() for integers
         for start in range(0, array.size, _BLOCK):
             stop = min(start + _BLOCK, array.size)
             product = np.multiply(array[start:stop], factor, wide[: stop - start])
@@ -185,9 +183,8 @@ def _scale_whole(array: _Array, out: _Array, factor: np.float64) -> None:
 
 
 def _integer_quotient(dtype: _Dtype, size: int) -> Scaling:
-    """Truncated division by ``size`` without a detour through floats: floor((a + (size - 1 where a is negative)) /
-    size)."""
-    # 8 or 16 bits and more ranks than they can count: the size itself needs a wider type.
+    """Truncated integer division by ``size``: floor((a + (size - 1 if a is negative)) / size), without floats."""
+    # With more ranks than an 8- or 16-bit type can represent, the division needs a wider type.
     work = np.dtype(np.int64) if size > np.iinfo(dtype).max else dtype
     divisor, addend = work.type(size), work.type(size - 1)
     last_bit = work.type(work.itemsize * 8 - 1)

@@ -1,11 +1,11 @@
-"""Memory for results, used again.
+"""Reuse of results' memory.
 
-The first write to a fresh 64 MiB array costs thousands of page faults, about as much time as the copy itself. A result
-that the caller has dropped therefore goes back to a pool, and the next out-of-place call of that size writes into
-memory whose pages are there: it runs at the speed of an in-place call. The pool keeps a bounded number of bytes.
+The first write to a fresh 64 MiB array causes thousands of page faults, which take about as long as the copy itself.
+The memory of a result that the caller has dropped therefore returns to a pool, and the next out-of-place call of that
+size writes to resident pages: it is as fast as an in-place call. The pool keeps a bounded number of bytes.
 
-A pooled result is a plain ``numpy.ndarray``. Its ultimate base is a small lease; NumPy keeps it alive for as long as
-any view of the result lives, and its end returns the block.
+A pooled result is a plain ``numpy.ndarray``. Its ultimate base is a lease, which NumPy keeps alive as long as any view
+of the result; the end of the lease returns the buffer.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import numpy as np
 import numpy.typing as npt
 
 THRESHOLD = 1 << 20
-"""Bytes from which a result is pooled. malloc reuses smaller blocks itself, as quickly."""
+"""Results of at least this many bytes are pooled. malloc reuses smaller blocks just as fast."""
 
 _PAGE = 4096
-_ALIGNMENT = 64  # a cache line; what vectorised loops and zero-copy imports of other libraries want
+_ALIGNMENT = 64  # a cache line; required by vectorized loops and by zero-copy imports of other libraries
 
 
 class _Buffer:
@@ -32,20 +32,20 @@ class _Buffer:
     __slots__ = ("address", "memory", "nbytes")
 
     def __init__(self, nbytes: int) -> None:
-        # numpy.empty and not mmap: it asks for huge pages from 4 MiB up, and nothing but the array's own end frees it.
+        # numpy.empty and not mmap: it requests huge pages from 4 MiB up, and only the array's deallocation frees it.
         self.memory = np.empty(nbytes + _ALIGNMENT, np.uint8)
         start = self.memory.ctypes.data
         self.address: int = start + -start % _ALIGNMENT
         self.nbytes = nbytes
 
     def view(self, nbytes: int) -> npt.NDArray[np.uint8]:
-        """The memory, which stays valid without the block."""
+        """The memory as an array, which stays valid without the buffer."""
         start = self.address - self.memory.ctypes.data
         return self.memory[start : start + nbytes]
 
 
 class _Lease:
-    """The base of one result, and the owner of its memory."""
+    """The base of one result, which owns its memory."""
 
     __slots__ = ("__array_interface__", "__weakref__", "_block")
 
@@ -55,20 +55,21 @@ class _Lease:
 
 
 class _LeaseReference(weakref.ref[_Lease]):
-    """A reference to a lease, whose callback receives it together with the block when the lease has ended."""
+    """A reference to a lease that also holds its buffer; its callback receives both when the lease ends."""
 
     __slots__ = ("block",)
     block: _Buffer
 
 
 class ResultPool:
-    """Uninitialised result arrays. At most ``limit`` bytes are kept for reuse, counting those that are lent out and
-    will come back.
+    """Uninitialised result arrays with reuse of memory.
 
-    Safe to use from several threads, from a destructor that runs in the middle of ``empty``, and in a forked child:
-    nobody ever waits for the lock. Who cannot have it allocates afresh.
+    Keeps at most ``limit`` bytes for reuse, including those in use that will return.
 
-    A dropped result comes back without a line of Python: an interrupt that is handled within a destructor is lost.
+    Safe to use from several threads, from a destructor that runs during ``empty``, and in a forked child: the lock is
+    never waited for. If it is taken, memory is allocated anew.
+
+    No Python code runs when a dropped result returns, because an interrupt handled within a destructor is lost.
     """
 
     def __init__(self, limit: int) -> None:
@@ -81,12 +82,12 @@ class ResultPool:
     def empty(self, shape: int | tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
         """An uninitialised C-contiguous array of ``shape`` and ``dtype``, exactly of type ``numpy.ndarray``.
 
-        From ``THRESHOLD`` bytes on it is aligned to 64 bytes, and its memory is reused after its last view is gone.
+        From ``THRESHOLD`` bytes up it is aligned to 64 bytes, and its memory is reused once its last view is gone.
         """
         dtype = np.dtype(dtype)
         nbytes = math.prod(shape if isinstance(shape, tuple) else (shape,)) * dtype.itemsize
         whole = -(-nbytes // _PAGE) * _PAGE
-        if nbytes < THRESHOLD or whole > self.limit:  # a block that could not be kept gains nothing
+        if nbytes < THRESHOLD or whole > self.limit:  # a buffer that cannot be kept has no benefit
             return np.empty(shape, dtype)
         if not self._lock.acquire(blocking=False):
             return _Buffer(nbytes).view(nbytes).view(dtype).reshape(shape)
@@ -102,8 +103,7 @@ class ResultPool:
         return np.asarray(lease).view(dtype).reshape(shape)
 
     def aligned(self, count: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-        """``empty`` in one dimension, aligned to 64 bytes whatever its size: for frameworks that take no other memory
-        without a copy."""
+        """A 1-D array as of ``empty``, aligned to 64 bytes at any size, for frameworks that would copy other memory."""
         dtype = np.dtype(dtype)
         nbytes = count * dtype.itemsize
         if THRESHOLD <= nbytes <= self.limit:
@@ -112,18 +112,17 @@ class ResultPool:
 
     @property
     def free_bytes(self) -> int:
-        """Bytes kept for reuse now, at most ``limit``."""
+        """Bytes currently kept for reuse, at most ``limit``."""
         self._settle_if_free()
         return sum(block.nbytes for block in list(self._free))
 
     def clear(self) -> None:
-        """Free what is kept. Results that are still in use stay valid, and come back to the pool later."""
+        """Free the kept memory. Results in use stay valid, and return to the pool later."""
         self._settle_if_free()
         self._free = []
 
     def _take(self, nbytes: int) -> _Buffer | None:
-        """The smallest kept block of at least ``nbytes`` and at most a quarter (and a page) more, the newest of
-        equals."""
+        """The smallest kept buffer of ``nbytes`` to a quarter (and a page) more, the newest of equal ones."""
         best = None
         largest = nbytes + nbytes // 4 + _PAGE
         for index, block in enumerate(self._free):
@@ -132,7 +131,7 @@ class ResultPool:
         return None if best is None else self._free.pop(best)
 
     def _add(self, nbytes: int) -> _Buffer:
-        """A new block. The oldest are given up for it: the sizes of today are more likely asked for again."""
+        """A new buffer. The oldest are evicted for it, because recent sizes are more likely to recur."""
         excess = (
             nbytes
             - self.limit
@@ -145,10 +144,10 @@ class ResultPool:
         return _Buffer(nbytes)
 
     def _settle(self) -> None:
-        """Put what has come back away; with the lock."""
+        """Move returned buffers to the free list; the caller holds the lock."""
         while self._returned:
             block = self._returned.popleft().block
-            if self._lent.pop(block.address, None) is not None:  # else it was given up meanwhile
+            if self._lent.pop(block.address, None) is not None:  # else evicted meanwhile
                 self._free.append(block)
 
     def _settle_if_free(self) -> None:

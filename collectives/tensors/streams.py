@@ -1,8 +1,8 @@
-"""Callers' streams: what they call one, how one is made to wait for another, and which cannot be used.
+"""Callers' CUDA streams: their numbers, ordering between them, and which cannot be used.
 
-A stream is the driver's number. The legacy default stream has two, 0 and 1; here it is always 0. The per-thread default
-stream is another stream in every thread under one number: other threads, which carry operations out, cannot name the
-caller's.
+A stream is represented by the driver's number. The legacy default stream has two, 0 and 1; here it is always 0. The
+per-thread default stream is a different stream in every thread under one number: the threads that execute operations
+cannot refer to the caller's.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ def handle(stream: Any, *, argument: str = "stream") -> int:
     Args:
         stream: the number itself, a ``cupy.cuda.Stream``, a ``torch.cuda.Stream``, or anything with
             ``__cuda_stream__``.
-        argument: what messages call it.
+        argument: its name in messages.
 
     Raises:
-        InvalidTypeError: it is none of these.
+        InvalidTypeError: none of these.
         InvalidArgumentError: a negative number.
     """
     number = stream
@@ -50,7 +50,7 @@ def handle(stream: Any, *, argument: str = "stream") -> int:
 
 
 def usable(stream: int, argument: str = "stream") -> int:
-    """The stream itself.
+    """Return the stream if other threads can use it.
 
     Raises:
         InvalidArgumentError: it is the per-thread default stream.
@@ -67,11 +67,10 @@ def usable(stream: int, argument: str = "stream") -> int:
 
 
 def free_of_capture(device: Device, stream: int, whose: str, advice: str) -> None:
-    """Refuse a stream that is being captured, before a wait in it would invalidate the capture. The device must be
-    active.
+    """Reject a stream under capture, before a wait in it would invalidate the capture. The device must be active.
 
     Raises:
-        InvalidArgumentError: it is being captured; the message is ``whose``, the reason and ``advice``.
+        InvalidArgumentError: the stream is under capture; the message is ``whose``, the reason and ``advice``.
     """
     if device.capturing(stream):
         raise InvalidArgumentError(
@@ -81,8 +80,7 @@ def free_of_capture(device: Device, stream: int, whose: str, advice: str) -> Non
 
 
 def order(device: Device, first: int, then: int) -> None:
-    """What the second stream is given from now on waits for what the first was given so far. The device must be
-    active."""
+    """Order later work of stream ``then`` after earlier work of stream ``first``. The device must be active."""
     if first == then:
         return
     event = device.create_event()

@@ -1,2 +1,4 @@
-"""What every other module may use: errors, settings, messages, element types, what launchers say in the environment.
-Imports nothing above."""
+"""Foundations of all other modules: errors, settings, messages, dtypes, reduction operations, launchers' variables.
+
+Imports nothing from higher floors.
+"""

@@ -1,8 +1,8 @@
 """Settings: the environment, read once at ``init()`` into a frozen dataclass.
 
-Names and defaults are documented in the README. A value that cannot be understood is an error that names the variable,
-because a setting that is silently ignored is worse than none. Where Horovod has the same setting, its variable is read
-too; ours wins where both are set.
+The README documents names and defaults. A value that cannot be parsed is an error that names the variable, because a
+silently ignored setting is worse than none. Horovod's variable of the same setting is read, too; the one of this
+package takes precedence.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LOG_LEVELS = ("trace", "debug", "info", "warning", "error", "fatal")
 
 _PREFIX = "COLLECTIVES_"
 _INTERNAL = ("COLLECTIVES_RECORDS", "COLLECTIVES_TEST_", "COLLECTIVES_CHECK_")
-"""How variables begin that the package's own programs and tests set for each other."""
+"""Prefixes of variables that the package's own programs and tests set for each other."""
 
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 
@@ -137,7 +137,7 @@ _level.__doc__ = _choice(*LOG_LEVELS).__doc__
 
 
 def _if_true(value: Any) -> Callable[[str], Any]:
-    """A switch of Horovod's that stands for one value of a setting; switched off it says nothing."""
+    """A switch of Horovod that selects one value of a setting; switched off it has no effect."""
 
     def parse(text: str) -> Any:
         return value if parse_bool(text) else None
@@ -148,7 +148,7 @@ def _if_true(value: Any) -> Callable[[str], Any]:
 
 def _horovod_timeline(text: str) -> str | None:
     """a path, or DYNAMIC"""
-    # DYNAMIC prepares Horovod for start_timeline(), for which nothing need be prepared here.
+    # DYNAMIC prepares Horovod for start_timeline(), which needs no preparation here.
     return None if text == "DYNAMIC" else text
 
 
@@ -165,14 +165,14 @@ def _setting(
     """Declare a setting.
 
     Args:
-        variable: what it is called in the environment.
-        default: its value if no variable says otherwise.
-        parse: reads the text; its docstring says what is expected.
-        alias: Horovod's name for the same, with the same meaning of the text.
-        others: Horovod's variables that mean something else by their text, with what reads it; None from that: it says
-            nothing. They come before ``alias``.
-        alike: whether all ranks must have the same.
-        of_rank_0: whether rank 0's holds for all ranks, whatever theirs is.
+        variable: its environment variable.
+        default: its value if no variable sets it.
+        parse: parses the text; its docstring says what is expected.
+        alias: Horovod's variable with the same meaning of the text.
+        others: Horovod's variables whose text has another meaning, with their parsers; a parser that returns None
+            leaves the setting unset. They take precedence over ``alias``.
+        alike: whether all ranks must have the same value.
+        of_rank_0: whether rank 0's value applies to all ranks.
     """
     sources = {variable: parse, **(others or {}), **({alias: parse} if alias else {})}
     whose = {"alike": alike and not of_rank_0, "of_rank_0": of_rank_0}
@@ -181,31 +181,30 @@ def _setting(
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """Everything that the environment or ``init()`` can set. Sizes in bytes, times in seconds (but ``cycle_time``)."""
+    """All settings of the environment and of ``init()``. Sizes in bytes, times in seconds (except ``cycle_time``)."""
 
     algorithm: str = _setting("COLLECTIVES_ALGORITHM", "auto", _choice(*ALGORITHMS))
-    """The algorithm for every operation that has it; ``auto`` lets the planner choose."""
+    """The algorithm of every operation that supports it; ``auto``: the planner chooses."""
     transport: str = _setting("COLLECTIVES_TRANSPORT", "auto", _choice(*TRANSPORTS))
-    """How ranks on one host exchange bytes; ``auto`` lets the planner choose."""
+    """The transport between ranks on one host; ``auto``: the planner chooses."""
     segment: int = _setting("COLLECTIVES_SEGMENT", 0, _size)
-    """Bytes that one pipeline unit moves per chunk; 0: the planner's."""
+    """Bytes of a chunk that one pipeline unit moves; 0: the planner chooses."""
     timeout: float = _setting("COLLECTIVES_TIMEOUT", 1800.0, _seconds, alike=False)
     """How long a call waits for a rank that is alive but does not arrive."""
     local_size: int = _setting("COLLECTIVES_LOCAL_SIZE", 0, _count)
-    """Pretend that each host holds this many consecutive ranks; 0: ask the system."""
+    """Treat each block of this many consecutive ranks as one host; 0: use the actual hosts."""
     allow_single: bool = _setting("COLLECTIVES_ALLOW_SINGLE", False, parse_bool, alike=False)
-    """Whether a process that a launcher started as one of several, and that finds no other, makes a world of its
-    own."""
+    """Whether a process that a launcher started as one of several may make a world of one rank if it finds no other."""
     gradients: str = _setting("COLLECTIVES_GRADIENTS", "exact", _choice(*GRADIENTS))
-    """The gradients of PyTorch's and TensorFlow's collectives: the exact adjoints, or what Horovod takes for them."""
+    """The gradients of PyTorch's and TensorFlow's collectives: the exact adjoints, or Horovod's."""
     result_pool: int = _setting("COLLECTIVES_RESULT_POOL", 256 << 20, _size, alike=False)
-    """Bytes of dropped results kept for reuse by the next out-of-place call; 0 turns reuse off."""
+    """Bytes of dropped results kept for reuse by the next out-of-place call; 0 disables reuse."""
     fusion_threshold: int = _setting("COLLECTIVES_FUSION_THRESHOLD", 128 << 20, _size, alias="HOROVOD_FUSION_THRESHOLD")
-    """Most bytes of tensors that are reduced together as one; 0: each by itself."""
+    """Maximum bytes of tensors that are fused into one reduction; 0: no fusion."""
     cycle_time: float = _setting("COLLECTIVES_CYCLE_TIME", 1.0, _milliseconds, alias="HOROVOD_CYCLE_TIME", alike=False)
-    """Milliseconds (not seconds, as in Horovod) that the background thread lets operations gather before it acts."""
+    """Milliseconds (not seconds, as in Horovod) for which the background thread collects operations before it acts."""
     cache_capacity: int = _setting("COLLECTIVES_CACHE_CAPACITY", 1024, _count, alias="HOROVOD_CACHE_CAPACITY")
-    """How many operations are remembered, so that a repeated one is negotiated by a number; 0: none."""
+    """Number of operations in the request cache, whose repetition is negotiated by number; 0: no cache."""
     stall_warning: float = _setting(
         "COLLECTIVES_STALL_WARNING",
         60.0,
@@ -214,7 +213,7 @@ class Config:
         others={"HOROVOD_STALL_CHECK_DISABLE": _if_true(0.0)},
         alike=False,
     )
-    """After how long a warning names an operation that some ranks have not submitted; 0: never."""
+    """Time after which a warning names an operation that some ranks have not submitted; 0: never."""
     stall_shutdown: float = _setting(
         "COLLECTIVES_STALL_SHUTDOWN",
         0.0,
@@ -223,7 +222,7 @@ class Config:
         others={"HOROVOD_STALL_CHECK_DISABLE": _if_true(0.0)},
         alike=False,
     )
-    """After how long such an operation ends the job; 0: never."""
+    """Time after which such an operation ends the job; 0: never."""
     timeline: str = _setting(
         "COLLECTIVES_TIMELINE", "", _path, others={"HOROVOD_TIMELINE": _horovod_timeline}, of_rank_0=True
     )
@@ -231,40 +230,39 @@ class Config:
     timeline_mark_cycles: bool = _setting(
         "COLLECTIVES_TIMELINE_MARK_CYCLES", False, parse_bool, alias="HOROVOD_TIMELINE_MARK_CYCLES", of_rank_0=True
     )
-    """Whether the timeline shows when each cycle begins."""
+    """Whether the timeline marks the beginning of each cycle."""
     autotune: bool = _setting("COLLECTIVES_AUTOTUNE", False, parse_bool, alias="HOROVOD_AUTOTUNE")
     """Whether the fusion threshold and the cycle time are tuned while the program runs."""
     autotune_log: str = _setting("COLLECTIVES_AUTOTUNE_LOG", "", _path, alias="HOROVOD_AUTOTUNE_LOG", alike=False)
-    """The file in which what was tried is recorded; empty: none."""
+    """The file in which autotuning records its samples; empty: none."""
     autotune_warmup: int = _setting("COLLECTIVES_AUTOTUNE_WARMUP", 3, _count, alias="HOROVOD_AUTOTUNE_WARMUP_SAMPLES")
-    """Samples that are discarded at first."""
+    """Samples that are discarded at the beginning."""
     autotune_steps: int = _setting(
         "COLLECTIVES_AUTOTUNE_STEPS", 10, _positive, alias="HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE"
     )
-    """Steps (batches) that make one sample."""
+    """Steps (batches) per sample."""
     autotune_samples: int = _setting(
         "COLLECTIVES_AUTOTUNE_SAMPLES", 20, _positive, alias="HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES", alike=False
     )
-    """Most samples that are taken before the best is kept; rank 0's counts."""
+    """Maximum samples before the best is kept; rank 0's value applies."""
     autotune_noise: float = _setting(
         "COLLECTIVES_AUTOTUNE_NOISE", 0.8, _fraction, alias="HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE", alike=False
     )
-    """The noise that the Gaussian process assumes in a sample, from 0 to 1; rank 0's counts."""
+    """The noise that the Gaussian process assumes in a sample, from 0 to 1; rank 0's value applies."""
     device: int = _setting("COLLECTIVES_DEVICE", -1, _device, alike=False)
-    """The GPU of this rank, as its process counts them, where no tensor says so; -1: that of its number on the host."""
+    """The GPU of this rank, as its process numbers them, unless a tensor says otherwise; -1: the rank's number on the
+    host."""
     device_transport: str = _setting("COLLECTIVES_DEVICE_TRANSPORT", "auto", _choice("auto", *DEVICE_TRANSPORTS))
-    """How tensors on GPUs travel; ``auto`` lets the planner choose."""
+    """The transport of tensors on GPUs; ``auto``: the planner chooses."""
     host_until: int = _setting("COLLECTIVES_DEVICE_HOST_UNTIL", -1, _size_or_measured)
-    """Bytes up to which an all-reduce of a GPU tensor goes through host memory; -1: measured when the GPUs are first
-    used."""
+    """Maximum bytes of a GPU tensor that is all-reduced through host memory; -1: measured when GPUs are first used."""
     cuda_graphs: bool = _setting("COLLECTIVES_CUDA_GRAPHS", False, parse_bool)
-    """Whether NCCL operations that come again with the same tensors are replayed as CUDA graphs, where each rank has a
-    GPU of its own."""
+    """Whether repeated NCCL operations on the same tensors are replayed as CUDA graphs if each rank has its own GPU."""
     log_level: str = _setting("COLLECTIVES_LOG_LEVEL", "warning", _level, alias="HOROVOD_LOG_LEVEL", alike=False)
-    """The least severe of the package's messages that are let through (``logging.getLogger("collectives")``)."""
+    """The lowest severity of the package's messages that is logged (``logging.getLogger("collectives")``)."""
 
     def with_those_of(self, first: Config) -> Config:
-        """These settings, with rank 0's where those hold for all ranks."""
+        """These settings, with rank 0's values of the settings that apply to all ranks."""
         shared = [name for name, attribute in self.__dataclass_fields__.items() if attribute.metadata["of_rank_0"]]
         return replace(self, **{name: getattr(first, name) for name in shared})
 
@@ -273,14 +271,13 @@ class Config:
         """Read the settings; unset or empty variables keep their defaults.
 
         Raises:
-            InvalidArgumentError: a variable's text cannot be understood; names the variable, the text, and what is
-                expected.
+            InvalidArgumentError: a variable cannot be parsed; names the variable, the text, and the expected form.
         """
         return cls(**given(os.environ if environment is None else environment))
 
 
 def given(environment: Mapping[str, str]) -> dict[str, Any]:
-    """The settings that the environment sets, and only those, by the names that ``Config`` has for them.
+    """The settings that the environment sets, and only those, by ``Config``'s names.
 
     Raises:
         InvalidArgumentError: as ``Config.from_environment``.
@@ -302,7 +299,7 @@ def given(environment: Mapping[str, str]) -> dict[str, Any]:
 
 
 def unknown(environment: Mapping[str, str]) -> list[str]:
-    """Sentences about variables that look like settings and are none, with the setting that is spelt most alike."""
+    """Sentences about variables that look like settings but are not, each with the most similar setting."""
     known = [attribute.metadata["variable"] for attribute in Config.__dataclass_fields__.values()]
     strange = [
         name
@@ -311,7 +308,7 @@ def unknown(environment: Mapping[str, str]) -> list[str]:
     ]
     said = []
     for name in sorted(strange):
-        # The prefix, which all share, would make any two names alike.
+        # The common prefix would make any two names similar.
         alike = difflib.get_close_matches(
             name.removeprefix(_PREFIX), [word.removeprefix(_PREFIX) for word in known], n=1
         )

@@ -1,7 +1,7 @@
-"""Which element types collectives reduces and moves, what they are called, and what they are accumulated in.
+"""The supported dtypes: their names, and the dtypes in which they are accumulated.
 
-bfloat16 is ``ml_dtypes.bfloat16``. An array of it cannot exist before its program has imported ml_dtypes, so that
-nothing here imports it: only the *name* "bfloat16" (a benchmark's flag, say) does.
+bfloat16 is ``ml_dtypes.bfloat16``. An array of it exists only in a program that has imported ml_dtypes, so this module
+imports it only for the *name* "bfloat16" (such as a benchmark's flag).
 """
 
 from __future__ import annotations
@@ -18,25 +18,24 @@ NAMES = (
     "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
     "float16", "bfloat16", "float32", "float64", "complex64", "complex128",
 )  # fmt: skip
-"""Every supported dtype by name, in the order in which messages list them."""
+"""Every supported dtype by name, in the order of messages."""
 
 SUPPORTED: dict[np.dtype[Any], str] = {np.dtype(name): name for name in NAMES if name != "bfloat16"}
-"""Native dtypes to names; bfloat16 joins at its first use. A byte-swapped dtype is not in it: a lookup tells both at
-once."""
+"""Native dtypes to names; bfloat16 is added at its first use. Byte-swapped dtypes are absent: one lookup checks
+both."""
 
 _FLOAT16 = np.dtype(np.float16)
 
 
 def resolve(dtype: Any, *, argument: str = "dtype") -> np.dtype[Any]:
-    """The supported dtype, in native byte order, that ``dtype`` means.
+    """The supported dtype, in native byte order, that ``dtype`` denotes.
 
     Args:
-        dtype: anything that ``numpy.dtype`` takes, or the name ``"bfloat16"``.
-        argument: what a message calls it.
+        dtype: anything that ``numpy.dtype`` accepts, or the name ``"bfloat16"``.
+        argument: its name in messages.
 
     Raises:
-        InvalidTypeError: not a dtype, or one that cannot be reduced or moved (objects, strings, dates, structures,
-            longdouble).
+        InvalidTypeError: not a dtype, or an unsupported one (objects, strings, dates, structures, longdouble).
         MissingDependencyError: the name "bfloat16" was given and ml_dtypes is not installed.
     """
     if isinstance(dtype, np.dtype):
@@ -46,9 +45,9 @@ def resolve(dtype: Any, *, argument: str = "dtype") -> np.dtype[Any]:
     else:
         try:
             found = np.dtype(dtype)
-        except (TypeError, ValueError, SyntaxError):  # the last from texts like "f4,,"
+        except (TypeError, ValueError, SyntaxError):  # SyntaxError: strings such as "f4,,"
             raise InvalidTypeError(f"{argument}: expected one of {', '.join(NAMES)}; got {dtype!r}") from None
-    # A structure has many byte orders, and is refused below under its own name.
+    # A structure has several byte orders; it is rejected below under its own name.
     native = found if found.isnative or found.kind == "V" else found.newbyteorder("=")
     if native in SUPPORTED:
         return native
@@ -59,7 +58,7 @@ def resolve(dtype: Any, *, argument: str = "dtype") -> np.dtype[Any]:
 
 
 def name(dtype: Any) -> str:
-    """The one name of a supported dtype, equal on every rank and in every byte order.
+    """The name of a supported dtype, equal on every rank and in every byte order.
 
     Raises:
         InvalidTypeError: the dtype is not supported.
@@ -69,7 +68,7 @@ def name(dtype: Any) -> str:
 
 
 def is_half(dtype: np.dtype[Any]) -> bool:
-    """float16 or bfloat16: accumulated in float32."""
+    """Whether it is float16 or bfloat16, which are accumulated in float32."""
     return dtype.itemsize == 2 and (dtype == _FLOAT16 or _is_bfloat16(dtype))
 
 
@@ -78,7 +77,7 @@ def is_bool(dtype: np.dtype[Any]) -> bool:
 
 
 def is_integer(dtype: np.dtype[Any]) -> bool:
-    """Signed or unsigned, 8 to 64 bits; bool is not one."""
+    """Whether it is a signed or unsigned integer of 8 to 64 bits; bool is not."""
     return dtype.kind in "iu"
 
 
@@ -87,12 +86,12 @@ def is_complex(dtype: np.dtype[Any]) -> bool:
 
 
 def is_floating(dtype: np.dtype[Any]) -> bool:
-    """float16, bfloat16, float32 or float64."""
+    """Whether it is float16, bfloat16, float32 or float64."""
     return dtype.kind == "f" or is_half(dtype)
 
 
 def accumulator(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """What two elements are combined in before they are rounded back: float32 for the halves, else the dtype itself."""
+    """The dtype in which elements are combined before they are rounded: float32 for halves, else the dtype itself."""
     return np.dtype(np.float32) if is_half(dtype) else dtype
 
 

@@ -1,8 +1,8 @@
-"""Which launcher started this process, and whether as one of several: what the environment says.
+"""Launchers: whether the environment says that this process was started as one of several.
 
-A process that was started as one of several and finds no other would train by itself: weights diverge, and nothing that
-the process can compare shows it. So a world of one rank is made only where no launcher says "several", or the user says
-that it is meant.
+A process that was started as one of several but finds no other would train alone: weights diverge, and no comparison
+within the process detects it. A world of one rank is therefore made only if no launcher's variable says "several", or
+if the user allows it.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import NamedTuple
 
 
 class Sign(NamedTuple):
-    """A variable by which a launcher says how many processes it started."""
+    """An environment variable by which a launcher states how many processes it started."""
 
     variable: str
     text: str
     launcher: str
     processes: int
-    """At least so many."""
+    """A lower bound."""
 
     def __str__(self) -> str:
         text = self.text if len(self.text) <= 60 else f"{self.text[:57]}..."
@@ -31,17 +31,17 @@ def _size(text: str) -> int:
 
 
 def _rank(text: str) -> int:
-    """A rank other than the first is one of several; the first says nothing."""
+    """A rank above 0 implies several processes; rank 0 says nothing."""
     return int(text) + 1 if text.isdecimal() and int(text) > 0 else 0
 
 
 def _address(text: str) -> int:
-    """Where processes need an address to meet at, there are several."""
+    """A coordinator address implies several processes."""
     return 2
 
 
 def _cluster(text: str) -> int:
-    """The tasks of a ``TF_CONFIG`` that train; parameter servers and evaluators serve them, however many there are."""
+    """The number of training tasks in a ``TF_CONFIG``, without parameter servers and evaluators."""
     try:
         cluster = json.loads(text)["cluster"]
         return sum(len(cluster.get(role, ())) for role in ("chief", "master", "worker"))
@@ -52,11 +52,11 @@ def _cluster(text: str) -> int:
 class _Row(NamedTuple):
     variable: str
     read: Callable[[str], int]
-    """How many processes a text speaks of; 0: it does not say."""
+    """The number of processes that a text implies; 0: unknown."""
 
 
 _Family = Mapping[str, tuple[_Row, ...]]
-"""Rows by launcher; the first row that says anything decides for all of them, whether that is "one" or "several"."""
+"""Rows by launcher; the first row that implies a number decides for the whole family."""
 
 _MPIRUN: _Family = {
     "Open MPI's mpirun": (_Row("OMPI_COMM_WORLD_SIZE", _size), _Row("OMPI_COMM_WORLD_RANK", _rank)),
@@ -73,8 +73,7 @@ _JOBS: _Family = {
     "Flux": (_Row("FLUX_JOB_SIZE", _size),),
 }
 _MPI: _Family = {**_MPIRUN, **_JOBS}
-"""Launchers whose processes MPI may join, the innermost first: an ``mpirun`` within a job of Slurm's knows better what
-it started."""
+"""Launchers whose processes MPI can connect, innermost first: ``mpirun`` within a Slurm job is more precise."""
 
 _PMIX: _Family = {"a launcher with PMIx (prterun, srun)": (_Row("PMIX_RANK", _rank),)}
 _TORCH: _Family = {
@@ -101,19 +100,18 @@ VARIABLES = tuple(row.variable for family in _FAMILIES for rows in family.values
 
 
 def several(environment: Mapping[str, str]) -> Sign | None:
-    """The first sign that this process is one of several; None if there is none."""
+    """The first variable that says this process is one of several; None if there is none."""
     signs = (_first(environment, family) for family in _FAMILIES)
     return next((sign for sign in signs if sign is not None and sign.processes > 1), None)
 
 
 def mpi_may_join(environment: Mapping[str, str]) -> bool:
-    """Whether MPI has to be asked for the number of ranks, because a launcher that it knows may have started more than
-    one."""
+    """Whether MPI must be asked for the number of ranks: a launcher that it supports may have started several."""
     mpirun = _first(environment, _MPIRUN)
     if mpirun is not None:
         return mpirun.processes > 1
     job = _first(environment, _JOBS)
-    # PMIx tells the number of processes to the MPI library alone.
+    # PMIx gives the number of processes to the MPI library only.
     return (job is not None and job.processes > 1) or bool(environment.get("PMIX_NAMESPACE"))
 
 

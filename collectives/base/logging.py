@@ -1,8 +1,8 @@
-"""The package's messages: ``logging.getLogger("collectives")``, at the level that the settings ask for.
+"""The package's messages: ``logging.getLogger("collectives")``, at the configured level.
 
-Every record says where it comes from: ``record.place`` is "rank 3 on host1", or "process 4711 on host1" before `init`;
-``record.rank`` is None then. A library leaves it to the program where messages go, so nothing is set up on the root
-logger. Where the program sets nothing up either, the handler here shows them on stderr.
+Every record has its origin: ``record.place`` is "rank 3 on host1", or "process 4711 on host1" before `init`, when
+``record.rank`` is None. As a library should, the package leaves the root logger alone. If the program configures no
+handler, the one defined here prints messages to stderr.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ logger = logging.getLogger("collectives")
 
 
 class _Origin(logging.Filter):
-    """Adds rank and host to each record; lets all pass."""
+    """Adds rank and host to each record; rejects none."""
 
     rank: int | None = None
 
@@ -37,7 +37,7 @@ class _Origin(logging.Filter):
 
 
 class _LastResort(logging.Handler):
-    """Shows messages on stderr as long as nobody else takes them."""
+    """Prints messages to stderr unless another handler is installed."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if logging.getLogger().handlers or logger.handlers != [self]:
@@ -49,7 +49,7 @@ _origin = _Origin()
 
 
 def configure(level: str) -> None:
-    """Let messages of this level and above through.
+    """Set the level of the package's logger, and install its handler and filter.
 
     Args:
         level: one of ``collectives.base.config.LOG_LEVELS``.
@@ -59,18 +59,17 @@ def configure(level: str) -> None:
     logger.addFilter(_origin)
     if not any(isinstance(handler, _LastResort) for handler in logger.handlers):
         handler = _LastResort()
-        # A logger's filter does not see what comes from those below it.
+        # A logger's filter does not apply to records of its child loggers.
         handler.addFilter(_origin)
         handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s [%(place)s]: %(message)s"))
         logger.addHandler(handler)
 
 
 def place(rank: int | None) -> None:
-    """Name this process in all records from now on: by its rank, or None, by its number on the host."""
+    """Set this process's name in all later records: its rank, or with None its process number."""
     _origin.rank = rank
 
 
 def warn_on_first_rank(message: str, *arguments: object) -> None:
-    """A warning that is the same on every rank: from the first one, or from a process that has no rank. Information
-    from the others."""
+    """Log a message that is the same on every rank: a warning on rank 0 or without a rank, information elsewhere."""
     logger.log(logging.INFO if _origin.rank else logging.WARNING, message, *arguments)

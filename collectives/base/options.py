@@ -1,7 +1,7 @@
-"""The keywords that collectives share, each with its type and its default, said once.
+"""Keyword arguments that collectives share, each with its type and its default.
 
-A function takes them as ``**options: Unpack[ReduceOptions]`` and hands them on as they are, so that only those that the
-caller has given are carried. `complete` adds the defaults where a request is made; `spelled_out` shows every keyword in
+A function accepts them as ``**options: Unpack[ReduceOptions]`` and passes them on unchanged, so only those that the
+caller has given are passed. `complete` adds the defaults where a request is made; `spelled_out` lists every keyword in
 the function's signature.
 """
 
@@ -21,7 +21,7 @@ _PACKAGE = str(Path(__file__).parents[1])
 
 
 class ProcessSetLike(Protocol):
-    """A `collectives.ProcessSet`, as lower floors see it."""
+    """A `collectives.ProcessSet`, as seen from lower floors."""
 
     def included(self) -> bool: ...
 
@@ -39,7 +39,7 @@ class CallOptions(TypedDict, total=False):
 
 
 class ScaleOptions(CallOptions, total=False):
-    """Keywords of a reduction whose operation is an argument of its own."""
+    """Keywords of a reduction whose ``op`` is a separate parameter."""
 
     prescale_factor: float
     postscale_factor: float
@@ -53,7 +53,7 @@ class ReduceOptions(ScaleOptions, total=False):
 
 
 class Options(NamedTuple):
-    """All keywords of one call. The defaults stand here, and the order in which signatures show them."""
+    """All keywords of one call, with their defaults, in the order of signatures."""
 
     op: Op | None = None
     name: str | None = None
@@ -67,10 +67,10 @@ class Options(NamedTuple):
 
 
 def complete(options: Mapping[str, Any], accepted: type[Any]) -> Options:
-    """Add the defaults of the keywords that the caller has left out.
+    """Add the defaults of omitted keywords.
 
     Args:
-        options: the keywords of a call on one world; ``process_set``, which names the world, is none of them.
+        options: the keywords of a call on one world; ``process_set``, which selects the world, is not among them.
         accepted: `CallOptions` or a subclass.
 
     Raises:
@@ -83,11 +83,11 @@ def complete(options: Mapping[str, Any], accepted: type[Any]) -> Options:
 
 
 def spelled_out(accepted: type[Any], **defaults: Any) -> Callable[[Function], Function]:
-    """Show each keyword of ``**options`` in a function's signature, for `inspect.signature` and `help`.
+    """List each keyword of ``**options`` in a function's signature, for `inspect.signature` and `help`.
 
     Args:
         accepted: `CallOptions` or a subclass: the type of the function's ``**options``.
-        defaults: to show in place of those of `Options`, and of keywords that are not among them.
+        defaults: replace those of `Options`, and supply those of keywords that `Options` lacks.
     """
     types = accepted.__annotations__
     keywords = [
@@ -111,7 +111,7 @@ def spelled_out(accepted: type[Any], **defaults: Any) -> Callable[[Function], Fu
 
 
 def _called_function() -> str:
-    """The name of the outermost function of this package among the callers: the one that the program called."""
+    """The name of the outermost calling function of this package, which the program called."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_back.f_code.co_filename.startswith(_PACKAGE):
         frame = frame.f_back

@@ -1,7 +1,7 @@
-"""Reduction operations: their names, what is known of each, and the dtypes for which each is defined.
+"""Reduction operations: their names, their properties, and the dtypes for which each is defined.
 
 An operation is a member of `Op` and a row of `_TRAITS` here, and a row of `tensors.reduction` with its kernel and its
-neutral element; on GPUs, a structure of its name in the kernels' sources. Everything else asks the properties.
+neutral element; on GPUs, a structure of its name in the kernels' sources. All other code uses the properties.
 """
 
 from __future__ import annotations
@@ -30,40 +30,41 @@ class Op(Enum):
 
     @property
     def elementwise(self) -> bool:
-        """Whether each element of the result depends on the ranks' elements at the same place alone."""
+        """Whether each element of the result depends only on the ranks' elements at the same index."""
         return _TRAITS[self].combined_by is not None
 
     @property
     def linear(self) -> bool:
-        """Whether the result is a linear function of the ranks' tensors: its adjoint is a sum, and rows of zeros may be
-        left out."""
+        """Whether the result is linear in the ranks' tensors: its adjoint is a sum, and rows of zeros may be
+        omitted."""
         return _TRAITS[self].linear
 
     @property
     def idempotent(self) -> bool:
-        """Whether reducing the same tensor on every rank gives that tensor."""
+        """Whether reducing the same tensor on every rank yields that tensor."""
         return _TRAITS[self].idempotent
 
     def divides(self, dtype: np.dtype[Any]) -> bool:
-        """Whether combined elements are divided by the number of ranks. For bool none are: the mean, truncated, is
-        "and"."""
+        """Whether combined elements are divided by the number of ranks; not for bool, whose truncated mean is "and"."""
         return self is Op.AVERAGE and not dtypes.is_bool(dtype)
 
     def combining(self, dtype: np.dtype[Any]) -> Op:
-        """The operation that combines two elements, before any division. A bool is 0 or 1: "or" is MAX, "and" is MIN.
-        Not for Adasum, which combines whole tensors."""
+        """The operation that combines two elements, before any division; not for Adasum, which combines whole tensors.
+
+        A bool is 0 or 1: "or" is MAX, "and" is MIN.
+        """
         traits = _TRAITS[self]
         return Op(traits.of_bools if dtypes.is_bool(dtype) else traits.combined_by)
 
 
 class _Traits(NamedTuple):
-    """What is known of an operation.
+    """Properties of an operation.
 
     Attributes:
         combined_by: the operation that combines two elements; None: not element by element.
-        of_bools: the one that combines two bools.
+        of_bools: the operation that combines two bools.
         linear, idempotent: see `Op`.
-        needs_order: whether it compares elements, which complex numbers do not let it.
+        needs_order: whether it compares elements, which complex numbers do not allow.
     """
 
     combined_by: str | None
@@ -84,7 +85,7 @@ _TRAITS = {
 
 
 def check(op: Op, dtype: np.dtype[Any]) -> None:
-    """Refuse an operation that is not defined for the elements of a dtype.
+    """Reject an operation that is not defined for a dtype.
 
     Raises:
         InvalidTypeError: Adasum, which is not element by element; Min or Max of complex numbers, which have no order.

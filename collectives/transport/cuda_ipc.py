@@ -1,14 +1,14 @@
-"""CUDA IPC: how a kernel of this rank reaches the device memory of its peers on one host, and how streams of different
-processes wait for each other.
+"""CUDA IPC: access of this rank's kernels to peers' device memory on one host, and ordering of streams across
+processes.
 
-Memory. The driver names a whole allocation by 64 bytes. So an address travels as the allocation's name and an offset in
-it; a process that meets the name for the first time maps the allocation and keeps the mapping. Ranks that are threads
-of one process need no name.
+Memory. The driver's handle of 64 bytes identifies a whole allocation. An address is therefore sent as the allocation's
+handle and an offset; a process maps the allocation when it first receives the handle, and keeps the mapping. Ranks that
+are threads of one process need no handle.
 
-Order. Every rank has a row of interprocess events that its peers may wait for. A wait means whatever the event stands
-for at that moment, and nothing if it has not been recorded: so an event is always paired with a word on the board
-(`transport.board`) that is written after the record and read before the wait. What the host waits for is that the peer
-has *issued* its work; the GPU waits for the work itself. No kernel ever spins.
+Order. Every rank has a row of interprocess events that its peers may wait for. A wait applies to the event's latest
+record, and has no effect if there is none: so an event is always paired with a word on the board (`transport.board`)
+that is written after the record and read before the wait. The host waits only until the peer has *issued* its work; the
+GPU waits for the work itself. No kernel ever spins.
 """
 
 from __future__ import annotations
@@ -31,23 +31,25 @@ from collectives.device.kernels import Kernels
 from collectives.device.protocol import Allocation, Device
 
 WORDS = 12
-"""Words in which an address travels: the address itself; its allocation's number, offset and bytes; and its name."""
+"""Words of a described address: the address; its allocation's number, offset and bytes; and the allocation's handle."""
 
 _NAMELESS = (0,) * (WORDS - 1)
 _PROCESS = secrets.randbits(63)
 _MOST_MAPPINGS = 4096
 _BATCH = 1024
-"""Mappings that are given back together where there are too many: the device is waited for once."""
+"""Mappings released together when there are too many: the device is synchronized once for all."""
 _FILLED = 16 << 30
 _OLD = 20_000
-"""From so many mapped bytes on, what was not looked up within so many lookups is given back: its owner may have freed
-it, and the memory stays allocated while it is mapped."""
+"""Above ``_FILLED`` mapped bytes, a mapping that was not used in this many lookups is released.
+
+Its owner may have freed the memory, which stays allocated while it is mapped.
+"""
 _MOST_NAMES = 4096
 _PROBE_BYTES = 4096
 
 
 class _Mapping:
-    """Another process's allocation: where it begins there and here, and how many worlds use it."""
+    """Another process's allocation: its addresses there and here, and the number of worlds that use it."""
 
     __slots__ = ("address", "base", "end", "users")
 
@@ -58,22 +60,23 @@ class _Mapping:
 
 
 class Mappings:
-    """Other processes' allocations on one device, mapped once for the whole process however many worlds use them.
+    """Other processes' allocations on one device, mapped once per process for all worlds.
 
-    Where an owner has freed an allocation and made another at the same place, the driver refuses to map the new one as
-    long as the old one is mapped. So what overlaps a new allocation of its process is given back first, whoever has
-    used it: nobody can again, because the owner may free only what has been waited for.
+    If an owner frees an allocation and makes another at the same address, the driver refuses to map the new one while
+    the old one is mapped. So mappings that overlap a new allocation of their process are released first, even while in
+    use: no operation can use them again, because the owner may free an allocation only after waiting for all operations
+    on it.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._known: dict[tuple[int, int], _Mapping] = {}
-        """By process and the allocation's number there."""
+        """By process and the allocation's number in it."""
         self._places: dict[int, list[tuple[int, int]]] = {}
-        """Of each process: where its allocations begin, ascending, and their numbers. They do not overlap."""
+        """Per process the start addresses and numbers of its allocations, ascending; they do not overlap."""
 
     def take(self, device: Device, process: int, serial: int, base: int, nbytes: int, handle: bytes) -> int:
-        """Where the allocation begins here; `give` it back as often as it was taken."""
+        """Map an allocation, or share its mapping. Returns its address in this process; pair each call with `give`."""
         with self._lock:
             known = self._known.get((process, serial))
             if known is None:
@@ -85,8 +88,7 @@ class Mappings:
             return known.address
 
     def give(self, device: Device, process: int, serial: int) -> int:
-        """Give a mapping back, if there still is one; the bytes that are mapped no more, because nobody else uses
-        it."""
+        """Release one use of a mapping, if it still exists. Returns the bytes unmapped, 0 while others use it."""
         with self._lock:
             known = self._known.get((process, serial))
             if known is None:
@@ -98,7 +100,7 @@ class Mappings:
             return known.end - known.base
 
     def _overlapping(self, process: int, base: int, nbytes: int) -> list[int]:
-        """The numbers of a process's allocations that overlap these bytes of it."""
+        """The numbers of a process's allocations that overlap this range of its addresses."""
         places = self._places.get(process, [])
         at = bisect.bisect_left(places, (base,))
         if at and self._known[process, places[at - 1][1]].end > base:
@@ -117,42 +119,42 @@ class Mappings:
 
 
 class _MappingUse:
-    """A mapping as one world uses it."""
+    """One world's use of a mapping."""
 
     __slots__ = ("address", "nbytes", "used")
 
     def __init__(self, address: int, nbytes: int) -> None:
         self.address, self.nbytes = address, nbytes
         self.used = 0
-        """The number of its latest lookup."""
+        """The number of the latest lookup."""
 
 
 class Card(NamedTuple):
-    """What a rank tells its peers once."""
+    """The description of a rank that its peers receive once."""
 
     process: int
-    """Of which process it is: a number that no other process has, whatever containers they are in."""
+    """A number of the rank's process, unique across containers."""
     device: int
-    """The number by which that process knows its GPU."""
+    """The GPU's number in that process."""
     events: tuple[int, ...]
-    """Its events, as its own process knows them."""
+    """The rank's events, as handles within its process."""
     handles: tuple[bytes, ...]
-    """Their names in other processes."""
+    """The events' interprocess handles."""
     probe: Sequence[int]
-    """Words of an address at which peers find the rank's number."""
+    """The description of an address that contains the rank's number."""
 
 
 class IpcMemory:
-    """The device memory of the ranks of one host, as one of them sees it.
+    """Device memory of the ranks of one host, as one of them sees it.
 
     Args:
         rank: this rank, in the group.
-        device: that it uses.
-        events: how many events peers can wait for.
-        quiesce: waits until the device is done with whatever this rank has issued.
+        device: this rank's.
+        events: number of events that peers can wait for.
+        quiesce: waits until the device has finished all work that this rank has issued.
 
     Raises:
-        TransportError: this system does not share device memory or events.
+        TransportError: this system cannot share device memory or events.
     """
 
     def __init__(self, rank: int, device: Device, events: int, quiesce: Callable[[], None]) -> None:
@@ -162,7 +164,7 @@ class IpcMemory:
         self._quiesce = quiesce
         self._exported: dict[int, tuple[int, ...] | str] = {}
         self._mapped: OrderedDict[tuple[int, int], _MappingUse] = OrderedDict()
-        """By the owner's process and the allocation's number there; the latest used is the last."""
+        """By the owner's process and the allocation's number in it; the most recently used is last."""
         self._mapped_bytes = self._lookups = 0
         self._processes: dict[int, int] = {}
         self._neighbours: set[int] = set()
@@ -171,12 +173,12 @@ class IpcMemory:
         """Every rank's events, by rank."""
         self._imported: list[int] = []
         self._probe = device.allocate(_PROBE_BYTES, shared=True)
-        # A kernel, since copies reach more than kernels do. Made here: to load it may make the driver wait for the
-        # whole device.
+        # A kernel, because copies can access memory that kernels cannot. Loaded here, because loading may make the
+        # driver wait for the whole device.
         self._look = Kernels(device).combination(None, np.dtype(np.int64), [(1, 1, 1)])
 
     def card(self, stream: int) -> Card:
-        """What the peers need; the memory that they will look at is written on ``stream``, and done."""
+        """Describe this rank to its peers, after writing its probe on ``stream``."""
         device, own = self._device, tuple(self.events[self._rank])
         number = device.pinned(8)
         number[:] = bytearray(struct.pack("q", self._rank))
@@ -187,10 +189,10 @@ class IpcMemory:
         )
 
     def connect(self, cards: dict[int, Card], stream: int) -> None:
-        """Reach the peers, and look whether what is found there is theirs.
+        """Open the peers' memory and events, and check that each probe contains the peer's number.
 
         Raises:
-            TransportError: it is not, or they cannot be reached.
+            TransportError: it does not, or a peer's memory or events cannot be opened.
         """
         device = self._device
         seen, sees = device.pinned(8), self._look
@@ -234,12 +236,12 @@ class IpcMemory:
         return (address, allocation.serial, address - allocation.base, allocation.nbytes, *name)
 
     def _export(self, allocation: Allocation) -> tuple[int, ...] | str:
-        """An allocation's name, or why it has none; remembered in either case."""
+        """An allocation's handle, or the reason why it has none; both are cached."""
         name: tuple[int, ...] | str
         try:
-            # The driver would share a small allocation's neighbours as well, and may refuse to map two of one block.
-            # Between the GPUs of one process nothing is mapped, but what has no name is such memory as kernels of other
-            # GPUs are not let into.
+            # The driver would also share a small allocation's neighbours, and may refuse to map two of one block.
+            # Between the GPUs of one process nothing is mapped, but memory without a handle cannot be accessed by
+            # kernels of other GPUs.
             if allocation.nbytes < self._device.shared_unit and not self._all_near:
                 name = f"an allocation of {allocation.nbytes} bytes is not shared: it is part of a block with others"
             else:
@@ -252,7 +254,7 @@ class IpcMemory:
         return name
 
     def locate(self, peer: int, words: Sequence[int]) -> int:
-        """Where this rank's kernels find what a peer has described."""
+        """The address at which this rank's kernels access memory that a peer has described."""
         if peer == self._rank or peer in self._neighbours:
             return words[0]
         address, serial, offset, nbytes = words[:4]
@@ -272,7 +274,7 @@ class IpcMemory:
         return known.address + offset
 
     def _make_room(self, nbytes: int) -> None:
-        """Give back what is to be given back before so many more bytes are mapped."""
+        """Release mappings beyond the limits before ``nbytes`` more are mapped."""
         most = _BATCH if len(self._mapped) >= _MOST_MAPPINGS else 0
         if not most and self._mapped_bytes + nbytes <= _FILLED:
             return
@@ -286,28 +288,27 @@ class IpcMemory:
             self._give(longest_unused)
 
     def _give(self, keys: Sequence[tuple[int, int]]) -> int:
-        """Give mappings back, which the device is done with; the bytes that are mapped no more."""
+        """Release mappings that the device no longer uses. Returns the bytes unmapped."""
         for key in keys:
             self._mapped_bytes -= self._mapped.pop(key).nbytes
         return sum(self._mappings.give(self._device, *key) for key in keys)
 
     def release(self) -> int:
-        """Give back the peers' memory, to be mapped again where it is looked up again; the bytes that are mapped no
-        more."""
+        """Release the peers' memory, which is mapped again at its next use. Returns the bytes unmapped."""
         if not self._mapped:
             return 0
         self._quiesce()
         return self._give(list(self._mapped))
 
     def forget(self) -> None:
-        """Give back the peers' memory and events; the device must be done with them."""
+        """Release the peers' memory and events, which the device must no longer use."""
         self._give(list(self._mapped))
         for event in self._imported:
             self._device.destroy_event(event)
         self._imported.clear()
 
     def close(self) -> None:
-        """Give back what is this rank's own, when no peer uses it any more."""
+        """Release this rank's own resources; no peer may use them any more."""
         self.forget()
         for event in self.events[self._rank]:
             self._device.destroy_event(event)

@@ -1,7 +1,7 @@
-"""NCCL as the engine asks for it: communicators, the library that makes them, and their first exchange.
+"""NCCL's interface to the engine: communicators, the library that makes them, and their first exchange.
 
-CuPy's binding (`collectives.transport.nccl_cupy`) implements these protocols; nothing else knows whose binding it is,
-so that NVIDIA's own can take its place.
+CuPy's binding (`collectives.transport.nccl_cupy`) implements these protocols; no other module depends on the binding,
+so NVIDIA's own can replace it.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 
 class Communicator(Protocol):
-    """Some ranks that NCCL connects, as one of them sees them.
+    """An NCCL communicator as one of its ranks sees it.
 
-    Addresses are device memory of this rank, streams the driver's. Every operation is given to the stream and returns;
-    all ranks issue the same collectives in the same order, and between two ranks sends and receives pair up in order.
-    One thread issues operations at a time. ``check`` and ``abort`` may be called by another one meanwhile. Errors are
+    Addresses are device memory of this rank, streams the driver's handles. Every operation is enqueued on the stream
+    and returns; all ranks issue the same collectives in the same order, and between two ranks sends and receives match
+    in order. One thread issues operations at a time; another may call ``check`` and ``abort`` meanwhile. Errors are
     TransportErrors.
     """
 
@@ -33,55 +33,57 @@ class Communicator(Protocol):
     size: int
 
     def all_reduce(self, source: int, target: int, count: int, dtype: Dtype, op: Op, stream: int) -> None:
-        """Reduce ``count`` elements of every rank into every rank's ``target``, which may be ``source``. An average
-        stays a sum.
+        """Reduce ``count`` elements of every rank into every rank's ``target``, which may be ``source``.
+
+        An average is left as a sum.
 
         Raises:
-            InvalidTypeError: `reduces` says no.
+            InvalidTypeError: `reduces` is False.
         """
 
     def reduce_scatter(self, source: int, target: int, count: int, dtype: Dtype, op: Op, stream: int) -> None:
-        """Reduce ``size`` blocks of ``count`` elements; this rank's block goes to ``target``, which may be that block;
-        as `all_reduce`."""
+        """Reduce ``size`` blocks of ``count`` elements, this rank's block into ``target``; as `all_reduce`.
+
+        ``target`` may be this rank's block of ``source``.
+        """
 
     def all_gather(self, source: int, target: int, count: int, dtype: Dtype, stream: int) -> None:
-        """Put every rank's ``count`` elements behind one another into ``target``; ``source`` may be its own block in
-        there."""
+        """Concatenate every rank's ``count`` elements into ``target``; ``source`` may be its own block there."""
 
     def broadcast(self, source: int, target: int, count: int, dtype: Dtype, root: int, stream: int) -> None:
-        """Copy the root's ``source`` to every rank's ``target``; the other ranks' ``source`` is not looked at."""
+        """Copy the root's ``source`` to every rank's ``target``; other ranks' ``source`` is ignored."""
 
     def send(self, source: int, count: int, dtype: Dtype, peer: int, stream: int) -> None:
-        """Send ``count`` elements to ``peer``, which receives as many."""
+        """Send ``count`` elements to ``peer``, which must receive as many."""
 
     def receive(self, target: int, count: int, dtype: Dtype, peer: int, stream: int) -> None:
         """Receive ``count`` elements from ``peer``."""
 
     def begin_group(self) -> None:
-        """Operations until `end_group` are one operation of the stream: none of them waits for another."""
+        """Begin an NCCL group: operations until `end_group` form one stream operation, without waits among them."""
 
     def end_group(self) -> None:
-        """To be called by the thread that began the group, also when an operation in between has raised: see
-        `NcclGroup`."""
+        """End the group, in the thread that began it.
+
+        Must be called even if an operation in between has raised: see `NcclGroup`.
+        """
 
     def check(self) -> None:
-        """Raise what has gone wrong since, outside of any call; also after `abort` and `close`."""
+        """Raise an asynchronous error that has occurred outside of any call; raises after `abort` and `close`, too."""
 
     def abort(self) -> None:
-        """End everything that this rank has under way, in bounded time, and let go of it all; never raises, and twice
-        is once."""
+        """End all of this rank's work in bounded time and release all resources; never raises, and is idempotent."""
 
     def close(self) -> None:
-        """Let go, in bounded time, when all work is done: the ranks of a host wait for each other. After a failure
-        `abort`.
+        """Release all resources, in bounded time, when all work is done; the ranks of a host wait for each other.
 
-        Both wait until no CUDA graph refers to the communicator: destroy those first; with `abort`, meanwhile.
+        After a failure use `abort`. Both wait until no CUDA graph refers to the communicator: destroy graphs before
+        `close`, and during `abort`.
         """
 
 
 class NcclGroup:
-    """``with NcclGroup(communicator)``: an NCCL group (of calls), which is ended whatever happens; the first error is
-    the one that is raised."""
+    """Context manager of an NCCL group, which is ended in any case; the first error is raised."""
 
     __slots__ = ("_communicator",)
 
@@ -100,10 +102,10 @@ class NcclGroup:
 
 
 class Library(Protocol):
-    """Where communicators come from."""
+    """A source of communicators."""
 
     def why_not(self) -> str | None:
-        """What is missing and what to do about it; None if NCCL can be used. The methods below are for after that."""
+        """What is missing and how to install it; None if NCCL can be used, which the other methods require."""
 
     def version(self) -> tuple[int, int, int]: ...
 
@@ -111,16 +113,16 @@ class Library(Protocol):
         """Whether several ranks may use one GPU."""
 
     def make_id(self) -> bytes:
-        """128 bytes that name a new communicator; one rank makes them, and every rank of it connects with them."""
+        """128 bytes that identify a new communicator; one rank makes them, and all its ranks connect with them."""
 
     def connect(
         self, rank: int, size: int, unique_id: bytes, timeout: float, device: Device, *, sharers: int = 1
     ) -> Communicator:
-        """Meet the other ranks; called by all of them, each with its device, which ``sharers`` of them use.
+        """Connect with the other ranks; called by all of them, each with its device, which ``sharers`` ranks use.
 
         Raises:
-            CollectiveTimeoutError: one did not come within ``timeout`` seconds.
-            TransportError: NCCL refused.
+            CollectiveTimeoutError: a rank did not connect within ``timeout`` seconds.
+            TransportError: NCCL failed.
         """
 
 
@@ -128,13 +130,12 @@ _library: Library = CupyNccl()
 
 
 def library() -> Library:
-    """The library in use: CuPy's, unless `use` has said otherwise."""
+    """The library in use: CuPy's, unless replaced by `use`."""
     return _library
 
 
 def use(library: Library) -> Library:
-    """Take communicators from ``library`` from now on; returns the one used before. For tests, and for other
-    bindings."""
+    """Replace the library, for tests and other bindings. Returns the previous one."""
     global _library
     before, _library = _library, library
     return before
@@ -144,15 +145,15 @@ _BYTE = np.dtype(np.uint8)
 
 
 def warm_up(communicator: Communicator, device: Device, scratch: int, stream: int, timeout: float) -> None:
-    """Exchange a byte with every peer, so that the first real send finds its connection; called by all ranks.
+    """Exchange a byte with every peer, so that later sends use established connections; called by all ranks.
 
-    NCCL connects two ranks when they first send, which takes hundreds of milliseconds. All pairs are one group, in
-    which nobody waits for anybody in particular: no order of the ranks can deadlock it.
+    NCCL connects two ranks at their first send, which takes hundreds of milliseconds. All pairs are in one NCCL group,
+    in which no operation waits for another, so no order of the ranks can deadlock.
 
     Args:
-        scratch: two bytes of device memory for each rank. Allocated before any rank's kernel can wait for this rank,
-            because to allocate may wait for all kernels on the device.
-        stream: on which it is done.
+        scratch: two bytes of device memory per rank. Allocated before any rank's kernel can wait for this rank, because
+            an allocation may wait for all kernels on the device.
+        stream: for the exchange.
 
     Raises:
         CollectiveTimeoutError: it took longer than ``timeout`` seconds. The communicator has been aborted.

@@ -1,7 +1,7 @@
-"""CuPy's binding of NCCL behind `collectives.transport.nccl`, in bounded time and with errors that say what to do.
+"""CuPy's binding of NCCL as a library of `collectives.transport.nccl`, with bounded waits and explained errors.
 
-NCCL waits for its peers without a bound, and a thread that is inside NCCL cannot be interrupted: what may wait runs in
-a thread of its own (`collectives.transport.bounded_call`).
+NCCL waits for its peers without a bound, and a thread inside NCCL cannot be interrupted: calls that may wait run in a
+separate thread (`collectives.transport.bounded_call`).
 """
 
 from __future__ import annotations
@@ -23,18 +23,17 @@ if TYPE_CHECKING:
     from collectives.transport.nccl import Communicator
 
 SHARE_VARIABLE = "NCCL_MULTI_RANK_GPU_ENABLE"
-"""NCCL's own setting; with 1, several ranks may use one GPU."""
+"""NCCL's own setting; 1 allows several ranks on one GPU."""
 
 _SHARES_SINCE = (2, 30, 0)
 _BLOCKS_VARIABLE = "NCCL_MAX_CTAS"
 _BLOCKS_VARIABLES = (_BLOCKS_VARIABLE, "NCCL_MIN_CTAS", "NCCL_MAX_NCHANNELS", "NCCL_MIN_NCHANNELS")
-"""NCCL's own settings of how many thread blocks a kernel of its has; a user who has set one of them has decided."""
+"""NCCL's own settings of the number of thread blocks per kernel; left alone if the user has set one of them."""
 _MOST_BLOCKS = 8
 _ABORT_SECONDS = 10.0
 _CLOSE_SECONDS = 10.0
 _GRACE_SECONDS = 1.0
-"""How long an abort lets a call finish that another thread is making; one that hangs does not, and is what the abort
-must end."""
+"""How long an abort waits for another thread's call to finish. A call that hangs does not; the abort ends it."""
 
 _STATUSES = {
     1: (
@@ -56,14 +55,14 @@ _STATUSES = {
     7: ("ncclInProgress", "calls must block: unset NCCL_COMM_BLOCKING"),
     8: ("ncclTimeout", "a peer did not come in NCCL's own time"),
 }
-"""The result codes of NCCL 2.32's nccl.h: their names, and what is behind them."""
+"""The result codes of NCCL 2.32's nccl.h: their names and likely causes."""
 
 
 def failure(call: str, rank: int, error: Exception) -> TransportError:
-    """What an exception of the binding's, raised by ``call``, says to a user.
+    """The error of ``call`` for the user, from an exception of the binding.
 
-    CuPy raises NcclError with a ``status``; but KeyError with the status as its argument where its own table of names
-    ends (14.2: from 7 on, 13: from 6 on).
+    CuPy raises NcclError with a ``status``, or KeyError with the status as its argument if its table of names lacks it
+    (14.2: from 7 on, 13: from 6 on).
     """
     found: Any = error.args[0] if isinstance(error, KeyError) and error.args else getattr(error, "status", None)
     if not isinstance(found, int):
@@ -81,8 +80,8 @@ _BINDING_ERRORS = (RuntimeError, KeyError)
 class CupyCommunicator:
     """A `Communicator` over ``cupy.cuda.nccl.NcclCommunicator``.
 
-    A lock is held during every call, and from the beginning to the end of a group: an abort frees what the calls use,
-    so it waits until there is none. It gives a call that hangs a moment only, because ending that is what it is for.
+    A lock is held during every call, and from the beginning to the end of a group: an abort frees resources that calls
+    use, so it waits for them to finish. The wait is short, because the purpose of an abort is to end a call that hangs.
 
     Args:
         module: ``cupy.cuda.nccl``.
@@ -133,7 +132,7 @@ class CupyCommunicator:
             raise
 
     def end_group(self) -> None:
-        # Also after an abort: the group is the thread's, and what the thread called next would be put off for ever.
+        # Also after an abort: the group belongs to the thread, and would defer all its later calls.
         try:
             self._told("groupEnd", self._module.groupEnd)
         finally:
@@ -141,7 +140,7 @@ class CupyCommunicator:
 
     def check(self) -> None:
         if not self._calls.acquire(blocking=False):
-            return  # a call is being made, and will tell by itself
+            return  # a call is in progress, and reports its own errors
         try:
             self._issue("check_async_error")
         finally:
@@ -153,7 +152,7 @@ class CupyCommunicator:
             return
         idle = self._calls.acquire(timeout=_GRACE_SECONDS)
         try:
-            # Where it fails there is nothing left that could be done.
+            # Nothing remains to be done if it fails.
             with contextlib.suppress(TimeIsUpError, *_BINDING_ERRORS):
                 within(_ABORT_SECONDS, "collectives-nccl-abort", self._on_device(communicator.abort))
         finally:
@@ -163,12 +162,12 @@ class CupyCommunicator:
     def close(self) -> None:
         communicator = self._take()
         if communicator is not None:
-            # Where a rank of this host does not close, NCCL's thread stays behind.
+            # If a rank of this host does not close, NCCL's thread remains.
             with contextlib.suppress(TimeIsUpError):
                 within(_CLOSE_SECONDS, "collectives-nccl-close", self._on_device(communicator.destroy))
 
     def _on_device(self, work: Callable[[], object]) -> Callable[[], None]:
-        """In a thread of its own: no capture of the program's may restrict what NCCL frees."""
+        """Wrap a call for a separate thread, where no capture of the program restricts which memory NCCL may free."""
 
         def run() -> None:
             self._device.activate()
@@ -195,17 +194,17 @@ class CupyCommunicator:
         return communicator
 
     def _take(self) -> Any:
-        """The binding's communicator for who calls first; None, and errors in all other methods, from then on."""
+        """Take the binding's communicator; None from the second call on, when all other methods raise."""
         with self._end:
             communicator, self._communicator = self._communicator, None
         return communicator
 
 
 class CupyNccl:
-    """The `Library` of ``cupy.cuda.nccl``, which is imported at the first use.
+    """The `Library` of ``cupy.cuda.nccl``, which is imported at its first use.
 
     Args:
-        module: in place of ``cupy.cuda.nccl``.
+        module: replaces ``cupy.cuda.nccl``.
     """
 
     def __init__(self, module: Any = None) -> None:
@@ -220,7 +219,7 @@ class CupyNccl:
                 f"cupy-cuda12x"
             )
         if not module.available:
-            # What CuPy was built for, which needs no GPU to be asked.
+            # The CUDA version that CuPy was built for; this call needs no GPU.
             major = importlib.import_module("cupy").cuda.runtime.runtimeGetVersion() // 1000
             return f"NCCL is not installed, or cannot be loaded: pip install nvidia-nccl-cu{major}"
         if not hasattr(module, "NcclConfig"):
@@ -251,17 +250,17 @@ class CupyNccl:
         self, rank: int, size: int, unique_id: bytes, timeout: float, device: Device, *, sharers: int = 1
     ) -> Communicator:
         module = self._usable()
-        # NCCL would else connect the ranks at the first call of each of its algorithms, without a bound, in the middle
-        # of a collective.
+        # Otherwise NCCL connects the ranks at the first call of each of its algorithms, without a bound, within a
+        # collective.
         os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
         if sharers > 1 and not any(name in os.environ for name in _BLOCKS_VARIABLES):
-            # The ranks' kernels wait for each other, so all of their blocks must fit the GPU at once, beside those of
-            # other kernels.
+            # The ranks' kernels wait for each other, so all of their blocks must be resident at once, together with
+            # those of other kernels.
             os.environ[_BLOCKS_VARIABLE] = str(max(1, min(_MOST_BLOCKS, device.multiprocessors // (2 * sharers))))
 
-        # The thread is also good for two things of NCCL's: binding the caller to the processors next to the GPU while
-        # it connects, and the open group that it leaves in the thread when destroying a communicator that did not come
-        # about.
+        # The separate thread also contains two side effects of NCCL: it binds the caller to the processors next to the
+        # GPU while it connects, and it leaves a group open in the thread when it destroys a communicator that failed
+        # to connect.
         def meet() -> Any:
             device.activate()
             try:

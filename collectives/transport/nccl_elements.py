@@ -1,7 +1,7 @@
-"""Elements and reductions as NCCL names them.
+"""Dtypes and reductions in NCCL's terms.
 
-NCCL moves every dtype of `collectives.base.dtypes`, those that it does not know as bytes or as pairs. It is asked to
-reduce only what it reduces as this package does: see `reduces`.
+NCCL moves every dtype of `collectives.base.dtypes`; those that it lacks, as bytes or pairs. It reduces only those that
+it reduces as this package does: see `reduces`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from collectives.base.reduce_op import Op
 
 Dtype = np.dtype[Any]
 
-# The numbers are NCCL's binary interface, the same in every version.
+# The numbers are part of NCCL's binary interface and the same in every version.
 _INT8, _UINT8, _INT32, _UINT32, _INT64, _UINT64, _FLOAT16, _FLOAT32, _FLOAT64, _BFLOAT16 = range(10)
 _REDUCTIONS = {Op.SUM: 0, Op.PRODUCT: 1, Op.MAX: 2, Op.MIN: 3}
 
 
 class Word(NamedTuple):
-    """What an element consists of in NCCL's terms."""
+    """An NCCL element type and the number of such elements per element of a dtype."""
 
     code: int
     """ncclDataType_t."""
@@ -51,17 +51,17 @@ _WORDS = {
 
 @functools.cache
 def word(dtype: Dtype) -> Word:
-    """How elements of a supported dtype are moved."""
+    """The NCCL elements as which elements of a supported dtype are moved."""
     return _WORDS[dtypes.name(dtype)]
 
 
 @functools.cache
 def reduction(op: Op, dtype: Dtype) -> int | None:
-    """The ncclRedOp_t that does on the words of ``dtype`` what ``op`` does on its elements; None if there is none.
+    """The ncclRedOp_t whose effect on the words of ``dtype`` is that of ``op`` on its elements; None if there is none.
 
-    NCCL's Min and Max of floating-point numbers lose a NaN (they are fmin and fmax), where this package passes it on.
-    It has no 16-bit integers. Complex numbers add up as pairs, and multiply otherwise. A bool is a byte of 0 or 1: "or"
-    is its maximum, "and" its minimum.
+    NCCL's Min and Max of floating-point numbers drop NaN (they are fmin and fmax); this package propagates it. NCCL has
+    no 16-bit integers. Complex numbers are added as pairs; NCCL has no complex product. A bool is a byte of 0 or 1:
+    "or" is the maximum, "and" the minimum.
     """
     if not op.elementwise or dtypes.name(dtype) in ("int16", "uint16"):
         return None
@@ -72,13 +72,12 @@ def reduction(op: Op, dtype: Dtype) -> int | None:
 
 
 def reduces(op: Op, dtype: Dtype) -> bool:
-    """Whether NCCL reduces this dtype as this package does, up to the order of additions; an average as the sum it
-    begins with."""
+    """Whether NCCL reduces this dtype as this package does, up to the order of additions; an average as a sum."""
     return reduction(op, dtype) is not None
 
 
 def required_reduction(op: Op, dtype: Dtype) -> int:
-    """`reduction`, where there is one.
+    """As `reduction`, which must exist.
 
     Raises:
         InvalidTypeError: there is none.

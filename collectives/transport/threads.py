@@ -1,8 +1,8 @@
 """Ranks as threads of one process: the whole engine without MPI, for tests, notebooks and debuggers.
 
-The threads share their memory by nature, so windows are plain arrays and private memory is read with a plain copy.
-Hosts can be pretended: ranks of different "hosts" then reach each other by messages only, which here are copies from
-the sender's block straight into the receiver's.
+Threads share their memory, so windows are plain arrays and private memory is read by a plain copy. Hosts can be
+simulated: ranks of different "hosts" exchange messages only, which are copies from the sender's block directly into the
+receiver's.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ def connect(
 
     Args:
         size: number of ranks, at least 1.
-        hosts: the ranks of each pretended host; all on one by default.
-        reads_private: False takes away the direct reads of private memory, as some containers do.
+        hosts: the ranks of each simulated host; all on one by default.
+        reads_private: False disables direct reads of private memory, as some containers do.
         timeout: seconds that a rank waits for another.
-        ranks: what messages call the ranks; 0 to ``size`` - 1 by default.
+        ranks: the ranks' numbers in messages; 0 to ``size`` - 1 by default.
     """
     if size < 1:
         raise InvalidArgumentError(f"size={size}: expected at least 1 rank")
@@ -89,7 +89,7 @@ def _splitter(
     reads_private: bool,
     timeout: float,
 ) -> Callable[[Sequence[int]], Group | None]:
-    """`Group.split`: the first of the members makes the groups of all, and the threads hand them to each other."""
+    """Make `Group.split`: the first member makes the groups of all, and the threads exchange them."""
 
     def split(members: Sequence[int]) -> Group | None:
         chosen = sorted(members)
@@ -142,7 +142,7 @@ class ThreadMemory:
 
 
 class ThreadMessages:
-    """`base.MessageTransport` among threads: the receiver copies out of the sender's block and ticks it off."""
+    """`base.MessageTransport` among threads: the receiver copies from the sender's block and marks it as read."""
 
     name = "threads"
 
@@ -197,10 +197,10 @@ def run(
     timeout: float = 60.0,
     make_world: Callable[[Group], Any],
 ) -> list[Any]:
-    """Call ``function(world)`` on ``size`` threads, each with its own rank; the results in rank order.
+    """Call ``function(world)`` on ``size`` threads, each with its own rank. Returns the results in rank order.
 
-    A thread that raises marks its rank as failed, so that the others end as well; the error of the lowest rank that
-    failed first-hand (not because another had failed) is raised here.
+    A thread that raises marks its rank as failed, so that the others end, too. Raises the error of the lowest rank
+    whose failure was not caused by another rank's.
     """
     groups = connect(size, hosts=hosts, reads_private=reads_private, timeout=timeout)
     results: list[Any] = [None] * size
@@ -211,7 +211,7 @@ def run(
             world = make_world(groups[rank])
             results[rank] = function(world)
             groups[rank].control.leave()
-        except BaseException as error:  # handed to the caller below
+        except BaseException as error:  # raised in the caller below
             errors[rank] = error
             groups[rank].control.fail(in_words(rank, error))
 
@@ -237,14 +237,14 @@ class _Message:
 
 
 class _Mailboxes:
-    """A box of letters for each pair of ranks."""
+    """A queue of messages for each pair of ranks."""
 
     def __init__(self, size: int) -> None:
         self.boxes: list[list[deque[_Message]]] = [[deque() for _ in range(size)] for _ in range(size)]
 
 
 class _Exchange:
-    """Where all threads of a group lay down a value and read everybody's."""
+    """An all-gather of Python objects among the threads of a group."""
 
     def __init__(self, size: int, timeout: float) -> None:
         self._values: list[Any] = [None] * size
@@ -266,10 +266,9 @@ def _pages(size: int) -> list[memoryview]:
 
 
 def _board(pages: Sequence[memoryview | None], rank: int, timeout: float) -> Board:
-    # A thread that spins holds the interpreter lock and keeps out the very peer that it waits for: look once, then
-    # yield.
+    # A thread that spins holds the GIL and so blocks the peer that it waits for: poll once, then yield.
     return Board(pages, rank, timeout=timeout, spins=1, pause=_let_others_run, processes=False)
 
 
 def _let_others_run() -> None:
-    time.sleep(0)  # gives the interpreter lock away
+    time.sleep(0)  # releases the GIL

@@ -1,8 +1,8 @@
-"""The watch: work on a device that waits for peers ends in bounded time, even if a peer never comes.
+"""Watchdog: device work that waits for peers ends in bounded time, even if a peer never arrives.
 
-A kernel that waits for another rank's cannot look at that rank's process, and the host that waits for the kernel sits
-in the driver. So a thread looks after both while such work is under way: at the communicators' own errors, and at the
-peers. When it sees that the work cannot end, it aborts the communicators, which ends the kernels, and tells.
+A kernel that waits for another rank's kernel cannot observe that rank's process, and the host thread that waits for the
+kernel is blocked in the driver. So while such work is in flight, a separate thread polls the communicators' errors and
+the peers. If the work cannot complete, it aborts the communicators, which ends the kernels, and reports the failure.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ if TYPE_CHECKING:
     from collectives.transport.nccl import Communicator
 
 _ABORT_SECONDS = 15.0
-"""More than a communicator takes to give its abort up."""
+"""More than the bound of a communicator's abort."""
 
 _CLOSE_SECONDS = 5.0
 
 
 class Watch:
-    """Looks after work on a device; not thread-safe but for its own thread: one thread adds, asks and closes.
+    """Watches device work. Not thread-safe: one thread calls its methods.
 
-    The thread holds on to the watch only while it looks: dropping the watch ends the thread, and nothing that the
-    callables refer to is kept alive by it.
+    The watchdog's thread refers to the watch only while it polls, so dropping the watch ends the thread and keeps
+    nothing that the callables refer to alive.
 
     Args:
-        device: where the events are from.
-        communicators: what is to be asked and aborted; read at every look, so that the owner may extend it.
+        device: the events' device.
+        communicators: to be polled and aborted; read at every poll, so that the owner may extend it.
         check_peers: raises if a peer has died or failed.
-        on_failure: called once, in the watch's thread, with what was raised, when everything has been aborted. It must
-            not wait for who may be in `close`.
-        on_abort: called once communicators are being aborted: gives back what they wait for then.
-        interval: seconds between two looks.
+        on_failure: called once, in the watchdog's thread, with the error, after everything has been aborted. Must not
+            wait for a thread that may be in `close`.
+        on_abort: called while communicators are being aborted; releases resources that they then wait for.
+        interval: seconds between polls.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Watch:
         interval: float = 0.1,
     ) -> None:
         self.failure: Exception | None = None
-        """What was seen; the communicators are aborted, and the watch has ended."""
+        """The error that was found; the communicators are then aborted, and the watch has ended."""
         self._communicators = communicators
         self._check_peers = check_peers
         self._on_failure = on_failure
@@ -62,8 +62,7 @@ class Watch:
         weakref.finalize(self, self._flight.close)
 
     def add(self, event: int) -> None:
-        """Look after what a recorded event stands for. The event must live until `settled` is true, or until
-        `close`."""
+        """Watch the work of a recorded event, which must live until `settled` returns True, or until `close`."""
         if self._thread is None:
             self._thread = threading.Thread(
                 target=_look_after,
@@ -75,21 +74,21 @@ class Watch:
         self._flight.add(event)
 
     def settled(self) -> bool:
-        """Whether everything added is done; looks and returns. The device must be the calling thread's current one."""
+        """Whether all added work is done, without waiting. The device must be the calling thread's current one."""
         return self._flight.settled()
 
     def close(self) -> None:
-        """End the thread; ``on_failure`` is not called any more."""
+        """End the thread; ``on_failure`` is not called afterwards."""
         self._flight.close()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(_CLOSE_SECONDS)
 
     def _look(self) -> bool:
-        """Whether there is anything to come: one look at the work, the communicators and the peers."""
+        """Poll the work, the communicators and the peers once. Returns False if the watch has ended."""
         try:
             self._flight.device.activate()
             for communicator in list(self._communicators):
-                communicator.check()  # first: what has failed may look as if it were done
+                communicator.check()  # first, because failed work may appear completed
             if self._flight.settled():
                 self._suspicious = False
                 return True
@@ -99,8 +98,8 @@ class Watch:
             self._check_peers()
             self._suspicious = False
         except Exception as error:
-            # A peer may leave when it has done its part, a moment before ours is done: only if it is still missed is it
-            # missing.
+            # A peer may leave when its work is done, shortly before this rank's is: it counts as missing only if this
+            # rank's work is still incomplete at the next poll.
             if self._suspicious:
                 return self._fail(error)
             self._suspicious = True
@@ -109,14 +108,14 @@ class Watch:
     def _fail(self, error: Exception) -> bool:
         if self._flight.closed:
             return False
-        self.failure = error = error.with_traceback(None)  # which refers to this watch
-        # All at once: NCCL may end an abort only when the other communicators on the device are being aborted as well.
+        self.failure = error = error.with_traceback(None)  # the traceback refers to this watch
+        # Concurrently: NCCL may complete an abort only when the device's other communicators are being aborted, too.
         aborts = [
             threading.Thread(target=communicator.abort, daemon=True) for communicator in list(self._communicators)
         ]
         for abort in aborts:
             abort.start()
-        with contextlib.suppress(Exception):  # a broken device destroys nothing: the aborts have bounds of their own
+        with contextlib.suppress(Exception):  # a failed device may release nothing; the aborts are bounded anyway
             self._on_abort()
         for abort in aborts:
             abort.join(_ABORT_SECONDS)
@@ -126,7 +125,7 @@ class Watch:
 
 
 class _WorkInFlight:
-    """The events of what is under way: all that the thread holds on to while it sleeps."""
+    """The events of work in flight: the only object that the thread refers to while it sleeps."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -141,7 +140,7 @@ class _WorkInFlight:
                 self._events.append(event)
             if (
                 self._asleep
-            ):  # else it looks by itself, and waking it for every operation would cost more than the operation
+            ):  # otherwise it polls anyway, and waking it for every operation would cost more than the operation
                 self._changed.notify_all()
 
     def settled(self) -> bool:
@@ -155,7 +154,7 @@ class _WorkInFlight:
             self._changed.notify_all()
 
     def wait(self, interval: float) -> bool:
-        """Sleep while nothing is under way, then for ``interval`` seconds; False if the watch was closed meanwhile."""
+        """Sleep while nothing is in flight, then for ``interval`` seconds. Returns False if the watch was closed."""
         with self._changed:
             self._asleep = True
             self._changed.wait_for(lambda: self._events or self.closed)

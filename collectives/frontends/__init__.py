@@ -1,6 +1,6 @@
-"""What the adapters share: adjoints, gradient options, broadcasts, exported names, Keras callbacks and variables.
+"""Shared by the adapters: adjoints, gradient options, broadcasts, exported names, Keras callbacks and variables.
 
-Nothing here imports a framework.
+This package imports no framework.
 """
 
 ADAPTERS = ("torch", "tensorflow", "keras", "jax")

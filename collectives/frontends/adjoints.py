@@ -50,7 +50,7 @@ class LinearCall(Protocol):
 
     @property
     def op(self) -> Op | None:
-        """Of a reduction."""
+        """The reduction operation; None for other collectives."""
 
     @property
     def factors(self) -> tuple[float, float]:

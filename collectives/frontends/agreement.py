@@ -1,5 +1,5 @@
-"""Whether all ranks are about to do the same thing, where no operation of the engine would compare it: told in 16 bytes
-each."""
+"""Agreement of all ranks on what they are about to do, where no operation of the engine compares it; 16 bytes per
+rank."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from collectives.world import World
 
 
 def agree(world: World, label: str, mine: Mapping[str, str]) -> None:
-    """Return if every rank says the same of the same subjects.
+    """Check that every rank passes the same descriptions.
 
     Args:
-        label: what messages, and the operations, are called by.
-        mine: what is to be alike, by its subject.
+        label: prefix of messages and name of the operations.
+        mine: descriptions that must be equal on all ranks, by subject.
 
     Raises:
-        MismatchError: names the first subject on which they differ; on every rank.
+        MismatchError: names the first subject that differs; raised on every rank.
     """
     if world.size == 1:
         return

@@ -1,4 +1,4 @@
-"""The names that every adapter has from `collectives` as they are; an adapter imports and exports all of them."""
+"""Names of `collectives` that every adapter exports unchanged."""
 
 from collectives import (
     Adasum,

@@ -1,9 +1,9 @@
-"""Broadcasts of many tensors in place, for every framework: a model's parameters, an optimizer's state.
+"""In-place broadcasts of many tensors, for every framework: a model's parameters, an optimizer's state.
 
-The ranks first compare what they pass, as a digest of 16 bytes, so that a model that was built differently on some rank
-is an error on all of them before a tensor is touched. Then tensors from 256 KiB up are broadcast as they are, and the
-small ones together in buffers: there an operation costs time, not its bytes (the 161 tensors of ResNet-50 on 2 ranks
-take half the time that they take one by one).
+The ranks first compare digests of 16 bytes, so that a model that differs on some rank is an error on all of them before
+any tensor is changed. Tensors from 256 KiB up are then broadcast individually, and smaller ones packed into buffers,
+because their cost is per operation, not per byte (the 161 tensors of ResNet-50 on 2 ranks take half as long as one by
+one).
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from collectives.world import World
 Prepared = TypeVar("Prepared")
 
 ALONE_FROM = 256 << 10
-"""Bytes from which a tensor gains nothing from being copied into a buffer with others."""
+"""Tensors of at least this many bytes do not benefit from being packed with others."""
 BUFFER_BYTES = 16 << 20
-"""The most bytes of one such buffer."""
+"""Maximum bytes of a packed buffer."""
 
 
 class TensorMemory(Protocol):
     """Access to the bytes of a framework's tensors, which have ``dtype.itemsize`` and ``nbytes``."""
 
     def whole(self, tensor: Any) -> Any:
-        """The tensor, or a view of it, as `World.broadcast_` takes it."""
+        """The tensor, or a view of it, in a form that `World.broadcast_` accepts."""
 
     def packed(self, tensors: Sequence[Any]) -> Any:
         """A new 1-D tensor of uint8 with the bytes of several tensors of one device."""
 
     def unpack(self, piece: Any, tensor: Any) -> None:
-        """Write a piece of such a tensor, of uint8, into the tensor that it came from."""
+        """Write a piece of a packed tensor, of uint8, into the tensor that it came from."""
 
 
 class ArrayMemory:
@@ -59,19 +59,19 @@ def agreed_root(
     process_set: ProcessSet,
     prepare: Callable[[], tuple[Prepared, Mapping[str, str]]],
 ) -> tuple[World, int, Prepared]:
-    """Return when all ranks have prepared the same broadcasts from the same root.
+    """Check that all ranks have prepared the same broadcasts from the same root.
 
     Args:
-        label: what messages and operations are called by.
-        root_rank: by its number among all ranks.
+        label: prefix of messages and name of operations.
+        root_rank: the root, by its number among all ranks.
         process_set: the ranks that take part.
-        prepare: returns what this rank passes, and what of it must be alike on every rank, by subject.
+        prepare: returns this rank's value, and descriptions that must be equal on every rank, by subject.
 
     Returns:
-        The world of the process set, the root's rank in it, and what this rank has prepared.
+        The world of the process set, the root's rank in it, and the value that ``prepare`` returned.
 
     Raises:
-        InvalidArgumentError: there is no such rank. What ``prepare`` raises is raised, and told to the other ranks.
+        InvalidArgumentError: there is no such rank. An error of ``prepare`` is raised, and reported to the other ranks.
         MismatchError: the ranks differ; raised on every rank, and names the first difference.
     """
     world = world_of(process_set)
@@ -86,12 +86,13 @@ def agreed_root(
 
 
 def broadcast_in_place(world: World, label: str, root: int, tensors: Mapping[str, Any], memory: TensorMemory) -> None:
-    """Give every rank the root's tensors.
+    """Copy the root's tensors to every rank, in place.
 
     Args:
-        label: goes before the names of all operations.
+        label: prefix of the operations' names.
         root: its rank in the world.
         tensors: by name; the same names, shapes and dtypes in the same order on every rank.
+        memory: access to the tensors' bytes.
     """
     if world.size == 1:
         return
@@ -114,11 +115,11 @@ def broadcast_in_place(world: World, label: str, root: int, tensors: Mapping[str
 
 
 def _buffers(tensors: Sequence[Any]) -> Iterator[list[Any]]:
-    """The tensors that share a buffer: of one device, and `BUFFER_BYTES` at most."""
+    """Groups of tensors that share a buffer: on one device, and at most `BUFFER_BYTES`."""
     for device in dict.fromkeys(map(_device, tensors)):
         members: list[Any] = []
         filled = 0
-        # Long elements first, so that each tensor begins at a multiple of its elements' size.
+        # Larger elements first, so that each tensor begins at a multiple of its element size.
         here = (tensor for tensor in tensors if _device(tensor) == device)
         for tensor in sorted(here, key=lambda each: -each.dtype.itemsize):
             if members and filled + tensor.nbytes > BUFFER_BYTES:

@@ -20,8 +20,8 @@ from collectives.tensors.compression import Compression, check
 Item = TypeVar("Item")
 
 Groups = int | tuple[frozenset[Hashable], ...]
-"""Which gradients are combined together: a number of lists of about equal length, 0 for no such choice, or the keys of
-the variables of each list."""
+"""Which gradients are combined together: a number of lists of about equal length (0: not specified), or the keys of the
+variables of each list."""
 
 _PACKAGE = str(Path(__file__).parents[1])
 
@@ -34,7 +34,7 @@ class GradientOptions:
         op: Average, Sum, Min, Max, Product or Adasum; sparse gradients support Average and Sum only.
         compression: `Compression.none`, ``fp16``, ``bf16``, or a class with ``compress`` and ``decompress``; for dense
             gradients.
-        sparse_as_dense: sparse gradients become dense; by default values and indices are gathered.
+        sparse_as_dense: convert sparse gradients to dense; by default values and indices are gathered.
         gradient_predivide_factor: f divides dense gradients by f before the sum and by size/f afterwards; for Average
             only.
         groups: a number of lists of about equal length, or the lists of variables, whose gradients are combined
@@ -43,15 +43,15 @@ class GradientOptions:
         process_set: the ranks that train together.
         backward_passes_per_step: backward passes whose gradients are summed on the rank before they are combined.
         average_aggregated_gradients: divide that sum by the number of passes.
-        scale_local_gradients: divide gradients that stay on this rank by the number of ranks, as befits a loss that is
-            the mean over them.
-        device_dense, device_sparse: of Horovod's interface; tensors are combined where they are.
-        name: a prefix of the operations' names.
+        scale_local_gradients: divide gradients that stay on this rank by the number of ranks, appropriate for a loss
+            that is the mean over them.
+        device_dense, device_sparse: accepted for Horovod's interface; ignored.
+        name: prefix of the operations' names.
 
     Raises:
         InvalidArgumentError (a ValueError): a factor without Average, fewer than one pass, or ``groups`` is neither a
             number nor lists.
-        InvalidTypeError: ``op`` is no operation, or ``compression`` no compressor.
+        InvalidTypeError: ``op`` is not an operation, or ``compression`` not a compressor.
     """
 
     op: Op = Op.AVERAGE
@@ -84,7 +84,7 @@ class GradientOptions:
             )
             if self.groups is None:
                 object.__setattr__(self, "groups", self.num_groups)
-            object.__setattr__(self, "num_groups", 0)  # said once, also where `dataclasses.replace` makes another
+            object.__setattr__(self, "num_groups", 0)  # warn once, also if `dataclasses.replace` copies this object
         if self.compression is None:
             object.__setattr__(self, "compression", Compression.none)
         check(self.compression)
@@ -98,11 +98,11 @@ class GradientOptions:
     def grouped(
         self, variable: str = "variable", kind: str = "variables", key: Callable[[Any], Hashable] = id
     ) -> Groups:
-        """Check ``groups``.
+        """Validate ``groups`` and return it by the variables' keys.
 
         Args:
             variable, kind: the framework's words for a variable and for variables' type, in messages.
-            key: identifies a variable; raises AttributeError or TypeError for anything else.
+            key: identifies a variable; raises AttributeError or TypeError for other objects.
 
         Raises:
             InvalidArgumentError: neither a number nor lists of variables, or a variable occurs twice.
@@ -129,7 +129,7 @@ def split(items: Sequence[Item], groups: Groups, keys: Sequence[Hashable]) -> li
     """Divide items into the lists that are combined together; none is empty.
 
     Args:
-        groups: as of `GradientOptions.grouped`; 0: one list.
+        groups: as returned by `GradientOptions.grouped`; 0: one list.
         keys: of each item's variable.
     """
     if isinstance(groups, int):
@@ -147,7 +147,7 @@ def evenly(items: Sequence[Item], count: int) -> list[list[Item]]:
 
 
 def _frames_of_the_package() -> int:
-    """The number of frames, from the caller on, up to the program's: those of a framework's decorators included."""
+    """The number of frames from the caller up to the program's, including those of a framework's decorators."""
     frame: FrameType | None = sys._getframe(1)
     count = 0
     while frame is not None and _is_passed_over(frame.f_code.co_filename):
@@ -156,5 +156,5 @@ def _frames_of_the_package() -> int:
 
 
 def _is_passed_over(file: str) -> bool:
-    """A file of this package or of TensorFlow's, or the ``__init__`` that `dataclass` has made."""
+    """Whether a file belongs to this package or TensorFlow, or is the ``__init__`` that `dataclass` generates."""
     return file.startswith((_PACKAGE, "<string>")) or "/tensorflow/python/" in file

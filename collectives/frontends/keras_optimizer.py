@@ -1,4 +1,4 @@
-"""What distributed optimizers of Keras 3 and of ``tf_keras`` share."""
+"""Shared by distributed optimizers of Keras 3 and of ``tf_keras``."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ TORCH := torch==2.13.0
 # What the adapters' tests need. Linux has TensorFlow without CUDA under a name of its own; tf_keras asks for the other one, so it comes alone.
 FRAMEWORKS := $(shell test "$$(uname -s)" = Linux && echo tensorflow-cpu || echo tensorflow) keras jax optax lightning accelerate transformers array-api-strict
 PIP := -m pip --disable-pip-version-check install --quiet
-FAST := .venv/bin/python -m pytest --numprocesses 2 -m "not slow" --cov --cov-report term
+FAST := .venv/bin/python -m pytest --numprocesses 2 -m "not slow"
 BENCH ?= -b 4K -e 64M -f 4 --peers mpi
 
 help:  ## Show this list
@@ -45,12 +45,12 @@ test: setup lint  ## Set up, then ruff, mypy, and every test that this machine c
 	# Two tests run at a time: those in one process use one core, and those that start ranks wait for most of their
 	# time. What uses all cores, the adapters on several ranks, comes last.
 	@status=0; set -x; \
-	$(FAST) || status=$$?; \
+	$(FAST) --cov --cov-report term || status=$$?; \
 	.venv/bin/python -m pytest --numprocesses 2 -m slow --ignore tests/test_adapters.py || status=$$?; \
 	.venv/bin/python -m pytest tests/test_adapters.py || status=$$?; \
 	exit $$status
 
-test-fast: .venv/.installed  ## The quick tests, pure and with ranks as threads, and which lines they reach
+test-fast: .venv/.installed  ## The quick tests: pure, and with ranks as threads
 	$(FAST)
 
 lint: .venv/.installed  ## ruff and mypy

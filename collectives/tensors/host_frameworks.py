@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from collectives.base.dtypes import SUPPORTED, resolve
+from collectives.base import dtypes
 from collectives.base.errors import InvalidTypeError
 from collectives.tensors import detection
 
@@ -54,7 +54,7 @@ def _read_torch(tensor: Any, argument: str) -> Read | None:
     try:
         # NumPy lacks bfloat16, also through DLPack: the same bits are passed as int16.
         half = plain.dtype is torch.bfloat16
-        array = plain.view(torch.int16).numpy().view(resolve("bfloat16")) if half else plain.numpy()
+        array = plain.view(torch.int16).numpy().view(dtypes.resolve("bfloat16")) if half else plain.numpy()
     except (RuntimeError, TypeError) as error:
         raise InvalidTypeError(f"{argument}: a torch tensor of dtype {tensor.dtype} cannot be read: {error}") from error
     return frozen(array) if lazy else array, _wrap_torch
@@ -62,7 +62,7 @@ def _read_torch(tensor: Any, argument: str) -> Read | None:
 
 def _wrap_torch(array: Array) -> Any:
     torch: Any = sys.modules["torch"]
-    if SUPPORTED[array.dtype] == "bfloat16":
+    if dtypes.name(array.dtype) == "bfloat16":
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(array)
 
@@ -121,7 +121,7 @@ def wrap_tensorflow(array: Array) -> Any:
     tensorflow: Any = sys.modules["tensorflow"]
     if array.__array_interface__["data"][0] % _TENSORFLOW_ALIGNMENT or not array.flags.carray or array.size == 0:
         return tensorflow.convert_to_tensor(array)
-    if SUPPORTED[array.dtype] == "bfloat16":  # NumPy cannot export it through DLPack
+    if dtypes.name(array.dtype) == "bfloat16":  # NumPy cannot export it through DLPack
         return tensorflow.bitcast(wrap_tensorflow(array.view(np.uint16)), tensorflow.bfloat16)
     return tensorflow.experimental.dlpack.from_dlpack(array.__dlpack__())
 

@@ -462,6 +462,16 @@ def test_torch_tensors_share_memory_and_come_back(name: str, shape: tuple[int, .
     assert bool((result == 1).all())
 
 
+def test_a_result_in_bfloat16_is_wrapped_before_anything_else_has_met_that_dtype(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch, ml_dtypes = pytest.importorskip("torch"), pytest.importorskip("ml_dtypes")
+    seen = view(torch.zeros(2))
+    monkeypatch.delitem(dtypes.SUPPORTED, np.dtype(ml_dtypes.bfloat16), raising=False)
+    result = seen.wrap(np.ones(2, ml_dtypes.bfloat16))
+    assert result.dtype is torch.bfloat16 and result.tolist() == [1, 1]
+
+
 def test_torch_strided_parameters_and_lazy_tensors() -> None:
     torch = pytest.importorskip("torch")
     parameter = torch.nn.Parameter(torch.arange(6.0).reshape(2, 3))

@@ -250,8 +250,7 @@ class Config:
     )
     """The noise that the Gaussian process assumes in a sample, from 0 to 1; rank 0's value applies."""
     device: int = _setting("COLLECTIVES_DEVICE", -1, _device, alike=False)
-    """The GPU of this rank, as its process numbers them, unless a tensor says otherwise; -1: the rank's number on the
-    host."""
+    """The GPU of this rank, as its process numbers them, unless a tensor sets it; -1: the rank's number on the host."""
     device_transport: str = _setting("COLLECTIVES_DEVICE_TRANSPORT", "auto", _choice("auto", *DEVICE_TRANSPORTS))
     """The transport of tensors on GPUs; ``auto``: the planner chooses."""
     host_until: int = _setting("COLLECTIVES_DEVICE_HOST_UNTIL", -1, _size_or_measured)

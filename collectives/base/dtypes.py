@@ -21,8 +21,7 @@ NAMES = (
 """Every supported dtype by name, in the order of messages."""
 
 SUPPORTED: dict[np.dtype[Any], str] = {np.dtype(name): name for name in NAMES if name != "bfloat16"}
-"""Native dtypes to names; bfloat16 is added at its first use. Byte-swapped dtypes are absent: one lookup checks
-both."""
+"""Names by native dtype; bfloat16 is added at its first use. A lookup also rejects byte-swapped dtypes."""
 
 _FLOAT16 = np.dtype(np.float16)
 

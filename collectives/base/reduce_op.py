@@ -35,7 +35,7 @@ class Op(Enum):
 
     @property
     def linear(self) -> bool:
-        """Whether the result is linear in the ranks' tensors: its adjoint is a sum, and rows of zeros may be
+        """Whether the result is linear in the ranks' tensors: the adjoint is a sum, and rows of zeros may be
         omitted."""
         return _TRAITS[self].linear
 

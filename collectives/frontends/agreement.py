@@ -1,5 +1,4 @@
-"""Agreement of all ranks on what they are about to do, where no operation of the engine compares it; 16 bytes per
-rank."""
+"""Agreement of all ranks on their next operations, where the engine does not compare them; 16 bytes per rank."""
 
 from __future__ import annotations
 

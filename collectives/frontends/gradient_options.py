@@ -20,8 +20,10 @@ from collectives.tensors.compression import Compression, check
 Item = TypeVar("Item")
 
 Groups = int | tuple[frozenset[Hashable], ...]
-"""Which gradients are combined together: a number of lists of about equal length (0: not specified), or the keys of the
-variables of each list."""
+"""Which gradients are combined together: a number of lists of about equal length, or the variables' keys of each list.
+
+0: not specified.
+"""
 
 _PACKAGE = str(Path(__file__).parents[1])
 

@@ -1,1 +1,1 @@
-"""Callers' tensors as views of their memory, on the host and on GPUs, and what is computed with their elements."""
+"""Callers' tensors as views of their memory, on the host and on GPUs, and computations on their elements."""

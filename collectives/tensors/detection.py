@@ -41,8 +41,7 @@ NO_ELEMENTS = (
 )
 """The problem with a tensor of torch's meta device, and the remedy."""
 Extent = tuple[int, int, bool, Strided | None]
-"""The memory of a tensor that an operation uses: start address, end address (exclusive), whether it is written, and the
-layout if it may have gaps."""
+"""The memory that an operation uses: start and end (exclusive) address, whether it is written, any layout with gaps."""
 _EFFORT: Any = 100_000
 """NumPy's limit of work when it searches for a byte that two tensors share."""
 

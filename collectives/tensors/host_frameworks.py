@@ -19,8 +19,7 @@ from collectives.tensors import detection
 Array = npt.NDArray[Any]
 Wrap = Callable[[Array], Any]
 Read = tuple[Array, Wrap | None]
-"""A tensor's memory, and the conversion of a result of the same dtype to the tensor's type (None: results stay
-arrays)."""
+"""A tensor's memory, and the conversion of results of its dtype to its type (None: results stay arrays)."""
 
 
 def frozen(array: Array) -> Array:

@@ -24,8 +24,10 @@ from collectives.tensors import halves
 _Array = npt.NDArray[Any]
 _Dtype = np.dtype[Any]
 Kernel = Callable[[_Array, _Array, _Array], object]
-"""``kernel(a, b, out)`` writes ``a op b`` into ``out``: 1-D, contiguous, aligned, of equal length; ``out`` may be ``a``
-or ``b``."""
+"""``kernel(a, b, out)`` writes ``a op b`` into ``out``, which may be ``a`` or ``b``.
+
+All are 1-D, contiguous, aligned and of equal length.
+"""
 Scaling = Callable[[_Array, _Array], object]
 """``scaling(array, out)`` writes the scaled ``array`` into ``out``, which may be ``array``."""
 

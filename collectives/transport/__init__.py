@@ -1,1 +1,1 @@
-"""Transports move blocks of bytes between ranks; `base` holds the protocol, each other module one way to do it."""
+"""Transports move blocks of bytes between ranks; `base` defines the protocols, the other modules implement them."""

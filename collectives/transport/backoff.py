@@ -1,7 +1,7 @@
-"""Bounded waiting for memory or a request that can only be looked at: yield the core, then sleep longer and longer.
+"""Bounded polling of memory or requests that cannot notify: yield the core at first, then sleep for increasing times.
 
-A wait that is usually short spins at its caller first, in line, because a call of Python costs as much as such a wait
-lasts. What is here begins when that was in vain.
+Waits that are usually short spin inline at their caller first, because a Python call costs as much as such a wait.
+These functions take over when spinning has failed.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from collectives.base.errors import CollectiveTimeoutError
 
 YIELDS = 200
 LOOK_EVERY = 0.1
-"""Seconds between two looks at the process table, or whatever else costs more than reading a word."""
+"""Seconds between checks that cost more than reading a word, such as of the process table."""
 LONGEST_NAP = 1e-3
 _FIRST_NAP = 20e-6
 _GROWTH = 1.2
 
 yield_core: Callable[[], object] = getattr(os, "sched_yield", lambda: time.sleep(0))
-"""Give the core to another thread or process that can run: it may be the one that is waited for."""
+"""Yield the core to another runnable thread or process, which may be the awaited one."""
 
 
 class Backoff:
-    """The sleeps of one wait, and its clock; begins where it is made.
+    """The sleeps and the clock of one wait, which begins at construction.
 
     Attributes:
         begun: `time.monotonic` when the wait began.
@@ -38,7 +38,7 @@ class Backoff:
         self._nap = first_nap
 
     def look(self) -> bool:
-        """Read the clock. Returns True every `LOOK_EVERY` seconds, for looks that are expensive."""
+        """Read the clock. Returns True every `LOOK_EVERY` seconds, when expensive checks are due."""
         self.now = now = time.monotonic()
         if now - self._looked <= LOOK_EVERY:
             return False
@@ -46,8 +46,10 @@ class Backoff:
         return True
 
     def nap(self, longest: float = LONGEST_NAP, until: float | None = None) -> None:
-        """Sleep, at first for 20 microseconds, then longer each time, up to ``longest`` seconds; not beyond ``until``
-        (as `time.monotonic` has it), measured from the latest `look`."""
+        """Sleep for 20 microseconds at first, then longer each time, up to ``longest`` seconds.
+
+        Does not sleep beyond ``until``, a time of `time.monotonic`, measured from the latest `look`.
+        """
         time.sleep(self._nap if until is None else min(self._nap, max(0.0, until - self.now)))
         self._nap = min(self._nap * _GROWTH, longest)
 
@@ -62,17 +64,17 @@ def wait(
     pause: Callable[[], object] = yield_core,
     longest: float = LONGEST_NAP,
 ) -> None:
-    """Return when ``ready()``.
+    """Wait until ``ready()`` is true.
 
     Args:
-        ready: looks and returns.
-        check: called between two looks once the core has been yielded in vain; what it raises ends the wait. Its
-            argument is True every `LOOK_EVERY` seconds, when it may look at what is expensive.
+        ready: polls without waiting.
+        check: called between polls after the yields; its exceptions end the wait. Its argument is True every
+            `LOOK_EVERY` seconds, when expensive checks are due.
         timeout: seconds.
-        late: the message of the error when they are over: which rank waited for what, and what to do.
-        yields: how often the core is yielded before the first sleep.
+        late: the message of the timeout error: which rank waited for what, and what to do.
+        yields: number of yields before the first sleep.
         pause: yields the core.
-        longest: seconds that a sleep may last.
+        longest: maximum seconds of a sleep.
 
     Raises:
         CollectiveTimeoutError: not ready in time.
@@ -90,7 +92,7 @@ def wait(
 
 
 def poll(ready: Callable[[], object], seconds: float, nap: float = LONGEST_NAP) -> bool:
-    """Look every ``nap`` seconds until ``ready()`` or the time is over. Returns whether it became ready."""
+    """Poll every ``nap`` seconds until ``ready()`` is true or the time is over. Returns whether it became ready."""
     end = time.monotonic() + seconds
     while not ready():
         if time.monotonic() > end:

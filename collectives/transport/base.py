@@ -55,8 +55,7 @@ class MemoryTransport(Protocol):
     board: Board
     """The progress and state of the same ranks."""
     windows: Sequence[Array | None]
-    """Each rank's window, `WINDOW_BYTES` of uint8 that all ranks of the host can read; None for ranks of other
-    hosts."""
+    """Each rank's window, `WINDOW_BYTES` of uint8 readable by all ranks of the host; None for ranks of other hosts."""
     reads_private: bool
     """Whether `fetch` and `store` work: whether the system lets a rank access its peers' private memory."""
 
@@ -69,16 +68,22 @@ class MemoryTransport(Protocol):
         """
 
     def store(self, peer: int, address: int, source: int, nbytes: int) -> None:
-        """Copy ``nbytes`` of this rank's memory at ``source`` to the peer's private memory at ``address``; raises as
-        `fetch`."""
+        """Copy ``nbytes`` from this rank's memory at ``source`` to the peer's private memory at ``address``.
+
+        Raises as `fetch`.
+        """
 
     def fetch_list(self, peer: int, blocks: Blocks, first: int, count: int, into: int, nbytes: int) -> None:
-        """Copy ``count`` of the peer's ``blocks`` from number ``first`` on, ``nbytes`` in all, contiguously to this
-        rank's memory at ``into``; raises as `fetch`."""
+        """Copy ``count`` of the peer's ``blocks``, from number ``first`` on, to contiguous memory at ``into``.
+
+        They have ``nbytes`` in all. Raises as `fetch`.
+        """
 
     def store_list(self, peer: int, blocks: Blocks, own: Blocks, first: int, count: int, nbytes: int) -> None:
-        """Copy ``count`` of this rank's ``own`` blocks to the peer's blocks of the same numbers and lengths; raises as
-        `fetch`."""
+        """Copy ``count`` of this rank's ``own`` blocks to the peer's blocks of the same numbers and lengths.
+
+        Raises as `fetch`.
+        """
 
     def close(self) -> None:
         """Unmap the shared memory; the other ranks keep theirs."""
@@ -90,8 +95,7 @@ class MessageTransport(Protocol):
     name: str
 
     def post_receive(self, peer: int, into: Array) -> None:
-        """Begin to receive a block from ``peer`` into contiguous memory, which must stay alive until `drain`
-        returns."""
+        """Begin to receive a block from ``peer`` into contiguous memory, which must live until `drain` returns."""
 
     def post_send(self, peer: int, block: Array) -> None:
         """Begin to send a contiguous block, which must stay alive and unchanged until `drain` returns."""
@@ -154,7 +158,7 @@ class Control(Protocol):
         """Raise RankFailedError if a rank has failed, or has left without entering the present call.
 
         Args:
-            deep: look at processes too.
+            deep: also check whether the peers' processes exist.
             upcoming: check for the call after the present one.
         """
 

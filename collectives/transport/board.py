@@ -8,12 +8,12 @@ Each rank writes its own page only and reads those of its peers:
                the next but one
     words      numbers that travel with a token (addresses, counts); two places as well
     state      alive, left or failed, and the traceback of the failure
-    gone       whether the rank has left, be it after a failure
+    gone       whether the rank has left, also after a failure
     broken     the call in whose middle the rank failed, so that a peer that enters it later does not take part
 
-A rank that waits for a peer spins for a moment, then waits as `collectives.transport.backoff` does, within a bound and
-with a look at its peers' states. Stores that precede a word's are visible to a reader of that word: x86-64 keeps stores
-in order, other processors need `fence`.
+A rank that waits for a peer spins briefly, then waits as `collectives.transport.backoff` does, within a bound and
+checking its peers' states. Stores that precede a word's are visible to a reader of that word: x86-64 keeps stores in
+order, other processors need `fence`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Calls that block in a library without a bound, made in a thread of their own, which is left behind in time."""
+"""Calls that block in a library without a bound, made in a separate thread that is abandoned after a timeout."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _Result = TypeVar("_Result")
 
 
 class Call(threading.Thread, Generic[_Result]):
-    """A function running in a thread. Python delivers signals to the main thread alone, so no interrupt reaches it.
+    """A function running in a thread. Python delivers signals to the main thread only, so no interrupt reaches it.
 
     Attributes:
-        future: its result, or what it raised.
+        future: its result or exception.
     """
 
     def __init__(self, function: Callable[[], _Result], name: str) -> None:
@@ -32,21 +32,21 @@ class Call(threading.Thread, Generic[_Result]):
 
 
 class TimeIsUpError(Exception):
-    """A call did not return in time; it goes on in its thread."""
+    """A call did not return in time; it continues in its thread."""
 
 
 def within(
     seconds: float, name: str, function: Callable[[], _Result], late: Callable[[_Result], object] | None = None
 ) -> _Result:
-    """Call a function in a thread of that name, and return its result.
+    """Call a function in a thread named ``name``, and return its result.
 
     Args:
-        seconds: after which the thread is left behind.
-        late: called there with a result that comes after that, to release it.
+        seconds: time after which the thread is abandoned.
+        late: called in the thread with a result that arrives later, to release it.
 
     Raises:
         TimeIsUpError: it did not return in time.
-        Exception: what the function raised.
+        Exception: the function's own.
     """
 
     def release(future: concurrent.futures.Future[_Result]) -> None:
@@ -59,7 +59,7 @@ def within(
         concurrent.futures.wait((call.future,), seconds)
         if not call.future.done():
             raise TimeIsUpError
-    except BaseException:  # an interrupt too
+    except BaseException:  # also an interrupt
         call.future.add_done_callback(release)
         raise
     return call.future.result()

@@ -1,5 +1,4 @@
-"""Waiting for MPI within a bound: posted requests are tested, and calls that MPI has in a blocking form only run in a
-thread of their own.
+"""Bounded waiting for MPI: requests are posted and tested, and calls without that form run in a separate thread.
 
 An interrupt, a failed peer or the bound ends a wait, never the call itself: a rank whose program continues after an
 exception does not leave its peers inside a call of MPI.

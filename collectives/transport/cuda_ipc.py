@@ -1,5 +1,4 @@
-"""CUDA IPC: access of this rank's kernels to peers' device memory on one host, and ordering of streams across
-processes.
+"""CUDA IPC: kernels' access to peers' device memory on one host, and ordering of streams across processes.
 
 Memory. The driver's handle of 64 bytes identifies a whole allocation. An address is therefore sent as the allocation's
 handle and an offset; a process maps the allocation when it first receives the handle, and keeps the mapping. Ranks that

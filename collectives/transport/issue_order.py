@@ -1,7 +1,7 @@
-"""The order in which a rank's NCCL communicators issue work: one at a time has work under way.
+"""The order in which a rank's NCCL communicators issue work: only one at a time has work in flight.
 
-Kernels of different communicators that wait for each other's peers in different orders never end. So before a world
-issues such work, each of its ranks takes the turn of that rank, and keeps it until the work is done. Ranks do so in
+Kernels of different communicators that wait for each other's peers in different orders deadlock. So before a world
+issues such work, each of its ranks takes that rank's turn, and keeps it until the work is done. Ranks do so in
 ascending order, one after the other, so that no cycle of waits can form.
 """
 
@@ -14,14 +14,14 @@ from typing import Protocol
 from collectives.transport import backoff
 
 _NAP = 50e-6
-"""Seconds between two looks at the GPU, which does not notify this thread."""
+"""Seconds between polls of the GPU, which does not notify this thread."""
 
 
 class Holder(Protocol):
     """A holder of the turn: a world's device backend."""
 
     def busy(self) -> bool:
-        """Whether work that it has issued, or is issuing, is not done."""
+        """Whether work that it has issued, or is issuing, is incomplete."""
 
 
 class Turn:

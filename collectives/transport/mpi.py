@@ -1,9 +1,9 @@
-"""Groups of processes, which meet through MPI.
+"""Groups of processes connected through MPI.
 
-No thread of the program blocks inside MPI: requests are posted and tested, so that a wait sees a failed rank, keeps its
-bound, and yields the core. Calls that make communicators have no such form and run in a thread of their own
+No thread of the program blocks inside MPI: requests are posted and tested, so that a wait detects a failed rank, keeps
+its bound, and yields the core. Calls that make communicators exist in a blocking form only and run in a separate thread
 (`collectives.transport.bounded_mpi`). A group's communicator is a duplicate of the caller's: the program's own MPI
-traffic is never touched, and finalising MPI is left to the code that initialised it.
+traffic is not affected, and finalizing MPI is left to the code that initialized it.
 """
 
 from __future__ import annotations

@@ -129,7 +129,7 @@ def _fair_rates(path: Ints, capacity: Floats) -> Floats:
 
 
 class Flows:
-    """Messages under way: some in their latency, the others flowing at fair rates."""
+    """Messages in flight: some in their latency, the others flowing at fair rates."""
 
     def __init__(self, capacity: Floats, hops: int, rows: int) -> None:
         self._capacity = capacity
@@ -150,7 +150,7 @@ class Flows:
         self._stale = True
 
     def next_event(self, now: float) -> float:
-        """The time at which the next message begins to flow or is delivered; infinity if none is under way."""
+        """The time at which the next message begins to flow or is delivered; infinity if none is in flight."""
         if self._stale:
             flowing = self._begins == -np.inf
             self._rates = np.zeros(len(self._left))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import concurrent.futures
 import threading
 from collections.abc import Callable
@@ -10,25 +11,39 @@ from typing import Generic, TypeVar
 _Result = TypeVar("_Result")
 
 
-class Call(threading.Thread, Generic[_Result]):
-    """A function running in a thread. Python delivers signals to the main thread only, so no interrupt reaches it.
+class Call(Generic[_Result]):
+    """A function to run in a thread of its own, in which no interrupt reaches it: Python runs signal handlers in the
+    main thread.
+
+    An interrupt of the thread that starts it or waits for it does not stop it either. `threading.Thread` and
+    `concurrent.futures.Future` do not promise that: an interrupt that comes while one of them takes a lock leaves the
+    lock taken.
 
     Attributes:
-        future: its result or exception.
+        finished: whether ``result`` or ``error`` is there.
+        result, error: what the function returned or raised.
     """
 
-    def __init__(self, function: Callable[[], _Result], name: str) -> None:
-        super().__init__(name=name, daemon=True)
+    def __init__(self, function: Callable[[], _Result]) -> None:
         self._function = function
-        self.future: concurrent.futures.Future[_Result] = concurrent.futures.Future()
+        self._once = _thread.allocate_lock()
+        self.finished = False
+        self.result: _Result | None = None
+        self.error: BaseException | None = None
 
-    def run(self) -> None:
+    def start(self) -> None:
+        """Run the function, unless it runs or has run already."""
+        if not self._once.locked():
+            _thread.start_new_thread(self._run, ())
+
+    def _run(self) -> None:
+        if not self._once.acquire(False):
+            return
         try:
-            result = self._function()
+            self.result = self._function()
         except BaseException as error:
-            self.future.set_exception(error)
-        else:
-            self.future.set_result(result)
+            self.error = error
+        self.finished = True
 
 
 class TimeIsUpError(Exception):
@@ -53,13 +68,22 @@ def within(
         if late is not None and future.exception() is None:
             late(future.result())
 
-    call = Call(function, name)
-    call.start()
+    future: concurrent.futures.Future[_Result] = concurrent.futures.Future()
+
+    def work() -> None:
+        try:
+            result = function()
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+    threading.Thread(target=work, name=name, daemon=True).start()
     try:
-        concurrent.futures.wait((call.future,), seconds)
-        if not call.future.done():
+        concurrent.futures.wait((future,), seconds)
+        if not future.done():
             raise TimeIsUpError
     except BaseException:  # also an interrupt
-        call.future.add_done_callback(release)
+        future.add_done_callback(release)
         raise
-    return call.future.result()
+    return future.result()

@@ -21,7 +21,6 @@ _SPINS = 200
 _FIRST_NAP, _LONGEST_NAP = 20e-6, 0.1
 _FAILURE_SHOWS_WITHIN = 1.0
 """Seconds that the death of a peer may take to show after MPI has reported an error because of it."""
-_THREAD_NAME = "collectives rank: MPI call"
 
 _under_way: dict[Hashable, Call[Any]] = {}
 """Calls whose results are not in use yet, by key; the next `Waiter.call` with a key continues that call."""
@@ -86,17 +85,15 @@ class Waiter:
         """
         call = _under_way.get(key) if key is not None else None
         if call is None:
-            call = Call(function, _THREAD_NAME)
+            call = Call(function)
             if key is not None:
                 _under_way[key] = call
-        if call.ident is None:
-            call.start()
-        self._wait(call.future.done, what)
-        error = call.future.exception()
-        if error is not None:
+        call.start()
+        self._wait(lambda: call.finished, what)
+        if call.error is not None:
             forget(key)
-            self._explain(error, what)
-        return call.future.result()
+            self._explain(call.error, what)
+        return call.result
 
     def _wait(self, done: Callable[[], bool], what: str) -> None:
         for _ in range(_SPINS):

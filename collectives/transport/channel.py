@@ -30,6 +30,22 @@ _open: set[Channel] = set()
 """Channels whose memory MPI may still write to: posted requests may complete although they are not waited for."""
 
 
+class _Posted:
+    """A notice that is being sent or received. It is kept before it is posted, so that its memory outlives a request
+    that an interrupt keeps from being stored; without a request it never completes."""
+
+    __slots__ = ("data", "peer", "request", "tag")
+
+    def __init__(self, data: bytes | bytearray, peer: int = -1, tag: int = -1) -> None:
+        self.data = data
+        self.peer = peer
+        self.tag = tag
+        self.request: MPI.Request | None = None
+
+    def complete(self) -> bool:
+        return self.request is not None and bool(self.request.Test())
+
+
 class Channel:
     """One rank's end of the communicator. Not thread-safe.
 
@@ -58,12 +74,12 @@ class Channel:
         self.kept: list[Any] = []
         """Further memory that requests on this communicator may write to."""
         self._has_left = False
-        self._sent: list[MPI.Request] = []
-        self._arriving: list[tuple[MPI.Request, int, int, bytearray]] = []
+        self._sent: list[_Posted] = []
+        self._arriving: list[_Posted] = []
         self._length = np.zeros(1, np.int64)
         self._lengths = np.zeros(self.size, np.int64)
         self.collective: Any = None
-        """The request and the memory of the last collective, which an exception may have left incomplete."""
+        """The memory of the last collective, which an exception may have left incomplete."""
         _open.add(self)
 
     def exchange(self, value: Any) -> list[Any]:
@@ -73,9 +89,10 @@ class Channel:
         mine = pickle.dumps(value)
         self._length[0] = len(mine)
         self.waiter.wait(self.comm.Iallgather(self._length, self._lengths), "every rank to say what it has")
-        everybody = bytearray(int(self._lengths.sum()))
-        request = self.comm.Iallgatherv((mine, MPI.BYTE), (everybody, self._lengths.copy(), MPI.BYTE))
-        self.collective = (request, mine, everybody)
+        everybody, counts = bytearray(int(self._lengths.sum())), self._lengths.copy()
+        # Kept before it is posted: an interrupt may come before there is a request to keep.
+        self.collective = (mine, everybody, counts)
+        request = self.comm.Iallgatherv((mine, MPI.BYTE), (everybody, counts, MPI.BYTE))
         self.waiter.wait(request, "every rank to say what it has")
         ends = np.cumsum(self._lengths).tolist()
         data = memoryview(everybody)
@@ -88,7 +105,8 @@ class Channel:
         data = text.encode("utf-8", "replace")[-_NOTICE_BYTES:]
         for peer in range(self.size):
             if peer != self.rank:
-                self._sent.append(self.comm.Isend(data, peer, tag))
+                self._sent.append(_Posted(data))
+                self._sent[-1].request = self.comm.Isend(data, peer, tag)
 
     def leave(self, calls: int) -> None:
         """Notify every other rank that this one has left after ``calls`` calls, and post receives for the same from
@@ -102,10 +120,11 @@ class Channel:
         self.tell(LEAVE_TAG, str(calls))
         self.read_notices()
         self._has_left = True
-        known = self.left.keys() | {peer for _, peer, tag, _ in self._arriving if tag == LEAVE_TAG}
+        known = self.left.keys() | {notice.peer for notice in self._arriving if notice.tag == LEAVE_TAG}
         for peer in set(range(self.size)) - known - {self.rank}:
             text = bytearray(_LEAVE_BYTES)
-            self._arriving.append((self.comm.Irecv(text, peer, LEAVE_TAG), peer, LEAVE_TAG, text))
+            self._arriving.append(_Posted(text, peer, LEAVE_TAG))
+            self._arriving[-1].request = self.comm.Irecv(text, peer, LEAVE_TAG)
 
     def read_notices(self) -> None:
         """Receive the notices that have arrived into `failed`, `left` and `here`."""
@@ -115,20 +134,21 @@ class Channel:
         for tag in _NOTICES[: -1 if self._has_left else None]:
             while (message := self.comm.Improbe(MPI.ANY_SOURCE, tag, status)) is not None:
                 text = bytearray(status.Get_count(MPI.BYTE))
-                self._arriving.append((message.Irecv(text), status.Get_source(), tag, text))
+                self._arriving.append(_Posted(text, status.Get_source(), tag))
+                self._arriving[-1].request = message.Irecv(text)
         if self._arriving:
-            self._arriving = [notice for notice in self._arriving if not self._arrived(*notice)]
+            self._arriving = [notice for notice in self._arriving if not self._arrived(notice)]
         if self._sent:
-            self._sent = [request for request in self._sent if not request.Test()]
+            self._sent = [notice for notice in self._sent if not notice.complete()]
 
-    def _arrived(self, request: MPI.Request, peer: int, tag: int, data: bytearray) -> bool:
-        if not request.Test():
+    def _arrived(self, notice: _Posted) -> bool:
+        if not notice.complete():
             return False
-        text = data.rstrip(b"\0").decode("utf-8", "replace")
-        if tag == FAILURE_TAG:
-            self.failed[peer] = text
+        text = notice.data.rstrip(b"\0").decode("utf-8", "replace")
+        if notice.tag == FAILURE_TAG:
+            self.failed[notice.peer] = text
         else:
-            (self.left if tag == LEAVE_TAG else self.here)[peer] = int(text)
+            (self.left if notice.tag == LEAVE_TAG else self.here)[notice.peer] = int(text)
         return True
 
     def look_for_failures(self) -> None:

@@ -80,8 +80,8 @@ class MpiControl:
         if len(words) > _RECORD - 1:
             mine = np.array(words, np.int64)
             everybody = np.empty((self.size, len(mine)), np.int64)
+            self._channel.collective = (mine, everybody)  # before it is posted, as in `Channel.exchange`
             request = self._comm.Iallgather(mine, everybody)
-            self._channel.collective = (request, mine, everybody)
             self._waiter.wait(request, "every rank's sizes")
             self._words = everybody
         return True

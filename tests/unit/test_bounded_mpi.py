@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 
 import pytest
@@ -66,3 +67,33 @@ def test_a_function_runs_when_all_have_come() -> None:
 
     request = Request()
     assert barrier_then(lambda: request, lambda: request.looks) == 3  # type: ignore[arg-type,return-value]
+
+
+def test_an_interrupt_anywhere_in_a_wait_leaves_its_call_to_finish() -> None:
+    """An interrupt comes between any two steps of Python, also while a lock of the standard library is taken."""
+
+    class Interrupt(KeyboardInterrupt):
+        pass
+
+    for step in range(1, 150):
+        gate, left = threading.Event(), step
+        waiting = Waiter(0, 5.0)
+
+        def interrupt(*_: object) -> object:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                raise Interrupt
+            return interrupt
+
+        before = sys.gettrace()
+        sys.settrace(interrupt)  # type: ignore[arg-type]
+        try:
+            waiting.call(lambda gate=gate: gate.wait(20), "the others", "meeting")
+        except Interrupt:
+            pass
+        finally:
+            sys.settrace(before)
+        gate.set()
+        waiting.call(lambda: True, "the others", "meeting")
+        forget("meeting")

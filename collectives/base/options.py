@@ -8,6 +8,7 @@ the function's signature.
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,7 +18,7 @@ from collectives.base.reduce_op import Op
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-_PACKAGE = str(Path(__file__).parents[1])
+_PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 
 
 class ProcessSetLike(Protocol):
@@ -83,7 +84,8 @@ def complete(options: Mapping[str, Any], accepted: type[Any]) -> Options:
 
 
 def spelled_out(accepted: type[Any], **defaults: Any) -> Callable[[Function], Function]:
-    """List each keyword of ``**options`` in a function's signature, for `inspect.signature` and `help`.
+    """List each keyword of ``**options`` in a function's signature, for `inspect.signature`, `help` and
+    `typing.get_type_hints`.
 
     Args:
         accepted: `CallOptions` or a subclass: the type of the function's ``**options``.
@@ -105,6 +107,10 @@ def spelled_out(accepted: type[Any], **defaults: Any) -> Callable[[Function], Fu
         signature = inspect.signature(function)
         own = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
         function.__signature__ = signature.replace(parameters=[*own, *keywords])  # type: ignore[attr-defined]
+        kept = {*(each.name for each in own), "return"}
+        function.__annotations__ = {name: at for name, at in function.__annotations__.items() if name in kept} | {
+            each.name: types[each.name] for each in keywords
+        }
         return function
 
     return decorate

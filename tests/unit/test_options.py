@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from pathlib import Path
+from typing import Any, get_type_hints
 
 import pytest
 
+import collectives
 from collectives.base.options import CallOptions, Options, ReduceOptions, ScaleOptions, complete, spelled_out
+from collectives.base.reduce_op import Op
 
 
 @spelled_out(ReduceOptions)
@@ -47,3 +50,18 @@ def test_keywords_are_completed_by_their_defaults() -> None:
 def test_an_unknown_keyword_is_refused(keyword: str) -> None:
     with pytest.raises(TypeError, match=rf"\(\) got an unexpected keyword argument '{keyword}'"):
         gather(1, **{keyword: None})
+
+
+def test_the_types_of_all_keywords_can_be_looked_up() -> None:
+    for name in collectives.__all__:
+        function = getattr(collectives, name)
+        if "algorithm" in getattr(getattr(function, "__signature__", None), "parameters", ()):
+            assert get_type_hints(function).keys() == {*inspect.signature(function).parameters, "return"}, name
+    assert get_type_hints(collectives.allreduce)["op"] == Op | None
+
+
+def test_an_error_does_not_name_a_program_whose_path_begins_like_that_of_this_package() -> None:
+    program = f"{Path(collectives.__file__).parent}_of_mine/train.py"
+    train = compile("def train():\n    complete({'ring': 1}, CallOptions)\ntrain()", program, "exec")
+    with pytest.raises(TypeError, match=r"^complete\(\) got an unexpected keyword argument 'ring'"):
+        exec(train, {"complete": complete, "CallOptions": CallOptions})

@@ -410,6 +410,7 @@ def a_wrong_keyword_on_one_rank(world: World) -> None:
         "allreduce": lambda **keywords: world.allreduce(data, **keywords),
         "allreduce_": lambda **keywords: world.allreduce_(data.copy(), name="named", **keywords),
         "grouped_allreduce_async": lambda **keywords: world.grouped_allreduce_async([data], **keywords).wait(),
+        "grouped_allgather": lambda **keywords: world.grouped_allgather([], **keywords),
         "reducescatter": lambda **keywords: world.reducescatter(data, **keywords),
         "broadcast_async": lambda **keywords: world.broadcast_async(data, 0, **keywords).wait(),
         "allgather": lambda **keywords: world.allgather(data, **keywords),

@@ -13,6 +13,7 @@ import numpy as np
 
 from collectives.base import dtypes
 from collectives.base.errors import InvalidArgumentError, InvalidTypeError
+from collectives.base.options import CallOptions, ReduceOptions, ScaleOptions, complete
 from collectives.base.reduce_op import Op
 from collectives.engine import arguments, overlaps
 from collectives.engine.handles import Handle
@@ -27,6 +28,9 @@ Keywords = Mapping[str, Any]
 """The keywords that a caller has given, without ``process_set``."""
 Finish = Callable[[Any, Any], Any]
 """Makes the caller's result of a gathered tensor and the numbers of rows received."""
+
+_ACCEPTED: dict[str, type[CallOptions]] = {"allreduce": ReduceOptions, "reducescatter": ScaleOptions}
+"""The keywords of the methods that make reductions; the others take `CallOptions`."""
 
 
 class Handles(Protocol):
@@ -197,6 +201,8 @@ class HandleFactory:
         if not isinstance(tensors, (list, tuple)):
             raise InvalidTypeError(f"tensors: expected a list or tuple of tensors, got {type(tensors).__name__}")
         shared = _without(keywords, "name")
+        if not tensors:  # otherwise the members' requests refuse unknown keywords
+            complete(shared, _ACCEPTED.get(make.__name__, CallOptions))
         members = (
             [make(shared, tensor, *further) for tensor in tensors]
             if each is None

@@ -148,10 +148,10 @@ class Engine:
                 token = (token + submissions.unnamed * NUMBER) & MASK
             elif self._names.setdefault(name, WITHOUT_HANDLE) is not WITHOUT_HANDLE:
                 submissions.refuse_duplicate(name)
-            task: OneTensor | None = entry.step
-            if task is None or task.epoch != self._planner.epoch:
-                task = self._bind(entry)
             try:
+                task: OneTensor | None = entry.step
+                if task is None or task.epoch != self._planner.epoch:
+                    task = self._bind(entry)
                 prepare, run = task.bound or (task.prepare, task.run)
                 self._enter(token, prepare(source, out))
                 same = self._look()
@@ -307,7 +307,8 @@ class Engine:
         self._progress.reset()
         self._acquire, self._release = self._progress.lock.acquire, self._progress.lock.release
         self._owns, self._work_is_set = self._progress.lock._is_owned, self._submissions.work.is_set
-        self.refuse_calls(refusal)
+        self._obstacles.add("refusal")
+        self._submissions.refusal = refusal  # of a failed world too: a child must not speak for its parent
 
 
 def _handle(

@@ -5,12 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from collectives.base.config import Config
 from collectives.base.errors import (
+    ForkedProcessError,
     InvalidArgumentError,
     InvalidTypeError,
     MismatchError,
@@ -282,3 +284,31 @@ def test_a_thread_that_bears_the_number_of_one_that_called_and_ended_is_not_wait
             over.set()
 
     threads.run(2, program, make_world=World, timeout=30)
+
+
+def test_a_plan_that_cannot_be_made_fails_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_memory(*arguments: Any) -> None:
+        raise MemoryError("no memory for the plan")
+
+    def program(world: World) -> None:
+        if world.rank == 0:
+            monkeypatch.setattr(world._context.plans, "allreduce", no_memory)
+            with pytest.raises(MemoryError):
+                world.allreduce(np.ones(3))
+        # On rank 0 again, where the request is cached by now: it must not return without having moved anything.
+        with pytest.raises(RankFailedError, match="no memory for the plan"):
+            world.allreduce(np.ones(3))
+
+    threads.run(2, program, make_world=World, timeout=5)
+
+
+def test_a_forked_child_does_not_speak_for_a_world_that_has_failed() -> None:
+    groups = threads.connect(2)
+    world, peer = (World(group) for group in groups)
+    world.fail("something else went wrong")
+    world.after_fork()
+    with pytest.raises(ForkedProcessError):
+        world.allreduce(np.ones(3))
+    world.leave()
+    world.shutdown()
+    assert not peer.all_left()

@@ -7,7 +7,7 @@ between.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import pytest
 
@@ -27,13 +27,13 @@ ENVIRONMENTS: dict[str, tuple[str, dict[str, str]]] = {
 """By what messages call it: the word in the names of the files, and further environment variables."""
 
 
-def run_adapter(name: str, n: int, which: str = "*") -> None:
-    """Run an adapter's tests, of ``which`` files, on ``n`` ranks; skip where a framework is missing."""
+def run_adapter(name: str, n: int, which: Sequence[str] = ("*",)) -> None:
+    """Run an adapter's tests, of files that match one of ``which``, on ``n`` ranks; skip where a framework is missing."""
     framework, environment = ENVIRONMENTS[name]
     missing = [module for module in _needed(framework, environment) if importlib.util.find_spec(module) is None]
     if missing:
         pytest.skip(f"{', '.join(missing)} not installed")
-    files = sorted(str(path) for path in FOLDER.glob(f"test_{framework}_{which}.py"))
+    files = sorted({str(path) for pattern in which for path in FOLDER.glob(f"test_{framework}_{pattern}.py")})
     assert files
     result = run_ranks(
         n, ["-m", "pytest", "--with-mpi", "-q", "-x", "-p", "no:cacheprovider", *files], timeout=540, env=environment

@@ -28,7 +28,7 @@ ENVIRONMENTS: dict[str, tuple[str, dict[str, str]]] = {
 
 
 def run_adapter(name: str, n: int, which: Sequence[str] = ("*",)) -> None:
-    """Run an adapter's tests, of files that match one of ``which``, on ``n`` ranks; skip where a framework is missing."""
+    """Run an adapter's tests, of files that match ``which``, on ``n`` ranks; skip where a framework is missing."""
     framework, environment = ENVIRONMENTS[name]
     missing = [module for module in _needed(framework, environment) if importlib.util.find_spec(module) is None]
     if missing:

@@ -78,7 +78,7 @@ class DeviceTask:
         self._early = self._decided = False
 
     def prepare_handles(self, handles: Sequence[Handle]) -> Words:
-        """The words to enter the round with; none before the devices are connected."""
+        """The words to enter the negotiation round with; none before the devices are connected."""
         self._early = not self.accelerator.connection.established
         return () if self._early else self._prepare(handles)
 

@@ -154,9 +154,9 @@ def view(tensor: Any, *, argument: str = "tensor", writable: bool = False, strea
     return _look(tensor, array, argument, writable, wrap)
 
 
-def on_device(tensor: Any, stream: Any = None) -> bool:
-    """Whether a call concerns a GPU: its tensor is on one, or a stream is given."""
-    return stream is not None or (type(tensor) is not np.ndarray and detection.is_on_device(tensor))
+def on_device(tensor: Any) -> bool:
+    """Whether a tensor is on a GPU."""
+    return type(tensor) is not np.ndarray and detection.is_on_device(tensor)
 
 
 def _look(tensor: Any, array: Array, argument: str, writable: bool, wrap: Wrap | None) -> View:

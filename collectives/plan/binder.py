@@ -51,7 +51,7 @@ class Plan:
         needs_addresses: peers read or write private memory.
         partners: the peers whose private memory this rank reads or writes.
         reads_outputs: peers read each other's outputs, not only inputs; the same on every rank.
-        touched_by: the peers that read or write this rank's private memory, each with the group of rounds, counted from
+        touched_by: the peers that read or write this rank's private memory, each with the step group, counted from
             the call's beginning, after which it does so no more.
     """
 

@@ -1,6 +1,6 @@
 """The executor: runs any program over any transport, block by block.
 
-A collective of S segments and K rounds runs in groups of rounds: round k of segment s belongs to group
+A collective of S segments and K rounds runs in step groups: round k of segment s belongs to group
 ``s * stride + k``. With a stride of K a group is one round, and a segment goes through all its rounds while it is in
 cache. With a stride of 1 segments overlap: a rank reads what its peer finished a group ago and seldom waits, and
 several messages are in flight at once:
@@ -33,7 +33,7 @@ Trace = Callable[[str, float, float], None]
 
 
 def stride_for(rounds: int, segments: int, overlap: bool, uses_windows: bool) -> int:
-    """The number of groups between the starts of two segments.
+    """The number of step groups between the starts of two segments.
 
     Args:
         rounds: of the program, at least 1.
@@ -56,7 +56,7 @@ class Executor:
     def __init__(self, group: Group) -> None:
         self.state = ExecutorState(group.size)
         self.trace: Trace | None = None
-        """Called after every group of rounds with its name, its beginning and its end (`time.monotonic`)."""
+        """Called after every step group with its name, its beginning and its end (`time.monotonic`)."""
         self._group = group
         self._board = group.memory.board if group.memory is not None else None
         windows = group.memory.windows if group.memory is not None else ()
@@ -169,7 +169,7 @@ class Executor:
         state.base = base + plan.groups
 
     def _run_traced(self, plan: Plan, staged_first: bool, trace: Trace) -> None:
-        """Run group by group, and report each to ``trace``."""
+        """Run one step group after the other, and report each to ``trace``."""
         base, board, rounds = self.state.base, self._board, len(plan.rounds)
         for group in range(plan.groups):
             begun = time.monotonic()
@@ -181,7 +181,7 @@ class Executor:
             trace(", ".join(f"round {k} of segment {segment}" for k, segment in which), begun, time.monotonic())
 
     def _run_in_sequence(self, plan: Plan, staged_first: bool) -> None:
-        """Run all rounds of a segment before the next segment: each round is a group."""
+        """Run all rounds of a segment before the next segment: each round is a step group."""
         board, progress = self._board, self.state.base
         skip = staged_first
         for segment in range(plan.segments):
@@ -205,7 +205,7 @@ class Executor:
                     board.advance(progress)
 
     def _run_group(self, plan: Plan, group: int, staged_first: bool) -> None:
-        """Run the rounds of different segments in one group: all messages first, so that they travel together."""
+        """Run the rounds of different segments in one step group: all messages first, so that they travel together."""
         stride, segments, rounds = plan.stride, plan.segments, plan.rounds
         active: list[tuple[BoundRound, int]] = []
         for number in range(group % stride, len(rounds), stride):

@@ -2,7 +2,7 @@
 
 A schedule speaks of chunks and their values. Lowering gives each value a place (`collectives.plan.versions`), each
 exchange a medium, and each wait a number: a rank reads a value on a peer of its host when the peer has finished the
-round that wrote it. All ranks count rounds alike, so a wait is "until the peer has finished group g".
+round that wrote it. All ranks count rounds alike, so a wait is "until the peer has finished step group g".
 """
 
 from __future__ import annotations

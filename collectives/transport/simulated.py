@@ -131,7 +131,7 @@ def _busbw(traffic: Traffic, nbytes: int, total: float) -> float:
 
 
 class _Messages:
-    """The messages of one group, and the ranks that have reached it."""
+    """The messages of one step group, and the ranks that have reached it."""
 
     def __init__(self, sender: Ints, receiver: Ints, nbytes: Floats, reduced: Floats) -> None:
         self.ends = np.stack([sender, receiver])
@@ -141,10 +141,10 @@ class _Messages:
         """Messages that each rank sends or receives."""
         self.reached = np.zeros(len(reduced), np.bool_)
         self.remaining = len(reduced)
-        """Ranks that have not finished the group."""
+        """Ranks that have not finished the step group."""
 
     def enter(self, ranks: Ints) -> tuple[Ints, Floats]:
-        """Note that ranks reach the group. Returns the ends and bytes of the messages that can leave now."""
+        """Note that ranks reach the step group. Returns the ends and bytes of the messages that can leave now."""
         were = self.reached[self.ends].all(axis=0)
         self.reached[ranks] = True
         leaving = self.reached[self.ends].all(axis=0) & ~were
@@ -208,9 +208,9 @@ class _Clock:
     def _run_together(self) -> None:
         size = self._traffic.size
         flows = Flows(self._links.capacity, self._links.hops, 2)
-        at = np.zeros(size, np.int64)  # the group that each rank is in, or begins next
+        at = np.zeros(size, np.int64)  # the step group that each rank is in, or begins next
         begins = np.full(size, 0.0 if self._traffic.groups else np.inf)  # when the rank begins it; infinity once it has
-        waits = np.zeros(size, np.int64)  # messages of the group that the rank still waits for
+        waits = np.zeros(size, np.int64)  # messages of it that the rank still waits for
         groups: dict[int, _Messages] = {}
         now = 0.0
         while True:

@@ -89,7 +89,7 @@ class Traffic:
         )
 
     def group(self, number: int) -> tuple[Ints, Ints, Floats, Floats]:
-        """Sender, receiver and bytes of each message of a group, and the bytes that each rank reduces in it."""
+        """Sender, receiver and bytes of each message of a step group, and the bytes that each rank reduces in it."""
         messages: list[tuple[Ints, Ints, Floats]] = []
         reduced = np.zeros(self.size)
         stride = self._stride

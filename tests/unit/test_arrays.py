@@ -1,4 +1,4 @@
-"""The door: every kind of tensor in, the same kind out."""
+"""Views of host tensors: every kind of tensor in, the same kind out."""
 
 from __future__ import annotations
 

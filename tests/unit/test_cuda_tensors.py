@@ -1,4 +1,4 @@
-"""The door for tensors on GPUs: frameworks' tensors in, the same kind out, in the order of streams; without a GPU.
+"""Views of tensors on GPUs: frameworks' tensors in, the same kind out, in the order of streams; without a GPU.
 
 Arrays of the emulated device stand for whatever speaks DLPack or ``__cuda_array_interface__``; the frameworks have a
 file of their own.

@@ -1,4 +1,4 @@
-"""torch, CuPy, jax and TensorFlow read and wrapped on GPUs. Without a GPU they are stand-ins over the host's memory, which
+"""Tensors of torch, CuPy, jax and TensorFlow on GPUs. Without a GPU they are stand-ins over the host's memory, which
 note on which stream they were asked to work; the device is the emulated one."""
 
 from __future__ import annotations

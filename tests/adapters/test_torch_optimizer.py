@@ -9,7 +9,6 @@ import pickle
 import warnings
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed.tensor
@@ -149,14 +148,6 @@ def test_zero_grad_in_flight_and_too_many_passes_are_refused(hvd: Any) -> None:
     model(batch(hvd.rank())).backward()
     optimizer.synchronize()
     check(model, wanted)
-
-
-def test_numpy_integer_as_number_of_passes(hvd: Any) -> None:
-    model = net()
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), backward_passes_per_step=np.int64(2)
-    )
-    assert optimizer.backward_passes_per_step == 2
 
 
 def test_refusals(hvd: Any) -> None:

@@ -95,6 +95,8 @@ def DistributedOptimizer(
     """
     if isinstance(optimizer, (GradientSteps, AdasumSteps)):
         raise ValueError("optimizer: expected a torch optimizer, got one that DistributedOptimizer has wrapped already")
+    if isinstance(groups, (list, tuple)):  # of any collections of parameters, such as a ParameterList
+        groups = [list(each) if isinstance(each, Iterable) and not torch.is_tensor(each) else each for each in groups]
     options = GradientOptions(
         op=op,
         compression=compression,

@@ -150,6 +150,21 @@ def test_zero_grad_in_flight_and_too_many_passes_are_refused(hvd: Any) -> None:
     check(model, wanted)
 
 
+def test_numpy_integer_as_number_of_passes(hvd: Any) -> None:
+    model = net()
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), backward_passes_per_step=np.int64(2)
+    )
+    assert optimizer.backward_passes_per_step == 2
+
+
+def test_groups_of_parameter_lists(hvd: Any) -> None:
+    model = net()
+    bare = torch.optim.SGD(model.parameters(), lr=0.1)
+    groups = [torch.nn.ParameterList(model.second.parameters())]
+    assert hvd.DistributedOptimizer(bare, model.named_parameters(), groups=groups)
+
+
 def test_refusals(hvd: Any) -> None:
     model = net()
     bare = torch.optim.SGD(model.parameters(), lr=0.1)

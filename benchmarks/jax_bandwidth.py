@@ -85,7 +85,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 # ---- one tensor
-# ----------------------------------------------------------------------------------------------------------------------
 
 
 def sizes(given: Any, ranks: Ranks) -> tuple[list[dict[str, Any]], int]:
@@ -165,7 +164,6 @@ def contestants(x: Any, ranks: Ranks) -> dict[str, Call]:
 
 
 # ---- all gradients of a step
-# -----------------------------------------------------------------------------------------------------------
 
 
 def step(name: str, lengths: Sequence[int], own: Any, given: Any, ranks: Ranks) -> dict[str, Any]:

@@ -106,6 +106,7 @@ __version__ = "0.1.0"
 for _name, _public in list(globals().items()):
     if isinstance(_public, type) and issubclass(_public, Exception):
         _public.__module__ = __name__  # tracebacks name what users import
+del _name, _public
 
 __all__ = [
     "Adasum",

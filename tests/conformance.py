@@ -25,7 +25,6 @@ def pattern(nbytes: int, rank: int, peer: int) -> np.ndarray:
 
 
 # ---- control
-# -------------------------------------------------------------------------------------------------------------
 
 
 def all_enter_with_the_same_token(group: Group) -> None:
@@ -77,7 +76,6 @@ control_checks: list[Callable[[Group], None]] = [
 ]
 
 # ---- memory
-# --------------------------------------------------------------------------------------------------------------
 
 
 def windows_show_what_was_written_before_the_progress(group: Group) -> None:
@@ -136,7 +134,6 @@ memory_checks: list[Callable[[Group], None]] = [
 ]
 
 # ---- messages
-# ------------------------------------------------------------------------------------------------------------
 
 
 def blocks_arrive_whole(group: Group) -> None:
@@ -196,7 +193,6 @@ message_checks: list[Callable[[Group], None]] = [
 ]
 
 # ---- failure; the last check of a group, because it ends it
-# -----------------------------------------------------------------
 
 
 def a_failure_reaches_every_wait(group: Group) -> None:

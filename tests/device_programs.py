@@ -109,7 +109,6 @@ class Setting:
 
 
 # ---- drawing
-# -------------------------------------------------------------------------------------------------------------------
 
 
 def draw(seed: int, size: int) -> Program:
@@ -200,7 +199,6 @@ def wanted(program: Program, operation: Operation, rank: int) -> list[Array]:
 
 
 # ---- running
-# -------------------------------------------------------------------------------------------------------------------
 
 
 def carry_out(program: Program, setting: Setting) -> None:
@@ -323,7 +321,6 @@ class _Run(programs._Run):
         """Tensors that are to be used again, and the streams that may."""
 
     # ---- calling
-    # ------------------------------------------------------------------------------------------------------------------
 
     def _prepare(self, operation: Operation) -> tuple[programs._Pending, str, list[Any], dict[str, Any]]:
         assert isinstance(operation, DeviceOperation)
@@ -428,7 +425,6 @@ class _Run(programs._Run):
                 self._compare(operation, pending.tensors[0].host.copy(), right, 0)
 
     # ---- judging
-    # ------------------------------------------------------------------------------------------------------------------
 
     def _judge(self, pending: programs._Pending, result: Callable[[], Any]) -> None:
         operation = pending.operation
@@ -580,7 +576,6 @@ class _Run(programs._Run):
 
 
 # ---- by hand
-# -------------------------------------------------------------------------------------------------------------------
 
 
 def size_of(seed: int) -> int:

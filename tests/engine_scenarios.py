@@ -40,7 +40,6 @@ def works(world: World) -> None:
 
 
 # ---- handles
-# -------------------------------------------------------------------------------------------------------------------
 
 
 def handles(world: World) -> None:
@@ -169,7 +168,6 @@ def every_kind(world: World) -> None:
 
 
 # ---- matching
-# ------------------------------------------------------------------------------------------------------------------
 
 
 def names_in_any_order(world: World) -> None:
@@ -274,7 +272,6 @@ def more_names_than_the_cache_has_entries(world: World) -> None:
 
 
 # ---- mistakes
-# ------------------------------------------------------------------------------------------------------------------
 
 
 def mistakes_in_flight(world: World) -> None:
@@ -488,7 +485,6 @@ def ranks_that_wait_for_each_other(world: World) -> None:
 
 
 # ---- process sets
-# --------------------------------------------------------------------------------------------------------------
 
 
 def halves(size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -565,7 +561,6 @@ def a_process_set_of_one(world: World) -> None:
 
 
 # ---- joining
-# -------------------------------------------------------------------------------------------------------------------
 
 
 def everybody_joins(world: World) -> None:
@@ -680,7 +675,6 @@ def mistakes_after_a_join(world: World) -> None:
 
 
 # ---- the steady state
-# ------------------------------------------------------------------------------------------------------------
 
 
 def a_training_loop(world: World) -> None:

@@ -157,7 +157,6 @@ class Program:
 
 
 # ---- drawing
-# -------------------------------------------------------------------------------------------------------------------
 
 
 def draw(seed: int, size: int, menu: Menu = Menu()) -> Program:
@@ -341,7 +340,6 @@ class _Drawing:
 
 
 # ---- what must come of it
-# ------------------------------------------------------------------------------------------------------
 
 
 def values(program: Program, operation: Operation, rank: int) -> list[Array]:
@@ -452,7 +450,6 @@ def _window(operation: Operation, peer: int, rank: int) -> slice:
 
 
 # ---- running
-# -------------------------------------------------------------------------------------------------------------------
 
 
 def make_sets(world: World, sets: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], World | None]:

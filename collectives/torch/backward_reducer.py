@@ -115,7 +115,6 @@ class BackwardReducer:
             slot.passes = slot.left = passes
 
     # ---- backward
-    # -----------------------------------------------------------------------------------------------------------------
 
     def arrived(self, slot: GradientSlot) -> None:
         """Note that a backward pass has completed a gradient; called by its hook.
@@ -205,7 +204,6 @@ class BackwardReducer:
         slot.param.grad = grad.to_dense()
 
     # ---- step
-    # ------------------------------------------------------------------------------------------------------------------
 
     def combine_for_read(self) -> None:
         """Combine all gradients, because the program reads one that is in flight.

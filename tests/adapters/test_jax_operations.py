@@ -297,7 +297,6 @@ def test_other_frameworks_tensors(hvd_jax: Any) -> None:
 
 
 # ---- mistakes
-# ----------------------------------------------------------------------------------------------------------------------
 
 
 def refusals(hvd: Any) -> dict[str, tuple[type[Exception], str, Any]]:

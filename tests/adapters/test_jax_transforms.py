@@ -276,7 +276,6 @@ def test_the_reference_itself() -> None:
 
 
 # ---- several devices of a rank
-# -------------------------------------------------------------------------------------------------------
 
 
 def _devices() -> Any:

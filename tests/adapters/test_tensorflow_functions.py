@@ -142,7 +142,6 @@ def test_objects(hvd_tf: Any) -> None:
 
 
 # ---- sparse
-# --------------------------------------------------------------------------------------------------------------
 
 
 def rows_of(hvd: Any, overlap: bool, indices: str = "int64", values: str = "float32") -> Any:

@@ -309,7 +309,6 @@ def test_control_flow(hvd_tf: Any) -> None:
 
 
 # ---- Horovod's, where COLLECTIVES_GRADIENTS says so
-# ----------------------------------------------------------------------------------
 
 
 @pytest.fixture

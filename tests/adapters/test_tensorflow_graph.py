@@ -31,7 +31,6 @@ def ranks_sum(hvd: Any) -> int:
 
 
 # ---- graphs for sessions
-# -------------------------------------------------------------------------------------------------
 
 
 def test_eight_in_a_session_of_one_thread_in_another_order_on_every_rank(hvd_tf: Any) -> None:
@@ -125,7 +124,6 @@ def test_control_flow_in_a_session(hvd_tf: Any) -> None:
 
 
 # ---- functions
-# -----------------------------------------------------------------------------------------------------------
 
 
 def test_the_order_of_the_program_in_functions(hvd_tf: Any) -> None:
@@ -229,7 +227,6 @@ def test_functions_of_several_threads(hvd_tf: Any) -> None:
 
 
 # ---- memory
-# --------------------------------------------------------------------------------------------------------------
 
 
 def test_large_results_are_not_copied(hvd_tf: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,7 +279,6 @@ def test_functions_traced_again_share_their_callbacks(hvd_tf: Any) -> None:
 
 
 # ---- errors
-# --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("packed", (False, True))
@@ -359,7 +355,6 @@ def test_clustering_by_xla_leaves_collectives_out(hvd_tf: Any) -> None:
 
 
 # ---- life
-# ----------------------------------------------------------------------------------------------------------------
 
 
 def test_a_function_outlives_the_world(hvd_tf: Any) -> None:

@@ -389,7 +389,6 @@ def test_an_output_that_one_rank_leaves_out(hvd: Any) -> None:
 
 
 # ---- Horovod's, where COLLECTIVES_GRADIENTS says so
-# ----------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import pickle
 import warnings
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.tensor

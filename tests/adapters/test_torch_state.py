@@ -82,7 +82,6 @@ def on_all(hvd: Any, call: Callable[[], Any], said: str, kinds: tuple[type[Excep
 
 
 # ---- parameters
-# ----------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("source", SOURCES)
@@ -321,7 +320,6 @@ def test_parameters_within_a_process_set(hvd: Any, pair: Any) -> None:
 
 
 # ---- optimizers
-# ----------------------------------------------------------------------------------------------------------------------
 
 OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "SGD": lambda params: torch.optim.SGD(params, lr=0.1),
@@ -565,7 +563,6 @@ def test_optimizers_within_a_process_set(hvd: Any, pair: Any) -> None:
 
 
 # ---- objects
-# ----------------------------------------------------------------------------------------------------------------------
 
 
 def test_objects(hvd: Any, pair: Any) -> None:

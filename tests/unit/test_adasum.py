@@ -61,7 +61,6 @@ def assert_close(found: np.ndarray[Any, Any], wanted: np.ndarray[Any, Any], vect
 
 
 # ---- the tree
-# -----------------------------------------------------------------------------------------------------------
 
 
 def test_trees_are_written_as_levels_of_pairs() -> None:
@@ -97,7 +96,6 @@ def test_powers_of_two_pair_up_like_recursive_distance_doubling(size: int) -> No
 
 
 # ---- the formula
-# --------------------------------------------------------------------------------------------------------
 
 
 def test_the_formula_on_numbers_worked_out_by_hand() -> None:
@@ -166,7 +164,6 @@ def test_infinities_and_nan_come_through_in_silence() -> None:
 
 
 # ---- the distributed form
-# -----------------------------------------------------------------------------------------------
 
 
 @settings(deadline=None)

@@ -37,7 +37,6 @@ def check(found: View) -> None:
 
 
 # ---- NumPy
-# ---------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", NUMPY_NAMES)
@@ -201,7 +200,6 @@ def test_a_memory_map_is_written_in_place_and_its_results_are_plain(tmp_path: An
 
 
 # ---- scalars
-# -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", NUMPY_NAMES)
@@ -233,7 +231,6 @@ def test_an_int_beyond_64_bits_is_refused() -> None:
 
 
 # ---- buffers
-# -------------------------------------------------------------------------------------------------------------
 
 
 def test_buffers_come_back_as_their_own_type() -> None:
@@ -286,7 +283,6 @@ def test_a_buffer_of_no_numbers_is_refused() -> None:
 
 
 # ---- protocols, by small stand-ins
-# ---------------------------------------------------------------------------------------
 
 
 class Interfaced:
@@ -425,7 +421,6 @@ def test_an_object_that_only_converts_is_refused_with_the_remedy() -> None:
 
 
 # ---- frameworks
-# ----------------------------------------------------------------------------------------------------------
 
 
 TORCH_DTYPES = [

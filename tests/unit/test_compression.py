@@ -72,7 +72,6 @@ def assert_same_bits(found: np.ndarray[Any, Any], wanted: np.ndarray[Any, Any]) 
 
 
 # ---- conversion
-# ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("wanted", FLOATS, ids=dtypes.name)
@@ -177,7 +176,6 @@ def test_a_numkong_that_differs_or_fails_is_not_used(half: np.dtype[Any]) -> Non
 
 
 # ---- compressors
-# --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", dtypes.NAMES)

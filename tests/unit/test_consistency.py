@@ -24,7 +24,6 @@ def told(*ranks: Any, rank: int = 0) -> str:
 
 
 # ---- fingerprints
-# -------------------------------------------------------------------------------------------------------
 
 
 def test_a_fingerprint_says_name_shape_and_dtype() -> None:
@@ -102,7 +101,6 @@ def test_two_tensors_of_one_name_are_refused() -> None:
 
 
 # ---- comparison
-# ---------------------------------------------------------------------------------------------------------
 
 
 @given(st.integers(1, 6), st.permutations(["a", "b", "c"]))

@@ -50,7 +50,6 @@ def at(
 
 
 # ---- torch
-# -----------------------------------------------------------------------------------------------------------------
 
 
 class Torch:
@@ -269,7 +268,6 @@ def test_a_torch_tensor_without_memory_is_refused(torch: Torch, monkeypatch: pyt
 
 
 # ---- CuPy
-# ------------------------------------------------------------------------------------------------------------------
 
 
 class Ndarray:
@@ -378,7 +376,6 @@ def test_with_cupy_any_strided_tensor_is_copied(device: EmulatedDevice, cupy: An
 
 
 # ---- jax and TensorFlow
-# ------------------------------------------------------------------------------------------------------
 
 
 class Place:

@@ -70,7 +70,6 @@ def test_what_an_owner_has_freed_is_given_back_before_its_place_is_mapped_anew()
 
 
 # ---- how long memory stays mapped
-# ----------------------------------------------------------------------------------------------------
 
 
 class Reached:

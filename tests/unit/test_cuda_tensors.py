@@ -75,7 +75,6 @@ def write(found: DeviceArray, values: Any, stream: int) -> None:
 
 
 # ---- DLPack and __cuda_array_interface__
-# -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("wrapped", [False, True], ids=["dlpack", "interface"])
@@ -305,7 +304,6 @@ def test_a_library_with_from_dlpack_gets_its_own_type_back(device: EmulatedDevic
 
 
 # ---- refusals
-# --------------------------------------------------------------------------------------------------------------
 
 
 def test_other_layouts_are_refused_where_nobody_can_copy_them(device: EmulatedDevice) -> None:
@@ -377,7 +375,6 @@ def test_without_gpus_the_message_says_what_is_missing(monkeypatch: pytest.Monke
 
 
 # ---- lifetime
-# --------------------------------------------------------------------------------------------------------------
 
 
 def test_memory_lives_as_long_as_an_array_of_it_and_is_given_back_once(device: EmulatedDevice) -> None:
@@ -407,7 +404,6 @@ def test_an_interfaces_tensor_lives_as_long_as_an_array_of_it(device: EmulatedDe
 
 
 # ---- streams
-# ---------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

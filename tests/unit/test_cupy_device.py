@@ -70,7 +70,6 @@ def device(cupy: FakeCupy) -> Any:
 
 
 # ---- what CuPy has
-# ------------------------------------------------------------------------------------------------------------------
 
 
 def _used() -> set[str]:
@@ -118,7 +117,6 @@ def test_a_wrong_argument_is_seen(cupy: FakeCupy) -> None:
 
 
 # ---- the device
-# ----------------------------------------------------------------------------------------------------------------------
 
 
 def test_what_a_device_is(device: Any, cupy: FakeCupy) -> None:
@@ -356,7 +354,6 @@ def test_a_graph(device: Any, cupy: FakeCupy) -> None:
 
 
 # ---- kernels
-# ----------------------------------------------------------------------------------------------------------------------
 
 
 def test_a_kernel_is_compiled_once(device: Any, cupy: FakeCupy) -> None:
@@ -474,7 +471,6 @@ def test_real_errors_are_ours(real_compiler: Any) -> None:
 
 
 # ---- where devices come from
-# ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

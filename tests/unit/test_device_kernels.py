@@ -267,7 +267,6 @@ def test_jobs_of_other_shapes_are_refused() -> None:
 
 
 # ---- halves
-# --------------------------------------------------------------------------------------------------------------
 
 CONVERSIONS = """
 template <class Half> __device__ void convert(unsigned short *halves, float *wides, long long count, int narrow) {
@@ -343,7 +342,6 @@ def test_halves_are_rounded_once_after_all_sources_and_the_scaling(dtype: np.dty
 
 
 # ---- scaling
-# ---------------------------------------------------------------------------------------------------------------
 
 
 @given(
@@ -439,7 +437,6 @@ def test_a_complex_infinity_keeps_its_other_part(device: Device) -> None:
 
 
 # ---- compiled for a GPU
-# ----------------------------------------------------------------------------------------------------------
 
 
 def widest_kernels() -> list[kernel_sources.Kernel]:

@@ -99,7 +99,6 @@ class Made:
 
 
 # ---- real exporters
-# ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", NUMPY_NAMES)
@@ -133,7 +132,6 @@ def test_torchs_capsules_say_what_the_tensor_is(name: str) -> None:
 
 
 # ---- chosen fields
-# -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("version", [None, (1, 0), (1, 7)])
@@ -194,7 +192,6 @@ def test_what_is_no_capsule_or_consumed_is_refused() -> None:
 
 
 # ---- lifetime
-# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("version", [None, (1, 0)])
@@ -217,7 +214,6 @@ def test_the_memory_is_given_back_once_when_the_capsule_is_dropped(
 
 
 # ---- results for others
-# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["bool", "int32", "bfloat16", "float32", "complex64"])

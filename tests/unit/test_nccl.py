@@ -44,7 +44,6 @@ def dtype(name: str) -> Any:
 
 
 # ---- elements
-# ------------------------------------------------------------------------------------------------------------------
 
 SIZES = {0: 1, 1: 1, 2: 4, 3: 4, 4: 8, 5: 8, 6: 2, 7: 4, 8: 8, 9: 2}
 """Bytes of NCCL's data types."""
@@ -141,7 +140,6 @@ def test_cupy_raises_what_is_expected_of_it() -> None:
 
 
 # ---- a binding that raises as CuPy's does
-# ----------------------------------------------------------------------------------------
 
 
 class FakeNcclError(RuntimeError):
@@ -341,7 +339,6 @@ def test_an_abort_and_a_close_that_hang_are_left_behind(monkeypatch: pytest.Monk
 
 
 # ---- connecting
-# ------------------------------------------------------------------------------------------------------------------
 
 
 class FakeDevice:
@@ -491,7 +488,6 @@ def test_the_library_can_be_replaced() -> None:
 
 
 # ---- the watch
-# -------------------------------------------------------------------------------------------------------------------
 
 
 class Aborted:
@@ -699,7 +695,6 @@ def test_a_watch_that_is_dropped_ends_its_thread_without_the_collector(interval:
 
 
 # ---- the emulation
-# ---------------------------------------------------------------------------------------------------------------
 
 
 class StreamThreads:

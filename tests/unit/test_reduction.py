@@ -219,7 +219,6 @@ def test_float_overflow_is_silent_under_quiet_and_the_state_comes_back() -> None
 
 
 # ---- finish and prescale
-# -------------------------------------------------------------------------------------------------
 
 
 def test_nothing_to_do_is_none() -> None:

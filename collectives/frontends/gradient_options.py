@@ -76,7 +76,7 @@ class GradientOptions:
         if self.gradient_predivide_factor != 1.0 and self.op is not Op.AVERAGE:
             raise InvalidArgumentError("gradient_predivide_factor not supported with op != Average")
         passes = self.backward_passes_per_step
-        if not isinstance(passes, int) or passes < 1:
+        if not hasattr(passes, "__index__") or passes < 1:  # NumPy's integers count as well
             raise InvalidArgumentError(f"backward_passes_per_step: expected an integer of at least 1, got {passes!r}")
         if self.num_groups != 0:
             warnings.warn(

@@ -82,7 +82,7 @@ def grouped_allgather(
     """`allgather` of several tensors that complete together; the results in order. Differentiable, as `allgather` of
     each."""
     if is_compiling():
-        return [allgather(tensor, name and f"{name}.{i}", process_set, **choices) for i, tensor in enumerate(tensors)]
+        return [allgather(tensor, name and f"{name}.{i}", process_set) for i, tensor in enumerate(tensors)]
     return _grouped_allgather(tensors, name, process_set, choices)
 
 
@@ -156,7 +156,7 @@ def broadcast_(
 ) -> Tensor:
     """`broadcast` in place, also of a leaf that requires grad; returns the very tensor. Not differentiable."""
     if is_compiling():
-        return compiled.stored(tensor, broadcast(tensor, root_rank, name, process_set, **choices))
+        return compiled.stored(tensor, broadcast(tensor, root_rank, name, process_set))
     root = root_in(process_set, root_rank, name)
     return written(world_of(process_set).broadcast_(tensor, root, **given(choices, name)))
 
@@ -236,8 +236,7 @@ def alltoall(
 
     Returns:
         A new tensor of the rows received. With ``splits``: that, and how many came from each rank, as a tensor of the
-            dtype and on the
-        device of ``splits``, or of int32 on the CPU where ``splits`` is no tensor.
+        dtype and on the device of ``splits``, or of int32 on the CPU where ``splits`` is no tensor.
 
     Raises:
         InvalidArgumentError (a ValueError): the tensor has no dimension, or the splits do not fit it; and all that

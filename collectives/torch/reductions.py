@@ -123,7 +123,7 @@ def allreduce_(
     """
     if is_compiling():
         how = average, name, Compression.none, op, prescale_factor, postscale_factor, process_set
-        return compiled.stored(tensor, allreduce(tensor, *how, **choices))
+        return compiled.stored(tensor, allreduce(tensor, *how))
     options = given(choices, name, op, prescale_factor, postscale_factor)
     return written(world_of(process_set).allreduce_(tensor, average, **options))
 
@@ -212,7 +212,7 @@ def grouped_allreduce_(
     """`grouped_allreduce` in place, as `allreduce_`; returns the very tensors."""
     if is_compiling():
         how = average, name, Compression.none, op, prescale_factor, postscale_factor, process_set
-        results = grouped_allreduce(tensors, *how, **choices)
+        results = grouped_allreduce(tensors, *how)
         return [compiled.stored(tensor, result) for tensor, result in zip(tensors, results, strict=True)]
     options = given(choices, name, op, prescale_factor, postscale_factor)
     return [written(tensor) for tensor in world_of(process_set).grouped_allreduce_(tensors, average, **options)]
@@ -312,7 +312,7 @@ def grouped_reducescatter(
     `reducescatter` of each."""
     if is_compiling():
         how = compression, op, process_set, prescale_factor, postscale_factor
-        return [reducescatter(tensor, name and f"{name}.{i}", *how, **choices) for i, tensor in enumerate(tensors)]
+        return [reducescatter(tensor, name and f"{name}.{i}", *how) for i, tensor in enumerate(tensors)]
     options = given(choices, name, Average if op is None else op, prescale_factor, postscale_factor)
     run = autograd.reducescatter if any_tracked(tensors) else _reducescatter
     return _compressed(_call(world_of(process_set), True, options), compression, tensors, run)

@@ -78,6 +78,22 @@ def test_what_a_graph_cannot_hold_is_refused(hvd: Any) -> None:
         torch.compile(lambda x: hvd.allreduce(x, algorithm="ring"), backend="aot_eager", fullgraph=True)(torch.ones(3))
 
 
+IGNORING: dict[str, Callable[[Any], Any]] = {
+    "allreduce_": lambda x: public.allreduce_(x, algorithm="ring"),
+    "grouped_allreduce_": lambda x: public.grouped_allreduce_([x], algorithm="ring")[0],
+    "broadcast_": lambda x: public.broadcast_(x, 0, algorithm="direct"),
+    "grouped_allgather": lambda x: public.grouped_allgather([x], algorithm="ring")[0],
+    "grouped_reducescatter": lambda x: public.grouped_reducescatter([x], algorithm="ring")[0],
+}
+
+
+@pytest.mark.parametrize("call", IGNORING.values(), ids=IGNORING)
+def test_a_graph_of_other_operations_leaves_the_choice_to_the_engine(hvd: Any, call: Callable[[Any], Any]) -> None:
+    x = torch.full((4,), float(hvd.rank()))
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(x.clone()), call(x.clone()))
+
+
 STATE: dict[str, Callable[[Any], Any]] = {
     "broadcast_object": lambda x: x + public.broadcast_object(public.rank() + 1),
     "allgather_object": lambda x: x + sum(public.allgather_object(1)),

@@ -184,8 +184,7 @@ def _number(process_set: ProcessSet | int) -> int:
 
 
 # ---- autograd
-# ------------------------------------------------------------------------------------------------------------ In each
-# pair the first notes what the second needs; the gradients of arguments that are no tensors are None.
+# In each pair the first notes what the second needs; the gradients of arguments that are no tensors are None.
 
 
 def _note_reduction(ctx: Any, inputs: Any, output: Any) -> None:

@@ -25,6 +25,9 @@ class Op(Enum):
     PRODUCT = "product"
     ADASUM = "adasum"
 
+    # Members are unique. Enum's own hash is a Python function, which every look-up of a request would call.
+    __hash__ = object.__hash__
+
     def __repr__(self) -> str:
         return self.value.capitalize()
 

@@ -333,7 +333,7 @@ class Coordinator:
         submissions, ledger = self._submissions, self.ledger
         mine = [handle for handle in self._callers.awaited if submissions.pending.get(handle.key) is handle]
         stacks = self._stacks()
-        said = [deadlock.Wait(handle.key, handle.entry.request, stacks.get(id(handle), ())) for handle in mine]
+        said = [deadlock.BlockedCall(handle.key, handle.entry.request, stacks.get(id(handle), ())) for handle in mine]
         told = self.control.exchange((said, submissions.unnamed))
         waits = [theirs for theirs, _ in told]
         keys = {wait.key for theirs in waits for wait in theirs}

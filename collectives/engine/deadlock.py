@@ -76,7 +76,7 @@ Stack = tuple[CallSite, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
+class BlockedCall:
     """An operation that a rank waits for, and where in the program; ``stack`` is empty where that is not known."""
 
     key: Key
@@ -177,7 +177,7 @@ def may_take_turns(one: Stack, other: Stack) -> bool:
 
 
 def failing(
-    waits: Sequence[Sequence[Wait]],
+    waits: Sequence[Sequence[BlockedCall]],
     asking: Mapping[Key, Collection[int]],
     passed: Mapping[Key, Collection[int]],
     known: Collection[Key],
@@ -209,7 +209,7 @@ def failing(
 
 def error(
     rank: int,
-    waits: Sequence[Sequence[Wait]],
+    waits: Sequence[Sequence[BlockedCall]],
     asking: Mapping[Key, Collection[int]],
     fails: Collection[Key],
     numbers: Sequence[int],
@@ -223,7 +223,7 @@ def error(
         numbers: what messages call the ranks.
     """
 
-    def describe(wait: Wait) -> str:
+    def describe(wait: BlockedCall) -> str:
         missing = ", ".join(str(numbers[peer]) for peer in range(len(waits)) if peer not in asking[wait.key])
         where = f" at {wait.stack[-1]}" if wait.stack else ""
         end = "" if wait.key in fails else ", and goes on waiting for it"

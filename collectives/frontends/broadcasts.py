@@ -27,7 +27,7 @@ BUFFER_BYTES = 16 << 20
 """Maximum bytes of a packed buffer."""
 
 
-class TensorMemory(Protocol):
+class BroadcastMemory(Protocol):
     """Access to the bytes of a framework's tensors, which have ``dtype.itemsize`` and ``nbytes``."""
 
     def whole(self, tensor: Any) -> Any:
@@ -85,7 +85,9 @@ def agreed_root(
     return world, root, prepared
 
 
-def broadcast_in_place(world: World, label: str, root: int, tensors: Mapping[str, Any], memory: TensorMemory) -> None:
+def broadcast_in_place(
+    world: World, label: str, root: int, tensors: Mapping[str, Any], memory: BroadcastMemory
+) -> None:
     """Copy the root's tensors to every rank, in place.
 
     Args:

@@ -14,7 +14,7 @@ import numpy as np
 
 from collectives.fusion import Lists, Pieces
 from collectives.plan import fast_paths, window_packing
-from collectives.plan.blocks import BlockOf, Blocks
+from collectives.plan.blocks import BlockLookup, BlockOf
 from collectives.plan.fast_paths import Do, ExecutorState, Kernel, Scale
 from collectives.plan.program import Action, Medium, Program, RoundProgram, Space, Verb
 from collectives.transport.base import Array
@@ -134,7 +134,7 @@ class Binder:
         self._staged = staged
         self._kernel = kernel
         self._finish = finish
-        self._blocks = Blocks(state, group.rank, windows, scratch, dtype, block)
+        self._blocks = BlockLookup(state, group.rank, windows, scratch, dtype, block)
         self._buffers = 1
         """Blocks of the scratch memory in use; the first one takes what is read directly."""
         self._scratch = scratch

@@ -21,7 +21,7 @@ AddressOf = Callable[[int], int]
 """``address(segment)``: where the block of a segment begins."""
 
 
-class Blocks:
+class BlockLookup:
     """The blocks of one plan.
 
     Args:

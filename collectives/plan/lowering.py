@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from collectives.plan.program import Action, Layout, Medium, Place, Program, RoundProgram, Space, Verb
-from collectives.plan.versions import Value, Versions
+from collectives.plan.versions import ChunkValue, Versions
 from collectives.schedules.schedule import Schedule, StepKind
 
 
@@ -133,11 +133,11 @@ class _Lowering:
     def _own(self, verb: Verb, chunk: int, source: Place, target: Place) -> Action:
         return Action(verb, Medium.WINDOW, self._mine.rank, self._sizes[chunk], source, target=target)
 
-    def _send(self, verb: Verb, step: Value, medium: Medium, target: Place | None = None) -> Action:
+    def _send(self, verb: Verb, step: ChunkValue, medium: Medium, target: Place | None = None) -> Action:
         source = self._mine.place(step.chunk, step.version)
         return Action(verb, medium, step.peer, self._sizes[step.chunk], source, target=target)
 
-    def _receive(self, number: int, step: Value, medium: Medium, leaving: set[int]) -> list[Action]:
+    def _receive(self, number: int, step: ChunkValue, medium: Medium, leaving: set[int]) -> list[Action]:
         """Lower a receive, with or without a reduction; nothing is left of a pushed block that is not read again."""
         mine, chunk, peer, size = self._mine, step.chunk, step.peer, self._sizes[step.chunk]
         source, after = None, -1
@@ -168,7 +168,7 @@ class _Lowering:
         )
         return [action]
 
-    def _operand(self, step: Value) -> Place | None:
+    def _operand(self, step: ChunkValue) -> Place | None:
         """Where a reduction finds this rank's own value."""
         if step.kind is not StepKind.REDUCE:
             return None

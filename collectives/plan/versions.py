@@ -17,7 +17,7 @@ from collectives.schedules.schedule import Schedule, StepKind
 
 
 @dataclass(frozen=True, slots=True)
-class Value:
+class ChunkValue:
     """A step of one chunk, and the version of the chunk that it deals with."""
 
     kind: StepKind
@@ -63,13 +63,13 @@ class Versions:
         self.rank, self._block = schedule.rank, block
         self._staged, self._versioned = staged, versioned
         self.inputs, self.outputs = layout.inputs(self.rank), layout.outputs(self.rank)
-        self.rounds: list[list[Value]] = []
+        self.rounds: list[list[ChunkValue]] = []
         self._last: dict[int, int] = {}
         """The last version of each chunk."""
         self._read: set[tuple[int, int]] = set()
         """Every (chunk, version) that peers on the same host read."""
-        self._met: dict[tuple[int, int, int, bool], Value] = {}
-        self._sent_on: dict[tuple[int, int], tuple[int, Value]] = {}
+        self._met: dict[tuple[int, int, int, bool], ChunkValue] = {}
+        self._sent_on: dict[tuple[int, int], tuple[int, ChunkValue]] = {}
         """The first send of each (chunk, version), and its round."""
         self._last_read: dict[int, int] = {}
         """The last round that sends a chunk or combines with it."""
@@ -85,7 +85,7 @@ class Versions:
         version = self._last
         for number, steps in enumerate(schedule.rounds):
             start, start_written = dict(version), dict(written)
-            values: list[Value] = []
+            values: list[ChunkValue] = []
             counts: dict[tuple[int, bool], int] = {}
             for step in steps:
                 sends = step.kind is StepKind.SEND
@@ -94,7 +94,7 @@ class Versions:
                     counts[step.peer, sends] = index + 1
                     before = start.get(chunk, 0)
                     now = before if sends else version.get(chunk, 0)
-                    value = Value(
+                    value = ChunkValue(
                         step.kind, step.peer, chunk, step.push, index, now, before, start_written.get(chunk, -1)
                     )
                     values.append(value)
@@ -151,11 +151,11 @@ class Versions:
         final = version == self._last.get(chunk, 0) and chunk in self.outputs
         return Place(Space.OUTPUT, self.outputs[chunk]) if final and self._in_window(chunk, version) else None
 
-    def receive(self, number: int, peer: int, index: int) -> Value:
+    def receive(self, number: int, peer: int, index: int) -> ChunkValue:
         """This rank's index-th receive from ``peer`` in a round."""
         return self._met[number, peer, index, False]
 
-    def send(self, number: int, peer: int, index: int) -> Value:
+    def send(self, number: int, peer: int, index: int) -> ChunkValue:
         """This rank's index-th send to ``peer`` in a round."""
         return self._met[number, peer, index, True]
 
@@ -167,7 +167,7 @@ class Versions:
         """The chunks that a round writes."""
         return {value.chunk for value in self.rounds[number] if value.kind is not StepKind.SEND}
 
-    def finishes(self, reduction: Value, versions_of: Callable[[int], Versions]) -> bool:
+    def finishes(self, reduction: ChunkValue, versions_of: Callable[[int], Versions]) -> bool:
         """Whether the value is reduced no further after this reduction, here or on a rank that it is sent to."""
         version = reduction.version + 1
         if reduction.kind is not StepKind.REDUCE or version != self._last_reduction[reduction.chunk]:

@@ -176,7 +176,7 @@ def move(world: World, label: str, root: int, tensors: Tensors) -> None:
 
 
 class _Memory:
-    """Access to the bytes of torch's tensors (`collectives.frontends.broadcasts.TensorMemory`)."""
+    """Access to the bytes of torch's tensors (`collectives.frontends.broadcasts.BroadcastMemory`)."""
 
     def whole(self, tensor: Any) -> Any:
         """The engine has no dtypes of 8 bits with a fraction, and moves their bytes."""

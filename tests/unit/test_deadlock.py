@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from collectives.engine import deadlock
-from collectives.engine.deadlock import CallSite, Stack, Wait, before, failing
+from collectives.engine.deadlock import BlockedCall, CallSite, Stack, before, failing
 from collectives.engine.negotiation import Request
 
 LOOP = (100, 200)
@@ -21,12 +21,15 @@ def place(
     return CallSite(("train.py", function, 1), line, line if at is None else at, loop, frozenset([calls]))
 
 
-def wait(name: str | int, *stack: CallSite) -> Wait:
-    return Wait(name, Request("allreduce", name if isinstance(name, str) else None), stack)
+def wait(name: str | int, *stack: CallSite) -> BlockedCall:
+    return BlockedCall(name, Request("allreduce", name if isinstance(name, str) else None), stack)
 
 
 def fails(
-    waits: list[list[Wait]], passed: dict[str, set[int]] | None = None, known: str = "", joined: tuple[int, ...] = ()
+    waits: list[list[BlockedCall]],
+    passed: dict[str, set[int]] | None = None,
+    known: str = "",
+    joined: tuple[int, ...] = (),
 ) -> set[object]:
     asking = {wait.key: {rank for rank, mine in enumerate(waits) if wait in mine} for mine in waits for wait in mine}
     return set(failing(waits, asking, passed or {}, known, joined))

@@ -149,6 +149,10 @@ class Arena:
         """The piece of this number, as in a word that `locate` has just returned."""
         return self._pieces[number]
 
+    def numbers(self) -> set[int]:
+        """The numbers of the pieces that have not ended."""
+        return set(self._pieces)
+
     def _lease(self, nbytes: int) -> _Block | None:
         size = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
         align = _HUGE_PAGE if size >= _HUGE_PAGE else _ALIGNMENT

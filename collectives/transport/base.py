@@ -17,6 +17,7 @@ import numpy as np
 
 if TYPE_CHECKING:
     from collectives.transport.board import Board
+    from collectives.transport.mapped_memory import MappedMemory
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -58,6 +59,8 @@ class MemoryTransport(Protocol):
     """Each rank's window, `WINDOW_BYTES` of uint8 readable by all ranks of the host; None for ranks of other hosts."""
     reads_private: bool
     """Whether `fetch` and `store` work: whether the system lets a rank access its peers' private memory."""
+    mapped: MappedMemory | None
+    """Tensors in the ranks' arenas; None on every rank if the ranks of some host cannot map each other's files."""
 
     def fetch(self, peer: int, address: int, into: int, nbytes: int) -> None:
         """Copy ``nbytes`` from the peer's private memory at ``address`` to this rank's at ``into``.

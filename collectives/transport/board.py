@@ -10,6 +10,7 @@ Each rank writes its own page only and reads those of its peers:
     state      alive, left or failed, and the traceback of the failure
     gone       whether the rank has left, also after a failure
     broken     the call in whose middle the rank failed, so that a peer that enters it later does not take part
+    pieces     a table of the rank's pieces of mapped memory (`collectives.transport.mapped_memory`)
 
 A rank that waits for a peer spins briefly, then waits as `collectives.transport.backoff` does, within a bound and
 checking its peers' states. Stores that precede a word's are visible to a reader of that word: x86-64 keeps stores in
@@ -31,6 +32,10 @@ ALIVE, LEFT, FAILED = 0, 1, 2
 
 _PROGRESS, _STATE, _PID, _TEXT_LENGTH, _TOKEN, _BROKEN, _GONE, _WORDS = 0, 1, 2, 3, 4, 6, 7, 8
 _TEXT_BYTES = 16 << 10
+PIECES = 256
+"""Entries of a rank's table of pieces."""
+PIECE_WORDS = 4
+"""Words of an entry: the piece's number, descriptor, bytes, and address in the owner's process."""
 CALL_MASK = 0xFFFF
 """A token is a signature of 47 bits shifted by 16, and the call's number under this mask: never 0, the state of a fresh
 page."""
@@ -55,8 +60,7 @@ def max_words(size: int) -> int:
 
 def board_bytes(size: int) -> int:
     """Bytes of one rank's page in a group of ``size`` ranks, a multiple of 4,096."""
-    words = _WORDS + 2 * max_words(size)
-    return -(-(8 * words + _TEXT_BYTES) // 4096) * 4096
+    return -(-(_word_bytes(size) + _TEXT_BYTES) // 4096) * 4096
 
 
 class Board:
@@ -99,6 +103,7 @@ class Board:
         self._processes = processes
         self._mine[_PID] = os.getpid()
         self._slots = (_WORDS, _WORDS + max_words(self.size))
+        self._pieces = _WORDS + 2 * max_words(self.size)
         self.call = 0
         """The number of the present call."""
         self._token = self._count = 0
@@ -185,6 +190,23 @@ class Board:
         at = self._slots[self.call & 1]
         words: Sequence[int] = self._words[peer][at : at + self._count]
         return words
+
+    def announce_piece(self, place: int, entry: Sequence[int]) -> None:
+        """Write an entry of this rank's table of pieces; peers see it in the calls that this rank enters later."""
+        at = self._pieces + place * PIECE_WORDS
+        for word in entry:
+            self._mine[at] = word
+            at += 1
+
+    def piece_of(self, peer: int, place: int) -> tuple[int, ...]:
+        """An entry of the table of ``peer``'s pieces."""
+        at = self._pieces + place * PIECE_WORDS
+        return tuple(self._words[peer][at : at + PIECE_WORDS])
+
+    def process_of(self, peer: int) -> int:
+        """The process of a rank of this host."""
+        process: int = self._words[peer][_PID]
+        return process
 
     def mark(self, state: int, text: str = "", broken: int = 0) -> None:
         """Announce this rank's state and the reason; ``broken`` is the call that it failed in. A rank that has failed
@@ -280,7 +302,7 @@ class Board:
 
 
 def _word_bytes(size: int) -> int:
-    return 8 * (_WORDS + 2 * max_words(size))
+    return 8 * (_WORDS + 2 * max_words(size) + PIECES * PIECE_WORDS)
 
 
 def _process_lives(pid: int) -> bool:

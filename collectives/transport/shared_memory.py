@@ -21,6 +21,7 @@ from collectives.base.errors import TransportError
 from collectives.transport.base import WINDOW_BYTES, Array
 from collectives.transport.board import Board, board_bytes
 from collectives.transport.direct_read import DirectRead, admit, ancestors
+from collectives.transport.mapped_memory import MappedMemory
 
 Exchange = Callable[[Any], list[Any]]
 Move = Callable[[int, int, int, int], None]
@@ -36,11 +37,17 @@ class SharedMemory:
     name = "shared memory"
 
     def __init__(
-        self, board: Board, windows: Sequence[Array | None], reader: DirectRead | None, mappings: Sequence[mmap.mmap]
+        self,
+        board: Board,
+        windows: Sequence[Array | None],
+        reader: DirectRead | None,
+        mapped: MappedMemory | None,
+        mappings: Sequence[mmap.mmap],
     ) -> None:
         self.board = board
         self.windows = windows
         self.reads_private = reader is not None
+        self.mapped = mapped
         self._mappings = mappings
         # Bound to the reader's methods themselves: these two are called for every block.
         self.fetch: Move = reader.fetch if reader is not None else _refuse
@@ -50,6 +57,8 @@ class SharedMemory:
 
     def close(self) -> None:
         self.windows = ()
+        if self.mapped is not None:
+            self.mapped.close()
         self.board.release()
         for mapping in self._mappings:
             # A window that is still referenced keeps its mapping; the process's end frees it.
@@ -98,7 +107,8 @@ def connect(rank: int, size: int, local: Sequence[int], exchange: Exchange, *, t
     reader = _probe_direct_reads(rank, local, exchange)
     if reader is not None:
         reader.explain = board.explain
-    return SharedMemory(board, windows, reader, [mapping for mapping in mappings if mapping is not None])
+    mapped = MappedMemory(board) if make is _anonymous_file else None  # pieces are anonymous files too
+    return SharedMemory(board, windows, reader, mapped, [mapping for mapping in mappings if mapping is not None])
 
 
 def _anonymous_file(nbytes: int) -> tuple[int, str]:

@@ -22,6 +22,7 @@ from collectives.transport.base import WINDOW_BYTES, Array, Blocks
 from collectives.transport.board import Board, board_bytes
 from collectives.transport.board_control import BoardControl
 from collectives.transport.group import Group
+from collectives.transport.mapped_memory import MappedMemory
 
 
 def connect(
@@ -119,6 +120,7 @@ class ThreadMemory:
         self.board = board
         self.windows = windows
         self.reads_private = reads_private
+        self.mapped: MappedMemory | None = MappedMemory(board)
 
     def fetch(self, peer: int, address: int, into: int, nbytes: int) -> None:
         ctypes.memmove(into, address, nbytes)
@@ -139,6 +141,8 @@ class ThreadMemory:
 
     def close(self) -> None:
         self.windows = ()
+        if self.mapped is not None:
+            self.mapped.close()
 
 
 class ThreadMessages:

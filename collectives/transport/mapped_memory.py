@@ -1,0 +1,142 @@
+"""Mapped memory: tensors in the arenas of this host's ranks, read and written where they lie.
+
+Each rank announces on the board the pieces of its arena (`collectives.tensors.arena`) that its tensors lie in. A peer
+that meets a piece for the first time opens its file through ``/proc/PID/fd``, maps it, and keeps the mapping until the
+owner has ended the piece. From then on a tensor in it is a NumPy array for the peer too: no copy, no system call.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import weakref
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+
+from collectives.base.logging import logger
+from collectives.tensors.arena import MAPPED, OFFSET_BITS, OFFSET_MASK, arena
+from collectives.transport.base import Array
+from collectives.transport.board import PIECES, Board
+
+_NO_PIECE = (0, 0, 0, 0)
+_MOST_VIEWS = 4096
+
+
+class _Mapping:
+    """A piece of another process, mapped into this one."""
+
+    __slots__ = ("__weakref__", "memory")
+
+    def __init__(self, descriptor: int, nbytes: int) -> None:
+        mapping = mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED)
+        with suppress(OSError, AttributeError):
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+        self.memory: Array = np.frombuffer(mapping, np.uint8)
+
+
+_mappings: weakref.WeakValueDictionary[tuple[int, int], _Mapping] = weakref.WeakValueDictionary()
+"""By the file's device and number: the groups of a rank (process sets) share mappings."""
+
+
+class MappedMemory:
+    """The tensors of one group's ranks that lie in arenas. Not thread-safe, as the board.
+
+    Args:
+        board: of the ranks of this host.
+    """
+
+    def __init__(self, board: Board) -> None:
+        self._board = board
+        self._announced: dict[int, int] = {}
+        """Place in this rank's table -> number of the piece."""
+        self._mapped: dict[tuple[int, int], _Mapping | None] = {}
+        """By peer and number of the piece; None where the system refuses."""
+        self._views: dict[tuple[int, int, int], Array] = {}
+        """What `view_of` has returned, by peer, word and dtype."""
+
+    def word_of(self, address: int, nbytes: int) -> int:
+        """What tells the peers where this rank's memory lies: its place in the arena, or its address."""
+        word = arena.locate(address, nbytes)
+        if not word:
+            return address
+        number = word - MAPPED >> OFFSET_BITS
+        if self._announced.get(number % PIECES) != number and not self._announce(number):
+            return address
+        return word
+
+    def view_of(self, peer: int, word: int, dtype: np.dtype[Any]) -> Array | None:
+        """The peer's memory from ``word`` on, to the end of its piece, as a 1-D array; None if it is not mapped."""
+        if not word & MAPPED:
+            return None
+        known = self._views.get((peer, word, dtype.num))
+        if known is not None:
+            return known
+        number, offset = word - MAPPED >> OFFSET_BITS, word & OFFSET_MASK
+        if (peer, number) not in self._mapped:
+            self._map(peer, number)
+        mapping = self._mapped[peer, number]
+        if mapping is None:
+            return None
+        if len(self._views) >= _MOST_VIEWS:
+            self._views.clear()
+        rest = mapping.memory[offset:]
+        view = self._views[peer, word, dtype.num] = rest[: rest.size // dtype.itemsize * dtype.itemsize].view(dtype)
+        return view
+
+    def address_of(self, peer: int, word: int) -> int:
+        """The address in the peer's process."""
+        if not word & MAPPED:
+            return word
+        *_, address = self._board.piece_of(peer, (word - MAPPED >> OFFSET_BITS) % PIECES)
+        return address + (word & OFFSET_MASK)
+
+    def close(self) -> None:
+        """Drop the mappings; those that are still referenced stay."""
+        self._views.clear()
+        self._mapped.clear()
+
+    def _announce(self, number: int) -> bool:
+        """Enter a piece into the table; returns False if its place is taken."""
+        live = arena.numbers()
+        for place, known in list(self._announced.items()):
+            if known not in live:
+                self._board.announce_piece(place, _NO_PIECE)
+                del self._announced[place]
+        place = number % PIECES
+        if place in self._announced:
+            return False
+        piece = arena.piece(number)
+        self._board.announce_piece(place, (number, piece.descriptor, piece.nbytes, piece.address))
+        self._announced[place] = number
+        return True
+
+    def _map(self, peer: int, number: int) -> None:
+        """Map a piece of a peer, and drop the mappings of pieces that the peer has ended."""
+        board = self._board
+        for known in [known for known in self._mapped if known[0] == peer]:
+            if board.piece_of(peer, known[1] % PIECES)[0] != known[1]:
+                del self._mapped[known]
+                self._views.clear()
+        _, descriptor, nbytes, _ = board.piece_of(peer, number % PIECES)
+        process = board.process_of(peer)
+        mapping: Any = None
+        try:
+            handle = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+            try:
+                status = os.fstat(handle)
+                key = status.st_dev, status.st_ino
+                mapping = _mappings.get(key)
+                if mapping is None:
+                    mapping = _mappings[key] = _Mapping(handle, nbytes)
+            finally:
+                os.close(handle)
+        except (OSError, ValueError) as error:
+            logger.warning(
+                "rank %d: memory of rank %d cannot be mapped (%s): it is reached by system calls",
+                board.names[board.rank],
+                board.names[peer],
+                error,
+            )
+        self._mapped[peer, number] = mapping

@@ -24,9 +24,11 @@ def describe(placement: Placement, transport: str, library: str) -> str:
     counts = [len(host) for host in placement.hosts]
     hosts = "1 host" if placement.one_host else f"{len(counts)} hosts ({' + '.join(map(str, counts))})"
     within = []
-    if placement.shares_memory and transport in ("auto", "window"):
+    if placement.shares_memory and transport in ("auto", "window", "mapped"):
         within.append("windows in shared memory")
-    if placement.reads_private and transport in ("auto", "direct-read"):
+    if placement.maps and transport in ("auto", "mapped"):
+        within.append("mapped memory")
+    if placement.reads_private and transport in ("auto", "direct-read", "mapped"):
         within.append("direct reads of the peers' memory")
     media = [f"within a host {' and '.join(within) or 'MPI messages'}"] if max(counts) > 1 else []
     media += [] if placement.one_host else ["between hosts MPI messages"]

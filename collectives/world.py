@@ -95,6 +95,7 @@ class World:
             group.hosts,
             shares_memory=group.memory is not None,
             reads_private=group.memory is not None and group.memory.reads_private,
+            maps=group.memory is not None and group.memory.mapped is not None,
         )
         self.planner = Planner(
             placement, algorithm=config.algorithm, transport=config.transport, segment=config.segment

@@ -17,7 +17,7 @@ from collectives.base.errors import InvalidArgumentError
 from collectives.schedules import registry
 
 ALGORITHMS = ("auto", *registry.NAMES)
-TRANSPORTS = ("auto", "window", "direct-read", "mpi")
+TRANSPORTS = ("auto", "window", "mapped", "direct-read", "mpi")
 DEVICE_TRANSPORTS = ("cuda-ipc", "nccl", "host")
 GRADIENTS = ("exact", "horovod")
 LOG_LEVELS = ("trace", "debug", "info", "warning", "error", "fatal")

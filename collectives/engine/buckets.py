@@ -144,7 +144,7 @@ class BufferBucket(Bucket):
     def run_handles(self, handles: Sequence[Handle]) -> None:
         context, plan, pieces = self._context, self._plan, self._pieces
         if plan is not None:
-            self._learn_addresses(plan)
+            self._learn_places(plan, self.entry.dtype)
             context.run_plan(plan, plan.staged, True)
         elif self._native is not None:
             self._native(self._buffer, self._buffer)

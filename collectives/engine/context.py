@@ -69,6 +69,7 @@ class Context:
         pool: ResultPool,
     ) -> None:
         self.rank, self.size = group.rank, group.size
+        self.peers = tuple(peer for peer in range(group.size) if peer != group.rank)
         self.group = group
         self.control: Control = group.control
         self.executor = executor
@@ -130,13 +131,13 @@ class Context:
         self._buffer = np.empty(0, np.uint8)
         del self.executor, self.entries, self.plans
 
-    def run_plan(self, plan: Plan, staged: bool, warns: bool) -> None:
-        """Run a plan, without NumPy's warnings if its kernels may emit some."""
+    def run_plan(self, plan: Plan, staged: bool, warns: bool, everywhere: bool | None = None) -> None:
+        """Run a plan as `Executor.run` does, without NumPy's warnings if its kernels may emit some."""
         # Not around the caller's waits: a context admits one thread at a time.
         if warns:
-            self.quietly(self.executor.run, plan, staged)
+            self.quietly(self.executor.run, plan, staged, everywhere)
         else:
-            self.executor.run(plan, staged)
+            self.executor.run(plan, staged, everywhere)
 
     def scale(self, scaling: reduction.Scaling, source: Array, out: Array) -> None:
         """Write the scaled ``source`` into ``out``, without NumPy's warnings."""

@@ -60,11 +60,11 @@ class HostRequestCache(RequestCache[CachedRequest]):
         kernel = reduction.kernel(op, dtype)
         finish = reduction.finish(op, dtype, self._size, options.postscale_factor)
 
-        def choose() -> Choice:
-            return self._choose_reduction(collective, nbytes, op, dtype, options.algorithm, options.transport)
+        def choose(mapped: bool = False) -> Choice:
+            return self._choose_reduction(collective, nbytes, op, dtype, options.algorithm, options.transport, mapped)
 
-        def make_plan() -> Plan | Reduce:
-            choice = choose()
+        def make_plan(mapped: bool = False) -> Plan | Reduce:
+            choice = choose(mapped)
             if choice.native and native is not None:
                 self._plans.tell(collective, view.array.size, dtype, choice, "native over mpi")
                 return lambda source, out: native.native_allreduce(source, out, op)
@@ -81,7 +81,9 @@ class HostRequestCache(RequestCache[CachedRequest]):
             parts=parts,
         )
         moves = self._size > 1 and view.array.size > 0
-        entry = _of_tensor(CachedRequest(request, self._planner, make_plan if moves else None), view)
+        meets = moves and self._planner.meets_tensors(nbytes, options.transport)
+        make_mapped = (lambda: make_plan(True)) if meets else None
+        entry = _of_tensor(CachedRequest(request, self._planner, make_plan if moves else None, make_mapped), view)
         entry.finish = finish
         entry.prescale = reduction.prescale(dtype, options.prescale_factor)
         entry.warns = reduction.warns(dtype)
@@ -111,14 +113,18 @@ class HostRequestCache(RequestCache[CachedRequest]):
     def _broadcast(self, view: View, root: int, options: Options) -> CachedRequest:
         shape, dtype, nbytes = view.shape, view.dtype, view.nbytes
 
-        def choose() -> Choice:
-            return self._planner.choose("broadcast", nbytes, algorithm=options.algorithm, transport=options.transport)
+        def choose(mapped: bool = False) -> Choice:
+            return self._planner.choose(
+                "broadcast", nbytes, mapped=mapped, algorithm=options.algorithm, transport=options.transport
+            )
 
         choose()  # raises if no choice is possible
         moves = self._size > 1 and view.array.size > 0
+        meets = moves and self._planner.meets_tensors(nbytes, options.transport)
         make_plan = (lambda: self._plans.broadcast(shape, dtype, root, choose())) if moves else None
+        make_mapped = (lambda: self._plans.broadcast(shape, dtype, root, choose(True))) if meets else None
         request = replace(_request("broadcast", view, options), root=root)
-        return _of_tensor(CachedRequest(request, self._planner, make_plan), view)
+        return _of_tensor(CachedRequest(request, self._planner, make_plan, make_mapped), view)
 
     def _gathering(self, collective: str, view: View, options: Options) -> CachedRequest:
         # Raises if no choice is possible; the choice for the plan is made when the rows are known.
@@ -174,12 +180,12 @@ class HostRequestCache(RequestCache[CachedRequest]):
         assert native is not None and op is not None
         return lambda source, out: native.native_allreduce(source, out, op)
 
-    def plan_for_rows(self, entry: CachedRequest, rows: tuple[int, ...]) -> Plan | None:
+    def plan_for_rows(self, entry: CachedRequest, rows: tuple[int, ...], mapped: bool) -> Plan | None:
         """The plan of an allgather for every rank's rows, or of an all-to-all for the rows of every pair of ranks, by
-        sender."""
-        return entry.plan_for(rows, lambda: self._plan_rows(entry, rows))
+        sender; ``mapped`` if the tensors of all ranks are."""
+        return entry.plan_for((mapped, *rows), lambda: self._plan_rows(entry, rows, mapped))
 
-    def _plan_rows(self, entry: CachedRequest, rows: Sequence[int]) -> Plan | None:
+    def _plan_rows(self, entry: CachedRequest, rows: Sequence[int], mapped: bool) -> Plan | None:
         request = entry.request
         row = math.prod(request.shape or ())
         sizes: list[int] = [count * row for count in rows]
@@ -188,7 +194,11 @@ class HostRequestCache(RequestCache[CachedRequest]):
         gathers = request.collective == "allgather"
         nbytes = sum(sizes) * entry.dtype.itemsize // (1 if gathers else self._size)
         choice = self._planner.choose(
-            request.collective, nbytes, algorithm=request.algorithm, transport=request.transport
+            request.collective,
+            nbytes,
+            mapped=mapped and self._planner.meets_tensors(nbytes, request.transport),
+            algorithm=request.algorithm,
+            transport=request.transport,
         )
         return (self._plans.allgather if gathers else self._plans.alltoall)(sizes, entry.dtype, choice)
 
@@ -200,10 +210,12 @@ class HostRequestCache(RequestCache[CachedRequest]):
         dtype: np.dtype[Any],
         algorithm: str | None,
         transport: str | None,
+        mapped: bool = False,
     ) -> Choice:
         return self._planner.choose(
             collective,
             nbytes,
+            mapped=mapped,
             native=self._native is not None and self._native.knows(op, dtype),
             ordered=dtypes.is_complex(dtype) and op is Op.PRODUCT,
             algorithm=algorithm,

@@ -46,6 +46,7 @@ class CachedRequest:
         moves: whether any bytes move.
         simple: whether a blocking call can carry it out without a handle.
         step: the task that does so, kept from one call to the next.
+        meets_tensors: whether the ranks tell each other where the tensors lie.
     """
 
     on_device = False
@@ -53,7 +54,9 @@ class CachedRequest:
 
     __slots__ = (
         "_epoch",
+        "_make_mapped",
         "_make_plan",
+        "_mapped",
         "_native",
         "_plan",
         "_planner",
@@ -63,6 +66,7 @@ class CachedRequest:
         "finish",
         "fuses_with",
         "kernel",
+        "meets_tensors",
         "moves",
         "name",
         "nbytes",
@@ -76,7 +80,11 @@ class CachedRequest:
     )
 
     def __init__(
-        self, request: Request, planner: Planner, make_plan: Callable[[], Plan | Reduce | None] | None = None
+        self,
+        request: Request,
+        planner: Planner,
+        make_plan: Callable[[], Plan | Reduce | None] | None = None,
+        make_mapped: Callable[[], Plan | Reduce | None] | None = None,
     ) -> None:
         self.request = request
         self.name = request.name
@@ -90,6 +98,7 @@ class CachedRequest:
         self.dtype: np.dtype[Any] = np.dtype(np.uint8)
         self.count = self.nbytes = 0
         self.moves = make_plan is not None
+        self.meets_tensors = make_mapped is not None
         self.simple = make_plan is not None or request.collective in (
             "allreduce",
             "reducescatter",
@@ -100,6 +109,8 @@ class CachedRequest:
         self._planner = planner
         self._epoch = -1
         self._make_plan = make_plan
+        self._make_mapped = make_mapped
+        self._mapped: Plan | None = None
         self._plan: Plan | None = None
         self._native: Reduce | None = None
         self._plans: dict[tuple[int, ...], Plan | None] = {}
@@ -112,6 +123,17 @@ class CachedRequest:
         if self._epoch != self._planner.epoch:
             self._renew()
         return self._plan
+
+    def mapped_plan(self) -> Plan:
+        """The plan for when the tensors of all ranks are mapped; only where `meets_tensors`."""
+        if self._epoch != self._planner.epoch:
+            self._renew()
+        if self._mapped is None:
+            assert self._make_mapped is not None
+            made = self._make_mapped()
+            assert isinstance(made, Plan)
+            self._mapped = made
+        return self._mapped
 
     @property
     def native(self) -> Reduce | None:
@@ -130,12 +152,13 @@ class CachedRequest:
 
     def release(self) -> None:
         """Drop the plans, which refer to the windows."""
-        self._make_plan = self._plan = self._native = self.step = None
+        self._make_plan = self._make_mapped = self._plan = self._mapped = self._native = self.step = None
         self._plans.clear()
 
     def _renew(self) -> None:
         self._epoch = self._planner.epoch
         self._plans.clear()
+        self._mapped = None
         made = self._make_plan() if self._make_plan is not None else None
         self._plan = made if isinstance(made, Plan) else None
         self._native = made if not isinstance(made, Plan) else None

@@ -25,6 +25,7 @@ from collectives.engine.request_cache import CachedRequest
 from collectives.plan.binder import Plan
 from collectives.schedules import partition
 from collectives.tensors import arrays, halves
+from collectives.tensors.arena import MAPPED
 from collectives.transport.base import Array
 
 Words = Sequence[int] | memoryview
@@ -71,24 +72,37 @@ class HostTask(Task):
         super().__init__(entry)
         self._context = context
         self._state = context.executor.state
+        self._mapped = context.group.memory.mapped if context.group.memory is not None else None
 
     def _set_arrays(self, source: Array, out: Array) -> tuple[int, int]:
-        """Have the executor read and write these arrays. Returns their addresses."""
+        """Have the executor read and write these arrays. Returns the words that tell the peers where they lie."""
         state = self._state
         state.input, state.output = source, out
         state.input_at = at = address(source)
-        state.output_at = at if out is source else address(out)
-        return at, state.output_at
+        mapped = self._mapped
+        word = at if mapped is None else mapped.word_of(at, source.nbytes)
+        if out is source:
+            state.output_at = at
+            return word, word
+        state.output_at = at = address(out)
+        return word, at if mapped is None else mapped.word_of(at, out.nbytes)
 
     def _clear_arrays(self) -> None:
         """Release the arrays that the executor has read and written."""
         self._state.input = self._state.output = _EMPTY
 
-    def _learn_addresses(self, plan: Plan) -> None:
-        """Take the addresses that the peers of a plan have entered the round with."""
-        addresses, words_of = self._state.addresses, self._context.control.words_of
+    def _learn_places(self, plan: Plan, dtype: np.dtype[Any]) -> None:
+        """Take from the words of a plan's partners where their tensors are: arrays if they are mapped, or addresses."""
+        state, words_of, mapped = self._state, self._context.control.words_of, self._mapped
         for peer in plan.partners:
-            addresses[peer] = words_of(peer)
+            source, out = words_of(peer)[:2]
+            if mapped is None:
+                state.addresses[peer] = source, out
+                continue
+            state.inputs[peer] = view = mapped.view_of(peer, source, dtype)
+            state.outputs[peer] = into = view if out == source else mapped.view_of(peer, out, dtype)
+            if view is None or into is None:
+                state.addresses[peer] = mapped.address_of(peer, source), mapped.address_of(peer, out)
 
 
 class OneTensor(HostTask):
@@ -108,13 +122,16 @@ class OneTensor(HostTask):
         self.epoch = self.generation = -1
         self._plan: Plan | None = None
         self._source = self._out = _EMPTY
+        self._is_mapped = False
+        """Whether this rank's tensors of the present call are."""
 
     def bind(self) -> None:
         """Bind the plan that is in force."""
         context, entry = self._context, self.entry
         self._plan = plan = entry.plan()
         self.epoch = context.planner.epoch
-        block = None if plan is None or entry.prescale is not None else context.executor.one_block(plan)
+        slow = plan is None or entry.prescale is not None or entry.meets_tensors
+        block = None if plan is None or slow else context.executor.one_block(plan)
         if block is None:
             self.bound = None
         else:
@@ -133,9 +150,12 @@ class OneTensor(HostTask):
         if plan is None:
             self._source, self._out = source, out
             return ()
-        self.description = plan.description
-        if plan.needs_addresses:
-            return self._set_arrays(source, out)
+        if entry.meets_tensors or plan.needs_addresses:
+            words = self._set_arrays(source, out)
+            self._is_mapped = bool(words[0] & words[1] & MAPPED)
+            if plan.staged and not self._is_mapped:
+                context.executor.stage(plan)
+            return words
         self._state.input, self._state.output = source, out
         if plan.staged:
             context.executor.stage(plan)
@@ -145,9 +165,18 @@ class OneTensor(HostTask):
         """`run_handles` of a blocking call."""
         context, plan, entry = self._context, self._plan, self.entry
         if plan is not None:
+            staged = everywhere = plan.staged
+            if entry.meets_tensors:
+                words_of, peers = context.control.words_of, context.peers
+                are_mapped = [words[0] & words[1] & MAPPED != 0 for words in map(words_of, peers)]
+                if self._is_mapped and all(are_mapped):
+                    plan = entry.mapped_plan()
+                staged = plan.staged and not self._is_mapped
+                everywhere = staged and not any(are_mapped)
             if plan.needs_addresses:
-                self._learn_addresses(plan)
-            context.run_plan(plan, plan.staged, entry.warns)
+                self._learn_places(plan, entry.dtype)
+            self.description = plan.description
+            context.run_plan(plan, staged, entry.warns, everywhere)
             self._clear_arrays()
         elif entry.native is not None:
             entry.native(self._source, self._out)
@@ -168,23 +197,31 @@ class Rows(HostTask):
     description = "rows"
 
     def prepare_handles(self, handles: Sequence[Handle]) -> Words:
-        return (address(handles[0].source), 0, *handles[0].rows)
+        source = handles[0].source
+        word = at = address(source)
+        if self._mapped is not None and source.size:
+            word = self._mapped.word_of(at, source.nbytes)
+        return (word, 0, *handles[0].rows)
 
     def run_handles(self, handles: Sequence[Handle]) -> None:
         handle, context, entry = handles[0], self._context, self.entry
         control, rank = context.control, context.rank
-        counts = [handle.rows if peer == rank else control.words_of(peer)[2:] for peer in range(context.size)]
+        told = [control.words_of(peer) if peer != rank else () for peer in range(context.size)]
+        counts = [handle.rows if peer == rank else words[2:] for peer, words in enumerate(told)]
         received, rows = exchanged_rows(entry.request.collective, counts, rank)
         out = context.pool.empty((sum(received), *(entry.request.shape or ())), entry.dtype)
         handle.keep = (handle.keep, out, received)
         handle.out = flat = out.reshape(-1)
-        plan = context.entries.plan_for_rows(entry, rows)
+        words = self._set_arrays(handle.source, flat)
+        told[rank] = words
+        # A rank without rows has no tensor to be mapped.
+        mapped = all(words[0] & MAPPED or not any(rows) for words, rows in zip(told, counts, strict=True))
+        plan = context.entries.plan_for_rows(entry, rows, mapped)
         if plan is None:
             return
-        addresses = self._set_arrays(handle.source, flat)
-        if plan.reads_outputs:  # allocated only now: their addresses take a further round
-            context.meet(self.token, addresses)
-        self._learn_addresses(plan)
+        if plan.reads_outputs:  # allocated only now: their places take a further round
+            context.meet(self.token, words)
+        self._learn_places(plan, entry.dtype)
         context.run_plan(plan, False, True)
         self._clear_arrays()
 
@@ -238,7 +275,7 @@ class AdasumTensor(HostTask):
     def _move(self, plan: Plan | None, source: Array, out: Array) -> None:
         assert plan is not None
         self._context.meet(self.token, self._set_arrays(source, out))
-        self._learn_addresses(plan)
+        self._learn_places(plan, source.dtype)
         self._context.run_plan(plan, False, False)
         self._clear_arrays()
 

@@ -85,7 +85,7 @@ class Plan:
         self.staged = staged
         self.touched_by = tuple((peer, (segments - 1) * stride + last + 1) for peer, last in program.touched_by)
         self.uses_window = program.uses_window
-        actions = [action for r in program.rounds for action in (*r.pushes, *r.rest) if action.medium is Medium.DIRECT]
+        actions = [action for r in program.rounds for action in (*r.pushes, *r.rest) if action.medium.in_place]
         self.partners = tuple(sorted({action.peer for action in actions}))
         self.needs_addresses = bool(actions or program.touched_by)
         self.groups = (segments - 1) * stride + len(rounds)
@@ -190,11 +190,17 @@ class Binder:
         length, peer, itemsize, store = self._blocks.length(action.size), action.peer, self._itemsize, memory.store
         assert action.target is not None
         here, there = self._blocks.own_address(source), self._blocks.peer_address(peer, action.target)
+        block, theirs = self._blocks.own(source), self._blocks.mapped(peer, action.target)
 
         def push(segment: int) -> None:
             n = length(segment)
-            if n > 0:
+            if n <= 0:
+                return
+            into = theirs(segment, n)
+            if into is None:
                 store(peer, there(segment), here(segment), n * itemsize)
+            else:
+                np.copyto(into, block(segment, n))
 
         return push
 
@@ -236,7 +242,7 @@ class Binder:
                 return fast_paths.reduce_from_window(
                     state, theirs, operand, target, action.size, wait, staged, kernel, finish
                 )
-        if action.medium is Medium.DIRECT and action.verb is Verb.REDUCE and action.after < 0:
+        if action.medium.in_place and action.verb is Verb.REDUCE and action.after < 0:
             assert memory is not None and operand is not None and kernel is not None
             if Space.WINDOW not in (source.space, operand.space):
                 return fast_paths.reduce_directly(
@@ -335,20 +341,25 @@ class Binder:
         length, target, also = self._blocks.length(action.size), self._blocks.own(action.target), self._second(action)
         arrives_in_place = action.medium is Medium.MESSAGE and buffer is None
         memory, peer, itemsize = self._group.memory, action.peer, self._itemsize
-        if action.medium is Medium.DIRECT and action.source is not None and action.source.space is not Space.WINDOW:
+        if action.medium.in_place and action.source is not None and action.source.space is not Space.WINDOW:
             assert memory is not None
             there, here, fetch = (
                 self._blocks.peer_address(peer, action.source),
                 self._blocks.own_address(action.target),
                 memory.fetch,
             )
+            theirs = self._blocks.mapped(peer, action.source)
 
             def take_directly(segment: int) -> None:
                 n = length(segment)
                 if n <= 0:
                     return
                 wait(segment)
-                fetch(peer, there(segment), here(segment), n * itemsize)
+                block = theirs(segment, n)
+                if block is None:
+                    fetch(peer, there(segment), here(segment), n * itemsize)
+                else:
+                    np.copyto(target(segment, n), block)
                 if also is not None:
                     np.copyto(also(segment, n), target(segment, n))
 
@@ -380,8 +391,12 @@ class Binder:
         memory, scratch, itemsize = self._group.memory, self._scratch, self._itemsize
         assert memory is not None
         there, fetch, state = self._blocks.peer_address(peer, source), memory.fetch, self._state
+        theirs = self._blocks.mapped(peer, source)
 
         def value(segment: int, n: int) -> Array:
+            block = theirs(segment, n)
+            if block is not None:
+                return block
             fetch(peer, there(segment), state.scratch_at, n * itemsize)
             return scratch[0][:n]
 

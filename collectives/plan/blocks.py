@@ -113,6 +113,18 @@ class BlockLookup:
             return lambda segment: state.input_at + (offset + segment * block) * itemsize
         return lambda segment: state.output_at + (offset + segment * block) * itemsize
 
+    def mapped(self, peer: int, place: Place) -> Callable[[int, int], Array | None]:
+        """The peer's block as an array, or None where its tensor is not mapped in this call."""
+        state, block, offset = self._state, self._block, place.offset
+        views = state.inputs if place.space is Space.INPUT else state.outputs
+
+        def of_peer(segment: int, n: int) -> Array | None:
+            whole = views[peer]
+            at = offset + segment * block
+            return None if whole is None else whole[at : at + n]
+
+        return of_peer
+
     def peer_address(self, peer: int, place: Place) -> AddressOf:
         """The address of a block in the peer's private memory."""
         state, block, itemsize, offset = self._state, self._block, self._itemsize, place.offset

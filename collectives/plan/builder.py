@@ -165,7 +165,7 @@ class Plans(Builder[Choice, Plan]):
         segments = -(-largest // block)
         stride = stride_for(len(program.rounds), segments, choice.overlap, fullest > 0)
         # The addresses of outputs are not known yet when the ranks agree on sizes.
-        reads_outputs = algorithm.passes_on and choice.medium is Medium.DIRECT
+        reads_outputs = algorithm.passes_on and choice.medium.in_place
         fused = "fused " if packed or lists is not None else ""
         how = f"{fused}{algorithm.name} over {choice.medium.value}"
         description = f"{how}, {segments} segments of {block * dtype.itemsize} bytes per chunk"

@@ -105,6 +105,8 @@ class Executor:
     def release(self) -> None:
         """Drop the windows and views of the board, so that they can be unmapped, and the scratch memory."""
         self.state.addresses.clear()
+        self.state.inputs.clear()
+        self.state.outputs.clear()
         self._windows = ()
         self._scratch = np.empty(0, np.uint8)
         self._scratch_views.clear()
@@ -139,18 +141,19 @@ class Executor:
         for _, do in plan.rounds[0].rest:
             do(0)
 
-    def run(self, plan: Plan, staged_first: bool = False) -> None:
+    def run(self, plan: Plan, staged_first: bool = False, staged_everywhere: bool | None = None) -> None:
         """Run a plan that all ranks have agreed on. Returns when the result is in the output and the input may change.
 
         Args:
             plan: bound by this executor.
-            staged_first: segment 0 was staged before the call was entered, so that no peer waits for it.
+            staged_first: this rank staged segment 0 before it entered the call.
+            staged_everywhere: so did all others, so that this rank does not wait for theirs; None: as ``staged_first``.
 
         Raises:
             RankFailedError, CollectiveTimeoutError, TransportError: as the transports; arrays are undefined then.
         """
         state, board = self.state, self._board
-        state.entered_staged = staged_first
+        state.entered_staged = staged_first if staged_everywhere is None else staged_everywhere
         base = state.base
         if self.trace is not None:
             self._run_traced(plan, staged_first, self.trace)

@@ -31,6 +31,7 @@ class ExecutorState:
         input, output: 1-D arrays of the plan's dtype.
         input_at, output_at, scratch_at: the addresses of these and of the scratch memory.
         addresses: of every rank's input and output.
+        inputs, outputs: of every peer, as 1-D arrays of the plan's dtype; None where they are not mapped here.
         base: groups finished before this call; equal on all ranks.
         slot: the window slot of segment 0.
         free_at: of each window slot, the progress that every peer must have made before it may be overwritten.
@@ -44,8 +45,10 @@ class ExecutorState:
         "free_at",
         "input",
         "input_at",
+        "inputs",
         "output",
         "output_at",
+        "outputs",
         "scratch_at",
         "slot",
     )
@@ -56,6 +59,8 @@ class ExecutorState:
         self.input_at = 0
         self.output_at = 0
         self.addresses: list[Sequence[int]] = [(0, 0)] * size
+        self.inputs: list[Array | None] = [None] * size
+        self.outputs: list[Array | None] = [None] * size
         self.scratch_at = 0
         self.base = 0
         self.slot = 0
@@ -172,12 +177,13 @@ def reduce_directly(
     kernel: Kernel,
     finish: Scale | None,
 ) -> Do:
-    """Combine a block of this rank with one of a peer's private memory, which is fetched into scratch memory first,
-    without waiting for the peer."""
+    """Combine a block of this rank with one of a peer's tensor, without waiting for the peer; from private memory it is
+    fetched into scratch memory first."""
     source, operand, target = action.source, action.operand, action.target
     assert source is not None and operand is not None and target is not None
     peer, size, which = action.peer, action.size, 0 if source.space is Space.INPUT else 1
     there, here, own, from_input = source.offset, target.offset, operand.offset, operand.space is Space.INPUT
+    theirs = state.outputs if which else state.inputs
 
     def reduce(segment: int) -> None:
         at = segment * block
@@ -186,11 +192,16 @@ def reduce_directly(
             n = block
         elif n <= 0:
             return
-        fetch(peer, state.addresses[peer][which] + (there + at) * itemsize, state.scratch_at, n * itemsize)
+        tensor = theirs[peer]
+        if tensor is None:
+            fetch(peer, state.addresses[peer][which] + (there + at) * itemsize, state.scratch_at, n * itemsize)
+            value = scratch[0][:n]
+        else:
+            value = tensor[there + at : there + at + n]
         output = state.output
         mine = state.input if from_input else output
         out = output[here + at : here + at + n]
-        kernel(out if mine is output and own == here else mine[own + at : own + at + n], scratch[0][:n], out)
+        kernel(out if mine is output and own == here else mine[own + at : own + at + n], value, out)
         if finish is not None:
             finish(out, out)
 
@@ -202,7 +213,7 @@ def push_directly(state: ExecutorState, store: Move, action: Action, block: int,
     source, target = action.source, action.target
     assert source is not None and target is not None
     peer, size, here, there = action.peer, action.size, source.offset, target.offset
-    from_input = source.space is Space.INPUT
+    from_input, theirs = source.space is Space.INPUT, state.outputs
 
     def push(segment: int) -> None:
         at = segment * block
@@ -210,6 +221,11 @@ def push_directly(state: ExecutorState, store: Move, action: Action, block: int,
         if n > block:
             n = block
         elif n <= 0:
+            return
+        tensor = theirs[peer]
+        if tensor is not None:
+            mine = state.input if from_input else state.output
+            tensor[there + at : there + at + n] = mine[here + at : here + at + n]
             return
         own = state.input_at if from_input else state.output_at
         store(peer, state.addresses[peer][1] + (there + at) * itemsize, own + (here + at) * itemsize, n * itemsize)

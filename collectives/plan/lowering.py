@@ -119,11 +119,11 @@ class _Lowering:
                 rest += self._receive(number, step, medium, leaving)
             elif medium is Medium.MESSAGE:
                 sends.append(self._send(Verb.SEND, step, medium))
-            elif medium is Medium.DIRECT and step.push:
+            elif medium.in_place and step.push:
                 peer = self._versions_of(step.peer)
                 version = peer.receive(number, mine.rank, step.index).version + 1
                 pushes.append(self._send(Verb.PUSH, step, medium, peer.place(step.chunk, version)))
-            elif medium is Medium.DIRECT and mine.place(step.chunk, step.version).space is not Space.WINDOW:
+            elif medium.in_place and mine.place(step.chunk, step.version).space is not Space.WINDOW:
                 self.touched[step.peer] = number
         receives = tuple(action for action in rest if action.medium is Medium.MESSAGE)
         return RoundProgram(
@@ -144,7 +144,7 @@ class _Lowering:
         if peer == mine.rank:
             medium = Medium.WINDOW
             source = mine.window_place(chunk, 0) if chunk in mine.staged_chunks else mine.place(chunk, step.before)
-        elif medium is Medium.DIRECT and step.push:
+        elif medium.in_place and step.push:
             self.touched[peer] = number
             again = mine.read_later(number, chunk)
             return [Action(Verb.AWAIT, medium, peer, size, None, after=number)] if again else []

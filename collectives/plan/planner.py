@@ -19,6 +19,9 @@ from collectives.transport.base import SLOT_BYTES
 KIB, MIB = 1 << 10, 1 << 20
 
 _SCRATCH_LIMIT = 24 * MIB
+_MAPPED_FROM = 16 * KIB
+"""Smaller tensors are copied into the window: that takes less than a second meeting of the ranks, after which the
+tensors themselves may change. Not among the crossovers, because it decides whether words travel with a request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +32,7 @@ class Placement:
         hosts: the ranks on each host.
         shares_memory: whether the ranks of a host share windows and a board.
         reads_private: whether a process may read its peers' private memory.
+        maps: whether the ranks of a host may map each other's arenas.
     """
 
     rank: int
@@ -36,6 +40,7 @@ class Placement:
     hosts: tuple[tuple[int, ...], ...]
     shares_memory: bool
     reads_private: bool
+    maps: bool = False
 
     @property
     def one_host(self) -> bool:
@@ -134,6 +139,7 @@ class Planner:
         *,
         native: bool = False,
         ordered: bool = False,
+        mapped: bool = False,
         algorithm: str | None = None,
         transport: str | None = None,
     ) -> Choice:
@@ -145,6 +151,7 @@ class Planner:
             native: whether MPI knows the dtype and the operation.
             ordered: a op b and b op a differ in bits (a product of complex numbers), so that each element must be
                 reduced on one rank for all ranks to get the same.
+            mapped: the tensors of all ranks are in their arenas; only where `meets_tensors`.
             algorithm, transport: forced for this call; None or "auto": not.
 
         Raises:
@@ -155,7 +162,7 @@ class Planner:
         forced = known(collective, algorithm, names)
         if forced is None and self._algorithm in names:
             forced = registry.find(collective, self._algorithm)
-        medium, why_medium = self._medium(collective, nbytes, transport, forced)
+        medium, why_medium = self._medium(collective, nbytes, transport, forced, mapped)
         if size == 1:  # Nothing moves: every algorithm and every transport serves.
             return Choice(forced.name if forced else "direct", medium, 0, False, "one rank")
         if forced is not None:
@@ -168,14 +175,26 @@ class Planner:
                 f"algorithm={chosen.name!r} works in the windows of one host only, not with {medium.value} on "
                 f"{len(self.placement.hosts)} hosts"
             )
-        if chosen.versioned and medium is Medium.DIRECT:
+        if chosen.versioned and medium.in_place:
             medium = Medium.WINDOW
         if chosen.native and not native:
             raise InvalidArgumentError(
                 "algorithm='native': MPI does not reduce this dtype and operation as we do, or there is no MPI here"
             )
-        overlaps = chosen.overlaps or medium is not Medium.DIRECT
+        overlaps = chosen.overlaps or not medium.in_place
         return Choice(chosen.name, medium, self._block(chosen, nbytes, medium), overlaps, f"{why}; {why_medium}")
+
+    def meets_tensors(self, nbytes: int, transport: str | None = None) -> bool:
+        """Whether ranks tell each other where their tensors of ``nbytes`` bytes lie, to reach mapped ones in place."""
+        forced = self._transport if transport in (None, "auto") else transport
+        placement = self.placement
+        return (
+            nbytes >= _MAPPED_FROM
+            and forced in ("auto", Medium.MAPPED.value)
+            and placement.maps
+            and placement.one_host
+            and placement.size > 1
+        )
 
     def change(self, *, algorithm: str, segment: int, crossovers: Crossovers) -> None:
         """Replace the settings. Every rank does so between the same two operations."""
@@ -183,12 +202,19 @@ class Planner:
         self.epoch += 1
 
     def _medium(
-        self, collective: str, nbytes: int, transport: str | None, algorithm: Algorithm | None
+        self, collective: str, nbytes: int, transport: str | None, algorithm: Algorithm | None, mapped: bool
     ) -> tuple[Medium, str]:
         """The medium, and why."""
         forced = self._transport if transport in (None, "auto") else transport
         placement, limits = self.placement, self.crossovers
-        if forced == "auto":
+        if forced == Medium.MAPPED.value and not placement.maps and placement.size > 1:
+            raise TransportError(
+                "transport='mapped': the ranks of a host cannot map each other's memory here (containers may refuse "
+                "/proc/PID/fd); use 'auto'"
+            )
+        if forced in ("auto", Medium.MAPPED.value):
+            if mapped and self._serves_mapped(collective, algorithm):
+                return Medium.MAPPED, "the tensors of all ranks are mapped"
             limit = limits.window if collective in ("allreduce", "reducescatter") else limits.window_moves
             if not placement.shares_memory:
                 return Medium.MESSAGE, "the ranks of a host cannot share memory"
@@ -216,6 +242,14 @@ class Planner:
                 "refuse process_vm_readv); use 'window' or 'auto'"
             )
         return medium, "medium as asked for"
+
+    def _serves_mapped(self, collective: str, algorithm: Algorithm | None) -> bool:
+        """Whether a forced algorithm can read and write the ranks' tensors where they lie."""
+        if algorithm is None:
+            return True
+        # A gather's result may be private although the ranks' tensors are mapped.
+        reads_result = algorithm.passes_on and collective in ("allgather", "alltoall")
+        return not algorithm.versioned and (self.placement.reads_private or not reads_result)
 
     def _choose_algorithm(
         self, collective: str, nbytes: int, medium: Medium, native: bool, ordered: bool
@@ -281,6 +315,8 @@ class Planner:
             return max(4 * KIB, min(512 * KIB, scratch) // 64 * 64)
         if algorithm.overlaps:
             return 512 * KIB
+        if medium is Medium.MAPPED and algorithm.collective in ("allreduce", "reducescatter"):
+            return 256 * KIB
         if algorithm.collective not in ("allreduce", "reducescatter"):
             return 32 * MIB
         block = MIB if nbytes <= 8 * MIB else 512 * KIB

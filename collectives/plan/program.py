@@ -15,8 +15,14 @@ class Medium(Enum):
     """How this rank and a peer exchange blocks."""
 
     WINDOW = "window"
+    MAPPED = "mapped"
     DIRECT = "direct-read"
     MESSAGE = "mpi"
+
+    @property
+    def in_place(self) -> bool:
+        """Whether peers read inputs, and write outputs, where these lie: mapped, or by system calls."""
+        return self in (Medium.MAPPED, Medium.DIRECT)
 
 
 class Space(Enum):

@@ -17,7 +17,7 @@ from collectives.engine.context import Context
 from collectives.engine.handles import Handle
 from collectives.engine.negotiation import STARVING
 from collectives.engine.request_cache import CachedRequest
-from collectives.engine.tasks import AdasumTensor, OneTensor, Rows, Task, Words
+from collectives.engine.tasks import AdasumTensor, OneTensor, Rows, Task, Words, one_tensor
 from collectives.plan.program import Medium
 from collectives.schedules import registry
 
@@ -104,7 +104,7 @@ class Batch:
         if entry.op is Op.ADASUM and entry.moves:
             return AdasumTensor(context, entry)
         # The very object that a blocking call has prepared, if it could not be carried out without a handle.
-        entry.step = entry.step or OneTensor(context, entry)
+        entry.step = entry.step or one_tensor(context, entry)
         task: OneTensor = entry.step
         return task
 

@@ -28,7 +28,7 @@ from collectives.engine.overlaps import InFlight
 from collectives.engine.progress import Progress
 from collectives.engine.request_cache import CachedRequest
 from collectives.engine.submissions import WITHOUT_HANDLE, Submissions
-from collectives.engine.tasks import OneTensor
+from collectives.engine.tasks import OneTensor, one_tensor
 from collectives.tensors.arrays import view
 from collectives.transport.base import Array
 
@@ -197,7 +197,7 @@ class Engine:
 
     def _bind(self, entry: CachedRequest) -> OneTensor:
         """The task of a blocking call, bound to the plan that is in force."""
-        task: OneTensor = entry.step or OneTensor(self.context, entry)
+        task: OneTensor = entry.step or one_tensor(self.context, entry)
         entry.step = task
         task.bind()
         return task

@@ -72,7 +72,7 @@ class HostRequestCache(RequestCache[CachedRequest]):
                 shape, dtype, choice, kernel, finish
             )
 
-        choose()  # raises if no choice is possible
+        choice = choose()  # raises if no choice is possible
         request = replace(
             _request(collective, view, options),
             op=op.value,
@@ -81,7 +81,7 @@ class HostRequestCache(RequestCache[CachedRequest]):
             parts=parts,
         )
         moves = self._size > 1 and view.array.size > 0
-        meets = moves and self._planner.meets_tensors(nbytes, options.transport)
+        meets = moves and not choice.native and self._planner.meets_tensors(nbytes, options.transport)
         make_mapped = (lambda: make_plan(True)) if meets else None
         entry = _of_tensor(CachedRequest(request, self._planner, make_plan if moves else None, make_mapped), view)
         entry.finish = finish

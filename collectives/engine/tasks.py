@@ -23,6 +23,7 @@ from collectives.engine.context import Context, address
 from collectives.engine.handles import Handle
 from collectives.engine.request_cache import CachedRequest
 from collectives.plan.binder import Plan
+from collectives.plan.fast_paths import OneBlock
 from collectives.schedules import partition
 from collectives.tensors import arrays, halves
 from collectives.tensors.arena import MAPPED
@@ -122,16 +123,13 @@ class OneTensor(HostTask):
         self.epoch = self.generation = -1
         self._plan: Plan | None = None
         self._source = self._out = _EMPTY
-        self._is_mapped = False
-        """Whether this rank's tensors of the present call are."""
 
     def bind(self) -> None:
         """Bind the plan that is in force."""
         context, entry = self._context, self.entry
         self._plan = plan = entry.plan()
         self.epoch = context.planner.epoch
-        slow = plan is None or entry.prescale is not None or entry.meets_tensors
-        block = None if plan is None or slow else context.executor.one_block(plan)
+        block = None if plan is None or entry.prescale is not None else context.executor.one_block(plan)
         if block is None:
             self.bound = None
         else:
@@ -139,44 +137,26 @@ class OneTensor(HostTask):
 
     def prepare(self, source: Array, out: Array) -> Words:
         """`prepare_handles` of a blocking call, which has no handle."""
-        entry, context = self.entry, self._context
-        self._plan = plan = entry.plan()
-        if entry.prescale is not None and not context.joined:
-            # Scaled into the output where that is possible: it is overwritten anyway.
-            into_output = out is not source and out.size == source.size
-            scaled = out if into_output else context.pool.empty(source.shape, source.dtype)
-            context.scale(entry.prescale, source, scaled)
-            source = scaled
+        self._plan = plan = self.entry.plan()
+        source = self._prescaled(source, out)
         if plan is None:
             self._source, self._out = source, out
             return ()
-        if entry.meets_tensors or plan.needs_addresses:
-            words = self._set_arrays(source, out)
-            self._is_mapped = bool(words[0] & words[1] & MAPPED)
-            if plan.staged and not self._is_mapped:
-                context.executor.stage(plan)
-            return words
+        self.description = plan.description
+        if plan.needs_addresses:
+            return self._set_arrays(source, out)
         self._state.input, self._state.output = source, out
         if plan.staged:
-            context.executor.stage(plan)
+            self._context.executor.stage(plan)
         return ()
 
     def run(self) -> None:
         """`run_handles` of a blocking call."""
         context, plan, entry = self._context, self._plan, self.entry
         if plan is not None:
-            staged = everywhere = plan.staged
-            if entry.meets_tensors:
-                words_of, peers = context.control.words_of, context.peers
-                are_mapped = [words[0] & words[1] & MAPPED != 0 for words in map(words_of, peers)]
-                if self._is_mapped and all(are_mapped):
-                    plan = entry.mapped_plan()
-                staged = plan.staged and not self._is_mapped
-                everywhere = staged and not any(are_mapped)
             if plan.needs_addresses:
                 self._learn_places(plan, entry.dtype)
-            self.description = plan.description
-            context.run_plan(plan, staged, entry.warns, everywhere)
+            context.run_plan(plan, plan.staged, entry.warns)
             self._clear_arrays()
         elif entry.native is not None:
             entry.native(self._source, self._out)
@@ -184,11 +164,97 @@ class OneTensor(HostTask):
                 context.scale(entry.finish, self._out, self._out)
         self._source = self._out = _EMPTY
 
+    def _prescaled(self, source: Array, out: Array) -> Array:
+        """The source, multiplied by the request's factor if it has one."""
+        entry, context = self.entry, self._context
+        if entry.prescale is None or context.joined:
+            return source
+        # Scaled into the output where that is possible: it is overwritten anyway.
+        into_output = out is not source and out.size == source.size
+        scaled = out if into_output else context.pool.empty(source.shape, source.dtype)
+        context.scale(entry.prescale, source, scaled)
+        return scaled
+
     def prepare_handles(self, handles: Sequence[Handle]) -> Words:
         return self.prepare(handles[0].source, handles[0].out)
 
     def run_handles(self, handles: Sequence[Handle]) -> None:
         self.run()
+
+
+class LocatedTensor(OneTensor):
+    """`OneTensor` where the ranks tell each other where their tensors lie.
+
+    If all are mapped, the plan for mapped tensors runs. Otherwise the one for private tensors does, for which ranks
+    with private tensors may have staged theirs already.
+    """
+
+    def __init__(self, context: Context, entry: CachedRequest) -> None:
+        super().__init__(context, entry)
+        self._is_mapped = False
+        """Whether this rank's tensors of the present call are."""
+        self._peers = tuple(peer for peer in range(context.size) if peer != context.rank)
+        self._keeps_outputs = entry.request.collective == "reducescatter"
+        """Whether peers use inputs only."""
+        self._one_block: OneBlock | None = None
+        self._carry_out = functools.partial(context.quietly, self._run) if entry.warns else self._run
+
+    def bind(self) -> None:
+        context, entry = self._context, self.entry
+        plan = entry.plan()
+        self.epoch = context.planner.epoch
+        self._one_block = None if plan is None or entry.prescale is not None else context.executor.one_block(plan)
+        self.bound = self.prepare, self._carry_out
+
+    def prepare(self, source: Array, out: Array) -> Words:
+        entry, context = self.entry, self._context
+        if self.epoch != context.planner.epoch:
+            self.bind()
+        if entry.prescale is not None:
+            source = self._prescaled(source, out)
+        words = self._set_arrays(source, source if self._keeps_outputs else out)
+        self._state.output = out
+        self._is_mapped = words[0] & words[1] & MAPPED != 0
+        if not self._is_mapped:
+            if self._one_block is not None:
+                self._one_block.stage(source, out)
+            else:
+                plan = entry.plan()
+                assert plan is not None
+                if plan.staged:
+                    context.executor.stage(plan)
+        return words
+
+    def run(self) -> None:
+        self._carry_out()
+
+    def _run(self) -> None:
+        entry, context, words_of = self.entry, self._context, self._context.control.words_of
+        mapped_peers = 0
+        for peer in self._peers:
+            source, out = words_of(peer)
+            if source & out & MAPPED:
+                mapped_peers += 1
+        executor = context.executor
+        untraced = executor.trace is None
+        if self._is_mapped and mapped_peers == len(self._peers):
+            plan = entry.mapped_plan()
+            self._learn_places(plan, entry.dtype)
+            if plan.loop is None or not untraced or not plan.loop.run():
+                executor.run(plan)
+        else:
+            private = entry.plan()
+            assert private is not None
+            plan = private
+            staged = plan.staged and not self._is_mapped
+            if staged and not mapped_peers and self._one_block is not None and untraced:
+                self._one_block.run()
+            else:
+                if plan.needs_addresses:
+                    self._learn_places(plan, entry.dtype)
+                executor.run(plan, staged, staged and not mapped_peers)
+        self.description = plan.description
+        self._clear_arrays()
 
 
 class Rows(HostTask):
@@ -259,7 +325,7 @@ class AdasumTensor(HostTask):
         """All-reduce in place within this task: the ranks need not agree on it."""
         context = self._context
         entry = context.entries.reducing("allreduce", arrays.view(dots), None, {"op": Op.SUM})
-        task = OneTensor(context, entry)
+        task = one_tensor(context, entry)
         context.meet(task.token, task.prepare(dots, dots))
         task.run()
 
@@ -295,6 +361,11 @@ def exchanged_rows(collective: str, counts: Sequence[Sequence[int]], rank: int) 
         gathered = [words[0] for words in counts]
         return gathered, tuple(gathered)
     return [words[rank] for words in counts], tuple(itertools.chain.from_iterable(counts))
+
+
+def one_tensor(context: Context, entry: CachedRequest) -> OneTensor:
+    """The task of an operation on one tensor."""
+    return (LocatedTensor if entry.meets_tensors else OneTensor)(context, entry)
 
 
 _EMPTY = np.empty(0)

@@ -16,6 +16,7 @@ from collectives.fusion import Lists, Pieces
 from collectives.plan import fast_paths, window_packing
 from collectives.plan.blocks import BlockLookup, BlockOf
 from collectives.plan.fast_paths import Do, ExecutorState, Kernel, Scale
+from collectives.plan.mapped_allreduce import MappedAllreduce
 from collectives.plan.program import Action, Medium, Program, RoundProgram, Space, Verb
 from collectives.transport.base import Array
 from collectives.transport.group import Group
@@ -51,6 +52,7 @@ class Plan:
         needs_addresses: peers read or write private memory.
         partners: the peers whose private memory this rank reads or writes.
         reads_outputs: peers read each other's outputs, not only inputs; the same on every rank.
+        loop: carries out the whole plan where the tensors of all ranks are mapped, if it is the direct all-reduce.
         touched_by: the peers that read or write this rank's private memory, each with the step group, counted from
             the call's beginning, after which it does so no more.
     """
@@ -58,6 +60,7 @@ class Plan:
     __slots__ = (
         "description",
         "groups",
+        "loop",
         "needs_addresses",
         "partners",
         "reads_outputs",
@@ -91,6 +94,7 @@ class Plan:
         self.groups = (segments - 1) * stride + len(rounds)
         self.description = description
         self.reads_outputs = reads_outputs
+        self.loop: MappedAllreduce | None = None
 
 
 class Binder:

@@ -173,7 +173,7 @@ class Plans(Builder[Choice, Plan]):
             starts, sizes = layout.inputs(self._rank), layout.sizes
             pieces.unstaged = [(starts[chunk], sizes[chunk]) for chunk in program.unstaged if sizes[chunk]]
         self.tell(algorithm.collective, sum(layout.sizes), dtype, choice, description)
-        return self._executor.bind(
+        plan = self._executor.bind(
             program,
             dtype,
             block,
@@ -187,3 +187,7 @@ class Plans(Builder[Choice, Plan]):
             pieces,
             lists,
         )
+        if choice.medium is Medium.MAPPED and algorithm.owner_pushes and lists is None:
+            start, size = layout.inputs(self._rank)[self._rank], layout.sizes[self._rank]
+            plan.loop = self._executor.loop(plan, start, size, block, kernel, finish)
+        return plan

@@ -13,9 +13,12 @@ from collectives.engine.handles import Handle
 from collectives.engine.request_cache import CachedRequest, Reduce
 from collectives.engine.tasks import HostTask, Words
 from collectives.plan.binder import Plan
+from collectives.plan.mapped_allreduce import Views
 from collectives.plan.planner import Choice
 from collectives.tensors import reduction
+from collectives.tensors.arena import MAPPED
 from collectives.transport.base import Array
+from collectives.transport.mapped_memory import MappedMemory
 
 
 class Bucket(HostTask):
@@ -83,7 +86,11 @@ class ListBucket(Bucket):
         self._plan = self._fused(choice, self._lists)
         self._lists.seal((*self._plan.partners, context.rank))
         self._addresses: Array = np.empty(2 * len(entries), np.int64)
-        self._words = memoryview(self._addresses.data).cast("B").cast("q")
+        self._nbytes = np.array([entry.nbytes for entry in entries] * 2, np.int64)
+        self._told: Array = np.empty(2 * len(entries), np.int64)
+        self._words = memoryview(self._told.data).cast("B").cast("q")
+        self._views: dict[int, tuple[bytes, Views]] = {}
+        """Each peer's mapped tensors, with the words that they were found by."""
 
     def prepare_handles(self, handles: Sequence[Handle]) -> Words:
         count, addresses, pieces = len(handles), self._addresses, self._pieces
@@ -94,15 +101,48 @@ class ListBucket(Bucket):
             at if out is source else out.__array_interface__["data"][0]
             for at, source, out in zip(inputs, sources, outs, strict=True)
         ]
+        self._told[:] = addresses if self._mapped is None else self._mapped.words_of(addresses, self._nbytes)
         return self._words
 
     def run_handles(self, handles: Sequence[Handle]) -> None:
-        context, lists = self._context, self._lists
-        lists.locate(context.rank, self._addresses)
-        for peer in self._plan.partners:
-            lists.locate(peer, np.frombuffer(context.control.words_of(peer), np.int64))  # type: ignore[call-overload]
-        context.run_plan(self._plan, False, self.entry.warns)
+        context, plan = self._context, self._plan
+        if self._mapped is None or context.executor.trace is not None or not self._run_mapped(self._mapped):
+            self._lists.locate(context.rank, self._addresses)
+            for peer in plan.partners:
+                words = context.control.words_of(peer)
+                if self._mapped is not None:
+                    words = [self._mapped.address_of(peer, word) for word in words]
+                self._lists.locate(peer, np.array(words, np.int64))
+            context.run_plan(plan, False, self.entry.warns)
         self._release_pieces()
+
+    def _run_mapped(self, mapped: MappedMemory) -> bool:
+        """Reduce the tensors where they lie; returns False, with nothing done, unless those of all ranks are mapped."""
+        loop, words_of = self._plan.bucket_loop, self._context.control.words_of
+        if loop is None or not bool((self._told & MAPPED).all()):
+            return False
+        views: list[Views] = []
+        for peer in self._peers:
+            words = memoryview(words_of(peer)).tobytes()  # type: ignore[arg-type]
+            known = self._views.get(peer)
+            if known is None or known[0] != words:
+                found = self._find(mapped, peer, np.frombuffer(words, np.int64).tolist())
+                if found is None:
+                    return False
+                self._views[peer] = known = words, found
+            views.append(known[1])
+        if self.entry.warns:
+            self._context.quietly(loop.run, views)
+        else:
+            loop.run(views)
+        return True
+
+    def _find(self, mapped: MappedMemory, peer: int, words: Sequence[int]) -> Views | None:
+        """A peer's tensors as arrays; None unless all are mapped."""
+        dtype, count = self.entry.dtype, len(words) // 2
+        found = [mapped.view_of(peer, word, dtype) for word in words]
+        arrays = [array for array in found if array is not None]
+        return (arrays[:count], arrays[count:]) if len(arrays) == len(words) else None
 
 
 class BufferBucket(Bucket):

@@ -69,7 +69,6 @@ class Context:
         pool: ResultPool,
     ) -> None:
         self.rank, self.size = group.rank, group.size
-        self.peers = tuple(peer for peer in range(group.size) if peer != group.rank)
         self.group = group
         self.control: Control = group.control
         self.executor = executor

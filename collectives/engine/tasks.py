@@ -74,6 +74,7 @@ class HostTask(Task):
         self._context = context
         self._state = context.executor.state
         self._mapped = context.group.memory.mapped if context.group.memory is not None else None
+        self._peers = tuple((context.rank + distance) % context.size for distance in range(1, context.size))
 
     def _set_arrays(self, source: Array, out: Array) -> tuple[int, int]:
         """Have the executor read and write these arrays. Returns the words that tell the peers where they lie."""
@@ -193,7 +194,6 @@ class LocatedTensor(OneTensor):
         super().__init__(context, entry)
         self._is_mapped = False
         """Whether this rank's tensors of the present call are."""
-        self._peers = tuple(peer for peer in range(context.size) if peer != context.rank)
         self._keeps_outputs = entry.request.collective == "reducescatter"
         """Whether peers use inputs only."""
         self._one_block: OneBlock | None = None

@@ -16,7 +16,7 @@ from collectives.fusion import Lists, Pieces
 from collectives.plan import fast_paths, window_packing
 from collectives.plan.blocks import BlockLookup, BlockOf
 from collectives.plan.fast_paths import Do, ExecutorState, Kernel, Scale
-from collectives.plan.mapped_allreduce import MappedAllreduce
+from collectives.plan.mapped_allreduce import MappedAllreduce, MappedBucket
 from collectives.plan.program import Action, Medium, Program, RoundProgram, Space, Verb
 from collectives.transport.base import Array
 from collectives.transport.group import Group
@@ -52,12 +52,14 @@ class Plan:
         needs_addresses: peers read or write private memory.
         partners: the peers whose private memory this rank reads or writes.
         reads_outputs: peers read each other's outputs, not only inputs; the same on every rank.
-        loop: carries out the whole plan where the tensors of all ranks are mapped, if it is the direct all-reduce.
+        loop, bucket_loop: carry out the whole plan where the tensors of all ranks are mapped, if it is the direct
+            all-reduce of a tensor, or of a bucket.
         touched_by: the peers that read or write this rank's private memory, each with the step group, counted from
             the call's beginning, after which it does so no more.
     """
 
     __slots__ = (
+        "bucket_loop",
         "description",
         "groups",
         "loop",
@@ -95,6 +97,7 @@ class Plan:
         self.description = description
         self.reads_outputs = reads_outputs
         self.loop: MappedAllreduce | None = None
+        self.bucket_loop: MappedBucket | None = None
 
 
 class Binder:

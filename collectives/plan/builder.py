@@ -17,7 +17,7 @@ from collectives.plan import layouts
 from collectives.plan.binder import Plan
 from collectives.plan.executor import Executor, stride_for
 from collectives.plan.lowering import compile_program, window_blocks
-from collectives.plan.planner import Choice, Placement, medium_between
+from collectives.plan.planner import MAPPED_BLOCK_BYTES, Choice, Placement, medium_between
 from collectives.plan.program import Layout, Medium
 from collectives.schedules import registry
 from collectives.schedules.algorithm import Algorithm
@@ -187,7 +187,11 @@ class Plans(Builder[Choice, Plan]):
             pieces,
             lists,
         )
-        if choice.medium is Medium.MAPPED and algorithm.owner_pushes and lists is None:
+        if algorithm.owner_pushes and self._placement.one_host:
             start, size = layout.inputs(self._rank)[self._rank], layout.sizes[self._rank]
-            plan.loop = self._executor.loop(plan, start, size, block, kernel, finish)
+            if choice.medium is Medium.MAPPED:
+                plan.loop = self._executor.loop(plan, start, size, block, kernel, finish)
+            elif lists is not None:
+                block = min(block, MAPPED_BLOCK_BYTES // dtype.itemsize)
+                plan.bucket_loop = self._executor.bucket_loop(plan, lists.pieces, start, size, block, kernel, finish)
         return plan

@@ -25,7 +25,7 @@ import numpy as np
 from collectives.fusion import Lists, Pieces
 from collectives.plan.binder import Binder, BoundRound, Plan
 from collectives.plan.fast_paths import ExecutorState, Kernel, OneBlock, Scale
-from collectives.plan.mapped_allreduce import MappedAllreduce
+from collectives.plan.mapped_allreduce import MappedAllreduce, MappedBucket
 from collectives.plan.program import Program
 from collectives.transport.base import SLOTS, WINDOW_BYTES, Array
 from collectives.transport.group import Group
@@ -64,6 +64,8 @@ class Executor:
         self._windows: Sequence[Array | None] = windows or [
             np.empty(WINDOW_BYTES, np.uint8) if rank == group.rank else None for rank in range(group.size)
         ]
+        self._others = [(group.rank + distance) % group.size for distance in range(1, group.size)]
+        """The peers, in the order in which the direct algorithms combine their blocks."""
         self._scratch = np.empty(0, np.uint8)
         self._scratch_views: dict[np.dtype[Any], list[Array]] = {}
 
@@ -141,9 +143,15 @@ class Executor:
         """The quickest way to run a direct all-reduce of mapped tensors, of which this rank owns ``size`` elements from
         ``start`` on."""
         assert self._board is not None
-        rank, size_of_group = self._group.rank, self._group.size
-        peers = [(rank + distance) % size_of_group for distance in range(1, size_of_group)]
-        return MappedAllreduce(self.state, self._board, peers, plan.groups, start, size, block, kernel, finish)
+        return MappedAllreduce(self.state, self._board, self._others, plan.groups, start, size, block, kernel, finish)
+
+    def bucket_loop(
+        self, plan: Plan, pieces: Pieces, start: int, size: int, block: int, kernel: Kernel, finish: Scale | None
+    ) -> MappedBucket:
+        """The same for a bucket."""
+        board = self._board
+        assert board is not None
+        return MappedBucket(self.state, board, self._others, plan.groups, pieces, start, size, block, kernel, finish)
 
     def stage(self, plan: Plan) -> None:
         """Copy segment 0 into the window before the call is entered. The plan must be staged."""

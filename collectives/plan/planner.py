@@ -18,6 +18,8 @@ from collectives.transport.base import SLOT_BYTES
 
 KIB, MIB = 1 << 10, 1 << 20
 
+MAPPED_BLOCK_BYTES = 256 * KIB
+"""Bytes of a mapped tensor that are combined at once: so many of two tensors fit into a core's cache."""
 _SCRATCH_LIMIT = 24 * MIB
 _MAPPED_FROM = 16 * KIB
 """Smaller tensors are copied into the window: that takes less than a second meeting of the ranks, after which the
@@ -316,7 +318,7 @@ class Planner:
         if algorithm.overlaps:
             return 512 * KIB
         if medium is Medium.MAPPED and algorithm.collective in ("allreduce", "reducescatter"):
-            return 256 * KIB
+            return MAPPED_BLOCK_BYTES
         if algorithm.collective not in ("allreduce", "reducescatter"):
             return 32 * MIB
         block = MIB if nbytes <= 8 * MIB else 512 * KIB

@@ -145,6 +145,13 @@ class Arena:
                 return 0
         return word + address - start
 
+    def locate_all(self, addresses: npt.NDArray[np.int64], nbytes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """`locate` of many tensors at once."""
+        words = np.zeros_like(addresses)
+        for start, end, word in self._ranges:
+            np.copyto(words, addresses + (word - start), where=(addresses >= start) & (addresses + nbytes <= end))
+        return words
+
     def piece(self, number: int) -> Piece:
         """The piece of this number, as in a word that `locate` has just returned."""
         return self._pieces[number]

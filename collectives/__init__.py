@@ -78,6 +78,7 @@ from collectives.capabilities import (
     rocm_built,
 )
 from collectives.engine.handles import Handle
+from collectives.memory import empty, empty_like, is_mapped, zeros
 from collectives.process_sets import ProcessSet
 from collectives.runtime import (
     add_process_set,
@@ -154,7 +155,9 @@ __all__ = [
     "cross_size",
     "cuda_built",
     "ddl_built",
+    "empty",
     "empty_cache",
+    "empty_like",
     "global_process_set",
     "gloo_built",
     "gloo_enabled",
@@ -173,6 +176,7 @@ __all__ = [
     "init",
     "is_homogeneous",
     "is_initialized",
+    "is_mapped",
     "join",
     "local_device",
     "local_rank",
@@ -194,4 +198,5 @@ __all__ = [
     "stop_timeline",
     "synchronize",
     "world",
+    "zeros",
 ]

@@ -188,7 +188,7 @@ class Arena:
         whole = max(_PIECE_BYTES, -(-nbytes // _HUGE_PAGE) * _HUGE_PAGE)
         try:
             piece = Piece(self._numbers + 1, whole)
-        except (OSError, ValueError, AttributeError) as error:
+        except (OSError, ValueError, OverflowError, AttributeError) as error:
             self._refused = True
             logger.warning("no more memory that other ranks can map (%s): tensors lie in private memory", error)
             return None

@@ -159,6 +159,18 @@ def on_device(tensor: Any) -> bool:
     return type(tensor) is not np.ndarray and detection.is_on_device(tensor)
 
 
+def host_memory(tensor: Any, argument: str) -> Array | None:
+    """The memory of a tensor that `view` takes, in its own shape and strides; None if it is on a GPU.
+
+    Raises:
+        InvalidTypeError, InvalidArgumentError: as `view`.
+    """
+    if type(tensor) is np.ndarray:
+        return tensor
+    read = _read(tensor, argument)
+    return None if read is None else read[0]
+
+
 def _look(tensor: Any, array: Array, argument: str, writable: bool, wrap: Wrap | None) -> View:
     dtype = resolve(array.dtype, argument=f"{argument} ({detection.describe(tensor)})")
     flags = array.flags

@@ -12,11 +12,12 @@ Tensors may be on the CPU or on GPUs, in any dtype that the engine knows, bfloat
 `collectives.horovod`).
 """
 
-from collectives import empty_cache, init, shutdown
+from collectives import empty_cache, init, is_mapped, shutdown
 from collectives.frontends import basics
 from collectives.frontends.basics import *  # noqa: F403
 from collectives.torch import ddp
 from collectives.torch.handles import poll, synchronize
+from collectives.torch.memory import empty, empty_like, zeros
 from collectives.torch.operations import (
     allgather,
     allgather_async,
@@ -72,7 +73,9 @@ __all__ = [
     "broadcast_optimizer_state",
     "broadcast_parameters",
     "ddp",
+    "empty",
     "empty_cache",
+    "empty_like",
     "grouped_allgather",
     "grouped_allgather_async",
     "grouped_allreduce",
@@ -82,6 +85,7 @@ __all__ = [
     "grouped_reducescatter",
     "grouped_reducescatter_async",
     "init",
+    "is_mapped",
     "join",
     "poll",
     "reducescatter",
@@ -89,5 +93,6 @@ __all__ = [
     "shutdown",
     "sparse_allreduce_async",
     "synchronize",
+    "zeros",
 ]
 __all__ += basics.__all__

@@ -1,0 +1,118 @@
+"""Tensors in memory that the other ranks of this host can map: ``empty``, ``zeros``, ``empty_like``.
+
+The collectives read and write such tensors, and contiguous views of them, where they lie. See `collectives.memory`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from collectives.base.errors import InvalidArgumentError, InvalidTypeError
+from collectives.tensors import detection
+from collectives.tensors.arena import arena
+
+_BYTE = np.dtype(np.uint8)
+
+
+def empty(
+    *size: int | Sequence[int],
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    requires_grad: bool = False,
+) -> torch.Tensor:
+    """An uninitialised tensor, as ``torch.empty``, in memory that peers can map.
+
+    Args:
+        size: the dimensions, each by itself or as one sequence.
+        dtype: torch's default dtype if it is None; any of torch's, bfloat16 included.
+        device: the CPU, which is also the default, whatever torch's default device is.
+        requires_grad: whether autograd shall record operations on it.
+
+    Returns:
+        A contiguous ``torch.Tensor``, aligned to 64 bytes. Its storage cannot grow.
+
+    Raises:
+        InvalidArgumentError: a negative dimension, or a device that is not the CPU.
+        InvalidTypeError: dimensions that are no ints, or a dtype that is not torch's.
+        RuntimeError: as of torch: a gradient of a dtype that has none, or no memory.
+    """
+    _check_device(device)
+    return _allocate(_dimensions(size), dtype, requires_grad, zero=False)
+
+
+def zeros(
+    *size: int | Sequence[int],
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    requires_grad: bool = False,
+) -> torch.Tensor:
+    """A tensor of zeros, as ``torch.zeros``, in memory that peers can map; arguments and errors as of `empty`."""
+    _check_device(device)
+    return _allocate(_dimensions(size), dtype, requires_grad, zero=True)
+
+
+def empty_like(
+    input: torch.Tensor,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    requires_grad: bool = False,
+) -> torch.Tensor:
+    """An uninitialised tensor with the shape and dtype of another one, in memory that peers can map.
+
+    Unlike ``torch.empty_like`` it is contiguous whatever the strides of ``input``.
+
+    Args:
+        input: a tensor on the CPU, or on any device if ``device`` is given.
+        dtype: in place of the tensor's.
+        device, requires_grad: as of `empty`.
+
+    Raises:
+        InvalidArgumentError: ``input`` is not on the CPU and ``device`` is not given.
+        InvalidTypeError: ``input`` is not a tensor.
+    """
+    if not isinstance(input, torch.Tensor):
+        raise InvalidTypeError(f"input: expected a torch.Tensor, got a {detection.describe(input)}")
+    _check_device(input.device if device is None else device)
+    return _allocate(tuple(input.shape), input.dtype if dtype is None else dtype, requires_grad, zero=False)
+
+
+def _allocate(shape: tuple[int, ...], dtype: Any, requires_grad: bool, *, zero: bool) -> torch.Tensor:
+    kind = torch.get_default_dtype() if dtype is None else dtype
+    if not isinstance(kind, torch.dtype):
+        raise InvalidTypeError(f"dtype: expected a torch.dtype, got {dtype!r}")
+    tensor = torch.empty(0, dtype=kind, device="cpu")
+    nbytes = math.prod(shape) * tensor.element_size()
+    if nbytes:
+        memory = arena.empty(nbytes, _BYTE)
+        if zero:
+            memory.fill(0)
+        # Not a view of the tensor of bytes: autograd treats views in a way of its own.
+        tensor.set_(torch.from_numpy(memory).untyped_storage(), 0, shape)  # type: ignore[call-overload]
+    else:
+        tensor = torch.empty(shape, dtype=kind, device="cpu")
+    return tensor.requires_grad_() if requires_grad else tensor
+
+
+def _dimensions(size: tuple[int | Sequence[int], ...]) -> tuple[int, ...]:
+    given: Any = size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size or None
+    try:
+        shape = tuple(dimension.__index__() for dimension in given)
+    except (AttributeError, TypeError):
+        raise InvalidTypeError(f"size: expected ints, or one sequence of ints, got {given!r}") from None
+    if any(dimension < 0 for dimension in shape):
+        raise InvalidArgumentError(f"size: expected dimensions of 0 or more, got {given!r}")
+    return shape
+
+
+def _check_device(device: torch.device | str | None) -> None:
+    if device is not None and torch.device(device).type != "cpu":
+        raise InvalidArgumentError(
+            f"device: expected cpu, got {device}: only host memory is mapped this way; the memory of tensors on GPUs "
+            f"is mapped wherever it was allocated"
+        )

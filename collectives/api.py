@@ -19,6 +19,7 @@ import numpy.typing as npt
 from collectives.base.options import CallOptions, ReduceOptions, ScaleOptions, spelled_out
 from collectives.base.reduce_op import Op
 from collectives.engine.handles import Handle
+from collectives.persistent import PersistentOperation
 from collectives.process_sets import ProcessSet
 from collectives.runtime import default, root_in, world, world_of
 from collectives.world import World
@@ -322,6 +323,102 @@ def alltoall(
 def alltoall_async(tensor: Any, splits: Any = None, **options: Unpack[CallOptions]) -> Handle[Any]:
     """Begin an `alltoall` and return its handle at once."""
     return _world(options).alltoall_async(tensor, splits, **options)
+
+
+@spelled_out(ReduceOptions)
+def allreduce_init(
+    tensor: Tensor, average: bool | None = None, *, out: Any = None, **options: Unpack[ReduceOptions]
+) -> PersistentOperation[Tensor]:
+    """Make an `allreduce` that is started any number of times, in place: the result replaces the tensor's elements.
+
+    Every rank makes it with the same call; a start then costs the ranks one word each. It has ``start()``, ``wait()``
+    and a call that does both, and keeps the tensor until ``free()``. Every start counts like a call of `allreduce_`:
+    starts and other operations may be mixed in any way, in the same order on every rank unless they have names.
+
+    Args:
+        tensor: writable; most is gained with contiguous NumPy arrays and torch tensors on the CPU. On a GPU, in any
+            other layout, with ``compression``, ``prescale_factor`` or Adasum every start works as the ordinary
+            operation does. Its memory, shape and layout must remain as they are.
+        out: contiguous memory for the result, of the tensor's shape and dtype, and apart from it; the tensor is left
+            unchanged then.
+        name: of every start.
+
+    Raises:
+        InvalidTypeError: a tensor that never changes, as of JAX and TensorFlow.
+        MismatchError: the ranks' calls differ, or a rank has joined.
+    """
+    return _world(options).allreduce_init(tensor, average, out=out, **options)
+
+
+@spelled_out(ReduceOptions)
+def grouped_allreduce_init(
+    tensors: Sequence[Tensor], average: bool | None = None, **options: Unpack[ReduceOptions]
+) -> PersistentOperation[list[Tensor]]:
+    """`allreduce_init` of several tensors that are carried out together, in place: one start for all of them."""
+    return _world(options).grouped_allreduce_init(tensors, average, **options)
+
+
+@spelled_out(ScaleOptions)
+def reducescatter_init(
+    tensor: Tensor, op: Op | None = Op.AVERAGE, **options: Unpack[ScaleOptions]
+) -> PersistentOperation[Tensor]:
+    """Make a `reducescatter` that is started any number of times, as `allreduce_init` does.
+
+    Its result is made once: every start returns the same tensor, with new elements. (A new one, where a start works as
+    the ordinary operation does.)
+    """
+    return _world(options).reducescatter_init(tensor, op, **options)
+
+
+@spelled_out(ScaleOptions)
+def grouped_reducescatter_init(
+    tensors: Sequence[Tensor], op: Op | None = Op.AVERAGE, **options: Unpack[ScaleOptions]
+) -> PersistentOperation[list[Tensor]]:
+    """`reducescatter_init` of several tensors that complete together; the results in order."""
+    return _world(options).grouped_reducescatter_init(tensors, op, **options)
+
+
+@spelled_out(CallOptions)
+def allgather_init(tensor: Tensor, **options: Unpack[CallOptions]) -> PersistentOperation[Tensor]:
+    """Make an `allgather` that is started any number of times, as `allreduce_init` does.
+
+    The ranks agree on their rows when it is made. Its result is made once, as that of `reducescatter_init`. It cannot
+    be started while a rank has joined.
+    """
+    return _world(options).allgather_init(tensor, **options)
+
+
+@spelled_out(CallOptions)
+def grouped_allgather_init(
+    tensors: Sequence[Tensor], **options: Unpack[CallOptions]
+) -> PersistentOperation[list[Tensor]]:
+    """`allgather_init` of several tensors that complete together; the results in order."""
+    return _world(options).grouped_allgather_init(tensors, **options)
+
+
+@spelled_out(CallOptions)
+def broadcast_init(tensor: Tensor, root_rank: int, **options: Unpack[CallOptions]) -> PersistentOperation[Tensor]:
+    """Make a `broadcast_` that is started any number of times, as `allreduce_init` does."""
+    world, root = _rooted(root_rank, options)
+    return world.broadcast_init(tensor, root, **options)
+
+
+@spelled_out(CallOptions)
+def grouped_broadcast_init(
+    tensors: Sequence[Tensor], root_rank: int, **options: Unpack[CallOptions]
+) -> PersistentOperation[list[Tensor]]:
+    """`broadcast_init` of several tensors that complete together, in place."""
+    world, root = _rooted(root_rank, options)
+    return world.grouped_broadcast_init(tensors, root, **options)
+
+
+@spelled_out(CallOptions)
+def alltoall_init(tensor: Any, splits: Any = None, **options: Unpack[CallOptions]) -> PersistentOperation[Any]:
+    """Make an `alltoall` that is started any number of times, as `allgather_init` does.
+
+    With ``splits`` every start returns the rows received and their numbers, as `alltoall` does.
+    """
+    return _world(options).alltoall_init(tensor, splits, **options)
 
 
 def barrier(*, process_set: ProcessSet | None = None) -> None:

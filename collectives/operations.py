@@ -62,6 +62,7 @@ class Operations:
         refusals = Refusals(ranks[rank], self.size == 1, engine, handles)
         self.check_state, self.refused = refusals.check_state, refusals.refused
         self.ahead_of, self.composed = refusals.ahead_of, refusals.composed
+        self.begin, self.carry_out = self._begin, self._wait
 
     def close(self) -> None:
         """Drop the caches, and with them views into the windows. Later calls are refused."""

@@ -38,6 +38,7 @@ from collectives.engine.overlaps import InFlight
 from collectives.engine.requests import HandleFactory
 from collectives.objects import Objects
 from collectives.operations import Operations
+from collectives.persistent_init import PersistentInit
 from collectives.plan.builder import Plans
 from collectives.plan.executor import Executor
 from collectives.plan.planner import Placement, Planner
@@ -120,6 +121,7 @@ class World:
             self._in_flight,
         )
         self.operations = Operations(self.rank, self.ranks, self._engine, handles, self._pool)
+        self._persistent = PersistentInit(self.operations, self._engine, handles)
         self._attach_operations()
         self._tuning = Tuning(self._engine, self.planner, config) if config.autotune and self.size > 1 else None
         self._children: list[World] = []
@@ -147,6 +149,13 @@ class World:
         self.allgather, self.allgather_async = does.allgather, does.allgather_async
         self.grouped_allgather, self.grouped_allgather_async = does.grouped_allgather, does.grouped_allgather_async
         self.alltoall, self.alltoall_async = does.alltoall, does.alltoall_async
+        makes = self._persistent
+        self.allreduce_init, self.grouped_allreduce_init = makes.allreduce_init, makes.grouped_allreduce_init
+        self.reducescatter_init = makes.reducescatter_init
+        self.grouped_reducescatter_init = makes.grouped_reducescatter_init
+        self.broadcast_init, self.grouped_broadcast_init = makes.broadcast_init, makes.grouped_broadcast_init
+        self.allgather_init, self.grouped_allgather_init = makes.allgather_init, makes.grouped_allgather_init
+        self.alltoall_init = makes.alltoall_init
         self.barrier, self.join, self.poll, self.synchronize = does.barrier, does.join, does.poll, does.synchronize
         objects = Objects(does)
         self.broadcast_object, self.allgather_object = objects.broadcast_object, objects.allgather_object
@@ -371,6 +380,7 @@ class World:
             # Peers that have left have this rank's device memory mapped no more.
             if self._devices is not None and settled and backoff.poll(self._control.all_left, _LEAVE_WITHIN):
                 self._devices.free()
+            self._persistent.close()
             self.operations.close()  # drops its views into the windows, so that they can be unmapped
             self._group.close()
 

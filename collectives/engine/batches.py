@@ -99,6 +99,9 @@ class Batch:
 
     def _alone(self, entry: CachedRequest) -> Task:
         context = self._context
+        if entry.binding is not None and entry.step is not None:
+            bound: Task = entry.step
+            return bound
         if entry.request.collective in ("allgather", "alltoall"):
             return Rows(context, entry)
         if entry.op is Op.ADASUM and entry.moves:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from collectives.base.config import Config
 from collectives.base.errors import OutOfMemoryError
@@ -116,6 +117,8 @@ class Coordinator:
         pending = submissions.pending
         if self.chosen:
             handles = [pending.get(key) or self._neutral(key, request) for key, request in self.chosen]
+            if self._joined:
+                self._unbind(handles)
         elif submissions.fresh:
             handles = submissions.next_list(min(self.threshold, LIST_BYTES))
         elif not self.has_reason_to_propose():
@@ -177,13 +180,20 @@ class Coordinator:
 
     def _neutral(self, key: Key, request: Request) -> Handle:
         """What this rank contributes to an operation of the others after it has joined."""
-        handle = self._make_neutral(request)
+        handle = self._make_neutral(replace(request, persistent=None))
         handle.key = key
         if type(key) is int:
             for member in handle.members:
                 member.key = key
             self._count_unnamed(key)
         return handle
+
+    def _unbind(self, handles: Sequence[Handle]) -> None:
+        """Carry out persistent operations as ordinary ones, because this rank or another has joined: what it
+        contributes does not lie in the memory that the operation is bound to."""
+        for handle in handles:
+            if handle.entry.binding is not None:
+                handle.entry.binding.unbind(handle)
 
     def _count_unnamed(self, number: int) -> None:
         self._submissions.unnamed = max(self._submissions.unnamed, number + 1)

@@ -251,6 +251,11 @@ class Engine:
 
     # ---- settings and counters
 
+    @property
+    def threshold(self) -> int:
+        """Bytes at which a bucket ends."""
+        return self._coordinator.threshold
+
     def hinder(self, reason: str, yes: bool = True) -> None:
         """Disable the handle-free path of `run` for ``reason``; or withdraw the reason."""
         (self._obstacles.add if yes else self._obstacles.discard)(reason)
@@ -315,6 +320,8 @@ def _handle(
     entry: CachedRequest, source: Array, out: Array, deliver: Callable[[Handle], Any] | None, keep: Any
 ) -> Handle:
     """The handle of a blocking call that needs one after all."""
+    if entry.binding is not None:
+        return entry.binding.handle()
     if keep is None:
         return Handle(entry, source, out, deliver or _no_result)
     if out is source:

@@ -34,6 +34,7 @@ class Request:
         wire: the dtype in which elements are sent; None: their own.
         members: the requests of a grouped operation, which are carried out together.
         parts: the shapes of the tensors that are concatenated in this one, if there are several.
+        persistent: the number of a persistent operation, which all ranks have agreed on; None: of no such one.
         detail: an "invalid" request's error.
     """
 
@@ -51,6 +52,7 @@ class Request:
     wire: str | None = None
     members: tuple[Request, ...] = ()
     parts: tuple[tuple[int, ...], ...] = ()
+    persistent: int | None = None
     detail: str = field(default="", compare=False)
 
     def signature(self) -> int:
@@ -64,6 +66,8 @@ class Request:
             return f"refused its arguments: {self.detail}"
         if self.members:
             name = f"name={self.name!r}, " if self.name is not None else ""
+            if self.persistent is not None:
+                name += f"persistent={self.persistent}, "
             alike = replace(self.members[0], name=None, dtype=None, shape=None, parts=()).describe()
             tensors = [
                 f"{member.dtype}{list(shape or ())}"
@@ -140,7 +144,8 @@ def absent(rank: int, request: Request, joined: Collection[int], names: Sequence
             f"rank {rank}: {request.describe()}: the root, rank {names[request.root]}, has joined and has no tensor to "
             f"give; broadcast before a rank can run out of data"
         )
-    if request.collective in EVERY_RANK and joined:
+    fixed_rows = request.persistent is not None and request.collective.endswith(("allgather", "alltoall"))
+    if joined and (fixed_rows or request.collective in EVERY_RANK or request.collective.endswith("_init")):
         who = ", ".join(str(names[peer]) for peer in sorted(joined))
         return MismatchError(
             f"rank {rank}: {request.describe()} needs every rank, but rank {who} has joined; do it before a rank can "

@@ -6,10 +6,12 @@ Plans are made when the operation is carried out, because they may move the scra
 
 from __future__ import annotations
 
+import copy
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, Generic, TypeVar
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
@@ -22,6 +24,9 @@ from collectives.plan.planner import Planner
 from collectives.tensors import reduction
 from collectives.transport.base import Array
 
+if TYPE_CHECKING:
+    from collectives.engine.handles import Handle
+
 Cached = TypeVar("Cached", bound="CachedRequest")
 Keywords = Mapping[str, Any]
 """The keywords that a caller has given, without ``process_set`` and ``stream``."""
@@ -31,6 +36,16 @@ Reduce = Callable[[Array, Array], None]
 _FACTORS = ("prescale_factor", "postscale_factor")
 _MOST_REQUESTS = 2048
 _MOST_ROWS = 64
+
+
+class Binding(Protocol):
+    """What a persistent operation adds to its request (`collectives.engine.persistent`)."""
+
+    def handle(self) -> Handle:
+        """A handle of one start."""
+
+    def unbind(self, handle: Handle) -> None:
+        """Make a handle of one start that of the ordinary operation, to which a rank that has joined contributes."""
 
 
 class CachedRequest:
@@ -47,6 +62,7 @@ class CachedRequest:
         simple: whether a blocking call can carry it out without a handle.
         step: the task that does so, kept from one call to the next.
         meets_tensors: whether the ranks tell each other where the tensors lie.
+        binding: of a persistent operation; None: of any other.
     """
 
     on_device = False
@@ -61,6 +77,7 @@ class CachedRequest:
         "_plan",
         "_planner",
         "_plans",
+        "binding",
         "count",
         "dtype",
         "finish",
@@ -106,6 +123,7 @@ class CachedRequest:
             "barrier",
         )
         self.step: Any = None
+        self.binding: Binding | None = None
         self._planner = planner
         self._epoch = -1
         self._make_plan = make_plan
@@ -114,6 +132,24 @@ class CachedRequest:
         self._plan: Plan | None = None
         self._native: Reduce | None = None
         self._plans: dict[tuple[int, ...], Plan | None] = {}
+
+    def persistent(
+        self, number: int, binding: Binding, make_plan: Callable[[], Plan | None] | None = None
+    ) -> CachedRequest:
+        """The request of a persistent operation like this one.
+
+        Args:
+            number: the operation's, equal on every rank.
+            binding: of the operation.
+            make_plan: in place of this request's own.
+        """
+        made = copy.copy(self)
+        made.request = replace(self.request, persistent=number)
+        made.signature = made.request.signature()
+        made.binding, made.step, made.fuses_with = binding, None, None
+        made._plans, made._epoch = {}, -1
+        made._make_plan = make_plan or self._make_plan
+        return made
 
     def plan(self) -> Plan | None:
         """The plan, made when the operation is first carried out and after each change of the planner's settings.

@@ -24,6 +24,7 @@ from benchmarks.collective import (
     whole,
 )
 from benchmarks.peers import Cupyx, Mpi, Torch
+from benchmarks.prototype import Prototype
 from benchmarks.run import main
 from benchmarks.values import Values
 
@@ -73,6 +74,10 @@ def cupyx(peer: Cupyx, case: Case, mode: str) -> Result:
     return call
 
 
+def prototype(peer: Prototype, case: Case, mode: str) -> Result:
+    return peer.allreduce(case, mode)
+
+
 ALLREDUCE = Collective(
     name="allreduce",
     reduces=True,
@@ -88,6 +93,7 @@ ALLREDUCE = Collective(
     mpi=mpi,
     torch=torch,
     cupyx=cupyx,
+    prototype=prototype,
 )
 
 if __name__ == "__main__":

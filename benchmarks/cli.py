@@ -12,7 +12,7 @@ from typing import IO, Any, NoReturn
 import numpy as np
 
 from benchmarks.collective import OPERATIONS
-from benchmarks.device import DEVICES, why_not
+from benchmarks.device import DEVICES, MEMORIES, why_not
 from benchmarks.peers import PEERS
 from benchmarks.ranks import launched_rank
 from collectives.base.config import ALGORITHMS, TRANSPORTS, parse_bytes
@@ -76,6 +76,8 @@ class Settings:
     """Bytes that each rank writes before each call, untimed."""
     device: str = "cpu"
     """Where the buffers lie."""
+    memories: tuple[str, ...] = ("private",)
+    """In which kinds of the host's memory ours lie; the first one is that of the table."""
 
 
 def size(text: str) -> int:
@@ -208,10 +210,17 @@ def parser(collective: str, reduces: bool, rooted: bool) -> Parser:
 
 
 def add_device(flags: Parser, peers: Mapping[str, Sequence[str]]) -> None:
-    """``--device``, and ``--peers`` out of those that a device has."""
+    """``--device``, ``--memory``, and ``--peers`` out of those that a device has."""
     every = [name for group in peers.values() for name in group]
     told = "; ".join(f"{device}: {', '.join(group)}" for device, group in peers.items())
     flags.add_argument("--device", choices=DEVICES, default="cpu", help="where the buffers lie")
+    flags.add_argument(
+        "--memory",
+        type=names("memory", MEMORIES),
+        default=("private",),
+        metavar="LIST",
+        help="kinds of the host's memory that our tensors lie in: private, mapped (collectives.empty), or both",
+    )
     flags.add_argument(
         "--peers", type=names("peer", every), default=(), metavar="LIST", help=f"also time these ({told})"
     )
@@ -238,7 +247,11 @@ def add_contestants(flags: Parser) -> None:
 
 
 def check_device(flags: Parser, given: argparse.Namespace) -> None:
-    """End the process with status 2 where the device is missing, or a peer does not run on it."""
+    """End the process with status 2 where the device is missing, or a peer or a kind of memory does not go with it."""
+    if given.device != "cpu" and "mapped" in given.memory:
+        flags.error(
+            f"argument --memory: mapped is memory of the host, and the buffers of --device {given.device} are not"
+        )
     for name in given.peers:
         if name not in given.peers_of[given.device]:
             expected = ", ".join(given.peers_of[given.device])
@@ -279,4 +292,5 @@ def settings(flags: Parser, arguments: Sequence[str] | None) -> Settings:
         plot=given.plot,
         evict=given.evict,
         device=given.device,
+        memories=given.memory,
     )

@@ -51,6 +51,10 @@ Result = Callable[[], Any]
 writing."""
 
 
+def _no_prototype(peer: Any, case: Case, mode: str) -> Result:
+    raise Unavailable("prototype: all-reduce only")
+
+
 @dataclass(frozen=True)
 class Collective:
     """The definitions of one collective. Sizes follow nccl-tests: S is the larger of a rank's two buffers, in bytes."""
@@ -75,6 +79,7 @@ class Collective:
     torch: Callable[[Any, Case, str], Result]
     """torch.distributed's call, over gloo or NCCL."""
     cupyx: Callable[[Any, Case, str], Result]
+    prototype: Callable[[Any, Case, str], Result] = _no_prototype
 
     def count(self, nbytes: int, itemsize: int, ranks: int) -> int:
         """nccl-tests' count for a size in bytes: whole elements, the same for every rank, at least one."""

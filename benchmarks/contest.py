@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import product
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,13 @@ Peers = dict[str, Peer]
 
 
 class Contest:
-    """A collective, its contestants, and the two buffers that all rows use: allocated once, for the largest size."""
+    """A collective, its contestants, and the two buffers that all rows use: allocated once, for the largest size.
+
+    Args:
+        memories: by kind. Ours and the prototype use the first; in each of the others ours takes part once more, as
+            "CONTESTANT, KIND". Peers and the limit use private memory: libraries that reach a peer's tensor through
+            system calls are slower where it lies in a file.
+    """
 
     def __init__(
         self,
@@ -36,10 +43,15 @@ class Contest:
         ranks: Ranks,
         peers: Peers,
         largest: int,
-        memory: Memory = HOST,
+        memories: Mapping[str, Memory] = MappingProxyType({"private": HOST}),
     ) -> None:
-        self.collective, self.settings, self.ranks, self.memory = collective, settings, ranks, memory
-        self._buffers = memory.zeros(largest, np.uint8), memory.zeros(largest, np.uint8)
+        self.collective, self.settings, self.ranks = collective, settings, ranks
+        first, *others = memories
+        self.memory = memories[first]
+        self._buffers = {
+            kind: (memory.zeros(largest, np.uint8), memory.zeros(largest, np.uint8))
+            for kind, memory in {"private": HOST, **memories}.items()
+        }
         self.contestants: dict[str, Prepare] = {OURS: partial(collective.ours, {})}
         for algorithm, transport in product(settings.algorithms or (None,), settings.transports or (None,)):
             forced = {key: value for key, value in (("algorithm", algorithm), ("transport", transport)) if value}
@@ -47,21 +59,29 @@ class Contest:
                 self.contestants["/".join(forced.values())] = partial(collective.ours, forced)
         if "nccl" in settings.peers:
             self.contestants["nccl"] = partial(collective.ours, NATIVE)
+        self._kinds = dict.fromkeys((*self.contestants, "prototype"), first)
+        """The kind of memory that a contestant uses, if it is not private."""
+        for name, kind in product(list(self.contestants), others):
+            self.contestants[f"{name}, {kind}"] = self.contestants[name]
+            self._kinds[f"{name}, {kind}"] = kind
         for name, peer in peers.items():
             prepare: Callable[[Any, Case, str], Result] = getattr(collective, peer.calls)
             self.contestants[name] = partial(prepare, peer)
         self.contestants[FLOOR] = self._floor
 
     def _floor(self, case: Case, mode: str) -> Result:
-        return floor(*self._buffers, self.collective.limit(case.nbytes, case.size), self.memory)
+        source, target = self._buffers["private"]
+        return floor(source, target, self.collective.limit(case.nbytes, case.size), self.memory)
 
-    def case(self, dtype: np.dtype, op: str, count: int) -> Case:
-        """A row's buffers: the beginnings of the two large ones."""
-        size = self.ranks.size
+    def case(self, dtype: np.dtype, op: str, count: int, contestant: str = OURS) -> Case:
+        """A row's buffers: the beginnings of the two large ones that the contestant uses."""
+        size, collective = self.ranks.size, self.collective
         send, work = (
             buffer[: count * parts(size) * dtype.itemsize].view(dtype)
             for buffer, parts in zip(
-                self._buffers, (self.collective.send_parts, self.collective.receive_parts), strict=True
+                self._buffers[self._kinds.get(contestant, "private")],
+                (collective.send_parts, collective.receive_parts),
+                strict=True,
             )
         )
         return Case(dtype, op, self.settings.root, self.ranks.rank, size, count, send, work)
@@ -114,6 +134,7 @@ class Contest:
             The call and its wrong values on all ranks (None if unchecked), or the reason why a rank cannot do it; the
             same kind on every rank.
         """
+        case = self.case(case.dtype, case.op, case.count, name)
         values = Values(case.dtype, case.op, case.size)
         for array in (case.send, case.work):
             self.memory.fill(array, lambda out: values.fill(out, case.rank))

@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
+import collectives
 from benchmarks import room
 
 DEVICES = ("cpu", "cuda")
+MEMORIES = ("private", "mapped")
+"""Kinds of the host's memory: NumPy's own, and the engine's, which the other ranks of the host can map."""
 
 Call = Callable[[], Any]
 
@@ -68,6 +71,25 @@ class Host:
 
     def available(self) -> int | None:
         return room.available_bytes()
+
+
+class Mapped(Host):
+    """NumPy arrays of `collectives.empty`."""
+
+    def zeros(self, shape: int | tuple[int, ...], dtype: Any) -> np.ndarray:
+        """A new array.
+
+        Raises:
+            MemoryError: the engine has no mapped memory left, or was refused any.
+        """
+        array: np.ndarray = collectives.empty(shape, dtype)
+        if array.nbytes and not collectives.is_mapped(array):
+            raise MemoryError(
+                f"--memory mapped: the engine gave private memory for {array.nbytes} bytes, and its log says why; "
+                "choose a smaller -e, or --memory private"
+            )
+        array.fill(0)
+        return array
 
 
 class Cuda:
@@ -138,6 +160,11 @@ def why_not(device: str) -> str | None:
 def memory(device: str, local_rank: int) -> Host | Cuda:
     """The memory that ``--device`` names."""
     return Cuda(local_rank) if device == "cuda" else Host()
+
+
+def memories(device: str, local_rank: int, kinds: Sequence[str]) -> dict[str, Host | Cuda]:
+    """The memory of each kind that ``--memory`` names, on the device."""
+    return {kind: Mapped() if kind == "mapped" else memory(device, local_rank) for kind in kinds}
 
 
 HOST = Host()

@@ -9,21 +9,22 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
+from itertools import product
 from pathlib import Path
-from time import perf_counter, process_time
 from typing import Any
 
 import numpy as np
 
 import collectives
 from benchmarks import cli, report
-from benchmarks.device import HOST, Cuda, Host, memory
+from benchmarks.device import HOST, Cuda, Host, memories
 from benchmarks.floor import NAME as FLOOR
 from benchmarks.floor import floor
 from benchmarks.measure import Summary, alternate, bandwidth
 from benchmarks.models import MODELS, Shapes, elements
 from benchmarks.peers import NATIVE, Cupyx, Mpi, Peer, Torch, connect
+from benchmarks.per_tensor import cost_per_tensor
 from benchmarks.progress import Progress, watched
 from benchmarks.ranks import Ranks
 from benchmarks.record import OURS
@@ -112,18 +113,35 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def measure(given: Any, ranks: Ranks) -> dict[str, Any]:
     """Time the contestants' steps, ours per tensor, and count what ours does; rank 0 prints it."""
-    place = memory(given.device, collectives.local_rank())
-    gradients = Gradients(MODELS[given.model](), ranks.rank, ranks.size, place)
-    count, nbytes = len(gradients.tensors), gradients.flat.nbytes
-    steps = {OURS: ours(gradients, given.blocking, given.out_of_place)}
+    places = memories(given.device, collectives.local_rank(), given.memory)
+    first, *others = places
+    place = places[first]
+    shapes = MODELS[given.model]()
+    # Peers use private memory: libraries that reach a peer's tensor through system calls are slower in a file.
+    copies = {
+        kind: Gradients(shapes, ranks.rank, ranks.size, each) for kind, each in {"private": HOST, **places}.items()
+    }
+    count, nbytes = len(shapes), copies[first].flat.nbytes
+    mine = (OURS,)
+    contestants = {
+        **{name: (name, first) for name in mine},
+        **{f"{name}, {kind}": (name, kind) for name, kind in product(mine, others)},
+        **{name: (name, "private") for name in given.peers},
+    }
+    """Told name -> its step's name, and whose memory it uses."""
+    steps: dict[str, Step] = {}
+    wrong: dict[str, int | None] = {}
     open_peers: dict[str, Peer] = {}
     try:
-        for name in given.peers:
-            outcome = _peer(name, gradients, ranks, open_peers)
+        for told, (name, kind) in contestants.items():
+            outcome = _step(name, copies[kind], given, ranks, open_peers)
             if isinstance(outcome, str):
                 say(ranks, f"# {outcome}")
             else:
-                steps[name] = outcome
+                steps[told] = outcome
+                wrong[told] = None if name == FLOOR else _check(outcome, copies[kind], ranks)
+        for gradients in copies.values():
+            gradients.clear()
         kind = (
             f"{'blocking' if given.blocking else 'asynchronous'}, "
             f"{'out of place' if given.out_of_place else 'in place'}"
@@ -131,15 +149,13 @@ def measure(given: Any, ranks: Ranks) -> dict[str, Any]:
         say(
             ranks,
             f"# gradients of {given.model}: {count} float32 tensors, {nbytes / 1e6:.1f} MB; ours: {kind}; "
-            f"{ranks.size} ranks",
+            f"{ranks.size} ranks; memory {','.join(places)}",
         )
         say(
             ranks,
             f"# {report.mpi_library() or 'no MPI'}; medians of {given.steps} steps of the slowest rank, the "
             f"contestants in turn",
         )
-        wrong = {name: None if name == FLOOR else _check(step, gradients, ranks) for name, step in steps.items()}
-        gradients.clear()
         with Progress(given.warmup + given.steps, ranks.rank == 0 and watched()) as progress:
             seconds = alternate(ranks, list(steps.values()), given.warmup, given.steps, progress.tick, memory=place)
     finally:
@@ -253,8 +269,10 @@ def of_floor(gradients: Gradients) -> Step:
     return lambda: [copy()]
 
 
-def _peer(name: str, gradients: Gradients, ranks: Ranks, open_peers: dict[str, Peer]) -> Step | str:
-    """A peer's step, or the reason why there is none; the same kind on every rank."""
+def _step(name: str, gradients: Gradients, given: Any, ranks: Ranks, open_peers: dict[str, Peer]) -> Step | str:
+    """A contestant's step, or the reason why there is none; the same kind on every rank."""
+    if name == OURS:
+        return ours(gradients, given.blocking, given.out_of_place)
     if name == FLOOR:
         return of_floor(gradients)
     if name == "nccl":
@@ -270,6 +288,7 @@ def _peer(name: str, gradients: Gradients, ranks: Ranks, open_peers: dict[str, P
         return of_torch(peer, gradients)
     if isinstance(peer, Cupyx):
         return of_cupyx(peer, gradients)
+    assert isinstance(peer, Mpi)
     return of_flat(peer, gradients) if name == "flat" else of_mpi(peer, gradients)
 
 
@@ -277,55 +296,6 @@ def _check(step: Step, gradients: Gradients, ranks: Ranks) -> int:
     """Wrong values on all ranks after one step with values of every rank's own."""
     gradients.fill()
     return ranks.total(gradients.wrong(step()))
-
-
-@dataclass(frozen=True)
-class Cost:
-    """What one tensor of a single element costs, in microseconds: there is next to nothing in it but our own Python."""
-
-    tensors: int
-    submission: float
-    """The caller's time per submission; the whole call where calls block."""
-    whole: float
-    """A step's time divided by its tensors."""
-    processor: float
-    """Processor time of all threads of the process, divided by the tensors."""
-
-    def __str__(self) -> str:
-        return (
-            f"{self.tensors} tensors of one element, microseconds per tensor: submission {self.submission:.2f}, "
-            f"whole step {self.whole:.2f}, processor time {self.processor:.2f}"
-        )
-
-
-def cost_per_tensor(ranks: Ranks, count: int, steps: int, blocking: bool, place: Host | Cuda) -> Cost:
-    """Medians over ``steps`` steps of ``count`` tensors of one element, in place; the slowest rank counts."""
-    tensors = [place.zeros(1, np.float32) for _ in range(count)]
-    wait = place.finished(lambda: None)
-    names = [f"one element.{index}" for index in range(count)]
-    samples = np.zeros((steps, 3))
-    warmup = 3
-    for step in range(-warmup, steps):
-        ranks.barrier()
-        processor, start = process_time(), perf_counter()
-        if blocking:
-            for tensor, name in zip(tensors, names, strict=True):
-                collectives.allreduce_(tensor, average=False, name=name)
-            submitted = perf_counter()
-        else:
-            handles = [
-                collectives.allreduce_async_(tensor, average=False, name=name)
-                for tensor, name in zip(tensors, names, strict=True)
-            ]
-            submitted = perf_counter()
-            for handle in handles:
-                collectives.synchronize(handle)
-        wait()
-        stop = perf_counter()
-        if step >= 0:
-            samples[step] = submitted - start, stop - start, process_time() - processor
-    submission, whole, processor = (float(value) for value in np.median(ranks.maximum(samples), axis=0) / count * 1e6)
-    return Cost(count, submission, whole, processor)
 
 
 def _count(step: Step, ranks: Ranks) -> dict[str, float]:

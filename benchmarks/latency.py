@@ -8,7 +8,7 @@ stream.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from benchmarks import cli, report
 from benchmarks.allreduce import ALLREDUCE
 from benchmarks.collective import IN_PLACE, Result
 from benchmarks.contest import Contest, Peers
-from benchmarks.device import Memory, memory
+from benchmarks.device import Memory, memories
 from benchmarks.floor import NAME as FLOOR
 from benchmarks.measure import Summary, alternate
 from benchmarks.peers import connect_all
@@ -61,6 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         json=given.json,
         plot=None,
         device=given.device,
+        memories=given.memory,
     )
     started = not collectives.is_initialized()
     if started:
@@ -68,9 +69,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     ranks = Ranks()
     peers: Peers = {}
     try:
-        place = memory(given.device, collectives.local_rank())
-        peers = connect_all(given.peers, ranks, place)
-        results = measure(settings, given.calls, ranks, peers, place)
+        places = memories(given.device, collectives.local_rank(), given.memory)
+        peers = connect_all(given.peers, ranks, places[given.memory[0]])
+        results = measure(settings, given.calls, ranks, peers, places)
     finally:
         for connected in peers.values():
             connected.close()
@@ -86,9 +87,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         report.write(given.json, {**content, "batches": given.batches, "calls": given.calls, "records": results})
 
 
-def measure(settings: cli.Settings, calls: int, ranks: Ranks, peers: Peers, place: Memory) -> list[dict[str, Any]]:
+def measure(
+    settings: cli.Settings, calls: int, ranks: Ranks, peers: Peers, places: Mapping[str, Memory]
+) -> list[dict[str, Any]]:
     """Time batches of ``calls`` calls for every size; rank 0 prints a line for each."""
-    contest = Contest(ALLREDUCE, settings, ranks, peers, max(settings.sizes), place)
+    contest = Contest(ALLREDUCE, settings, ranks, peers, max(settings.sizes), places)
     names = [name for name in contest.contestants if name != FLOOR]
     say = print if ranks.rank == 0 else _silent
     say(f"# in-place float32 sum, {ranks.size} ranks; {report.mpi_library() or 'no MPI'}")
@@ -110,8 +113,9 @@ def measure(settings: cli.Settings, calls: int, ranks: Ranks, peers: Peers, plac
                 if isinstance(outcome, str):
                     reasons[name] = outcome
                 else:
-                    batches[name] = _batch(place.finished(outcome[0]), calls)
-            case.work.fill(0)
+                    batches[name] = _batch(contest.memory.finished(outcome[0]), calls)
+            for name in batches:
+                contest.case(case.dtype, case.op, case.count, name).work.fill(0)
             samples = (
                 alternate(ranks, list(batches.values()), settings.warmup, settings.iterations, progress.tick)
                 / calls

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from random import Random
 from time import perf_counter
 
 import numpy as np
@@ -31,7 +32,7 @@ def alternate(
 ) -> np.ndarray:
     """Time every call ``iterations`` times after ``warmup`` untimed rounds.
 
-    The order rotates from round to round, so that nobody always finds the cache as the same neighbour left it. With
+    The order is another one in each round, so that nobody always finds the cache as the same neighbour left it. With
     ``evict`` every rank overwrites that many bytes before each call, so that everybody's buffers have left the nearest
     caches.
 
@@ -42,13 +43,15 @@ def alternate(
     whole = [memory.finished(call) for call in calls]
     elsewhere = memory.zeros(evict, np.uint8)
     spoil = memory.finished(lambda: elsewhere.__iadd__(1))
-    barrier, count = ranks.barrier, len(calls)
+    barrier, order = ranks.barrier, list(range(len(calls)))
+    # The same on every rank.
+    shuffle = Random(0).shuffle
     collecting = gc.isenabled()
     gc.disable()
     try:
         for turn in range(-warmup, iterations):
-            for place in range(count):
-                index = (place + turn) % count
+            shuffle(order)
+            for index in order:
                 call = whole[index]
                 spoil()
                 barrier()

@@ -1,6 +1,6 @@
 """The others in the race, each called as its users call it: mpi4py's collectives and torch.distributed's gloo on the
 CPU; on a GPU torch.distributed over NCCL, and CuPy's own cupyx.distributed. (NCCL itself is one of our planner's
-choices, and called through us.)
+choices, and called through us. The prototype has a file of its own.)
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ import numpy as np
 
 from benchmarks.collective import Case, Forced, Result, Unavailable
 from benchmarks.device import HOST, Cuda, Host
+from benchmarks.prototype import Prototype
 from benchmarks.ranks import Ranks
 
-PEERS = {"cpu": ("mpi", "gloo"), "cuda": ("nccl", "torch", "cupyx")}
+PEERS = {"cpu": ("mpi", "gloo", "prototype"), "cuda": ("nccl", "torch", "cupyx")}
 """Who there is, by ``--device``."""
 
 NATIVE: Forced = {"algorithm": "native", "transport": "nccl"}
@@ -209,9 +210,15 @@ class Cupyx:
         self.backend._comm.destroy()
 
 
-Peer = Mpi | Torch | Cupyx
+Peer = Mpi | Torch | Cupyx | Prototype
 
-_CLASSES: dict[str, type[Peer]] = {"mpi": Mpi, "gloo": Torch, "torch": TorchNccl, "cupyx": Cupyx}
+_CLASSES: dict[str, type[Peer]] = {
+    "mpi": Mpi,
+    "gloo": Torch,
+    "torch": TorchNccl,
+    "cupyx": Cupyx,
+    "prototype": Prototype,
+}
 
 
 def connect(name: str, ranks: Ranks, memory: Host | Cuda = HOST) -> Peer | str:
@@ -231,6 +238,8 @@ def connect(name: str, ranks: Ranks, memory: Host | Cuda = HOST) -> Peer | str:
         return reason or ""
     try:
         peer.join(ranks)
+    except Unavailable as error:
+        reason = str(error)
     except Exception as error:
         # Whatever NCCL refuses; the ranks agree on one reason.
         reason = f"{name}: {type(error).__name__}: {error}"

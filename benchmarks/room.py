@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 
-def needed_bytes(largest: int, peers: bool) -> int:
-    """Memory that one rank needs for a largest size: input, work and result, and the temporary copy of a peer."""
-    return largest * (4 if peers else 3)
+def needed_bytes(largest: int, peers: bool, memories: int = 1) -> int:
+    """Memory that one rank needs for a largest size: input and work in each kind of memory, a result, and the temporary
+    copy of a peer."""
+    return largest * (2 * memories + (2 if peers else 1))
 
 
 def available_bytes(meminfo: str | None = None, limit: str | None = None, used: str | None = None) -> int | None:
@@ -31,9 +32,9 @@ def read(path: str) -> str:
         return ""
 
 
-def check_memory(largest: int, peers: bool, ranks_here: int, available: int | None) -> str | None:
+def check_memory(largest: int, peers: bool, ranks_here: int, available: int | None, memories: int = 1) -> str | None:
     """None when the buffers fit; otherwise a message that says what is needed, what there is, and what to do."""
-    needed = needed_bytes(largest, peers) * ranks_here
+    needed = needed_bytes(largest, peers, memories) * ranks_here
     if available is None or needed <= available:
         return None
     return (

@@ -12,7 +12,7 @@ import collectives
 from benchmarks import cli, report, room, table
 from benchmarks.collective import IN_PLACE, OUT_OF_PLACE, Collective
 from benchmarks.contest import Contest, Peers
-from benchmarks.device import memory
+from benchmarks.device import memories
 from benchmarks.peers import connect_all
 from benchmarks.progress import Progress, watched
 from benchmarks.ranks import Ranks
@@ -41,7 +41,8 @@ def run(collective: Collective, settings: cli.Settings, ranks: Ranks) -> int:
     """Measure and print; returns the exit status, the same on every rank."""
     rows = rows_of(collective, settings, ranks.size)
     largest = max(size for *_, size in rows)
-    place = memory(settings.device, collectives.local_rank())
+    places = memories(settings.device, collectives.local_rank(), settings.memories)
+    place = places[settings.memories[0]]
     problem = ranks.agree(problem_with(settings, ranks, largest, place.available()))
     if problem:
         if ranks.rank == 0:
@@ -53,7 +54,7 @@ def run(collective: Collective, settings: cli.Settings, ranks: Ranks) -> int:
         peers = connect_all(settings.peers, ranks, place)
         _say(ranks, _preamble(collective, ranks, settings))
         _say(ranks, table.header(collective, settings.iterations, settings.warmup))
-        contest = Contest(collective, settings, ranks, peers, largest, place)
+        contest = Contest(collective, settings, ranks, peers, largest, places)
         rounds = len(rows) * len(collective.modes) * (settings.warmup + settings.iterations)
         with Progress(rounds, ranks.rank == 0 and watched()) as progress:
             for dtype, op, count, _ in rows:
@@ -87,14 +88,16 @@ def problem_with(settings: cli.Settings, ranks: Ranks, largest: int, available: 
     """What only a started run can find out: too few ranks for the root, too little memory."""
     if settings.root >= ranks.size:
         return f"argument -r/--root: {settings.root} is not a rank; there are {ranks.size}, numbered from 0"
-    return room.check_memory(largest, bool(settings.peers), ranks.local_size, available)
+    return room.check_memory(
+        largest, bool(settings.peers), ranks.local_size, available, len({"private", *settings.memories})
+    )
 
 
 def _finish(collective: Collective, settings: cli.Settings, ranks: Ranks, records: list[Record]) -> None:
     """What follows the rows: who could not take part, the comparison, the closing lines, and the files."""
     for reason in dict.fromkeys(record.unavailable for record in records if record.unavailable):
         _say(ranks, f"# n/a: {reason}")
-    if settings.peers or settings.algorithms or settings.transports:
+    if settings.peers or settings.algorithms or settings.transports or len(settings.memories) > 1:
         _say(ranks, table.comparison(records))
     _say(ranks, table.closing(records))
     content = report.document(collective, ranks.size, settings, records)
@@ -117,7 +120,7 @@ def _preamble(collective: Collective, ranks: Ranks, settings: cli.Settings) -> s
         f"# {machine['mpi'] or 'no MPI'}, python {machine['python']}, {versions}\n"
         f"# minbytes {settings.sizes[0]} maxbytes {settings.sizes[-1]} warmup iters {settings.warmup} iters "
         f"{settings.iterations} "
-        f"validation {int(settings.check)} device {settings.device}"
+        f"validation {int(settings.check)} device {settings.device} memory {','.join(settings.memories)}"
         + (f"; {settings.evict} bytes written before each call" if settings.evict else "")
     )
 

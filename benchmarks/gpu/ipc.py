@@ -69,7 +69,7 @@ def main() -> None:
             plot=None,
             device=given.device,
         )
-        contest = Contest(ALLREDUCE, settings, ranks, peers, max(sizes), place)
+        contest = Contest(ALLREDUCE, settings, ranks, peers, max(sizes), {"private": place})
         # Only what is asked for, in ours's place: the planner's own choice may be the very transport whose hang must
         # cost no other figures.
         forced = "/".join(filter(None, (given.algorithm, given.transport)))

@@ -77,6 +77,19 @@ def test_files_and_forced_choices(tmp_path: Path, capsys: pytest.CaptureFixture[
         assert " direct " in shown
 
 
+@pytest.mark.parametrize("memory", ["private", "mapped"])
+def test_the_prototype_of_two_ranks(memory: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """In a file of its own, which grows from row to row, and in the rows' own memory."""
+    main(ALLREDUCE, flags(f"-b 4 -e 4M -f 64 -n 2 -w 0 -d float,int32 --peers prototype --memory {memory}"))
+    if RANK == 0:
+        shown = capsys.readouterr().out
+        assert "# Out of bounds values : 0 OK" in shown
+        if MPI.COMM_WORLD.size == 2:
+            assert shown.count(" prototype ") == 8
+        else:
+            assert "needs two ranks on one host" in shown
+
+
 def test_a_root_that_is_no_rank_is_refused_once(capsys: pytest.CaptureFixture[str]) -> None:
     settings = cli.settings(cli.parser("broadcast", False, True), ["-r", "99"])
     collectives.init()

@@ -198,6 +198,23 @@ def test_one_rank_runs_without_a_launcher(name: str, tmp_path: Path) -> None:
     assert all(found["wrong"] == 0 and found["time"]["median"] > 0 for found in ours)
 
 
+def test_both_kinds_of_memory_in_one_run(tmp_path: Path) -> None:
+    written = tmp_path / "results.json"
+    sizes = flags("-b 4 -e 4K -f 1024 -n 2 -w 1")
+    done = run("benchmarks.broadcast", *sizes, "--memory", "mapped,private", "--json", str(written))
+    assert "# Out of bounds values : 0 OK" in done.stdout
+    assert "memory mapped,private" in done.stdout
+    records = json.loads(written.read_text())["records"]
+    assert [found["contestant"] for found in records] == ["collectives", "collectives, private", "memcpy"] * 4
+    assert all(found["wrong"] == 0 for found in records if found["contestant"] != "memcpy")
+    assert all(found["ratio"] for found in records if found["contestant"] == "collectives, private")
+
+
+def test_the_prototype_says_what_it_needs() -> None:
+    done = run("benchmarks.allreduce", *flags("-b 4 -e 4 -n 1 -w 0 --peers prototype"))
+    assert "# prototype: needs two ranks on one host; there are 1" in done.stdout
+
+
 def test_errors_of_a_program(tmp_path: Path) -> None:
     assert "--nonsense" in run("benchmarks.alltoall", "--nonsense", expect=2).stderr
     assert "3 is not a rank" in run("benchmarks.broadcast", "-r", "3", expect=2).stderr
@@ -207,8 +224,12 @@ def test_errors_of_a_program(tmp_path: Path) -> None:
 
 
 def test_latency_and_memory_of_one_rank(tmp_path: Path) -> None:
-    run("benchmarks.latency", "-e", "64", "-n", "2", "-m", "5", "--json", str(tmp_path / "latency.json"))
-    assert [found["size"] for found in json.loads((tmp_path / "latency.json").read_text())["records"]] == [4, 16, 64]
+    both = flags("--memory private,mapped")
+    run("benchmarks.latency", "-e", "64", "-n", "2", "-m", "5", *both, "--json", str(tmp_path / "latency.json"))
+    found = json.loads((tmp_path / "latency.json").read_text())["records"]
+    assert [row["size"] for row in found] == [4, 16, 64]
+    names = {"collectives", "collectives, mapped"}
+    assert all(set(row["contestants"]) == names for row in found), found
     done = run("benchmarks.memory", *flags("-b 64K -e 256K -n 100"), "--json", str(tmp_path / "memory.json"))
     assert "resident memory grew by" in done.stdout
     assert len(json.loads((tmp_path / "memory.json").read_text())["records"]) == 3

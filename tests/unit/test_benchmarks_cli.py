@@ -34,12 +34,15 @@ def test_defaults_are_nccl_tests() -> None:
     assert (settings.iterations, settings.warmup, settings.dtypes, settings.ops) == (20, 5, ("float32",), ("sum",))
     assert settings.check
     assert settings.peers == settings.algorithms == settings.transports == ()
+    assert settings.memories == ("private",)
 
 
 def test_everything_given() -> None:
     settings = parse(
         *flags(
-            "-b 64K -e 1M -f 4 -n 3 -w 0 -d half,int32,complex64 -o sum,avg -c 0 -z 0 --peers gloo,mpi --algorithm ring"
+            "-b 64K -e 1M -f 4 -n 3 -w 0 -d half,int32,complex64 -o sum,avg -c 0 -z 0 --peers gloo,mpi "
+            "--algorithm ring "
+            "--memory mapped,private"
         )
     )
     assert settings.sizes == (65536, 262144, 1048576)
@@ -47,6 +50,7 @@ def test_everything_given() -> None:
     assert settings.ops == ("sum", "avg")
     assert settings.peers == ("gloo", "mpi")
     assert settings.algorithms == ("ring",)
+    assert settings.memories == ("mapped", "private")
     assert (settings.iterations, settings.warmup, settings.check) == (3, 0, False)
 
 
@@ -88,6 +92,8 @@ def test_sweep(smallest: int, largest: int, factor: float, step: int, sizes: tup
         ("-r 1", "-r"),
         ("-c 2", "-c/--check"),
         ("--peers nccl", "nccl"),
+        ("--memory shared", "shared"),
+        ("--memory ,", "--memory"),
         ("--peers ,", "--peers"),
         ("--algorithm circle", "circle"),
         ("--transport pigeon", "pigeon"),
@@ -136,6 +142,8 @@ def test_available_memory(tmp_path: Path) -> None:
 def test_memory_is_refused_with_figures() -> None:
     assert room.check_memory(GIB, False, 2, 6 * GIB) is None
     assert room.check_memory(GIB, False, 2, None) is None
+    assert room.check_memory(GIB, False, 2, 10 * GIB, memories=2) is None
+    assert room.check_memory(GIB, False, 2, 10 * GIB - 1, memories=2) is not None
     problem = room.check_memory(GIB, True, 2, 6 * GIB)
     assert problem is not None
     for part in ("-e 1073741824", "2 ranks", "8.0 GiB", "6.0 GiB", "smaller -e"):

@@ -3,6 +3,7 @@ runs come right."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +24,7 @@ from benchmarks.device import HOST, Cuda
 from benchmarks.floor import floor
 from benchmarks.measure import alternate
 from benchmarks.peers import Cupyx, TorchNccl, connect
+from benchmarks.prototype import place_of
 from benchmarks.reducescatter import REDUCESCATTER
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -103,7 +105,9 @@ def test_a_call_lasts_until_its_stream_is_done(cupy: FakeCupy) -> None:
     memory, order = Cuda(0), []
     calls = [lambda name=name: order.append((name, cupy.waits)) for name in "ab"]
     seconds = alternate(OneRank(), calls, 1, 3, lambda: None, memory=memory)  # type: ignore[arg-type]
-    assert seconds.shape == (2, 3) and [name for name, _ in order] == list("baabbaab")
+    assert seconds.shape == (2, 3)
+    rounds = {first + second for (first, _), (second, _) in zip(order[::2], order[1::2], strict=True)}
+    assert len(order) == 8 and rounds == {"ab", "ba"}, "all in each round, in more than one order"
     waits = [count for _, count in order]
     # One wait before each call, for what spoils the caches, and one after it.
     assert np.diff(waits).tolist() == [2] * 7 and cupy.waits == waits[-1] + 1
@@ -197,6 +201,35 @@ def test_peers_belong_to_devices(
     with pytest.raises(SystemExit) as ended:
         cli.settings(cli.parser("allreduce", True, False), words.split())
     assert ended.value.code == 2 and "does not run on --device" in capsys.readouterr().err
+
+
+def test_mapped_memory_is_of_the_host(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(cli, "why_not", lambda name: None)
+    with pytest.raises(SystemExit) as ended:
+        cli.settings(cli.parser("allreduce", True, False), ["--device", "cuda", "--memory", "private,mapped"])
+    shown = capsys.readouterr().err
+    assert ended.value.code == 2 and "--memory: mapped is memory of the host" in shown and "--device cuda" in shown
+
+
+def test_memory_that_other_ranks_can_map(monkeypatch: pytest.MonkeyPatch) -> None:
+    (mapped,) = device.memories("cpu", 0, ("mapped",)).values()
+    array = mapped.zeros((3, 5), np.float32)
+    assert array.shape == (3, 5) and array.dtype == np.float32 and not array.any()
+    array[1, 2] = 7
+    place = place_of(array[1:])
+    assert place is not None
+    process, descriptor, offset = place
+    assert process == os.getpid()
+    found = np.frombuffer(os.pread(descriptor, 40, offset), np.float32)
+    assert found[2] == 7 and np.count_nonzero(found) == 1
+    assert mapped.zeros(0, np.uint8).size == 0
+
+
+def test_private_memory_is_never_measured_as_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert place_of(np.zeros(8 << 20, np.uint8)) is None
+    monkeypatch.setattr(device.collectives, "empty", np.empty)
+    with pytest.raises(MemoryError, match="private memory for 12 bytes"):
+        device.Mapped().zeros(3, np.float32)
 
 
 @pytest.mark.parametrize(

@@ -176,7 +176,11 @@ def test_growth_is_looked_at_ten_times_over_all_calls(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("program", "flags", "expected"),
     [
-        ("gradients", "--model mlp -n 2 -w 1 --peers memcpy", "memcpy"),
+        (
+            "gradients",
+            "--model mlp -n 2 -w 1 --peers memcpy --memory mapped,private",
+            "collectives, private",
+        ),
         ("gradients", "--model small -n 2 -w 0 --blocking --out-of-place", "1000 tensors of one element"),
         ("overlap", "-b 64K -n 2 -w 1", "in synchronize"),
         ("waiting", "-s 0.1", "wake-ups a second"),

@@ -15,9 +15,10 @@ from collectives.base.reduce_op import Op
 from collectives.engine.buckets import BufferBucket, ListBucket, WindowBucket
 from collectives.engine.context import Context
 from collectives.engine.handles import Handle
+from collectives.engine.located import one_tensor
 from collectives.engine.negotiation import STARVING
 from collectives.engine.request_cache import CachedRequest
-from collectives.engine.tasks import AdasumTensor, OneTensor, Rows, Task, Words, one_tensor
+from collectives.engine.tasks import AdasumTensor, OneTensor, Rows, Task, Words
 from collectives.plan.program import Medium
 from collectives.schedules import registry
 

@@ -23,12 +23,13 @@ from collectives.engine.context import Context, Statistics
 from collectives.engine.coordinator import MASK, NUMBER, Coordinator
 from collectives.engine.failure import FailureHandler
 from collectives.engine.handles import Handle
+from collectives.engine.located import one_tensor
 from collectives.engine.negotiation import Request
 from collectives.engine.overlaps import InFlight
 from collectives.engine.progress import Progress
 from collectives.engine.request_cache import CachedRequest
 from collectives.engine.submissions import WITHOUT_HANDLE, Submissions
-from collectives.engine.tasks import OneTensor, one_tensor
+from collectives.engine.tasks import OneTensor
 from collectives.tensors.arrays import view
 from collectives.transport.base import Array
 

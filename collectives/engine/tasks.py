@@ -23,7 +23,6 @@ from collectives.engine.context import Context, address
 from collectives.engine.handles import Handle
 from collectives.engine.request_cache import CachedRequest
 from collectives.plan.binder import Plan
-from collectives.plan.fast_paths import OneBlock
 from collectives.schedules import partition
 from collectives.tensors import arrays, halves
 from collectives.tensors.arena import MAPPED
@@ -183,80 +182,6 @@ class OneTensor(HostTask):
         self.run()
 
 
-class LocatedTensor(OneTensor):
-    """`OneTensor` where the ranks tell each other where their tensors lie.
-
-    If all are mapped, the plan for mapped tensors runs. Otherwise the one for private tensors does, for which ranks
-    with private tensors may have staged theirs already.
-    """
-
-    def __init__(self, context: Context, entry: CachedRequest) -> None:
-        super().__init__(context, entry)
-        self._is_mapped = False
-        """Whether this rank's tensors of the present call are."""
-        self._keeps_outputs = entry.request.collective == "reducescatter"
-        """Whether peers use inputs only."""
-        self._one_block: OneBlock | None = None
-        self._carry_out = functools.partial(context.quietly, self._run) if entry.warns else self._run
-
-    def bind(self) -> None:
-        context, entry = self._context, self.entry
-        plan = entry.plan()
-        self.epoch = context.planner.epoch
-        self._one_block = None if plan is None or entry.prescale is not None else context.executor.one_block(plan)
-        self.bound = self.prepare, self._carry_out
-
-    def prepare(self, source: Array, out: Array) -> Words:
-        entry, context = self.entry, self._context
-        if self.epoch != context.planner.epoch:
-            self.bind()
-        if entry.prescale is not None:
-            source = self._prescaled(source, out)
-        words = self._set_arrays(source, source if self._keeps_outputs else out)
-        self._state.output = out
-        self._is_mapped = words[0] & words[1] & MAPPED != 0
-        if not self._is_mapped:
-            if self._one_block is not None:
-                self._one_block.stage(source, out)
-            else:
-                plan = entry.plan()
-                assert plan is not None
-                if plan.staged:
-                    context.executor.stage(plan)
-        return words
-
-    def run(self) -> None:
-        self._carry_out()
-
-    def _run(self) -> None:
-        entry, context, words_of = self.entry, self._context, self._context.control.words_of
-        mapped_peers = 0
-        for peer in self._peers:
-            source, out = words_of(peer)
-            if source & out & MAPPED:
-                mapped_peers += 1
-        executor = context.executor
-        untraced = executor.trace is None
-        if self._is_mapped and mapped_peers == len(self._peers):
-            plan = entry.mapped_plan()
-            self._learn_places(plan, entry.dtype)
-            if plan.loop is None or not untraced or not plan.loop.run():
-                executor.run(plan)
-        else:
-            private = entry.plan()
-            assert private is not None
-            plan = private
-            staged = plan.staged and not self._is_mapped
-            if staged and not mapped_peers and self._one_block is not None and untraced:
-                self._one_block.run()
-            else:
-                if plan.needs_addresses:
-                    self._learn_places(plan, entry.dtype)
-                executor.run(plan, staged, staged and not mapped_peers)
-        self.description = plan.description
-        self._clear_arrays()
-
-
 class Rows(HostTask):
     """An allgather or an all-to-all: the ranks learn in the round how many rows move."""
 
@@ -325,7 +250,7 @@ class AdasumTensor(HostTask):
         """All-reduce in place within this task: the ranks need not agree on it."""
         context = self._context
         entry = context.entries.reducing("allreduce", arrays.view(dots), None, {"op": Op.SUM})
-        task = one_tensor(context, entry)
+        task = OneTensor(context, entry)  # a few numbers: never located
         context.meet(task.token, task.prepare(dots, dots))
         task.run()
 
@@ -361,11 +286,6 @@ def exchanged_rows(collective: str, counts: Sequence[Sequence[int]], rank: int) 
         gathered = [words[0] for words in counts]
         return gathered, tuple(gathered)
     return [words[rank] for words in counts], tuple(itertools.chain.from_iterable(counts))
-
-
-def one_tensor(context: Context, entry: CachedRequest) -> OneTensor:
-    """The task of an operation on one tensor."""
-    return (LocatedTensor if entry.meets_tensors else OneTensor)(context, entry)
 
 
 _EMPTY = np.empty(0)

@@ -44,34 +44,33 @@ class MappedAllreduce:
     ) -> None:
         self._state = state
         self._board = board
-        self._first, self._others = peers[0], tuple(peers[1:])
         self._peers = tuple(peers)
         self._groups = groups
         self._cuts = tuple(slice(start + at, start + min(at + block, size)) for at in range(0, size, block))
         self._kernel = kernel
         self._finish = finish
 
-    def run(self) -> bool:
-        """Reduce ``state.input`` into ``state.output``; all ranks have entered the call. Returns False, with nothing
-        done, if a peer's tensor is not mapped here."""
-        state, board, kernel, finish = self._state, self._board, self._kernel, self._finish
-        inputs, outputs, mine, out = state.inputs, state.outputs, state.input, state.output
-        theirs, into = inputs[self._first], outputs[self._first]
-        others = [(inputs[peer], outputs[peer]) for peer in self._others]
-        if theirs is None or into is None or any(view is None for pair in others for view in pair):
-            return False
+    def run(self, source: Array, out: Array, views: Sequence[tuple[Array, Array]]) -> None:
+        """Reduce ``source`` into ``out``; all ranks have entered the call.
+
+        Args:
+            source, out: 1-D arrays of this rank.
+            views: every peer's input and output, in the order of ``peers``.
+        """
+        kernel, finish = self._kernel, self._finish
+        (theirs, into), *others = views
+        in_place = source is out
         for cut in self._cuts:
             result = out[cut]
-            kernel(result if mine is out else mine[cut], theirs[cut], result)
-            for source, _ in others:
-                kernel(result, source[cut], result)  # type: ignore[index]
+            kernel(result if in_place else source[cut], theirs[cut], result)
+            for more, _ in others:
+                kernel(result, more[cut], result)
             if finish is not None:
                 finish(result, result)
             into[cut] = result
             for _, target in others:
-                target[cut] = result  # type: ignore[index]
-        _meet(state, board, self._peers, self._groups)
-        return True
+                target[cut] = result
+        _meet(self._state, self._board, self._peers, self._groups)
 
 
 class MappedBucket:

@@ -114,7 +114,7 @@ class Arena:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._pieces: dict[int, Piece] = {}
-        self._ranges: tuple[tuple[int, int, int], ...] = ()
+        self.ranges: tuple[tuple[int, int, int], ...] = ()
         """Address, end and word of each piece."""
         self._last = (0, 0, 0)
         """The range that was met last: most programs have one."""
@@ -137,7 +137,7 @@ class Arena:
         """The word of ``nbytes`` bytes at an address, or 0 if they are not in the arena."""
         start, end, word = self._last
         if not (start <= address and address + nbytes <= end):
-            for start, end, word in self._ranges:
+            for start, end, word in self.ranges:
                 if start <= address and address + nbytes <= end:
                     self._last = (start, end, word)
                     break
@@ -148,7 +148,7 @@ class Arena:
     def locate_all(self, addresses: npt.NDArray[np.int64], nbytes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """`locate` of many tensors at once."""
         words = np.zeros_like(addresses)
-        for start, end, word in self._ranges:
+        for start, end, word in self.ranges:
             np.copyto(words, addresses + (word - start), where=(addresses >= start) & (addresses + nbytes <= end))
         return words
 
@@ -206,7 +206,7 @@ class Arena:
                 piece.give_back(reference.start, reference.end)
 
     def _list_ranges(self) -> None:
-        self._ranges = tuple(
+        self.ranges = tuple(
             (piece.address, piece.address + piece.nbytes, MAPPED | piece.number << OFFSET_BITS)
             for piece in self._pieces.values()
         )

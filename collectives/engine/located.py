@@ -1,0 +1,155 @@
+"""Tasks whose ranks tell each other where their tensors lie, so that mapped tensors are reached in place."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import numpy as np
+
+from collectives.engine.context import Context, address
+from collectives.engine.request_cache import CachedRequest
+from collectives.engine.tasks import OneTensor, Words
+from collectives.plan.fast_paths import OneBlock
+from collectives.plan.mapped_allreduce import MappedAllreduce
+from collectives.tensors.arena import MAPPED, arena
+from collectives.transport.base import Array
+
+_EMPTY = np.empty(0)
+
+
+class LocatedTensor(OneTensor):
+    """`OneTensor` where the ranks tell each other where their tensors lie.
+
+    If all are mapped, the plan for mapped tensors runs. Otherwise the one for private tensors does, for which ranks
+    with private tensors may have staged theirs already.
+
+    Programs call with the same tensors again and again: what was found out about them is kept, and holds while this
+    rank's addresses, the arena's pieces and the peers' words are the same. Words are never used for other memory.
+    """
+
+    def __init__(self, context: Context, entry: CachedRequest) -> None:
+        super().__init__(context, entry)
+        self._keeps_outputs = entry.request.collective == "reducescatter"
+        """Whether peers use inputs only."""
+        self._is_mapped = False
+        """Whether this rank's tensors of the present call are."""
+        self._at = self._out_at = 0
+        self._ranges: object = None
+        self._words: tuple[int, int] = (0, 0)
+        """This rank's words, when its tensors were at these addresses and the arena had these pieces."""
+        self._told: list[tuple[int, int, int]] = []
+        """The peers with their words in the last call in which all tensors were mapped."""
+        self._views: Sequence[tuple[Array, Array]] = ()
+        """The peers' inputs and outputs in that call."""
+        self._loop: MappedAllreduce | None = None
+        """Carries out such a call."""
+        self._one_block: OneBlock | None = None
+        self._carry_out = functools.partial(context.quietly, self._run) if entry.warns else self._run
+
+    def bind(self) -> None:
+        context, entry = self._context, self.entry
+        plan = entry.plan()
+        self.epoch = context.planner.epoch
+        self._one_block = None if plan is None or entry.prescale is not None else context.executor.one_block(plan)
+        self._loop = None
+        self.bound = self.prepare, self._carry_out
+
+    def prepare(self, source: Array, out: Array) -> Words:
+        entry = self.entry
+        if self.epoch != self._context.planner.epoch:
+            self.bind()
+        if entry.prescale is not None:
+            source = self._prescaled(source, out)
+        self._source, self._out = source, out
+        at = address(source)
+        out_at = at if out is source or self._keeps_outputs else address(out)
+        if at != self._at or out_at != self._out_at or self._ranges is not arena.ranges:
+            self._locate(source, out, at, out_at)
+        if not self._is_mapped:
+            self._stage(source, out)
+        return self._words
+
+    def _locate(self, source: Array, out: Array, at: int, out_at: int) -> None:
+        """Find out where this rank's tensors lie."""
+        mapped = self._mapped
+        assert mapped is not None
+        self._at, self._out_at, self._ranges = at, out_at, arena.ranges
+        word = mapped.word_of(at, source.nbytes)
+        self._words = word, word if out_at == at else mapped.word_of(out_at, out.nbytes)
+        self._is_mapped = self._words[0] & self._words[1] & MAPPED != 0
+
+    def _stage(self, source: Array, out: Array) -> None:
+        """Put a private tensor where the plan for private tensors has it."""
+        if self._one_block is not None:
+            self._one_block.stage(source, out)
+            return
+        plan = self.entry.plan()
+        assert plan is not None
+        if plan.staged:
+            self._state.input, self._state.output = source, out
+            self._context.executor.stage(plan)
+
+    def run(self) -> None:
+        self._carry_out()
+
+    def _run(self) -> None:
+        words_of, loop = self._context.control.words_of, self._loop
+        if loop is not None and self._is_mapped:
+            for peer, source, out in self._told:
+                told = words_of(peer)
+                if told[0] != source or told[1] != out:
+                    break
+            else:
+                loop.run(self._source, self._out, self._views)
+                self._source = self._out = _EMPTY
+                return
+        self._run_otherwise()
+
+    def _run_otherwise(self) -> None:
+        """Run after finding out where the peers' tensors lie."""
+        entry, executor, words_of = self.entry, self._context.executor, self._context.control.words_of
+        state = self._state
+        state.input, state.output, state.input_at, state.output_at = self._source, self._out, self._at, self._out_at
+        told: list[tuple[int, int, int]] = []
+        for peer in self._peers:
+            source, out = words_of(peer)
+            told.append((peer, source, out))
+        mapped_peers = sum(source & out & MAPPED != 0 for _, source, out in told)
+        self._loop = None
+        if self._is_mapped and mapped_peers == len(self._peers):
+            plan = entry.mapped_plan()
+            self._learn_places(plan, entry.dtype)
+            if plan.loop is not None and executor.trace is None and self._keep(told):
+                self._loop = plan.loop
+                plan.loop.run(self._source, self._out, self._views)
+            else:
+                executor.run(plan)
+        else:
+            private = entry.plan()
+            assert private is not None
+            plan = private
+            staged = plan.staged and not self._is_mapped
+            if staged and not mapped_peers and self._one_block is not None and executor.trace is None:
+                self._one_block.run()
+            else:
+                if plan.needs_addresses:
+                    self._learn_places(plan, entry.dtype)
+                executor.run(plan, staged, staged and not mapped_peers)
+        self.description = plan.description
+        self._clear_arrays()
+        self._source = self._out = _EMPTY
+
+    def _keep(self, told: list[tuple[int, int, int]]) -> bool:
+        """Keep the peers' tensors for further calls with the same ones; returns False if some cannot be mapped."""
+        inputs, outputs = self._state.inputs, self._state.outputs
+        views = [(inputs[peer], outputs[peer]) for peer in self._peers]
+        if any(view is None for pair in views for view in pair):
+            return False
+        self._told, self._views = told, views  # type: ignore[assignment]
+        return True
+
+
+def one_tensor(context: Context, entry: CachedRequest) -> OneTensor:
+    """The task of an operation on one tensor."""
+    return (LocatedTensor if entry.meets_tensors else OneTensor)(context, entry)

@@ -13,7 +13,7 @@ from collectives.engine.handles import Handle
 from collectives.engine.request_cache import CachedRequest, Reduce
 from collectives.engine.tasks import HostTask, Words
 from collectives.plan.binder import Plan
-from collectives.plan.mapped_allreduce import Views
+from collectives.plan.mapped_loops import BucketViews
 from collectives.plan.planner import Choice
 from collectives.tensors import reduction
 from collectives.tensors.arena import MAPPED
@@ -89,7 +89,7 @@ class ListBucket(Bucket):
         self._nbytes = np.array([entry.nbytes for entry in entries] * 2, np.int64)
         self._told: Array = np.empty(2 * len(entries), np.int64)
         self._words = memoryview(self._told.data).cast("B").cast("q")
-        self._views: dict[int, tuple[bytes, Views]] = {}
+        self._views: dict[int, tuple[bytes, BucketViews]] = {}
         """Each peer's mapped tensors, with the words that they were found by."""
 
     def prepare_handles(self, handles: Sequence[Handle]) -> Words:
@@ -121,7 +121,7 @@ class ListBucket(Bucket):
         loop, words_of = self._plan.bucket_loop, self._context.control.words_of
         if loop is None or not bool((self._told & MAPPED).all()):
             return False
-        views: list[Views] = []
+        views: list[BucketViews] = []
         for peer in self._peers:
             words = memoryview(words_of(peer)).tobytes()  # type: ignore[arg-type]
             known = self._views.get(peer)
@@ -137,7 +137,7 @@ class ListBucket(Bucket):
             loop.run(views)
         return True
 
-    def _find(self, mapped: MappedMemory, peer: int, words: Sequence[int]) -> Views | None:
+    def _find(self, mapped: MappedMemory, peer: int, words: Sequence[int]) -> BucketViews | None:
         """A peer's tensors as arrays; None unless all are mapped."""
         dtype, count = self.entry.dtype, len(words) // 2
         found = [mapped.view_of(peer, word, dtype) for word in words]

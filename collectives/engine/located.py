@@ -11,7 +11,7 @@ from collectives.engine.context import Context, address
 from collectives.engine.request_cache import CachedRequest
 from collectives.engine.tasks import OneTensor, Words
 from collectives.plan.fast_paths import OneBlock
-from collectives.plan.mapped_allreduce import MappedAllreduce
+from collectives.plan.mapped_loops import Loop
 from collectives.tensors.arena import MAPPED, arena
 from collectives.transport.base import Array
 
@@ -42,7 +42,7 @@ class LocatedTensor(OneTensor):
         """The peers with their words in the last call in which all tensors were mapped."""
         self._views: Sequence[tuple[Array, Array]] = ()
         """The peers' inputs and outputs in that call."""
-        self._loop: MappedAllreduce | None = None
+        self._loop: Loop | None = None
         """Carries out such a call."""
         self._one_block: OneBlock | None = None
         self._carry_out = functools.partial(context.quietly, self._run) if entry.warns else self._run

@@ -16,7 +16,7 @@ from collectives.fusion import Lists, Pieces
 from collectives.plan import fast_paths, window_packing
 from collectives.plan.blocks import BlockLookup, BlockOf
 from collectives.plan.fast_paths import Do, ExecutorState, Kernel, Scale
-from collectives.plan.mapped_allreduce import MappedAllreduce, MappedBucket
+from collectives.plan.mapped_loops import Loop, MappedBucket
 from collectives.plan.program import Action, Medium, Program, RoundProgram, Space, Verb
 from collectives.transport.base import Array
 from collectives.transport.group import Group
@@ -52,8 +52,9 @@ class Plan:
         needs_addresses: peers read or write private memory.
         partners: the peers whose private memory this rank reads or writes.
         reads_outputs: peers read each other's outputs, not only inputs; the same on every rank.
-        loop, bucket_loop: carry out the whole plan where the tensors of all ranks are mapped, if it is the direct
-            all-reduce of a tensor, or of a bucket.
+        loop, bucket_loop: carry out the whole plan where the tensors of all ranks are mapped, or None
+            (`collectives.plan.mapped_loops`).
+        takes_slots: whether any rank has segments in window slots, so that all count the slots that the plan takes.
         touched_by: the peers that read or write this rank's private memory, each with the step group, counted from
             the call's beginning, after which it does so no more.
     """
@@ -70,6 +71,7 @@ class Plan:
         "segments",
         "staged",
         "stride",
+        "takes_slots",
         "touched_by",
         "uses_window",
     )
@@ -96,7 +98,8 @@ class Plan:
         self.groups = (segments - 1) * stride + len(rounds)
         self.description = description
         self.reads_outputs = reads_outputs
-        self.loop: MappedAllreduce | None = None
+        self.takes_slots = True
+        self.loop: Loop | None = None
         self.bucket_loop: MappedBucket | None = None
 
 

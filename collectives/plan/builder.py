@@ -186,12 +186,11 @@ class Plans(Builder[Choice, Plan]):
             reads_outputs,
             pieces,
             lists,
+            choice.medium is Medium.MAPPED,
+            fullest > 0,
         )
-        if algorithm.owner_pushes and self._placement.one_host:
+        if lists is not None and self._placement.one_host and not plan.takes_slots:
             start, size = layout.inputs(self._rank)[self._rank], layout.sizes[self._rank]
-            if choice.medium is Medium.MAPPED:
-                plan.loop = self._executor.loop(plan, start, size, block, kernel, finish)
-            elif lists is not None:
-                block = min(block, MAPPED_BLOCK_BYTES // dtype.itemsize)
-                plan.bucket_loop = self._executor.bucket_loop(plan, lists.pieces, start, size, block, kernel, finish)
+            block = min(block, MAPPED_BLOCK_BYTES // dtype.itemsize)
+            plan.bucket_loop = self._executor.bucket_loop(plan, lists.pieces, start, size, block, kernel, finish)
         return plan

@@ -25,7 +25,7 @@ import numpy as np
 from collectives.fusion import Lists, Pieces
 from collectives.plan.binder import Binder, BoundRound, Plan
 from collectives.plan.fast_paths import ExecutorState, Kernel, OneBlock, Scale
-from collectives.plan.mapped_allreduce import MappedAllreduce, MappedBucket
+from collectives.plan.mapped_loops import MappedBucket, make_loop
 from collectives.plan.program import Program
 from collectives.transport.base import SLOTS, WINDOW_BYTES, Array
 from collectives.transport.group import Group
@@ -83,8 +83,15 @@ class Executor:
         reads_outputs: bool = False,
         pieces: Pieces | None = None,
         lists: Lists | None = None,
+        mapped: bool = False,
+        takes_slots: bool = True,
     ) -> Plan:
-        """Make a plan: every action of the program becomes a closure that takes the segment's number."""
+        """Make a plan: every action of the program becomes a closure that takes the segment's number.
+
+        Args:
+            mapped: the tensors of all ranks are.
+            takes_slots: of the plan.
+        """
         self._grow_scratch((program.messages + (kernel is not None)) * block * dtype.itemsize)
         scratch = self._scratch_as(dtype)
         binder = Binder(
@@ -103,7 +110,13 @@ class Executor:
             lists,
         )
         rounds = [binder.round(r) for r in program.rounds]
-        return Plan(program, rounds, segments, stride, staged, description, reads_outputs)
+        plan = Plan(program, rounds, segments, stride, staged, description, reads_outputs)
+        plan.takes_slots = takes_slots
+        if mapped and not takes_slots and self._board is not None:
+            plan.loop = make_loop(
+                program, self._group.rank, self.state, self._board, self._others, plan.groups, block, kernel, finish
+            )
+        return plan
 
     def release(self) -> None:
         """Drop the windows and views of the board, so that they can be unmapped, and the scratch memory."""
@@ -137,18 +150,11 @@ class Executor:
         stage, *rounds = [[*bound.pushes, *(do for _, do in bound.rest)] for bound in plan.rounds]
         return OneBlock(self.state, board, stage, rounds)
 
-    def loop(
-        self, plan: Plan, start: int, size: int, block: int, kernel: Kernel, finish: Scale | None
-    ) -> MappedAllreduce:
-        """The quickest way to run a direct all-reduce of mapped tensors, of which this rank owns ``size`` elements from
-        ``start`` on."""
-        assert self._board is not None
-        return MappedAllreduce(self.state, self._board, self._others, plan.groups, start, size, block, kernel, finish)
-
     def bucket_loop(
         self, plan: Plan, pieces: Pieces, start: int, size: int, block: int, kernel: Kernel, finish: Scale | None
     ) -> MappedBucket:
-        """The same for a bucket."""
+        """The quickest way to run a plan of a bucket of mapped tensors, of which this rank owns ``size`` elements
+        from ``start`` on."""
         board = self._board
         assert board is not None
         return MappedBucket(self.state, board, self._others, plan.groups, pieces, start, size, block, kernel, finish)
@@ -187,7 +193,8 @@ class Executor:
             for peer, groups in plan.touched_by:
                 if board.seen[peer] < base + groups:
                     board.wait(peer, base + groups)
-        self._leave_slots(plan)
+        if plan.takes_slots:
+            self._leave_slots(plan)
         state.base = base + plan.groups
 
     def _run_traced(self, plan: Plan, staged_first: bool, trace: Trace) -> None:

@@ -1,0 +1,272 @@
+"""Mapped loops: the shortest way through the plans that carry out most calls on mapped tensors.
+
+Where every block is read from a peer's input, no rank waits for another in the middle of the call. The ranks meet
+twice: before, when all tensors are there, and after, when nobody reads or writes them any more. What `binder` and
+`executor` do in general is then one loop over NumPy arrays, which halves the time of small tensors:
+
+- `MappedReduction`: the direct all-reduce and reduce-scatter. Each rank combines its chunk of all ranks' tensors block
+  by block, and in an all-reduce writes each block into the peers' outputs while it is in its cache;
+- `MappedMoves`: the direct allgather and all-to-all, and the broadcast in which every rank reads from the root;
+- `MappedBucket`: the direct all-reduce of many tensors as one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from collectives.fusion import Pieces
+from collectives.plan.fast_paths import ExecutorState, Kernel, Scale
+from collectives.plan.program import Action, Program, Space, Verb
+from collectives.transport.base import Array
+from collectives.transport.board import Board
+
+Views = Sequence[tuple[Array, Array]]
+"""Every peer's input and output, in the order in which the loop was given the peers."""
+BucketViews = tuple[Sequence[Array], Sequence[Array]]
+"""A peer's inputs and outputs."""
+
+
+class Loop(Protocol):
+    """Carries out a whole plan on one mapped tensor of each rank."""
+
+    def run(self, source: Array, out: Array, views: Views) -> None:
+        """Carry out the plan on this rank's input and output; all ranks have entered the call."""
+
+
+class MappedReduction:
+    """The loop of a direct all-reduce or reduce-scatter.
+
+    Args:
+        state, board: of the executor.
+        peers: the other ranks, in the order in which their blocks are combined.
+        groups: step groups of the plan.
+        start, size, block: of this rank's chunk in the inputs, in elements.
+        out_start: of the chunk in this rank's output.
+        pushes: whether the chunk is written into the peers' outputs.
+        kernel, finish: combine two blocks, and scale a reduced one.
+    """
+
+    def __init__(
+        self,
+        state: ExecutorState,
+        board: Board,
+        peers: Sequence[int],
+        groups: int,
+        start: int,
+        size: int,
+        block: int,
+        out_start: int,
+        pushes: bool,
+        kernel: Kernel,
+        finish: Scale | None,
+    ) -> None:
+        self._state = state
+        self._board = board
+        self._peers = tuple(peers)
+        self._groups = groups
+        cuts = [(at, min(at + block, size)) for at in range(0, size, block)]
+        self._cuts = [
+            (slice(start + at, start + until), slice(out_start + at, out_start + until)) for at, until in cuts
+        ]
+        self._pushes = pushes
+        self._kernel = kernel
+        self._finish = finish
+
+    def run(self, source: Array, out: Array, views: Views) -> None:
+        kernel, finish, pushes = self._kernel, self._finish, self._pushes
+        (theirs, into), *others = views
+        in_place = source is out
+        for cut, at in self._cuts:
+            result = out[at]
+            kernel(result if in_place else source[cut], theirs[cut], result)
+            for more, _ in others:
+                kernel(result, more[cut], result)
+            if finish is not None:
+                finish(result, result)
+            if pushes:
+                into[at] = result
+                for _, target in others:
+                    target[at] = result
+        _meet(self._state, self._board, self._peers, self._groups)
+
+
+class MappedMoves:
+    """The loop of a plan whose every action copies a block of some rank's input into this rank's output.
+
+    Args:
+        state, board, peers, groups: as of `MappedReduction`.
+        moves: the peer's place in ``peers``, the first element in its input and in the output, and the number of
+            elements.
+        own: the same of what this rank copies from its own input, without a place.
+    """
+
+    def __init__(
+        self,
+        state: ExecutorState,
+        board: Board,
+        peers: Sequence[int],
+        groups: int,
+        moves: Sequence[tuple[int, int, int, int]],
+        own: Sequence[tuple[int, int, int]],
+    ) -> None:
+        self._state = state
+        self._board = board
+        self._peers = tuple(peers)
+        self._groups = groups
+        self._moves = [
+            (place, slice(source, source + size), slice(target, target + size))
+            for place, source, target, size in moves
+            if size
+        ]
+        self._own = [
+            (slice(source, source + size), slice(target, target + size)) for source, target, size in own if size
+        ]
+
+    def run(self, source: Array, out: Array, views: Views) -> None:
+        for place, there, here in self._moves:
+            out[here] = views[place][0][there]
+        state, board = self._state, self._board
+        state.base = progress = state.base + self._groups
+        board.advance(progress)
+        # No peer waits for this copy.
+        if source is not out:
+            for there, here in self._own:
+                out[here] = source[there]
+        _await(board, self._peers, progress)
+
+
+class MappedBucket:
+    """The loop of a bucket: as `MappedReduction`, piece by piece.
+
+    Args:
+        state, board, peers, groups, kernel, finish: as of `MappedReduction`; the plan is the one for private tensors,
+            which ranks run that cannot map their peers' tensors.
+        pieces: the tensors; ``sources`` and ``outs`` are this rank's.
+        start, size, block: of this rank's chunk of all tensors together, in elements.
+    """
+
+    def __init__(
+        self,
+        state: ExecutorState,
+        board: Board,
+        peers: Sequence[int],
+        groups: int,
+        pieces: Pieces,
+        start: int,
+        size: int,
+        block: int,
+        kernel: Kernel,
+        finish: Scale | None,
+    ) -> None:
+        self._state = state
+        self._board = board
+        self._peers = tuple(peers)
+        self._groups = groups
+        self._pieces = pieces
+        self._cuts = [
+            (number, slice(at, min(at + block, until)))
+            for number, first, until, _, _ in (pieces.cut(start, size) if size else ())
+            for at in range(first, until, block)
+        ]
+        self._kernel = kernel
+        self._finish = finish
+
+    def run(self, views: Sequence[BucketViews]) -> None:
+        """Reduce the pieces; all ranks have entered the call. ``views`` are the peers' tensors, in their order."""
+        kernel, finish, sources, outs = self._kernel, self._finish, self._pieces.sources, self._pieces.outs
+        (inputs, outputs), *others = views
+        for number, cut in self._cuts:
+            mine, out = sources[number], outs[number]
+            result = out[cut]
+            kernel(result if mine is out else mine[cut], inputs[number][cut], result)
+            for more, _ in others:
+                kernel(result, more[number][cut], result)
+            if finish is not None:
+                finish(result, result)
+            outputs[number][cut] = result
+            for _, targets in others:
+                targets[number][cut] = result
+        _meet(self._state, self._board, self._peers, self._groups)
+
+
+def make_loop(
+    program: Program,
+    rank: int,
+    state: ExecutorState,
+    board: Board,
+    peers: Sequence[int],
+    groups: int,
+    block: int,
+    kernel: Kernel | None,
+    finish: Scale | None,
+) -> Loop | None:
+    """The loop that does what a program for mapped tensors says; None if it is none of these.
+
+    Args:
+        program: all of whose exchanges are in place, and which takes no window slots on any rank.
+        rank: this rank.
+        state, board, peers, groups, kernel, finish: as of `MappedReduction`.
+        block: elements that are combined at once.
+    """
+    acts = [action for each in program.rounds for action in each.rest if action.verb is not Verb.AWAIT]
+    pushes = [action for each in program.rounds for action in each.pushes]
+    if not acts and not pushes and not program.touched_by:
+        return None
+    if any(each.receives or each.sends for each in program.rounds) or not all(map(_reads_input, acts)):
+        return None
+    place = {peer: number for number, peer in enumerate(peers)}
+    if all(action.verb is Verb.TAKE for action in acts) and not pushes:
+        moves = [(action.peer, *_offsets(action), action.size) for action in acts]
+        return MappedMoves(
+            state,
+            board,
+            peers,
+            groups,
+            [(place[peer], *move) for peer, *move in moves if peer != rank],  # type: ignore[misc]
+            [tuple(move) for peer, *move in moves if peer == rank],  # type: ignore[misc]
+        )
+    if kernel is None or [action.peer for action in acts] != list(peers):
+        return None
+    first = acts[0]
+    start, out_start = _offsets(first)
+    same = all(
+        action.verb is Verb.REDUCE and action.finish == (number == len(acts) - 1) for number, action in enumerate(acts)
+    )
+    pushed = {(action.peer, action.target.offset if action.target is not None else -1) for action in pushes}
+    if not same or (pushes and pushed != {(peer, out_start) for peer in peers}):
+        return None
+    return MappedReduction(
+        state, board, peers, groups, start, first.size, block, out_start, bool(pushes), kernel, finish
+    )
+
+
+def _reads_input(action: Action) -> bool:
+    """Whether an action reads an input that no rank changes before, and writes this rank's output."""
+    source, target = action.source, action.target
+    return (
+        source is not None
+        and target is not None
+        and action.after < 0
+        and action.also is None
+        and (source.space, target.space) == (Space.INPUT, Space.OUTPUT)
+    )
+
+
+def _offsets(action: Action) -> tuple[int, int]:
+    assert action.source is not None and action.target is not None
+    return action.source.offset, action.target.offset
+
+
+def _meet(state: ExecutorState, board: Board, peers: Sequence[int], groups: int) -> None:
+    """Announce the end of this rank's part, and wait until all peers have ended theirs."""
+    state.base = progress = state.base + groups
+    board.advance(progress)
+    _await(board, peers, progress)
+
+
+def _await(board: Board, peers: Sequence[int], progress: int) -> None:
+    seen = board.seen
+    for peer in peers:
+        if seen[peer] < progress:
+            board.wait(peer, progress)

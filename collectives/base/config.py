@@ -199,6 +199,8 @@ class Config:
     """The gradients of PyTorch's and TensorFlow's collectives: the exact adjoints, or Horovod's."""
     result_pool: int = _setting("COLLECTIVES_RESULT_POOL", 256 << 20, _size, alike=False)
     """Bytes of dropped results kept for reuse by the next out-of-place call; 0 disables reuse."""
+    arena: int = _setting("COLLECTIVES_ARENA", -1, _size, alike=False)
+    """Maximum bytes of memory that peers can map, read when the first array in it is made; -1: no limit, 0: none."""
     fusion_threshold: int = _setting("COLLECTIVES_FUSION_THRESHOLD", 128 << 20, _size, alias="HOROVOD_FUSION_THRESHOLD")
     """Maximum bytes of tensors that are fused into one reduction; 0: no fusion."""
     cycle_time: float = _setting("COLLECTIVES_CYCLE_TIME", 1.0, _milliseconds, alias="HOROVOD_CYCLE_TIME", alike=False)

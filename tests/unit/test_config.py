@@ -46,7 +46,7 @@ def test_every_setting_has_its_own_variable() -> None:
 def test_what_only_a_rank_itself_goes_by_may_differ_between_ranks() -> None:
     differ = {field.name for field in dataclasses.fields(Config) if not field.metadata["alike"]}
     assert differ == {
-        "timeout", "allow_single", "result_pool", "cycle_time", "stall_warning", "stall_shutdown",
+        "timeout", "allow_single", "result_pool", "arena", "cycle_time", "stall_warning", "stall_shutdown",
         "timeline", "timeline_mark_cycles", "autotune_log", "autotune_samples", "autotune_noise", "device", "log_level",
     }  # fmt: skip
 
@@ -74,6 +74,8 @@ def test_every_transport_can_be_forced(transport: str) -> None:
         ("COLLECTIVES_SEGMENT", "512K", "segment", 512 << 10),
         ("COLLECTIVES_RESULT_POOL", "0", "result_pool", 0),
         ("COLLECTIVES_RESULT_POOL", "1GiB", "result_pool", 1 << 30),
+        ("COLLECTIVES_ARENA", "0", "arena", 0),
+        ("COLLECTIVES_ARENA", "4G", "arena", 4 << 30),
         ("COLLECTIVES_LOCAL_SIZE", "2", "local_size", 2),
         ("COLLECTIVES_TIMEOUT", "0.5", "timeout", 0.5),
         ("COLLECTIVES_FUSION_THRESHOLD", "64M", "fusion_threshold", 64 << 20),

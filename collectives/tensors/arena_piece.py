@@ -1,0 +1,122 @@
+"""One piece of the arena: an anonymous file in memory, mapped as a whole. Peers may map it too."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from collectives.tensors.free_ranges import FreeRanges
+
+HUGE_PAGE = 2 << 20
+REMOVE = 9
+"""MADV_REMOVE: the memory of whole pages goes back to the system, whoever else has mapped it; they read zeros then."""
+
+_MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000  # Linux; Python's mmap does not name them
+
+_libc = ctypes.CDLL(None, use_errno=True)
+madvise: Any = _libc.madvise
+madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_mmap: Any = _libc.mmap
+_mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64]
+_mmap.restype = ctypes.c_void_p
+_mprotect: Any = _libc.mprotect
+_mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+class Piece:
+    """A file without a name, and its mapping, which lives as long as an array in it.
+
+    Args:
+        number: its name among the pieces of this process, never used again.
+        nbytes: a multiple of ``HUGE_PAGE``.
+
+    Attributes:
+        number, nbytes: as given.
+        descriptor: of the file, for peers to open.
+        address, memory, mapping: of the mapping; ``memory`` as uint8.
+        free: what is not leased.
+        used: the number of blocks in use.
+        closed: no further block is taken from it, because a forked child may see its blocks.
+
+    Raises:
+        OSError, ValueError, OverflowError: the system refuses the memory.
+    """
+
+    __slots__ = ("_touched", "address", "closed", "descriptor", "free", "mapping", "memory", "nbytes", "number", "used")
+
+    def __init__(self, number: int, nbytes: int) -> None:
+        self.number = number
+        self.nbytes = nbytes
+        self.descriptor = os.memfd_create("collectives", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(self.descriptor, nbytes)
+            self.mapping = mmap.mmap(self.descriptor, nbytes, flags=mmap.MAP_SHARED)
+        except BaseException:
+            os.close(self.descriptor)
+            raise
+        with suppress(OSError, AttributeError):
+            self.mapping.madvise(mmap.MADV_HUGEPAGE)
+        self.memory: npt.NDArray[np.uint8] = np.frombuffer(self.mapping, np.uint8)
+        self.address: int = self.memory.ctypes.data
+        self.free = FreeRanges(nbytes)
+        self.used = 0
+        self.closed = False
+        self._touched = bytearray(nbytes // HUGE_PAGE)
+        """For each huge page whether it may have physical memory."""
+
+    def touch(self, start: int, end: int, reserve: bool) -> None:
+        """Note that bytes may be written.
+
+        Args:
+            start, end: the bytes.
+            reserve: whether to have the system set memory aside for them now. Where it does not overcommit memory, it
+                would kill the process at the first write that it has no memory for.
+
+        Raises:
+            OSError: there is no memory to reserve.
+        """
+        first, last = start // HUGE_PAGE, -(-end // HUGE_PAGE)
+        if reserve:
+            os.posix_fallocate(self.descriptor, start, end - start)
+        self._touched[first:last] = b"\1" * (last - first)
+
+    def emptied(self, start: int, end: int) -> None:
+        """Note that the memory of whole huge pages has been given back."""
+        first, last = start // HUGE_PAGE, end // HUGE_PAGE
+        self._touched[first:last] = bytes(last - first)
+
+    def idle(self) -> list[tuple[int, int, int]]:
+        """Free ranges of whole huge pages, of which some may have physical memory: its bytes, start and end."""
+        found = []
+        for start, end in self.free.of_at_least(HUGE_PAGE):
+            first, last = -(-start // HUGE_PAGE), end // HUGE_PAGE
+            touched = self._touched.count(1, first, last)
+            if touched:
+                found.append((touched * HUGE_PAGE, first * HUGE_PAGE, last * HUGE_PAGE))
+        return found
+
+    def punch(self, start: int, end: int) -> None:
+        """Give the memory of whole free huge pages back to the system; they read as zeros afterwards."""
+        with suppress(OSError, AttributeError):  # a system that cannot keeps the memory until the piece ends
+            self.mapping.madvise(REMOVE, start, end - start)
+        self.emptied(start, end)
+
+    def end(self) -> None:
+        """Close the file. It is unmapped when the last reference to this object is gone."""
+        if not self.closed:  # else a child's arrays lose what they hold
+            self.punch(0, self.nbytes)  # a peer that still has it mapped holds no memory
+        os.close(self.descriptor)
+
+    def make_private(self) -> None:
+        """In a forked child: put a private copy, made page by page when it is written to, in place of the mapping."""
+        flags = mmap.MAP_PRIVATE | _MAP_FIXED | _MAP_NORESERVE
+        access = mmap.PROT_READ | mmap.PROT_WRITE
+        if _mmap(self.address, self.nbytes, access, flags, self.descriptor, 0) != self.address:
+            _mprotect(self.address, self.nbytes, mmap.PROT_READ)  # no memory: the child may read
+        os.close(self.descriptor)

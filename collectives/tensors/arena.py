@@ -43,6 +43,8 @@ MAPPED = 1 << 62
 """Set in the word of a tensor in the arena; user-space addresses have at most 57 bits."""
 OFFSET_BITS = 40
 OFFSET_MASK = (1 << OFFSET_BITS) - 1
+MAPPED_FROM = 16 << 10
+"""Bytes from which what the engine allocates lies in the arena: below, peers gain less from it than a block costs."""
 MOST_PIECES = 128
 """Pieces at once. Each is a quarter of those before it or more, so that there are few."""
 
@@ -165,6 +167,13 @@ class Arena:
             else:
                 return 0
         return word + address - start
+
+    def locate_all(self, addresses: npt.NDArray[np.int64], nbytes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """`locate` of many tensors at once."""
+        words = np.zeros_like(addresses)
+        for start, end, word in self._ranges:
+            np.copyto(words, addresses + (word - start), where=(addresses >= start) & (addresses + nbytes <= end))
+        return words
 
     def piece(self, number: int) -> Piece:
         """The piece of this number, as in a word that `locate` has just returned."""

@@ -20,6 +20,7 @@ import numpy as np
 from collectives.base.dtypes import SUPPORTED, resolve
 from collectives.base.errors import InvalidArgumentError, InvalidTypeError
 from collectives.tensors import detection, dlpack
+from collectives.tensors.arena import MAPPED_FROM, arena
 from collectives.tensors.detection import Extent
 from collectives.tensors.host_frameworks import READERS, Array, Read, Wrap, frozen
 
@@ -84,7 +85,7 @@ class View:
 
     def detach(self) -> None:
         """Replace ``array`` by a copy, which ``store`` writes back."""
-        self._target, self.array, self.copied = self.array, self.array.copy(), True
+        self._target, self.array, self.copied = self.array, _copy(self.array, self.dtype).reshape(-1), True
 
     def wrap(self, array: Array) -> Any:
         """Convert a result to the caller's type.
@@ -181,8 +182,15 @@ def _look(tensor: Any, array: Array, argument: str, writable: bool, wrap: Wrap |
             raise detection.overlapping(tensor, argument, array.shape, array.strides)
     if flags.c_contiguous and flags.aligned and array.dtype.isnative:
         return View(array.reshape(-1), array.shape, dtype, flags.writeable, None, wrap)
-    flat = np.array(array, dtype=dtype, order="C", copy=True, subok=False).reshape(-1)
+    flat = _copy(array, dtype).reshape(-1)
     return View(flat, array.shape, dtype, flags.writeable, array if flags.writeable else None, wrap, True)
+
+
+def _copy(array: Array, dtype: np.dtype[Any]) -> Array:
+    """A C-contiguous copy in memory that peers can map, if it is large enough for that to pay."""
+    copy: Array = (arena.empty if array.nbytes >= MAPPED_FROM else np.empty)(array.shape, dtype)
+    np.copyto(copy, array)
+    return copy
 
 
 # ---- other types

@@ -4,6 +4,9 @@ The first write to a fresh 64 MiB array causes thousands of page faults, which t
 The memory of a result that the caller has dropped therefore returns to a pool, and the next out-of-place call of that
 size writes to resident pages: it is as fast as an in-place call. The pool keeps a bounded number of bytes.
 
+Results lie in the arena (`collectives.tensors.arena`), so that they are mapped when they are the next call's input. All
+pools draw on the one arena of the process.
+
 A pooled result is a plain ``numpy.ndarray``. Its ultimate base is a lease, which NumPy keeps alive as long as any view
 of the result; the end of the lease returns the buffer.
 """
@@ -19,11 +22,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from collectives.tensors.arena import MAPPED_FROM, arena, private
+
 THRESHOLD = 1 << 20
-"""Results of at least this many bytes are pooled. malloc reuses smaller blocks just as fast."""
+"""Results of at least this many bytes are pooled. The arena reuses smaller blocks just as fast."""
 
 _PAGE = 4096
-_ALIGNMENT = 64  # a cache line; required by vectorized loops and by zero-copy imports of other libraries
 
 
 class _Buffer:
@@ -32,16 +36,9 @@ class _Buffer:
     __slots__ = ("address", "memory", "nbytes")
 
     def __init__(self, nbytes: int) -> None:
-        # numpy.empty and not mmap: it requests huge pages from 4 MiB up, and only the array's deallocation frees it.
-        self.memory = np.empty(nbytes + _ALIGNMENT, np.uint8)
-        start = self.memory.ctypes.data
-        self.address: int = start + -start % _ALIGNMENT
+        self.memory = arena.empty(nbytes, np.uint8)
+        self.address: int = self.memory.ctypes.data
         self.nbytes = nbytes
-
-    def view(self, nbytes: int) -> npt.NDArray[np.uint8]:
-        """The memory as an array, which stays valid without the buffer."""
-        start = self.address - self.memory.ctypes.data
-        return self.memory[start : start + nbytes]
 
 
 class _Lease:
@@ -77,20 +74,22 @@ class ResultPool:
         self._free: list[_Buffer] = []  # oldest first
         self._lent: dict[int, _LeaseReference] = {}  # by address, oldest first
         self._returned: deque[_LeaseReference] = deque()
+        self._forks = arena.forks
         self._lock = threading.Lock()
 
     def empty(self, shape: int | tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
         """An uninitialised C-contiguous array of ``shape`` and ``dtype``, exactly of type ``numpy.ndarray``.
 
-        From ``THRESHOLD`` bytes up it is aligned to 64 bytes, and its memory is reused once its last view is gone.
+        From ``MAPPED_FROM`` bytes up it is aligned to 64 bytes and in the arena, unless the arena is exhausted; its
+        memory is reused once its last view is gone.
         """
         dtype = np.dtype(dtype)
-        nbytes = math.prod(shape if isinstance(shape, tuple) else (shape,)) * dtype.itemsize
-        whole = -(-nbytes // _PAGE) * _PAGE
-        if nbytes < THRESHOLD or whole > self.limit:  # a buffer that cannot be kept has no benefit
+        nbytes = (math.prod(shape) if isinstance(shape, tuple) else shape) * dtype.itemsize
+        if nbytes < MAPPED_FROM:
             return np.empty(shape, dtype)
-        if not self._lock.acquire(blocking=False):
-            return _Buffer(nbytes).view(nbytes).view(dtype).reshape(shape)
+        whole = -(-nbytes // _PAGE) * _PAGE
+        if nbytes < THRESHOLD or whole > self.limit or not self._lock.acquire(blocking=False):
+            return arena.empty(shape, dtype)  # what cannot be kept gains nothing from a buffer
         try:
             self._settle()
             block = self._take(nbytes) or self._add(whole)
@@ -105,10 +104,7 @@ class ResultPool:
     def aligned(self, count: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
         """A 1-D array as of ``empty``, aligned to 64 bytes at any size, for frameworks that would copy other memory."""
         dtype = np.dtype(dtype)
-        nbytes = count * dtype.itemsize
-        if THRESHOLD <= nbytes <= self.limit:
-            return self.empty(count, dtype)
-        return _Buffer(nbytes).view(nbytes).view(dtype)
+        return self.empty(count, dtype) if count * dtype.itemsize >= MAPPED_FROM else private(count, dtype)
 
     @property
     def free_bytes(self) -> int:
@@ -145,6 +141,11 @@ class ResultPool:
 
     def _settle(self) -> None:
         """Move returned buffers to the free list; the caller holds the lock."""
+        if self._forks != arena.forks:  # a child may look at results of before the fork
+            self._forks = arena.forks
+            self._free = []
+            self._lent = {}
+            self._returned = deque()
         while self._returned:
             block = self._returned.popleft().block
             if self._lent.pop(block.address, None) is not None:  # else evicted meanwhile

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from collectives.memory import is_mapped
+from collectives.tensors.arena import MAPPED_FROM, arena
 from collectives.tensors.result_pool import THRESHOLD, ResultPool
 
 MIB = 1 << 20
@@ -102,15 +104,42 @@ def test_what_is_kept_is_bounded_and_the_oldest_goes_first() -> None:
 def test_blocks_beyond_the_limit_and_pools_without_one_keep_nothing() -> None:
     for pool in (ResultPool(0), ResultPool(3 * MIB)):
         result = pool.empty(4 * MIB, np.uint8)
-        assert result.flags.owndata
+        assert is_mapped(result)
         del result
         assert pool.free_bytes == 0
 
 
-def test_small_results_are_numpys_own() -> None:
+def test_small_results_are_numpys_own_and_others_below_the_threshold_the_arenas() -> None:
     pool = ResultPool(64 * MIB)
-    assert pool.empty(THRESHOLD - 1, np.uint8).flags.owndata
-    assert pool.free_bytes == 0
+    assert pool.empty(MAPPED_FROM - 1, np.uint8).flags.owndata
+    result = pool.empty(MAPPED_FROM, np.uint8)
+    assert is_mapped(result) and is_mapped(pool.empty((THRESHOLD - 1,), np.uint8))
+    where = address(result)
+    del result
+    assert address(pool.empty(MAPPED_FROM, np.uint8)) == where and pool.free_bytes == 0
+
+
+@pytest.mark.parametrize("count", [0, 1, 1000, MAPPED_FROM, MIB, 100 * MIB])
+def test_aligned_results(count: int) -> None:
+    result = ResultPool(64 * MIB).aligned(count, np.uint8)
+    assert result.shape == (count,) and is_mapped(result) == (count >= MAPPED_FROM)
+    assert count == 0 or address(result) % 64 == 0
+
+
+def test_pooled_results_lie_in_the_arena_whichever_pool_they_are_from() -> None:
+    results = [ResultPool(64 * MIB).empty(3 * MIB, np.float32) for _ in range(3)]
+    assert all(map(is_mapped, results)) and all(is_mapped(result[5:]) for result in results)
+
+
+def test_where_the_arena_is_exhausted_results_are_private_and_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arena, "_lease", lambda nbytes: None)
+    pool = ResultPool(64 * MIB)
+    result = pool.empty(4 * MIB, np.uint8)
+    result[:] = 1
+    where = address(result)
+    del result
+    again = pool.empty(4 * MIB, np.uint8)
+    assert address(again) == where and where % 64 == 0 and not is_mapped(again)
 
 
 def test_clear_frees_and_leaves_results_in_use_alone() -> None:
@@ -213,6 +242,38 @@ def test_a_child_forked_in_the_middle_of_a_call_can_still_allocate() -> None:
             del result, other
             os._exit(0 if pool.empty(1 << 22, "u1").size == 1 << 22 else 1)
         raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        """
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_what_a_child_may_look_at_is_not_used_again() -> None:
+    program = textwrap.dedent(
+        """
+        import os, numpy
+        from collectives.memory import is_mapped
+        from collectives.tensors.result_pool import ResultPool
+        pool = ResultPool(1 << 26)
+        results = [pool.empty(1 << 22, "u1") for _ in range(2)]
+        for result in results:
+            result[:] = 1
+        reader, writer = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.read(reader, 1)
+            assert not pool.free_bytes
+            os._exit(0 if all((result == 1).all() for result in results) else 1)
+        del result, results
+        assert not pool.free_bytes
+        fresh = [pool.empty(1 << 22, "u1") for _ in range(3)]
+        for result in fresh:
+            result[:] = 2
+            assert is_mapped(result)
+        os.write(writer, b"1")
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        del result, fresh
+        assert pool.free_bytes == 3 << 22
         """
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

@@ -479,11 +479,13 @@ def check_consistency(tensors: Any, *, process_set: ProcessSet | None = None) ->
 
 
 def empty_cache(*, process_set: ProcessSet | None = None) -> int:
-    """Release GPU memory that is held but not in use; every rank calls it.
+    """Release memory that is held but not in use; every rank calls it.
 
-    A rank maps the memory of its peers' tensors and keeps the mapping, so that memory which a peer has freed stays
-    allocated until it is unmapped. Memory that is used again is mapped again. The engine does the same by itself when
-    an allocation fails.
+    On the host, that is what dropped results and dropped arrays of `collectives.empty` have left for reuse.
+
+    On GPUs, a rank maps the memory of its peers' tensors and keeps the mapping, so that memory which a peer has freed
+    stays allocated until it is unmapped. Memory that is used again is mapped again. The engine does the same by itself
+    when an allocation fails.
 
     Call it after large tensors were dropped, before ``torch.cuda.empty_cache()`` or ``free_all_blocks()``. Each process
     set has mappings of its own.

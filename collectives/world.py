@@ -42,6 +42,7 @@ from collectives.persistent_init import PersistentInit
 from collectives.plan.builder import Plans
 from collectives.plan.executor import Executor
 from collectives.plan.planner import Placement, Planner
+from collectives.tensors.arena import arena
 from collectives.tensors.result_pool import ResultPool
 from collectives.transport import backoff
 from collectives.transport.group import Group
@@ -248,6 +249,8 @@ class World:
 
         def release(_: Handle) -> int:
             released = self._context.make_room()  # first mappings of the peers' memory, then this rank's own
+            self._pool.clear()
+            arena.release()
             return released + (self._devices.trim() if self._devices is not None else 0)
 
         released: int = self.operations.meet("empty_cache", release)
@@ -383,6 +386,7 @@ class World:
             self._persistent.close()
             self.operations.close()  # drops its views into the windows, so that they can be unmapped
             self._group.close()
+            arena.release()
 
     def fail(self, text: str) -> None:
         """Tell the other ranks that this one is about to end; their waits raise a RankFailedError with ``text``."""

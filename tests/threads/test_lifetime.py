@@ -14,6 +14,7 @@ import pytest
 from collectives.base.reduce_op import Op
 from collectives.engine.callers import THREAD_NAME
 from collectives.engine.handles import Handle
+from collectives.tensors.arena import Arena
 from collectives.transport import threads
 from collectives.world import World
 
@@ -74,3 +75,19 @@ def test_a_handle_that_outlives_its_world_keeps_its_result_and_no_window() -> No
     gc.collect()
     assert [handle.wait()[0] for handle in handles] == [3, 3]
     assert not [window for window in windows if window() is not None]
+
+
+@pytest.mark.parametrize("end", ["empty_cache", "shutdown"])
+def test_dropped_results_memory_goes_back(end: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    arena = Arena()
+    for module in ("collectives.tensors.result_pool", "collectives.world"):
+        monkeypatch.setattr(sys.modules[module], "arena", arena)
+    world = World(threads.connect(1)[0])
+    tensor = np.full(1_000_000, 1.0, np.float32)
+    for _ in range(3):
+        tensor = world.allreduce(tensor, op=Op.SUM)
+        assert arena.locate(tensor.ctypes.data, tensor.nbytes)
+    del tensor
+    assert arena.numbers()
+    getattr(world, end)()
+    assert not arena.numbers()

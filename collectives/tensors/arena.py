@@ -120,7 +120,7 @@ class Arena:
         """All pieces, by number."""
         self._open: list[Piece] = []
         """Those from which blocks are taken."""
-        self._ranges: tuple[tuple[int, int, int], ...] = ()
+        self.ranges: tuple[tuple[int, int, int], ...] = ()
         """Address, end and word of each piece."""
         self._last = (0, 0, 0)
         """The range that was met last: most programs have one."""
@@ -160,7 +160,7 @@ class Arena:
         """The word of ``nbytes`` bytes at an address, or 0 if they are not in the arena."""
         start, end, word = self._last
         if not (start <= address and address + nbytes <= end):
-            for start, end, word in self._ranges:
+            for start, end, word in self.ranges:
                 if start <= address and address + nbytes <= end:
                     self._last = (start, end, word)
                     break
@@ -171,7 +171,7 @@ class Arena:
     def locate_all(self, addresses: npt.NDArray[np.int64], nbytes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """`locate` of many tensors at once."""
         words = np.zeros_like(addresses)
-        for start, end, word in self._ranges:
+        for start, end, word in self.ranges:
             np.copyto(words, addresses + (word - start), where=(addresses >= start) & (addresses + nbytes <= end))
         return words
 
@@ -367,7 +367,7 @@ class Arena:
         return released
 
     def _list_ranges(self) -> None:
-        self._ranges = tuple(
+        self.ranges = tuple(
             (piece.address, piece.address + piece.nbytes, MAPPED | piece.number << OFFSET_BITS)
             for piece in self._pieces.values()
         )

@@ -291,7 +291,7 @@ class Arena:
             self._merged_bytes += size
         if self._quick_bytes > _MOST_QUICK_BYTES:
             self._merge()
-        if vacant and len(self._pieces) > 1:
+        if vacant and (len(self._pieces) > 1 or not self._open):
             self._end([piece for piece in self._pieces.values() if piece.closed and not piece.used])
             empty = sorted((piece for piece in self._open if not piece.used), key=lambda piece: piece.nbytes)
             self._end(empty[1:])

@@ -9,6 +9,7 @@ import linecache
 import mmap
 import os
 import random
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -352,6 +353,30 @@ def test_refused_memory_is_private_and_told_once(
     for _ in range(module._SKIPS):
         array = arena.empty(1000, np.float32)
     assert word(arena, arena.empty(1000, np.float32)), "after a while the system is asked again"
+
+
+@pytest.mark.parametrize(
+    ("limit", "value", "shapes"),
+    [
+        ("RLIMIT_NOFILE", "len(os.listdir('/proc/self/fd')) - 1", (1000, 1 << 20, 1000)),
+        ("RLIMIT_FSIZE", "1 << 20", (1000, 1 << 20, 1000)),
+        ("RLIMIT_AS", "mapped() + (1 << 20)", (1000, 2000)),
+    ],
+)
+def test_the_systems_limits_mean_private_memory_and_one_line(limit: str, value: str, shapes: tuple[int, ...]) -> None:
+    program = f"""
+import os, resource
+import collectives
+def mapped():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.{limit}, ({value}, resource.getrlimit(resource.{limit})[1]))
+arrays = [collectives.zeros(shape) for shape in {shapes}]
+print({{collectives.is_mapped(array) for array in arrays}}, sum(array.sum() for array in arrays))
+"""
+    done = subprocess.run([sys.executable, "-c", program], check=True, timeout=60, capture_output=True, text=True)
+    assert done.stdout == "{False} 0.0\n"
+    assert done.stderr.count("\n") == 1 and "no more memory that other ranks can map" in done.stderr
 
 
 def test_a_large_request_that_is_refused_keeps_no_small_one_out(caplog: pytest.LogCaptureFixture) -> None:

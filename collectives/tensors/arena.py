@@ -37,7 +37,7 @@ import numpy.typing as npt
 
 from collectives.base.config import Config
 from collectives.base.logging import logger
-from collectives.tensors.arena_piece import HUGE_PAGE, REMOVE, Piece, madvise
+from collectives.tensors.arena_piece import HUGE_PAGE, REMOVE, Piece, huge_pages_must_be_asked_for, madvise
 
 MAPPED = 1 << 62
 """Set in the word of a tensor in the arena; user-space addresses have at most 57 bits."""
@@ -107,7 +107,8 @@ class Arena:
         self._numbers = 0
         self._limit: int | None = None
         """Bytes of all pieces; None before the first piece."""
-        self._reserve = False
+        self._reserve = self._asks = False
+        """Whether the system must be asked for memory, and for huge pages; see `Piece`."""
         self._told = False
         self._begin()
 
@@ -231,7 +232,7 @@ class Arena:
                         return None
                     place = found
                 piece, start, _ = place
-                block: _Block = _new(_Block, nbytes, _BYTE, piece.mapping, start)
+                block: _Block = _new(_Block, nbytes, _BYTE, piece.mapping, piece.offset + start)
                 reference = _BlockReference(block, self._note)
                 reference.place = place
                 piece.used += 1
@@ -315,6 +316,7 @@ class Arena:
         if self._limit is None:
             self._limit = _limit()
             self._reserve = _never_overcommits()
+            self._asks = huge_pages_must_be_asked_for()
         need = -(-nbytes // HUGE_PAGE) * HUGE_PAGE
         if need >= self._ceiling and self._skips:
             self._skips -= 1
@@ -326,7 +328,7 @@ class Arena:
         if need <= room and len(self._pieces) < MOST_PIECES:
             for whole in (usual, need) if usual > need else (need,):
                 try:
-                    piece = Piece(self._numbers + 1, whole)
+                    piece = Piece(self._numbers + 1, whole, self._asks)
                 except (OSError, ValueError, OverflowError) as error:
                     problem = error
                     continue

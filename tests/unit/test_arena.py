@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import gc
 import itertools
@@ -123,6 +124,64 @@ def test_arrays_never_share_memory_whatever_comes_and_goes(steps: list[tuple[int
         assert not arena.numbers() and not arena._lent and not resident(arena)
 
 
+# ---- huge pages
+
+
+def huge(arena: Arena) -> int:
+    """Bytes of the arena's first piece that this process has mapped as huge pages."""
+    with open("/proc/self/smaps") as file:
+        _, found, rest = file.read().partition(f"\n{arena.piece(1).address:x}-")
+    return int(rest.partition("ShmemPmdMapped:")[2].split()[0]) * 1024 if found else -1
+
+
+def test_pieces_begin_at_a_huge_page() -> None:
+    arena = Arena()
+    arrays = [arena.empty(size, np.uint8) for size in (10, 70 * MIB, 100 * MIB)]
+    assert all(word(arena, array) for array in arrays)
+    assert all(arena.piece(number).address % arena_piece.HUGE_PAGE == 0 for number in arena.numbers())
+
+
+@pytest.mark.skipif(not arena_piece.huge_pages_must_be_asked_for(), reason="the system makes huge pages by itself")
+def test_huge_pages_are_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = list[tuple[int, ...]]()
+
+    def advise(*arguments: int) -> int:
+        asked.append(arguments)
+        return int(madvise(*arguments))
+
+    madvise = arena_piece.madvise
+    monkeypatch.setattr(arena_piece, "madvise", advise)
+    arena = Arena()
+    first = arena.empty(3 * MIB, np.uint8)
+    if ctypes.get_errno() == errno.EINVAL:
+        pytest.skip("needs MADV_COLLAPSE, Linux 6.1")
+    assert huge(arena) == resident(arena) == 4 * MIB and not first.any()
+    small = arena.empty(MIB, np.uint8)
+    assert len(asked) <= 2 and huge(arena) == 4 * MIB and word(arena, small)
+    second = arena.empty(5 * MIB, np.uint8)
+    assert huge(arena) == resident(arena) == 10 * MIB and word(arena, second)
+
+
+@pytest.mark.parametrize(("error", "calls"), [(errno.EINVAL, 2), (errno.EAGAIN, 4)])
+def test_huge_pages_may_be_refused(error: int, calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not known to the system: it is not asked again. Not now: it is."""
+    asked = list[tuple[int, ...]]()
+
+    def advise(*arguments: int) -> int:
+        asked.append(arguments)
+        ctypes.set_errno(error)
+        return -1
+
+    monkeypatch.setattr(module, "huge_pages_must_be_asked_for", lambda: True)
+    monkeypatch.setattr(arena_piece, "madvise", advise)
+    arena = Arena()
+    arrays = [arena.empty(3 * MIB, np.uint8) for _ in range(2)]
+    for array in arrays:
+        array[:] = 1
+        assert word(arena, array)
+    assert len(asked) == calls
+
+
 # ---- given back
 
 
@@ -226,9 +285,10 @@ def test_an_interrupt_is_not_lost_in_what_drops_an_array(monkeypatch: pytest.Mon
         assert not ignored and address(arena.empty(size, np.uint8)) == where
 
 
-def test_an_interrupt_anywhere_in_an_allocation_does_no_harm() -> None:
+def test_an_interrupt_anywhere_in_an_allocation_does_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
     """Raised at every line in turn, as a signal's handler does; but where no call lies behind, because only after calls
     and jumps Python looks for signals."""
+    monkeypatch.setattr(module, "huge_pages_must_be_asked_for", lambda: False)  # they take time
     calm = ("try:", "self._busy = ", "lock.release()", "self._lock.release()", "finally:")
     for stop in range(2000):
         arena, counted = Arena(), 0
@@ -434,7 +494,8 @@ def test_there_is_a_bound_on_pieces(monkeypatch: pytest.MonkeyPatch, small_piece
     assert [bool(word(arena, array)) for array in arrays] == [True] * 3 + [False] * 2
 
 
-def test_pieces_grow_so_that_there_are_few() -> None:
+def test_pieces_grow_so_that_there_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "huge_pages_must_be_asked_for", lambda: False)
     arena = Arena()
     arrays = [arena.empty(40 * MIB, np.uint8) for _ in range(1000)]  # 40 GB that nobody touches
     assert all(word(arena, array) for array in arrays) and len(arena.numbers()) < 40

@@ -7,16 +7,15 @@ owner has ended the piece. From then on a tensor in it is a NumPy array for the 
 
 from __future__ import annotations
 
-import mmap
 import os
 import weakref
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
 
 from collectives.base.logging import logger
 from collectives.tensors.arena import MAPPED, OFFSET_BITS, OFFSET_MASK, arena
+from collectives.tensors.arena_piece import map_shared
 from collectives.transport.base import Array
 from collectives.transport.board import PIECES, Board
 
@@ -30,10 +29,8 @@ class _Mapping:
     __slots__ = ("__weakref__", "memory")
 
     def __init__(self, descriptor: int, nbytes: int) -> None:
-        mapping = mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED)
-        with suppress(OSError, AttributeError):
-            mapping.madvise(mmap.MADV_HUGEPAGE)
-        self.memory: Array = np.frombuffer(mapping, np.uint8)
+        mapping, offset = map_shared(descriptor, nbytes)
+        self.memory: Array = np.frombuffer(mapping, np.uint8, nbytes, offset)
 
 
 _mappings: weakref.WeakValueDictionary[tuple[int, int], _Mapping] = weakref.WeakValueDictionary()

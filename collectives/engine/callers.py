@@ -24,6 +24,10 @@ _COMPUTES = 0.1
 that waits for it do so."""
 
 
+class _Here(threading.local):
+    noted = False
+
+
 class Callers:
     """The calling threads of one engine.
 
@@ -33,7 +37,7 @@ class Callers:
     Attributes:
         followers: threads that sleep, or are about to, until another thread stops driving.
         awaited: the handles that threads wait for without a timeout.
-        last: the thread that called last.
+        here: whether the current thread is known as one that calls; half as dear to look up as the thread.
     """
 
     def __init__(self, ranks_are_threads: bool) -> None:
@@ -50,13 +54,14 @@ class Callers:
         self.condition = threading.Condition()
         self.followers = 0
         self.awaited: list[Handle] = []
-        self.last: threading.Thread | None = None
+        self.here = _Here()
         # Threads and not their numbers, which the system reuses as soon as a thread has ended.
         self._known: set[threading.Thread] = set()
 
     def note(self) -> None:
         """Remember the current thread as one that calls collectives."""
-        self.last = thread = threading.current_thread()
+        self.here.noted = True
+        thread = threading.current_thread()
         # A thread that Python has not started is some framework's: it calls on behalf of a thread of the program, which
         # waits for it and cannot call.
         if not isinstance(thread, threading._DummyThread):

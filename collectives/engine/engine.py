@@ -11,7 +11,6 @@ On the wire it is the round that it would be with one.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -30,7 +29,7 @@ from collectives.engine.progress import Progress
 from collectives.engine.request_cache import CachedRequest
 from collectives.engine.submissions import WITHOUT_HANDLE, Submissions
 from collectives.engine.tasks import OneTensor
-from collectives.tensors.arrays import view
+from collectives.tensors.arrays import View, view
 from collectives.transport.base import Array
 
 
@@ -72,7 +71,7 @@ class Engine:
         self.refuse, self.abandon = self._failure.refuse, self._failure.abandon
         self._acquire, self._release = self._progress.lock.acquire, self._progress.lock.release
         self._owns, self._work_is_set = self._progress.lock._is_owned, submissions.work.is_set
-        self._enter, self._look = context.control.enter, context.control.look
+        self._enter_and_look = context.control.enter_and_look
         self._pending, self._inbox, self._names = submissions.pending, submissions.inbox, submissions.names
         self._obstacles = submissions.obstacles
         self._using_memory = in_flight.operations
@@ -89,7 +88,7 @@ class Engine:
                 one of the two writes; that one goes on.
         """
         handle.engine = self
-        if threading.current_thread() is not self._callers.last:
+        if not self._callers.here.noted:
             self._callers.note()
         overlap = self._submissions.add(handle)
         if overlap is not None:
@@ -113,7 +112,7 @@ class Engine:
             entry: the request.
             source, out: 1-D arrays of its dtype.
             deliver, keep: of its handle, which is made only if it needs one; ``keep`` begins with the view of the
-                tensor.
+                tensor, or with the tensor itself if that is an array of which no view has been made.
             handle: or the handle itself.
 
         Returns:
@@ -142,7 +141,7 @@ class Engine:
             return self._run_with_handle(handle or _handle(entry, source, out, deliver, keep))
         progress.driving = True
         try:
-            if threading.current_thread() is not callers.last:
+            if not callers.here.noted:
                 callers.note()
             name, token = entry.name, entry.signature
             if name is None:
@@ -153,11 +152,15 @@ class Engine:
                 task: OneTensor | None = entry.step
                 if task is None or task.epoch != self._planner.epoch:
                     task = self._bind(entry)
-                prepare, run = task.bound or (task.prepare, task.run)
-                self._enter(token, prepare(source, out))
-                same = self._look()
+                attempt = task.attempt
+                if attempt is not None:
+                    same = attempt(token, source, out)
+                else:
+                    prepare, run = task.bound or (task.prepare, task.run)
+                    same = self._enter_and_look(token, prepare(source, out))
+                    if same:
+                        run()
                 if same:
-                    run()
                     self._solos += 1
                     self._solo_bytes += entry.nbytes
                     if name is None:
@@ -325,6 +328,8 @@ def _handle(
         return entry.binding.handle()
     if keep is None:
         return Handle(entry, source, out, deliver or _no_result)
+    if type(keep[0]) is not View:
+        keep = (view(keep[0], writable=out is source), *keep[1:])
     if out is source:
         return Handle(entry, source, out, deliver or _no_result, keep, writes=keep[0])
     return Handle(entry, source, out, deliver or _no_result, keep, reads=keep[0], writes=view(out))

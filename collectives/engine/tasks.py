@@ -110,6 +110,7 @@ class OneTensor(HostTask):
     """An all-reduce, reduce-scatter, broadcast or barrier by itself; without elements it only synchronises the ranks.
 
     Attributes:
+        attempt: prepares, enters the round and runs, all in one, if the plan is a single reduction.
         bound: quicker equivalents of `prepare` and `run`, if the plan has them.
         epoch: the planner's, when they were bound.
         generation: the ledger's, when its cache last knew this request.
@@ -120,6 +121,7 @@ class OneTensor(HostTask):
     def __init__(self, context: Context, entry: CachedRequest) -> None:
         super().__init__(context, entry)
         self.bound: tuple[Callable[[Array, Array], Words], Callable[[], object]] | None = None
+        self.attempt: Callable[[int, Array, Array], bool | None] | None = None
         self.epoch = self.generation = -1
         self._plan: Plan | None = None
         self._source = self._out = _EMPTY
@@ -129,11 +131,17 @@ class OneTensor(HostTask):
         context, entry = self._context, self.entry
         self._plan = plan = entry.plan()
         self.epoch = context.planner.epoch
-        block = None if plan is None or entry.prescale is not None else context.executor.one_block(plan)
-        if block is None:
-            self.bound = None
-        else:
-            self.bound = block.stage, functools.partial(context.quietly, block.run) if entry.warns else block.run
+        self.attempt = self.bound = None
+        if plan is None or entry.prescale is not None:
+            return
+        quietly = context.quietly if entry.warns else None
+        reduction = context.executor.one_reduction(plan, quietly)
+        if reduction is not None:
+            self.attempt = reduction.attempt
+            return
+        block = context.executor.one_block(plan)
+        if block is not None:
+            self.bound = block.stage, block.run if quietly is None else functools.partial(quietly, block.run)
 
     def prepare(self, source: Array, out: Array) -> Words:
         """`prepare_handles` of a blocking call, which has no handle."""

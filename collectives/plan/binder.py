@@ -17,6 +17,7 @@ from collectives.plan import fast_paths, window_packing
 from collectives.plan.blocks import BlockLookup, BlockOf
 from collectives.plan.fast_paths import Do, ExecutorState, Kernel, Scale
 from collectives.plan.mapped_loops import Loop, MappedBucket
+from collectives.plan.one_block import Combination, combination
 from collectives.plan.program import Action, Medium, Program, RoundProgram, Space, Verb
 from collectives.transport.base import Array
 from collectives.transport.group import Group
@@ -57,10 +58,12 @@ class Plan:
         takes_slots: whether any rank has segments in window slots, so that all count the slots that the plan takes.
         touched_by: the peers that read or write this rank's private memory, each with the step group, counted from
             the call's beginning, after which it does so no more.
+        combination: what the plan combines, if that is all that it does; None otherwise.
     """
 
     __slots__ = (
         "bucket_loop",
+        "combination",
         "description",
         "groups",
         "loop",
@@ -85,6 +88,7 @@ class Plan:
         staged: bool,
         description: str,
         reads_outputs: bool,
+        combination: Combination | None,
     ) -> None:
         self.rounds = rounds
         self.segments = segments
@@ -101,6 +105,7 @@ class Plan:
         self.takes_slots = True
         self.loop: Loop | None = None
         self.bucket_loop: MappedBucket | None = None
+        self.combination = combination
 
 
 class Binder:
@@ -163,6 +168,12 @@ class Binder:
         pushes = [self._push(action) for action in program.pushes]
         rest = [(a.medium is Medium.MESSAGE, self._act(a, buffers.get(id(a)))) for a in program.rest]
         return BoundRound(posts, pushes, rest, program.drain_first)
+
+    def combination(self, program: Program) -> Combination | None:
+        """What the plan combines, if that is all that it does: of a staged plan of one segment within this host."""
+        if self._board is None or not self._staged or self._segments > 1 or self._pieces is not None:
+            return None
+        return combination(program, self._group.rank, self._blocks, self._kernel, self._finish)
 
     def _post_receive(self, action: Action, buffer: int | None) -> Do:
         messages, length, peer = self._group.messages, self._blocks.length(action.size), action.peer

@@ -24,8 +24,9 @@ import numpy as np
 
 from collectives.fusion import Lists, Pieces
 from collectives.plan.binder import Binder, BoundRound, Plan
-from collectives.plan.fast_paths import ExecutorState, Kernel, OneBlock, Scale
+from collectives.plan.fast_paths import ExecutorState, Kernel, Scale
 from collectives.plan.mapped_loops import MappedBucket, make_loop
+from collectives.plan.one_block import OneBlock, OneReduction, Quietly
 from collectives.plan.program import Program
 from collectives.transport.base import SLOTS, WINDOW_BYTES, Array
 from collectives.transport.group import Group
@@ -110,7 +111,8 @@ class Executor:
             lists,
         )
         rounds = [binder.round(r) for r in program.rounds]
-        plan = Plan(program, rounds, segments, stride, staged, description, reads_outputs)
+        combination = binder.combination(program)
+        plan = Plan(program, rounds, segments, stride, staged, description, reads_outputs, combination)
         plan.takes_slots = takes_slots
         if mapped and not takes_slots and self._board is not None:
             plan.loop = make_loop(
@@ -158,6 +160,17 @@ class Executor:
         board = self._board
         assert board is not None
         return MappedBucket(self.state, board, self._others, plan.groups, pieces, start, size, block, kernel, finish)
+
+    def one_reduction(self, plan: Plan, quietly: Quietly | None) -> OneReduction | None:
+        """The quickest way to agree on a plan and to run it, if one reduction is all that it does.
+
+        Args:
+            quietly: runs kernels that may emit warnings; None if they emit none.
+        """
+        board = self._board
+        if board is None or plan.combination is None:
+            return None
+        return OneReduction(self.state, board, plan.combination, self._group.control.enter_and_look, quietly)
 
     def stage(self, plan: Plan) -> None:
         """Copy segment 0 into the window before the call is entered. The plan must be staged."""

@@ -1,10 +1,11 @@
-"""Fast paths: the few closures that most calls consist of, and the shortest way through a tiny plan.
+"""Fast paths: the few closures that most calls consist of.
 
 They do what `binder` and `executor` do in general, with everything that can be known looked up beforehand:
 
 - whole actions of plans of one segment, whose blocks never move within a slot;
-- the two rounds of the direct all-reduce over direct reads, of one tensor or of a list of pieces;
-- `OneBlock`: all of a staged plan of one segment.
+- the two rounds of the direct all-reduce over direct reads, of one tensor or of a list of pieces.
+
+`one_block` has the shortest way through a whole plan.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import numpy as np
 from collectives.fusion import Lists
 from collectives.plan.program import Action, Place, Space
 from collectives.transport.base import SLOTS, Array
-from collectives.transport.board import Board
 
 Kernel = Callable[[Array, Array, Array], object]
 Scale = Callable[[Array, Array], object]
@@ -35,6 +35,7 @@ class ExecutorState:
         base: groups finished before this call; equal on all ranks.
         slot: the window slot of segment 0.
         free_at: of each window slot, the progress that every peer must have made before it may be overwritten.
+        finished: a progress that every peer is known to have made, besides what the board has shown.
         entered_staged: segment 0 was in the window before the call was entered, so that no rank waits for it.
     """
 
@@ -42,6 +43,7 @@ class ExecutorState:
         "addresses",
         "base",
         "entered_staged",
+        "finished",
         "free_at",
         "input",
         "input_at",
@@ -65,53 +67,8 @@ class ExecutorState:
         self.base = 0
         self.slot = 0
         self.free_at = [0] * SLOTS
+        self.finished = 0
         self.entered_staged = False
-
-
-class OneBlock:
-    """A plan of one segment that is staged into the window, with everything bound that a run needs.
-
-    Such plans carry out tiny tensors, where every call of Python counts. What `Executor.stage` and `Executor.run` do
-    for any plan is written out here for one segment without messages.
-
-    Args:
-        state, board: of the executor.
-        stage: the actions of the first round.
-        rounds: the actions of each later round.
-    """
-
-    def __init__(self, state: ExecutorState, board: Board, stage: Sequence[Do], rounds: Sequence[Sequence[Do]]) -> None:
-        self._state = state
-        self._board = board
-        self._advance = board.advance
-        self._stage = stage
-        self._rounds = rounds
-
-    def stage(self, source: Array, out: Array) -> Sequence[int]:
-        """Copy the input into the window. Returns the words to enter the call with: none."""
-        state, board = self._state, self._board
-        state.input, state.output = source, out
-        free, seen = state.free_at[state.slot], board.seen
-        for peer in board.peers:
-            if seen[peer] < free:
-                board.wait(peer, free)
-        for do in self._stage:
-            do(0)
-        return ()
-
-    def run(self) -> None:
-        """Run the later rounds; every rank has staged its input."""
-        state, advance = self._state, self._advance
-        state.entered_staged = True
-        progress = state.base + 1
-        for actions in self._rounds:
-            for do in actions:
-                do(0)
-            progress += 1
-            advance(progress)
-        state.free_at[state.slot] = state.base = progress
-        state.slot = (state.slot + 1) % SLOTS
-        state.input = state.output = _EMPTY
 
 
 Move = Callable[[int, int, int, int], None]

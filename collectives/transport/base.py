@@ -143,6 +143,9 @@ class Control(Protocol):
             RankFailedError: a rank failed in the middle of this call.
         """
 
+    def enter_and_look(self, signature: int, words: Sequence[int] | memoryview = ()) -> bool | None:
+        """`enter`, then `look`: what every small operation does."""
+
     def agree(self, signature: int, words: Sequence[int] | memoryview = ()) -> bool:
         """`enter`, and wait until every rank has entered. Returns the result of `look`.
 

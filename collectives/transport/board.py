@@ -97,8 +97,10 @@ class Board:
         self._words: list[Any] = [None if page is None else page[: _word_bytes(self.size)].cast("q") for page in pages]
         self._texts = [None if page is None else page[_word_bytes(self.size) :] for page in pages]
         self._mine = self._words[rank]
+        self._peer_words = [self._words[peer] for peer in self.peers]
         self._timeout = timeout
         self._spins = spins
+        self._looks = range(spins)
         self._pause = pause
         self._processes = processes
         self._mine[_PID] = os.getpid()
@@ -169,6 +171,28 @@ class Board:
             if words[_BROKEN] == call:
                 self.check()
         return same
+
+    def enter_and_look(self, signature: int, words: Sequence[int] | memoryview = ()) -> bool | None:
+        """`enter`, then `look`; both are written out for a call without words, in which one word is all that this rank
+        writes, and all that it reads of a peer that is there."""
+        if words or fence is not None:
+            self.enter(signature, words)
+            return self.look()
+        self.call = call = self.call + 1
+        self._token = token = signature << 16 | (call & CALL_MASK)
+        self._count = 0
+        at = _TOKEN + (call & 1)
+        self._mine[at] = token
+        for theirs in self._peer_words:
+            if theirs[at] != token:
+                for _ in self._looks:
+                    if theirs[at] == token:
+                        break
+                else:
+                    return self.look(spin=False)
+            if theirs[_BROKEN] == call:
+                self.check()
+        return True
 
     def missing(self, *, upcoming: bool = False) -> list[int]:
         """The peers that have not entered the present call; or the one after it, if ``upcoming``."""

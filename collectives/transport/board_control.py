@@ -23,7 +23,8 @@ class BoardControl:
         self._board = board
         self._exchange = exchange
         # The board's own methods, because every call of them counts in a small all-reduce.
-        self.enter, self.look, self.words_of, self.relax = board.enter, board.look, board.words_of, board.relax
+        self.enter, self.look, self.enter_and_look = board.enter, board.look, board.enter_and_look
+        self.words_of, self.relax = board.words_of, board.relax
 
     def agree(self, signature: int, words: Sequence[int] | memoryview = ()) -> bool:
         self._board.enter(signature, words)

@@ -71,6 +71,10 @@ class MpiControl:
             self._same = self._read_records()
         return self._same
 
+    def enter_and_look(self, signature: int, words: Sequence[int] | memoryview = ()) -> bool | None:
+        self.enter(signature, words)
+        return self.look()
+
     def _read_records(self) -> bool:
         """Compare the records of all ranks, and gather the words that do not fit into them."""
         records, words = self._records, self._entered

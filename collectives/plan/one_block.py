@@ -1,0 +1,191 @@
+"""The shortest way through a plan of one segment that is staged into the window: what carries out tiny tensors.
+
+There every call of Python counts. What `Executor.stage` and `Executor.run` do for any plan is written out for one
+segment without messages: `OneBlock` for any such plan, `OneReduction` for the one-shot all-reduce.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from collectives.plan.blocks import BlockLookup
+from collectives.plan.fast_paths import Do, ExecutorState, Kernel, Scale
+from collectives.plan.program import Medium, Place, Program, Space, Verb
+from collectives.transport.base import SLOTS, Array
+from collectives.transport.board import Board
+
+EnterAndLook = Callable[[int], bool | None]
+"""`collectives.transport.base.Control.enter_and_look`, without words."""
+Quietly = Callable[..., Any]
+"""``quietly(function, *arguments)`` calls a function without NumPy's floating-point warnings."""
+_EMPTY: Array = np.empty(0)
+_INPUT, _OUTPUT = Place(Space.INPUT, 0), Place(Space.OUTPUT, 0)
+
+
+class OneBlock:
+    """A plan of one segment, with everything bound that a run needs.
+
+    Args:
+        state, board: of the executor.
+        stage: the actions of the first round.
+        rounds: the actions of each later round.
+    """
+
+    def __init__(self, state: ExecutorState, board: Board, stage: Sequence[Do], rounds: Sequence[Sequence[Do]]) -> None:
+        self._state = state
+        self._board = board
+        self._advance = board.advance
+        self._stage = stage
+        self._rounds = rounds
+
+    def stage(self, source: Array, out: Array) -> Sequence[int]:
+        """Copy the input into the window. Returns the words to enter the call with: none."""
+        state, board = self._state, self._board
+        state.input, state.output = source, out
+        free, seen = state.free_at[state.slot], board.seen
+        for peer in board.peers:
+            if seen[peer] < free:
+                board.wait(peer, free)
+        for do in self._stage:
+            do(0)
+        return ()
+
+    def run(self) -> None:
+        """Run the later rounds; every rank has staged its input."""
+        state, advance = self._state, self._advance
+        state.entered_staged = True
+        progress = state.base + 1
+        for actions in self._rounds:
+            for do in actions:
+                do(0)
+            progress += 1
+            advance(progress)
+        state.free_at[state.slot] = state.base = progress
+        state.slot = (state.slot + 1) % SLOTS
+        state.input = state.output = _EMPTY
+
+
+class Combination(NamedTuple):
+    """What a one-shot all-reduce of one block combines."""
+
+    own: Sequence[Array]
+    """This rank's block in each slot of its window."""
+    blocks: Sequence[Sequence[Array]]
+    """The blocks of all ranks' windows, likewise, in the order in which they are combined; of two ranks, this rank's is
+    the first one."""
+    kernel: Kernel
+    finish: Scale | None
+
+
+def combination(
+    program: Program, rank: int, blocks: BlockLookup, kernel: Kernel | None, finish: Scale | None
+) -> Combination | None:
+    """What a staged program of one segment combines; None if it does anything else.
+
+    Args:
+        rank: this rank.
+        blocks: finds them.
+        kernel, finish: of the plan.
+    """
+    if kernel is None or len(program.rounds) != 2:
+        return None
+    stage, combine = program.rounds
+    actions = (*stage.rest, *combine.rest)
+    if any(r.receives or r.sends or r.pushes for r in program.rounds) or len(stage.rest) != 1 or not combine.rest:
+        return None
+    (staged, *_), (first, *others) = stage.rest, combine.rest
+    if staged.source != _INPUT or staged.target is None:
+        return None
+    if any(action.medium is not Medium.WINDOW or action.size != staged.size for action in actions):
+        return None
+    if any(action.target != _OUTPUT or action.also is not None for action in combine.rest):
+        return None
+    if any(action.verb is not Verb.REDUCE or action.operand != _OUTPUT for action in others):
+        return None
+    own = blocks.in_slots(rank, staged.target, staged.size)
+    found = [
+        blocks.in_slots(action.peer, action.source, action.size)
+        for action in combine.rest
+        if action.source is not None and action.source.space is Space.WINDOW
+    ]
+    if len(found) != len(combine.rest):
+        return None
+    if first.verb is Verb.REDUCE and first.operand == _INPUT:
+        found.insert(0, own)
+    elif first.verb is not Verb.TAKE or not others:
+        return None
+    return Combination(own, found, kernel, finish if combine.rest[-1].finish else None)
+
+
+class OneReduction:
+    """A one-shot all-reduce of one block, from the first byte to the last: each rank stages its block, enters the round
+    in which the ranks agree, and combines what all have staged.
+
+    Args:
+        state, board: of the executor.
+        combination: what is combined.
+        enter_and_look: of the group's control plane.
+        quietly: runs kernels that may emit warnings; None if they emit none.
+    """
+
+    def __init__(
+        self,
+        state: ExecutorState,
+        board: Board,
+        combination: Combination,
+        enter_and_look: EnterAndLook,
+        quietly: Quietly | None,
+    ) -> None:
+        self._state = state
+        self._board = board
+        self._enter_and_look = enter_and_look
+        self._advance = board.advance
+        own, (first, second, *others), kernel, finish = combination
+        self._own, self._second, self._others = own, second, others
+        # NumPy takes three times as long where one array of a single element is both operand and result. Then the
+        # operand is its copy in the window, and what is yet to be scaled lies in between.
+        single = own[0].size == 1
+        self._first = first if single or others else None
+        self._between = np.empty_like(own[0]) if single and finish is not None else None
+        self._kernel = kernel if quietly is None else functools.partial(quietly, kernel)
+        self._finish = finish if finish is None or quietly is None else functools.partial(quietly, finish)
+
+    def attempt(self, signature: int, source: Array, out: Array) -> bool | None:
+        """Stage the input, enter the round with ``signature``, and, if every rank has entered it with the same, reduce.
+
+        Returns:
+            What `Control.look` does. Unless it is true, the input is staged and the output unchanged, as after
+            `Executor.stage`.
+        """
+        state = self._state
+        slot, base = state.slot, state.base
+        if state.free_at[slot] > state.finished:
+            self._await_slot(state.free_at[slot])
+        self._own[slot][...] = source
+        same = self._enter_and_look(signature)
+        if not same:
+            state.input, state.output = source, out
+            return same
+        into = out if self._between is None else self._between
+        self._kernel(source if self._first is None else self._first[slot], self._second[slot], into)
+        for blocks in self._others:
+            self._kernel(into, blocks[slot], into)
+        if self._finish is not None:
+            self._finish(into, out)
+        # A peer that has entered this round has finished all before it: `stage` seldom needs to read its progress.
+        state.finished = base
+        state.free_at[slot] = state.base = base = base + 2
+        self._advance(base)
+        state.slot = (slot + 1) % SLOTS
+        return True
+
+    def _await_slot(self, free: int) -> None:
+        """Wait until no peer reads the slot any more that is about to be overwritten."""
+        board, seen = self._board, self._board.seen
+        for peer in board.peers:
+            if seen[peer] < free:
+                board.wait(peer, free)

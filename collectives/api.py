@@ -16,7 +16,14 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 import numpy as np
 import numpy.typing as npt
 
-from collectives.base.options import CallOptions, ReduceOptions, ScaleOptions, spelled_out
+from collectives.base.options import (
+    CallOptions,
+    RarerCallOptions,
+    RarerReduceOptions,
+    ReduceOptions,
+    ScaleOptions,
+    spelled_out,
+)
 from collectives.base.reduce_op import Op
 from collectives.engine.handles import Handle
 from collectives.persistent import PersistentOperation
@@ -32,7 +39,7 @@ Tensor = TypeVar("Tensor")
 Average, Sum, Min, Max, Product, Adasum = Op.AVERAGE, Op.SUM, Op.MIN, Op.MAX, Op.PRODUCT, Op.ADASUM
 
 
-def _world(options: CallOptions) -> World:
+def _world(options: RarerCallOptions) -> World:
     """The world of a call; takes ``process_set`` out of its keywords."""
     process_set = options.pop("process_set", None) if options else None
     return default.world or world() if process_set is None else world_of(process_set)
@@ -45,7 +52,14 @@ def _rooted(root_rank: int, options: CallOptions) -> tuple[World, int]:
 
 
 @spelled_out(ReduceOptions)
-def allreduce(tensor: Tensor, average: bool | None = None, **options: Unpack[ReduceOptions]) -> Tensor:
+def allreduce(
+    tensor: Tensor,
+    average: bool | None = None,
+    *,
+    op: Op | None = None,
+    name: str | None = None,
+    **rarer: Unpack[RarerReduceOptions],
+) -> Tensor:
     """Combine the ranks' tensors element by element.
 
     Every rank gets the same result, bit for bit; apart from NaN's payload, and zeros' signs in Min and Max.
@@ -78,11 +92,20 @@ def allreduce(tensor: Tensor, average: bool | None = None, **options: Unpack[Red
         MismatchError: the ranks' requests differ; raised on every rank, no tensor was touched.
         RankFailedError, CollectiveTimeoutError: another rank failed, or did not make the call.
     """
-    return _world(options).allreduce(tensor, average, **options)
+    if rarer:
+        return _world(rarer).allreduce(tensor, average, op=op, name=name, **rarer)
+    return (default.world or world()).allreduce(tensor, average, op=op, name=name)
 
 
 @spelled_out(ReduceOptions)
-def allreduce_(tensor: Tensor, average: bool | None = None, **options: Unpack[ReduceOptions]) -> Tensor:
+def allreduce_(
+    tensor: Tensor,
+    average: bool | None = None,
+    *,
+    op: Op | None = None,
+    name: str | None = None,
+    **rarer: Unpack[RarerReduceOptions],
+) -> Tensor:
     """`allreduce` in place: the result replaces the tensor's elements, in any writable memory layout.
 
     Returns the tensor itself. After a mismatch it is unchanged; after a failure in mid-call it is undefined.
@@ -90,7 +113,9 @@ def allreduce_(tensor: Tensor, average: bool | None = None, **options: Unpack[Re
     Raises:
         InvalidArgumentError: the tensor is read-only, or its elements overlap.
     """
-    return _world(options).allreduce_(tensor, average, **options)
+    if rarer:
+        return _world(rarer).allreduce_(tensor, average, op=op, name=name, **rarer)
+    return (default.world or world()).allreduce_(tensor, average, op=op, name=name)
 
 
 @spelled_out(ReduceOptions)

@@ -17,6 +17,7 @@ from collectives.base.reduce_op import Op
 from collectives.engine.engine import Engine
 from collectives.engine.handles import Handle
 from collectives.engine.host_handles import store, wrap
+from collectives.engine.request_cache import CachedRequest
 from collectives.engine.requests import HandleFactory
 from collectives.refusals import Refusals
 from collectives.tensors import arrays
@@ -25,12 +26,11 @@ from collectives.tensors.result_pool import ResultPool
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from collectives.base.options import CallOptions, ReduceOptions, ScaleOptions
+    from collectives.base.options import CallOptions, RarerReduceOptions, ReduceOptions, ScaleOptions
 
 Tensor = TypeVar("Tensor")
 
-_SPECIAL = frozenset({"compression", "stream"})
-"""Keywords with which an all-reduce may need a handle."""
+_NDARRAY = np.ndarray
 
 
 class Operations:
@@ -58,6 +58,10 @@ class Operations:
         self._handles = handles
         self._host = handles.host
         self._requests = handles.host.requests
+        self._run = engine.run
+        self._known: Callable[[tuple[Any, ...]], CachedRequest | None] = (
+            handles.host.requests.get if self.size > 1 else _nothing_known
+        )
         self._pool = pool
         refusals = Refusals(ranks[rank], self.size == 1, engine, handles)
         self.check_state, self.refused = refusals.check_state, refusals.refused
@@ -76,10 +80,25 @@ class Operations:
     # ---- all-reduce
 
     def allreduce(
-        self, tensor: Tensor, average: bool | None = None, *, out: Any = None, **options: Unpack[ReduceOptions]
+        self,
+        tensor: Tensor,
+        average: bool | None = None,
+        *,
+        op: Op | None = None,
+        name: str | None = None,
+        out: Any = None,
+        **rarer: Unpack[RarerReduceOptions],
     ) -> Tensor:
         """``out``: memory of an adapter for the result, see `HandleFactory.allreduce`."""
-        if (type(tensor) is not np.ndarray or not _SPECIAL.isdisjoint(options)) and _needs_handle(tensor, options):
+        entry = None if rarer or out is not None else self._known_request(tensor, average, op, name)
+        if entry is not None:
+            array: Any = tensor
+            result: Any = self._pool.empty(array.shape, entry.dtype)
+            source, flat = (array, result) if array.ndim == 1 else (array.reshape(-1), result.reshape(-1))
+            handle = self._run(entry, source, flat, wrap, (array, result))
+            return result if handle is None else handle.wait()
+        options: ReduceOptions = {"op": op, "name": name, **rarer}
+        if _needs_handle(tensor, options):
             return self._wait(self._handles.allreduce, options, tensor, average, False, out)
         try:
             view: arrays.View = arrays.view(tensor)  # type: ignore[assignment]  # no device tensor comes here
@@ -87,35 +106,61 @@ class Operations:
             if out is None:
                 out = self._pool.empty(view.shape, view.dtype)
         except Exception as error:
-            raise self.refused(error, options.get("name")) from None
+            raise self.refused(error, name) from None
         flat = out.reshape(-1)
         if self.size == 1:
             self.check_state()
             self._host.scale(entry, view.array, flat)
             return view.wrap(out)
-        # The frequent case, written out: if the ranks meet at once, no handle is made.
-        handle = self._engine.run(entry, view.array, flat, wrap, (view, out))
+        handle = self._run(entry, view.array, flat, wrap, (view, out))
         return view.wrap(out) if handle is None else handle.wait()
 
-    def allreduce_(self, tensor: Tensor, average: bool | None = None, **options: Unpack[ReduceOptions]) -> Tensor:
-        if (type(tensor) is not np.ndarray or not _SPECIAL.isdisjoint(options)) and _needs_handle(tensor, options):
+    def allreduce_(
+        self,
+        tensor: Tensor,
+        average: bool | None = None,
+        *,
+        op: Op | None = None,
+        name: str | None = None,
+        **rarer: Unpack[RarerReduceOptions],
+    ) -> Tensor:
+        entry = None if rarer else self._known_request(tensor, average, op, name)
+        if entry is not None:
+            array: Any = tensor
+            source = array if array.ndim == 1 else array.reshape(-1)
+            handle = self._run(entry, source, source, store, (array, array))
+            return tensor if handle is None else handle.wait()
+        options: ReduceOptions = {"op": op, "name": name, **rarer}
+        if _needs_handle(tensor, options):
             return self._wait(self._handles.allreduce, options, tensor, average, True)
         try:
             view: arrays.View = arrays.view(tensor, writable=True)  # type: ignore[assignment]  # as above
             entry = self._requests.reducing("allreduce", view, average, options)
         except Exception as error:
-            raise self.refused(error, options.get("name")) from None
+            raise self.refused(error, name) from None
         source = view.array
         if self.size == 1:
             self.check_state()
             self._host.scale(entry, source, source)
         else:
-            handle = self._engine.run(entry, source, source, store, (view, tensor))
+            handle = self._run(entry, source, source, store, (view, tensor))
             if handle is not None:
                 return handle.wait()
         if view.copied:
             view.store()
         return tensor
+
+    def _known_request(
+        self, tensor: Any, average: bool | None, op: Op | None, name: str | None
+    ) -> CachedRequest | None:
+        """The frequent case, in which neither a view nor a handle is made: the request of an array that the engine can
+        work on as it is, if it has come before."""
+        if type(tensor) is _NDARRAY and tensor.flags.carray:
+            try:
+                return self._known((tensor.dtype, tensor.shape, average, op, name))
+            except TypeError:  # an unhashable argument, which is refused when the request is made
+                return None
+        return None
 
     def allreduce_async(
         self, tensor: Tensor, average: bool | None = None, **options: Unpack[ReduceOptions]
@@ -319,6 +364,10 @@ class Operations:
         """Order an operation on GPU tensors after the work that their streams have been given so far."""
         if any(part.fence is not None for part in (handle, *handle.members)):
             self._handles.devices().mark(handle)
+
+
+def _nothing_known(key: tuple[Any, ...]) -> None:
+    """A world of one rank runs no operation through the engine."""
 
 
 def _needs_handle(tensor: Any, options: ReduceOptions) -> bool:

@@ -29,14 +29,28 @@ class ProcessSetLike(Protocol):
     def size(self) -> int: ...
 
 
-class CallOptions(TypedDict, total=False):
-    """Keywords of every collective."""
+class RarerCallOptions(TypedDict, total=False):
+    """Keywords of every collective, besides ``name``."""
 
-    name: str | None
     process_set: ProcessSetLike | int | None
     algorithm: str | None
     transport: str | None
     stream: Any
+
+
+class RarerReduceOptions(RarerCallOptions, total=False):
+    """Keywords of an all-reduce, besides ``op`` and ``name``: those two are parameters of the functions in which every
+    tenth of a microsecond counts, because a mapping of keywords costs three of them."""
+
+    prescale_factor: float
+    postscale_factor: float
+    compression: Any
+
+
+class CallOptions(RarerCallOptions, total=False):
+    """Keywords of every collective."""
+
+    name: str | None
 
 
 class ScaleOptions(CallOptions, total=False):
@@ -88,7 +102,8 @@ def spelled_out(accepted: type[Any], **defaults: Any) -> Callable[[Function], Fu
     `typing.get_type_hints`.
 
     Args:
-        accepted: `CallOptions` or a subclass: the type of the function's ``**options``.
+        accepted: `CallOptions` or a subclass: the keywords that the function takes, as parameters of its own or in
+            ``**options``.
         defaults: replace those of `Options`, and supply those of keywords that `Options` lacks.
     """
     types = accepted.__annotations__
@@ -103,9 +118,12 @@ def spelled_out(accepted: type[Any], **defaults: Any) -> Callable[[Function], Fu
         if keyword in types
     ]
 
+    shown = {keyword.name for keyword in keywords}
+
     def decorate(function: Function) -> Function:
         signature = inspect.signature(function)
-        own = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
+        rest = inspect.Parameter.VAR_KEYWORD
+        own = [each for each in signature.parameters.values() if each.kind is not rest and each.name not in shown]
         function.__signature__ = signature.replace(parameters=[*own, *keywords])  # type: ignore[attr-defined]
         kept = {*(each.name for each in own), "return"}
         function.__annotations__ = {name: at for name, at in function.__annotations__.items() if name in kept} | {

@@ -208,11 +208,16 @@ class RequestCache(ABC, Generic[Cached]):
 
     Args:
         size: of the world.
+
+    Attributes:
+        get: returns the request of a key, or None. The key of an all-reduce without rarer keywords is its dtype, shape,
+            ``average``, ``op`` and ``name``; what would have to be refused has no request.
     """
 
     def __init__(self, size: int) -> None:
         self._size = size
         self._known: dict[tuple[Any, ...], Cached] = {}
+        self.get: Callable[[tuple[Any, ...]], Cached | None] = self._known.get
 
     def reducing(
         self,
@@ -223,12 +228,12 @@ class RequestCache(ABC, Generic[Cached]):
         parts: tuple[tuple[int, ...], ...] = (),
     ) -> Cached:
         """The request of an all-reduce or a reduce-scatter; ``parts`` as in `Request`."""
-        if keywords:
-            if "prescale_factor" in keywords or "postscale_factor" in keywords:
-                keywords = _with_floats(keywords)
-            key = (collective, view.dtype.num, view.shape, average, parts, *keywords, *keywords.values())
-        else:
-            key = (collective, view.dtype.num, view.shape, average, parts)
+        if keywords and ("prescale_factor" in keywords or "postscale_factor" in keywords):
+            keywords = _with_floats(keywords)
+        op, name = keywords.get("op"), keywords.get("name")
+        key: tuple[Any, ...] = (view.dtype, view.shape, average, op, name)
+        if parts or collective != "allreduce" or len(keywords) > ("op" in keywords) + ("name" in keywords):
+            key = (*key, collective, parts, *keywords, *keywords.values())
         try:
             known = self._known.get(key)
         except TypeError:  # an unhashable argument is invalid, and refused with a better message below

@@ -11,8 +11,11 @@ from types import FrameType
 from typing import Any
 
 import numpy as np
+import pytest
 
 import collectives
+from collectives.base.errors import InvalidArgumentError, InvalidTypeError
+from collectives.base.reduce_op import Op
 from collectives.transport import threads
 from collectives.world import World
 
@@ -42,10 +45,57 @@ def calls_of(allreduce: Any) -> list[str]:
     return shortest
 
 
-def test_a_blocking_call_passes_seven_modules_below_the_public_function() -> None:
+def test_a_blocking_call_passes_four_modules_below_the_public_function() -> None:
     for calls in threads.run(2, lambda world: calls_of(world.allreduce_), make_world=World):
-        assert len({call.split()[0] for call in calls}) <= 7, calls
-        assert len(calls) <= 15, calls
+        assert len({call.split()[0] for call in calls}) <= 5, calls
+        assert len(calls) <= 7, calls
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("count", [1, 2, 1000])
+@pytest.mark.parametrize("dtype", [np.float32, np.int32, np.complex64])
+def test_single_reductions_share_the_window_with_other_operations(size: int, count: int, dtype: type) -> None:
+    """Which wait for their slots by the progress that single reductions announce, and the other way round."""
+
+    def run(world: World) -> None:
+        for step in range(20):
+            for op, expected in ((Op.SUM, size * step + 3 * (size - 1) * size // 2), (Op.MAX, 3 * size - 3 + step)):
+                if dtype is np.complex64 and op is Op.MAX:
+                    continue
+                tensor = np.full(count, 3 * world.rank + step, dtype)
+                assert world.allreduce_(tensor, op=op) is tensor
+                assert (tensor == expected).all(), (step, op)
+                tensor[:] = 3 * world.rank + step
+                result = world.allreduce(tensor, op=op)
+                assert (result == expected).all() and (tensor == 3 * world.rank + step).all(), (step, op)
+            assert (world.allreduce(np.full(count, 2 * world.rank, dtype)) == size - 1).all()
+            if step % 3 == 2:  # four segments and more, which use every slot
+                long = np.full(5 << 18, world.rank + step, np.float32)
+                world.allreduce_(long, op=Op.SUM, transport="window", algorithm=("direct", "ring")[step % 2])
+                assert (long == size * step + (size - 1) * size // 2).all(), step
+
+    threads.run(size, run, make_world=World)
+
+
+def test_an_array_of_another_layout_or_dtype_is_another_request() -> None:
+    def run(world: World) -> None:
+        table = np.arange(12, dtype=np.float32).reshape(3, 4)
+        for _ in range(2):
+            strided = np.repeat(table, 2, axis=1)[:, ::2]
+            for tensor in (table.copy(), strided, table.copy(order="F"), table.astype(">f4"), table.astype("f8")):
+                before = tensor.copy()
+                assert world.allreduce_(tensor, op=Op.SUM) is tensor
+                assert (tensor == 2 * before).all()
+            with pytest.raises(InvalidArgumentError, match="read-only"):
+                world.allreduce_(np.broadcast_to(table, (2, 3, 4)), op=Op.SUM)
+            with pytest.raises(TypeError, match="unexpected keyword argument 'ops'"):
+                world.allreduce_(table, ops=Op.SUM)
+            with pytest.raises(InvalidTypeError, match="name"):
+                world.allreduce_(table, name=["unhashable"])  # type: ignore[arg-type]
+            with pytest.raises(InvalidArgumentError, match="supersedes"):
+                world.allreduce_(table, average=True, op=Op.SUM)
+
+    threads.run(2, run, make_world=World)
 
 
 if __name__ == "__main__":

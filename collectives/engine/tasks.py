@@ -66,7 +66,13 @@ class HostTask(Task):
     Args:
         context: of the world.
         entry: as of `Task`.
+
+    Attributes:
+        attempt: prepares, enters the round with a token and runs, all in one, if the plan is a single reduction; returns
+            what `Control.look` does.
     """
+
+    attempt: Callable[[int, Array, Array], bool | None] | None = None
 
     def __init__(self, context: Context, entry: CachedRequest) -> None:
         super().__init__(entry)
@@ -110,7 +116,6 @@ class OneTensor(HostTask):
     """An all-reduce, reduce-scatter, broadcast or barrier by itself; without elements it only synchronises the ranks.
 
     Attributes:
-        attempt: prepares, enters the round and runs, all in one, if the plan is a single reduction.
         bound: quicker equivalents of `prepare` and `run`, if the plan has them.
         epoch: the planner's, when they were bound.
         generation: the ledger's, when its cache last knew this request.
@@ -121,7 +126,6 @@ class OneTensor(HostTask):
     def __init__(self, context: Context, entry: CachedRequest) -> None:
         super().__init__(context, entry)
         self.bound: tuple[Callable[[Array, Array], Words], Callable[[], object]] | None = None
-        self.attempt: Callable[[int, Array, Array], bool | None] | None = None
         self.epoch = self.generation = -1
         self._plan: Plan | None = None
         self._source = self._out = _EMPTY

@@ -10,8 +10,8 @@ import numpy as np
 from collectives.engine.context import Context, address
 from collectives.engine.request_cache import CachedRequest
 from collectives.engine.tasks import OneTensor, Words
-from collectives.plan.fast_paths import OneBlock
 from collectives.plan.mapped_loops import Loop
+from collectives.plan.one_block import OneBlock
 from collectives.tensors.arena import MAPPED, arena
 from collectives.transport.base import Array
 

@@ -187,7 +187,7 @@ class BoundTensor(OneTensor):
 
     def forget(self) -> None:
         """Drop the plan."""
-        self.bound = self._plan = None
+        self.attempt = self.bound = self._plan = None
 
     def _place(self, source: Array, out: Array) -> Words:
         """Have the executor read and write the arrays, whose addresses all ranks know."""

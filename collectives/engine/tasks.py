@@ -68,8 +68,8 @@ class HostTask(Task):
         entry: as of `Task`.
 
     Attributes:
-        attempt: prepares, enters the round with a token and runs, all in one, if the plan is a single reduction; returns
-            what `Control.look` does.
+        attempt: prepares, enters the round with a token and runs, all in one, if the plan is a single reduction;
+            returns what `Control.look` does.
     """
 
     attempt: Callable[[int, Array, Array], bool | None] | None = None

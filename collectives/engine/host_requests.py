@@ -57,6 +57,7 @@ class HostRequestCache(RequestCache[CachedRequest]):
         if op is Op.ADASUM:
             return self._adasum(collective, view, options)
         dtype, shape, nbytes, native = view.dtype, view.shape, view.nbytes, self._native
+        count = view.array.size  # the functions below must not keep the view, and with it the caller's memory
         kernel = reduction.kernel(op, dtype)
         finish = reduction.finish(op, dtype, self._size, options.postscale_factor)
 
@@ -66,7 +67,7 @@ class HostRequestCache(RequestCache[CachedRequest]):
         def make_plan(mapped: bool = False) -> Plan | Reduce:
             choice = choose(mapped)
             if choice.native and native is not None:
-                self._plans.tell(collective, view.array.size, dtype, choice, "native over mpi")
+                self._plans.tell(collective, count, dtype, choice, "native over mpi")
                 return lambda source, out: native.native_allreduce(source, out, op)
             return (self._plans.allreduce if collective == "allreduce" else self._plans.reducescatter)(
                 shape, dtype, choice, kernel, finish
@@ -80,7 +81,7 @@ class HostRequestCache(RequestCache[CachedRequest]):
             postscale=options.postscale_factor,
             parts=parts,
         )
-        moves = self._size > 1 and view.array.size > 0
+        moves = self._size > 1 and count > 0
         meets = moves and not choice.native and self._planner.meets_tensors(nbytes, options.transport)
         make_mapped = (lambda: make_plan(True)) if meets else None
         entry = _of_tensor(CachedRequest(request, self._planner, make_plan if moves else None, make_mapped), view)

@@ -6,6 +6,8 @@ mpirun -n 2 python -m tests.threads.test_fast_path        # prints the calls, wi
 from __future__ import annotations
 
 import sys
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -75,6 +77,32 @@ def test_single_reductions_share_the_window_with_other_operations(size: int, cou
                 assert (long == size * step + (size - 1) * size // 2).all(), step
 
     threads.run(size, run, make_world=World)
+
+
+def test_no_call_keeps_its_tensor() -> None:
+    calls: dict[str, Callable[[World, Any], object]] = {
+        "allreduce_": lambda world, tensor: world.allreduce_(tensor),
+        "allreduce": lambda world, tensor: world.allreduce(tensor),
+        "allreduce_async_": lambda world, tensor: world.allreduce_async_(tensor).wait(),
+        "grouped_allreduce_": lambda world, tensor: world.grouped_allreduce_([tensor]),
+        "broadcast_": lambda world, tensor: world.broadcast_(tensor, 0),
+        "broadcast": lambda world, tensor: world.broadcast(tensor, 1),
+        "reducescatter": lambda world, tensor: world.reducescatter(tensor),
+        "allgather": lambda world, tensor: world.allgather(tensor),
+        "alltoall": lambda world, tensor: world.alltoall(tensor),
+    }
+
+    def run(world: World) -> None:
+        for what, call in calls.items():
+            for count in (2, 100_000):
+                for _ in range(2):
+                    tensor = np.ones(count, np.float32)
+                    kept = weakref.ref(tensor)
+                    call(world, tensor)
+                    del tensor
+                    assert kept() is None, (what, count)
+
+    threads.run(2, run, make_world=World)
 
 
 def test_an_array_of_another_layout_or_dtype_is_another_request() -> None:

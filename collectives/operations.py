@@ -90,13 +90,9 @@ class Operations:
         **rarer: Unpack[RarerReduceOptions],
     ) -> Tensor:
         """``out``: memory of an adapter for the result, see `HandleFactory.allreduce`."""
-        entry = None if rarer or out is not None else self._known_request(tensor, average, op, name)
+        entry = None if rarer or out is not None else self._known_as(tensor, average, op, name)
         if entry is not None:
-            array: Any = tensor
-            result: Any = self._pool.empty(array.shape, entry.dtype)
-            source, flat = (array, result) if array.ndim == 1 else (array.reshape(-1), result.reshape(-1))
-            handle = self._run(entry, source, flat, wrap, (array, result))
-            return result if handle is None else handle.wait()
+            return self._run_out_of_place(entry, tensor, tensor.shape)  # type: ignore[attr-defined]
         options: ReduceOptions = {"op": op, "name": name, **rarer}
         if _needs_handle(tensor, options):
             return self._wait(self._handles.allreduce, options, tensor, average, False, out)
@@ -124,9 +120,9 @@ class Operations:
         name: str | None = None,
         **rarer: Unpack[RarerReduceOptions],
     ) -> Tensor:
-        entry = None if rarer else self._known_request(tensor, average, op, name)
+        entry = None if rarer else self._known_as(tensor, average, op, name)
         if entry is not None:
-            array: Any = tensor
+            array: Any = tensor  # as `_run_in_place`, without the call
             source = array if array.ndim == 1 else array.reshape(-1)
             handle = self._run(entry, source, source, store, (array, array))
             return tensor if handle is None else handle.wait()
@@ -149,18 +145,6 @@ class Operations:
         if view.copied:
             view.store()
         return tensor
-
-    def _known_request(
-        self, tensor: Any, average: bool | None, op: Op | None, name: str | None
-    ) -> CachedRequest | None:
-        """The frequent case, in which neither a view nor a handle is made: the request of an array that the engine can
-        work on as it is, if it has come before."""
-        if type(tensor) is _NDARRAY and tensor.flags.carray:
-            try:
-                return self._known((tensor.dtype, tensor.shape, average, op, name))
-            except TypeError:  # an unhashable argument, which is refused when the request is made
-                return None
-        return None
 
     def allreduce_async(
         self, tensor: Tensor, average: bool | None = None, **options: Unpack[ReduceOptions]
@@ -222,7 +206,13 @@ class Operations:
     # ---- the other collectives
 
     def reducescatter(self, tensor: Tensor, op: Op | None = Op.AVERAGE, **options: Unpack[ScaleOptions]) -> Tensor:
-        return self._wait(self._handles.reducescatter, options, tensor, op)
+        keywords = {**options, "op": op}
+        entry = self._known_as(
+            tensor, None, op, options.get("name"), "reducescatter", (), *keywords, *keywords.values()
+        )
+        if entry is None:
+            return self._wait(self._handles.reducescatter, options, tensor, op)
+        return self._run_out_of_place(entry, tensor, self._handles.share(tensor.shape))  # type: ignore[attr-defined]
 
     def reducescatter_async(
         self, tensor: Tensor, op: Op | None = Op.AVERAGE, **options: Unpack[ScaleOptions]
@@ -240,10 +230,16 @@ class Operations:
         return self._begin_group(self._handles.reducescatter, options, tensors, op)
 
     def broadcast(self, tensor: Tensor, root_rank: int, **options: Unpack[CallOptions]) -> Tensor:
-        return self._wait(self._handles.broadcast, options, tensor, root_rank, False)
+        entry = self._known_as(tensor, "broadcast", root_rank, *options, *options.values())
+        if entry is None or type(root_rank) is not int:
+            return self._wait(self._handles.broadcast, options, tensor, root_rank, False)
+        return self._run_out_of_place(entry, tensor, tensor.shape)  # type: ignore[attr-defined]
 
     def broadcast_(self, tensor: Tensor, root_rank: int, **options: Unpack[CallOptions]) -> Tensor:
-        return self._wait(self._handles.broadcast, options, tensor, root_rank, True)
+        entry = self._known_as(tensor, "broadcast", root_rank, *options, *options.values())
+        if entry is None or type(root_rank) is not int:
+            return self._wait(self._handles.broadcast, options, tensor, root_rank, True)
+        return self._run_in_place(entry, tensor)
 
     def broadcast_async(self, tensor: Tensor, root_rank: int, **options: Unpack[CallOptions]) -> Handle[Tensor]:
         return self._begin(self._handles.broadcast, options, tensor, root_rank, False)
@@ -317,6 +313,35 @@ class Operations:
         return self._wait(
             lambda _: self._handles.without_tensor(operation, ranks=ranks, what=what, deliver=deliver), {}
         )
+
+    # ---- the frequent case: neither a view nor a handle is made
+
+    def _known_as(self, tensor: Any, *key: Any) -> CachedRequest | None:
+        """The request of an array that the engine can work on as it is, if it has come before.
+
+        Args:
+            key: in the request cache, behind dtype and shape.
+        """
+        if type(tensor) is _NDARRAY and tensor.flags.carray:
+            try:
+                return self._known((tensor.dtype, tensor.shape, *key))
+            except TypeError:  # an unhashable argument, which is refused when the request is made
+                return None
+        return None
+
+    def _run_in_place(self, entry: CachedRequest, array: Any) -> Any:
+        source = array if array.ndim == 1 else array.reshape(-1)
+        handle = self._run(entry, source, source, store, (array, array))
+        return array if handle is None else handle.wait()
+
+    def _run_out_of_place(self, entry: CachedRequest, array: Any, shape: tuple[int, ...]) -> Any:
+        try:
+            result = self._pool.empty(shape, entry.dtype)
+        except Exception as error:
+            raise self.refused(error, entry.name) from None
+        source, out = (array, result) if array.ndim == 1 else (array.reshape(-1), result.reshape(-1))
+        handle = self._run(entry, source, out, wrap, (array, result))
+        return result if handle is None else handle.wait()
 
     # ---- handles
 

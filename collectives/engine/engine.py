@@ -119,7 +119,7 @@ class Engine:
             The handle, complete; None if the operation was carried out without one.
         """
         if not entry.simple or not self._acquire(False):
-            return self._run_with_handle(handle or _handle(entry, source, out, deliver, keep))
+            return self._run_with_handle(handle or self._handle(entry, source, out, deliver, keep))
         coordinator, submissions, progress, callers = (
             self._coordinator,
             self._submissions,
@@ -138,7 +138,7 @@ class Engine:
             or coordinator.open is not None
         ):
             self._release()
-            return self._run_with_handle(handle or _handle(entry, source, out, deliver, keep))
+            return self._run_with_handle(handle or self._handle(entry, source, out, deliver, keep))
         progress.driving = True
         try:
             if not callers.here.noted:
@@ -171,7 +171,7 @@ class Engine:
                         self._settle(task)
                 else:
                     # A rank is missing, or has proposed something else: continue as an operation with a handle.
-                    handle = handle or _handle(entry, source, out, deliver, keep)
+                    handle = handle or self._handle(entry, source, out, deliver, keep)
                     handle.locate()
                     handle.engine = self
                     coordinator.enter_alone(handle)
@@ -215,6 +215,22 @@ class Engine:
             ledger.settle(entry.name)
             ledger.remember(((entry.name, entry.request, entry.signature),))
             task.generation = ledger.generation
+
+    def _handle(
+        self, entry: CachedRequest, source: Array, out: Array, deliver: Callable[[Handle], Any] | None, keep: Any
+    ) -> Handle:
+        """The handle of a blocking call that needs one after all."""
+        if entry.binding is not None:
+            return entry.binding.handle()
+        if keep is None:
+            return Handle(entry, source, out, deliver or _no_result)
+        if type(keep[0]) is not View:
+            keep = (view(keep[0], writable=out is source), *keep[1:])
+        if out is not source:
+            return Handle(entry, source, out, deliver or _no_result, keep, reads=keep[0], writes=view(out))
+        if entry.request.root == self.context.rank:
+            return Handle(entry, source, out, deliver or _no_result, keep, reads=keep[0])
+        return Handle(entry, source, out, deliver or _no_result, keep, writes=keep[0])
 
     def _run_with_handle(self, handle: Handle) -> Handle:
         self._progress.refuse_reentry()
@@ -318,21 +334,6 @@ class Engine:
         self._owns, self._work_is_set = self._progress.lock._is_owned, self._submissions.work.is_set
         self._obstacles.add("refusal")
         self._submissions.refusal = refusal  # of a failed world too: a child must not speak for its parent
-
-
-def _handle(
-    entry: CachedRequest, source: Array, out: Array, deliver: Callable[[Handle], Any] | None, keep: Any
-) -> Handle:
-    """The handle of a blocking call that needs one after all."""
-    if entry.binding is not None:
-        return entry.binding.handle()
-    if keep is None:
-        return Handle(entry, source, out, deliver or _no_result)
-    if type(keep[0]) is not View:
-        keep = (view(keep[0], writable=out is source), *keep[1:])
-    if out is source:
-        return Handle(entry, source, out, deliver or _no_result, keep, writes=keep[0])
-    return Handle(entry, source, out, deliver or _no_result, keep, reads=keep[0], writes=view(out))
 
 
 def _no_result(handle: Handle) -> None:

@@ -211,7 +211,8 @@ class RequestCache(ABC, Generic[Cached]):
 
     Attributes:
         get: returns the request of a key, or None. The key of an all-reduce without rarer keywords is its dtype, shape,
-            ``average``, ``op`` and ``name``; what would have to be refused has no request.
+            ``average``, ``op`` and ``name``; those of other operations are made below. What would have to be refused
+            has no request.
     """
 
     def __init__(self, size: int) -> None:
@@ -253,7 +254,7 @@ class RequestCache(ABC, Generic[Cached]):
         """The request of a broadcast."""
         if type(root) is not int:
             root = arguments.root(root, self._size)
-        key = ("broadcast", view.dtype.num, view.shape, root, *keywords, *keywords.values())
+        key = (view.dtype, view.shape, "broadcast", root, *keywords, *keywords.values())
         known = self._look_up(key)
         if known is not None:
             return known

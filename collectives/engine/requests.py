@@ -150,7 +150,7 @@ class HandleFactory:
         arguments.with_rows(view, "reducescatter")
         handles = self._of(view)
         entry = handles.requests.reducing("reducescatter", view, None, {**keywords, "op": op})
-        return handles.out_of_place(entry, view, self._share(view.shape))
+        return handles.out_of_place(entry, view, self.share(view.shape))
 
     def broadcast(self, keywords: Keywords, tensor: Any, root: int, in_place: bool) -> Handle:
         view, keywords = _view(keywords, tensor, in_place)
@@ -271,7 +271,7 @@ class HandleFactory:
         entry = handles.requests.reducing(request.collective, view, None, keywords, request.parts)
         if request.collective == "allreduce":
             return handles.in_place(entry, view, None)
-        return handles.out_of_place(entry, view, self._share(shape))
+        return handles.out_of_place(entry, view, self.share(shape))
 
     def run_alone(self, handle: Handle) -> Handle:
         """Complete an operation in a world of one rank."""
@@ -287,7 +287,7 @@ class HandleFactory:
     def _of(self, view: Any) -> Handles:
         return self.host if isinstance(view, View) else self.devices()
 
-    def _share(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+    def share(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of this rank's rows."""
         return (partition.rows(shape[0], self._size)[self._rank], *shape[1:])
 

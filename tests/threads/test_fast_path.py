@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import collectives
-from collectives.base.errors import InvalidArgumentError, InvalidTypeError
+from collectives.base.errors import InvalidArgumentError, InvalidTypeError, MismatchError
 from collectives.base.reduce_op import Op
 from collectives.transport import threads
 from collectives.world import World
@@ -77,6 +77,63 @@ def test_single_reductions_share_the_window_with_other_operations(size: int, cou
                 assert (long == size * step + (size - 1) * size // 2).all(), step
 
     threads.run(size, run, make_world=World)
+
+
+def test_broadcasts_and_reduce_scatters_of_known_arrays() -> None:
+    def run(world: World) -> None:
+        rank, size = world.rank, world.size
+        for step in range(6):
+            for root in range(size):
+                for shape in ((), (5,), (3, 4), (0, 3), (100_000,)):
+                    tensor = np.full(shape, rank + step, np.float32)
+                    result = world.broadcast(tensor, root)
+                    assert result.shape == shape and (result == root + step).all() and (tensor == rank + step).all()
+                    assert world.broadcast_(tensor, root, name="tensor") is tensor and (tensor == root + step).all()
+            for rows in (1, 4, 7):
+                tensor = np.full((rows, 2), rank + step, np.float64)
+                share = world.reducescatter(tensor, Op.SUM)
+                assert share.shape == (rows // size + (rank < rows % size), 2)
+                assert (share == size * step + sum(range(size))).all() and (tensor == rank + step).all()
+            with pytest.raises(InvalidTypeError, match="root_rank"):
+                world.broadcast_(np.zeros(5, np.float32), True)
+            frozen = np.full(5, step)
+            frozen.flags.writeable = False
+            assert (world.broadcast(frozen, 1) == step).all()
+            with pytest.raises(InvalidArgumentError, match="read-only"):
+                world.broadcast_(frozen, 1)
+        shared = np.zeros(1000)  # the root's is only read: another operation may read it too
+        if rank == 0:
+            handles = [world.broadcast_async_(shared, 0, name="first"), world.allreduce_async(shared, name="second")]
+            world.broadcast_(shared, 0, name="third")
+        else:
+            handles = [world.broadcast_async_(np.ones(1000), 0, name="first")]
+            handles.append(world.allreduce_async(shared, name="second"))
+            world.broadcast_(np.ones(1000), 0, name="third")
+        for handle in handles:
+            assert (handle.wait() == 0).all()
+
+    for size in (2, 3):
+        threads.run(size, run, make_world=World)
+
+
+def test_a_rank_without_memory_for_a_known_result_tells_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(world: World) -> None:
+        tensor = np.full(3, world.rank, np.float32)
+        calls = (lambda: world.allreduce(tensor, op=Op.SUM), lambda: world.broadcast(tensor, 1))
+        for call in calls:
+            call()
+        if world.rank == 1:
+            monkeypatch.setattr(world.operations._pool, "empty", _no_memory)
+        for call in calls:
+            with pytest.raises(MemoryError if world.rank == 1 else MismatchError):
+                call()
+        assert (world.allreduce_(tensor, op=Op.SUM) == 1).all()
+
+    threads.run(2, run, make_world=World)
+
+
+def _no_memory(*_: Any) -> None:
+    raise MemoryError
 
 
 def test_no_call_keeps_its_tensor() -> None:

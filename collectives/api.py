@@ -133,14 +133,23 @@ def allreduce_async(tensor: Tensor, average: bool | None = None, **options: Unpa
 
 
 @spelled_out(ReduceOptions)
-def allreduce_async_(tensor: Tensor, average: bool | None = None, **options: Unpack[ReduceOptions]) -> Handle[Tensor]:
+def allreduce_async_(
+    tensor: Tensor,
+    average: bool | None = None,
+    *,
+    op: Op | None = None,
+    name: str | None = None,
+    **rarer: Unpack[RarerReduceOptions],
+) -> Handle[Tensor]:
     """Begin an `allreduce_` and return at once; the tensor may not be used until it is done.
 
     Raises:
         InvalidArgumentError: as `allreduce_async`; or an operation in flight reads or writes this tensor's memory:
             synchronize that one first, or pass one of the two a copy.
     """
-    return _world(options).allreduce_async_(tensor, average, **options)
+    if rarer:
+        return _world(rarer).allreduce_async_(tensor, average, op=op, name=name, **rarer)
+    return (default.world or world()).allreduce_async_(tensor, average, op=op, name=name)
 
 
 @spelled_out(ReduceOptions)
@@ -478,7 +487,7 @@ def synchronize(handle: Handle[Tensor], timeout: float | None = None) -> Tensor:
         CollectiveTimeoutError: ``timeout`` has passed; the operation goes on.
         MismatchError, RankFailedError: the operation failed; raised every time.
     """
-    return world().synchronize(handle, timeout)
+    return (default.world or world()).synchronize(handle, timeout)
 
 
 def join(*, process_set: ProcessSet | None = None) -> int:

@@ -16,7 +16,7 @@ from collectives.base.errors import InvalidTypeError
 from collectives.base.reduce_op import Op
 from collectives.engine.engine import Engine
 from collectives.engine.handles import Handle
-from collectives.engine.host_handles import store, wrap
+from collectives.engine.host_handles import itself, store, wrap
 from collectives.engine.request_cache import CachedRequest
 from collectives.engine.requests import HandleFactory
 from collectives.refusals import Refusals
@@ -58,7 +58,7 @@ class Operations:
         self._handles = handles
         self._host = handles.host
         self._requests = handles.host.requests
-        self._run = engine.run
+        self._run, self._submit = engine.run, engine.submit
         self._known: Callable[[tuple[Any, ...]], CachedRequest | None] = (
             handles.host.requests.get if self.size > 1 else _nothing_known
         )
@@ -152,9 +152,23 @@ class Operations:
         return self._begin(self._handles.allreduce, options, tensor, average, False)
 
     def allreduce_async_(
-        self, tensor: Tensor, average: bool | None = None, **options: Unpack[ReduceOptions]
+        self,
+        tensor: Tensor,
+        average: bool | None = None,
+        *,
+        op: Op | None = None,
+        name: str | None = None,
+        **rarer: Unpack[RarerReduceOptions],
     ) -> Handle[Tensor]:
-        return self._begin(self._handles.allreduce, options, tensor, average, True)
+        entry = None if rarer else self._known_as(tensor, average, op, name)
+        if entry is None:
+            options: ReduceOptions = {"op": op, "name": name, **rarer}
+            return self._begin(self._handles.allreduce, options, tensor, average, True)
+        array: Any = tensor
+        source = array if array.ndim == 1 else array.reshape(-1)
+        handle = Handle(entry, source, source, itself, array, (), (), None, source)
+        handle.locate()
+        return self._submit(handle)
 
     def grouped_allreduce(
         self,

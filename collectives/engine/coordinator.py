@@ -223,8 +223,9 @@ class Coordinator:
         self._pause, self._not_before = _SHORTEST_PAUSE, 0.0
         self._callers.made_progress()
         ledger = self.ledger
-        for handle in handles:
-            ledger.settle(handle.key)
+        if ledger.news:
+            for handle in handles:
+                ledger.settle(handle.key)
         if batch.generation != ledger.generation:
             ledger.remember([(handle.key, handle.entry.request, handle.entry.signature) for handle in handles])
             # A list longer than the cache has evicted its own first entries.
@@ -402,6 +403,7 @@ class Coordinator:
 
 def _flat(handles: Sequence[Handle]) -> Sequence[Handle]:
     """The handles, with the members of grouped operations in place of the groups."""
-    if not any(handle.members for handle in handles):
-        return handles
-    return [member for handle in handles for member in (handle.members or (handle,))]
+    for handle in handles:
+        if handle.members:
+            return [member for handle in handles for member in (handle.members or (handle,))]
+    return handles

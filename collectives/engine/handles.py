@@ -59,7 +59,8 @@ class Handle(Generic[Result]):
         done: whether it is complete; then ``error`` or ``result`` is final.
         key: its name, or its number among the unnamed, assigned by the engine; of a member, its group's name.
         place: index of a member in its grouped operation; None otherwise.
-        reads, writes: views of the program's memory that the operation reads or writes while it is in flight.
+        reads, writes: views of the program's memory that the operation reads or writes while it is in flight; what it
+            writes may be a contiguous array of which no view was made.
         extents: of a grouped operation, the memory of its members, sorted by address.
         claim: its number in `collectives.engine.overlaps`; 0 if it claims no memory of the program.
         rows: of allgather and all-to-all: the rows that this rank sends, to all or to each.
@@ -169,6 +170,8 @@ class Handle(Generic[Result]):
             self.engine.wait(self, timeout)
         if self.error is not None:
             raise self.error
+        if self.fence is None and not self.members:
+            return self.result
         return self.fetch()
 
     def fetch(self) -> Result:
@@ -234,11 +237,8 @@ class Handle(Generic[Result]):
         if self.done:
             return  # it was agreed on, but has failed on every rank
         try:
-            for member in self.members:
-                member.finish()
-                if member.error is not None and self.error is None:
-                    # Not raised: its traceback would keep the locals of the engine's frames alive.
-                    self.error = member.error
+            if self.members:
+                self._finish_members()
             if self.error is None:
                 self.result = self.deliver(self)
         except Exception as error:  # of the framework, while it makes the caller's type
@@ -247,6 +247,13 @@ class Handle(Generic[Result]):
             self.fail(error)
             raise
         self._end()
+
+    def _finish_members(self) -> None:
+        for member in self.members:
+            member.finish()
+            if member.error is not None and self.error is None:
+                # Not raised: its traceback would keep the locals of the engine's frames alive.
+                self.error = member.error
 
     def fail(self, error: BaseException) -> None:
         """Complete it with an error."""

@@ -118,6 +118,11 @@ def store(handle: Handle) -> Any:
     return tensor
 
 
+def itself(handle: Handle) -> Any:
+    """The array that was reduced in place, of which no view was made."""
+    return handle.keep
+
+
 def _unchanged(handle: Handle) -> Any:
     """The root's own tensor, which was only read."""
     return handle.keep[1]

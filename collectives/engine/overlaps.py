@@ -21,6 +21,9 @@ from collections.abc import Sequence
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from collectives.tensors.arrays import extent_of
 from collectives.tensors.detection import Extent, Strided, share_a_byte
 
 if TYPE_CHECKING:
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
 Span = tuple[int, int, bool, Strided | None, int]
 """An extent, and the number of the operation that uses it."""
 
+_NDARRAY = np.ndarray
 _ROOM = 256
 """The number of spans from which those of complete operations are dropped."""
 
@@ -58,7 +62,7 @@ class InFlight:
         Returns:
             None; or why the operation must not be submitted, and what to do. Nothing is recorded then.
         """
-        extents = _extents(handle)
+        extents = _extents(handle) if type(handle.writes) is not _NDARRAY else (extent_of(handle.writes, True),)
         if not extents:
             return None
         operations, apart = self.operations, self._apart
@@ -166,8 +170,11 @@ def _detach_all_but_first(group: Handle, members: set[int]) -> None:
 
 
 def _extents(handle: Handle) -> Sequence[Extent]:
-    """The program's memory that an operation uses while it is in flight, sorted; not its own copies and results."""
+    """The program's memory that an operation uses while it is in flight, sorted; not its own copies and results. One
+    that was submitted without a view writes one array and reads nothing else."""
     read, written = handle.reads, handle.writes
+    if type(written) is _NDARRAY:
+        return (extent_of(written, True),)
     if written is None or not written.nbytes:
         return handle.extents if read is None or read.copied or not read.nbytes else (read.extent(False),)
     if read is None or read.copied or not read.nbytes:

@@ -67,7 +67,7 @@ class Submissions:
         """
         if self.refusal is not None:
             raise self.refusal()
-        name = handle.entry.request.name
+        name = handle.entry.name
         try:
             if name is not None:
                 first = self.names.setdefault(name, handle)
@@ -121,7 +121,7 @@ class Submissions:
         """Move the inbox to `pending` and `fresh`, in submission order, and number unnamed operations."""
         while self.inbox:
             handle = self.inbox.popleft()
-            name = handle.entry.request.name
+            name = handle.entry.name
             if name is not None:
                 handle.key = name
             else:

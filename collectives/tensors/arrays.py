@@ -73,11 +73,7 @@ class View:
     def extent(self, writes: bool) -> Extent:
         """The caller's memory that an operation reads or writes: ``array``, or the target of ``store``."""
         if not self.copied:
-            try:
-                at = _addressof(_byte_of(self.array))  # four times as fast as the array interface
-            except (TypeError, ValueError):  # read-only, or of a dtype that the buffer protocol lacks
-                at = self.array.__array_interface__["data"][0]
-            return at, at + self.nbytes, writes, None
+            return extent_of(self.array, writes)
         target = self.array if self._target is None else self._target
         return detection.strided_extent(
             target.__array_interface__["data"][0], target.shape, target.strides, target.itemsize, writes
@@ -99,6 +95,15 @@ class View:
         return (
             f"View(shape={self.shape}, dtype={SUPPORTED[self.dtype]}, copied={self.copied}, writable={self.writable})"
         )
+
+
+def extent_of(array: Array, writes: bool) -> Extent:
+    """The memory of a contiguous array that an operation reads or writes."""
+    try:
+        at = _addressof(_byte_of(array))  # four times as fast as the array interface
+    except (TypeError, ValueError):  # read-only, or of a dtype that the buffer protocol lacks
+        at = array.__array_interface__["data"][0]
+    return at, at + array.nbytes, writes, None
 
 
 @overload

@@ -116,6 +116,26 @@ def test_broadcasts_and_reduce_scatters_of_known_arrays() -> None:
         threads.run(size, run, make_world=World)
 
 
+def test_submissions_of_known_arrays_claim_their_memory() -> None:
+    def run(world: World) -> None:
+        both = np.zeros((2, 6), np.float32)
+        parts = {"whole": both, "first": both[0], "second": both[1]}
+        for name in parts:
+            world.allreduce_async_(parts[name], name=name).wait()
+        for step in range(3):
+            both[:] = world.rank + step
+            handles = [world.allreduce_async_(parts[name], name=name) for name in ("first", "second")]
+            with pytest.raises(InvalidArgumentError, match=r"whole.*its memory, which it writes, is written by"):
+                world.allreduce_async_(both, name="whole")
+            with pytest.raises(InvalidArgumentError, match="'first': an operation of this name is in flight"):
+                world.allreduce_async_(parts["first"], name="first")
+            assert handles[0].wait() is parts["first"] and handles[1].wait() is parts["second"]
+            assert (both == 0.5 + step).all()
+            assert world.synchronize(world.allreduce_async_(both, name="whole")) is both
+
+    threads.run(2, run, make_world=World)
+
+
 def test_a_rank_without_memory_for_a_known_result_tells_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(world: World) -> None:
         tensor = np.full(3, world.rank, np.float32)

@@ -57,6 +57,8 @@ class Bound:
         self._template = template
         self._result = result
         self._parts = template.members or (template,)
+        for part in self._parts:
+            _fix(part)
         self.source: Any = template.source
         self.out: Any = template.out
         bound = [
@@ -277,6 +279,13 @@ def place_gathered(context: Context, part: Handle, counts: Sequence[Sequence[int
     part.keep = (part.keep, out, received)
     part.out = out.reshape(-1)
     return rows
+
+
+def _fix(part: Handle) -> None:
+    """Give a handle arrays of its own, of the same memory: the program may change the shape or the dtype of its own."""
+    in_place = part.out is part.source
+    part.source = part.source.view()
+    part.out = part.source if in_place else part.out.view()
 
 
 def addresses_of(part: Handle) -> tuple[int, int]:

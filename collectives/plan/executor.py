@@ -233,6 +233,8 @@ class Executor:
                 progress += 1
                 if skip:
                     skip = False
+                    if board is not None and not self.state.entered_staged:
+                        board.advance(progress)  # peers wait for it, because others have not staged theirs
                     continue
                 for do in bound.posts:
                     do(segment)

@@ -20,7 +20,7 @@ from collectives.base.reduce_op import Op
 from collectives.engine.engine import Engine
 from collectives.engine.handles import Handle
 from collectives.engine.host_handles import EMPTY
-from collectives.engine.persistent import Bound, Rebuilt, addresses_of, place_gathered
+from collectives.engine.persistent import Bound, Rebuilt, place_gathered, words_of
 from collectives.engine.request_cache import CachedRequest
 from collectives.engine.requests import HandleFactory
 from collectives.operations import Operations
@@ -163,14 +163,14 @@ class PersistentInit:
             result = out if out is not None else results if template.members else results[0]
         except Exception as error:
             problem = in_words(self._name, error)
-        said = self._exchange((problem, [] if problem else [addresses_of(part) for part in parts]))
+        said = self._exchange((problem, [] if problem else [words_of(context, part) for part in parts]))
         problems = [of_rank(self._operations.ranks[peer], its) for peer, (its, _) in enumerate(said) if its]
         if problems:
             raise TransportError(
                 f"rank {self._name}: {template.entry.request.describe()} cannot be made persistent: {problems[0]}"
             )
-        addresses = [[its[at] for _, its in said] for at in range(len(parts))]
-        binding = Bound(context, template, number, result, addresses, rows, lambda: self._engine.threshold)
+        words = [[its[at] for _, its in said] for at in range(len(parts))]
+        binding = Bound(context, template, number, result, words, rows, lambda: self._engine.threshold)
         self._bindings.add(binding)
         alone = self._run_alone(binding) if self._operations.size == 1 else None
         return BoundOperation(self._operations, self._engine, binding, Pin(tensors), result, alone)

@@ -15,11 +15,19 @@ import pytest
 from collectives.base.errors import InvalidArgumentError, InvalidTypeError, MismatchError
 from collectives.base.reduce_op import Op
 from collectives.persistent import BoundOperation, PersistentOperation
+from collectives.tensors.arena import arena
 from collectives.tensors.compression import Compression
 from collectives.world import World
 from tests.engine_scenarios import works
 from tests.scenarios import DTYPES, assert_close, choices, expected, ops_for, sample
 
+
+def mapped(shape: int | tuple[int, ...], dtype: Any = np.float64) -> np.ndarray[Any, Any]:
+    return arena.empty(shape, dtype)
+
+
+empty: Callable[..., Any] = np.empty
+"""Makes the tensors of most scenarios; tests replace it by `mapped`."""
 COUNTS = (0, 1, 1000, 40_003, 600_001)
 """Elements that cross every threshold of the planner when they are float64."""
 Run = Callable[[PersistentOperation[Any]], Any]
@@ -47,7 +55,7 @@ RUNS: tuple[Run, ...] = (at_once, started, at_once, polled, at_once)
 
 def all_reduces(world: World) -> None:
     for count in COUNTS:
-        tensor, kept = np.empty(count), np.empty(count)
+        tensor, kept = empty(count), empty(count)
         with (
             world.allreduce_init(tensor, average=False) as in_place,
             world.allreduce_init(tensor, op=Op.MAX, out=kept, name=f"apart {count}") as apart,
@@ -67,7 +75,7 @@ def every_dtype_and_operation(world: World) -> None:
     for dtype in DTYPES:
         parts = [sample(dtype, 700, rank) for rank in range(world.size)]
         for op in ops_for(dtype):
-            tensor = np.empty(700, dtype)
+            tensor = empty(700, dtype)
             with world.allreduce_init(tensor, op=op) as operation:
                 for run in (at_once, started):
                     tensor[:] = parts[world.rank]
@@ -82,7 +90,7 @@ def every_choice(world: World) -> None:
         for algorithm, transport in choices(world, collective):
             how: Any = {"algorithm": algorithm, "transport": transport}
             rows = world.size * count
-            tensor = np.empty(rows)
+            tensor = empty(rows)
             makes: dict[str, Callable[[], PersistentOperation[Any]]] = {
                 "allreduce": lambda how=how, tensor=tensor: world.allreduce_init(tensor, average=False, **how),
                 "broadcast": lambda how=how, tensor=tensor: world.broadcast_init(tensor, world.size - 1, **how),
@@ -108,9 +116,9 @@ def every_choice(world: World) -> None:
 def results_are_made_once(world: World) -> None:
     """Rows differ between the ranks; a rank may have none."""
     for width in (1, 9, 30_011):
-        mine, rows = np.empty((world.rank, width), np.float32), sum(range(world.size))
+        mine, rows = empty((world.rank, width), np.float32), sum(range(world.size))
         splits = np.arange(world.size) + world.rank
-        sent = np.empty((splits.sum(), width), np.float32)
+        sent = empty((int(splits.sum()), width), np.float32)
         gathers, exchanges = world.allgather_init(mine, name="gathers"), world.alltoall_init(sent, splits)
         seen = []
         for step, run in enumerate(RUNS):
@@ -133,9 +141,9 @@ def results_are_made_once(world: World) -> None:
 def groups(world: World) -> None:
     """Of one bucket and of several; members that are too large for a bucket, empty ones, other dtypes."""
     counts = [1, 0, 77, 300_000, 5, *range(1, 40), 20_000]
-    tensors = [np.empty(count, np.float32 if count % 3 else np.int64) for count in counts]
-    rooted = [np.empty(count) for count in counts]
-    sliced = [np.empty((count, 2)) for count in counts]
+    tensors = [empty(count, np.float32 if count % 3 else np.int64) for count in counts]
+    rooted = [empty(count) for count in counts]
+    sliced = [empty((count, 2)) for count in counts]
     sums = world.grouped_allreduce_init(tensors, average=False)
     copies = world.grouped_broadcast_init(rooted, world.size - 1, name="copies")
     shares = world.grouped_reducescatter_init(sliced, op=Op.SUM)
@@ -191,7 +199,7 @@ def what_cannot_be_bound(world: World) -> None:
 def mixed_with_everything_else(world: World) -> None:
     """Ordinary operations, asynchronous ones in flight, and operations of other sizes, in every order."""
     total = world.size * (world.size + 1) / 2
-    small, large, late = np.empty(3), np.empty(200_000), np.empty(1000)
+    small, large, late = empty(3), empty(200_000), empty(1000)
     operations = [world.allreduce_init(small, average=False), world.allreduce_init(large, average=False, name="large")]
     background = world.allreduce_init(late, average=False, name="late")
     for order in itertools.permutations(range(4)):
@@ -214,7 +222,7 @@ def mixed_with_everything_else(world: World) -> None:
 
 def named_ones_in_any_order(world: World) -> None:
     total = world.size * (world.size + 1) / 2
-    tensors = [np.empty(count) for count in (10, 100_000, 1, 5000)]
+    tensors = [empty(count) for count in (10, 100_000, 1, 5000)]
     by_name = {
         f"tensor {number}": world.allreduce_init(tensor, average=False, name=f"tensor {number}")
         for number, tensor in enumerate(tensors)
@@ -343,7 +351,7 @@ def ranks_that_join(world: World) -> None:
     """Reductions and broadcasts go on, with neutral elements from those that have joined; gathers cannot."""
     if world.size == 1:
         return
-    single, grouped, rows = np.empty(5000), [np.empty(3, np.float32), np.empty((300, 700))], np.empty((4, 3))
+    single, grouped, rows = empty(5000), [empty(3, np.float32), empty((300, 700))], empty((4, 3))
     large = np.empty((60, 50))[:, ::2]
     sums = world.allreduce_init(single, average=False, name="sums")
     group = world.grouped_allreduce_init(grouped, average=False)
@@ -379,13 +387,44 @@ def ranks_that_join(world: World) -> None:
     works(world)
 
 
+def mapped_and_private_meet(world: World) -> None:
+    """The last rank's tensors are private, the others' are in the arena; of some groups one tensor is private."""
+    total = world.size * (world.size + 1) / 2
+    make = np.empty if world.rank == world.size - 1 else mapped
+    for count in (1000, 40_003, 600_001):
+        tensor, kept = make(count), mapped(count)
+        group = [mapped(count), make(count), make(7), mapped(70_000)]
+        rows = make((world.rank + 1, count))
+        operations: list[PersistentOperation[Any]] = [
+            world.allreduce_init(tensor, average=False),
+            world.allreduce_init(tensor, average=False, out=kept),
+            world.grouped_allreduce_init(group, average=False),
+            world.broadcast_init(tensor, 0),
+        ]
+        gathers = world.allgather_init(rows)
+        for run in RUNS:
+            for operation in operations:
+                for each in (tensor, *group):
+                    each[:] = world.rank + 1
+                results = run(operation)
+                wanted = 1 if operation is operations[-1] else total
+                assert all((result == wanted).all() for result in (results if type(results) is list else [results]))
+            rows[:] = world.rank
+            np.testing.assert_array_equal(
+                run(gathers)[:, -1], [rank for rank in range(world.size) for _ in range(rank + 1)]
+            )
+        for operation in operations:
+            operation.free()
+    works(world)
+
+
 def process_sets(world: World) -> None:
     """Each has numbers of its own; a rank in several of them may start any of its operations."""
-    everybody = np.empty(9)
+    everybody = empty(9)
     outer = world.allreduce_init(everybody, average=False)
     lower, upper = range((world.size + 2) // 2), range(world.size // 2, world.size)
     sets = [(ranks, world.add_process_set(ranks)) for ranks in (lower, upper)]
-    inner = [(ranks, np.empty(70_000), its) for ranks, its in sets if its is not None]
+    inner = [(ranks, empty(70_000), its) for ranks, its in sets if its is not None]
     operations = [its.allreduce_init(tensor, average=False) for _, tensor, its in inner]
     for run in RUNS:
         everybody[:] = world.rank
@@ -416,5 +455,6 @@ SCENARIOS = [
     one_rank_refuses,
     overlaps,
     ranks_that_join,
+    mapped_and_private_meet,
     process_sets,
 ]

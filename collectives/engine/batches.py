@@ -19,6 +19,7 @@ from collectives.engine.located import one_tensor
 from collectives.engine.negotiation import STARVING
 from collectives.engine.request_cache import CachedRequest
 from collectives.engine.tasks import AdasumTensor, OneTensor, Rows, Task, Words
+from collectives.plan.planner import Choice
 from collectives.plan.program import Medium
 from collectives.schedules import registry
 
@@ -39,14 +40,23 @@ class Batch:
         entries: the requests, with the members of grouped operations in place of the groups.
         threshold: the most bytes of a bucket.
         chain: the list's hash.
+        list_bucket: makes the buckets that are lists of addresses or of mapped tensors.
 
     Attributes:
         tasks: each with the positions of its operations in the list.
         generation: the ledger's, when its cache last knew all these requests.
     """
 
-    def __init__(self, context: Context, entries: Sequence[CachedRequest], threshold: int, chain: int) -> None:
+    def __init__(
+        self,
+        context: Context,
+        entries: Sequence[CachedRequest],
+        threshold: int,
+        chain: int,
+        list_bucket: Callable[[Context, Sequence[CachedRequest], Choice], Task] = ListBucket,
+    ) -> None:
         self._context = context
+        self._list_bucket = list_bucket
         self.entries = entries
         self.chain = chain
         self.generation = -1
@@ -74,7 +84,7 @@ class Batch:
         if one_host and choice.medium is Medium.WINDOW and not choice.native:
             self.tasks.append((WindowBucket(context, entries, choice), members))
         elif one_host and choice.medium is Medium.DIRECT and pushes and first.prescale is None:
-            self.tasks.append((ListBucket(context, entries, choice), members))
+            self.tasks.append((self._list_bucket(context, entries, choice), members))
         else:
             for number in members:
                 if self.entries[number].nbytes >= _ALONE_FROM:

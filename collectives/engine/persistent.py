@@ -14,16 +14,21 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from collectives.engine.batches import Batch
+from collectives.engine.buckets import ListBucket
 from collectives.engine.context import Context, address
 from collectives.engine.handles import Handle
 from collectives.engine.host_handles import EMPTY
 from collectives.engine.request_cache import CachedRequest
 from collectives.engine.tasks import HostTask, OneTensor, Task, Words, exchanged_rows
+from collectives.plan.binder import Plan
+from collectives.tensors.arena import MAPPED
 from collectives.transport.base import Array
 
-Addresses = Sequence[tuple[int, int]]
-"""Of every rank's input and output."""
+Places = tuple[int, int]
+"""The words that tell where a rank's input and output lie."""
 
 
 class Bound:
@@ -35,7 +40,7 @@ class Bound:
             its result.
         number: the operation's, equal on every rank.
         result: what every start returns.
-        addresses: for each tensor those of every rank.
+        words: for each tensor those of every rank.
         rows: for each tensor the rows of every rank, or of every pair of ranks, if it is gathered.
         threshold: the bytes at which a bucket ends, at present.
 
@@ -50,7 +55,7 @@ class Bound:
         template: Handle,
         number: int,
         result: Any,
-        addresses: Sequence[Addresses],
+        words: Sequence[Sequence[Places]],
         rows: Sequence[tuple[int, ...]],
         threshold: Callable[[], int],
     ) -> None:
@@ -62,8 +67,8 @@ class Bound:
         self.source: Any = template.source
         self.out: Any = template.out
         bound = [
-            self._bind(context, part, number, its_rows, its_addresses)
-            for part, its_rows, its_addresses in zip(self._parts, rows, addresses, strict=True)
+            self._bind(context, part, number, its_rows, its_words)
+            for part, its_rows, its_words in zip(self._parts, rows, words, strict=True)
         ]
         if not template.members:
             (self.entry,) = self._entries = bound
@@ -74,19 +79,23 @@ class Bound:
         members = [
             Handle(entry, part.source, part.out, _nothing) for entry, part in zip(bound, self._parts, strict=True)
         ]
-        self.entry.step = BoundGroup(context, self.entry, members, threshold)
+        self.entry.step = BoundGroup(context, self.entry, members, words, threshold)
         self._entries = [self.entry, *(entry for entry in bound if entry.binding is self)]
 
     def _bind(
-        self, context: Context, part: Handle, number: int, rows: tuple[int, ...], addresses: Addresses
+        self, context: Context, part: Handle, number: int, rows: tuple[int, ...], words: Sequence[Places]
     ) -> CachedRequest:
         """The request of one tensor: in a group the ordinary one, if the tensor is fused with others."""
         ordinary = part.entry
         if ordinary.fuses_with is not None and part is not self._template:
             return ordinary
-        plan = functools.partial(context.entries.plan_for_rows, ordinary, rows) if rows else None
-        entry = ordinary.persistent(number, self, plan)
-        entry.step, entry.simple = BoundTensor(context, entry, addresses), True
+        make_plan = None
+        if rows:
+            # As in `Rows`: a rank without rows has no tensor to be mapped.
+            mapped = all(source & MAPPED or not source for source, _ in words)
+            make_plan = functools.partial(context.entries.plan_for_rows, ordinary, rows, mapped)
+        entry = ordinary.persistent(number, self, make_plan)
+        entry.step, entry.simple = BoundTensor(context, entry, part, words), True
         return entry
 
     def handle(self) -> Handle:
@@ -159,50 +168,143 @@ class BoundTensor(OneTensor):
 
     Args:
         context, entry: as of `OneTensor`.
-        addresses: of every rank's tensor.
+        part: a handle of the tensor, which is not submitted.
+        words: of every rank's tensor.
     """
 
-    def __init__(self, context: Context, entry: CachedRequest, addresses: Addresses) -> None:
+    def __init__(self, context: Context, entry: CachedRequest, part: Handle, words: Sequence[Places]) -> None:
         super().__init__(context, entry)
-        self._addresses = list(addresses)
-        self._input_at, self._output_at = self._addresses[context.rank]
+        self._words = words
+        self._all_mapped = entry.meets_tensors and all(source & out & MAPPED for source, out in words)
+        self._arrays = part.source, part.out, address(part.source), address(part.out)
+        self._peers_at: tuple[list[Sequence[int]], list[Array | None], list[Array | None]] = [], [], []
+        """The addresses, inputs and outputs of the executor's state."""
+        self._loop: Callable[[], object] | None = None
 
     def bind(self) -> None:
-        super().bind()
-        plan = self._plan
-        if plan is not None and plan.needs_addresses and self.bound is None:
-            self.bound = self._place, self._run_in_place
+        context, entry = self._context, self.entry
+        plan = entry.mapped_plan() if self._all_mapped else entry.plan()
+        self._loop = None
+        in_place = plan is not None and (self._all_mapped or plan.needs_addresses)
+        if not in_place:
+            super().bind()
+        if plan is None:
+            return
+        self._plan, self.description, self.epoch = plan, plan.description, context.planner.epoch
+        self._find_peers(plan)
+        if in_place:
+            loop = self._bind_loop(plan)
+            run = loop or self._execute
+            if entry.warns:
+                run = functools.partial(context.quietly, run)
+            self.attempt = None
+            self.bound = self._stage if loop is None else _tell_nothing, run
+            self._loop = run if loop is not None else None
 
     def prepare(self, source: Array, out: Array) -> Words:
-        self._plan = plan = self.entry.plan()
-        if plan is None or not plan.needs_addresses:
+        if self.epoch != self._context.planner.epoch:
+            self.bind()
+        if self._plan is None:
             return super().prepare(source, out)
-        self.description = plan.description
-        return self._place(source, out)
+        return self._stage(source, out) if self._loop is None else ()
 
     def run(self) -> None:
-        plan = self._plan
-        if plan is None or not plan.needs_addresses:
+        if self._plan is None:
             super().run()
+        elif self._loop is not None and self._context.executor.trace is None:
+            self._loop()
+        elif self.entry.warns:
+            self._context.quietly(self._execute)
         else:
-            self._run_in_place()
+            self._execute()
 
     def forget(self) -> None:
-        """Drop the plan."""
-        self.attempt = self.bound = self._plan = None
+        """Drop the plan and the tensor."""
+        self.attempt = self.bound = self._plan = self._loop = None
+        self._peers_at = [], [], []
+        del self._arrays
 
-    def _place(self, source: Array, out: Array) -> Words:
-        """Have the executor read and write the arrays, whose addresses all ranks know."""
-        state = self._state
-        state.input, state.output, state.input_at, state.output_at = source, out, self._input_at, self._output_at
+    def _stage(self, source: Array, out: Array) -> Words:
+        """Have the executor read and write the arrays, whose places all ranks know."""
+        state, plan = self._state, self._plan
+        assert plan is not None
+        state.input, state.output, state.input_at, state.output_at = self._arrays
+        if plan.staged:
+            self._context.executor.stage(plan)
         return ()
 
-    def _run_in_place(self) -> None:
+    def _execute(self) -> None:
         plan, state = self._plan, self._state
         assert plan is not None
-        state.addresses[:] = self._addresses
-        self._context.run_plan(plan, False, self.entry.warns)
+        state.input, state.output, state.input_at, state.output_at = self._arrays
+        state.addresses[:], state.inputs[:], state.outputs[:] = self._peers_at
+        self._context.executor.run(plan, plan.staged)
         self._clear_arrays()
+
+    def _find_peers(self, plan: Plan) -> None:
+        """Look up the tensors of a plan's partners: arrays if they are mapped, or addresses."""
+        state, mapped = self._state, self._mapped
+        addresses, inputs, outputs = self._peers_at = list(state.addresses), list(state.inputs), list(state.outputs)
+        for peer in plan.partners if plan.loop is None else self._peers:
+            source, out = self._words[peer]
+            if mapped is None:
+                addresses[peer] = source, out
+                continue
+            inputs[peer] = mapped.view_of(peer, source, self.entry.dtype)
+            outputs[peer] = mapped.view_of(peer, out, self.entry.dtype)
+            addresses[peer] = mapped.address_of(peer, source), mapped.address_of(peer, out)
+
+    def _bind_loop(self, plan: Plan) -> Callable[[], None] | None:
+        """The loop of a plan, if it has one and every peer's tensor is an array here."""
+        if plan.loop is None:
+            return None
+        _, inputs, outputs = self._peers_at
+        if self.entry.request.collective in ("allgather", "alltoall"):
+            outputs = inputs  # which is where no peer writes, and no loop reads
+        views = [(inputs[peer], outputs[peer]) for peer in self._peers]
+        found = [(source, out) for source, out in views if source is not None and out is not None]
+        if len(found) < len(views):
+            return None
+        return plan.loop.bound_to(self._arrays[0], self._arrays[1], found)
+
+
+class BoundListBucket(ListBucket):
+    """A bucket of a persistent operation, over direct reads or of mapped tensors."""
+
+    def fix(self, members: Sequence[Handle], words: Sequence[Array]) -> None:
+        """Look up what every start needs.
+
+        Args:
+            members: a handle of each tensor.
+            words: of every rank, those of all inputs and then those of all outputs.
+        """
+        context, pieces, mapped = self._context, self._pieces, self._mapped
+        pieces.sources, pieces.outs = [member.source for member in members], [member.out for member in members]
+        self._loop: Callable[[], None] | None = None
+        if self._plan.bucket_loop is not None and mapped is not None and all((its & MAPPED).all() for its in words):
+            found = [self._find(mapped, peer, words[peer].tolist()) for peer in self._peers]
+            views = [its for its in found if its is not None]
+            if len(views) == len(found):
+                self._loop = self._plan.bucket_loop.bound_to(pieces.sources, pieces.outs, views)
+        at = [address(array) for array in (*pieces.sources, *pieces.outs)]
+        self._lists.locate(context.rank, np.array(at, np.int64))
+        for peer in self._plan.partners:
+            its = words[peer]
+            if mapped is not None:
+                its = np.array([mapped.address_of(peer, word) for word in its.tolist()], np.int64)
+            self._lists.locate(peer, its)
+
+    def prepare_handles(self, handles: Sequence[Handle]) -> Words:
+        return ()
+
+    def run_handles(self, handles: Sequence[Handle]) -> None:
+        context, warns = self._context, self.entry.warns
+        if self._loop is None or context.executor.trace is not None:
+            context.run_plan(self._plan, False, warns)
+        elif warns:
+            context.quietly(self._loop)
+        else:
+            self._loop()
 
 
 class BoundGroup(HostTask):
@@ -211,6 +313,7 @@ class BoundGroup(HostTask):
     Args:
         context, entry: as of `HostTask`.
         members: a handle of each tensor, which is not submitted.
+        words: for each tensor those of every rank.
         threshold: the bytes at which a bucket ends, at present.
 
     Attributes:
@@ -220,10 +323,16 @@ class BoundGroup(HostTask):
     description = "group"
 
     def __init__(
-        self, context: Context, entry: CachedRequest, members: Sequence[Handle], threshold: Callable[[], int]
+        self,
+        context: Context,
+        entry: CachedRequest,
+        members: Sequence[Handle],
+        words: Sequence[Sequence[Places]],
+        threshold: Callable[[], int],
     ) -> None:
         super().__init__(context, entry)
         self._members = members
+        self._words = words
         self._threshold = threshold
         self.bound = self.prepare, self.run
         self.epoch = self.generation = -1
@@ -231,9 +340,15 @@ class BoundGroup(HostTask):
 
     def bind(self) -> None:
         """Make the buckets."""
-        batch = Batch(self._context, [member.entry for member in self._members], self._threshold(), self.token)
+        context, entries = self._context, [member.entry for member in self._members]
+        batch = Batch(context, entries, self._threshold(), self.token, BoundListBucket)
         self._parts = [(task, [self._members[number] for number in numbers]) for task, numbers in batch.tasks]
-        self.epoch = self._context.planner.epoch
+        for (task, members), (_, numbers) in zip(self._parts, batch.tasks, strict=True):
+            if isinstance(task, BoundListBucket):
+                # By rank: the words of all inputs, then of all outputs.
+                words = np.array([self._words[number] for number in numbers], np.int64)
+                task.fix(members, list(words.transpose(1, 2, 0).reshape(context.size, -1)))
+        self.epoch = context.planner.epoch
 
     def prepare(self, source: Any, out: Any) -> Words:
         """Prepare the first bucket."""
@@ -288,10 +403,25 @@ def _fix(part: Handle) -> None:
     part.out = part.source if in_place else part.out.view()
 
 
-def addresses_of(part: Handle) -> tuple[int, int]:
-    """The addresses of a handle's input and output."""
-    at = address(part.source)
-    return at, at if part.out is part.source else address(part.out)
+def words_of(context: Context, part: Handle) -> Places:
+    """What tells the peers where a handle's input and output lie: places in the arena, or addresses; 0 for nothing."""
+    memory = context.group.memory
+    mapped = None if memory is None else memory.mapped
+
+    def word(array: Array) -> int:
+        if not array.size:
+            return 0
+        at = address(array)
+        return at if mapped is None else mapped.word_of(at, array.nbytes)
+
+    source = word(part.source)
+    if part.out is part.source or part.entry.request.collective == "reducescatter":  # whose outputs no peer uses
+        return source, source
+    return source, word(part.out)
+
+
+def _tell_nothing(source: Array, out: Array) -> Words:
+    return ()
 
 
 def _nothing(handle: Handle) -> None:

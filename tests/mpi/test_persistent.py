@@ -12,6 +12,7 @@ import pytest
 import collectives as hvd
 from collectives.base.config import Config
 from collectives.world import World
+from tests import persistent_scenarios
 from tests.mpi.test_engine import connect
 from tests.persistent_scenarios import SCENARIOS
 
@@ -34,6 +35,12 @@ def world(request: pytest.FixtureRequest) -> Iterator[World]:
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
 def test_scenario(scenario: Callable[[World], None], world: World) -> None:
+    scenario(world)
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
+def test_mapped_tensors(scenario: Callable[[World], None], world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(persistent_scenarios, "empty", persistent_scenarios.mapped)
     scenario(world)
 
 

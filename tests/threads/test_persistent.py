@@ -10,6 +10,7 @@ import pytest
 from collectives.base.config import Config
 from collectives.transport import threads
 from collectives.world import World
+from tests import persistent_scenarios
 from tests.persistent_scenarios import SCENARIOS
 
 Scenario = Callable[[World], None]
@@ -20,6 +21,13 @@ NEAR_LIMITS = {"no cache": Config(cache_capacity=0), "tiny buckets": Config(fusi
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
 @pytest.mark.parametrize("size", [1, 2, 3, *(pytest.param(size, marks=pytest.mark.slow) for size in (4, 5))])
 def test_one_host(scenario: Scenario, size: int) -> None:
+    threads.run(size, scenario, make_world=World)
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
+@pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 3, 5))])
+def test_mapped_tensors(scenario: Scenario, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(persistent_scenarios, "empty", persistent_scenarios.mapped)
     threads.run(size, scenario, make_world=World)
 
 

@@ -319,6 +319,38 @@ def many_calls_in_a_row(world: World, maker: Maker, forced: Forced) -> None:
     np.testing.assert_allclose(maker.host(tensor), (world.size + 1) / 2)
 
 
+def persistent(world: World, maker: Maker, forced: Forced) -> None:
+    """Every start is the ordinary operation, under the persistent one's number; one after the other and overlapping."""
+    parts = parts_of(world, FLOAT, 1003)
+    total, others = expected(Op.SUM, parts), [sample(FLOAT, 70_001, rank) for rank in range(world.size)]
+    tensor, group = maker.device(parts[world.rank]), [maker.device(each[world.rank]) for each in (parts, others)]
+    alone = world.allreduce_init(tensor, average=False, **forced)
+    together = world.grouped_allreduce_init(group, name="group", **forced)
+    gathered = world.allgather_init(group[0], transport=forced.get("transport"))
+    for step in range(3):
+        together.start()
+        if step % 2:
+            alone.start()
+            result = alone.wait()
+        else:
+            result = alone()
+        assert result is tensor
+        check(maker, tensor, total * world.size**step, FLOAT, world.size)
+        for each, of_ranks in zip(together.wait(), (parts, others), strict=True):
+            check(maker, each, expected(Op.AVERAGE, of_ranks), FLOAT, world.size)
+        check(maker, gathered(), np.tile(expected(Op.AVERAGE, parts), world.size), FLOAT, world.size)
+    if world.size > 1:
+        second = world.allreduce_init(maker.device(parts[world.rank]), average=False, **forced)
+        try:
+            second() if world.rank else alone()
+        except MismatchError as error:
+            assert "persistent" in str(error), str(error)
+        else:
+            raise AssertionError("ranks started different operations, and nobody was told")
+    for operation in (alone, together, gathered):
+        operation.free()
+
+
 def mistakes(world: World, maker: Maker, forced: Forced) -> None:
     """Ranks that disagree are all told, nothing is touched, and the next call works."""
     if world.size == 1:
@@ -379,5 +411,6 @@ SCENARIOS: list[Scenario] = [
     results_are_independent,
     many_calls_in_a_row,
     mistakes,
+    persistent,
     joining,
 ]

@@ -11,7 +11,10 @@ Every rank draws the same program and takes its own part from it. A program is a
 
 Nothing can wait in a circle, because nothing is synchronized before the place where all ranks have submitted it.
 Mistakes are part of the program: what one rank does wrong fails on every rank, and all else in flight must come out
-right.
+right. Algorithms and transports are forced now and then; such an operation may be refused, but only on all ranks. Where
+its tensors lie is each rank's own choice (`tests.places`).
+
+    python -m tests.programs 0 200        the programs of seeds 0 to 199; `tests.program_runs` has the options
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import dataclasses
 import functools
 import hashlib
 import math
+import re
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,9 +32,18 @@ from typing import Any
 
 import numpy as np
 
-from collectives.base.errors import CollectivesError, InvalidArgumentError, MismatchError, RankFailedError
+from collectives.base.config import ALGORITHMS, TRANSPORTS
+from collectives.base.errors import (
+    CollectivesError,
+    InvalidArgumentError,
+    MismatchError,
+    RankFailedError,
+    TransportError,
+)
 from collectives.base.reduce_op import Op
+from collectives.schedules import registry
 from collectives.world import World
+from tests.places import MEMORIES, Laid, Places
 from tests.scenarios import DTYPES, assert_close, expected, sample
 
 Array = np.ndarray[Any, Any]
@@ -55,19 +68,26 @@ SETS: Mapping[int, tuple[tuple[int, ...], ...]] = {
 """The process sets that a program may use, by the number of ranks: disjoint, overlapping, single, and all ranks once
 more."""
 
-_SIZES = (0, 1, 2, 63, 1000, 10_007, 50_021, 200_003, 1_500_001, 2_200_003)
-_WEIGHTS = (30, 60, 40, 80, 80, 60, 14, 14, 2, 1)
+_SIZES: Mapping[int, float] = {
+    0: 30, 1: 60, 2: 40, 63: 80, 1000: 70, 4095: 12, 4097: 12, 10_007: 44, 16_383: 6, 16_385: 6, 50_021: 8,
+    200_003: 8, 262_143: 3, 262_145: 3, 1_500_001: 2, 2_097_151: 0.5, 2_097_153: 0.5,
+}  # fmt: skip
+"""Elements of float32 and how often: both sides of 16 KiB, 64 KiB, 1 MiB and 8 MiB, where plans change."""
 _PERIOD = 65_521
+_REFUSAL = re.compile(r"\b(algorithm|transport)=")
 
 
 @dataclass(frozen=True)
 class Menu:
-    """What programs are drawn from; ``asynchronous`` is the share of the operations that are."""
+    """What programs are drawn from; ``asynchronous`` is the share of the operations that are, ``forced`` of those whose
+    algorithm or transport is; ``transports`` may be asked for."""
 
     kinds: tuple[str, ...] = KINDS
     asynchronous: float = 0.8
     sets: bool = True
     joins: bool = True
+    forced: float = 0.25
+    transports: tuple[str, ...] = TRANSPORTS
 
 
 @dataclass(frozen=True)
@@ -93,6 +113,8 @@ class Operation:
         late: the rank that submits it one segment later, or -1.
         duplicate: the rank that tries to submit it twice, or -1.
         active: the ranks that have not joined.
+        memory: where its tensors lie, one of `MEMORIES`.
+        algorithm, transport: forced, or None.
     """
 
     uid: int
@@ -112,6 +134,13 @@ class Operation:
     odd: int = -1
     late: int = -1
     duplicate: int = -1
+    memory: str = "private"
+    algorithm: str | None = None
+    transport: str | None = None
+
+    @property
+    def forced(self) -> bool:
+        return self.algorithm is not None or self.transport is not None
 
     def __repr__(self) -> str:
         """What differs from the defaults, for people."""
@@ -284,13 +313,28 @@ class _Drawing:
             root=random.choice(active),
             splits=splits,
             strided=random.random() < 0.15,
+            memory=random.choice((*MEMORIES, "mapped")),
+            **self._way(kind),
         )
+
+    def _way(self, kind: str) -> dict[str, str | None]:
+        """An algorithm or a transport to be forced; seldom one that this collective does not have."""
+        random = self._random
+        if random.random() >= self._menu.forced:
+            return {}
+        collective = next(name for name in registry.COLLECTIVES if name in kind)
+        names = ALGORITHMS if random.random() < 0.1 else registry.on_host(collective)
+        which = random.randrange(3)
+        return {
+            "algorithm": random.choice(names) if which != 0 else None,
+            "transport": random.choice(self._menu.transports) if which != 1 else None,
+        }
 
     def _dtype(self) -> np.dtype[Any]:
         return np.dtype(np.float32) if self._random.random() < 0.4 else self._random.choice(DTYPES)
 
     def _count(self) -> int:
-        return self._random.choices(_SIZES, _WEIGHTS)[0]
+        return self._random.choices(tuple(_SIZES), tuple(_SIZES.values()))[0]
 
     def _with_rows(self, dtype: np.dtype[Any], rows: Sequence[int], size: int) -> Tensor:
         trailing = self._random.choice(((), (), (1,), (3,), (2, 2)))
@@ -324,8 +368,13 @@ class _Drawing:
             mistakes += ["members"]
         if operation.kind.startswith("broadcast"):
             mistakes += ["root"]
+        # A way that cannot serve, or that the other collective does not have, would be a mistake of its own.
         return dataclasses.replace(
-            operation, mistake=self._random.choice(mistakes), odd=self._random.choice(operation.active)
+            operation,
+            mistake=self._random.choice(mistakes),
+            odd=self._random.choice(operation.active),
+            algorithm=None,
+            transport=None,
         )
 
     def _delayed(self, operation: Operation, blocking: Operation | None, *, last: bool) -> Operation:
@@ -457,21 +506,30 @@ def make_sets(world: World, sets: Sequence[tuple[int, ...]]) -> dict[tuple[int, 
     return {ranks: world.add_process_set(ranks) for ranks in sets}
 
 
-def run(world: World, program: Program, sets: Mapping[tuple[int, ...], World | None] | None = None) -> None:
+def run(
+    world: World,
+    program: Program,
+    sets: Mapping[tuple[int, ...], World | None] | None = None,
+    *,
+    forks: bool = False,
+) -> None:
     """Do one rank's part, and check all that comes of it.
 
     Args:
         sets: the worlds of the program's sets, if they exist already.
+        forks: fork now and then, in the middle of the program; ranks must be processes.
 
     Raises:
         AssertionError: something came out wrong; says the seed, the size, the rank and the operation.
     """
     opened = make_sets(world, program.sets) if sets is None else sets
-    run_ = _Run(world, program, {**opened, tuple(range(world.size)): world})
+    run_ = _Run(world, program, {**opened, tuple(range(world.size)): world}, forks)
     try:
         for phase in program.phases:
             run_.join_phase(phase) if isinstance(phase, JoinPhase) else run_.epoch(phase)
         run_.compare_bits()
+        run_.compare_refusals()
+        run_.places.check()
     except (RankFailedError, KeyboardInterrupt):
         raise  # not this rank's fault
     except BaseException as error:
@@ -484,20 +542,27 @@ def run(world: World, program: Program, sets: Mapping[tuple[int, ...], World | N
 
 @dataclass(eq=False)
 class _Pending:
-    """An operation in flight: the tensors passed, and the handle, or the error that its submission raised."""
+    """An operation in flight: the tensors passed, where they lie, and the handle, or the error that its submission
+    raised."""
 
     operation: Operation
     world: World
     tensors: list[Any]
+    laid: list[Laid] = dataclasses.field(default_factory=list)
     handle: Any = None
     error: CollectivesError | None = None
 
 
 class _Run:
-    def __init__(self, world: World, program: Program, worlds: Mapping[tuple[int, ...], World | None]) -> None:
+    def __init__(
+        self, world: World, program: Program, worlds: Mapping[tuple[int, ...], World | None], forks: bool = False
+    ) -> None:
         self._world, self._program, self._worlds = world, program, worlds
         self._random = Random(f"{program.seed}/{world.rank}")
+        self._forks = forks
         self._digests: dict[int, bytes] = {}
+        self._refusals: dict[int, str] = {}
+        self.places = Places(Random(f"places {program.seed}/{world.rank}"))
         self.doing: Any = "the start"
 
     def epoch(self, epoch: Epoch) -> None:
@@ -515,6 +580,7 @@ class _Run:
                 if operation.duplicate == self._rank(operation):
                     self._submit_twice(submitted[-1])
                 self._look_at(ripe)
+                self._fork()
             early = {operation.uid for operation in punctual if operation.late >= 0}
             ripe += held + [pending for pending in submitted if pending.operation.uid not in early]
             held = [pending for pending in submitted if pending.operation.uid in early]
@@ -559,6 +625,21 @@ class _Run:
             differing = [uid for uid in digests if self._digests.get(uid, digests[uid]) != digests[uid]]
             assert not differing, f"the operations with uid {differing} have other bits on rank {rank}"
 
+    def compare_refusals(self) -> None:
+        """What was refused on one rank must have been on all."""
+        self.doing = "the comparison of refusals"
+        if self._world.size == 1:
+            return
+        for rank, refusals in enumerate(self._world.allgather_object(self._refusals)):
+            differing = [uid for uid in refusals if self._refusals.get(uid, refusals[uid]) != refusals[uid]]
+            assert not differing, f"the operations with uid {differing} went otherwise on rank {rank}"
+
+    def _fork(self) -> None:
+        """Now and then; a child writes to all memory that it has."""
+        if self._forks and self._random.random() < 0.03:
+            self.doing = "a fork"
+            self.places.fork()
+
     def _rank(self, operation: Operation) -> int:
         return operation.ranks.index(self._world.rank)
 
@@ -567,20 +648,28 @@ class _Run:
         self.doing = operation
         rank = self._rank(operation)
         asked = as_asked(operation, rank)
-        tensors: list[Any] = [_laid_out(array, operation.strided) for array in values(self._program, operation, rank)]
+        laid = [
+            self.places.lay(array, operation.memory, strided=operation.strided)
+            for array in values(self._program, operation, rank)
+        ]
+        tensors = [one.tensor for one in laid]
         refused = operation.mistake == "refused" and rank == operation.odd
-        given = ["text"] if refused and not operation.kind.startswith("broadcast") else tensors
+        given: list[Any] = ["text"] if refused and not operation.kind.startswith("broadcast") else tensors
+        if given is tensors and not operation.kind.endswith("_") and self._random.random() < 0.1:
+            given = [_read_only(tensor) for tensor in tensors]
         arguments: list[Any] = [given if asked.kind.startswith("grouped") else given[0]]
         keywords: dict[str, Any] = {"name": operation.name}
         if asked.kind in REDUCTIONS:
             keywords |= {"op": asked.op, "prescale_factor": asked.prescale, "postscale_factor": asked.postscale}
+        if operation.forced:
+            keywords |= {"algorithm": asked.algorithm, "transport": asked.transport}
         if asked.kind.startswith("broadcast"):
             arguments.append(len(operation.ranks) if refused else asked.root)
         if asked.kind == "alltoall":
             arguments.append(asked.splits and list(asked.splits[rank]))
         world = self._worlds[operation.ranks]
         assert world is not None
-        return _Pending(operation, world, tensors), asked.kind, arguments, keywords
+        return _Pending(operation, world, tensors, laid), asked.kind, arguments, keywords
 
     def _submit(self, operation: Operation) -> _Pending:
         pending, kind, arguments, keywords = self._prepare(operation)
@@ -633,23 +722,45 @@ class _Run:
 
     def _judge(self, pending: _Pending, result: Callable[[], Any]) -> None:
         operation = pending.operation
-        rank = self._rank(operation)
-        if not operation.mistake:
-            self._check(pending, result())
-            return
         try:
             got = result()
         except (RankFailedError, AssertionError):
             raise
         except CollectivesError as error:
-            refused = operation.mistake == "refused" and rank == operation.odd
-            assert isinstance(error, (ValueError, TypeError) if refused else MismatchError), (
-                f"a {type(error).__name__}: {error}"
-            )
-            for tensor, given in zip(pending.tensors, values(self._program, operation, rank), strict=True):
-                np.testing.assert_array_equal(tensor, given, "touched in spite of the mistake")
-        else:
+            if operation.mistake:
+                refused = operation.mistake == "refused" and self._rank(operation) == operation.odd
+                assert isinstance(error, (ValueError, TypeError) if refused else MismatchError), (
+                    f"a {type(error).__name__}: {error}"
+                )
+            else:
+                allowed = self._may_be_refused(operation) and isinstance(error, (InvalidArgumentError, TransportError))
+                if not allowed or not _REFUSAL.search(str(error)):
+                    raise
+                self._refusals[operation.uid] = type(error).__name__
+            # Of a group that is refused for its way, some may have been carried out.
+            if operation.mistake or len(operation.tensors) == 1:
+                self._check_untouched(pending)
+            self._finished(pending)
+            return
+        if operation.mistake:
             raise AssertionError(f"rank {operation.odd} of the set made a mistake, but here came {got!r}")
+        if operation.forced:
+            self._refusals[operation.uid] = "done"
+        self._check(pending, got)
+        self._finished(pending)
+
+    def _may_be_refused(self, operation: Operation) -> bool:
+        return operation.forced
+
+    def _check_untouched(self, pending: _Pending) -> None:
+        operation = pending.operation
+        given = values(self._program, operation, self._rank(operation))
+        for tensor, array in zip(pending.tensors, given, strict=True):
+            np.testing.assert_array_equal(tensor, array, "touched although the operation was refused")
+
+    def _finished(self, pending: _Pending) -> None:
+        for laid in pending.laid:
+            self.places.done(laid, f"{pending.operation}")
 
     def _check(self, pending: _Pending, result: Any) -> None:
         operation = pending.operation
@@ -674,18 +785,18 @@ class _Run:
                 np.testing.assert_array_equal(
                     tensor, values(self._program, operation, rank)[index], "the input was changed"
                 )
+        if not operation.kind.endswith("_"):
+            self.places.results(results)
         if "allreduce" in operation.kind and operation.op is not Op.PRODUCT:
             self._digests[operation.uid] = hashlib.blake2b(
                 b"".join(got.tobytes() for got in results), digest_size=8
             ).digest()
 
 
-def _laid_out(array: Array, strided: bool) -> Array:
-    if not strided or array.ndim == 0:
-        return array
-    wide = np.zeros((*array.shape[:-1], 2 * array.shape[-1]), array.dtype)
-    wide[..., ::2] = array
-    return wide[..., ::2]
+def _read_only(tensor: Array) -> Array:
+    view = tensor.view()
+    view.flags.writeable = False
+    return view
 
 
 def _shuffled(operations: list[Operation], random: Random) -> list[Operation]:
@@ -697,3 +808,9 @@ def _shuffled(operations: list[Operation], random: Random) -> list[Operation]:
         for ranks in {o.ranks for o in operations}
     }
     return [operation if operation.name is not None else next(turns[operation.ranks]) for operation in order]
+
+
+if __name__ == "__main__":
+    from tests.program_runs import main
+
+    main()

@@ -577,7 +577,7 @@ class _Run:
             submitted = []
             for operation in _shuffled(punctual + delayed, order):
                 submitted.append(self._submit(operation))
-                if operation.duplicate == self._rank(operation):
+                if operation.duplicate == self._rank(operation) and submitted[-1].error is None:
                     self._submit_twice(submitted[-1])
                 self._look_at(ripe)
                 self._fork()

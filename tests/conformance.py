@@ -13,10 +13,13 @@ import numpy as np
 import pytest
 
 from collectives.base.errors import RankFailedError
+from collectives.tensors.arena import MAPPED, arena
 from collectives.transport.base import WINDOW_BYTES
 from collectives.transport.board import max_words
 from collectives.transport.group import Group
 
+_BYTE = np.dtype(np.uint8)
+_MORE_THAN_A_PIECE = 65 << 20
 SIZES = (1, 7, 64, 4096, 100_003, 1_000_000)
 
 
@@ -127,10 +130,120 @@ def ranks_elsewhere_have_no_window(group: Group) -> None:
     assert sorted((*memory.board.peers, group.rank)) == sorted(group.local)
 
 
+def tensors_in_arenas_are_read_and_written(group: Group) -> None:
+    """Where they lie, at any offset: a peer sees the owner's bytes, the owner those that peers have written."""
+    memory = group.memory
+    assert memory is not None
+    mapped = memory.mapped
+    if mapped is None:
+        return
+    for nbytes in (1, 4097, 100_003):
+        for shift in (0, 1):
+            mine = arena.empty(nbytes + shift, np.uint8)[shift:]
+            mine[:] = pattern(nbytes, group.rank, 0)
+            inbox = arena.empty((group.size, nbytes), np.uint8)
+            inbox.fill(0)
+            boxes = [mapped.word_of(box.ctypes.data, nbytes) for box in inbox]
+            told = group.control.exchange((mapped.word_of(mine.ctypes.data, nbytes), mine.ctypes.data, boxes))
+            for peer in memory.board.peers:
+                word, address, their_boxes = told[peer]
+                assert word & MAPPED and mapped.address_of(peer, word) == address
+                theirs = mapped.view_of(peer, word, _BYTE)
+                assert theirs is not None
+                np.testing.assert_array_equal(theirs[:nbytes], pattern(nbytes, peer, 0))
+                box = mapped.view_of(peer, their_boxes[group.rank], _BYTE)
+                assert box is not None
+                box[:nbytes] = pattern(nbytes, group.rank, peer + 1)
+            group.control.exchange(None)
+            for peer in range(group.size):
+                gift = (
+                    pattern(nbytes, peer, group.rank + 1) if peer in memory.board.peers else np.zeros(nbytes, np.uint8)
+                )
+                np.testing.assert_array_equal(inbox[peer], gift)
+
+
+def a_view_has_the_peers_dtype(group: Group) -> None:
+    assert group.memory is not None
+    mapped = group.memory.mapped
+    if mapped is None:
+        return
+    for dtype in (np.bool_, np.float16, np.int64, np.complex128):
+        mine = arena.empty(40, dtype)
+        mine[:] = pattern(40, group.rank, 0).astype(dtype)
+        words = group.control.exchange(mapped.word_of(mine[7:].ctypes.data, mine[7:].nbytes))
+        for peer in group.memory.board.peers:
+            theirs = mapped.view_of(peer, words[peer], mine.dtype)
+            assert theirs is not None and theirs.dtype == mine.dtype
+            np.testing.assert_array_equal(theirs[:33], pattern(40, peer, 0).astype(dtype)[7:])
+        group.control.exchange(None)
+
+
+def private_memory_has_no_view(group: Group) -> None:
+    """Its word is its address."""
+    assert group.memory is not None
+    mapped = group.memory.mapped
+    if mapped is None:
+        return
+    mine = np.zeros(1000, np.uint8)
+    word = mapped.word_of(mine.ctypes.data, mine.nbytes)
+    assert word == mine.ctypes.data
+    for peer, theirs in enumerate(group.control.exchange(word)):
+        if peer in group.memory.board.peers:
+            assert mapped.view_of(peer, theirs, _BYTE) is None
+            assert mapped.address_of(peer, theirs) == theirs
+
+
+def words_of_many_tensors_are_those_of_each(group: Group) -> None:
+    assert group.memory is not None
+    mapped = group.memory.mapped
+    if mapped is None:
+        return
+    tensors = [(arena.empty if k % 3 else np.empty)(k * 100, np.float32) for k in range(1, 20)]
+    addresses, nbytes = (
+        np.array(values, np.int64) for values in zip(*((t.ctypes.data, t.nbytes) for t in tensors), strict=True)
+    )
+    words = mapped.words_of(addresses, nbytes).tolist()
+    assert words == [mapped.word_of(t.ctypes.data, t.nbytes) for t in tensors]
+    assert [bool(word & MAPPED) for word in words] == [k % 3 != 0 for k in range(1, 20)]
+
+
+def pieces_come_and_go(group: Group) -> None:
+    """Each tensor is as large as a piece and outlives no turn: peers see the new one, and keep no mapping of old
+    ones."""
+    memory = group.memory
+    assert memory is not None
+    mapped = memory.mapped
+    if mapped is None:
+        return
+    mappings = []
+    for turn in range(8):
+        mine = arena.empty(_MORE_THAN_A_PIECE, np.uint8)
+        mine[-1000:] = pattern(1000, group.rank, turn)
+        words = group.control.exchange(mapped.word_of(mine.ctypes.data, mine.nbytes))
+        for peer in memory.board.peers:
+            theirs = mapped.view_of(peer, words[peer], _BYTE)
+            assert theirs is not None
+            last = theirs[_MORE_THAN_A_PIECE - 1000 : _MORE_THAN_A_PIECE]
+            np.testing.assert_array_equal(last, pattern(1000, peer, turn))
+        del mine
+        mappings.append(max(group.control.exchange(_mappings_of_pieces())))
+    assert mappings[-1] <= mappings[2], mappings
+
+
+def _mappings_of_pieces() -> int:
+    with open("/proc/self/maps") as file:
+        return file.read().count("memfd:collectives")
+
+
 memory_checks: list[Callable[[Group], None]] = [
     windows_show_what_was_written_before_the_progress,
     private_memory_is_read_and_written,
     ranks_elsewhere_have_no_window,
+    tensors_in_arenas_are_read_and_written,
+    a_view_has_the_peers_dtype,
+    private_memory_has_no_view,
+    words_of_many_tensors_are_those_of_each,
+    pieces_come_and_go,
 ]
 
 # ---- messages

@@ -10,10 +10,10 @@ carries at set-up goes through a pair of sockets for every two ranks.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import pickle
 import select
-import signal
 import socket
 import struct
 import sys
@@ -23,7 +23,6 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from collectives.base.config import Config
@@ -145,8 +144,15 @@ class _Ranks:
     pipes: list[int] = field(default_factory=list)
 
 
-def start(size: int, program: Callable[[World], Any], config: Config, timeout: float) -> _Ranks:
-    """Fork the ranks; `finish` waits for them."""
+def start(
+    size: int,
+    program: Callable[[World], Any],
+    config: Config,
+    timeout: float,
+    afterwards: Callable[[Any], Any] | None = None,
+) -> _Ranks:
+    """Fork the ranks; `finish` waits for them. ``afterwards`` gets what the program has returned when the world has
+    ended and is garbage, and returns the rank's result."""
     pairs = {(a, b): socket.socketpair() for a in range(size) for b in range(a + 1, size)}
     ranks = _Ranks()
     sys.stdout.flush()
@@ -162,7 +168,7 @@ def start(size: int, program: Callable[[World], Any], config: Config, timeout: f
                         end.close()
             for pipe in (reading, *ranks.pipes):
                 os.close(pipe)
-            _be_a_rank(rank, size, _Links(links, config.timeout), program, config, writing, timeout)
+            _be_a_rank(rank, size, _Links(links, config.timeout), program, afterwards, config, writing, timeout)
         os.close(writing)
         ranks.pids.append(child)
         ranks.pipes.append(reading)
@@ -177,18 +183,23 @@ def _be_a_rank(
     size: int,
     links: _Links,
     program: Callable[[World], Any],
+    afterwards: Callable[[Any], Any] | None,
     config: Config,
     writing: int,
     timeout: float,
 ) -> None:
     """Run the program, tell of its end, and end."""
     faulthandler.dump_traceback_later(timeout, exit=True)
-    group, told = None, Ended()
+    group = world = None
+    told = Ended()
     try:
         group = _connect(rank, range(size), links, config, ("all",))
         world = World(group, config)
-        told.result = program(world)
+        result = program(world)
         world.shutdown()
+        group = world = None
+        gc.collect()
+        told.result = afterwards(result) if afterwards is not None else result
     except BaseException as error:
         told.error, told.text = error, traceback.format_exc()
         if group is not None:
@@ -208,16 +219,24 @@ def _be_a_rank(
 
 def finish(ranks: _Ranks) -> list[Ended]:
     """Wait for all ranks, which end by themselves within their timeout."""
-    ended = []
-    for pid, pipe in zip(ranks.pids, ranks.pipes, strict=True):
-        with os.fdopen(pipe, "rb") as file:
+    ended = [Ended() for _ in ranks.pids]
+
+    def reap(rank: int) -> None:
+        # At once: a process that has ended looks alive to the other ranks until its parent has taken note of it.
+        with os.fdopen(ranks.pipes[rank], "rb") as file:
             data = file.read()
-        _, status = os.waitpid(pid, 0)
-        one: Ended = pickle.loads(data) if data else Ended()
-        one.status = os.waitstatus_to_exitcode(status)
+        _, status = os.waitpid(ranks.pids[rank], 0)
+        ended[rank] = pickle.loads(data) if data else Ended()
+        ended[rank].status = os.waitstatus_to_exitcode(status)
+
+    reapers = [threading.Thread(target=reap, args=(rank,)) for rank in range(len(ended))]
+    for reaper in reapers:
+        reaper.start()
+    for reaper in reapers:
+        reaper.join()
+    for one in ended:
         if one.error is None and one.status:
             one.error = AssertionError(f"a rank ended with {one.status}, by a signal if below 0, or because it hung")
-        ended.append(one)
     return ended
 
 
@@ -236,14 +255,3 @@ def run(
         chosen = next((error for error in errors if not isinstance(error, RankFailedError)), errors[0])
         raise chosen from AssertionError("\n".join(one.text for one in ended if one.text))
     return [one.result for one in ended]
-
-
-def kill(ranks: _Ranks, rank: int) -> None:
-    """As ``kill -9`` does."""
-    os.kill(ranks.pids[rank], signal.SIGKILL)
-
-
-def shared_files() -> tuple[list[str], int]:
-    """This process's mappings of memory that others can map, and the number of its descriptors."""
-    maps = [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:collectives" in line]
-    return maps, len(os.listdir("/proc/self/fd"))

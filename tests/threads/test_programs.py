@@ -25,23 +25,23 @@ def carry_out(program: Program, hosts: Sequence[Sequence[int]] | None = None, re
     )
 
 
-@pytest.mark.parametrize("seed", range(62))
+@pytest.mark.parametrize("seed", range(48))
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_one_host(size: int, seed: int) -> None:
     carry_out(draw(seed, size))
 
 
-@pytest.mark.parametrize("seed", range(100, 116))
+@pytest.mark.parametrize("seed", range(100, 112))
 @pytest.mark.parametrize("hosts", SEVERAL_HOSTS, ids=str)
 def test_several_hosts(hosts: Sequence[Sequence[int]], seed: int) -> None:
     carry_out(draw(seed, sum(map(len, hosts))), hosts=hosts)
 
 
-@pytest.mark.parametrize("seed", range(200, 224))
+@pytest.mark.parametrize("seed", range(200, 220))
 def test_without_direct_reads(seed: int) -> None:
     carry_out(draw(seed, 3), reads_private=False)
 
 
-@pytest.mark.parametrize("seed", range(300, 324))
+@pytest.mark.parametrize("seed", range(300, 320))
 def test_blocking_calls_alone(seed: int) -> None:
     carry_out(draw(seed, 2 + seed % 3, Menu(asynchronous=0.0)))

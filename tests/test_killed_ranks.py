@@ -1,0 +1,12 @@
+"""Ranks that are killed in the middle of operations on mapped memory; more of them: ``python -m tests.killed_ranks``."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.killed_ranks import OPERATIONS, die
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_the_survivors_are_told_and_keep_nothing(operation: str) -> None:
+    assert die(OPERATIONS.index(operation), operation) == []

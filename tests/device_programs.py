@@ -100,7 +100,7 @@ class Setting:
 
 def draw(seed: int, size: int) -> Program:
     """The program of a seed."""
-    return _Drawing(seed, size, Menu(forced=0)).program()
+    return _Drawing(seed, size, Menu(forced=0, persistent=0)).program()
 
 
 def draw_setting(seed: int, size: int) -> Setting:
@@ -311,7 +311,9 @@ class _Run(programs._Run):
 
     # ---- calling
 
-    def _prepare(self, operation: Operation) -> tuple[programs._Pending, str, list[Any], dict[str, Any]]:
+    def _prepare(
+        self, operation: Operation, *, made: bool = False
+    ) -> tuple[programs._Pending, str, list[Any], dict[str, Any]]:
         assert isinstance(operation, DeviceOperation)
         self.doing = operation
         rank = self._rank(operation)

@@ -85,10 +85,11 @@ class Places:
     _slabs: dict[bool, _Slab] = field(default_factory=dict)
     _in_use: list[Laid] = field(default_factory=list)
 
-    def lay(self, array: Array, memory: str, *, strided: bool = False) -> Laid:
+    def lay(self, array: Array, memory: str, *, strided: bool = False, contiguous: bool = False) -> Laid:
         """Copy ``array`` to a place of this rank's choice; ``strided``: not contiguous."""
         mapped = memory == "mapped" or (memory == "mixed" and self.random.random() < 0.5)
-        way = _STRIDED if strided else self.random.choices(range(7), _WEIGHTS)[0]
+        ways = range(_STRIDED if contiguous else _FORTRAN + 1)
+        way = _STRIDED if strided else self.random.choices(ways, _WEIGHTS[: len(ways)])[0]
         laid = self._lay(array, mapped, way)
         np.copyto(laid.tensor, array)
         self._in_use.append(laid)

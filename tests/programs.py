@@ -12,7 +12,8 @@ Every rank draws the same program and takes its own part from it. A program is a
 Nothing can wait in a circle, because nothing is synchronized before the place where all ranks have submitted it.
 Mistakes are part of the program: what one rank does wrong fails on every rank, and all else in flight must come out
 right. Algorithms and transports are forced now and then; such an operation may be refused, but only on all ranks. Where
-its tensors lie is each rank's own choice (`tests.places`).
+its tensors lie is each rank's own choice (`tests.places`). Some operations are persistent: made when the first epoch
+that has them begins, and started in each.
 
     python -m tests.programs 0 200        the programs of seeds 0 to 199; `tests.program_runs` has the options
 """
@@ -57,6 +58,18 @@ REDUCTIONS = (
     "grouped_reducescatter",
 )
 KINDS = (*REDUCTIONS, "allgather", "grouped_allgather", "broadcast", "broadcast_", "alltoall")
+PERSISTENT = (
+    "allreduce",
+    "allreduce_",
+    "grouped_allreduce_",
+    "reducescatter",
+    "grouped_reducescatter",
+    "allgather",
+    "grouped_allgather",
+    "broadcast_",
+    "alltoall",
+)
+"""Kinds that can be persistent; an all-reduce out of place with a tensor for the result."""
 OPS = (Op.AVERAGE, Op.SUM, Op.MIN, Op.MAX, Op.PRODUCT)
 SETS: Mapping[int, tuple[tuple[int, ...], ...]] = {
     1: (),
@@ -80,7 +93,7 @@ _REFUSAL = re.compile(r"\b(algorithm|transport)=")
 @dataclass(frozen=True)
 class Menu:
     """What programs are drawn from; ``asynchronous`` is the share of the operations that are, ``forced`` of those whose
-    algorithm or transport is; ``transports`` may be asked for."""
+    algorithm or transport is, ``persistent`` of those that could be; ``transports`` may be asked for."""
 
     kinds: tuple[str, ...] = KINDS
     asynchronous: float = 0.8
@@ -88,6 +101,7 @@ class Menu:
     joins: bool = True
     forced: float = 0.25
     transports: tuple[str, ...] = TRANSPORTS
+    persistent: float = 0.2
 
 
 @dataclass(frozen=True)
@@ -115,6 +129,7 @@ class Operation:
         active: the ranks that have not joined.
         memory: where its tensors lie, one of `MEMORIES`.
         algorithm, transport: forced, or None.
+        persistent: the number of the persistent operation that is started, or 0.
     """
 
     uid: int
@@ -137,6 +152,7 @@ class Operation:
     memory: str = "private"
     algorithm: str | None = None
     transport: str | None = None
+    persistent: int = 0
 
     @property
     def forced(self) -> bool:
@@ -215,9 +231,12 @@ class _Drawing:
         names = {ranks: random.sample([f"tensor {k}" for k in range(24)], 24) for ranks in (self._world, *self._sets)}
         first = []
         for _ in range(random.choice((1, 1, 2, 3))):
-            operations = [self._operation(self._ranks(), names, blocking=False) for _ in range(self._number())]
+            operations = [
+                self._perhaps_persistent(self._operation(self._ranks(), names, blocking=False))
+                for _ in range(self._number())
+            ]
             blocking = (
-                self._operation(self._ranks(), names, blocking=True)
+                self._perhaps_persistent(self._operation(self._ranks(), names, blocking=True))
                 if random.random() < 0.6 or not operations
                 else None
             )
@@ -248,9 +267,10 @@ class _Drawing:
         operations = []
         for k in range(count):
             active = tuple(rank for rank, limit in enumerate(limits) if limit > k)
-            operations.append(
-                self._with_mistake(self._operation(ranks, names, random.random() > self._menu.asynchronous / 2, active))
-            )
+            operation = self._operation(ranks, names, random.random() > self._menu.asynchronous / 2, active)
+            if "allgather" not in operation.kind and operation.kind != "alltoall":  # these need every rank
+                operation = self._perhaps_persistent(operation)
+            operations.append(self._with_mistake(operation))
         return JoinPhase(ranks, tuple(operations), tuple(limits))
 
     def _number(self) -> int:
@@ -330,6 +350,11 @@ class _Drawing:
             "transport": random.choice(self._menu.transports) if which != 1 else None,
         }
 
+    def _perhaps_persistent(self, operation: Operation) -> Operation:
+        if operation.kind not in PERSISTENT or self._random.random() >= self._menu.persistent:
+            return operation
+        return dataclasses.replace(operation, persistent=operation.uid)
+
     def _dtype(self) -> np.dtype[Any]:
         return np.dtype(np.float32) if self._random.random() < 0.4 else self._random.choice(DTYPES)
 
@@ -354,12 +379,14 @@ class _Drawing:
         self._uid += 1
         if self._random.random() < 0.15:
             again = self._filled(operation.kind, operation.ranks, operation.name, operation.blocking, operation.active)
+            if operation.persistent:
+                again = dataclasses.replace(again, persistent=again.uid)
         else:
             again = dataclasses.replace(operation, uid=self._uid)
         return self._with_mistake(again)
 
     def _with_mistake(self, operation: Operation) -> Operation:
-        if len(operation.active) < 2 or self._random.random() > 0.12:
+        if len(operation.active) < 2 or operation.persistent or self._random.random() > 0.12:
             return operation
         mistakes = ["shape", "dtype", "collective", "refused"]
         if operation.kind in REDUCTIONS:
@@ -384,7 +411,12 @@ class _Drawing:
             return operation
         late, other = random.sample(range(len(ranks)), 2)
         # Whoever was refused has nothing in flight.
-        certain = blocking is not None and {ranks[late], ranks[other]} <= set(blocking.ranks) and other != operation.odd
+        certain = (
+            blocking is not None
+            and not operation.persistent
+            and {ranks[late], ranks[other]} <= set(blocking.ranks)
+            and other != operation.odd
+        )
         return dataclasses.replace(operation, late=late, duplicate=other if certain and random.random() < 0.5 else -1)
 
 
@@ -527,6 +559,7 @@ def run(
     try:
         for phase in program.phases:
             run_.join_phase(phase) if isinstance(phase, JoinPhase) else run_.epoch(phase)
+        run_.make_persistent(())
         run_.compare_bits()
         run_.compare_refusals()
         run_.places.check()
@@ -538,6 +571,16 @@ def run(
             f"{type(error).__name__}: {error}"
         )
         raise AssertionError(text) from error
+
+
+@dataclass(eq=False)
+class _Persistent:
+    """A persistent operation and where it lies; ``out`` of an all-reduce out of place. Without a start: refused."""
+
+    tensors: list[Laid]
+    out: Laid | None = None
+    start: Any = None
+    error: CollectivesError | None = None
 
 
 @dataclass(eq=False)
@@ -562,10 +605,13 @@ class _Run:
         self._forks = forks
         self._digests: dict[int, bytes] = {}
         self._refusals: dict[int, str] = {}
+        self._persistent: dict[int, _Persistent] = {}
         self.places = Places(Random(f"places {program.seed}/{world.rank}"))
         self.doing: Any = "the start"
 
     def epoch(self, epoch: Epoch) -> None:
+        everything = (operation for segment in epoch.segments for operation in (*segment.operations, segment.blocking))
+        self.make_persistent([operation for operation in everything if operation is not None])
         order = Random(f"{epoch.order}/{self._world.rank}")
         ripe: list[_Pending] = []
         held: list[_Pending] = []  # submitted here, while the late rank has still to
@@ -595,6 +641,7 @@ class _Run:
         world = self._worlds[phase.ranks]
         if world is None:
             return
+        self.make_persistent(phase.operations)
         pending = []
         for operation in phase.operations[: phase.limits[world.rank]]:
             if operation.blocking:
@@ -634,6 +681,35 @@ class _Run:
             differing = [uid for uid in refusals if self._refusals.get(uid, refusals[uid]) != refusals[uid]]
             assert not differing, f"the operations with uid {differing} went otherwise on rank {rank}"
 
+    def make_persistent(self, operations: Sequence[Operation]) -> None:
+        """Make the persistent operations of an epoch that are not there yet, in everybody's order, and free those that
+        are not of it."""
+        needed = {operation.persistent for operation in operations}
+        for number in [number for number in self._persistent if number not in needed]:
+            old = self._persistent.pop(number)
+            if old.start is not None and self._random.random() < 0.7:
+                old.start.free()
+            for laid in (*old.tensors, *filter(None, (old.out,))):
+                self.places.done(laid, "a persistent operation")
+        for operation in operations:
+            mine = self._world.rank in operation.ranks
+            if mine and operation.persistent and operation.persistent not in self._persistent:
+                self._persistent[operation.persistent] = self._make(operation)
+
+    def _make(self, operation: Operation) -> _Persistent:
+        pending, kind, arguments, keywords = self._prepare(operation, made=True)
+        made = _Persistent(pending.laid)
+        if kind == "allreduce":
+            made.out = self.places.lay(np.zeros_like(pending.tensors[0]), operation.memory, contiguous=True)
+            keywords["out"] = made.out.tensor
+        try:
+            made.start = getattr(pending.world, f"{kind.removesuffix('_')}_init")(*arguments, **keywords)
+        except (InvalidArgumentError, TransportError) as error:
+            if not operation.forced or not _REFUSAL.search(str(error)):
+                raise
+            made.error = error
+        return made
+
     def _fork(self) -> None:
         """Now and then; a child writes to all memory that it has."""
         if self._forks and self._random.random() < 0.03:
@@ -643,19 +719,24 @@ class _Run:
     def _rank(self, operation: Operation) -> int:
         return operation.ranks.index(self._world.rank)
 
-    def _prepare(self, operation: Operation) -> tuple[_Pending, str, list[Any], dict[str, Any]]:
-        """What to call, and with what."""
+    def _prepare(self, operation: Operation, *, made: bool = False) -> tuple[_Pending, str, list[Any], dict[str, Any]]:
+        """What to call, and with what; ``made``: to make it persistent."""
         self.doing = operation
         rank = self._rank(operation)
         asked = as_asked(operation, rank)
-        laid = [
-            self.places.lay(array, operation.memory, strided=operation.strided)
-            for array in values(self._program, operation, rank)
-        ]
+        arrays = values(self._program, operation, rank)
+        world = self._worlds[operation.ranks]
+        assert world is not None
+        if operation.persistent and not made:
+            bound = self._persistent[operation.persistent]
+            for one, array in zip(bound.tensors, arrays, strict=True):
+                np.copyto(one.tensor, array)
+            return _Pending(operation, world, [one.tensor for one in bound.tensors], bound.tensors), asked.kind, [], {}
+        laid = [self.places.lay(array, operation.memory, strided=operation.strided) for array in arrays]
         tensors = [one.tensor for one in laid]
         refused = operation.mistake == "refused" and rank == operation.odd
         given: list[Any] = ["text"] if refused and not operation.kind.startswith("broadcast") else tensors
-        if given is tensors and not operation.kind.endswith("_") and self._random.random() < 0.1:
+        if given is tensors and not made and not operation.kind.endswith("_") and self._random.random() < 0.1:
             given = [_read_only(tensor) for tensor in tensors]
         arguments: list[Any] = [given if asked.kind.startswith("grouped") else given[0]]
         keywords: dict[str, Any] = {"name": operation.name}
@@ -667,13 +748,17 @@ class _Run:
             arguments.append(len(operation.ranks) if refused else asked.root)
         if asked.kind == "alltoall":
             arguments.append(asked.splits and list(asked.splits[rank]))
-        world = self._worlds[operation.ranks]
-        assert world is not None
         return _Pending(operation, world, tensors, laid), asked.kind, arguments, keywords
 
     def _submit(self, operation: Operation) -> _Pending:
         pending, kind, arguments, keywords = self._prepare(operation)
         method = f"{kind.removesuffix('_')}_async{'_' if kind.endswith('_') else ''}"
+        if operation.persistent:
+            bound = self._persistent[operation.persistent]
+            pending.error = bound.error
+            if bound.start is not None:
+                bound.start.start()
+            return pending
         try:
             pending.handle = getattr(pending.world, method)(*arguments, **keywords)
         except CollectivesError as error:
@@ -690,7 +775,12 @@ class _Run:
 
     def _block(self, operation: Operation) -> None:
         pending, kind, arguments, keywords = self._prepare(operation)
-        self._judge(pending, lambda: getattr(pending.world, kind)(*arguments, **keywords))
+        if not operation.persistent:
+            self._judge(pending, lambda: getattr(pending.world, kind)(*arguments, **keywords))
+            return
+        bound = self._persistent[operation.persistent]
+        pending.error = bound.error
+        self._judge(pending, lambda: self._result(pending, bound.start))
 
     def _look_at(self, ripe: list[_Pending]) -> None:
         """Now and then, poll or synchronize one of the operations that every rank has submitted or will without
@@ -700,6 +790,9 @@ class _Run:
         chosen = self._random.randrange(len(ripe))
         if self._random.random() < 0.5:
             self.doing = ripe[chosen].operation
+            persistent = self._persistent.get(ripe[chosen].operation.persistent)
+            if persistent is not None and persistent.start is not None:
+                assert persistent.start.poll() in (True, False)
             if ripe[chosen].handle is not None:
                 assert ripe[chosen].world.poll(ripe[chosen].handle) in (True, False)
         else:
@@ -712,13 +805,14 @@ class _Run:
 
     def _synchronize(self, pending: _Pending) -> None:
         self.doing = pending.operation
+        bound = self._persistent.get(pending.operation.persistent)
+        wait = bound.start and bound.start.wait if bound else lambda: pending.world.synchronize(pending.handle)
+        self._judge(pending, lambda: self._result(pending, wait))
 
-        def result() -> Any:
-            if pending.error is not None:
-                raise pending.error
-            return pending.world.synchronize(pending.handle)
-
-        self._judge(pending, result)
+    def _result(self, pending: _Pending, wait: Callable[[], Any]) -> Any:
+        if pending.error is not None:
+            raise pending.error
+        return wait()
 
     def _judge(self, pending: _Pending, result: Callable[[], Any]) -> None:
         operation = pending.operation
@@ -759,6 +853,11 @@ class _Run:
             np.testing.assert_array_equal(tensor, array, "touched although the operation was refused")
 
     def _finished(self, pending: _Pending) -> None:
+        if pending.operation.persistent:
+            bound = self._persistent[pending.operation.persistent]
+            for laid in (*bound.tensors, *filter(None, (bound.out,))):
+                laid.check(f"{pending.operation}")
+            return
         for laid in pending.laid:
             self.places.done(laid, f"{pending.operation}")
 
@@ -785,7 +884,12 @@ class _Run:
                 np.testing.assert_array_equal(
                     tensor, values(self._program, operation, rank)[index], "the input was changed"
                 )
-        if not operation.kind.endswith("_"):
+        if operation.persistent:
+            out = self._persistent[operation.persistent].out
+            if out is not None:
+                assert results[0].ctypes.data == out.tensor.ctypes.data, "the result is not where it was to be"
+                np.testing.assert_array_equal(results[0], out.tensor)
+        elif not operation.kind.endswith("_"):
             self.places.results(results)
         if "allreduce" in operation.kind and operation.op is not Op.PRODUCT:
             self._digests[operation.uid] = hashlib.blake2b(

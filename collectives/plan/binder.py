@@ -247,7 +247,11 @@ class Binder:
         """The closure of `fast_paths` for an action, if there is one."""
         state, source, operand, target = self._state, action.source, action.operand, action.target
         kernel, finish, memory = self._kernel, self._finish if action.finish else None, self._group.memory
-        if source is None or target is None or action.also is not None:
+        if source is None or target is None:
+            return None
+        if action.returned and self._segments == 1:
+            return self._one_returned(action, wait)
+        if action.also is not None:
             return None
         if action.medium is Medium.WINDOW and action.verb is Verb.STAGE and self._segments == 1:
             return fast_paths.stage(
@@ -271,6 +275,21 @@ class Binder:
                 )
         return None
 
+    def _one_returned(self, action: Action, wait: Do) -> Do:
+        """The closure of `fast_paths` for a block of a plan of one segment that is reduced in the peer's window, or
+        taken from the own one."""
+        source, operand, target, also = action.source, action.operand, action.target, action.also
+        assert source is not None and target is not None
+        if action.verb is Verb.TAKE:
+            own = self._blocks.in_slots(self._group.rank, source, action.size)
+            return fast_paths.take_from_window(self._state, own, target, action.size, wait, False)
+        assert operand is not None and also is not None and self._kernel is not None
+        theirs, staged = self._blocks.in_slots(action.peer, source, action.size), self._staged and action.after == 0
+        finish = self._finish if action.finish else None
+        return fast_paths.reduce_in_window(
+            self._state, theirs, operand, also, action.size, wait, staged, self._kernel, finish
+        )
+
     def _act_on_pieces(self, action: Action, pieces: Pieces, wait: Do) -> Do:
         """An action of a fused plan over windows: inputs and outputs are pieces of many tensors, everything else is a
         block."""
@@ -281,8 +300,10 @@ class Binder:
         outputs = next(
             (place.offset for place in (target, action.also) if place is not None and place.space is Space.OUTPUT), None
         )
-        into = self._blocks.own(target) if target.space is Space.WINDOW else None
-        value = self._blocks.in_window(action.peer, action.source)
+        value = self._value(action, None)
+        into = None
+        if target.space is Space.WINDOW:
+            into = value if action.returned else self._blocks.own(target)
         if action.verb is Verb.TAKE:
             return window_packing.unpack(pieces, value, into, outputs, block, length, wait)
         operand, kernel = action.operand, self._kernel
@@ -341,7 +362,8 @@ class Binder:
     def _reduce(self, action: Action, value: BlockOf, wait: Do) -> Do:
         assert action.operand is not None and action.target is not None and self._kernel is not None
         length, kernel, finish = self._blocks.length(action.size), self._kernel, self._finish if action.finish else None
-        operand, target, also = self._blocks.own(action.operand), self._blocks.own(action.target), self._second(action)
+        operand, also = self._blocks.own(action.operand), self._second(action)
+        target = value if action.returned else self._blocks.own(action.target)
 
         def reduce(segment: int) -> None:
             n = length(segment)
@@ -406,7 +428,8 @@ class Binder:
         source, peer = action.source, action.peer
         assert source is not None
         if source.space is Space.WINDOW:
-            return self._blocks.in_window(peer, source)
+            own = action.returned and action.verb is Verb.TAKE
+            return self._blocks.in_window(self._group.rank if own else peer, source)
         if peer == self._group.rank:
             return self._blocks.own(source)
         memory, scratch, itemsize = self._group.memory, self._scratch, self._itemsize

@@ -124,6 +124,33 @@ def reduce_from_window(
     return reduce if size else _nothing
 
 
+def reduce_in_window(
+    state: ExecutorState,
+    views: Sequence[Array],
+    operand: Place,
+    target: Place,
+    size: int,
+    wait: Do,
+    staged: bool,
+    kernel: Kernel,
+    finish: Scale | None,
+) -> Do:
+    """`reduce_from_window`, whose result also replaces the peer's block, from where the peer takes it."""
+    here, own = slice(target.offset, target.offset + size), slice(operand.offset, operand.offset + size)
+    from_input = operand.space is Space.INPUT
+
+    def reduce(segment: int) -> None:
+        if not (staged and state.entered_staged):
+            wait(0)
+        block = views[state.slot]
+        kernel((state.input if from_input else state.output)[own], block, block)
+        if finish is not None:
+            finish(block, block)
+        state.output[here] = block
+
+    return reduce if size else _nothing
+
+
 def reduce_directly(
     state: ExecutorState,
     fetch: Move,

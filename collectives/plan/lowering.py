@@ -140,7 +140,8 @@ class _Lowering:
     def _receive(self, number: int, step: ChunkValue, medium: Medium, leaving: set[int]) -> list[Action]:
         """Lower a receive, with or without a reduction; nothing is left of a pushed block that is not read again."""
         mine, chunk, peer, size = self._mine, step.chunk, step.peer, self._sizes[step.chunk]
-        source, after = None, -1
+        source, after, target, returned = None, -1, mine.place(chunk, step.version + 1), False
+        also = mine.second_place(chunk, step.version + 1)
         if peer == mine.rank:
             medium = Medium.WINDOW
             source = mine.window_place(chunk, 0) if chunk in mine.staged_chunks else mine.place(chunk, step.before)
@@ -151,8 +152,13 @@ class _Lowering:
         elif medium is not Medium.MESSAGE:
             theirs = self._versions_of(peer)
             sent = theirs.send(number, mine.rank, step.index)
-            source = theirs.place_for_peers(chunk, sent.version)
             after = sent.written + self._staged  # Staging is the round before the first.
+            if (chunk, sent.version) in theirs.returned:
+                source, returned = mine.window_place(chunk, 0), True
+            else:
+                source = theirs.place_for_peers(chunk, sent.version)
+            if step.kind is StepKind.REDUCE and (chunk, step.version + 1) in mine.returned:
+                target, also, returned = source, target, True
         action = Action(
             Verb.REDUCE if step.kind is StepKind.REDUCE else Verb.TAKE,
             medium,
@@ -160,11 +166,12 @@ class _Lowering:
             size,
             source,
             self._operand(step),
-            mine.place(chunk, step.version + 1),
-            mine.second_place(chunk, step.version + 1),
+            target,
+            also,
             after,
             mine.finishes(step, self._versions_of),
             medium is Medium.MESSAGE and chunk in leaving,
+            returned,
         )
         return [action]
 

@@ -85,6 +85,9 @@ class Action:
     """Whether the block is fully reduced afterwards, and is scaled."""
     detour: bool = False
     """Whether the message must not be received into its target, because the old value there is still being sent."""
+    returned: bool = False
+    """REDUCE: the result replaces the value in the peer's window. TAKE: it is there, so that ``source`` is in the own
+    window."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,7 +70,7 @@ def reduce(
         value: the peer's block.
         own: the own value in the window; None: it lies in the tensors.
         inputs: the first element of the own value in the tensors, and whether it is among inputs or outputs.
-        into: the window's block for the result, or None.
+        into: the window's block for the result, or None; ``value`` itself if the result replaces the peer's block.
         outputs: the first element of the result in the outputs, or None.
         block: elements of a segment.
         length: elements of the block in a segment.
@@ -99,9 +99,10 @@ def reduce(
                 if result is not None and outputs is not None:
                     _scatter(pieces, pieces.cut(outputs + at, n), result)
                 return
-            result = into(segment, n) if into is not None else scratch[0][:n]
-            pieces.gather_from(mine, start + at, n, result)
-            kernel(result, theirs, result)
+            gathered = scratch[0][:n] if into is None or into is value else into(segment, n)
+            result = theirs if into is value else gathered
+            pieces.gather_from(mine, start + at, n, gathered)
+            kernel(gathered, theirs, result)
         else:
             result = into(segment, n) if into is not None else scratch[0][:n]
             kernel(own(segment, n), theirs, result)

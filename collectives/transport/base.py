@@ -56,7 +56,8 @@ class MemoryTransport(Protocol):
     board: Board
     """The progress and state of the same ranks."""
     windows: Sequence[Array | None]
-    """Each rank's window, `WINDOW_BYTES` of uint8 readable by all ranks of the host; None for ranks of other hosts."""
+    """Each rank's window, `WINDOW_BYTES` of uint8 that all ranks of the host may read and write; None for ranks of
+    other hosts."""
     reads_private: bool
     """Whether `fetch` and `store` work: whether the system lets a rank access its peers' private memory."""
     mapped: MappedMemory | None

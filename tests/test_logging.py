@@ -47,8 +47,8 @@ def test_debug_says_what_was_chosen_and_why_once_for_each_plan() -> None:
         "allreduce of 56 bytes of float64",
         "broadcast of 14 bytes of int16",
     ], str(result)
-    assert "one-shot over window" in plans[0] and "2 ranks, up to 1048576 bytes" in plans[0], plans[0]
-    assert "direct over direct-read" in plans[1] and "above 1048576 bytes" in plans[1], plans[1]
+    assert "one-shot over window" in plans[0] and "one round, up to 32768 bytes" in plans[0], plans[0]
+    assert "direct over direct-read" in plans[1] and "above 524288 bytes" in plans[1], plans[1]
     assert "ring over window" in plans[2] and "algorithm as asked for" in plans[2], plans[2]
     assert "fused one-shot over window" in plans[3] and "segments of 56 bytes" in plans[3], plans[3]
     assert " DEBUG " not in result.ranks[1], str(result)

@@ -75,9 +75,7 @@ class Crossovers:
 
     one_shot: int = 32 * KIB
     """All-reduce in one round, in which every rank reads everything from all others."""
-    one_shot_pair: int = MIB
-    """The same with two ranks, where it moves no more than the two rounds of `direct`."""
-    window: int = MIB
+    window: int = 512 * KIB
     """Windows; beyond, direct reads of the peers' private memory where they are allowed."""
     window_moves: int = 512 * KIB
     """The same for collectives that only move data, where a direct read saves a copy."""
@@ -260,8 +258,6 @@ class Planner:
         limits, size = self.crossovers, self.placement.size
         messages = medium is Medium.MESSAGE
         across = messages or not self.placement.one_host
-        one_shot = limits.one_shot_pair if size == 2 else limits.one_shot
-        ranks = "2" if size == 2 else "more than 2"
         table: tuple[tuple[bool, str, str], ...]
         if collective == "allreduce" and across:
             table = (
@@ -278,9 +274,9 @@ class Planner:
         elif collective == "allreduce":
             table = (
                 (
-                    medium is Medium.WINDOW and nbytes <= one_shot and not ordered,
+                    medium is Medium.WINDOW and nbytes <= limits.one_shot and not ordered,
                     "one-shot",
-                    f"one round with {ranks} ranks, up to {one_shot} bytes",
+                    f"one round, up to {limits.one_shot} bytes",
                 ),
                 (True, "direct", "ranks of one host"),
             )

@@ -51,7 +51,7 @@ class Tuning:
             config.fusion_threshold,
             config.segment,
             crossovers.window,
-            crossovers.one_shot_pair if engine.context.size == 2 else crossovers.one_shot,
+            crossovers.one_shot,
             config.algorithm,
             config.cycle_time,
         )
@@ -165,13 +165,11 @@ class Tuning:
         self.settings = settings
         self._steps_done = -1
         crossovers = self._planner.crossovers
-        pair = self._engine.context.size == 2
         self._planner.change(
             algorithm=settings.algorithm,
             segment=settings.segment,
             crossovers=Crossovers(
-                one_shot=crossovers.one_shot if pair else settings.one_shot,
-                one_shot_pair=settings.one_shot if pair else crossovers.one_shot_pair,
+                one_shot=settings.one_shot,
                 window=settings.window,
                 window_moves=crossovers.window_moves,
                 flat_broadcast=crossovers.flat_broadcast,

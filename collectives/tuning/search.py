@@ -46,7 +46,7 @@ class TunedSettings:
     """The most bytes that are fused into one operation."""
     segment: int = 0
     """Bytes of a segment per chunk; 0: the planner's choice."""
-    window: int = MIB
+    window: int = 512 * KIB
     """Bytes up to which blocks go through windows; above, the peers' memory is read directly."""
     one_shot: int = 32 * KIB
     """Bytes up to which an all-reduce is one-shot."""

@@ -1,12 +1,13 @@
-"""The planner where there is nothing to choose: a group of one rank accepts every transport and algorithm that
-exists."""
+"""The planner: what ranks of one host choose by default; and where there is nothing to choose, a group of one rank
+accepts every transport and algorithm that exists."""
 
 from __future__ import annotations
 
 import pytest
 
 from collectives.base.errors import InvalidArgumentError
-from collectives.plan.planner import Placement, Planner
+from collectives.plan.planner import KIB, MIB, Placement, Planner
+from collectives.plan.program import Medium
 from collectives.schedules.registry import COLLECTIVES, on_host
 
 ALONE = Placement(0, 1, ((0,),), shares_memory=False, reads_private=False)
@@ -27,3 +28,27 @@ def test_one_rank_may_not_ask_for_what_does_not_exist() -> None:
         Planner(ALONE).choose("allreduce", 64, transport="pigeon")
     with pytest.raises(InvalidArgumentError, match="quick"):
         Planner(ALONE).choose("allreduce", 64, algorithm="quick")
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(
+    ("nbytes", "algorithm", "medium"),
+    [
+        (4, "one-shot", Medium.WINDOW),
+        (32 * KIB, "one-shot", Medium.WINDOW),
+        (32 * KIB + 4, "direct", Medium.WINDOW),
+        (512 * KIB, "direct", Medium.WINDOW),
+        (512 * KIB + 4, "direct", Medium.DIRECT),
+        (64 * MIB, "direct", Medium.DIRECT),
+    ],
+)
+def test_an_allreduce_of_private_tensors_on_one_host(size: int, nbytes: int, algorithm: str, medium: Medium) -> None:
+    placement = Placement(0, size, (tuple(range(size)),), shares_memory=True, reads_private=True)
+    choice = Planner(placement).choose("allreduce", nbytes, native=True)
+    assert (choice.algorithm, choice.medium) == (algorithm, medium)
+
+
+@pytest.mark.parametrize("nbytes", [4, MIB, 64 * MIB])
+def test_windows_serve_every_size_where_memory_cannot_be_read(nbytes: int) -> None:
+    placement = Placement(0, 2, ((0, 1),), shares_memory=True, reads_private=False)
+    assert Planner(placement).choose("allreduce", nbytes).medium is Medium.WINDOW

@@ -104,6 +104,16 @@ class LocatedTensor(OneTensor):
                 loop.run(self._source, self._out, self._views)
                 self._source = self._out = _EMPTY
                 return
+        block = self._one_block
+        if block is not None and not self._is_mapped and self._context.executor.trace is None:
+            for peer in self._peers:
+                source, out = words_of(peer)
+                if source & out & MAPPED:
+                    break
+            else:
+                block.run()
+                self._source = self._out = _EMPTY
+                return
         self._run_otherwise()
 
     def _run_otherwise(self) -> None:
@@ -130,8 +140,10 @@ class LocatedTensor(OneTensor):
             assert private is not None
             plan = private
             staged = plan.staged and not self._is_mapped
-            if staged and not mapped_peers and self._one_block is not None and executor.trace is None:
-                self._one_block.run()
+            # Words are addresses where nothing is mapped, not even one of a rank's two tensors.
+            addresses = not any((source | out) & MAPPED for _, source, out in told)
+            if plan.direct_loop is not None and addresses and executor.trace is None:
+                plan.direct_loop.run(self._source, self._out, self._out_at, told)
             else:
                 if plan.needs_addresses:
                     self._learn_places(plan, entry.dtype)

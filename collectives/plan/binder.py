@@ -15,6 +15,7 @@ import numpy as np
 from collectives.fusion import Lists, Pieces
 from collectives.plan import fast_paths, window_packing
 from collectives.plan.blocks import BlockLookup, BlockOf
+from collectives.plan.direct_allreduce import DirectAllreduce
 from collectives.plan.fast_paths import Do, ExecutorState, Kernel, Scale
 from collectives.plan.mapped_loops import Loop, MappedBucket
 from collectives.plan.one_block import Combination, combination
@@ -56,6 +57,8 @@ class Plan:
         loop, bucket_loop: carry out the whole plan where the tensors of all ranks are mapped, or None
             (`collectives.plan.mapped_loops`).
         takes_slots: whether any rank has segments in window slots, so that all count the slots that the plan takes.
+        direct_loop: carries out the whole plan where the tensors of all ranks are private, if it is the direct
+            all-reduce of a tensor by direct reads.
         touched_by: the peers that read or write this rank's private memory, each with the step group, counted from
             the call's beginning, after which it does so no more.
         combination: what the plan combines, if that is all that it does; None otherwise.
@@ -65,6 +68,7 @@ class Plan:
         "bucket_loop",
         "combination",
         "description",
+        "direct_loop",
         "groups",
         "loop",
         "needs_addresses",
@@ -106,6 +110,7 @@ class Plan:
         self.loop: Loop | None = None
         self.bucket_loop: MappedBucket | None = None
         self.combination = combination
+        self.direct_loop: DirectAllreduce | None = None
 
 
 class Binder:

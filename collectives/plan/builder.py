@@ -193,4 +193,7 @@ class Plans(Builder[Choice, Plan]):
             start, size = layout.inputs(self._rank)[self._rank], layout.sizes[self._rank]
             block = min(block, MAPPED_BLOCK_BYTES // dtype.itemsize)
             plan.bucket_loop = self._executor.bucket_loop(plan, lists.pieces, start, size, block, kernel, finish)
+        elif algorithm.owner_pushes and self._placement.one_host and choice.medium is Medium.DIRECT:
+            start, size = layout.inputs(self._rank)[self._rank], layout.sizes[self._rank]
+            plan.direct_loop = self._executor.direct_loop(plan, dtype, start, size, block, kernel, finish)
         return plan

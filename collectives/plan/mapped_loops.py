@@ -91,7 +91,7 @@ class MappedReduction:
                 into[at] = result
                 for _, target in others:
                     target[at] = result
-        _meet(self._state, self._board, self._peers, self._groups)
+        meet(self._state, self._board, self._peers, self._groups)
 
     def bound_to(self, source: Array, out: Array, views: Views) -> Callable[[], None]:
         own = out if source is out else source
@@ -214,7 +214,7 @@ class MappedBucket:
             outputs[number][cut] = result
             for _, targets in others:
                 targets[number][cut] = result
-        _meet(self._state, self._board, self._peers, self._groups)
+        meet(self._state, self._board, self._peers, self._groups)
 
     def bound_to(
         self, sources: Sequence[Array], outs: Sequence[Array], views: Sequence[BucketViews]
@@ -254,7 +254,7 @@ def _reduction(
                 finish(result, result)
             for target in targets:
                 target[...] = result
-        _meet(state, board, peers, groups)
+        meet(state, board, peers, groups)
 
     return run
 
@@ -327,7 +327,7 @@ def _offsets(action: Action) -> tuple[int, int]:
     return action.source.offset, action.target.offset
 
 
-def _meet(state: ExecutorState, board: Board, peers: Sequence[int], groups: int) -> None:
+def meet(state: ExecutorState, board: Board, peers: Sequence[int], groups: int) -> None:
     """Announce the end of this rank's part, and wait until all peers have ended theirs."""
     state.base = progress = state.base + groups
     board.advance(progress)

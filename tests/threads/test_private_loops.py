@@ -1,4 +1,5 @@
-"""All-reduces of some private and some mapped tensors."""
+"""All-reduces of private tensors that are carried out as one loop over direct reads, and of calls in which some ranks'
+tensors are mapped, which are not."""
 
 from __future__ import annotations
 
@@ -7,8 +8,13 @@ import pytest
 
 import collectives
 from collectives.base.reduce_op import Op
+from collectives.plan.direct_allreduce import DirectAllreduce
 from collectives.transport import threads
 from collectives.world import World
+
+BLOCK = 256 << 10
+"""Elements of float32 in a block of 1 MiB, which each rank reads at once."""
+COUNTS = (BLOCK, 2 * BLOCK + 1, 5 * BLOCK - 3)
 
 
 def reduce_and_check(world: World, tensor: np.ndarray, in_place: bool, op: Op, prescale: float) -> None:
@@ -21,6 +27,23 @@ def reduce_and_check(world: World, tensor: np.ndarray, in_place: bool, op: Op, p
         result = world.allreduce_(tensor, **options) if in_place else world.allreduce(tensor, **options)
         np.testing.assert_array_equal(result, values * np.float32(total))
         assert in_place or tensor[999] == 999 * (world.rank + 1)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("in_place", [True, False])
+def test_private_tensors(monkeypatch: pytest.MonkeyPatch, size: int, count: int, in_place: bool) -> None:
+    ran: list[int] = []
+    run = DirectAllreduce.run
+    monkeypatch.setattr(DirectAllreduce, "run", lambda self, *arguments: (ran.append(1), run(self, *arguments)))
+
+    def scenario(world: World) -> None:
+        tensor = np.empty(count, np.float32)
+        for op, prescale in ((Op.SUM, 1.0), (Op.AVERAGE, 1.0), (Op.SUM, 2.0)):
+            reduce_and_check(world, tensor, in_place, op, prescale)
+
+    threads.run(size, scenario, make_world=World)
+    assert len(ran) == size * 6
 
 
 @pytest.mark.parametrize("nbytes", [64 << 10, 4 << 20])

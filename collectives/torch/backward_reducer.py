@@ -162,6 +162,8 @@ class BackwardReducer:
         bucket = slot.bucket
         if bucket is None or slot.deferred:
             return  # deferred, or frozen until now: `synchronize` submits it
+        if slot.place is not None:
+            slot.place.move()  # now, while the processor's caches hold it
         with self._lock:
             bucket.pending -= 1
             complete = not bucket.pending

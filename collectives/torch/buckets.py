@@ -1,7 +1,7 @@
 """The buckets in which gradients are combined.
 
-    GroupedBucket     large gradients, combined in place by a grouped operation: the engine reads the peers' memory, and
-                      packing would only add a copy
+    GroupedBucket     large gradients, combined in place by a grouped operation; on one host they are moved into memory
+                      that its ranks map (`collectives.torch.gradient_memory`)
     PackedBucket      small gradients, for which Python costs more than bytes: one call of torch copies them into one
                       tensor, and one copies the results back
     DeferredBucket    tiny gradients, packed likewise, and submitted only when the program waits
@@ -25,7 +25,9 @@ import torch
 from collectives.base.errors import InvalidArgumentError
 from collectives.frontends.gradient_options import GradientOptions
 from collectives.runtime import world_of
-from collectives.tensors.compression import BUILT_IN
+from collectives.tensors.compression import BUILT_IN, Compression
+from collectives.torch import memory
+from collectives.torch.gradient_memory import GradientPlace
 from collectives.torch.guard import grad_of
 from collectives.torch.sparse import sparse_allreduce_async
 
@@ -49,6 +51,7 @@ class GradientSlot:
         left: backward passes, of ``passes``, until its gradient may be submitted.
         deferred: whether its bucket is.
         hook: the number of its hook.
+        place: memory of the arena that its gradients are moved to; None if they stay where autograd has put them.
         blank: the gradient is zeros of its bucket to which no backward pass has added yet; it counts as missing.
         sparse_dim: the agreed number of sparse dimensions; 0 of a dense gradient, or while none has been seen.
         was_sparse: the number of sparse dimensions of a gradient that was made dense to be combined, else 0.
@@ -65,6 +68,7 @@ class GradientSlot:
         "name",
         "param",
         "passes",
+        "place",
         "sparse_dim",
         "was_sparse",
     )
@@ -75,6 +79,7 @@ class GradientSlot:
         self.passes = self.left = passes
         self.bucket: GradientBucket | None = None
         self.hook: int
+        self.place: GradientPlace | None = None
         self.blank = self.deferred = False
         self.sparse_dim = self.was_sparse = 0
         self.kind = 255
@@ -193,6 +198,23 @@ def _refusal(slot: GradientSlot, what: str) -> InvalidArgumentError:
 class GroupedBucket(GradientBucket):
     """Gradients combined in place by a grouped operation."""
 
+    def __init__(self, slots: Sequence[GradientSlot], name: str, options: GradientOptions) -> None:
+        super().__init__(slots, name, options)
+        nbytes = sum(slot.nbytes for slot in self.slots)
+        if (
+            options.compression is Compression.none
+            and all(param.is_cpu for param in self._params)
+            and world_of(options.process_set).planner.meets_tensors(nbytes)
+        ):
+            for slot in self.slots:
+                slot.place = slot.place or GradientPlace(slot.param)
+
+    def submit(self) -> None:
+        for slot in self.slots:
+            if slot.place is not None:
+                slot.place.move()
+        super().submit()
+
     def begin(self, gradients: list[Any]) -> Any:
         return world_of(self.options.process_set).grouped_allreduce_async_(gradients, **self._keywords)
 
@@ -203,7 +225,9 @@ class PackedBucket(GradientBucket):
     def __init__(self, slots: Sequence[GradientSlot], name: str, options: GradientOptions) -> None:
         super().__init__(slots, name, options)
         first = self.slots[0].param
-        self.flat = torch.zeros(sum(slot.param.numel() for slot in self.slots), dtype=first.dtype, device=first.device)
+        count = sum(slot.param.numel() for slot in self.slots)
+        zeros = memory.zeros if first.is_cpu else torch.zeros
+        self.flat = zeros(count, dtype=first.dtype, device=first.device)
         pieces = self.flat.split([slot.param.numel() for slot in self.slots])
         self.views = [_shaped(piece, slot.param) for piece, slot in zip(pieces, self.slots, strict=True)]
 

@@ -82,6 +82,9 @@ class DeviceTask:
         self._early = not self.accelerator.connection.established
         return () if self._early else self._prepare(handles)
 
+    def withdraw(self) -> None:
+        """Nothing to release: what was prepared are addresses."""
+
     def run_handles(self, handles: Sequence[Handle]) -> None:
         accelerator = self.accelerator
         if self._early:

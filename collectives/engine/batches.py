@@ -133,6 +133,11 @@ class Batch:
             timeline.span("engine", "pack", begun, time.monotonic())
         return words
 
+    def withdraw(self) -> None:
+        """Undo `prepare`: the list is not carried out now."""
+        if self.tasks:
+            self.tasks[0][0].withdraw()
+
     def run(self, handles: Sequence[Handle]) -> None:
         """Carry out every task; all ranks have entered the round."""
         context = self._context

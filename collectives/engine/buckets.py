@@ -41,6 +41,10 @@ class Bucket(HostTask):
         self.description = plan.description
         return plan
 
+    def withdraw(self) -> None:
+        super().withdraw()
+        self._release_pieces()
+
     def _release_pieces(self) -> None:
         pieces = self._pieces
         pieces.sources = pieces.operands = pieces.outs = ()

@@ -237,6 +237,8 @@ class Coordinator:
     def compare(self) -> None:
         """Compare what all ranks have submitted, after proposals that differ, and choose what all of them have."""
         submissions, control = self._submissions, self.control
+        if self.open is not None and self.open[1] is not None:
+            self.open[1].withdraw()
         self.open = None
         self.chosen = []
         submissions.collect()

@@ -55,6 +55,9 @@ class Task:
         """Make visible to the peers what they will read. Returns the words to enter the round with."""
         raise NotImplementedError
 
+    def withdraw(self) -> None:
+        """Release the tensors that were prepared: the task is not carried out now."""
+
     def run_handles(self, handles: Sequence[Handle]) -> None:
         """Carry it out; all ranks have prepared."""
         raise NotImplementedError
@@ -97,6 +100,9 @@ class HostTask(Task):
     def _clear_arrays(self) -> None:
         """Release the arrays that the executor has read and written."""
         self._state.input = self._state.output = _EMPTY
+
+    def withdraw(self) -> None:
+        self._clear_arrays()
 
     def _learn_places(self, plan: Plan, dtype: np.dtype[Any]) -> None:
         """Take from the words of a plan's partners where their tensors are: arrays if they are mapped, or addresses."""
@@ -174,6 +180,10 @@ class OneTensor(HostTask):
             entry.native(self._source, self._out)
             if entry.finish is not None:
                 context.scale(entry.finish, self._out, self._out)
+        self._source = self._out = _EMPTY
+
+    def withdraw(self) -> None:
+        super().withdraw()
         self._source = self._out = _EMPTY
 
     def _prescaled(self, source: Array, out: Array) -> Array:

@@ -116,3 +116,26 @@ def test_a_cached_request_does_not_keep_the_tensor_of_its_first_call() -> None:
                 assert alive() is None, (number, count)
 
     threads.run(2, program, make_world=World)
+
+
+@pytest.mark.parametrize("elements", [100, 1 << 16, 1 << 18], ids=["window", "direct", "large"])
+def test_tensors_of_a_list_that_was_proposed_in_vain_are_released(elements: int) -> None:
+    """The ranks begin two groups in different orders, so that what they first propose is not carried out."""
+
+    def program(world: World) -> tuple[int, list[str]]:
+        def group(name: str) -> tuple[Handle, dict[str, weakref.ref[Any]]]:
+            tensors = [np.full(elements, world.rank + 1.0, np.float32) for _ in range(3)]
+            handle = world.grouped_allreduce_async_(tensors, op=Op.SUM, name=name)
+            return handle, {f"{name}[{number}]": weakref.ref(tensor) for number, tensor in enumerate(tensors)}
+
+        names = ["first", "second", "third"]
+        begun = [group(name) for name in (names if world.rank == 0 else names[::-1])]
+        for handle, _ in begun:
+            assert [tensor[0] for tensor in handle.wait()] == [3, 3, 3]
+        references = {name: reference for _, found in begun for name, reference in found.items()}
+        del handle, begun
+        gc.collect()
+        return world.statistics.compared, [name for name, reference in references.items() if reference() is not None]
+
+    for compared, kept in threads.run(2, program, make_world=World):
+        assert compared and not kept

@@ -31,7 +31,7 @@ Holders = tuple[int, ...]
 class GradientPlace:
     """The place in the arena of one parameter's gradients, of one after the other."""
 
-    __slots__ = ("_param", "_refused", "_storage", "_tensor")
+    __slots__ = ("_address", "_param", "_refused", "_storage", "_tensor")
 
     def __init__(self, param: Any) -> None:
         self._param = param
@@ -39,17 +39,14 @@ class GradientPlace:
         self._tensor: Any = None
         """A tensor that lies there, and is known here alone."""
         self._storage: Any = None
+        self._address = -1
 
     def move(self) -> None:
         """Move the parameter's gradient here, unless the program could tell."""
-        holders = holders_of_gradient(self._param)
-        grad = grad_of(self._param)
-        if self._refused or not _movable(grad):
+        if self._refused or self._holds_gradient() or holders_of_gradient(self._param) != _ALONE:
             return
-        place = self._tensor
-        if place is not None and grad.data_ptr() == place.data_ptr():
-            return  # autograd has added to the gradient that lies here
-        if holders != _ALONE:
+        grad, place = grad_of(self._param), self._tensor
+        if not _movable(grad):
             return
         if (
             place is None
@@ -59,7 +56,7 @@ class GradientPlace:
         ):
             self.renew(memory.empty(grad.shape, dtype=grad.dtype))
             place = self._tensor
-            if not arena.locate(place.data_ptr(), place.nbytes):
+            if not arena.locate(self._address, place.nbytes):
                 self._refused = True
                 self._tensor = self._storage = None
                 return
@@ -69,7 +66,12 @@ class GradientPlace:
 
     def renew(self, tensor: Any) -> None:
         """Have the next gradient lie where ``tensor`` does, which nothing else refers to."""
-        self._tensor, self._storage = tensor, tensor.untyped_storage()
+        self._tensor, self._storage, self._address = tensor, tensor.untyped_storage(), tensor.data_ptr()
+
+    def _holds_gradient(self) -> bool:
+        """Whether the gradient lies here already: it was moved before, or autograd has added to it."""
+        grad = grad_of(self._param)
+        return grad is not None and grad.layout is torch.strided and grad.data_ptr() == self._address
 
     def holders_of_earlier(self) -> Holders:
         """What holds an earlier gradient that lies here, or its memory."""

@@ -17,6 +17,7 @@ from collectives.engine import arguments
 from collectives.frontends.agreement import agree
 from collectives.process_sets import ProcessSet
 from collectives.runtime import root_in, world_of
+from collectives.tensors.arena import arena
 from collectives.world import World
 
 Prepared = TypeVar("Prepared")
@@ -34,7 +35,7 @@ class BroadcastMemory(Protocol):
         """The tensor, or a view of it, in a form that `World.broadcast_` accepts."""
 
     def packed(self, tensors: Sequence[Any]) -> Any:
-        """A new 1-D tensor of uint8 with the bytes of several tensors of one device."""
+        """A new 1-D tensor of uint8 with the bytes of several tensors of one device; on the CPU in the arena."""
 
     def unpack(self, piece: Any, tensor: Any) -> None:
         """Write a piece of a packed tensor, of uint8, into the tensor that it came from."""
@@ -47,7 +48,8 @@ class ArrayMemory:
         return tensor.reshape(-1).view(np.uint8)
 
     def packed(self, tensors: Sequence[Any]) -> Any:
-        return np.concatenate([self.whole(tensor) for tensor in tensors])
+        packed = arena.empty(sum(tensor.nbytes for tensor in tensors), np.uint8)
+        return np.concatenate([self.whole(tensor) for tensor in tensors], out=packed)
 
     def unpack(self, piece: Any, tensor: Any) -> None:
         self.whole(tensor)[:] = piece

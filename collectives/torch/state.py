@@ -14,6 +14,7 @@ from collectives.frontends.broadcasts import agreed_root, broadcast_in_place
 from collectives.process_sets import ProcessSet
 from collectives.runtime import global_process_set
 from collectives.tensors import detection
+from collectives.torch import memory
 from collectives.torch.compiled import untraced
 from collectives.world import World
 
@@ -184,7 +185,10 @@ class _Memory:
         return tensor.detach().view(torch.uint8) if fraction else tensor
 
     def packed(self, tensors: Sequence[Any]) -> Any:
-        return torch.cat([each.detach().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8) for each in tensors])
+        parts = [each.detach().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8) for each in tensors]
+        if not parts[0].is_cpu:
+            return torch.cat(parts)
+        return torch.cat(parts, out=memory.empty(sum(part.numel() for part in parts), dtype=torch.uint8))
 
     def unpack(self, piece: Any, tensor: Any) -> None:
         tensor.copy_(piece.view(tensor.dtype).view(tensor.shape))

@@ -36,6 +36,10 @@ def ours(forced: Forced, case: Case, mode: str) -> Result:
     return lambda: collectives.allgather(case.send, **forced)
 
 
+def persistent(case: Case, mode: str) -> Result:
+    return collectives.allgather_init(case.send)
+
+
 def mpi(peer: Mpi, case: Case, mode: str) -> Result:
     send, work = peer.plain(case.send), peer.plain(case.work)
 
@@ -78,6 +82,7 @@ ALLGATHER = Collective(
     limit_text="S(n-1)/n bytes on every rank at once",
     wrong=wrong,
     ours=ours,
+    persistent=persistent,
     mpi=mpi,
     torch=torch,
     cupyx=cupyx,

@@ -40,6 +40,13 @@ def ours(forced: Forced, case: Case, mode: str) -> Result:
     return lambda: collectives.allreduce(case.send, op=op, **forced)
 
 
+def persistent(case: Case, mode: str) -> Result:
+    op = getattr(collectives, OPERATIONS[case.op])
+    if mode == IN_PLACE:
+        return collectives.allreduce_init(case.work, op=op)
+    return collectives.allreduce_init(case.send, op=op, out=case.work)
+
+
 def mpi(peer: Mpi, case: Case, mode: str) -> Result:
     op, work = peer.operation(case), case.work
     source = peer.in_place if mode == IN_PLACE else case.send
@@ -90,6 +97,7 @@ ALLREDUCE = Collective(
     limit_text="S bytes on every rank at once",
     wrong=wrong,
     ours=ours,
+    persistent=persistent,
     mpi=mpi,
     torch=torch,
     cupyx=cupyx,

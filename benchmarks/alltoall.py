@@ -35,6 +35,11 @@ def ours(forced: Forced, case: Case, mode: str) -> Result:
     return lambda: collectives.alltoall(case.send, **forced)
 
 
+def persistent(case: Case, mode: str) -> Result:
+    operation: Result = collectives.alltoall_init(case.send)
+    return operation
+
+
 def mpi(peer: Mpi, case: Case, mode: str) -> Result:
     send, work = peer.plain(case.send), peer.plain(case.work)
 
@@ -77,6 +82,7 @@ ALLTOALL = Collective(
     limit_text="S(n-1)/n bytes on every rank at once",
     wrong=wrong,
     ours=ours,
+    persistent=persistent,
     mpi=mpi,
     torch=torch,
     cupyx=cupyx,

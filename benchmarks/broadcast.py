@@ -37,6 +37,12 @@ def ours(forced: Forced, case: Case, mode: str) -> Result:
     return lambda: collectives.broadcast(case.send, case.root, **forced)
 
 
+def persistent(case: Case, mode: str) -> Result:
+    if mode == OUT_OF_PLACE:
+        raise Unavailable("persistent: broadcast works in place only")
+    return collectives.broadcast_init(case.work, case.root)
+
+
 def mpi(peer: Mpi, case: Case, mode: str) -> Result:
     if mode == OUT_OF_PLACE:
         raise Unavailable("mpi: Bcast works in place only")
@@ -85,6 +91,7 @@ BROADCAST = Collective(
     limit_text="S(n-1)/n bytes on every rank at once",
     wrong=wrong,
     ours=ours,
+    persistent=persistent,
     mpi=mpi,
     torch=torch,
     cupyx=cupyx,

@@ -78,6 +78,8 @@ class Settings:
     """Where the buffers lie."""
     memories: tuple[str, ...] = ("private",)
     """In which kinds of the host's memory ours lie; the first one is that of the table."""
+    persistent: bool = False
+    """Whether our persistent operations are timed as well."""
 
 
 def size(text: str) -> int:
@@ -224,6 +226,7 @@ def add_device(flags: Parser, peers: Mapping[str, Sequence[str]]) -> None:
     flags.add_argument(
         "--peers", type=names("peer", every), default=(), metavar="LIST", help=f"also time these ({told})"
     )
+    flags.add_argument("--persistent", action="store_true", help="also time our persistent operations")
     flags.set_defaults(peers_of=peers)
 
 
@@ -293,4 +296,5 @@ def settings(flags: Parser, arguments: Sequence[str] | None) -> Settings:
         evict=given.evict,
         device=given.device,
         memories=given.memory,
+        persistent=given.persistent,
     )

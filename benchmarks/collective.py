@@ -75,6 +75,8 @@ class Collective:
     wrong: Callable[[Case, Values, np.ndarray], int]
     """How many elements of a result are wrong."""
     ours: Callable[[Forced, Case, str], Result]
+    persistent: Callable[[Case, str], Result]
+    """Our persistent operation; the result starts it and waits."""
     mpi: Callable[[Any, Case, str], Result]
     torch: Callable[[Any, Case, str], Result]
     """torch.distributed's call, over gloo or NCCL."""

@@ -57,6 +57,8 @@ class Contest:
             forced = {key: value for key, value in (("algorithm", algorithm), ("transport", transport)) if value}
             if forced:
                 self.contestants["/".join(forced.values())] = partial(collective.ours, forced)
+        if settings.persistent:
+            self.contestants["persistent"] = collective.persistent
         if "nccl" in settings.peers:
             self.contestants["nccl"] = partial(collective.ours, NATIVE)
         self._kinds = dict.fromkeys((*self.contestants, "prototype"), first)

@@ -122,7 +122,7 @@ def measure(given: Any, ranks: Ranks) -> dict[str, Any]:
         kind: Gradients(shapes, ranks.rank, ranks.size, each) for kind, each in {"private": HOST, **places}.items()
     }
     count, nbytes = len(shapes), copies[first].flat.nbytes
-    mine = (OURS,)
+    mine = (OURS, "persistent") if given.persistent else (OURS,)
     contestants = {
         **{name: (name, first) for name in mine},
         **{f"{name}, {kind}": (name, kind) for name, kind in product(mine, others)},
@@ -269,10 +269,17 @@ def of_floor(gradients: Gradients) -> Step:
     return lambda: [copy()]
 
 
+def persistent(gradients: Gradients) -> Step:
+    """Our persistent operation of the whole group."""
+    return collectives.grouped_allreduce_init(gradients.tensors, average=False)
+
+
 def _step(name: str, gradients: Gradients, given: Any, ranks: Ranks, open_peers: dict[str, Peer]) -> Step | str:
     """A contestant's step, or the reason why there is none; the same kind on every rank."""
     if name == OURS:
         return ours(gradients, given.blocking, given.out_of_place)
+    if name == "persistent":
+        return persistent(gradients)
     if name == FLOOR:
         return of_floor(gradients)
     if name == "nccl":

@@ -62,6 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         plot=None,
         device=given.device,
         memories=given.memory,
+        persistent=given.persistent,
     )
     started = not collectives.is_initialized()
     if started:

@@ -37,6 +37,11 @@ def ours(forced: Forced, case: Case, mode: str) -> Result:
     return lambda: collectives.reducescatter(case.send, op=op, **forced)
 
 
+def persistent(case: Case, mode: str) -> Result:
+    op = getattr(collectives, OPERATIONS[case.op])
+    return collectives.reducescatter_init(case.send, op=op)
+
+
 def mpi(peer: Mpi, case: Case, mode: str) -> Result:
     op, send, work = peer.operation(case), case.send, case.work
 
@@ -79,6 +84,7 @@ REDUCESCATTER = Collective(
     limit_text="S(n-1)/n bytes on every rank at once",
     wrong=wrong,
     ours=ours,
+    persistent=persistent,
     mpi=mpi,
     torch=torch,
     cupyx=cupyx,

@@ -97,7 +97,7 @@ def _finish(collective: Collective, settings: cli.Settings, ranks: Ranks, record
     """What follows the rows: who could not take part, the comparison, the closing lines, and the files."""
     for reason in dict.fromkeys(record.unavailable for record in records if record.unavailable):
         _say(ranks, f"# n/a: {reason}")
-    if settings.peers or settings.algorithms or settings.transports or len(settings.memories) > 1:
+    if len({record.contestant for record in records}) > 2:
         _say(ranks, table.comparison(records))
     _say(ranks, table.closing(records))
     content = report.document(collective, ranks.size, settings, records)

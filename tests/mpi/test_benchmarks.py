@@ -42,6 +42,19 @@ def test_every_value_is_right(collective: Collective, capsys: pytest.CaptureFixt
         assert shown == ""
 
 
+@pytest.mark.parametrize(
+    "collective", [ALLREDUCE, ALLGATHER, BROADCAST, REDUCESCATTER, ALLTOALL], ids=lambda found: found.name
+)
+def test_persistent_operations_in_both_memories(collective: Collective, capsys: pytest.CaptureFixture[str]) -> None:
+    main(collective, flags("-b 4 -e 1M -f 512 -n 2 -w 1 -d float,uint8 --persistent --memory mapped,private"))
+    shown = capsys.readouterr().out
+    if RANK == 0:
+        assert "# Out of bounds values : 0 OK" in shown
+        assert "n/a" not in shown or collective is BROADCAST, "in place only"
+        rows = [line for line in shown.splitlines() if " persistent, private " in line]
+        assert len(rows) >= 6
+
+
 def test_all_operations(capsys: pytest.CaptureFixture[str]) -> None:
     main(ALLREDUCE, flags("-b 4K -e 4K -n 1 -w 0 -d double,int32 -o all"))
     main(REDUCESCATTER, flags("-b 4K -e 4K -n 1 -w 0 -d double,int32 -o all"))

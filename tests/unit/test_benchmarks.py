@@ -224,11 +224,11 @@ def test_errors_of_a_program(tmp_path: Path) -> None:
 
 
 def test_latency_and_memory_of_one_rank(tmp_path: Path) -> None:
-    both = flags("--memory private,mapped")
+    both = flags("--memory private,mapped --persistent")
     run("benchmarks.latency", "-e", "64", "-n", "2", "-m", "5", *both, "--json", str(tmp_path / "latency.json"))
     found = json.loads((tmp_path / "latency.json").read_text())["records"]
     assert [row["size"] for row in found] == [4, 16, 64]
-    names = {"collectives", "collectives, mapped"}
+    names = {"collectives", "persistent", "collectives, mapped", "persistent, mapped"}
     assert all(set(row["contestants"]) == names for row in found), found
     done = run("benchmarks.memory", *flags("-b 64K -e 256K -n 100"), "--json", str(tmp_path / "memory.json"))
     assert "resident memory grew by" in done.stdout

@@ -35,6 +35,7 @@ def test_defaults_are_nccl_tests() -> None:
     assert settings.check
     assert settings.peers == settings.algorithms == settings.transports == ()
     assert settings.memories == ("private",)
+    assert not settings.persistent
 
 
 def test_everything_given() -> None:
@@ -42,7 +43,7 @@ def test_everything_given() -> None:
         *flags(
             "-b 64K -e 1M -f 4 -n 3 -w 0 -d half,int32,complex64 -o sum,avg -c 0 -z 0 --peers gloo,mpi "
             "--algorithm ring "
-            "--memory mapped,private"
+            "--memory mapped,private --persistent"
         )
     )
     assert settings.sizes == (65536, 262144, 1048576)
@@ -51,6 +52,7 @@ def test_everything_given() -> None:
     assert settings.peers == ("gloo", "mpi")
     assert settings.algorithms == ("ring",)
     assert settings.memories == ("mapped", "private")
+    assert settings.persistent
     assert (settings.iterations, settings.warmup, settings.check) == (3, 0, False)
 
 

@@ -178,8 +178,8 @@ def test_growth_is_looked_at_ten_times_over_all_calls(monkeypatch: pytest.Monkey
     [
         (
             "gradients",
-            "--model mlp -n 2 -w 1 --peers memcpy --memory mapped,private",
-            "collectives, private",
+            "--model mlp -n 2 -w 1 --peers memcpy --memory mapped,private --persistent",
+            "persistent, private",
         ),
         ("gradients", "--model small -n 2 -w 0 --blocking --out-of-place", "1000 tensors of one element"),
         ("overlap", "-b 64K -n 2 -w 1", "in synchronize"),

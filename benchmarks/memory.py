@@ -4,19 +4,22 @@ Three questions. How far does resident memory rise above the tensors during a ca
 mark)? Does it stay flat over very many calls? And what does the Python side allocate per call (tracemalloc, which
 NumPy's buffers report to as well)? The largest value of all ranks is shown.
 
-``--operations 1000000`` asks instead whether resident memory stays flat over so many small operations, first
-asynchronous and named, then blocking.
+``--operations 1000000`` asks instead whether resident memory, mappings and descriptors stay flat over so many small
+operations: asynchronous and named, blocking, persistent. ``--allocations 100000`` asks the same of tensors in memory
+that the ranks can map, of all sizes, which come and go, every tenth of them after an all-reduce.
 """
 
 from __future__ import annotations
 
 import gc
+import os
 import resource
 import sys
 import tracemalloc
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -32,7 +35,11 @@ _SMALL = 4096
 _NAMES = 100
 """Names that take turns among very many asynchronous operations; all of them are in flight at once."""
 _SAMPLES = 10
-"""How often resident memory is looked at meanwhile."""
+"""How often the process is looked at meanwhile."""
+_ALIVE = 30
+"""Tensors that live at a time among very many that come and go."""
+_LARGEST = 1 << 20
+"""Elements of the largest of them."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -55,6 +62,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         help="only the flatness of N operations",
     )
     flags.add_argument(
+        "--allocations",
+        type=cli.whole_number(_SAMPLES * _NAMES),
+        default=None,
+        metavar="N",
+        help="only the flatness of N mapped tensors that come and go",
+    )
+    flags.add_argument(
         "-J", "--json", type=Path, default=None, metavar="FILE", help="write everything measured to FILE"
     )
     given = flags.parse_args(arguments)
@@ -66,7 +80,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         problem = ranks.agree(
             check_memory(max(given.minbytes, given.maxbytes), False, ranks.local_size, available_bytes())
         )
-        results = None if problem else flatness(given.operations, ranks) if given.operations else measure(given, ranks)
+        results = None
+        if not problem:
+            only_flat = given.operations or given.allocations
+            results = flatness(given.operations, given.allocations, ranks) if only_flat else measure(given, ranks)
     finally:
         if started:
             collectives.shutdown()
@@ -114,8 +131,8 @@ def measure(given: Any, ranks: Ranks) -> list[dict[str, Any]]:
     return results
 
 
-def flatness(operations: int, ranks: Ranks) -> list[dict[str, Any]]:
-    """Resident memory over very many small operations, of each kind; rank 0 prints it."""
+def flatness(operations: int | None, allocations: int | None, ranks: Ranks) -> list[dict[str, Any]]:
+    """The footprint over very many small operations of each kind, and over allocations; rank 0 prints it."""
     say = print if ranks.rank == 0 else _silent
     tensors = [np.zeros(_SMALL // 4, np.float32) for _ in range(_NAMES)]
     names = [f"tensor {index}" for index in range(_NAMES)]
@@ -132,32 +149,72 @@ def flatness(operations: int, ranks: Ranks) -> list[dict[str, Any]]:
         for tensor in tensors:
             collectives.allreduce_(tensor, op=collectives.Sum)
 
-    say(
-        f"# {operations} operations on {short_bytes(_SMALL)} in place, {_NAMES} names or none, {ranks.size} ranks: "
-        f"KiB that resident"
-    )
-    say("# memory has grown since the first batch, after each tenth of them; the largest of all ranks", flush=True)
+    kinds: list[tuple[str, int, Callable[[], object]]] = []
+    if operations:
+        kinds += [(batch.__name__, operations, batch) for batch in (asynchronous, blocking, _persistent(tensors))]
+        say(f"# operations on {short_bytes(_SMALL)} in place, {_NAMES} names or none, {ranks.size} ranks")
+    if allocations:
+        kinds.append(("allocations", allocations, _allocations()))
+        say(f"# allocations of up to {short_bytes(4 * _LARGEST)}, {_ALIVE} alive at a time, {ranks.size} ranks")
+    say("# KiB that resident memory has grown since the first batch, after each tenth; then how far mappings and")
+    say("# descriptors have; the largest of all ranks", flush=True)
     results: list[dict[str, Any]] = []
-    for kind, batch in (("asynchronous", asynchronous), ("blocking", blocking)):
-        growth = ranks.maximum(np.array(grown(batch, operations // _NAMES), np.float64))
-        results.append({"operations": operations, "kind": kind, "growth": growth.tolist()})
-        say(f" {kind:<14}" + "".join(f"{value / 1024:>8.0f}" for value in growth), flush=True)
+    for kind, times, batch in kinds:
+        growth = ranks.maximum(np.array(grown(batch, times // _NAMES), np.float64))
+        memory, mappings, descriptors = growth.T.tolist()
+        results.append(
+            {"operations": times, "kind": kind, "growth": memory, "mappings": mappings, "descriptors": descriptors}
+        )
+        tenths = "".join(f"{value / 1024:>8.0f}" for value in memory)
+        say(f" {times:>9} {kind:<14}{tenths} {mappings[-1]:>+7.0f} {descriptors[-1]:>+5.0f}", flush=True)
     return results
 
 
-def grown(batch: Callable[[], object], times: int) -> list[int]:
-    """By how many bytes resident memory has grown since the first of ``times`` calls, looked at ten times, evenly
-    spread."""
+def _persistent(tensors: Sequence[np.ndarray]) -> Callable[[], object]:
+    """A batch of as many persistent operations, one after the other."""
+    operations = [collectives.allreduce_init(tensor, op=collectives.Sum) for tensor in tensors]
+
+    def persistent() -> None:
+        for operation in operations:
+            operation()
+
+    return persistent
+
+
+def _allocations() -> Callable[[], object]:
+    """A batch of tensors, each in the place of one that goes; their sizes are the same on all ranks."""
+    random = Random(0)
+    alive = [collectives.empty(1, np.float32)] * _ALIVE
+
+    def allocations() -> None:
+        for turn in range(_NAMES):
+            tensor = collectives.zeros(int(_LARGEST ** random.random()), np.float32)
+            if turn % 10 == 0:
+                collectives.allreduce_(tensor, op=collectives.Sum)
+            alive[random.randrange(_ALIVE)] = tensor
+
+    return allocations
+
+
+def grown(batch: Callable[[], object], times: int) -> list[list[int]]:
+    """How far the footprint has grown since the first of ``times`` calls, looked at ten times, evenly spread."""
     batch()
     gc.collect()
-    before = resident()
+    before = footprint()
     samples = []
     for sample in range(_SAMPLES):
         for _ in range(times * sample // _SAMPLES, times * (sample + 1) // _SAMPLES):
             batch()
         gc.collect()
-        samples.append(resident() - before)
+        samples.append([now - then for now, then in zip(footprint(), before, strict=True)])
     return samples
+
+
+def footprint() -> tuple[int, int, int]:
+    """This process's resident memory in bytes, its mappings, and its open descriptors (0 where there is no /proc)."""
+    descriptors = Path("/proc/self/fd")
+    opened = len(os.listdir(descriptors)) if descriptors.is_dir() else 0
+    return resident(), read("/proc/self/maps").count("\n"), opened
 
 
 def _silent(*text: object, **options: object) -> None:

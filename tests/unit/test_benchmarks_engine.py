@@ -4,6 +4,8 @@ rank."""
 from __future__ import annotations
 
 import json
+import mmap
+import os
 import subprocess
 import sys
 from math import prod
@@ -166,10 +168,24 @@ def test_steps_while_tuning_are_all_shown() -> None:
 
 def test_growth_is_looked_at_ten_times_over_all_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[None] = []
-    monkeypatch.setattr(memory, "resident", lambda: 1000 + 10 * len(calls))
+    monkeypatch.setattr(memory, "footprint", lambda: (1000 + 10 * len(calls), 7, 3 + len(calls) // 20))
     found = memory.grown(lambda: calls.append(None), 25)
     assert len(calls) == 26, "the first one only warms up"
-    assert found == [10 * (25 * tenth // 10) for tenth in range(1, 11)]
+    done = [25 * tenth // 10 for tenth in range(1, 11)]
+    assert found == [[10 * calls, 0, (calls + 1) // 20] for calls in done]
+
+
+def test_footprint_counts_mappings_and_descriptors() -> None:
+    resident, mappings, descriptors = memory.footprint()
+    assert resident > 1 << 20
+    file = os.memfd_create("one more")
+    os.ftruncate(file, 4096)
+    # The mapping has a descriptor of its own.
+    with mmap.mmap(file, 4096):
+        _, more_mappings, more_descriptors = memory.footprint()
+    os.close(file)
+    assert more_mappings > mappings
+    assert more_descriptors == descriptors + 2
 
 
 @pytest.mark.slow
@@ -184,7 +200,7 @@ def test_growth_is_looked_at_ten_times_over_all_calls(monkeypatch: pytest.Monkey
         ("gradients", "--model small -n 2 -w 0 --blocking --out-of-place", "1000 tensors of one element"),
         ("overlap", "-b 64K -n 2 -w 1", "in synchronize"),
         ("waiting", "-s 0.1", "wake-ups a second"),
-        ("memory", "--operations 1000", "asynchronous"),
+        ("memory", "--operations 1000 --allocations 1000", "allocations"),
     ],
 )
 def test_one_rank_runs_without_a_launcher(program: str, flags: str, expected: str, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from collectives.engine.handles import Handle
 from collectives.engine.host_handles import itself, store, wrap
 from collectives.engine.request_cache import CachedRequest
 from collectives.engine.requests import HandleFactory
+from collectives.engine.rows import GatheredRows
 from collectives.refusals import Refusals
 from collectives.tensors import arrays
 from collectives.tensors.result_pool import ResultPool
@@ -282,7 +283,13 @@ class Operations:
         return self._begin_group(self._handles.broadcast, options, tensors, root_rank, True)
 
     def allgather(self, tensor: Tensor, **options: Unpack[CallOptions]) -> Tensor:
-        return self._wait(self._handles.allgather, options, tensor)
+        entry = self._known_rows(tensor, "allgather", options)
+        if entry is None:
+            return self._wait(self._handles.allgather, options, tensor)
+        array: Any = tensor
+        gathered = GatheredRows((array.shape[0],), lambda: self._handles.allgather(options, tensor))
+        handle = self._run(entry, array if array.ndim == 1 else array.reshape(-1), gathered, None, (array,))
+        return gathered.array if handle is None else handle.wait()  # type: ignore[return-value]  # an array, as the tensor
 
     def allgather_async(self, tensor: Tensor, **options: Unpack[CallOptions]) -> Handle[Tensor]:
         return self._begin(self._handles.allgather, options, tensor)
@@ -298,7 +305,14 @@ class Operations:
     def alltoall(
         self, tensor: Tensor, splits: Any = None, **options: Unpack[CallOptions]
     ) -> Tensor | tuple[Tensor, npt.NDArray[np.int64]]:
-        return self._wait(self._handles.alltoall, options, tensor, splits)
+        entry = self._known_rows(tensor, "alltoall", options) if splits is None else None
+        if entry is None or tensor.shape[0] % self.size:  # type: ignore[attr-defined]
+            return self._wait(self._handles.alltoall, options, tensor, splits)
+        array: Any = tensor
+        rows = (array.shape[0] // self.size,) * self.size
+        gathered = GatheredRows(rows, lambda: self._handles.alltoall(options, tensor, None))
+        handle = self._run(entry, array if array.ndim == 1 else array.reshape(-1), gathered, None, (array,))
+        return gathered.array if handle is None else handle.wait()  # type: ignore[return-value]  # an array, as the tensor
 
     def alltoall_async(self, tensor: Any, splits: Any = None, **options: Unpack[CallOptions]) -> Handle[Any]:
         return self._begin(self._handles.alltoall, options, tensor, splits)
@@ -340,6 +354,15 @@ class Operations:
             try:
                 return self._known((tensor.dtype, tensor.shape, *key))
             except TypeError:  # an unhashable argument, which is refused when the request is made
+                return None
+        return None
+
+    def _known_rows(self, tensor: Any, collective: str, options: CallOptions) -> CachedRequest | None:
+        """`_known_as` for an allgather or an all-to-all."""
+        if type(tensor) is _NDARRAY and tensor.ndim and tensor.flags.carray:
+            try:
+                return self._known((collective, tensor.dtype, tensor.shape[1:], *options, *options.values()))
+            except TypeError:  # as above
                 return None
         return None
 

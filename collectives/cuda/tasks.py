@@ -39,7 +39,7 @@ from collectives.device.kernel_sources import WAYS
 from collectives.device.kernels import Combination, Scaling
 from collectives.device.packing import Packing
 from collectives.engine.handles import Handle
-from collectives.engine.tasks import Rows
+from collectives.engine.rows import Rows
 from collectives.tensors.cuda_tensors import DeviceArray
 from collectives.transport import nccl_elements
 from collectives.transport.base import Array

@@ -18,7 +18,7 @@ from collectives.engine.handles import Handle
 from collectives.engine.located import one_tensor
 from collectives.engine.negotiation import STARVING
 from collectives.engine.request_cache import CachedRequest
-from collectives.engine.tasks import AdasumTensor, OneTensor, Rows, Task, Words
+from collectives.engine.tasks import AdasumTensor, Task, Words
 from collectives.plan.planner import Choice
 from collectives.plan.program import Medium
 from collectives.schedules import registry
@@ -113,13 +113,11 @@ class Batch:
         if entry.binding is not None and entry.step is not None:
             bound: Task = entry.step
             return bound
-        if entry.request.collective in ("allgather", "alltoall"):
-            return Rows(context, entry)
         if entry.op is Op.ADASUM and entry.moves:
             return AdasumTensor(context, entry)
         # The very object that a blocking call has prepared, if it could not be carried out without a handle.
         entry.step = entry.step or one_tensor(context, entry)
-        task: OneTensor = entry.step
+        task: Task = entry.step
         return task
 
     def prepare(self, handles: Sequence[Handle]) -> Words:

@@ -27,6 +27,7 @@ from collectives.engine.negotiation import Request
 from collectives.engine.overlaps import InFlight
 from collectives.engine.progress import Progress
 from collectives.engine.request_cache import CachedRequest
+from collectives.engine.rows import GatheredRows, Rows
 from collectives.engine.submissions import WITHOUT_HANDLE, Submissions
 from collectives.engine.tasks import OneTensor
 from collectives.tensors.arrays import View, view
@@ -101,7 +102,7 @@ class Engine:
         self,
         entry: CachedRequest,
         source: Array,
-        out: Array,
+        out: Any,
         deliver: Callable[[Handle], Any] | None = None,
         keep: Any = None,
         handle: Handle | None = None,
@@ -110,7 +111,7 @@ class Engine:
 
         Args:
             entry: the request.
-            source, out: 1-D arrays of its dtype.
+            source, out: 1-D arrays of its dtype; of an allgather or all-to-all, what the result is put into.
             deliver, keep: of its handle, which is made only if it needs one; ``keep`` begins with the view of the
                 tensor, or with the tensor itself if that is an array of which no view has been made.
             handle: or the handle itself.
@@ -118,7 +119,7 @@ class Engine:
         Returns:
             The handle, complete; None if the operation was carried out without one.
         """
-        if not entry.simple or not self._acquire(False):
+        if not (entry.simple or type(out) is GatheredRows) or not self._acquire(False):
             return self._run_with_handle(handle or self._handle(entry, source, out, deliver, keep))
         coordinator, submissions, progress, callers = (
             self._coordinator,
@@ -149,7 +150,7 @@ class Engine:
             elif self._names.setdefault(name, WITHOUT_HANDLE) is not WITHOUT_HANDLE:
                 submissions.refuse_duplicate(name)
             try:
-                task: OneTensor | None = entry.step
+                task: OneTensor | Rows | None = entry.step
                 if task is None or task.epoch != self._planner.epoch:
                     task = self._bind(entry)
                 attempt = task.attempt
@@ -199,14 +200,14 @@ class Engine:
             self.wait(handle)
         return handle
 
-    def _bind(self, entry: CachedRequest) -> OneTensor:
+    def _bind(self, entry: CachedRequest) -> OneTensor | Rows:
         """The task of a blocking call, bound to the plan that is in force."""
-        task: OneTensor = entry.step or one_tensor(self.context, entry)
+        task: OneTensor | Rows = entry.step or one_tensor(self.context, entry)
         entry.step = task
         task.bind()
         return task
 
-    def _settle(self, task: OneTensor) -> None:
+    def _settle(self, task: OneTensor | Rows) -> None:
         """Note in the ledger that an operation was carried out without a handle."""
         ledger, entry = self._ledger, task.entry
         if entry.name is None:
@@ -217,9 +218,11 @@ class Engine:
             task.generation = ledger.generation
 
     def _handle(
-        self, entry: CachedRequest, source: Array, out: Array, deliver: Callable[[Handle], Any] | None, keep: Any
+        self, entry: CachedRequest, source: Array, out: Any, deliver: Callable[[Handle], Any] | None, keep: Any
     ) -> Handle:
         """The handle of a blocking call that needs one after all."""
+        if type(out) is GatheredRows:
+            return out.handle()
         if entry.binding is not None:
             return entry.binding.handle()
         if keep is None:

@@ -9,6 +9,7 @@ import numpy as np
 
 from collectives.engine.context import Context, address
 from collectives.engine.request_cache import CachedRequest
+from collectives.engine.rows import Rows
 from collectives.engine.tasks import OneTensor, Words
 from collectives.plan.mapped_loops import Loop
 from collectives.plan.one_block import OneBlock
@@ -162,6 +163,8 @@ class LocatedTensor(OneTensor):
         return True
 
 
-def one_tensor(context: Context, entry: CachedRequest) -> OneTensor:
-    """The task of an operation on one tensor."""
+def one_tensor(context: Context, entry: CachedRequest) -> OneTensor | Rows:
+    """The task of an operation on one tensor, other than Adasum."""
+    if entry.request.collective in ("allgather", "alltoall"):
+        return Rows(context, entry)
     return (LocatedTensor if entry.meets_tensors else OneTensor)(context, entry)

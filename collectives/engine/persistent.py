@@ -22,7 +22,8 @@ from collectives.engine.context import Context, address
 from collectives.engine.handles import Handle
 from collectives.engine.host_handles import EMPTY
 from collectives.engine.request_cache import CachedRequest
-from collectives.engine.tasks import HostTask, OneTensor, Task, Words, exchanged_rows
+from collectives.engine.rows import exchanged_rows
+from collectives.engine.tasks import HostTask, OneTensor, Task, Words
 from collectives.plan.binder import Plan
 from collectives.tensors.arena import MAPPED
 from collectives.transport.base import Array

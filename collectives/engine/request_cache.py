@@ -263,7 +263,7 @@ class RequestCache(ABC, Generic[Cached]):
 
     def gathering(self, collective: str, view: Any, keywords: Keywords) -> Cached:
         """The request of an allgather or an all-to-all, whose plans depend on rows that are not known yet."""
-        key = (collective, view.dtype.num, view.shape[1:], *keywords, *keywords.values())
+        key = (collective, view.dtype, view.shape[1:], *keywords, *keywords.values())
         return self._look_up(key) or self._remember(key, self._gathering(collective, view, _complete(keywords)))
 
     @abstractmethod

@@ -11,7 +11,6 @@ so that the round in which the ranks agree also brings the first task's data, or
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,7 +24,6 @@ from collectives.engine.request_cache import CachedRequest
 from collectives.plan.binder import Plan
 from collectives.schedules import partition
 from collectives.tensors import arrays, halves
-from collectives.tensors.arena import MAPPED
 from collectives.transport.base import Array
 
 Words = Sequence[int] | memoryview
@@ -204,41 +202,6 @@ class OneTensor(HostTask):
         self.run()
 
 
-class Rows(HostTask):
-    """An allgather or an all-to-all: the ranks learn in the round how many rows move."""
-
-    description = "rows"
-
-    def prepare_handles(self, handles: Sequence[Handle]) -> Words:
-        source = handles[0].source
-        word = at = address(source)
-        if self._mapped is not None and source.size:
-            word = self._mapped.word_of(at, source.nbytes)
-        return (word, 0, *handles[0].rows)
-
-    def run_handles(self, handles: Sequence[Handle]) -> None:
-        handle, context, entry = handles[0], self._context, self.entry
-        control, rank = context.control, context.rank
-        told = [control.words_of(peer) if peer != rank else () for peer in range(context.size)]
-        counts = [handle.rows if peer == rank else words[2:] for peer, words in enumerate(told)]
-        received, rows = exchanged_rows(entry.request.collective, counts, rank)
-        out = context.pool.empty((sum(received), *(entry.request.shape or ())), entry.dtype)
-        handle.keep = (handle.keep, out, received)
-        handle.out = flat = out.reshape(-1)
-        words = self._set_arrays(handle.source, flat)
-        told[rank] = words
-        # A rank without rows has no tensor to be mapped.
-        mapped = all(words[0] & MAPPED or not any(rows) for words, rows in zip(told, counts, strict=True))
-        plan = context.entries.plan_for_rows(entry, rows, mapped)
-        if plan is None:
-            return
-        if plan.reads_outputs:  # allocated only now: their places take a further round
-            context.meet(self.token, words)
-        self._learn_places(plan, entry.dtype)
-        context.run_plan(plan, False, True)
-        self._clear_arrays()
-
-
 class AdasumTensor(HostTask):
     """An Adasum of one tensor: an all-to-all, a tiny all-reduce for each level of the tree, and an allgather."""
 
@@ -291,23 +254,6 @@ class AdasumTensor(HostTask):
         self._learn_places(plan, source.dtype)
         self._context.run_plan(plan, False, False)
         self._clear_arrays()
-
-
-def exchanged_rows(collective: str, counts: Sequence[Sequence[int]], rank: int) -> tuple[list[int], tuple[int, ...]]:
-    """What an allgather or an all-to-all moves.
-
-    Args:
-        collective: which of the two.
-        counts: the rows that each rank sends: to all, or to each receiver.
-        rank: this rank.
-
-    Returns:
-        The rows that this rank receives from each, and those of every rank, or of every pair of ranks by sender.
-    """
-    if collective == "allgather":
-        gathered = [words[0] for words in counts]
-        return gathered, tuple(gathered)
-    return [words[rank] for words in counts], tuple(itertools.chain.from_iterable(counts))
 
 
 _EMPTY = np.empty(0)

@@ -1,0 +1,172 @@
+"""Allgathers and all-to-alls: the ranks learn in the round how many rows move, and only then make their results."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from collectives.engine.context import Context, address
+from collectives.engine.handles import Handle
+from collectives.engine.request_cache import CachedRequest
+from collectives.engine.tasks import HostTask, Words
+from collectives.plan.mapped_loops import Loop, Views
+from collectives.tensors.arena import MAPPED, arena
+from collectives.transport.base import Array
+
+
+class GatheredRows:
+    """The result of a blocking call that has no handle.
+
+    Args:
+        rows: that this rank sends: to all, or to each receiver.
+        handle: makes the handle of the operation, should it need one after all.
+
+    Attributes:
+        array: the result, of shape ``(rows, ...)``.
+        received: the rows received from each rank.
+    """
+
+    __slots__ = ("array", "handle", "received", "rows")
+
+    def __init__(self, rows: tuple[int, ...], handle: Callable[[], Handle]) -> None:
+        self.rows = rows
+        self.handle = handle
+        self.array: Array = _EMPTY
+        self.received: Sequence[int] = ()
+
+
+class Rows(HostTask):
+    """An allgather or an all-to-all.
+
+    What was found out about mapped tensors is kept from call to call, as by `collectives.engine.located`: it holds
+    while every rank tells the same words, which are the places and the rows of all.
+
+    Attributes:
+        bound, epoch, generation: as of `collectives.engine.tasks.OneTensor`.
+    """
+
+    description = "rows"
+
+    def __init__(self, context: Context, entry: CachedRequest) -> None:
+        super().__init__(context, entry)
+        self.bound: tuple[Callable[[Array, Any], Words], Callable[[], object]] | None = None
+        self.epoch = self.generation = -1
+        self._row = entry.request.shape or ()
+        self._source: Array = _EMPTY
+        self._gathered = _NOWHERE
+        self._at = 0
+        self._ranges: object = None
+        self._words: tuple[int, ...] = ()
+        """This rank's, when its tensor was at this address and the arena had these pieces."""
+        self._told: list[tuple[int, tuple[int, ...]]] = []
+        """The peers with their words in the last call in which all tensors were mapped, and this rank's own."""
+        self._loop: Loop | None = None
+        """Carries out such a call."""
+        self._views: Views = ()
+        self._shape: tuple[int, ...] = ()
+        self._received: Sequence[int] = ()
+
+    def bind(self) -> None:
+        """Prepare for blocking calls."""
+        self.epoch = self._context.planner.epoch
+        self._loop = None
+        self.bound = self.prepare, functools.partial(self._context.quietly, self.run)
+
+    def prepare(self, source: Array, gathered: GatheredRows) -> Words:
+        """`prepare_handles` of a blocking call, which has no handle."""
+        self._source, self._gathered = source, gathered
+        at = address(source)
+        if at != self._at or self._words[2:] != gathered.rows or self._ranges is not arena.ranges:
+            self._at, self._ranges = at, arena.ranges
+            mapped = self._mapped
+            word = at if mapped is None or not source.size else mapped.word_of(at, source.nbytes)
+            self._words = (word, 0, *gathered.rows)
+        return self._words
+
+    def run(self) -> None:
+        """`run_handles` of a blocking call."""
+        if self._loop is not None and self._tells_the_same():
+            gathered = self._gathered
+            gathered.array = out = self._context.pool.empty(self._shape, self.entry.dtype)
+            gathered.received = self._received
+            self._loop.run(self._source, out.reshape(-1), self._views)
+        else:
+            self._run_anew()
+        self._source, self._gathered = _EMPTY, _NOWHERE
+
+    def _tells_the_same(self) -> bool:
+        """Whether all ranks have told what they told in the call that is kept."""
+        words_of, rank = self._context.control.words_of, self._context.rank
+        return all((self._words if peer == rank else tuple(words_of(peer))) == words for peer, words in self._told)
+
+    def _run_anew(self) -> None:
+        """Make the result, choose a plan for the rows, and run it."""
+        context, entry, gathered, rank = self._context, self.entry, self._gathered, self._context.rank
+        told = [self._words if peer == rank else tuple(context.control.words_of(peer)) for peer in range(context.size)]
+        received, rows = exchanged_rows(entry.request.collective, [words[2:] for words in told], rank)
+        gathered.received = received
+        gathered.array = out = context.pool.empty((sum(received), *self._row), entry.dtype)
+        # A rank without rows has no tensor to be mapped.
+        mapped = all(words[0] & MAPPED or not any(words[2:]) for words in told)
+        self._loop = None
+        plan = context.entries.plan_for_rows(entry, rows, mapped)
+        if plan is None:
+            return
+        flat = out.reshape(-1)
+        words = self._set_arrays(self._source, flat)
+        if plan.reads_outputs:  # allocated only now: their places take a further round
+            context.meet(self.token, words)
+        self._learn_places(plan, entry.dtype)
+        inputs = self._state.inputs
+        views = [(inputs[peer], inputs[peer]) for peer in self._peers]
+        if plan.loop is not None and context.executor.trace is None and all(view is not None for view, _ in views):
+            self._loop, self._views = plan.loop, views  # type: ignore[assignment]  # no loop writes into a peer's output
+            self._told = [(peer, told[peer]) for peer in (rank, *self._peers)]
+            self._shape, self._received = out.shape, received
+            plan.loop.run(self._source, flat, self._views)
+        else:
+            context.executor.run(plan)
+        self._clear_arrays()
+
+    def withdraw(self) -> None:
+        super().withdraw()
+        self._source, self._gathered = _EMPTY, _NOWHERE
+
+    def prepare_handles(self, handles: Sequence[Handle]) -> Words:
+        handle = handles[0]
+        return self.prepare(handle.source, GatheredRows(tuple(handle.rows), lambda: handle))
+
+    def run_handles(self, handles: Sequence[Handle]) -> None:
+        handle, gathered = handles[0], self._gathered
+        self._context.quietly(self.run)
+        handle.keep = (handle.keep, gathered.array, gathered.received)
+        handle.out = gathered.array.reshape(-1)
+
+
+def exchanged_rows(collective: str, counts: Sequence[Sequence[int]], rank: int) -> tuple[list[int], tuple[int, ...]]:
+    """What an allgather or an all-to-all moves.
+
+    Args:
+        collective: which of the two.
+        counts: the rows that each rank sends: to all, or to each receiver.
+        rank: this rank.
+
+    Returns:
+        The rows that this rank receives from each, and those of every rank, or of every pair of ranks by sender.
+    """
+    if collective == "allgather":
+        gathered = [words[0] for words in counts]
+        return gathered, tuple(gathered)
+    return [words[rank] for words in counts], tuple(itertools.chain.from_iterable(counts))
+
+
+def _none() -> Handle:
+    raise AssertionError("no call is in progress")
+
+
+_EMPTY: Array = np.empty(0)
+_NOWHERE = GatheredRows((), _none)

@@ -67,9 +67,17 @@ class PersistentInit:
             return self._made(options, [tensor], lambda keywords: make(keywords, tensor, average, True))
 
         def out_of_place(keywords: Any) -> Handle:
-            return make(keywords, tensor, average, False, _output(tensor, out))
+            handle = make(keywords, tensor, average, False, _output(tensor, out))
+            deliver = handle.deliver
 
-        return self._made(options, [tensor, out], out_of_place, out)
+            def into_out(done: Handle) -> Any:
+                deliver(done)
+                return out
+
+            handle.deliver = into_out
+            return handle
+
+        return self._made(options, [tensor, out], out_of_place)
 
     def grouped_allreduce_init(
         self, tensors: Sequence[Tensor], average: bool | None = None, **options: Unpack[ReduceOptions]
@@ -119,14 +127,13 @@ class PersistentInit:
         kept = list(tensors) if isinstance(tensors, (list, tuple)) else tensors
         return self._made(options, kept, lambda keywords: self._handles.grouped(keywords, make, kept, *further))
 
-    def _made(self, options: CallOptions, tensors: Any, make: Make, out: Any = None) -> PersistentOperation[Any]:
+    def _made(self, options: CallOptions, tensors: Any, make: Make) -> PersistentOperation[Any]:
         """The operation of the handles that ``make`` makes; every rank calls it.
 
         Args:
             options: the keywords that the caller has given.
             tensors: all that the operation reads or writes and that the program knows.
             make: of the ordinary operation.
-            out: the result, if the caller has given its memory.
         """
 
         def meet(keywords: CallOptions) -> Handle:
@@ -137,13 +144,13 @@ class PersistentInit:
             entry = CachedRequest(
                 replace(request, collective=f"{request.collective}_init"), self._engine.context.planner
             )
-            return Handle(entry, EMPTY, EMPTY, lambda _: self._agree(template, options, tensors, make, out))
+            return Handle(entry, EMPTY, EMPTY, lambda _: self._agree(template, options, tensors, make))
 
         made: PersistentOperation[Any] = self._operations.carry_out(meet, options)
         return made
 
     def _agree(
-        self, template: Handle, options: CallOptions, tensors: Sequence[Any], make: Make, out: Any
+        self, template: Handle, options: CallOptions, tensors: Sequence[Any], make: Make
     ) -> PersistentOperation[Any]:
         """Bind the operation, if all ranks can; all ranks are here, between the same two rounds."""
         number = next(self._numbers)
@@ -160,7 +167,7 @@ class PersistentInit:
                 if part.rows:
                     rows[at] = place_gathered(context, part, [its_rows[at] for _, its_rows in told])
             results = [part.deliver(part) for part in parts]
-            result = out if out is not None else results if template.members else results[0]
+            result = results if template.members else results[0]
         except Exception as error:
             problem = in_words(self._name, error)
         said = self._exchange((problem, [] if problem else [words_of(context, part) for part in parts]))

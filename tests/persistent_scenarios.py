@@ -192,6 +192,15 @@ def what_cannot_be_bound(world: World) -> None:
         for run in RUNS:
             run(operation)
             np.testing.assert_array_equal(adasum, world.allreduce_(ordinary, op=Op.ADASUM))
+    kept = np.empty(50)
+    for keywords in ({"prescale_factor": 2}, {"compression": Compression.fp16}):
+        tied[:] = 1
+        with world.allreduce_init(tied, average=False, out=kept, **keywords) as operation:
+            for run in RUNS:
+                kept[:] = -1
+                assert run(operation) is kept
+                np.testing.assert_array_equal(kept, world.size * keywords.get("prescale_factor", 1))
+                np.testing.assert_array_equal(tied, 1)
     with world.grouped_allreduce_init([]) as empty:
         assert empty() == [] and started(empty) == []
 

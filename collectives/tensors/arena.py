@@ -150,7 +150,7 @@ class Arena:
             InvalidArgumentError: ``COLLECTIVES_ARENA`` is not a number of bytes.
         """
         dtype = np.dtype(dtype)
-        nbytes = (math.prod(shape) if isinstance(shape, tuple) else shape) * dtype.itemsize
+        nbytes = int(math.prod(shape) if isinstance(shape, tuple) else shape) * dtype.itemsize  # NumPy's ints too
         if nbytes:
             block = self._lease(nbytes)
             if block is not None:
@@ -408,7 +408,7 @@ class Arena:
 def private(shape: int | tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
     """An uninitialised C-contiguous array in private memory, aligned to 64 bytes."""
     dtype = np.dtype(dtype)
-    nbytes = (math.prod(shape) if isinstance(shape, tuple) else shape) * dtype.itemsize
+    nbytes = int(math.prod(shape) if isinstance(shape, tuple) else shape) * dtype.itemsize
     if not nbytes:
         return np.empty(shape, dtype)
     memory = np.empty(nbytes + _ALIGNMENT, _BYTE)

@@ -65,6 +65,17 @@ def test_arrays_are_plain_and_aligned(shape: int | tuple[int, ...], dtype: str) 
         assert (array == 1).all()
 
 
+def test_sizes_may_be_numpys(monkeypatch: pytest.MonkeyPatch) -> None:
+    ignored = list[Any]()
+    monkeypatch.setattr(sys, "unraisablehook", ignored.append)
+    arena = Arena()
+    for shape in (np.int64(3000), (np.int32(3), np.int64(5)), np.int64(70 * MIB)):
+        for _ in range(2):
+            assert type(word(arena, arena.empty(shape, np.uint8))) is int
+    arena.release()
+    assert not ignored and not arena.numbers()
+
+
 def test_a_word_says_where_an_array_lies() -> None:
     arena = Arena()
     for array in (arena.empty(100, np.float32), arena.empty((3, MIB), np.uint8)):

@@ -10,7 +10,8 @@ size. The copy reads what is still in the processor's caches, and the next gradi
     zero_grad    drops the tensor; the place is free for the next step's gradient
 
 This shows in nothing but time. A gradient that anything beside its parameter holds (the tensor, a view of it, an array,
-its storage) stays where it is. If an earlier step's gradient is still held, the new one gets a new place.
+its storage) stays where it is. If an earlier step's gradient is still held, or a forked child may hold it, the new one
+gets a new place.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ Holders = tuple[int, ...]
 class GradientPlace:
     """The place in the arena of one parameter's gradients, of one after the other."""
 
-    __slots__ = ("_address", "_param", "_refused", "_storage", "_tensor")
+    __slots__ = ("_address", "_forks", "_param", "_refused", "_storage", "_tensor")
 
     def __init__(self, param: Any) -> None:
         self._param = param
@@ -39,7 +40,7 @@ class GradientPlace:
         self._tensor: Any = None
         """A tensor that lies there, and is known here alone."""
         self._storage: Any = None
-        self._address = -1
+        self._address = self._forks = -1
 
     def move(self) -> None:
         """Move the parameter's gradient here, unless the program could tell."""
@@ -52,6 +53,7 @@ class GradientPlace:
             place is None
             or place.dtype is not grad.dtype
             or place.shape != grad.shape
+            or self._forks != arena.forks
             or self.holders_of_earlier() != _UNUSED
         ):
             self.renew(memory.empty(grad.shape, dtype=grad.dtype))
@@ -67,6 +69,7 @@ class GradientPlace:
     def renew(self, tensor: Any) -> None:
         """Have the next gradient lie where ``tensor`` does, which nothing else refers to."""
         self._tensor, self._storage, self._address = tensor, tensor.untyped_storage(), tensor.data_ptr()
+        self._forks = arena.forks
 
     def _holds_gradient(self) -> bool:
         """Whether the gradient lies here already: it was moved before, or autograd has added to it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import os
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -195,6 +196,29 @@ def test_copies_are_private_and_no_larger_than_the_gradient() -> None:
     for grad in (twin, loaded):
         assert torch.equal(grad, param.grad) and not collectives.is_mapped(grad)
         assert grad.untyped_storage().nbytes() == 4 * COUNT
+
+
+def test_a_forked_child_keeps_the_gradients_that_it_was_forked_with() -> None:
+    param = parameter()
+    place = GradientPlace(param)
+    backward(param, 1.0)
+    place.move()
+    at = param.grad.data_ptr()
+    wakes, wake = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.read(wakes, 1)
+        os._exit(0 if param.grad.numpy().tolist() == [1.0] * COUNT else 1)
+    param.grad = None
+    backward(param, 2.0)
+    place.move()
+    moved = param.grad.data_ptr()
+    os.write(wake, b".")
+    _, status = os.waitpid(child, 0)
+    os.close(wakes)
+    os.close(wake)
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert is_mapped(param) and moved != at and torch.equal(param.grad, torch.full((COUNT,), 2.0))
 
 
 def test_memory_goes_back_with_the_place_and_the_gradient() -> None:

@@ -272,6 +272,28 @@ def test_a_gradient_changed_through_a_tensor_kept_from_before_is_refused(hvd: An
 
 
 @several
+def test_gradients_that_ranks_keep_where_others_have_moved_theirs(hvd: Any) -> None:
+    """Large gradients are moved into mapped memory, except on the ranks whose program holds them."""
+    model, kept, copies, in_hook = Net(), [], [], []
+    model.large.register_post_accumulate_grad_hook(lambda param: in_hook.append(param.grad) if hvd.rank() else None)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), model.named_parameters())
+    reaches = collectives.world().planner.meets_tensors(model.large.nbytes)
+    for step in range(3):
+        optimizer.zero_grad()
+        model(batch(hvd.rank(), step)).backward()
+        optimizer.step()
+        assert collectives.is_mapped(model.large.grad) == (reaches and hvd.rank() == 0)
+        assert not in_hook or in_hook[-1] is model.large.grad
+        expected = torch.stack(
+            [torch.autograd.grad(model(batch(rank, step)), model.large)[0] for rank in range(hvd.size())]
+        )
+        torch.testing.assert_close(model.large.grad, expected.mean(0), rtol=1e-4, atol=1e-6)
+        kept.append(model.large.grad)
+        copies.append(model.large.grad.clone())
+    assert all(torch.equal(grad, copy) for grad, copy in zip(kept, copies, strict=True))
+
+
+@several
 @pytest.mark.parametrize("op", ["Average", "Sum"])
 def test_reading_between_two_backward_passes(hvd: Any, op: str) -> None:
     params = [torch.nn.Parameter(torch.zeros(3)) for _ in range(2)]

@@ -225,9 +225,11 @@ def pieces_come_and_go(group: Group) -> None:
             assert theirs is not None
             last = theirs[_MORE_THAN_A_PIECE - 1000 : _MORE_THAN_A_PIECE]
             np.testing.assert_array_equal(last, pattern(1000, peer, turn))
+        group.control.exchange(None)  # nobody reads any more
         del mine
         mappings.append(max(group.control.exchange(_mappings_of_pieces())))
-    assert mappings[-1] <= mappings[2], mappings
+    # Threads share one arena, whose tensors lie in one piece more or less.
+    assert mappings[-1] - mappings[0] <= group.size, mappings
 
 
 def _mappings_of_pieces() -> int:

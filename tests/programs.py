@@ -658,7 +658,7 @@ class _Run:
         met = [
             operation.active
             for operation in phase.operations
-            if operation.blocking and len(operation.active) < world.size
+            if operation.blocking and not operation.forced and len(operation.active) < world.size
         ]
         assert phase.ranks.index(last) in (met[-1] if met else range(world.size)), f"rank {last} did not join last"
 

@@ -101,14 +101,6 @@ class MappedReduction:
             blocks.append((out[at] if own is out else own[cut], out[at], [theirs[cut] for theirs, _ in views], targets))
         return _reduction(blocks, self._kernel, self._finish, self._state, self._board, self._peers, self._groups)
 
-    def bound_to(self, source: Array, out: Array, views: Views) -> Callable[[], None]:
-        own = out if source is out else source
-        blocks = []
-        for cut, at in self._cuts:
-            targets = tuple(target[at] for _, target in views) if self._pushes else ()
-            blocks.append((out[at] if own is out else own[cut], out[at], [theirs[cut] for theirs, _ in views], targets))
-        return _reduction(blocks, self._kernel, self._finish, self._state, self._board, self._peers, self._groups)
-
 
 class MappedMoves:
     """The loop of a plan whose every action copies a block of some rank's input into this rank's output.
@@ -263,48 +255,6 @@ def _reduction(
             for target in targets:
                 target[...] = result
         meet(state, board, peers, groups)
-
-    return run
-
-    def bound_to(
-        self, sources: Sequence[Array], outs: Sequence[Array], views: Sequence[BucketViews]
-    ) -> Callable[[], None]:
-        """`run` for tensors that stay where they are, with every block cut beforehand."""
-        blocks = []
-        for number, cut in self._cuts:
-            mine, out = sources[number], outs[number]
-            theirs = [inputs[number][cut] for inputs, _ in views]
-            targets = tuple(outputs[number][cut] for _, outputs in views)
-            blocks.append((out[cut] if mine is out else mine[cut], out[cut], theirs, targets))
-        return _reduction(blocks, self._kernel, self._finish, self._state, self._board, self._peers, self._groups)
-
-
-_Block = tuple[Array, Array, Sequence[Array], Sequence[Array]]
-"""This rank's block, the result, the peers' blocks, and where the result goes besides."""
-
-
-def _reduction(
-    blocks: Sequence[_Block],
-    kernel: Kernel,
-    finish: Scale | None,
-    state: ExecutorState,
-    board: Board,
-    peers: Sequence[int],
-    groups: int,
-) -> Callable[[], None]:
-    """The loop of a reduction whose blocks have been cut."""
-    cut = [(mine, result, theirs[0], tuple(theirs[1:]), targets) for mine, result, theirs, targets in blocks]
-
-    def run() -> None:
-        for mine, result, first, others, targets in cut:
-            kernel(mine, first, result)
-            for block in others:
-                kernel(result, block, result)
-            if finish is not None:
-                finish(result, result)
-            for target in targets:
-                target[...] = result
-        _meet(state, board, peers, groups)
 
     return run
 

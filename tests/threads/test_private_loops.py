@@ -43,7 +43,8 @@ def test_private_tensors(monkeypatch: pytest.MonkeyPatch, size: int, count: int,
             reduce_and_check(world, tensor, in_place, op, prescale)
 
     threads.run(size, scenario, make_world=World)
-    assert len(ran) == size * 6
+    # Results, and copies that are scaled, lie in the arena: those calls have a mapped tensor, and no loop.
+    assert len(ran) == (size * 4 if in_place else 0)
 
 
 @pytest.mark.parametrize("nbytes", [64 << 10, 4 << 20])

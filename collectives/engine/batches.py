@@ -78,7 +78,7 @@ class Batch:
             self.tasks.append((self._alone(first), members))
             return
         total = sum(entry.nbytes for entry in entries)
-        choice = context.entries.choose_fused(first, total)
+        choice = context.entries.choose_fused(first, total, len(entries))
         one_host = len(context.group.hosts) == 1
         pushes = registry.find("allreduce", choice.algorithm).owner_pushes
         if one_host and choice.medium is Medium.WINDOW and not choice.native:
@@ -100,7 +100,7 @@ class Batch:
             nbytes = 0 if number is None else self.entries[number].nbytes
             if part and (number is None or filled + nbytes > _BUFFER_BYTES):
                 entries = [self.entries[n] for n in part]
-                choice = self._context.entries.choose_fused(entries[0], filled)
+                choice = self._context.entries.choose_fused(entries[0], filled, len(entries))
                 task = self._alone(entries[0]) if len(part) == 1 else BufferBucket(self._context, entries, choice)
                 self.tasks.append((task, tuple(part)))
                 part, filled = [], 0

@@ -169,11 +169,13 @@ class HostRequestCache(RequestCache[CachedRequest]):
 
     # ---- plans of buckets, and of rows
 
-    def choose_fused(self, entry: CachedRequest, nbytes: int) -> Choice:
-        """The choice for a bucket of all-reduces like this one, ``nbytes`` in all."""
-        request = entry.request
-        assert entry.op is not None
-        return self._choose_reduction("allreduce", nbytes, entry.op, entry.dtype, request.algorithm, request.transport)
+    def choose_fused(self, entry: CachedRequest, nbytes: int, pieces: int) -> Choice:
+        """The choice for a bucket of ``pieces`` all-reduces like this one, ``nbytes`` in all."""
+        request, op = entry.request, entry.op
+        assert op is not None
+        return self._choose_reduction(
+            "allreduce", nbytes, op, entry.dtype, request.algorithm, request.transport, pieces=pieces
+        )
 
     def natively(self, entry: CachedRequest) -> Reduce:
         """The transport's own all-reduce for requests like this one."""
@@ -212,11 +214,13 @@ class HostRequestCache(RequestCache[CachedRequest]):
         algorithm: str | None,
         transport: str | None,
         mapped: bool = False,
+        pieces: int = 1,
     ) -> Choice:
         return self._planner.choose(
             collective,
             nbytes,
             mapped=mapped,
+            pieces=pieces,
             native=self._native is not None and self._native.knows(op, dtype),
             ordered=dtypes.is_complex(dtype) and op is Op.PRODUCT,
             algorithm=algorithm,

@@ -21,6 +21,9 @@ KIB, MIB = 1 << 10, 1 << 20
 MAPPED_BLOCK_BYTES = 256 * KIB
 """Bytes of a mapped tensor that are combined at once: so many of two tensors fit into a core's cache."""
 _SCRATCH_LIMIT = 24 * MIB
+_PACKED_PIECE = 16 * KIB
+"""Bytes per tensor of a bucket, on average, up to which packing it into the window takes half of the time of reading it
+where it lies, for which the system pins the pages of each tensor."""
 _MAPPED_FROM = 16 * KIB
 """Smaller tensors are copied into the window: that takes less than a second meeting of the ranks, after which the
 tensors themselves may change. Not among the crossovers, because it decides whether words travel with a request."""
@@ -140,6 +143,7 @@ class Planner:
         native: bool = False,
         ordered: bool = False,
         mapped: bool = False,
+        pieces: int = 1,
         algorithm: str | None = None,
         transport: str | None = None,
     ) -> Choice:
@@ -152,6 +156,7 @@ class Planner:
             ordered: a op b and b op a differ in bits (a product of complex numbers), so that each element must be
                 reduced on one rank for all ranks to get the same.
             mapped: the tensors of all ranks are in their arenas; only where `meets_tensors`.
+            pieces: tensors that are reduced as one.
             algorithm, transport: forced for this call; None or "auto": not.
 
         Raises:
@@ -162,7 +167,7 @@ class Planner:
         forced = known(collective, algorithm, names)
         if forced is None and self._algorithm in names:
             forced = registry.find(collective, self._algorithm)
-        medium, why_medium = self._medium(collective, nbytes, transport, forced, mapped)
+        medium, why_medium = self._medium(collective, nbytes, transport, forced, mapped, pieces)
         if size == 1:  # Nothing moves: every algorithm and every transport serves.
             return Choice(forced.name if forced else "direct", medium, 0, False, "one rank")
         if forced is not None:
@@ -202,7 +207,13 @@ class Planner:
         self.epoch += 1
 
     def _medium(
-        self, collective: str, nbytes: int, transport: str | None, algorithm: Algorithm | None, mapped: bool
+        self,
+        collective: str,
+        nbytes: int,
+        transport: str | None,
+        algorithm: Algorithm | None,
+        mapped: bool,
+        pieces: int,
     ) -> tuple[Medium, str]:
         """The medium, and why."""
         forced = self._transport if transport in (None, "auto") else transport
@@ -216,6 +227,8 @@ class Planner:
             if mapped and self._serves_mapped(collective, algorithm):
                 return Medium.MAPPED, "the tensors of all ranks are mapped"
             limit = limits.window if collective in ("allreduce", "reducescatter") else limits.window_moves
+            if pieces > 1:
+                limit = max(limit, pieces * _PACKED_PIECE)
             if not placement.shares_memory:
                 return Medium.MESSAGE, "the ranks of a host cannot share memory"
             if nbytes <= limit:

@@ -52,3 +52,12 @@ def test_an_allreduce_of_private_tensors_on_one_host(size: int, nbytes: int, alg
 def test_windows_serve_every_size_where_memory_cannot_be_read(nbytes: int) -> None:
     placement = Placement(0, 2, ((0, 1),), shares_memory=True, reads_private=False)
     assert Planner(placement).choose("allreduce", nbytes).medium is Medium.WINDOW
+
+
+def test_small_tensors_of_a_bucket_are_packed_into_windows() -> None:
+    """However many bytes they have in all; large ones are read where they lie."""
+    planner = Planner(Placement(0, 2, ((0, 1),), shares_memory=True, reads_private=True))
+    assert planner.choose("allreduce", 4 * MIB, pieces=4 * MIB // KIB).medium is Medium.WINDOW
+    assert planner.choose("allreduce", 4 * MIB, pieces=256).medium is Medium.WINDOW
+    assert planner.choose("allreduce", 4 * MIB, pieces=255).medium is Medium.DIRECT
+    assert planner.choose("allreduce", 4 * MIB).medium is Medium.DIRECT

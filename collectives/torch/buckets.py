@@ -229,7 +229,12 @@ class PackedBucket(GradientBucket):
         zeros = memory.zeros if first.is_cpu else torch.zeros
         self.flat = zeros(count, dtype=first.dtype, device=first.device)
         pieces = self.flat.split([slot.param.numel() for slot in self.slots])
-        self.views = [_shaped(piece, slot.param) for piece, slot in zip(pieces, self.slots, strict=True)]
+        self.views = [self._shaped(piece, slot.param) for piece, slot in zip(pieces, self.slots, strict=True)]
+
+    def _shaped(self, piece: Any, param: Any) -> Any:
+        """A view of a flat tensor with the parameter's shape; in C order, as other ranks' parameters may have other
+        strides."""
+        return piece.view(param.shape)
 
     def begin(self, gradients: list[Any]) -> Any:
         with torch.no_grad():
@@ -248,7 +253,7 @@ class DeferredBucket(PackedBucket):
 
 
 class ViewedBucket(PackedBucket):
-    """Gradients of one dtype and device that are views of one tensor."""
+    """Gradients of one dtype and device that are views of one tensor; their strides are alike on all ranks."""
 
     def __init__(self, slots: Sequence[GradientSlot], name: str, options: GradientOptions) -> None:
         super().__init__(slots, name, options)
@@ -275,6 +280,10 @@ class ViewedBucket(PackedBucket):
 
     def unpack(self, gradients: list[Any]) -> None:
         """The results are in the views."""
+
+    def _shaped(self, piece: Any, param: Any) -> Any:
+        """With the parameter's strides if these have no gaps, as autograd's gradients have."""
+        return piece.as_strided(param.shape, torch.empty_like(param, device="meta").stride(), piece.storage_offset())
 
     def lay_out(self) -> None:
         """Set the parameters' gradients to zeros, for autograd to add to."""
@@ -354,9 +363,3 @@ def _kind(slot: GradientSlot, options: GradientOptions, as_views: bool) -> type[
 def _bucket(kind: type[GradientBucket], slots: Sequence[GradientSlot], options: GradientOptions) -> GradientBucket:
     name = slots[0].name if len(slots) == 1 else f"{slots[0].name} to {slots[-1].name}, {len(slots)} gradients"
     return kind(slots, name, options)
-
-
-def _shaped(piece: Any, param: Any) -> Any:
-    """A view of a flat tensor with the parameter's shape, and its strides if these have no gaps, as autograd's
-    gradients have."""
-    return piece.as_strided(param.shape, torch.empty_like(param, device="meta").stride(), piece.storage_offset())

@@ -81,7 +81,8 @@ def DistributedOptimizer(
         process_set: the ranks that train together; the others step on their own.
         gradient_as_bucket_view: gradients live in their buckets, all of them dense, so that nothing is copied:
             ``zero_grad()`` then leaves zeros in place of None. By default small gradients are copied to a bucket and
-            back, and large ones on the CPU once, into memory that the ranks of the host map.
+            back, and large ones on the CPU once, into memory that the ranks of the host map. The parameters' memory
+            formats must be alike on all ranks.
 
     Returns:
         The optimizer, with ``synchronize()``, ``skip_synchronize()`` and ``set_backward_passes_per_step(passes)``.

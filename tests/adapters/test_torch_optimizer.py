@@ -397,3 +397,20 @@ def test_layouts_and_dtypes(hvd: Any, views: bool) -> None:
     for weight, factor in zip(weights, factors, strict=True):
         assert weight.grad.dtype == weight.dtype and weight.grad.stride() == weight.stride()
         torch.testing.assert_close(weight.grad, factor * (hvd.size() + 1))
+
+
+@several
+def test_memory_formats_that_differ_between_ranks(hvd: Any) -> None:
+    """Elements are matched by index, not by their order in a rank's memory; of tiny, small and large gradients."""
+    shapes = [(4, 3, 2, 2), (32, 16, 3, 3), (64, 64, 3, 3)]
+    formats = [torch.contiguous_format, torch.channels_last]
+    weights = [torch.nn.Parameter(torch.zeros(shape).to(memory_format=formats[hvd.rank() % 2])) for shape in shapes]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(weights, lr=1.0), op=hvd.Sum)
+    factors = [torch.arange(weight.numel(), dtype=torch.float32).reshape(weight.shape) for weight in weights]
+    for _ in range(2):
+        optimizer.zero_grad()
+        sum((weight * factor).sum() for weight, factor in zip(weights, factors, strict=True)).backward()
+        optimizer.synchronize()
+        for weight, factor in zip(weights, factors, strict=True):
+            assert weight.grad.stride() == weight.stride()
+            assert torch.equal(weight.grad, factor * hvd.size())

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from collectives.engine.context import Context, address
+from collectives.engine.handles import Handle
 from collectives.engine.request_cache import CachedRequest
 from collectives.engine.rows import Rows
 from collectives.engine.tasks import OneTensor, Words
@@ -92,6 +93,11 @@ class LocatedTensor(OneTensor):
             self._context.executor.stage(plan)
 
     def run(self) -> None:
+        self._carry_out()
+
+    def run_handles(self, handles: Sequence[Handle]) -> None:
+        if self._context.executor.trace is not None:
+            self._loop = None  # a loop tells nothing of its rounds
         self._carry_out()
 
     def _run(self) -> None:

@@ -78,6 +78,8 @@ class Rows(HostTask):
 
     def prepare(self, source: Array, gathered: GatheredRows) -> Words:
         """`prepare_handles` of a blocking call, which has no handle."""
+        if self.epoch != self._context.planner.epoch:
+            self.bind()  # plans of before have other step groups
         self._source, self._gathered = source, gathered
         at = address(source)
         if at != self._at or self._words[2:] != gathered.rows or self._ranges is not arena.ranges:
@@ -142,6 +144,8 @@ class Rows(HostTask):
 
     def run_handles(self, handles: Sequence[Handle]) -> None:
         handle, gathered = handles[0], self._gathered
+        if self._context.executor.trace is not None:
+            self._loop = None  # a loop tells nothing of its rounds
         self._context.quietly(self.run)
         handle.keep = (handle.keep, gathered.array, gathered.received)
         handle.out = gathered.array.reshape(-1)

@@ -1,5 +1,5 @@
-"""Random programs with ranks as processes: many programs on one world, on one host, on pretended hosts, and over
-messages only."""
+"""Random programs with ranks as processes: many programs on one world, with forks in their middle, on one host, on
+pretended hosts, and over messages only."""
 
 from __future__ import annotations
 
@@ -37,4 +37,4 @@ def worlds(request: pytest.FixtureRequest) -> Iterator[Worlds]:
 @pytest.mark.parametrize("seed", range(1000, 1015))
 def test_program(seed: int, worlds: Worlds) -> None:
     world, sets = worlds
-    run(world, draw(seed, world.size), sets)
+    run(world, draw(seed, world.size), sets, forks=True)

@@ -65,7 +65,7 @@ def run_on_processes(seeds: Sequence[int], size: int, *, seconds: float = 60.0, 
     processes.run(size, programs, timeout=seconds)
 
 
-def run_under_mpi(first: int, count: int, seconds: float, forks: bool) -> None:
+def run_under_mpi(first: int, count: int, seconds: float, forks: bool, deadline: float) -> None:
     """This rank's part in programs under mpirun: a world for every `_BATCH` of them."""
     from mpi4py import MPI
 
@@ -73,6 +73,8 @@ def run_under_mpi(first: int, count: int, seconds: float, forks: bool) -> None:
 
     comm = MPI.COMM_WORLD
     for start in range(first, first + count, _BATCH):
+        if comm.bcast(time.monotonic() > deadline):
+            break
         options: dict[str, object] = Random(f"setting {start // _BATCH}").choice(
             ({}, {}, {"local_size": 2}, {"transport": "mpi"}, {"local_size": 1})
         )
@@ -152,7 +154,7 @@ def _inside(given: argparse.Namespace, sizes: Sequence[int]) -> None:
     seeds = range(given.first, given.first + given.count)
     deadline = time.monotonic() + given.within
     if given.way in IMPLEMENTATIONS:
-        run_under_mpi(given.first, given.count, given.seconds, given.forks)
+        run_under_mpi(given.first, given.count, given.seconds, given.forks, deadline)
         return
     for seed in seeds:
         if time.monotonic() > deadline:

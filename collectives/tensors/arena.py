@@ -274,6 +274,8 @@ class Arena:
         vacant = False
         while returned:
             reference = returned.popleft()
+            if self._forks_seen != self.forks:  # another thread has forked meanwhile, before the view was gone
+                self._close_pieces()
             if reference not in lent:  # of before a fork
                 continue
             lent.discard(reference)

@@ -141,13 +141,15 @@ class ResultPool:
 
     def _settle(self) -> None:
         """Move returned buffers to the free list; the caller holds the lock."""
-        if self._forks != arena.forks:  # a child may look at results of before the fork
-            self._forks = arena.forks
-            self._free = []
-            self._lent = {}
-            self._returned = deque()
-        while self._returned:
-            block = self._returned.popleft().block
+        while True:
+            block = self._returned.popleft().block if self._returned else None
+            if self._forks != arena.forks:  # a child may look at results of before the fork
+                self._forks = arena.forks
+                self._free = []
+                self._lent = {}
+                self._returned = deque()
+            if block is None:
+                return
             if self._lent.pop(block.address, None) is not None:  # else evicted meanwhile
                 self._free.append(block)
 

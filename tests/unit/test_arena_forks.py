@@ -105,6 +105,38 @@ def test_a_child_keeps_what_its_parent_drops() -> None:
     )
 
 
+def test_an_array_dropped_after_a_fork_in_the_middle_of_another_threads_allocation() -> None:
+    """The thread that allocates has looked for forks already, and not yet at what has come back."""
+    program(
+        """
+        import collections
+
+        def child():
+            await_step(ask)
+            assert (array == 1).all()
+
+        class Returned(collections.deque):
+            def popleft(self):
+                global array, forked
+                if forked is None:
+                    forked = in_child(child)
+                    del array
+                return super().popleft()
+
+        forked, arena._returned = None, Returned()
+        arena._note = arena._returned.append
+        other, array = arena.empty(MIB, np.uint8), arena.empty(MIB, np.uint8)
+        array[:] = 1
+        del other
+        again = [arena.empty(MIB, np.uint8) for _ in range(3)]
+        for fresh in again:
+            fresh[:] = 2
+        step(ask)
+        end(forked)
+        """
+    )
+
+
 def test_pieces_of_before_the_fork_end_with_their_last_array() -> None:
     program(
         """

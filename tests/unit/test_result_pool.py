@@ -9,6 +9,7 @@ import sys
 import textwrap
 import threading
 import weakref
+from collections import deque
 from typing import Any
 
 import numpy as np
@@ -277,6 +278,25 @@ def test_what_a_child_may_look_at_is_not_used_again() -> None:
         """
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_a_result_dropped_after_a_fork_while_another_thread_settles_is_not_used_again() -> None:
+    results: list[Any] = []
+
+    class Returned(deque[Any]):
+        def popleft(self) -> Any:
+            if results:
+                arena.forks += 1  # as a fork does
+                results.clear()
+            return super().popleft()
+
+    pool = ResultPool(1 << 26)
+    pool._returned = Returned()
+    other, result = (pool.empty(1 << 22, "u1") for _ in range(2))
+    results.append(result)
+    at = address(result)
+    del other, result
+    assert not pool.free_bytes and at not in [address(pool.empty(1 << 22, "u1")) for _ in range(2)]
 
 
 def test_results_alive_at_the_end_of_the_interpreter_make_no_noise() -> None:

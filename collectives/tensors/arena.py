@@ -47,6 +47,8 @@ MAPPED_FROM = 16 << 10
 """Bytes from which what the engine allocates lies in the arena: below, peers gain less from it than a block costs."""
 MOST_PIECES = 128
 """Pieces at once. Each is a quarter of those before it or more, so that there are few."""
+_MOST_NUMBERS = 1 << 22
+"""Pieces of a process, one after the other: a word has room for no higher number."""
 
 _ALIGNMENT = 64  # a cache line; required by vectorized loops and by zero-copy imports of other libraries
 _PAGE = 4096
@@ -326,8 +328,12 @@ class Arena:
         total = sum(piece.nbytes for piece in self._pieces.values())
         room = min(self._limit - total, 1 << OFFSET_BITS) // HUGE_PAGE * HUGE_PAGE
         usual = min(max(_PIECE_BYTES, total // 4 // HUGE_PAGE * HUGE_PAGE), room)
-        problem: Exception = MemoryError(f"the limit, COLLECTIVES_ARENA, is {self._limit} bytes")
-        if need <= room and len(self._pieces) < MOST_PIECES:
+        problem: Exception = MemoryError(
+            f"the limit, COLLECTIVES_ARENA, is {self._limit} bytes"
+            if need > self._limit - total and self._limit < MAPPED
+            else f"{nbytes} bytes are asked for, and there are {len(self._pieces)} pieces of {self._numbers} so far"
+        )
+        if need <= room and len(self._pieces) < MOST_PIECES and self._numbers < _MOST_NUMBERS - 1:
             for whole in (usual, need) if usual > need else (need,):
                 try:
                     piece = Piece(self._numbers + 1, whole, self._asks)

@@ -505,6 +505,13 @@ def test_there_is_a_bound_on_pieces(monkeypatch: pytest.MonkeyPatch, small_piece
     assert [bool(word(arena, array)) for array in arrays] == [True] * 3 + [False] * 2
 
 
+def test_a_word_has_room_for_the_number_of_every_piece(small_pieces: None) -> None:
+    arena = Arena()
+    arena._numbers = (1 << 62 - OFFSET_BITS) - 2
+    words = [word(arena, array) for array in [arena.empty(3 * MIB, np.uint8) for _ in range(2)]]
+    assert words == [MAPPED | arena._numbers << OFFSET_BITS, 0] and words[0] < 1 << 63
+
+
 def test_pieces_grow_so_that_there_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "huge_pages_must_be_asked_for", lambda: False)
     arena = Arena()

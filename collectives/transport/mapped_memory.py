@@ -125,13 +125,17 @@ class MappedMemory:
             if board.piece_of(peer, known[1] % PIECES)[0] != known[1]:
                 del self._mapped[known]
                 self._views.clear()
-        _, descriptor, nbytes, _ = board.piece_of(peer, number % PIECES)
+        announced, descriptor, nbytes, _ = board.piece_of(peer, number % PIECES)
         process = board.process_of(peer)
         mapping: Any = None
         try:
+            if announced != number:
+                raise ValueError("it has been given back")
             handle = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
             try:
                 status = os.fstat(handle)
+                if status.st_size != nbytes:  # beyond the end of a file there is nothing to read
+                    raise ValueError(f"its descriptor, {descriptor}, is another file's")
                 key = status.st_dev, status.st_ino
                 mapping = _mappings.get(key)
                 if mapping is None:

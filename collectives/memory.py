@@ -36,7 +36,7 @@ def empty(shape: SupportsIndex | Sequence[SupportsIndex], dtype: npt.DTypeLike =
     Raises:
         InvalidArgumentError: a negative dimension.
         InvalidTypeError: a shape that is no number and no sequence of numbers, or a dtype of Python objects.
-        MemoryError: as of NumPy, if there is no private memory either.
+        MemoryError, ValueError: as of NumPy, if there is no private memory either, or no address for so much.
     """
     sizes, kind = _dimensions(shape), _plain(dtype)
     return arena.empty(sizes, kind)
@@ -49,7 +49,7 @@ def zeros(shape: SupportsIndex | Sequence[SupportsIndex], dtype: npt.DTypeLike =
         return np.zeros(sizes, kind)
     memory = arena.empty(math.prod(sizes) * kind.itemsize, np.dtype(np.uint8))
     memory.fill(0)
-    return memory.view(kind).reshape(sizes)
+    return np.ndarray(sizes, kind, memory)
 
 
 def empty_like(
@@ -69,7 +69,7 @@ def empty_like(
 
     Raises:
         InvalidTypeError: not a tensor in host memory.
-        InvalidArgumentError, InvalidTypeError, MemoryError: as `empty`.
+        InvalidArgumentError, InvalidTypeError, MemoryError, ValueError: as `empty`.
     """
     like = _host_memory(prototype, "prototype")
     return empty(like.shape if shape is None else shape, like.dtype if dtype is None else dtype)

@@ -39,7 +39,8 @@ def empty(
     Raises:
         InvalidArgumentError: a negative dimension, or a device that is not the CPU.
         InvalidTypeError: dimensions that are no ints, or a dtype that is not torch's.
-        RuntimeError: as of torch: a gradient of a dtype that has none, or no memory.
+        RuntimeError: as of torch: a gradient of a dtype that has none.
+        MemoryError, ValueError: as of NumPy: no memory, or no address for so much.
     """
     _check_device(device)
     return _allocate(_dimensions(size), dtype, requires_grad, zero=False)

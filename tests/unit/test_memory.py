@@ -12,7 +12,7 @@ from collectives.base.errors import InvalidArgumentError, InvalidTypeError
 
 
 @pytest.mark.parametrize("shape", [5, (3, 4), [2, 3], (), np.int64(7), (1, np.int32(2))])
-@pytest.mark.parametrize("dtype", ["bool", "uint8", "float32", "complex128", ">i4", "U5", "i4,f8", "M8[s]"])
+@pytest.mark.parametrize("dtype", ["bool", "uint8", "float32", "complex128", ">i4", "U5", "i4,f8", "M8[s]", "2f4"])
 def test_arrays_are_as_numpys(shape: Any, dtype: str) -> None:
     for made, expected in (
         (collectives.empty(shape, dtype), np.empty(shape, dtype)),

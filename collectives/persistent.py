@@ -81,8 +81,10 @@ class PersistentOperation(ABC, Generic[Result]):
         try:
             return handle.wait(timeout)
         finally:
-            if handle.done:
+            if handle.done and self._started is handle:  # another thread may have waited too, and started it again
                 self._started = None
+                if self._freed:
+                    self._let_go()
 
     def free(self) -> None:
         """Let go of the tensors. The operation cannot be started any more; freeing it again does nothing.
@@ -100,10 +102,17 @@ class PersistentOperation(ABC, Generic[Result]):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if kind is None and self._started is not None:
-            self.wait()
-        self._freed = True
-        if self._started is None:  # otherwise what is in flight goes on, and holds its memory until it is done
+        try:
+            if kind is None and self._started is not None:
+                self.wait()
+        finally:
+            freed, self._freed = self._freed, True
+            if not freed and self._started is None:  # otherwise it goes on, and `wait` lets go of its tensors
+                self._let_go()
+
+    def __del__(self) -> None:
+        # The engine keeps the plans of operations that it has carried out, and they keep the tensors.
+        if not self._freed and self._started is None:
             self._let_go()
 
     @abstractmethod

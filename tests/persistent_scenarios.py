@@ -5,6 +5,7 @@ As in `scenarios`, each is a function of a world that asserts by itself, and inp
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -296,6 +297,7 @@ def misuse(world: World) -> None:
             call()
     with pytest.raises(InvalidArgumentError, match="not started"):
         operation.wait()
+    blocks(world)
     for wrong in (3.0, np.float32(1), b"bytes"):
         with pytest.raises(InvalidTypeError, match="persistent operation"):
             world.allreduce_init(wrong)
@@ -309,6 +311,26 @@ def misuse(world: World) -> None:
     with pytest.raises(TypeError, match=r"unexpected keyword argument 'colour'"):
         world.allreduce_init(tensor, colour="red")
     works(world)
+
+
+def blocks(world: World) -> None:
+    """A block may free its operation, or be left by an exception; after it the operation is freed."""
+
+    def left_by_exception(operation: PersistentOperation[Any]) -> None:
+        operation.start()
+        raise ValueError("of the program")
+
+    for leave, error in ((at_once, None), (PersistentOperation.free, None), (left_by_exception, ValueError)):
+        for operation in (world.allreduce_init(np.ones(3)), world.grouped_allgather_init([np.ones(2)])):
+            with pytest.raises(error) if error else contextlib.nullcontext(), operation:
+                leave(operation)
+            if error:
+                operation.wait()
+            for call in (operation.start, operation):
+                with pytest.raises(InvalidArgumentError, match="was freed"):
+                    call()
+            with operation:
+                pass
 
 
 def one_rank_refuses(world: World) -> None:

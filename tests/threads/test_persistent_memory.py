@@ -51,7 +51,10 @@ def test_an_array_that_shows_its_memory_in_another_way_is_reduced_as_it_was() ->
 
 @pytest.mark.parametrize("run", [lambda operation: operation(), lambda operation: operation.start()])
 @pytest.mark.parametrize("grouped", [False, True])
-def test_nothing_keeps_the_tensors_of_an_operation_that_was_freed(grouped: bool, run: Callable[[Any], Any]) -> None:
+@pytest.mark.parametrize("frees", (True, False))
+def test_nothing_keeps_the_tensors_of_an_operation_that_was_freed_or_dropped(
+    frees: bool, grouped: bool, run: Callable[[Any], Any]
+) -> None:
     """The engine still knows the list of operations that it was in."""
 
     def program(world: World) -> None:
@@ -62,7 +65,8 @@ def test_nothing_keeps_the_tensors_of_an_operation_that_was_freed(grouped: bool,
             run(operation)
             if operation._started is not None:
                 operation.wait()
-            operation.free()
+            if frees:
+                operation.free()
             del tensor, operation
             gc.collect()
             assert alive() is None

@@ -375,7 +375,28 @@ def overlaps(world: World) -> None:
         first.wait()
     part()
     np.testing.assert_array_equal(tensor, tensor.mean())
+    results_in_flight(world)
     works(world)
+
+
+def results_in_flight(world: World) -> None:
+    """The program has the results before the start that replaces their elements is complete."""
+    odd, source = world.rank == world.size - 1, np.ones(10 * world.size)
+    makes: tuple[Callable[[Any], PersistentOperation[Any]], ...] = (
+        world.allgather_init,
+        world.reducescatter_init,
+        lambda tensor: world.grouped_allgather_init([np.ones(3), tensor]),
+    )
+    for make in makes:
+        operation = make(source)
+        result = operation()
+        if odd:
+            operation.start()
+        with pytest.raises(InvalidArgumentError if odd else MismatchError, match="in flight"):
+            world.allreduce_(result[-1] if isinstance(result, list) else result, name="result")
+        if not odd:
+            operation.start()
+        operation.wait()
 
 
 def ranks_that_join(world: World) -> None:

@@ -11,6 +11,7 @@ that rank are not where the operation is bound to.
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ from collectives.engine.request_cache import CachedRequest
 from collectives.engine.rows import exchanged_rows
 from collectives.engine.tasks import HostTask, OneTensor, Task, Words
 from collectives.plan.binder import Plan
+from collectives.tensors import arrays
 from collectives.tensors.arena import MAPPED
 from collectives.transport.base import Array
 
@@ -65,6 +67,7 @@ class Bound:
         self._parts = template.members or (template,)
         for part in self._parts:
             _fix(part)
+        _claim_results(template)
         self.source: Any = template.source
         self.out: Any = template.out
         bound = [
@@ -402,6 +405,17 @@ def _fix(part: Handle) -> None:
     in_place = part.out is part.source
     part.source = part.source.view()
     part.out = part.source if in_place else part.out.view()
+
+
+def _claim_results(template: Handle) -> None:
+    """Have starts claim results, too: the program has them from the start before."""
+    parts = template.members or (template,)
+    made = [part.out for part in parts if part.writes is None and part.out is not part.source]
+    if template.members:
+        extents = [*template.extents, *(arrays.extent_of(out, True) for out in made if out.size)]
+        template.extents = sorted(extents, key=operator.itemgetter(0))
+    elif made:
+        template.writes = arrays.view(template.out)
 
 
 def words_of(context: Context, part: Handle) -> Places:

@@ -10,8 +10,8 @@ size. The copy reads what is still in the processor's caches, and the next gradi
     zero_grad    drops the tensor; the place is free for the next step's gradient
 
 This shows in nothing but time. A gradient that anything beside its parameter holds (the tensor, a view of it, an array,
-its storage) stays where it is. If an earlier step's gradient is still held, or a forked child may hold it, the new one
-gets a new place.
+its storage) stays where it is. If an earlier step's gradient is still held, or another process may hold it (a forked
+child, or one that got it through torch's shared memory), the new one gets a new place.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ class GradientPlace:
             or place.dtype is not grad.dtype
             or place.shape != grad.shape
             or self._forks != arena.forks
+            or place.data_ptr() != self._address  # moved by share_memory_: a process may read the earlier gradient
             or self.holders_of_earlier() != _UNUSED
         ):
             self.renew(memory.empty(grad.shape, dtype=grad.dtype))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import mmap
 import os
 import warnings
 from collections.abc import Callable
@@ -219,6 +220,21 @@ def test_a_forked_child_keeps_the_gradients_that_it_was_forked_with() -> None:
     os.close(wake)
     assert os.waitstatus_to_exitcode(status) == 0
     assert is_mapped(param) and moved != at and torch.equal(param.grad, torch.full((COUNT,), 2.0))
+
+
+def test_a_gradient_that_torch_has_shared_with_a_process_keeps_its_values() -> None:
+    param = parameter()
+    place = GradientPlace(param)
+    backward(param, 1.0)
+    place.move()
+    param.grad.share_memory_()
+    shared, nbytes = param.grad.untyped_storage()._share_fd_cpu_()
+    with open(shared, "rb", closefd=False) as file, mmap.mmap(file.fileno(), nbytes, prot=mmap.PROT_READ) as theirs:
+        param.grad = None
+        backward(param, 2.0)
+        place.move()
+        assert is_mapped(param) and torch.equal(param.grad, torch.full((COUNT,), 2.0))
+        assert theirs[:4] == np.float32(1).tobytes()
 
 
 def test_memory_goes_back_with_the_place_and_the_gradient() -> None:

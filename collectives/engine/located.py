@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -42,11 +43,12 @@ class LocatedTensor(OneTensor):
         """This rank's words, when its tensors were at these addresses and the arena had these pieces."""
         self._told: list[tuple[int, int, int]] = []
         """The peers with their words in the last call in which all tensors were mapped."""
-        self._views: Sequence[tuple[Array, Array]] = ()
-        """The peers' inputs and outputs in that call."""
-        self._loop: Loop | None = None
+        self._blocks: Any = None
+        """What the loop needs of the peers' tensors of that call."""
+        self._loop: Callable[[Array, Array, Any], None] | None = None
         """Carries out such a call."""
         self._one_block: OneBlock | None = None
+        self._enter_and_look, self._tells = context.control.enter_and_look, context.control.tells
         self._carry_out = functools.partial(context.quietly, self._run) if entry.warns else self._run
 
     def bind(self) -> None:
@@ -56,6 +58,28 @@ class LocatedTensor(OneTensor):
         self._one_block = None if plan is None or entry.prescale is not None else context.executor.one_block(plan)
         self._loop = None
         self.bound = self.prepare, self._carry_out
+        self.attempt = self._attempt if entry.prescale is None else None
+
+    def _attempt(self, signature: int, source: Array, out: Array) -> bool | None:
+        """`prepare`, enter the round, and `run`; written out for the tensors of the call before."""
+        loop = self._loop
+        if loop is not None and self._is_mapped and self._ranges is arena.ranges:
+            at = address(source)
+            if at == self._at and self._out_at == (at if out is source or self._keeps_outputs else address(out)):
+                self._source, self._out = source, out
+                same = self._enter_and_look(signature, self._words)
+                if same:
+                    if self._tells(self._told):
+                        loop(source, out, self._blocks)
+                        self._source = self._out = _EMPTY
+                    else:
+                        self._carry_out()
+                return same
+        words = self.prepare(source, out)
+        same = self._enter_and_look(signature, words)
+        if same:
+            self._carry_out()
+        return same
 
     def prepare(self, source: Array, out: Array) -> Words:
         entry = self.entry
@@ -102,15 +126,10 @@ class LocatedTensor(OneTensor):
 
     def _run(self) -> None:
         words_of, loop = self._context.control.words_of, self._loop
-        if loop is not None and self._is_mapped:
-            for peer, source, out in self._told:
-                told = words_of(peer)
-                if told[0] != source or told[1] != out:
-                    break
-            else:
-                loop.run(self._source, self._out, self._views)
-                self._source = self._out = _EMPTY
-                return
+        if loop is not None and self._is_mapped and self._tells(self._told):
+            loop(self._source, self._out, self._blocks)
+            self._source = self._out = _EMPTY
+            return
         block = self._one_block
         if block is not None and not self._is_mapped and self._context.executor.trace is None:
             for peer in self._peers:
@@ -137,9 +156,8 @@ class LocatedTensor(OneTensor):
         if self._is_mapped and mapped_peers == len(self._peers):
             plan = entry.mapped_plan()
             self._learn_places(plan, entry.dtype)
-            if plan.loop is not None and executor.trace is None and self._keep(told):
-                self._loop = plan.loop
-                plan.loop.run(self._source, self._out, self._views)
+            if plan.loop is not None and executor.trace is None and self._keep(told, plan.loop):
+                plan.loop.run(self._source, self._out, self._blocks)
             else:
                 executor.run(plan)
         else:
@@ -159,13 +177,15 @@ class LocatedTensor(OneTensor):
         self._clear_arrays()
         self._source = self._out = _EMPTY
 
-    def _keep(self, told: list[tuple[int, int, int]]) -> bool:
+    def _keep(self, told: list[tuple[int, int, int]], loop: Loop) -> bool:
         """Keep the peers' tensors for further calls with the same ones; returns False if some cannot be mapped."""
         inputs, outputs = self._state.inputs, self._state.outputs
         views = [(inputs[peer], outputs[peer]) for peer in self._peers]
         if any(view is None for pair in views for view in pair):
             return False
-        self._told, self._views = told, views  # type: ignore[assignment]
+        run = loop.run
+        self._told, self._blocks = told, loop.cut(views)  # type: ignore[arg-type]
+        self._loop = functools.partial(self._context.quietly, run) if self.entry.warns else run
         return True
 
 

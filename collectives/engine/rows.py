@@ -13,7 +13,7 @@ from collectives.engine.context import Context, address
 from collectives.engine.handles import Handle
 from collectives.engine.request_cache import CachedRequest
 from collectives.engine.tasks import HostTask, Words
-from collectives.plan.mapped_loops import Loop, Views
+from collectives.plan.mapped_loops import Loop
 from collectives.tensors.arena import MAPPED, arena
 from collectives.transport.base import Array
 
@@ -66,7 +66,7 @@ class Rows(HostTask):
         """The peers with their words in the last call in which all tensors were mapped, and this rank's own."""
         self._loop: Loop | None = None
         """Carries out such a call."""
-        self._views: Views = ()
+        self._blocks: Any = None
         self._shape: tuple[int, ...] = ()
         self._received: Sequence[int] = ()
 
@@ -95,7 +95,7 @@ class Rows(HostTask):
             gathered = self._gathered
             gathered.array = out = self._context.pool.empty(self._shape, self.entry.dtype)
             gathered.received = self._received
-            self._loop.run(self._source, out.reshape(-1), self._views)
+            self._loop.run(self._source, out.reshape(-1), self._blocks)
         else:
             self._run_anew()
         self._source, self._gathered = _EMPTY, _NOWHERE
@@ -126,10 +126,10 @@ class Rows(HostTask):
         inputs = self._state.inputs
         views = [(inputs[peer], inputs[peer]) for peer in self._peers]
         if plan.loop is not None and context.executor.trace is None and all(view is not None for view, _ in views):
-            self._loop, self._views = plan.loop, views  # type: ignore[assignment]  # no loop writes into a peer's output
+            self._loop, self._blocks = plan.loop, plan.loop.cut(views)  # type: ignore[arg-type]  # checked above
             self._told = [(peer, told[peer]) for peer in (rank, *self._peers)]
             self._shape, self._received = out.shape, received
-            plan.loop.run(self._source, flat, self._views)
+            plan.loop.run(self._source, flat, self._blocks)
         else:
             context.executor.run(plan)
         self._clear_arrays()

@@ -13,7 +13,7 @@ twice: before, when all tensors are there, and after, when nobody reads or write
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from collectives.fusion import Pieces
 from collectives.plan.fast_paths import ExecutorState, Kernel, Scale
@@ -30,7 +30,10 @@ BucketViews = tuple[Sequence[Array], Sequence[Array]]
 class Loop(Protocol):
     """Carries out a whole plan on one mapped tensor of each rank."""
 
-    def run(self, source: Array, out: Array, views: Views) -> None:
+    def cut(self, views: Views) -> Any:
+        """The blocks of the peers' tensors that the plan reads and writes, for `run`."""
+
+    def run(self, source: Array, out: Array, blocks: Any) -> None:
         """Carry out the plan on this rank's input and output; all ranks have entered the call."""
 
     def bound_to(self, source: Array, out: Array, views: Views) -> Callable[[], None]:
@@ -76,22 +79,34 @@ class MappedReduction:
         self._kernel = kernel
         self._finish = finish
 
-    def run(self, source: Array, out: Array, views: Views) -> None:
-        kernel, finish, pushes = self._kernel, self._finish, self._pushes
-        (theirs, into), *others = views
-        in_place = source is out
+    def cut(self, views: Views) -> Any:
+        blocks = []
         for cut, at in self._cuts:
+            first, *others = [theirs[cut] for theirs, _ in views]
+            targets = tuple(target[at] for _, target in views) if self._pushes else ()
+            blocks.append((cut, at, first, tuple(others), targets))
+        return blocks
+
+    def run(self, source: Array, out: Array, blocks: Any) -> None:
+        kernel, finish = self._kernel, self._finish
+        in_place = source is out
+        for cut, at, first, others, targets in blocks:
             result = out[at]
-            kernel(result if in_place else source[cut], theirs[cut], result)
-            for more, _ in others:
-                kernel(result, more[cut], result)
+            kernel(result if in_place else source[cut], first, result)
+            for block in others:
+                kernel(result, block, result)
             if finish is not None:
                 finish(result, result)
-            if pushes:
-                into[at] = result
-                for _, target in others:
-                    target[at] = result
-        meet(self._state, self._board, self._peers, self._groups)
+            for target in targets:
+                target[...] = result
+        # As `meet`, without the calls.
+        state, board = self._state, self._board
+        state.base = progress = state.base + self._groups
+        board.advance(progress)
+        seen = board.seen
+        for peer in self._peers:
+            if seen[peer] < progress:
+                board.wait(peer, progress)
 
     def bound_to(self, source: Array, out: Array, views: Views) -> Callable[[], None]:
         own = out if source is out else source
@@ -134,9 +149,12 @@ class MappedMoves:
             (slice(source, source + size), slice(target, target + size)) for source, target, size in own if size
         ]
 
-    def run(self, source: Array, out: Array, views: Views) -> None:
-        for place, there, here in self._moves:
-            out[here] = views[place][0][there]
+    def cut(self, views: Views) -> Any:
+        return [(here, views[place][0][there]) for place, there, here in self._moves]
+
+    def run(self, source: Array, out: Array, blocks: Any) -> None:
+        for here, block in blocks:
+            out[here] = block
         state, board = self._state, self._board
         state.base = progress = state.base + self._groups
         board.advance(progress)

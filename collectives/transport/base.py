@@ -175,6 +175,9 @@ class Control(Protocol):
     def words_of(self, peer: int) -> Sequence[int]:
         """The words with which ``peer`` entered the present call; valid until this rank enters the next but one."""
 
+    def tells(self, told: Sequence[tuple[int, int, int]]) -> bool:
+        """Whether peers entered the present call with these words: ``told`` has a peer and its first two words."""
+
     def exchange(self, value: Any) -> list[Any]:
         """Gather every rank's (small, picklable) value on every rank, in rank order; for set-up and errors."""
 

@@ -173,16 +173,20 @@ class Board:
         return same
 
     def enter_and_look(self, signature: int, words: Sequence[int] | memoryview = ()) -> bool | None:
-        """`enter`, then `look`; both are written out for a call without words, in which one word is all that this rank
-        writes, and all that it reads of a peer that is there."""
-        if words or fence is not None:
+        """`enter`, then `look`; both are written out for few words or none, and peers that are there: then one word is
+        all that this rank reads of each."""
+        if fence is not None or type(words) is memoryview:
             self.enter(signature, words)
             return self.look()
         self.call = call = self.call + 1
         self._token = token = signature << 16 | (call & CALL_MASK)
-        self._count = 0
+        self._count = len(words)
+        mine, at = self._mine, self._slots[call & 1]
+        for word in words:
+            mine[at] = word
+            at += 1
         at = _TOKEN + (call & 1)
-        self._mine[at] = token
+        mine[at] = token
         for theirs in self._peer_words:
             if theirs[at] != token:
                 for _ in self._looks:
@@ -208,6 +212,15 @@ class Board:
         for peer in self.missing():
             self._wait_long(peer, lambda peer=peer: peer not in self.missing())  # type: ignore[misc]
         return bool(self.look())
+
+    def tells(self, told: Sequence[tuple[int, int, int]]) -> bool:
+        """Whether peers entered the present call with these first two words: ``told`` has them behind each peer."""
+        words, at = self._words, self._slots[self.call & 1]
+        for peer, first, second in told:
+            theirs = words[peer]
+            if theirs[at] != first or theirs[at + 1] != second:
+                return False
+        return True
 
     def words_of(self, peer: int) -> Sequence[int]:
         """The words with which ``peer`` entered the present call: as many as this rank's."""

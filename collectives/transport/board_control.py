@@ -24,7 +24,7 @@ class BoardControl:
         self._exchange = exchange
         # The board's own methods, because every call of them counts in a small all-reduce.
         self.enter, self.look, self.enter_and_look = board.enter, board.look, board.enter_and_look
-        self.words_of, self.relax = board.words_of, board.relax
+        self.words_of, self.tells, self.relax = board.words_of, board.tells, board.relax
 
     def agree(self, signature: int, words: Sequence[int] | memoryview = ()) -> bool:
         self._board.enter(signature, words)

@@ -111,6 +111,9 @@ class MpiControl:
         words: list[int] = self._words[peer].tolist()
         return words
 
+    def tells(self, told: Sequence[tuple[int, int, int]]) -> bool:
+        return all(self.words_of(peer)[:2] == [first, second] for peer, first, second in told)
+
     def exchange(self, value: Any) -> list[Any]:
         return self._exchange(value)
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 
+from collectives.plan.planner import Crossovers
 from collectives.tensors.arena import arena
 from collectives.transport import threads
 from collectives.world import World
@@ -25,3 +29,43 @@ def test_every_combination(count: int, size: int) -> None:
                 assert (world.allreduce_(tensor, average=False) == total).all()
 
     threads.run(size, program, make_world=World)
+
+
+@pytest.mark.parametrize("collective", ["allgather", "alltoall"])
+def test_asynchronous_and_blocking_gathers_meet_after_the_settings_have_changed(collective: str) -> None:
+    def program(world: World) -> None:
+        tensor = arena.empty(100_000, np.float64)
+        for step in range(6):
+            tensor[:] = world.rank + step
+            asynchronous = step < 2 or (step + world.rank) % 2
+            if step == 2:
+                world.barrier()
+                world._engine._planner.change(algorithm="auto", segment=64 << 10, crossovers=Crossovers())
+            result = (
+                getattr(world, f"{collective}_async")(tensor).wait()
+                if asynchronous
+                else getattr(world, collective)(tensor)
+            )
+            assert (result.reshape(2, -1) == [[step], [step + 1]]).all()
+
+    threads.run(2, program, make_world=World)
+
+
+def test_a_timeline_that_begins_later_has_the_rounds_of_mapped_tensors(tmp_path: Path) -> None:
+    path = tmp_path / "timeline.json"
+
+    def program(world: World) -> None:
+        tensor = arena.empty(10_000, np.float64)
+        calls = (world.allreduce_, world.allgather)
+        for call in calls:
+            call(tensor)
+        world.start_timeline(path)
+        for call in calls:
+            call(tensor)
+        world.barrier()
+        world.stop_timeline()
+
+    threads.run(2, program, make_world=World)
+    names = [event.get("name", "") for event in json.loads(path.read_text())]
+    for number in range(2):
+        assert names.count(f"round {number} of segment 0") == 2 * 2  # ranks and calls

@@ -13,12 +13,14 @@ from collectives.engine.handles import Handle
 from collectives.engine.request_cache import CachedRequest
 from collectives.engine.rows import Rows
 from collectives.engine.tasks import OneTensor, Words
+from collectives.plan.binder import Plan
 from collectives.plan.mapped_loops import Loop
 from collectives.plan.one_block import OneBlock
 from collectives.tensors.arena import MAPPED, arena
 from collectives.transport.base import Array
 
 _EMPTY = np.empty(0)
+_UNUSED = _EMPTY, _EMPTY
 
 
 class LocatedTensor(OneTensor):
@@ -156,7 +158,7 @@ class LocatedTensor(OneTensor):
         if self._is_mapped and mapped_peers == len(self._peers):
             plan = entry.mapped_plan()
             self._learn_places(plan, entry.dtype)
-            if plan.loop is not None and executor.trace is None and self._keep(told, plan.loop):
+            if plan.loop is not None and executor.trace is None and self._keep(plan, plan.loop, told):
                 plan.loop.run(self._source, self._out, self._blocks)
             else:
                 executor.run(plan)
@@ -177,10 +179,10 @@ class LocatedTensor(OneTensor):
         self._clear_arrays()
         self._source = self._out = _EMPTY
 
-    def _keep(self, told: list[tuple[int, int, int]], loop: Loop) -> bool:
-        """Keep the peers' tensors for further calls with the same ones; returns False if some cannot be mapped."""
+    def _keep(self, plan: Plan, loop: Loop, told: list[tuple[int, int, int]]) -> bool:
+        """Keep the partners' tensors for further calls with the same ones; returns False if some cannot be mapped."""
         inputs, outputs = self._state.inputs, self._state.outputs
-        views = [(inputs[peer], outputs[peer]) for peer in self._peers]
+        views = [(inputs[peer], outputs[peer]) if peer in plan.partners else _UNUSED for peer in self._peers]
         if any(view is None for pair in views for view in pair):
             return False
         run = loop.run

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from collectives.plan.mapped_loops import MappedMoves
 from collectives.plan.planner import Crossovers
 from collectives.tensors.arena import arena
 from collectives.transport import threads
@@ -69,3 +70,18 @@ def test_a_timeline_that_begins_later_has_the_rounds_of_mapped_tensors(tmp_path:
     names = [event.get("name", "") for event in json.loads(path.read_text())]
     for number in range(2):
         assert names.count(f"round {number} of segment 0") == 2 * 2  # ranks and calls
+
+
+def test_broadcasts_of_mapped_tensors_are_loops_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[int] = []
+    run = MappedMoves.run
+    monkeypatch.setattr(MappedMoves, "run", lambda self, *arguments: (ran.append(1), run(self, *arguments)))
+
+    def program(world: World) -> None:
+        tensor = arena.empty(8000, np.float64)
+        for step in range(3):
+            tensor[:] = world.rank + step
+            assert (world.broadcast_(tensor, 1) == 1 + step).all()
+
+    threads.run(3, program, make_world=World)
+    assert len(ran) == 3 * 3

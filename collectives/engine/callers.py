@@ -60,12 +60,12 @@ class Callers:
 
     def note(self) -> None:
         """Remember the current thread as one that calls collectives."""
-        self.here.noted = True
         thread = threading.current_thread()
         # A thread that Python has not started is some framework's: it calls on behalf of a thread of the program, which
         # waits for it and cannot call.
         if not isinstance(thread, threading._DummyThread):
             self._known.add(thread)
+        self.here.noted = True
 
     def notify(self) -> None:
         """Wake the followers."""

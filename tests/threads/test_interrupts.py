@@ -4,6 +4,7 @@ so, or nothing is left of the call: no lock, no name, no claim."""
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -101,3 +102,18 @@ def test_an_interrupt_at_any_moment_leaves_a_failed_world_or_nothing(
         assert not progress.lock._is_owned() and not progress.driving
         assert not submissions.has_work() and not engine.in_flight.operations
     assert failed and went_on
+
+
+def test_a_thread_whose_first_call_is_interrupted_is_known_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise deadlocks would be noticed only after 20 seconds."""
+    monkeypatch.setattr(failure, "_ACKNOWLEDGE_WITHIN", 0.0)
+    for at in range(1, 1000):
+        world = mirrored()
+        world.allreduce_(np.zeros(2))
+        callers = world._engine._callers
+        callers.reset()
+        if not interrupted(lambda: world.allreduce_(np.zeros(2)), at):  # noqa: B023  # called at once
+            break
+        if world._engine.refusal is None:
+            world.allreduce_(np.zeros(2))
+            assert threading.current_thread() in callers._known

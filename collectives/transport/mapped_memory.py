@@ -50,6 +50,8 @@ class MappedMemory:
         """Place in this rank's table -> number of the piece."""
         self._mapped: dict[tuple[int, int], _Mapping | None] = {}
         """By peer and number of the piece; None where the system refuses."""
+        self._told = False
+        """Whether the log says that a piece was not mapped."""
         self._views: dict[tuple[int, int, int], Array] = {}
         """What `view_of` has returned, by peer, word and dtype."""
 
@@ -143,7 +145,9 @@ class MappedMemory:
             finally:
                 os.close(handle)
         except (OSError, ValueError) as error:
-            logger.warning(
+            level = logger.debug if self._told else logger.warning
+            self._told = True
+            level(
                 "rank %d: memory of rank %d cannot be mapped (%s): it is reached by system calls",
                 board.names[board.rank],
                 board.names[peer],

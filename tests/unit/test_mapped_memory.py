@@ -3,6 +3,7 @@ are said to be."""
 
 from __future__ import annotations
 
+import errno
 import os
 import tempfile
 from collections.abc import Iterator
@@ -71,6 +72,19 @@ def test_a_piece_that_has_ended_is_not_mapped(another: bool, arena: Arena, caplo
     array = arena.empty(200 << 20, BYTE)
     assert word_of(owner, array) & MAPPED
     assert peer.view_of(0, word, BYTE) is None and "given back" in caplog.text
+
+
+def test_what_the_system_refuses_is_told_once(
+    arena: Arena, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(descriptor: int, nbytes: int) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    owner, peer = ranks()
+    arrays = [arena.empty(100 << 20, BYTE) for _ in range(2)]
+    monkeypatch.setattr(mapped_memory, "map_shared", refuse)
+    assert [peer.view_of(0, word_of(owner, array), BYTE) for array in arrays] == [None, None]
+    assert len([record for record in caplog.records if record.levelname == "WARNING"]) == 1
 
 
 def test_a_descriptor_that_is_another_files_by_now_is_not_mapped(

@@ -33,12 +33,12 @@ class PersistentOperation(ABC, Generic[Result]):
     It holds its tensors until it is freed. As a context manager it is freed at the end of the block.
     """
 
-    __slots__ = ("__weakref__", "_entry", "_freed", "_operations", "_started")
+    __slots__ = ("__weakref__", "_called", "_entry", "_freed", "_operations", "_started")
 
     def __init__(self, operations: Operations, entry: CachedRequest) -> None:
         self._operations = operations
         self._entry = entry
-        self._freed = False
+        self._freed = self._called = False
         self._started: Handle[Result] | None = None
 
     @abstractmethod
@@ -58,7 +58,7 @@ class PersistentOperation(ABC, Generic[Result]):
         Raises:
             InvalidArgumentError: as from a call; or an operation in flight uses the same memory.
         """
-        if self._freed or self._started is not None:
+        if self._freed or self._in_use:
             raise self._refusal()
         self._started = self._begin()
 
@@ -92,7 +92,7 @@ class PersistentOperation(ABC, Generic[Result]):
         Raises:
             InvalidArgumentError: it is started; wait for it first.
         """
-        if self._started is not None:
+        if self._in_use:
             raise InvalidArgumentError(f"{self._says()} is in flight and cannot be freed; wait for it first")
         if not self._freed:
             self._freed = True
@@ -107,7 +107,7 @@ class PersistentOperation(ABC, Generic[Result]):
                 self.wait()
         finally:
             freed, self._freed = self._freed, True
-            if not freed and self._started is None:  # otherwise it goes on, and `wait` lets go of its tensors
+            if not freed and not self._in_use:  # otherwise it goes on, and `wait` lets go of its tensors
                 self._let_go()
 
     def __del__(self) -> None:
@@ -123,6 +123,11 @@ class PersistentOperation(ABC, Generic[Result]):
     def _let_go(self) -> None:
         """Drop tensors and plans."""
 
+    @property
+    def _in_use(self) -> bool:
+        """Whether it is started, or another thread is in a call of it."""
+        return self._started is not None or self._called
+
     def _in_flight(self, what: str) -> Handle[Result]:
         if self._started is None:
             raise InvalidArgumentError(f"{self._says()} was {what} but is not started; call start() first")
@@ -132,7 +137,7 @@ class PersistentOperation(ABC, Generic[Result]):
         """Tell the other ranks that this one cannot start. Returns the error to raise."""
         if self._freed:
             why = "was freed and cannot be started; make it anew, on every rank"
-        elif self._started is not None:
+        elif self._in_use:
             why = "is in flight already and cannot be started; wait for it first"
         else:
             why = (
@@ -193,11 +198,15 @@ class BoundOperation(PersistentOperation[Result]):
 
     def __call__(self) -> Result:
         moved = self._moved
-        if self._started is not None or (moved is not None and moved()):
+        if self._started is not None or self._called or (moved is not None and moved()):
             raise self._refusal()
-        handle = self._run(self._entry, self._source, self._out)
-        result: Result = self._result if handle is None else handle.wait()
-        return result
+        self._called = True
+        try:
+            handle = self._run(self._entry, self._source, self._out)
+            result: Result = self._result if handle is None else handle.wait()
+            return result
+        finally:
+            self._called = False
 
     def _begin(self) -> Handle[Result]:
         if self._moved is not None and self._moved():
@@ -237,10 +246,14 @@ class RebuiltOperation(PersistentOperation[Result]):
         self._options = options
 
     def __call__(self) -> Result:
-        if self._freed or self._started is not None:
+        if self._freed or self._in_use:
             raise self._refusal()
-        result: Result = self._operations.carry_out(self._make, self._options)
-        return result
+        self._called = True
+        try:
+            result: Result = self._operations.carry_out(self._make, self._options)
+            return result
+        finally:
+            self._called = False
 
     def _begin(self) -> Handle[Result]:
         return self._operations.begin(self._make, self._options)

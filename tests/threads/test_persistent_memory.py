@@ -17,7 +17,7 @@ import pytest
 from collectives.base.errors import InvalidArgumentError, InvalidTypeError, MismatchError
 from collectives.persistent import BoundOperation
 from collectives.plan.planner import Crossovers
-from collectives.transport import threads
+from collectives.transport import backoff, threads
 from collectives.world import World
 from tests.engine_scenarios import works
 from tests.threads.test_fast_path import calls_of
@@ -247,5 +247,28 @@ def test_another_thread_may_wait_for_a_start() -> None:
         waiting.start()
         waiting.join()
         assert results[0] is tensor and (tensor == 3).all()
+
+    threads.run(2, program, make_world=World)
+
+
+@pytest.mark.parametrize("step", (1, 2))
+def test_no_other_thread_frees_or_starts_an_operation_within_a_call(step: int) -> None:
+    def program(world: World) -> None:
+        memory = np.full(10_000 * step, world.rank + 1.0)
+        operation = world.allreduce_init(memory[::step], average=False, name="called")
+        if world.rank == 0:
+            calling = threading.Thread(target=operation)
+            calling.start()
+            assert backoff.poll(lambda: "called" in world._engine._names, 10)
+            for misuse in (operation.free, operation.start, operation):
+                with pytest.raises(InvalidArgumentError, match="is in flight"):
+                    misuse()
+            world.barrier()
+            calling.join()
+        else:
+            world.barrier()
+            operation()
+        assert (memory[::step] == 3).all()
+        operation.free()
 
     threads.run(2, program, make_world=World)

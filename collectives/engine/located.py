@@ -49,6 +49,8 @@ class LocatedTensor(OneTensor):
         """What the loop needs of the peers' tensors of that call."""
         self._loop: Callable[[Array, Array, Any], None] | None = None
         """Carries out such a call."""
+        self._quiet_loop: Callable[[Array, Array, Any], None] | None = None
+        """The same, for callers that have not silenced NumPy's warnings."""
         self._one_block: OneBlock | None = None
         self._enter_and_look, self._tells = context.control.enter_and_look, context.control.tells
         self._carry_out = functools.partial(context.quietly, self._run) if entry.warns else self._run
@@ -58,13 +60,13 @@ class LocatedTensor(OneTensor):
         plan = entry.plan()
         self.epoch = context.planner.epoch
         self._one_block = None if plan is None or entry.prescale is not None else context.executor.one_block(plan)
-        self._loop = None
+        self._loop = self._quiet_loop = None
         self.bound = self.prepare, self._carry_out
         self.attempt = self._attempt if entry.prescale is None else None
 
     def _attempt(self, signature: int, source: Array, out: Array) -> bool | None:
         """`prepare`, enter the round, and `run`; written out for the tensors of the call before."""
-        loop = self._loop
+        loop = self._quiet_loop
         if loop is not None and self._is_mapped and self._ranges is arena.ranges:
             at = address(source)
             if at == self._at and self._out_at == (at if out is source or self._keeps_outputs else address(out)):
@@ -123,7 +125,7 @@ class LocatedTensor(OneTensor):
 
     def run_handles(self, handles: Sequence[Handle]) -> None:
         if self._context.executor.trace is not None:
-            self._loop = None  # a loop tells nothing of its rounds
+            self._loop = self._quiet_loop = None  # a loop tells nothing of its rounds
         self._carry_out()
 
     def _run(self) -> None:
@@ -154,7 +156,7 @@ class LocatedTensor(OneTensor):
             source, out = words_of(peer)
             told.append((peer, source, out))
         mapped_peers = sum(source & out & MAPPED != 0 for _, source, out in told)
-        self._loop = None
+        self._loop = self._quiet_loop = None
         if self._is_mapped and mapped_peers == len(self._peers):
             plan = entry.mapped_plan()
             self._learn_places(plan, entry.dtype)
@@ -185,9 +187,9 @@ class LocatedTensor(OneTensor):
         views = [(inputs[peer], outputs[peer]) if peer in plan.partners else _UNUSED for peer in self._peers]
         if any(view is None for pair in views for view in pair):
             return False
-        run = loop.run
         self._told, self._blocks = told, loop.cut(views)  # type: ignore[arg-type]
-        self._loop = functools.partial(self._context.quietly, run) if self.entry.warns else run
+        self._loop = run = loop.run
+        self._quiet_loop = functools.partial(self._context.quietly, run) if self.entry.warns else run
         return True
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -63,7 +62,9 @@ class Rows(HostTask):
         self._words: tuple[int, ...] = ()
         """This rank's, when its tensor was at this address and the arena had these pieces."""
         self._told: list[tuple[int, tuple[int, ...]]] = []
-        """The peers with their words in the last call in which all tensors were mapped, and this rank's own."""
+        """The peers with their words in the last call in which all tensors were mapped."""
+        self._told_here: tuple[int, ...] = ()
+        """This rank's words in that call."""
         self._loop: Loop | None = None
         """Carries out such a call."""
         self._blocks: Any = None
@@ -74,7 +75,7 @@ class Rows(HostTask):
         """Prepare for blocking calls."""
         self.epoch = self._context.planner.epoch
         self._loop = None
-        self.bound = self.prepare, functools.partial(self._context.quietly, self.run)
+        self.bound = self.prepare, self.run  # which copies only: NumPy has nothing to warn of
 
     def prepare(self, source: Array, gathered: GatheredRows) -> Words:
         """`prepare_handles` of a blocking call, which has no handle."""
@@ -102,8 +103,13 @@ class Rows(HostTask):
 
     def _tells_the_same(self) -> bool:
         """Whether all ranks have told what they told in the call that is kept."""
-        words_of, rank = self._context.control.words_of, self._context.rank
-        return all((self._words if peer == rank else tuple(words_of(peer))) == words for peer, words in self._told)
+        if self._words != self._told_here:
+            return False
+        words_of = self._context.control.words_of
+        for peer, words in self._told:
+            if tuple(words_of(peer)) != words:
+                return False
+        return True
 
     def _run_anew(self) -> None:
         """Make the result, choose a plan for the rows, and run it."""
@@ -127,7 +133,7 @@ class Rows(HostTask):
         views = [(inputs[peer], inputs[peer]) for peer in self._peers]
         if plan.loop is not None and context.executor.trace is None and all(view is not None for view, _ in views):
             self._loop, self._blocks = plan.loop, plan.loop.cut(views)  # type: ignore[arg-type]  # checked above
-            self._told = [(peer, told[peer]) for peer in (rank, *self._peers)]
+            self._told_here, self._told = self._words, [(peer, told[peer]) for peer in self._peers]
             self._shape, self._received = out.shape, received
             plan.loop.run(self._source, flat, self._blocks)
         else:
@@ -146,7 +152,7 @@ class Rows(HostTask):
         handle, gathered = handles[0], self._gathered
         if self._context.executor.trace is not None:
             self._loop = None  # a loop tells nothing of its rounds
-        self._context.quietly(self.run)
+        self.run()
         handle.keep = (handle.keep, gathered.array, gathered.received)
         handle.out = gathered.array.reshape(-1)
 

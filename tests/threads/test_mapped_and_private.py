@@ -85,3 +85,15 @@ def test_broadcasts_of_mapped_tensors_are_loops_on_every_rank(monkeypatch: pytes
 
     threads.run(3, program, make_world=World)
     assert len(ran) == 3 * 3
+
+
+def test_asynchronous_and_blocking_reductions_of_mapped_tensors_alternate() -> None:
+    def program(world: World) -> None:
+        tensor = arena.empty(10_000, np.float64)
+        for step in range(8):
+            tensor[:] = world.rank + step
+            asynchronous = step >> world.rank & 1
+            result = world.allreduce_async_(tensor).wait() if asynchronous else world.allreduce_(tensor)
+            assert (result == step + 0.5).all()
+
+    threads.run(2, program, make_world=World)

@@ -135,13 +135,13 @@ class Context:
         self._buffer = np.empty(0, np.uint8)
         del self.executor, self.entries, self.plans
 
-    def run_plan(self, plan: Plan, staged: bool, warns: bool, everywhere: bool | None = None) -> None:
+    def run_plan(self, plan: Plan, staged: bool, warns: bool) -> None:
         """Run a plan as `Executor.run` does, without NumPy's warnings if its kernels may emit some."""
         # Not around the caller's waits: a context admits one thread at a time.
         if warns:
-            self.quietly(self.executor.run, plan, staged, everywhere)
+            self.quietly(self.executor.run, plan, staged)
         else:
-            self.executor.run(plan, staged, everywhere)
+            self.executor.run(plan, staged)
 
     def scale(self, scaling: reduction.Scaling, source: Array, out: Array) -> None:
         """Write the scaled ``source`` into ``out``, without NumPy's warnings."""

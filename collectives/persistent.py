@@ -110,6 +110,9 @@ class PersistentOperation(ABC, Generic[Result]):
             if not freed and not self._in_use:  # otherwise it goes on, and `wait` lets go of its tensors
                 self._let_go()
 
+    def __reduce__(self) -> str:
+        raise TypeError("a persistent operation cannot be copied or pickled: it is bound to its tensors")
+
     def __del__(self) -> None:
         # The engine keeps the plans of operations that it has carried out, and they keep the tensors.
         if not self._freed and self._started is None:

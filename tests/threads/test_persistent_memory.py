@@ -3,8 +3,10 @@ the operation."""
 
 from __future__ import annotations
 
+import copy
 import gc
 import json
+import pickle
 import threading
 import weakref
 from collections.abc import Callable
@@ -247,6 +249,17 @@ def test_another_thread_may_wait_for_a_start() -> None:
         waiting.start()
         waiting.join()
         assert results[0] is tensor and (tensor == 3).all()
+
+    threads.run(2, program, make_world=World)
+
+
+def test_an_operation_is_not_copied() -> None:
+    def program(world: World) -> None:
+        operation = world.allreduce_init(np.ones(3))
+        for copies in (copy.copy, copy.deepcopy, pickle.dumps):
+            with pytest.raises(TypeError, match="cannot be copied"):
+                copies(operation)
+        operation()
 
     threads.run(2, program, make_world=World)
 

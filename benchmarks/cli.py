@@ -219,7 +219,7 @@ def add_device(flags: Parser, peers: Mapping[str, Sequence[str]]) -> None:
     flags.add_argument(
         "--memory",
         type=names("memory", MEMORIES),
-        default=("private",),
+        default="private",
         metavar="LIST",
         help="kinds of the host's memory that our tensors lie in: private, mapped (collectives.empty), or both",
     )

@@ -61,8 +61,8 @@ class Rows(HostTask):
         self._ranges: object = None
         self._words: tuple[int, ...] = ()
         """This rank's, when its tensor was at this address and the arena had these pieces."""
-        self._told: list[tuple[int, tuple[int, ...]]] = []
-        """The peers with their words in the last call in which all tensors were mapped."""
+        self._told: list[tuple[int, ...]] = []
+        """The peers' words in the last call in which all tensors were mapped."""
         self._told_here: tuple[int, ...] = ()
         """This rank's words in that call."""
         self._loop: Loop | None = None
@@ -103,13 +103,8 @@ class Rows(HostTask):
 
     def _tells_the_same(self) -> bool:
         """Whether all ranks have told what they told in the call that is kept."""
-        if self._words != self._told_here:
-            return False
         words_of = self._context.control.words_of
-        for peer, words in self._told:
-            if tuple(words_of(peer)) != words:
-                return False
-        return True
+        return self._words == self._told_here and [tuple(words_of(peer)) for peer in self._peers] == self._told
 
     def _run_anew(self) -> None:
         """Make the result, choose a plan for the rows, and run it."""
@@ -133,7 +128,7 @@ class Rows(HostTask):
         views = [(inputs[peer], inputs[peer]) for peer in self._peers]
         if plan.loop is not None and context.executor.trace is None and all(view is not None for view, _ in views):
             self._loop, self._blocks = plan.loop, plan.loop.cut(views)  # type: ignore[arg-type]  # checked above
-            self._told_here, self._told = self._words, [(peer, told[peer]) for peer in self._peers]
+            self._told_here, self._told = self._words, [told[peer] for peer in self._peers]
             self._shape, self._received = out.shape, received
             plan.loop.run(self._source, flat, self._blocks)
         else:

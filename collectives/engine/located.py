@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,6 +21,29 @@ from collectives.transport.base import Array
 
 _EMPTY = np.empty(0)
 _UNUSED = _EMPTY, _EMPTY
+_MOST_KEPT = 16
+
+
+_Run = Callable[[Array, Array, Any], None]
+
+
+class _Kept(NamedTuple):
+    """What was found out in a call in which all ranks' tensors were mapped.
+
+    Attributes:
+        ranges: the arena's pieces at that time.
+        words: this rank's.
+        told: the peers with theirs.
+        loop, quiet_loop: carry out such a call; the second silences NumPy's warnings.
+        blocks: what they need of the peers' tensors.
+    """
+
+    ranges: object
+    words: tuple[int, int]
+    told: list[tuple[int, int, int]]
+    loop: _Run
+    quiet_loop: _Run
+    blocks: Any
 
 
 class LocatedTensor(OneTensor):
@@ -43,14 +66,8 @@ class LocatedTensor(OneTensor):
         self._ranges: object = None
         self._words: tuple[int, int] = (0, 0)
         """This rank's words, when its tensors were at these addresses and the arena had these pieces."""
-        self._told: list[tuple[int, int, int]] = []
-        """The peers with their words in the last call in which all tensors were mapped."""
-        self._blocks: Any = None
-        """What the loop needs of the peers' tensors of that call."""
-        self._loop: Callable[[Array, Array, Any], None] | None = None
-        """Carries out such a call."""
-        self._quiet_loop: Callable[[Array, Array, Any], None] | None = None
-        """The same, for callers that have not silenced NumPy's warnings."""
+        self._kept: dict[tuple[int, int], _Kept] = {}
+        """By the addresses of this rank's input and output: programs take turns with a few tensors."""
         self._one_block: OneBlock | None = None
         self._enter_and_look, self._tells = context.control.enter_and_look, context.control.tells
         self._carry_out = functools.partial(context.quietly, self._run) if entry.warns else self._run
@@ -60,24 +77,25 @@ class LocatedTensor(OneTensor):
         plan = entry.plan()
         self.epoch = context.planner.epoch
         self._one_block = None if plan is None or entry.prescale is not None else context.executor.one_block(plan)
-        self._loop = self._quiet_loop = None
+        self._kept.clear()
         self.bound = self.prepare, self._carry_out
         self.attempt = self._attempt if entry.prescale is None else None
 
     def _attempt(self, signature: int, source: Array, out: Array) -> bool | None:
-        """`prepare`, enter the round, and `run`; written out for the tensors of the call before."""
-        loop = self._quiet_loop
-        if loop is not None and self._is_mapped and self._ranges is arena.ranges:
+        """`prepare`, enter the round, and `run`; written out for tensors of a call before."""
+        if self._kept:
             at = address(source)
-            if at == self._at and self._out_at == (at if out is source or self._keeps_outputs else address(out)):
-                self._source, self._out = source, out
-                same = self._enter_and_look(signature, self._words)
+            out_at = at if out is source or self._keeps_outputs else address(out)
+            kept = self._kept.get((at, out_at))
+            if kept is not None and kept.ranges is arena.ranges:
+                same = self._enter_and_look(signature, kept.words)
+                if same and self._tells(kept.told):
+                    kept.quiet_loop(source, out, kept.blocks)
+                    return True
+                self._source, self._out, self._at, self._out_at = source, out, at, out_at
+                self._ranges, self._words, self._is_mapped = kept.ranges, kept.words, True
                 if same:
-                    if self._tells(self._told):
-                        loop(source, out, self._blocks)
-                        self._source = self._out = _EMPTY
-                    else:
-                        self._carry_out()
+                    self._carry_out()
                 return same
         words = self.prepare(source, out)
         same = self._enter_and_look(signature, words)
@@ -125,15 +143,17 @@ class LocatedTensor(OneTensor):
 
     def run_handles(self, handles: Sequence[Handle]) -> None:
         if self._context.executor.trace is not None:
-            self._loop = self._quiet_loop = None  # a loop tells nothing of its rounds
+            self._kept.clear()  # a loop tells nothing of its rounds
         self._carry_out()
 
     def _run(self) -> None:
-        words_of, loop = self._context.control.words_of, self._loop
-        if loop is not None and self._is_mapped and self._tells(self._told):
-            loop(self._source, self._out, self._blocks)
-            self._source = self._out = _EMPTY
-            return
+        words_of = self._context.control.words_of
+        if self._is_mapped:
+            kept = self._kept.get((self._at, self._out_at))
+            if kept is not None and kept.ranges is self._ranges and self._tells(kept.told):
+                kept.loop(self._source, self._out, kept.blocks)
+                self._source = self._out = _EMPTY
+                return
         block = self._one_block
         if block is not None and not self._is_mapped and self._context.executor.trace is None:
             for peer in self._peers:
@@ -156,12 +176,12 @@ class LocatedTensor(OneTensor):
             source, out = words_of(peer)
             told.append((peer, source, out))
         mapped_peers = sum(source & out & MAPPED != 0 for _, source, out in told)
-        self._loop = self._quiet_loop = None
         if self._is_mapped and mapped_peers == len(self._peers):
             plan = entry.mapped_plan()
             self._learn_places(plan, entry.dtype)
-            if plan.loop is not None and executor.trace is None and self._keep(plan, plan.loop, told):
-                plan.loop.run(self._source, self._out, self._blocks)
+            kept = self._keep(plan, plan.loop, told) if plan.loop is not None and executor.trace is None else None
+            if kept is not None:
+                kept.loop(self._source, self._out, kept.blocks)
             else:
                 executor.run(plan)
         else:
@@ -181,16 +201,19 @@ class LocatedTensor(OneTensor):
         self._clear_arrays()
         self._source = self._out = _EMPTY
 
-    def _keep(self, plan: Plan, loop: Loop, told: list[tuple[int, int, int]]) -> bool:
-        """Keep the partners' tensors for further calls with the same ones; returns False if some cannot be mapped."""
+    def _keep(self, plan: Plan, loop: Loop, told: list[tuple[int, int, int]]) -> _Kept | None:
+        """Keep the partners' tensors for further calls with the same ones; returns None if some cannot be mapped."""
         inputs, outputs = self._state.inputs, self._state.outputs
         views = [(inputs[peer], outputs[peer]) if peer in plan.partners else _UNUSED for peer in self._peers]
         if any(view is None for pair in views for view in pair):
-            return False
-        self._told, self._blocks = told, loop.cut(views)  # type: ignore[arg-type]
-        self._loop = run = loop.run
-        self._quiet_loop = functools.partial(self._context.quietly, run) if self.entry.warns else run
-        return True
+            return None
+        run = loop.run
+        quiet = functools.partial(self._context.quietly, run) if self.entry.warns else run
+        blocks = loop.cut(views)  # type: ignore[arg-type]  # checked above
+        if len(self._kept) >= _MOST_KEPT:
+            self._kept.clear()
+        kept = self._kept[self._at, self._out_at] = _Kept(self._ranges, self._words, told, run, quiet, blocks)
+        return kept
 
 
 def one_tensor(context: Context, entry: CachedRequest) -> OneTensor | Rows:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -38,11 +38,23 @@ class GatheredRows:
         self.received: Sequence[int] = ()
 
 
+_Told = tuple[tuple[int, ...], ...]
+"""The words of all ranks."""
+
+
+class _Kept(NamedTuple):
+    """A loop for mapped tensors, what it needs of the peers' tensors, the result's shape, and the rows received."""
+
+    loop: Loop
+    blocks: Any
+    shape: tuple[int, ...]
+    received: Sequence[int]
+
+
 class Rows(HostTask):
     """An allgather or an all-to-all.
 
-    What was found out about mapped tensors is kept from call to call, as by `collectives.engine.located`: it holds
-    while every rank tells the same words, which are the places and the rows of all.
+    What was found out about mapped tensors is kept by the words of all ranks, which are their places and rows.
 
     Attributes:
         bound, epoch, generation: as of `collectives.engine.tasks.OneTensor`.
@@ -61,20 +73,12 @@ class Rows(HostTask):
         self._ranges: object = None
         self._words: tuple[int, ...] = ()
         """This rank's, when its tensor was at this address and the arena had these pieces."""
-        self._told: list[tuple[int, ...]] = []
-        """The peers' words in the last call in which all tensors were mapped."""
-        self._told_here: tuple[int, ...] = ()
-        """This rank's words in that call."""
-        self._loop: Loop | None = None
-        """Carries out such a call."""
-        self._blocks: Any = None
-        self._shape: tuple[int, ...] = ()
-        self._received: Sequence[int] = ()
+        self._kept: dict[_Told, _Kept] = {}
 
     def bind(self) -> None:
         """Prepare for blocking calls."""
         self.epoch = self._context.planner.epoch
-        self._loop = None
+        self._kept.clear()
         self.bound = self.prepare, self.run  # which copies only: NumPy has nothing to warn of
 
     def prepare(self, source: Array, gathered: GatheredRows) -> Words:
@@ -92,30 +96,26 @@ class Rows(HostTask):
 
     def run(self) -> None:
         """`run_handles` of a blocking call."""
-        if self._loop is not None and self._tells_the_same():
-            gathered = self._gathered
-            gathered.array = out = self._context.pool.empty(self._shape, self.entry.dtype)
-            gathered.received = self._received
-            self._loop.run(self._source, out.reshape(-1), self._blocks)
+        words_of, rank = self._context.control.words_of, self._context.rank
+        told = tuple([self._words if peer == rank else tuple(words_of(peer)) for peer in range(self._context.size)])
+        kept = self._kept.get(told)
+        if kept is None:
+            self._run_anew(told)
         else:
-            self._run_anew()
+            gathered = self._gathered
+            gathered.array = out = self._context.pool.empty(kept.shape, self.entry.dtype)
+            gathered.received = kept.received
+            kept.loop.run(self._source, out.reshape(-1), kept.blocks)
         self._source, self._gathered = _EMPTY, _NOWHERE
 
-    def _tells_the_same(self) -> bool:
-        """Whether all ranks have told what they told in the call that is kept."""
-        words_of = self._context.control.words_of
-        return self._words == self._told_here and [tuple(words_of(peer)) for peer in self._peers] == self._told
-
-    def _run_anew(self) -> None:
+    def _run_anew(self, told: _Told) -> None:
         """Make the result, choose a plan for the rows, and run it."""
         context, entry, gathered, rank = self._context, self.entry, self._gathered, self._context.rank
-        told = [self._words if peer == rank else tuple(context.control.words_of(peer)) for peer in range(context.size)]
         received, rows = exchanged_rows(entry.request.collective, [words[2:] for words in told], rank)
         gathered.received = received
         gathered.array = out = context.pool.empty((sum(received), *self._row), entry.dtype)
         # A rank without rows has no tensor to be mapped.
         mapped = all(words[0] & MAPPED or not any(words[2:]) for words in told)
-        self._loop = None
         plan = context.entries.plan_for_rows(entry, rows, mapped)
         if plan is None:
             return
@@ -127,10 +127,12 @@ class Rows(HostTask):
         inputs = self._state.inputs
         views = [(inputs[peer], inputs[peer]) for peer in self._peers]
         if plan.loop is not None and context.executor.trace is None and all(view is not None for view, _ in views):
-            self._loop, self._blocks = plan.loop, plan.loop.cut(views)  # type: ignore[arg-type]  # checked above
-            self._told_here, self._told = self._words, [told[peer] for peer in self._peers]
-            self._shape, self._received = out.shape, received
-            plan.loop.run(self._source, flat, self._blocks)
+            blocks = plan.loop.cut(views)  # type: ignore[arg-type]  # checked above
+            if mapped:
+                if len(self._kept) >= _MOST_KEPT:
+                    self._kept.clear()
+                self._kept[told] = _Kept(plan.loop, blocks, out.shape, received)
+            plan.loop.run(self._source, flat, blocks)
         else:
             context.executor.run(plan)
         self._clear_arrays()
@@ -146,7 +148,7 @@ class Rows(HostTask):
     def run_handles(self, handles: Sequence[Handle]) -> None:
         handle, gathered = handles[0], self._gathered
         if self._context.executor.trace is not None:
-            self._loop = None  # a loop tells nothing of its rounds
+            self._kept.clear()  # a loop tells nothing of its rounds
         self.run()
         handle.keep = (handle.keep, gathered.array, gathered.received)
         handle.out = gathered.array.reshape(-1)
@@ -175,3 +177,4 @@ def _none() -> Handle:
 
 _EMPTY: Array = np.empty(0)
 _NOWHERE = GatheredRows((), _none)
+_MOST_KEPT = 16

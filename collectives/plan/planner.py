@@ -14,6 +14,7 @@ from collectives.base.errors import InvalidArgumentError, TransportError
 from collectives.plan.program import Medium
 from collectives.schedules import registry
 from collectives.schedules.algorithm import Algorithm
+from collectives.tensors.arena import MAPPED_FROM
 from collectives.transport.base import SLOT_BYTES
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -24,9 +25,6 @@ _SCRATCH_LIMIT = 24 * MIB
 _PACKED_PIECE = 16 * KIB
 """Bytes per tensor of a bucket, on average, up to which packing it into the window takes half of the time of reading it
 where it lies, for which the system pins the pages of each tensor."""
-_MAPPED_FROM = 16 * KIB
-"""Smaller tensors are copied into the window: that takes less than a second meeting of the ranks, after which the
-tensors themselves may change. Not among the crossovers, because it decides whether words travel with a request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +192,8 @@ class Planner:
         forced = self._transport if transport in (None, "auto") else transport
         placement = self.placement
         return (
-            nbytes >= _MAPPED_FROM
+            # Not among the crossovers, because it decides whether words travel with a request.
+            nbytes >= MAPPED_FROM
             and forced in ("auto", Medium.MAPPED.value)
             and placement.maps
             and placement.one_host

@@ -44,7 +44,8 @@ MAPPED = 1 << 62
 OFFSET_BITS = 40
 OFFSET_MASK = (1 << OFFSET_BITS) - 1
 MAPPED_FROM = 16 << 10
-"""Bytes from which what the engine allocates lies in the arena: below, peers gain less from it than a block costs."""
+"""Bytes from which what the engine allocates lies in the arena, and mapped tensors are reached in place. Below, a block
+costs more than peers gain, and a copy into the window takes less than a second meeting of the ranks."""
 MOST_PIECES = 128
 """Pieces at once. Each is a quarter of those before it or more, so that there are few."""
 _MOST_NUMBERS = 1 << 22

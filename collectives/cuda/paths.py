@@ -22,10 +22,10 @@ from collectives.cuda.planner import DeviceChoice
 from collectives.cuda.transfer import DeviceBlock
 from collectives.device.kernel_sources import WAYS
 from collectives.device.kernels import Combination, Scaling
-from collectives.engine.context import address
 from collectives.engine.handles import Handle
 from collectives.engine.request_cache import CachedRequest
 from collectives.engine.tasks import AdasumTensor, OneTensor
+from collectives.tensors.arrays import address
 from collectives.transport.base import Array
 
 Words = Sequence[int] | memoryview

@@ -17,6 +17,7 @@ from collectives.plan.mapped_loops import BucketViews
 from collectives.plan.planner import Choice
 from collectives.tensors import reduction
 from collectives.tensors.arena import MAPPED
+from collectives.tensors.arrays import address
 from collectives.transport.base import Array
 from collectives.transport.mapped_memory import MappedMemory
 
@@ -100,10 +101,9 @@ class ListBucket(Bucket):
         count, addresses, pieces = len(handles), self._addresses, self._pieces
         pieces.sources = sources = [handle.source for handle in handles]
         pieces.outs = outs = [handle.out for handle in handles]
-        addresses[:count] = inputs = [source.__array_interface__["data"][0] for source in sources]
+        addresses[:count] = inputs = [address(source) for source in sources]
         addresses[count:] = [
-            at if out is source else out.__array_interface__["data"][0]
-            for at, source, out in zip(inputs, sources, outs, strict=True)
+            at if out is source else address(out) for at, source, out in zip(inputs, sources, outs, strict=True)
         ]
         self._told[:] = addresses if self._mapped is None else self._mapped.words_of(addresses, self._nbytes)
         return self._words
@@ -113,10 +113,10 @@ class ListBucket(Bucket):
         if self._mapped is None or context.executor.trace is not None or not self._run_mapped(self._mapped):
             self._lists.locate(context.rank, self._addresses)
             for peer in plan.partners:
-                words = context.control.words_of(peer)
+                addresses = np.frombuffer(context.control.words_of(peer), np.int64)  # type: ignore[call-overload]
                 if self._mapped is not None:
-                    words = [self._mapped.address_of(peer, word) for word in words]
-                self._lists.locate(peer, np.array(words, np.int64))
+                    addresses = self._mapped.addresses_of(peer, addresses)
+                self._lists.locate(peer, addresses)
             context.run_plan(plan, False, self.entry.warns)
         self._release_pieces()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextvars
-import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
@@ -24,10 +23,6 @@ from collectives.transport.group import Group
 
 if TYPE_CHECKING:
     from collectives.engine.timeline import Timeline
-
-
-_addressof = ctypes.addressof
-_byte_of: Any = ctypes.c_char.from_buffer
 
 
 @dataclass(slots=True)
@@ -156,15 +151,6 @@ def _nothing() -> int:
 
 def _no_devices(entries: Sequence[CachedRequest]) -> Sequence[tuple[Any, Sequence[int]]]:
     raise TransportError("an operation on a device tensor has come to a world that has no device")
-
-
-def address(array: Array) -> int:
-    """The address of an array's first element."""
-    try:
-        return _addressof(_byte_of(array))  # four times as fast as the array interface
-    except (TypeError, ValueError):  # read-only, empty, or of a dtype that the buffer protocol lacks
-        at: int = array.__array_interface__["data"][0]
-        return at
 
 
 def _quiet_runner() -> Callable[..., Any]:

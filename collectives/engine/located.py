@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from collectives.engine.context import Context, address
+from collectives.engine.context import Context
 from collectives.engine.handles import Handle
 from collectives.engine.request_cache import CachedRequest
 from collectives.engine.rows import Rows
@@ -17,6 +17,7 @@ from collectives.plan.binder import Plan
 from collectives.plan.mapped_loops import Loop
 from collectives.plan.one_block import OneBlock
 from collectives.tensors.arena import MAPPED, arena
+from collectives.tensors.arrays import address
 from collectives.transport.base import Array
 
 _EMPTY = np.empty(0)

@@ -19,7 +19,7 @@ import numpy as np
 
 from collectives.engine.batches import Batch
 from collectives.engine.buckets import ListBucket
-from collectives.engine.context import Context, address
+from collectives.engine.context import Context
 from collectives.engine.handles import Handle
 from collectives.engine.host_handles import EMPTY
 from collectives.engine.request_cache import CachedRequest
@@ -28,6 +28,7 @@ from collectives.engine.tasks import HostTask, OneTensor, Task, Words
 from collectives.plan.binder import Plan
 from collectives.tensors import arrays
 from collectives.tensors.arena import MAPPED
+from collectives.tensors.arrays import address
 from collectives.transport.base import Array
 
 Places = tuple[int, int]
@@ -295,7 +296,7 @@ class BoundListBucket(ListBucket):
         for peer in self._plan.partners:
             its = words[peer]
             if mapped is not None:
-                its = np.array([mapped.address_of(peer, word) for word in its.tolist()], np.int64)
+                its = mapped.addresses_of(peer, its)
             self._lists.locate(peer, its)
 
     def prepare_handles(self, handles: Sequence[Handle]) -> Words:

@@ -8,12 +8,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from collectives.engine.context import Context, address
+from collectives.engine.context import Context
 from collectives.engine.handles import Handle
 from collectives.engine.request_cache import CachedRequest
 from collectives.engine.tasks import HostTask, Words
 from collectives.plan.mapped_loops import Loop
 from collectives.tensors.arena import MAPPED, arena
+from collectives.tensors.arrays import address
 from collectives.transport.base import Array
 
 

@@ -18,12 +18,13 @@ import numpy as np
 
 from collectives.base.reduce_op import Op
 from collectives.engine import adasum
-from collectives.engine.context import Context, address
+from collectives.engine.context import Context
 from collectives.engine.handles import Handle
 from collectives.engine.request_cache import CachedRequest
 from collectives.plan.binder import Plan
 from collectives.schedules import partition
 from collectives.tensors import arrays, halves
+from collectives.tensors.arrays import address
 from collectives.transport.base import Array
 
 Words = Sequence[int] | memoryview

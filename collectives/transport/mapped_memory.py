@@ -69,6 +69,8 @@ class MappedMemory:
         """`word_of` for many tensors at once, as int64."""
         words = arena.locate_all(addresses, nbytes)
         located = np.flatnonzero(words)
+        if not located.size:
+            return addresses
         for number in np.unique(words[located] - MAPPED >> OFFSET_BITS).tolist():
             if self._announced.get(number % PIECES) != number and not self._announce(number):
                 return addresses
@@ -99,6 +101,12 @@ class MappedMemory:
             return word
         *_, address = self._board.piece_of(peer, (word - MAPPED >> OFFSET_BITS) % PIECES)
         return address + (word & OFFSET_MASK)
+
+    def addresses_of(self, peer: int, words: Array) -> Array:
+        """`address_of` for many tensors at once, as int64."""
+        if not (words & MAPPED).any():
+            return words
+        return np.array([self.address_of(peer, word) for word in words.tolist()], np.int64)
 
     def close(self) -> None:
         """Drop the mappings; those that are still referenced stay."""

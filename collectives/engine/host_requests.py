@@ -82,8 +82,8 @@ class HostRequestCache(RequestCache[CachedRequest]):
             parts=parts,
         )
         moves = self._size > 1 and count > 0
-        meets = moves and not choice.native and self._planner.meets_tensors(nbytes, options.transport)
-        make_mapped = (lambda: make_plan(True)) if meets else None
+        locates = moves and not choice.native and self._planner.locates_tensors(nbytes, options.transport)
+        make_mapped = (lambda: make_plan(True)) if locates else None
         entry = _of_tensor(CachedRequest(request, self._planner, make_plan if moves else None, make_mapped), view)
         entry.finish = finish
         entry.prescale = reduction.prescale(dtype, options.prescale_factor)
@@ -121,9 +121,9 @@ class HostRequestCache(RequestCache[CachedRequest]):
 
         choose()  # raises if no choice is possible
         moves = self._size > 1 and view.array.size > 0
-        meets = moves and self._planner.meets_tensors(nbytes, options.transport)
+        locates = moves and self._planner.locates_tensors(nbytes, options.transport)
         make_plan = (lambda: self._plans.broadcast(shape, dtype, root, choose())) if moves else None
-        make_mapped = (lambda: self._plans.broadcast(shape, dtype, root, choose(True))) if meets else None
+        make_mapped = (lambda: self._plans.broadcast(shape, dtype, root, choose(True))) if locates else None
         request = replace(_request("broadcast", view, options), root=root)
         return _of_tensor(CachedRequest(request, self._planner, make_plan, make_mapped), view)
 
@@ -199,7 +199,7 @@ class HostRequestCache(RequestCache[CachedRequest]):
         choice = self._planner.choose(
             request.collective,
             nbytes,
-            mapped=mapped and self._planner.meets_tensors(nbytes, request.transport),
+            mapped=mapped and self._planner.locates_tensors(nbytes, request.transport),
             algorithm=request.algorithm,
             transport=request.transport,
         )

@@ -221,4 +221,4 @@ def one_tensor(context: Context, entry: CachedRequest) -> OneTensor | Rows:
     """The task of an operation on one tensor, other than Adasum."""
     if entry.request.collective in ("allgather", "alltoall"):
         return Rows(context, entry)
-    return (LocatedTensor if entry.meets_tensors else OneTensor)(context, entry)
+    return (LocatedTensor if entry.locates_tensors else OneTensor)(context, entry)

@@ -180,7 +180,7 @@ class BoundTensor(OneTensor):
     def __init__(self, context: Context, entry: CachedRequest, part: Handle, words: Sequence[Places]) -> None:
         super().__init__(context, entry)
         self._words = words
-        self._all_mapped = entry.meets_tensors and all(source & out & MAPPED for source, out in words)
+        self._all_mapped = entry.locates_tensors and all(source & out & MAPPED for source, out in words)
         self._arrays = part.source, part.out, address(part.source), address(part.out)
         self._peers_at: tuple[list[Sequence[int]], list[Array | None], list[Array | None]] = [], [], []
         """The addresses, inputs and outputs of the executor's state."""

@@ -61,7 +61,7 @@ class CachedRequest:
         moves: whether any bytes move.
         simple: whether a blocking call can carry it out without a handle.
         step: the task that does so, kept from one call to the next.
-        meets_tensors: whether the ranks tell each other where the tensors lie.
+        locates_tensors: whether the ranks tell each other where the tensors lie.
         binding: of a persistent operation; None: of any other.
     """
 
@@ -83,7 +83,7 @@ class CachedRequest:
         "finish",
         "fuses_with",
         "kernel",
-        "meets_tensors",
+        "locates_tensors",
         "moves",
         "name",
         "nbytes",
@@ -115,7 +115,7 @@ class CachedRequest:
         self.dtype: np.dtype[Any] = np.dtype(np.uint8)
         self.count = self.nbytes = 0
         self.moves = make_plan is not None
-        self.meets_tensors = make_mapped is not None
+        self.locates_tensors = make_mapped is not None
         self.simple = make_plan is not None or request.collective in (
             "allreduce",
             "reducescatter",
@@ -161,7 +161,7 @@ class CachedRequest:
         return self._plan
 
     def mapped_plan(self) -> Plan:
-        """The plan for when the tensors of all ranks are mapped; only where `meets_tensors`."""
+        """The plan for when the tensors of all ranks are mapped; only where `locates_tensors`."""
         if self._epoch != self._planner.epoch:
             self._renew()
         if self._mapped is None:

@@ -153,7 +153,7 @@ class Planner:
             native: whether MPI knows the dtype and the operation.
             ordered: a op b and b op a differ in bits (a product of complex numbers), so that each element must be
                 reduced on one rank for all ranks to get the same.
-            mapped: the tensors of all ranks are in their arenas; only where `meets_tensors`.
+            mapped: the tensors of all ranks are in their arenas; only where `locates_tensors`.
             pieces: tensors that are reduced as one.
             algorithm, transport: forced for this call; None or "auto": not.
 
@@ -187,7 +187,7 @@ class Planner:
         overlaps = chosen.overlaps or not medium.in_place
         return Choice(chosen.name, medium, self._block(chosen, nbytes, medium), overlaps, f"{why}; {why_medium}")
 
-    def meets_tensors(self, nbytes: int, transport: str | None = None) -> bool:
+    def locates_tensors(self, nbytes: int, transport: str | None = None) -> bool:
         """Whether ranks tell each other where their tensors of ``nbytes`` bytes lie, to reach mapped ones in place."""
         forced = self._transport if transport in (None, "auto") else transport
         placement = self.placement

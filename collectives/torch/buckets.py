@@ -204,7 +204,7 @@ class GroupedBucket(GradientBucket):
         if (
             options.compression is Compression.none
             and all(param.is_cpu for param in self._params)
-            and world_of(options.process_set).planner.meets_tensors(nbytes)
+            and world_of(options.process_set).planner.locates_tensors(nbytes)
         ):
             for slot in self.slots:
                 slot.place = slot.place or GradientPlace(slot.param)

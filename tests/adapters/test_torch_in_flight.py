@@ -277,7 +277,7 @@ def test_gradients_that_ranks_keep_where_others_have_moved_theirs(hvd: Any) -> N
     model, kept, copies, in_hook = Net(), [], [], []
     model.large.register_post_accumulate_grad_hook(lambda param: in_hook.append(param.grad) if hvd.rank() else None)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), model.named_parameters())
-    reaches = collectives.world().planner.meets_tensors(model.large.nbytes)
+    reaches = collectives.world().planner.locates_tensors(model.large.nbytes)
     for step in range(3):
         optimizer.zero_grad()
         model(batch(hvd.rank(), step)).backward()

@@ -1,0 +1,229 @@
+"""The network of a job's processes: authenticated connections between any two of them.
+
+A connection belongs to a *channel*: a text that both ends know. Of two ranks that open a channel to each other the
+higher dials and waits for nobody, because connections are accepted by a thread of their own; the lower takes the
+connection that arrives. So ranks may open channels in any order: the highest waits for none, and the others only for
+higher ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import json
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+from collectives.base.errors import CollectiveTimeoutError, RankFailedError, TransportError
+from collectives.transport import network
+from collectives.transport.authentication import make_key
+from collectives.transport.listener import Listener, dial
+from collectives.transport.service import Service
+
+Served = Callable[[int, str, socket.socket], None]
+
+_DIAL_WITHIN = 30.0
+_REFUSED_WITHIN = 3.0
+"""Seconds for which a refused connection is tried again: its listener may be flooded, but a process that has ended
+refuses as well."""
+_ATTEMPT = 10.0
+_LOOK_EVERY = 0.05
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 0.5
+
+
+class Mesh:
+    """One process's end of the job's network. Made by `join`. Methods may be called from any thread.
+
+    Attributes:
+        rank, size: in the job.
+        hosts: each rank's host, as `network.identity` has it.
+        names: each rank's host name, for messages.
+        service: the thread in which connections are accepted and dialled.
+        addresses: where each rank listens.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        key: bytes,
+        job: str,
+        service: Service,
+        listener: Listener,
+        inbox: Inbox,
+        hosts: Sequence[str],
+        addresses: Sequence[tuple[str, int]],
+    ) -> None:
+        self.rank = rank
+        self.size = len(addresses)
+        self.hosts = hosts
+        self.names = [host.split()[0] for host in hosts]
+        self.service = service
+        self.addresses = addresses
+        self._key, self._job = key, job
+        self._listener = listener
+        self._inbox = inbox
+
+    @classmethod
+    def join(cls, exchange: Callable[[Any], list[Any]], rank: int, key: bytes | None, *, interface: str = "") -> Mesh:
+        """Join the processes that call ``exchange`` together, each once.
+
+        Args:
+            exchange: gathers every rank's value (of JSON's types) on every rank, in rank order.
+            rank: this process's.
+            key: the job's; None on all ranks: rank 0 makes one, and ``exchange`` tells it to the others.
+            interface: the setting ``network_interface``; empty: loopback if all ranks are on this host, else the
+                interface that leads to the others.
+
+        Raises:
+            InvalidArgumentError, TransportError: no interface serves.
+        """
+        mine = (make_key() if key is None else b"").hex() if rank == 0 else ""
+        said = exchange([network.identity(), network.addresses(), mine, secrets.token_hex(8)])
+        hosts, offers, made, nonces = zip(*said, strict=True)
+        key = key if key is not None else bytes.fromhex(made[0])
+        job = nonces[0]
+        address = network.address_of(interface) if interface else network.choose(hosts, offers, rank)
+        service, inbox = Service(), Inbox(job)
+        try:
+            listener = Listener(service, address, 0, key, inbox.put)
+            everywhere = [(host, int(port)) for host, port in exchange(listener.address)]
+        except BaseException:
+            service.close()
+            raise
+        return cls(rank, key, job, service, listener, inbox, hosts, everywhere)
+
+    def open(
+        self, peer: int, channel: str, timeout: float, check: Callable[[], object] = lambda: None
+    ) -> socket.socket:
+        """The connection with ``peer`` on a channel: connected, proved, non-blocking, TCP_NODELAY. Both ranks call it,
+        once for a channel.
+
+        Args:
+            timeout: seconds.
+            check: called now and then while this rank waits; an exception from it ends the wait.
+
+        Raises:
+            CollectiveTimeoutError, RankFailedError, TransportError: it did not come about.
+        """
+        if peer < self.rank:
+            return self.dial(peer, channel, timeout, check)
+        end = time.monotonic() + timeout
+        while (sock := self._inbox.take(peer, channel, _LOOK_EVERY)) is None:
+            check()
+            if time.monotonic() > end:
+                raise CollectiveTimeoutError(
+                    f"rank {self.rank}: waited {timeout:g} s for a connection from {self._called(peer)}; see what it "
+                    "is doing, or raise COLLECTIVES_TIMEOUT"
+                )
+        return sock
+
+    def dial(
+        self, peer: int, channel: str, timeout: float, check: Callable[[], object] = lambda: None
+    ) -> socket.socket:
+        """A new connection to ``peer``, which takes it by `open` or `serve`. Raises as `open`."""
+        hello = json.dumps([self._job, self.rank, channel]).encode()
+        dialling = self.service.start(self._dial(peer, hello, min(timeout, _DIAL_WITHIN)))
+        try:
+            while True:
+                with suppress(concurrent.futures.TimeoutError):
+                    return dialling.result(_LOOK_EVERY)
+                check()
+        finally:
+            dialling.cancel()
+
+    async def _dial(self, peer: int, hello: bytes, seconds: float) -> socket.socket:
+        loop = asyncio.get_running_loop()
+        begun, pause = loop.time(), _FIRST_PAUSE
+        while True:
+            try:
+                return await asyncio.wait_for(dial(self.service, *self.addresses[peer], self._key, hello), _ATTEMPT)
+            except (OSError, asyncio.TimeoutError, TransportError) as error:
+                refused = isinstance(error, ConnectionError)
+                left = begun + (min(seconds, _REFUSED_WITHIN) if refused else seconds) - loop.time()
+                if left > 0 and not isinstance(error, TransportError):
+                    await asyncio.sleep(min(pause, left))
+                    pause = min(2 * pause, _LONGEST_PAUSE)
+                    continue
+                why = str(error) or "no answer"
+                where = "{}:{}".format(*self.addresses[peer])
+                if refused:
+                    raise RankFailedError(
+                        f"rank {self.rank}: {self._called(peer)} has ended: nobody listens at {where} any more ({why})"
+                    ) from None
+                raise TransportError(
+                    f"rank {self.rank}: cannot connect to {self._called(peer)} at {where}: {why}; if a firewall is "
+                    "between the hosts, open the ports of this job's processes, or name another network with "
+                    "COLLECTIVES_NETWORK_INTERFACE"
+                ) from None
+
+    def serve(self, prefix: str, served: Served) -> None:
+        """Have ``served(peer, channel, socket)`` called, in the service's thread, with connections that peers dial on
+        channels that begin with ``prefix``, including those that have arrived already."""
+        self.service.call(self._inbox.serve, prefix, served)
+
+    def _called(self, peer: int) -> str:
+        return f"rank {peer} on {self.names[peer]}"
+
+    def close(self) -> None:
+        """Stop to listen, and end the service. Connections that were taken stay open."""
+        self._listener.close()
+        self.service.close()
+        self._inbox.close()
+
+
+class Inbox:
+    """The connections that have arrived and were not taken yet, by rank and channel.
+
+    Args:
+        job: of whose connections alone are let in: those of an earlier job of the same key are closed.
+    """
+
+    def __init__(self, job: str) -> None:
+        self._job = job
+        self._arrived: dict[tuple[int, str], socket.socket] = {}
+        self._changed = threading.Condition()
+        self._served: dict[str, Served] = {}
+
+    def put(self, hello: bytes, sock: socket.socket) -> None:
+        """Take in a connection that has proved the key; called in the service's thread."""
+        try:
+            job, peer, channel = json.loads(hello)
+        except ValueError:
+            job = None
+        if job != self._job:
+            sock.close()
+            return
+        for prefix, served in self._served.items():
+            if channel.startswith(prefix):
+                served(peer, channel, sock)
+                return
+        with self._changed:
+            self._arrived[peer, channel] = sock
+            self._changed.notify_all()
+
+    def take(self, peer: int, channel: str, seconds: float) -> socket.socket | None:
+        """Wait for a connection, and take it out; None if it has not come in time."""
+        with self._changed:
+            self._changed.wait_for(lambda: (peer, channel) in self._arrived, seconds)
+            return self._arrived.pop((peer, channel), None)
+
+    def serve(self, prefix: str, served: Served) -> None:
+        """See `Mesh.serve`."""
+        self._served[prefix] = served
+        with self._changed:
+            there = [key for key in self._arrived if key[1].startswith(prefix)]
+            taken = [(*key, self._arrived.pop(key)) for key in there]
+        for peer, channel, sock in taken:
+            served(peer, channel, sock)
+
+    def close(self) -> None:
+        """Close what nobody has taken."""
+        with self._changed:
+            for sock in self._arrived.values():
+                sock.close()
+            self._arrived.clear()

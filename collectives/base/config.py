@@ -19,12 +19,21 @@ from collectives.schedules import registry
 ALGORITHMS = ("auto", *registry.NAMES)
 TRANSPORTS = ("auto", "window", "mapped", "direct-read", "mpi")
 DEVICE_TRANSPORTS = ("cuda-ipc", "nccl", "host")
+NETWORKS = ("mpi", "tcp")
 GRADIENTS = ("exact", "horovod")
 LOG_LEVELS = ("trace", "debug", "info", "warning", "error", "fatal")
 
 _PREFIX = "COLLECTIVES_"
-_INTERNAL = ("COLLECTIVES_RECORDS", "COLLECTIVES_TEST_", "COLLECTIVES_CHECK_")
-"""Prefixes of variables that the package's own programs and tests set for each other."""
+_INTERNAL = (
+    "COLLECTIVES_RECORDS",
+    "COLLECTIVES_TEST_",
+    "COLLECTIVES_CHECK_",
+    "COLLECTIVES_RANK",
+    "COLLECTIVES_SIZE",
+    "COLLECTIVES_KEY",
+)
+"""Prefixes of variables that are no settings: launchers state a rank's place with them, programs and tests of the
+package tell each other things."""
 
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 
@@ -121,6 +130,20 @@ def _path(text: str) -> str:
     return text
 
 
+def _interface(text: str) -> str:
+    """the name, address or network of an interface"""
+    return text
+
+
+def _rendezvous(text: str) -> str:
+    """an address such as tcp://node1:29400"""
+    scheme, _, address = text.partition("://")
+    host, colon, port = address.rpartition(":")
+    if scheme != "tcp" or not host or not colon or not 0 < int(port) < 65536:
+        raise ValueError(text)
+    return text
+
+
 def parse_bool(text: str) -> bool:
     """1, true, yes or on; or 0, false, no or off"""
     word = text.strip().lower()
@@ -185,12 +208,21 @@ class Config:
 
     algorithm: str = _setting("COLLECTIVES_ALGORITHM", "auto", _choice(*ALGORITHMS))
     """The algorithm of every operation that supports it; ``auto``: the planner chooses."""
-    transport: str = _setting("COLLECTIVES_TRANSPORT", "auto", _choice(*TRANSPORTS))
-    """The transport between ranks on one host; ``auto``: the planner chooses."""
+    transport: str = _setting("COLLECTIVES_TRANSPORT", "auto", _choice(*TRANSPORTS, "tcp"))
+    """The transport between ranks on one host; ``auto``: the planner chooses. ``mpi`` and ``tcp``: messages."""
+    network: str = _setting("COLLECTIVES_NETWORK", "auto", _choice("auto", *NETWORKS))
+    """What carries messages between hosts; ``auto``: MPI where it has started the ranks, TCP elsewhere."""
+    network_interface: str = _setting("COLLECTIVES_NETWORK_INTERFACE", "", _interface, alike=False)
+    """The interface that this host's ranks listen on; empty: loopback on one host, else the one towards the others."""
+    rendezvous: str = _setting("COLLECTIVES_RENDEZVOUS", "", _rendezvous, alike=False)
+    """Where ranks meet that MPI has not started; empty: as their launcher says."""
     segment: int = _setting("COLLECTIVES_SEGMENT", 0, _size)
     """Bytes of a chunk that one pipeline unit moves; 0: the planner chooses."""
     timeout: float = _setting("COLLECTIVES_TIMEOUT", 1800.0, _seconds, alike=False)
     """How long a call waits for a rank that is alive but does not arrive."""
+    peer_timeout: float = _setting("COLLECTIVES_PEER_TIMEOUT", 10.0, _seconds)
+    """Time after which a rank on another host that gives no sign of life counts as failed. A process whose threads
+    cannot run for so long, because one of them keeps Python's lock, looks the same."""
     local_size: int = _setting("COLLECTIVES_LOCAL_SIZE", 0, _count)
     """Treat each block of this many consecutive ranks as one host; 0: use the actual hosts."""
     allow_single: bool = _setting("COLLECTIVES_ALLOW_SINGLE", False, parse_bool, alike=False)

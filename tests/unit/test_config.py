@@ -46,7 +46,8 @@ def test_every_setting_has_its_own_variable() -> None:
 def test_what_only_a_rank_itself_goes_by_may_differ_between_ranks() -> None:
     differ = {field.name for field in dataclasses.fields(Config) if not field.metadata["alike"]}
     assert differ == {
-        "timeout", "allow_single", "result_pool", "arena", "cycle_time", "stall_warning", "stall_shutdown",
+        "timeout", "rendezvous", "network_interface", "allow_single", "result_pool", "arena", "cycle_time",
+        "stall_warning", "stall_shutdown",
         "timeline", "timeline_mark_cycles", "autotune_log", "autotune_samples", "autotune_noise", "device", "log_level",
     }  # fmt: skip
 
@@ -122,7 +123,7 @@ def test_settings_are_read(variable: str, text: str, attribute: str, value: obje
     ("variable", "text", "expected"),
     [
         ("COLLECTIVES_ALGORITHM", "Ring", "one of auto, ring"),
-        ("COLLECTIVES_TRANSPORT", "tcp", "one of auto, window"),
+        ("COLLECTIVES_TRANSPORT", "udp", "one of auto, window"),
         ("COLLECTIVES_GRADIENTS", "right", "one of exact, horovod"),
         ("COLLECTIVES_SEGMENT", "1.5", "number of bytes"),
         ("COLLECTIVES_SEGMENT", "-4K", "number of bytes"),

@@ -34,6 +34,8 @@ refuses as well."""
 _ATTEMPT = 10.0
 _LOOK_EVERY = 0.05
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 0.5
+_PING = "ping"
+"""The channel of connections that are closed as soon as they are proved."""
 
 
 class Mesh:
@@ -122,12 +124,16 @@ class Mesh:
                 )
         return sock
 
+    def take(self, peer: int, channel: str) -> socket.socket | None:
+        """The connection that ``peer`` has dialled on a channel; None if it has not arrived yet. Does not wait, for
+        ranks that have something else to do meanwhile."""
+        return self._inbox.take(peer, channel, 0.0)
+
     def dial(
         self, peer: int, channel: str, timeout: float, check: Callable[[], object] = lambda: None
     ) -> socket.socket:
         """A new connection to ``peer``, which takes it by `open` or `serve`. Raises as `open`."""
-        hello = json.dumps([self._job, self.rank, channel]).encode()
-        dialling = self.service.start(self._dial(peer, hello, min(timeout, _DIAL_WITHIN)))
+        dialling = self.service.start(self.reach(peer, channel, min(timeout, _DIAL_WITHIN)))
         try:
             while True:
                 with suppress(concurrent.futures.TimeoutError):
@@ -136,12 +142,21 @@ class Mesh:
         finally:
             dialling.cancel()
 
-    async def _dial(self, peer: int, hello: bytes, seconds: float) -> socket.socket:
+    async def ping(self, peer: int, seconds: float) -> None:
+        """Connect to ``peer``, and close the connection; in the service's thread. Shows that it lives, even if packets
+        of older connections are lost and wait to be sent again. Raises as `open`."""
+        (await self.reach(peer, _PING, seconds)).close()
+
+    async def reach(self, peer: int, channel: str, seconds: float) -> socket.socket:
+        """`dial` in the service's thread."""
+        hello = json.dumps([self._job, self.rank, channel]).encode()
         loop = asyncio.get_running_loop()
         begun, pause = loop.time(), _FIRST_PAUSE
         while True:
             try:
-                return await asyncio.wait_for(dial(self.service, *self.addresses[peer], self._key, hello), _ATTEMPT)
+                return await asyncio.wait_for(
+                    dial(self.service, *self.addresses[peer], self._key, hello), min(seconds, _ATTEMPT)
+                )
             except (OSError, asyncio.TimeoutError, TransportError) as error:
                 refused = isinstance(error, ConnectionError)
                 left = begun + (min(seconds, _REFUSED_WITHIN) if refused else seconds) - loop.time()
@@ -176,6 +191,45 @@ class Mesh:
         self._inbox.close()
 
 
+class Links:
+    """The connections of a group: its members of a mesh, and channels of its own.
+
+    Args:
+        mesh: of all ranks of the job.
+        group: its name, alike on its members and different from other groups'.
+        members: the group's ranks, as ranks of the mesh.
+        check: of `Mesh.open`.
+    """
+
+    def __init__(
+        self, mesh: Mesh, group: str, members: Sequence[int], timeout: float, check: Callable[[], object] = lambda: None
+    ) -> None:
+        self.mesh, self.group, self.members = mesh, group, tuple(members)
+        self.rank, self.size = self.members.index(mesh.rank), len(members)
+        self.check = check
+        self._timeout = timeout
+
+    def open(self, peer: int, channel: str) -> socket.socket:
+        """See `Mesh.open`."""
+        return self.mesh.open(self.members[peer], f"{self.group}/{channel}", self._timeout, lambda: self.check())
+
+    def dial(self, peer: int, channel: str) -> socket.socket:
+        """See `Mesh.dial`."""
+        return self.mesh.dial(self.members[peer], f"{self.group}/{channel}", self._timeout, lambda: self.check())
+
+    def take(self, peer: int, channel: str) -> socket.socket | None:
+        """See `Mesh.take`."""
+        return self.mesh.take(self.members[peer], f"{self.group}/{channel}")
+
+    def serve(self, prefix: str, served: Served) -> None:
+        """See `Mesh.serve`."""
+        known = {member: rank for rank, member in enumerate(self.members)}
+        start = len(self.group) + 1
+        self.mesh.serve(
+            f"{self.group}/{prefix}", lambda peer, channel, sock: served(known[peer], channel[start:], sock)
+        )
+
+
 class Inbox:
     """The connections that have arrived and were not taken yet, by rank and channel.
 
@@ -194,8 +248,8 @@ class Inbox:
         try:
             job, peer, channel = json.loads(hello)
         except ValueError:
-            job = None
-        if job != self._job:
+            job = channel = None
+        if job != self._job or channel == _PING:
             sock.close()
             return
         for prefix, served in self._served.items():

@@ -10,6 +10,7 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -147,10 +148,11 @@ def test_random_bytes_replays_and_crowds_get_nowhere(service: Service, monkeypat
     for attack in (b"", os.urandom(500), recorded, b"\xff" * 40, b"\0" * 34):
         with socket.create_connection(server.address) as sock:
             sock.settimeout(10)
-            sock.sendall(attack)
-            sock.shutdown(socket.SHUT_WR)
+            with suppress(OSError):  # it may be refused before it has said all
+                sock.sendall(attack)
+                sock.shutdown(socket.SHUT_WR)
             answer = b"".join(iter(lambda sock=sock: receive(sock), b""))  # type: ignore[misc]
-            assert len(answer) == 46  # the greeting and a nonce: nothing of the job
+            assert len(answer) <= 46  # the greeting and a nonce: nothing of the job
     service.start(dial(service, *server.address, KEY, b"mine")).result(10).close()
     assert admitted == [b"mine"]
     for sock in half_open:

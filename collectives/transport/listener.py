@@ -6,6 +6,7 @@ Everything else is refused: it has a few seconds and a few bytes, and is the fir
 from __future__ import annotations
 
 import asyncio
+import functools
 import socket
 from collections.abc import Callable
 from contextlib import suppress
@@ -55,7 +56,7 @@ class Listener:
             raise
         self.address: tuple[str, int] = self._socket.getsockname()[:2]
         self._service, self._key, self._accepted = service, key, accepted
-        self._unproved: dict[asyncio.Task[None], None] = {}
+        self._unproved: dict[asyncio.Task[bytes | None], None] = {}
         self._refused = 0
         service.owns(self._socket)
         self._serving = service.start(self._serve())
@@ -76,21 +77,27 @@ class Listener:
                 oldest.cancel()
             task = loop.create_task(self._admit(sock))
             self._unproved[task] = None
-            task.add_done_callback(lambda task: self._unproved.pop(task, None))
+            task.add_done_callback(functools.partial(self._settle, sock))
 
-    async def _admit(self, sock: socket.socket) -> None:
-        hello: bytes | None = None
+    async def _admit(self, sock: socket.socket) -> bytes | None:
+        """The hello of a connection, or None if it is refused."""
         try:
             hello = await asyncio.wait_for(authentication.verify(sock, self._key), PROVE_WITHIN)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            return hello
         except (OSError, EOFError, asyncio.TimeoutError, CollectivesError) as error:
             self._refused += 1
             if self._refused & (self._refused - 1) == 0:  # the 1st, 2nd, 4th, 8th: a flood must not fill the log
                 logger.info("refused %d connections to %s:%d, lately because: %s", self._refused, *self.address, error)
-        finally:
-            if hello is None:
-                sock.close()
-        if hello is not None:
+            return None
+
+    def _settle(self, sock: socket.socket, task: asyncio.Task[bytes | None]) -> None:
+        # Not in `_admit`, which never begins if it is cancelled at once.
+        self._unproved.pop(task, None)
+        hello = None if task.cancelled() else task.result()
+        if hello is None:
+            sock.close()
+        else:
             self._accepted(hello, sock)
 
     def close(self) -> None:

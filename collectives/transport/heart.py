@@ -1,0 +1,386 @@
+"""Heartbeats between the ranks of a job, and notices that a rank gives about itself.
+
+Every two ranks have one connection of their own. The thread of the job's service beats and listens on it, also while
+the program computes, so that a rank that dies is noticed whatever the others do:
+
+    the connection closes        the rank has died, unless it has left before: known at once
+    silence                      its host or its network is down, or its process is stopped: known after the timeout
+
+A notice (the rank has failed, leaves, or waits in a call) belongs to a group. It is sent by the thread that gives it,
+and is there before anything that this rank sends later on the same connection: a rank that fails and then leaves is
+never taken for one that has left only.
+
+A rank beats five times per timeout. Silence is counted in beats of the rank that listens: when it was stopped itself,
+its peers are not blamed for the time in which it did not listen. A silent rank is pinged by new connections: while the
+network is down, TCP waits twice as long before each attempt to send again, so that an old connection may stay silent
+for twice as long as the network.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import socket
+import struct
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from collectives.base.errors import RankFailedError, TransportError
+from collectives.transport import backoff
+
+if TYPE_CHECKING:
+    from collectives.transport.mesh import Mesh
+
+_CHANNEL = "heart"
+_BEATS = 5
+"""Beats per timeout."""
+_PINGED_FROM = 2
+"""Beats of silence from which the peer is pinged."""
+_KINDS = ("beat", "failed", "left", "here")
+"""Of frames, by number; all but the first are those of notices."""
+_HEAD = struct.Struct("<HB")
+"""Of a frame: the number of bytes that follow, and its kind. A notice has the group's name, a zero byte, and a text."""
+_DIED = "has died: its process has ended without leaving; see its output, and whether the system has killed it"
+_TEXT_BYTES = 16 << 10
+_NAME_BYTES = 1 << 10
+_READ_BYTES = 64 << 10
+_BEAT = _HEAD.pack(0, 0)
+
+
+class _Peer:
+    """The connection to one rank.
+
+    Attributes:
+        silent: this rank's beats since it has last heard of the peer.
+        lost: a sentence about its death or its end; empty while the connection stands.
+    """
+
+    def __init__(self, rank: int, connection: socket.socket) -> None:
+        self.rank = rank
+        self.socket = connection
+        self.inbox = bytearray()
+        self.silent = 0
+        self.ping: asyncio.Task[None] | None = None
+        self.lost = ""
+        self.closed = False
+        self._outbox: deque[memoryview] = deque()
+        self._sending = threading.Lock()
+
+    @property
+    def pending(self) -> bool:
+        """Whether the system has not taken everything yet."""
+        return bool(self._outbox)
+
+    def send(self, frame: bytes) -> None:
+        """Send a frame without waiting, from any thread, also from a signal handler that interrupts this method."""
+        if not self.closed:
+            self._outbox.append(memoryview(frame))
+            self.flush()
+
+    def flush(self) -> None:
+        """Send what the system takes; the next beat goes on with the rest."""
+        # Who finds the lock taken has put its frame where the owner will find it: the owner looks after its release.
+        while self._outbox and self._sending.acquire(False):
+            try:
+                while self._outbox:
+                    rest = self._outbox[0]
+                    sent = self.socket.send(rest)
+                    if sent < len(rest):
+                        self._outbox[0] = rest[sent:]
+                    else:
+                        self._outbox.popleft()
+            except BlockingIOError:
+                return
+            except OSError:
+                self._outbox.clear()  # reading the connection tells why
+            finally:
+                self._sending.release()
+
+    def beat(self) -> None:
+        if self._outbox:
+            self.flush()
+        else:
+            self.send(_BEAT)
+
+    def close(self) -> None:
+        self.closed = True
+        self.socket.close()
+
+
+class Notices:
+    """What the other members of one group have said about themselves, or what is known of their ends.
+
+    The service's thread fills the attributes, whose keys are ranks of the group; any thread may read them.
+
+    Attributes:
+        failed: reason by failed rank; a rank that has died has failed.
+        died: of these, those that ended without a word, with a sentence that names rank and host.
+        left: last call by rank that has left.
+        here: present call by waiting rank.
+        gone: the ranks whose connection has ended, for whatever reason.
+    """
+
+    def __init__(self, heart: Heart, group: str, members: Sequence[int]) -> None:
+        self.group = group
+        self.members = tuple(members)
+        self.failed: dict[int, str] = {}
+        self.died: dict[int, str] = {}
+        self.left: dict[int, int] = {}
+        self.here: dict[int, int] = {}
+        self.gone: set[int] = set()
+        self.has_left = False
+        self.closed = False
+        self._heart = heart
+        self._places = {member: place for place, member in enumerate(self.members)}
+
+    def tell(self, kind: str, text: str) -> None:
+        """Send a notice to every other member. Does not wait.
+
+        Args:
+            kind: "failed", with the reason as the text; "left" with the number of this rank's last call, after which
+                nothing more is told; "here" with that of its present call.
+        """
+        if not self.has_left:
+            self.has_left = kind == "left"
+            self._heart.tell(self, kind, text)
+
+    def flush(self, seconds: float) -> bool:
+        """Wait for a bounded time until the system has taken all that was told. Returns whether it has."""
+        return backoff.poll(lambda: self._heart.has_told(self), seconds)
+
+    def look_for_failures(self) -> None:
+        """Raise RankFailedError if a member has failed: a death before a failure, and a failure that has a cause of its
+        own before one that another rank's has caused."""
+        if not self.failed:
+            return
+        me = f"rank {self._heart.rank}"
+        for sentence in list(self.died.values()):
+            raise RankFailedError(f"{me}: {sentence}")
+        place, text = min(list(self.failed.items()), key=lambda item: RankFailedError.__name__ in item[1])
+        raise RankFailedError(f"{me}: rank {self.members[place]} has failed:\n{text}")
+
+    def all_left(self) -> bool:
+        """Whether every other member has left or died."""
+        return len(self.left.keys() | self.gone) >= len(self.members) - 1
+
+    def close(self) -> None:
+        """Note that this rank uses the group no more."""
+        self.closed = True
+        self._heart.forget(self)
+
+    def deliver(self, rank: int, kind: str, text: str) -> None:
+        """Note what a rank of the job says. In the service's thread."""
+        place = self._places.get(rank)
+        if place is None:
+            return
+        if kind == "failed":
+            self.failed.setdefault(place, text)
+        else:
+            (self.left if kind == "left" else self.here)[place] = int(text)
+
+    def lose(self, rank: int, sentence: str, silent: bool) -> None:
+        """Note the end of a rank of the job. In the service's thread.
+
+        Args:
+            sentence: how it ended.
+            silent: whether it fell silent: then it has died even if it had left, because what it has sent before may
+                never arrive.
+        """
+        place = self._places.get(rank)
+        if place is None:
+            return
+        if place not in self.failed and (silent or place not in self.left):
+            self.died[place] = sentence
+            self.failed[place] = sentence
+        self.gone.add(place)
+
+
+class Heart:
+    """One rank's connections for beats and notices. Collective over the ranks of the mesh: every rank makes one.
+
+    Args:
+        mesh: connects the ranks of the job.
+        timeout: seconds of silence after which a rank counts as dead, the setting ``peer_timeout``. A process none of
+            whose threads can run for so long, because an extension keeps Python's lock, is silent too.
+        within: seconds for which the ranks wait for each other here.
+        check: as of `Mesh.open`.
+
+    Raises:
+        CollectiveTimeoutError, RankFailedError, TransportError: as `Mesh.open`.
+    """
+
+    def __init__(self, mesh: Mesh, timeout: float, within: float, check: Callable[[], object] = lambda: None) -> None:
+        self.rank = mesh.rank
+        self._mesh = mesh
+        self._interval = timeout / _BEATS
+        self._timeout = timeout
+        self._hosts = mesh.names
+        self._service = mesh.service
+        self._peers: dict[int, _Peer] = {}
+        self._groups: dict[str, Notices] = {}
+        self._early: dict[str, dict[tuple[int, str], str]] = {}
+        """By group that this rank has not made yet: the notices that have come already, by rank and kind."""
+        self._lock = threading.RLock()  # a signal handler may interrupt its owner
+        self._serving: concurrent.futures.Future[None] | None = None
+        try:
+            for peer in range(mesh.size):
+                if peer != self.rank:
+                    self._peers[peer] = _Peer(peer, mesh.open(peer, _CHANNEL, within, check))
+        except BaseException:
+            self.close()
+            raise
+
+    def start(self) -> None:
+        """Begin to beat and to listen."""
+        self._serving = self._service.start(self._serve())
+
+    def notices(self, group: str, members: Sequence[int]) -> Notices:
+        """The notices of a group that this rank is a member of.
+
+        Args:
+            group: its name, the same on all members and never used again.
+            members: the ranks' numbers in the mesh, in the order of the group's ranks.
+        """
+        assert 0 < len(group.encode()) <= _NAME_BYTES and "\0" not in group, group
+        notices = Notices(self, group, members)
+        with self._lock:
+            for (rank, kind), text in self._early.pop(group, {}).items():
+                notices.deliver(rank, kind, text)
+            for peer in self._peers.values():
+                if peer.lost:
+                    notices.lose(peer.rank, peer.lost, silent=False)
+            self._groups[group] = notices
+        return notices
+
+    def tell(self, notices: Notices, kind: str, text: str) -> None:
+        """Send a notice to the other members of its group; see `Notices.tell`."""
+        body = notices.group.encode() + b"\0" + text.encode("utf-8", "replace")[-_TEXT_BYTES:]
+        frame = _HEAD.pack(len(body), _KINDS.index(kind)) + body
+        for peer in self._others(notices):
+            peer.send(frame)
+
+    def has_told(self, notices: Notices) -> bool:
+        """Whether the system has taken all that was told to the other members."""
+        return not any(peer.pending for peer in self._others(notices))
+
+    def _others(self, notices: Notices) -> list[_Peer]:
+        return [self._peers[member] for member in notices.members if member != self.rank]
+
+    def forget(self, notices: Notices) -> None:
+        """Drop the notices of a group that is over, once nothing more can come for it."""
+        with self._lock:
+            if notices.closed and notices.all_left():
+                self._groups.pop(notices.group, None)
+
+    def close(self) -> None:
+        """Close the connections; groups that this rank has not left see its death. Does not wait."""
+        serving, self._serving = self._serving, None
+        if serving is not None:
+            serving.cancel()
+        else:
+            for peer in self._peers.values():
+                peer.close()
+
+    # ---- in the service's thread
+
+    async def _serve(self) -> None:
+        loop = asyncio.get_running_loop()
+        for peer in self._peers.values():
+            loop.add_reader(peer.socket, self._read, peer)
+        try:
+            while True:
+                for peer in list(self._peers.values()):
+                    self._beat(peer)
+                await asyncio.sleep(self._interval)
+        finally:
+            for peer in self._peers.values():
+                if peer.ping is not None:
+                    peer.ping.cancel()
+                self._close(peer)
+
+    def _beat(self, peer: _Peer) -> None:
+        if peer.closed or peer.lost:
+            return
+        peer.beat()
+        peer.silent += 1
+        if peer.silent > _BEATS:  # the first of them came right after the last sign of life
+            self._lose(
+                peer,
+                f"has been silent for {self._timeout:g} s: its host or network is down, or its process is stopped "
+                f"(COLLECTIVES_PEER_TIMEOUT sets how long a rank may be silent)",
+                silent=True,
+            )
+        elif peer.silent >= _PINGED_FROM:
+            if peer.ping is not None:
+                peer.ping.cancel()  # a connection attempt, too, is repeated more and more seldom
+            peer.ping = asyncio.get_running_loop().create_task(self._ping(peer))
+
+    async def _ping(self, peer: _Peer) -> None:
+        try:
+            await self._mesh.ping(peer.rank, self._interval)
+            peer.silent = 0
+        except RankFailedError:
+            self._lose(peer, _DIED)
+        except TransportError:
+            return  # the next beat tries again
+
+    def _read(self, peer: _Peer) -> None:
+        try:
+            data = peer.socket.recv(_READ_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        peer.silent = 0
+        peer.inbox += data
+        try:
+            self._take(peer)
+        except ValueError as error:
+            self._lose(peer, f"has sent what is no notice ({error})")
+            data = b""
+        if not data:
+            self._close(peer)
+            self._lose(peer, _DIED)
+
+    def _take(self, peer: _Peer) -> None:
+        """Deliver the notices that have arrived whole."""
+        inbox, at = peer.inbox, 0
+        while len(inbox) - at >= _HEAD.size:
+            length, kind = _HEAD.unpack_from(inbox, at)
+            if len(inbox) - at < _HEAD.size + length:
+                break
+            body = bytes(inbox[at + _HEAD.size : at + _HEAD.size + length])
+            at += _HEAD.size + length
+            if kind:
+                self._deliver(peer.rank, kind, body)
+        del inbox[:at]
+
+    def _deliver(self, rank: int, number: int, body: bytes) -> None:
+        name, _, text = body.partition(b"\0")
+        if number >= len(_KINDS) or len(name) > _NAME_BYTES or len(text) > _TEXT_BYTES:
+            raise ValueError(f"kind {number}, {len(name)} and {len(text)} bytes")
+        group, kind, said = name.decode(), _KINDS[number], text.decode("utf-8", "replace")
+        with self._lock:
+            notices = self._groups.get(group)
+            if notices is None:
+                self._early.setdefault(group, {})[rank, kind] = said
+                return
+            notices.deliver(rank, kind, said)
+        self.forget(notices)
+
+    def _lose(self, peer: _Peer, how: str, silent: bool = False) -> None:
+        if peer.lost:
+            return
+        peer.lost = f"rank {peer.rank} on {self._hosts[peer.rank]} {how}"
+        with self._lock:
+            for notices in list(self._groups.values()):
+                notices.lose(peer.rank, peer.lost, silent)
+        for notices in list(self._groups.values()):
+            self.forget(notices)
+
+    def _close(self, peer: _Peer) -> None:
+        if not peer.closed:
+            asyncio.get_running_loop().remove_reader(peer.socket)
+            peer.close()

@@ -1,0 +1,176 @@
+"""Heartbeats and notices: what shows a death, what does not, and what a rank says about itself."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from collectives.base.errors import RankFailedError, TransportError
+from collectives.transport import backoff
+from collectives.transport.heart import Heart
+from collectives.transport.mesh import Mesh
+
+LONG = 30.0
+"""A timeout that no test outlasts."""
+
+
+def join(timeouts: Sequence[float]) -> list[tuple[Mesh, Heart]]:
+    """Ranks of one process, each with a mesh and a heart."""
+    size = len(timeouts)
+    barrier, slots = threading.Barrier(size, timeout=20), [None] * size
+
+    def of(rank: int) -> tuple[Mesh, Heart]:
+        def exchange(value: Any) -> list[Any]:
+            slots[rank] = value
+            barrier.wait()
+            said: list[Any] = list(slots)
+            barrier.wait()
+            return said
+
+        mesh = Mesh.join(exchange, rank, None)
+        return mesh, Heart(mesh, timeouts[rank], LONG)
+
+    with concurrent.futures.ThreadPoolExecutor(size) as pool:
+        return list(pool.map(of, range(size)))
+
+
+@pytest.fixture
+def ranks() -> Iterator[Callable[..., list[Heart]]]:
+    """Gives a function that makes a rank of each timeout."""
+    made: list[tuple[Mesh, Heart]] = []
+
+    def make(*timeouts: float) -> list[Heart]:
+        made.extend(join(timeouts))
+        for _, heart in made:
+            heart.start()
+        return [heart for _, heart in made]
+
+    yield make
+    for mesh, heart in made:
+        heart.close()
+        mesh.close()
+
+
+def soon(ready: Callable[[], object]) -> bool:
+    return backoff.poll(ready, 20)
+
+
+def test_notices_arrive_by_group_and_rank_also_before_the_group_is_made(ranks: Callable[..., list[Heart]]) -> None:
+    zero, one, two = ranks(LONG, LONG, LONG)
+    sender = two.notices("all.1", (1, 2))
+    sender.tell("here", "7")
+    sender.tell("failed", "ValueError: é" + "x" * 20_000)
+    sender.tell("left", "8")
+    sender.tell("failed", "after leaving nothing is told")
+    everybody = [heart.notices("all", range(3)) for heart in (zero, one, two)]
+    everybody[2].tell("here", "3")
+    assert soon(lambda: everybody[1].here == {2: 3} and everybody[0].here == {2: 3})  # sent later, so that all is there
+    late = one.notices("all.1", (1, 2))
+    assert late.here == {1: 7} and late.left == {1: 8} and late.all_left() and not late.gone
+    assert late.failed == {1: "x" * 16384}, "the end of a long text"
+    assert not everybody[1].failed and not everybody[1].left
+    with pytest.raises(RankFailedError, match=r"^rank 1: rank 2 has failed:\nx+$"):
+        late.look_for_failures()
+    for notices in everybody:
+        notices.look_for_failures()
+
+
+def test_a_closed_connection_is_a_death_in_every_group_that_the_rank_has_not_left(
+    ranks: Callable[..., list[Heart]],
+) -> None:
+    zero, one, two = ranks(LONG, LONG, LONG)
+    groups = [[heart.notices(name, range(3)) for heart in (zero, one, two)] for name in ("a", "b", "c")]
+    groups[1][2].tell("left", "4")
+    groups[2][2].tell("failed", "ValueError: no good")
+    two.close()
+    for a, b, c in zip(*(group[:2] for group in groups), strict=True):
+        assert soon(lambda a=a, c=c: a.died and 2 in c.gone)
+        assert b.left == {2: 4} and not b.failed and b.gone == {2}
+        b.look_for_failures()
+        assert c.failed == {2: "ValueError: no good"} and not c.died
+        with pytest.raises(RankFailedError, match=r"^rank [01]: rank 2 on \S+ has died: its process has ended"):
+            a.look_for_failures()
+    assert zero.notices("d", (0, 2)).failed.keys() == {1}, "a death shows in groups that are made later"
+    assert not zero.notices("e", (0, 1)).failed
+
+
+def test_silence_is_a_death_unless_a_new_connection_is_answered(
+    ranks: Callable[..., list[Heart]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    zero, _ = ranks(0.5, 1000.0)  # rank 1 beats once in 200 s
+    notices = zero.notices("all", range(2))
+    pinged, answered = [], Mesh.ping
+
+    async def ping(mesh: Mesh, peer: int, seconds: float) -> None:
+        pinged.append(peer)
+        if len(pinged) > 10:
+            raise TransportError("no route to host")
+        await answered(mesh, peer, seconds)
+
+    monkeypatch.setattr(Mesh, "ping", ping)
+    assert soon(lambda: len(pinged) == 10)
+    assert not notices.failed, "silence beyond the timeout, while new connections were answered"
+    assert soon(lambda: notices.failed)
+    with pytest.raises(RankFailedError, match=r"^rank 0: rank 1 on \S+ has been silent for 0\.5 s: its host or netw"):
+        notices.look_for_failures()
+    assert pinged == [1] * len(pinged) and notices.gone == {1}
+
+
+def test_a_rank_that_was_stopped_itself_blames_nobody(ranks: Callable[..., list[Heart]]) -> None:
+    zero, _ = ranks(1.0, 1.0)
+    notices = zero.notices("all", range(2))
+    resumed = threading.Event()
+    zero._service.call(lambda: (time.sleep(2.5), resumed.set()))
+    assert resumed.wait(20)
+    peer = zero._peers[1]
+    assert soon(lambda: peer.silent >= 1), "it beats again"
+    assert not notices.failed
+
+
+def test_the_first_hand_reason_is_given(ranks: Callable[..., list[Heart]]) -> None:
+    zero, one, two = ranks(LONG, LONG, LONG)
+    mine, ones, twos = (heart.notices("all", range(3)) for heart in (zero, one, two))
+    ones.tell("failed", "RankFailedError: rank 1: rank 2 has failed:\nValueError: no good")
+    assert soon(lambda: mine.failed)
+    with pytest.raises(RankFailedError, match=r"rank 1 has failed:\nRankFailedError: rank 1: rank 2 has failed"):
+        mine.look_for_failures()
+    twos.tell("failed", "ValueError: no good")
+    assert soon(lambda: len(mine.failed) == 2)
+    with pytest.raises(RankFailedError, match=r"^rank 0: rank 2 has failed:\nValueError: no good$"):
+        mine.look_for_failures()
+    one.close()
+    assert soon(lambda: 1 in mine.gone)
+    with pytest.raises(RankFailedError, match=r"^rank 0: rank 2 has failed"):
+        mine.look_for_failures()
+
+
+def test_telling_waits_for_no_peer_and_loses_nothing(ranks: Callable[..., list[Heart]]) -> None:
+    zero, one = ranks(LONG, 2.0)
+    mine, theirs = zero.notices("all", range(2)), one.notices("all", range(2))
+    go_on = threading.Event()
+    zero._service.call(go_on.wait, 20)
+    for call in range(3000):
+        theirs.tell("here", f"{call:0300}")
+        theirs.tell("failed", "x" * 3000)
+    theirs.tell("left", "3000")
+    assert not theirs.flush(0.05) and not mine.left
+    go_on.set()
+    assert soon(lambda: mine.left == {1: 3000}) and mine.here == {1: 2999}
+    assert theirs.flush(5)
+
+
+def test_groups_that_are_over_are_forgotten(ranks: Callable[..., list[Heart]]) -> None:
+    zero, one = ranks(LONG, LONG)
+    mine, theirs = zero.notices("all.1", range(2)), one.notices("all.1", range(2))
+    mine.tell("left", "1")
+    mine.close()
+    assert "all.1" in zero._groups, "the other may still tell it something"
+    theirs.tell("left", "1")
+    theirs.close()
+    assert soon(lambda: not zero._groups and not one._groups)
+    assert not zero._early and not one._early

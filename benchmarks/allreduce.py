@@ -26,6 +26,7 @@ from benchmarks.collective import (
 from benchmarks.peers import Cupyx, Mpi, Torch
 from benchmarks.prototype import Prototype
 from benchmarks.run import main
+from benchmarks.sockets import Sockets
 from benchmarks.values import Values
 
 
@@ -81,7 +82,7 @@ def cupyx(peer: Cupyx, case: Case, mode: str) -> Result:
     return call
 
 
-def prototype(peer: Prototype, case: Case, mode: str) -> Result:
+def by_itself(peer: Prototype | Sockets, case: Case, mode: str) -> Result:
     return peer.allreduce(case, mode)
 
 
@@ -101,7 +102,8 @@ ALLREDUCE = Collective(
     mpi=mpi,
     torch=torch,
     cupyx=cupyx,
-    prototype=prototype,
+    prototype=by_itself,
+    sockets=by_itself,
 )
 
 if __name__ == "__main__":

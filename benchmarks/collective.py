@@ -51,8 +51,8 @@ Result = Callable[[], Any]
 writing."""
 
 
-def _no_prototype(peer: Any, case: Case, mode: str) -> Result:
-    raise Unavailable("prototype: all-reduce only")
+def _allreduce_only(peer: Any, case: Case, mode: str) -> Result:
+    raise Unavailable(f"{peer.name}: all-reduce only")
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,8 @@ class Collective:
     torch: Callable[[Any, Case, str], Result]
     """torch.distributed's call, over gloo or NCCL."""
     cupyx: Callable[[Any, Case, str], Result]
-    prototype: Callable[[Any, Case, str], Result] = _no_prototype
+    prototype: Callable[[Any, Case, str], Result] = _allreduce_only
+    sockets: Callable[[Any, Case, str], Result] = _allreduce_only
 
     def count(self, nbytes: int, itemsize: int, ranks: int) -> int:
         """nccl-tests' count for a size in bytes: whole elements, the same for every rank, at least one."""

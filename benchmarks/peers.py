@@ -1,12 +1,11 @@
 """The others in the race, each called as its users call it: mpi4py's collectives and torch.distributed's gloo on the
 CPU; on a GPU torch.distributed over NCCL, and CuPy's own cupyx.distributed. (NCCL itself is one of our planner's
-choices, and called through us. The prototype has a file of its own.)
+choices, and called through us. The prototype and plain sockets have files of their own.)
 """
 
 from __future__ import annotations
 
 import importlib
-import socket
 from typing import Any
 
 import numpy as np
@@ -15,8 +14,9 @@ from benchmarks.collective import Case, Forced, Result, Unavailable
 from benchmarks.device import HOST, Cuda, Host
 from benchmarks.prototype import Prototype
 from benchmarks.ranks import Ranks
+from benchmarks.sockets import Sockets
 
-PEERS = {"cpu": ("mpi", "gloo", "prototype"), "cuda": ("nccl", "torch", "cupyx")}
+PEERS = {"cpu": ("mpi", "gloo", "prototype", "sockets"), "cuda": ("nccl", "torch", "cupyx")}
 """Who there is, by ``--device``."""
 
 NATIVE: Forced = {"algorithm": "native", "transport": "nccl"}
@@ -107,7 +107,7 @@ class Torch:
         store = None
         address: tuple[str, int] = ("", 0)
         if ranks.rank == 0:
-            host = "127.0.0.1" if ranks.local_size == ranks.size else socket.gethostbyname(socket.gethostname())
+            host = ranks.address()
             store = self.distributed.TCPStore(host, 0, ranks.size, is_master=True, wait_for_workers=False)
             address = (host, store.port)
         if ranks.comm is not None:
@@ -210,7 +210,7 @@ class Cupyx:
         self.backend._comm.destroy()
 
 
-Peer = Mpi | Torch | Cupyx | Prototype
+Peer = Mpi | Torch | Cupyx | Prototype | Sockets
 
 _CLASSES: dict[str, type[Peer]] = {
     "mpi": Mpi,
@@ -218,6 +218,7 @@ _CLASSES: dict[str, type[Peer]] = {
     "torch": TorchNccl,
     "cupyx": Cupyx,
     "prototype": Prototype,
+    "sockets": Sockets,
 }
 
 

@@ -6,6 +6,7 @@ MPI is used here directly, and not the engine: what is measured must not also ho
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Mapping
 from typing import Any
 
@@ -40,6 +41,10 @@ class Ranks:
             self.comm = MPI.COMM_WORLD
             self.barrier = self.comm.Barrier
 
+    def address(self) -> str:
+        """An address of this host at which all ranks reach it."""
+        return "127.0.0.1" if self.local_size == self.size else socket.gethostbyname(socket.gethostname())
+
     def maximum(self, values: np.ndarray) -> np.ndarray:
         """The element-wise maximum over all ranks, on every rank; ``values`` is float64 and is overwritten."""
         return self._combine(values, "MAX")
@@ -50,9 +55,11 @@ class Ranks:
 
     def agree(self, problem: str | None) -> str | None:
         """None when no rank has a problem; otherwise, on every rank, the first one's text."""
-        if self.comm is None:
-            return problem
-        return next((text for text in self.comm.allgather(problem) if text), None)
+        return next((text for text in self.gather(problem) if text), None)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, on every rank."""
+        return [value] if self.comm is None else list(self.comm.allgather(value))
 
     def _combine(self, values: np.ndarray, operation: str) -> np.ndarray:
         if self.comm is not None:

@@ -59,6 +59,7 @@ class Channel:
         failed: reason by failed rank.
         left: last call by rank that has left.
         here: present call by waiting rank.
+        gone: ranks whose processes are known to have ended.
     """
 
     def __init__(self, comm: MPI.Intracomm, timeout: float, names: Sequence[int]) -> None:
@@ -71,6 +72,7 @@ class Channel:
         self.failed: dict[int, str] = {}
         self.left: dict[int, int] = {}
         self.here: dict[int, int] = {}
+        self.gone: set[int] = set()
         self.kept: list[Any] = []
         """Further memory that requests on this communicator may write to."""
         self._has_left = False

@@ -20,8 +20,9 @@ from collectives.transport.board_control import BoardControl
 from collectives.transport.bounded_mpi import Waiter, barrier_then, forget
 from collectives.transport.channel import FAILURE_TAG, Channel
 from collectives.transport.group import Group
-from collectives.transport.mpi_control import MpiControl
 from collectives.transport.mpi_messages import MpiMessages
+from collectives.transport.mpi_words import MpiWords
+from collectives.transport.network_control import NetworkControl
 from collectives.transport.shared_memory import SharedMemory
 
 if TYPE_CHECKING:
@@ -122,7 +123,7 @@ def _assemble(
     from mpi4py import MPI
 
     own, waiter, rank = channel.comm, channel.waiter, channel.rank
-    control: BoardControl | MpiControl
+    control: BoardControl | NetworkControl
 
     def exchange(value: Any) -> list[Any]:
         try:
@@ -138,7 +139,7 @@ def _assemble(
         control = BoardControl(memory.board, exchange)
         waiter.check = memory.board.check
     else:
-        control = MpiControl(channel, exchange, memory.board if memory is not None else None)
+        control = NetworkControl(channel, MpiWords(channel), exchange, memory.board if memory is not None else None)
         waiter.check = partial(control.check, deep=True)
         if memory is not None:
             memory.board.also_check = channel.look_for_failures

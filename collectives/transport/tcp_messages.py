@@ -1,0 +1,316 @@
+"""Messages between any two ranks over TCP.
+
+Both ranks know the length of every message, and their order: a connection carries bytes and nothing else. Between two
+ranks are a few connections, *lanes*, which are made when the first message is posted. Small messages take the first
+lane, large ones are divided among all, alike on both sides.
+
+Nothing moves while nobody waits, but for what the system's buffers take.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from itertools import islice
+from typing import Protocol
+
+import numpy as np
+
+from collectives.base.errors import CollectiveTimeoutError
+from collectives.transport.base import MOST_BLOCKS, Array
+from collectives.transport.tcp_channel import TcpChannel
+
+LANES = 1
+LANES_FROM = 1 << 18
+"""Bytes from which a message is divided among the lanes."""
+_SPINS = 30
+"""Looks at the connections before this rank sleeps until something arrives."""
+_FIRST_DOZE, _LONGEST_DOZE = 1.0, 50.0
+"""Milliseconds of a sleep that an arrival ends; afterwards the peers are looked at."""
+_READ, _WRITE = select.POLLIN, select.POLLOUT
+
+
+class Mesh(Protocol):
+    """What is needed of `mesh.Mesh`."""
+
+    @property
+    def rank(self) -> int: ...
+
+    def dial(self, peer: int, channel: str, timeout: float, check: Callable[[], object] = ...) -> socket.socket: ...
+
+    def serve(self, prefix: str, served: Callable[[int, str, socket.socket], None]) -> None: ...
+
+
+class Arrival:
+    """A message that is being received.
+
+    Attributes:
+        parts: parts that have not arrived yet.
+    """
+
+    __slots__ = ("parts",)
+
+    def __init__(self) -> None:
+        self.parts = 0
+
+
+class _Lane:
+    """A connection with a peer, and what it is to carry."""
+
+    __slots__ = ("incoming", "interest", "number", "outgoing", "peer", "sock")
+
+    def __init__(self, peer: int, number: int) -> None:
+        self.peer, self.number = peer, number
+        self.sock: socket.socket | None = None
+        self.outgoing: deque[memoryview] = deque()
+        self.incoming: deque[memoryview] = deque()
+        self.interest = 0
+        """The events that are polled for."""
+
+
+class TcpMessages:
+    """`base.MessageTransport` over TCP.
+
+    Args:
+        channel: of the group.
+        mesh: of this process.
+        lanes: connections with each peer; the same on all ranks.
+    """
+
+    name = "tcp"
+
+    def __init__(self, channel: TcpChannel, mesh: Mesh, lanes: int = LANES) -> None:
+        self._channel = channel
+        self._mesh = mesh
+        self._count = lanes
+        self._lanes: dict[int, list[_Lane]] = {}
+        self._arrivals: dict[_Lane, deque[Arrival]] = {}
+        """The message of each part that a lane is to receive."""
+        self._active: dict[_Lane, None] = {}
+        """Lanes that have something to carry, in the order in which they got it."""
+        self._poll = select.poll()
+        self._by_descriptor: dict[int, _Lane] = {}
+        self._spins = min(channel.spins, _SPINS)
+        self._prefix = f"{channel.group}/data/"
+        self._taken: dict[tuple[int, int], socket.socket] = {}
+        """Connections that higher ranks have dialled, by the mesh's rank and the lane."""
+        self._closed = False
+        mesh.serve(self._prefix, self._take)
+
+    def post_receive(self, peer: int, into: Array) -> Arrival:
+        return self.post_receive_list(peer, (into,))
+
+    def post_receive_list(self, peer: int, blocks: Sequence[Array]) -> Arrival:
+        """Begin to receive a message into several blocks, one behind the other."""
+        arrival = Arrival()
+        for lane, part in self._divided(peer, blocks):
+            arrival.parts += 1
+            lane.incoming.append(part)
+            self._arrivals[lane].append(arrival)
+            self._active[lane] = None
+        return arrival
+
+    def post_send(self, peer: int, block: Array) -> None:
+        self.post_send_list(peer, (block,))
+
+    def post_send_list(self, peer: int, blocks: Sequence[Array]) -> None:
+        """Begin to send several blocks as one message."""
+        for lane, part in self._divided(peer, blocks):
+            lane.outgoing.append(part)
+            self._active[lane] = None
+            if len(lane.outgoing) == 1 and lane.sock is not None:
+                self._send(lane)
+
+    def await_arrival(self, arrival: Arrival) -> None:
+        """Wait until a message has been received; raises as `drain`."""
+        if arrival.parts:
+            self._until(lambda: not arrival.parts, "a block from another rank")
+
+    def drain(self) -> None:
+        if self._active:
+            self._until(lambda: not self._active, "a block from or to another rank")
+
+    def close(self) -> None:
+        """Close the lanes."""
+        self._closed = True
+        lanes = [lane.sock for lanes in self._lanes.values() for lane in lanes if lane.sock is not None]
+        for sock in (*lanes, *self._taken.values()):
+            with suppress(OSError):
+                sock.close()
+        self._lanes.clear()
+        self._arrivals.clear()
+        self._active.clear()
+        self._taken.clear()
+
+    # ---- lanes
+
+    def _divided(self, peer: int, blocks: Sequence[Array]) -> list[tuple[_Lane, memoryview]]:
+        """The parts of a message that have any bytes, each with its lane."""
+        lanes = self._lanes.get(peer) or self._open(peer)
+        views = [block.view(np.uint8).data for block in blocks if block.size]
+        if len(lanes) == 1:
+            return [(lanes[0], view) for view in views]
+        total = sum(len(view) for view in views)
+        if total < LANES_FROM:
+            return [(lanes[0], view) for view in views]
+        share = -(-total // len(lanes))
+        parts, at = [], 0
+        for view in views:
+            start = 0
+            while start < len(view):
+                number = at // share
+                n = min(len(view) - start, (number + 1) * share - at)
+                parts.append((lanes[number], view[start : start + n]))
+                start += n
+                at += n
+        return parts
+
+    def _open(self, peer: int) -> list[_Lane]:
+        """Make the lanes with a peer. This rank dials lower ones, and waits for no one: higher ones dial when they
+        have something to send or to receive, until which the lanes carry nothing."""
+        self._lanes[peer] = lanes = [_Lane(peer, number) for number in range(self._count)]
+        channel = self._channel
+        there = channel.members[peer]
+        for lane in lanes:
+            self._arrivals[lane] = deque()
+            if there < self._mesh.rank:
+                name = f"{self._prefix}{lane.number}"
+                lane.sock = self._mesh.dial(there, name, channel.timeout, channel.check)
+        return lanes
+
+    def _take(self, there: int, name: str, sock: socket.socket) -> None:
+        """Keep a connection that a peer has dialled; called by another thread."""
+        if self._closed:
+            sock.close()
+        else:
+            self._taken[there, int(name[len(self._prefix) :])] = sock
+
+    # ---- moving bytes
+
+    def _until(self, done: Callable[[], bool], what: str) -> None:
+        spins, nap, begun = 0, _FIRST_DOZE, 0.0
+        channel = self._channel
+        while not done():
+            if self._move():
+                spins, begun = 0, 0.0
+                continue
+            spins += 1
+            if spins <= self._spins:
+                continue
+            if begun == 0.0:
+                begun, nap = time.monotonic(), _FIRST_DOZE
+            if self._doze(nap):
+                continue
+            channel.check()
+            if time.monotonic() - begun > channel.timeout:
+                peers = ", ".join(str(channel.names[peer]) for peer in sorted({lane.peer for lane in self._active}))
+                raise CollectiveTimeoutError(
+                    f"rank {channel.names[channel.rank]}: waited {channel.timeout:g} s for {what} ({peers}), which is "
+                    f"alive but did not come; see what it is doing, or raise COLLECTIVES_TIMEOUT"
+                )
+            nap = min(2 * nap, _LONGEST_DOZE)
+
+    def _move(self) -> bool:
+        """Send and receive what can be. Returns whether any byte moved."""
+        moved = False
+        for lane in list(self._active):
+            if lane.sock is None and not self._connect(lane):
+                continue
+            if lane.outgoing and self._send(lane):
+                moved = True
+            if lane.incoming and self._receive(lane):
+                moved = True
+            if not (lane.outgoing or lane.incoming):
+                del self._active[lane]
+        return moved
+
+    def _connect(self, lane: _Lane) -> bool:
+        lane.sock = self._taken.pop((self._channel.members[lane.peer], lane.number), None)
+        return lane.sock is not None
+
+    def _send(self, lane: _Lane) -> bool:
+        sock, outgoing = lane.sock, lane.outgoing
+        assert sock is not None
+        moved = False
+        try:
+            while outgoing:
+                if len(outgoing) == 1:
+                    wanted = len(outgoing[0])
+                    sent = sock.send(outgoing[0])
+                else:
+                    blocks = list(islice(outgoing, MOST_BLOCKS))
+                    wanted = sum(map(len, blocks))
+                    sent = sock.sendmsg(blocks)
+                moved = True
+                _advance(outgoing, sent)
+                if sent < wanted:
+                    break
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._channel.lost(lane.peer)
+        return moved
+
+    def _receive(self, lane: _Lane) -> bool:
+        sock, incoming = lane.sock, lane.incoming
+        assert sock is not None
+        moved = False
+        try:
+            while incoming:
+                if len(incoming) == 1:
+                    wanted = len(incoming[0])
+                    received = sock.recv_into(incoming[0])
+                else:
+                    blocks = list(islice(incoming, MOST_BLOCKS))
+                    wanted = sum(map(len, blocks))
+                    received = sock.recvmsg_into(blocks)[0]
+                if received == 0:
+                    self._channel.lost(lane.peer)
+                moved = True
+                arrivals = self._arrivals[lane]
+                for _ in range(_advance(incoming, received)):
+                    arrivals.popleft().parts -= 1
+                if received < wanted:
+                    break
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._channel.lost(lane.peer)
+        return moved
+
+    def _doze(self, milliseconds: float) -> bool:
+        """Sleep until a lane can go on, at most so long. Returns whether one can."""
+        poll, watched = self._poll, self._by_descriptor
+        for lane in self._active:
+            if lane.sock is None:
+                milliseconds = min(milliseconds, _FIRST_DOZE)
+                continue
+            interest = (_READ if lane.incoming else 0) | (_WRITE if lane.outgoing else 0)
+            if interest != lane.interest:
+                poll.register(lane.sock, interest)
+                lane.interest = interest
+                watched[lane.sock.fileno()] = lane
+        for descriptor, lane in list(watched.items()):
+            if lane not in self._active:  # its connection may end without anybody minding
+                poll.unregister(descriptor)
+                lane.interest = 0
+                del watched[descriptor]
+        return bool(poll.poll(milliseconds))
+
+
+def _advance(views: deque[memoryview], nbytes: int) -> int:
+    """Drop the first bytes of a queue of views. Returns the number of views that are done."""
+    done = 0
+    while nbytes:
+        first = views[0]
+        if nbytes < len(first):
+            views[0] = first[nbytes:]
+            break
+        nbytes -= len(first)
+        views.popleft()
+        done += 1
+    return done

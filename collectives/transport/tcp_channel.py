@@ -6,7 +6,6 @@ allgather. Notices come by the heart's connections (`collectives.transport.heart
 
 from __future__ import annotations
 
-import os
 import pickle
 import socket
 import time
@@ -17,7 +16,7 @@ from typing import Any, NoReturn, Protocol
 from collectives.base.errors import CollectiveTimeoutError, RankFailedError
 from collectives.transport import backoff
 from collectives.transport.bruck import HEADER, Bruck, Memory, padded, partners
-from collectives.transport.channel import LEAVE_TAG
+from collectives.transport.channel import FAILURE_TAG, HERE_TAG, LEAVE_TAG
 
 SPINS = 60
 """Looks at a connection before this rank sleeps until something arrives."""
@@ -25,38 +24,38 @@ _FIRST_DOZE, _LONGEST_DOZE = 1.0, 50.0
 """Milliseconds of a sleep that an arrival ends; afterwards the peers are looked at."""
 _DEATH_SHOWS_WITHIN = 1.0
 """Seconds that it may take until it is known why a connection has ended."""
+_SAY_GOODBYE_WITHIN = 1.0
+_KINDS = {FAILURE_TAG: "failed", LEAVE_TAG: "left", HERE_TAG: "here"}
 _EXCHANGE = -1
 """The token of exchanges; those of calls are positive."""
 _KEPT_BYTES = 1 << 20
 """Memory of exchanges that is kept for the next one."""
 
 
-class Notices(Protocol):
-    """One group's notices, as the heart keeps them; filled by a thread of its own.
+class Links(Protocol):
+    """What is needed of `mesh.Links`."""
 
-    Attributes:
-        failed, left, here, gone: as of `network_control.Notices`.
-    """
+    rank: int
+    size: int
+
+    def open(self, peer: int, channel: str) -> socket.socket: ...
+
+
+class Notices(Protocol):
+    """What is needed of `heart.Notices`."""
 
     failed: dict[int, str]
     left: dict[int, int]
     here: dict[int, int]
     gone: set[int]
 
-    def tell(self, tag: int, text: str) -> None: ...
+    def tell(self, kind: str, text: str) -> None: ...
+
+    def flush(self, seconds: float) -> bool: ...
 
     def look_for_failures(self) -> None: ...
 
     def close(self) -> None: ...
-
-
-class Mesh(Protocol):
-    """What is needed of `mesh.Mesh`."""
-
-    @property
-    def rank(self) -> int: ...
-
-    def open(self, peer: int, channel: str, timeout: float, check: Callable[[], object] = ...) -> socket.socket: ...
 
 
 class TcpChannel:
@@ -65,9 +64,7 @@ class TcpChannel:
     Made by all ranks of the group at the same time.
 
     Args:
-        mesh: of this process.
-        group: the group's name; used once in a job, the same on its ranks.
-        members: the ranks' numbers in the mesh.
+        links: of the group.
         timeout: seconds that a wait may last.
         names: the ranks' numbers in messages.
         notices: of the group.
@@ -82,29 +79,24 @@ class TcpChannel:
 
     def __init__(
         self,
-        mesh: Mesh,
-        group: str,
-        members: Sequence[int],
+        links: Links,
         timeout: float,
         names: Sequence[int],
         notices: Notices,
         spins: int = SPINS,
     ) -> None:
-        self.rank = rank = list(members).index(mesh.rank)
-        self.size = size = len(members)
-        self.group, self.members, self.names = group, tuple(members), names
-        self.timeout = timeout
+        self.rank, self.size = rank, size = links.rank, links.size
+        self.names, self.timeout = names, timeout
         self.spins = spins
-        self.notices = notices
+        self._notices = notices
         self.failed, self.left, self.here, self.gone = notices.failed, notices.left, notices.here, notices.gone
         self.check: Callable[[], object] = notices.look_for_failures
         self._connections: dict[int, socket.socket] = {}
         self._has_left = False
         self._memory = Memory()
         try:
-            # Those that this rank dials come first, because they need nobody to wait.
-            for peer in sorted(partners(rank, size), key=lambda peer: members[peer]):
-                self._connections[peer] = mesh.open(members[peer], f"{group}/words", timeout, notices.look_for_failures)
+            for peer in partners(rank, size):  # in ascending order: those that this rank dials come first
+                self._connections[peer] = links.open(peer, "words")
         except BaseException:
             self.close()
             raise
@@ -134,20 +126,20 @@ class TcpChannel:
 
     def tell(self, tag: int, text: str) -> None:
         """Send a notice to every other rank. Does not wait."""
-        self.notices.tell(tag, text)
+        self._notices.tell(_KINDS[tag], text)
 
     def leave(self, calls: int) -> None:
         """Notify every other rank that this one has left after ``calls`` calls."""
         if not self._has_left:
             self._has_left = True
-            self.notices.tell(LEAVE_TAG, str(calls))
+            self.tell(LEAVE_TAG, str(calls))
 
     def read_notices(self) -> None:
         """Notices are taken in by the heart's thread."""
 
     def look_for_failures(self) -> None:
         """Raise RankFailedError if a rank has failed."""
-        self.notices.look_for_failures()
+        self._notices.look_for_failures()
 
     def until(self, done: Callable[[], bool], doze: Callable[[float], object], what: str) -> None:
         """Wait until ``done()``, which moves what can be moved.
@@ -185,17 +177,12 @@ class TcpChannel:
         )
 
     def quiet(self) -> bool:
-        """Notices are with the system when they have been told: nothing need be waited for."""
-        return True
+        """Wait for a bounded time until the system has taken all notices. Returns whether it has."""
+        return self._notices.flush(_SAY_GOODBYE_WITHIN)
 
     def close(self) -> None:
         """Close the connections, and give the notices up."""
         for sock in self._connections.values():
             with suppress(OSError):
                 sock.close()
-        self.notices.close()
-
-
-def spins_for(local: int) -> int:
-    """The looks before a rank sleeps, by the number of ranks on its host."""
-    return SPINS if local <= (os.cpu_count() or 1) else 1
+        self._notices.close()

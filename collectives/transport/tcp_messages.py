@@ -31,18 +31,18 @@ _SPINS = 30
 """Looks at the connections before this rank sleeps until something arrives."""
 _FIRST_DOZE, _LONGEST_DOZE = 1.0, 50.0
 """Milliseconds of a sleep that an arrival ends; afterwards the peers are looked at."""
+_CHANNEL = "data/"
 _READ, _WRITE = select.POLLIN, select.POLLOUT
 
 
-class Mesh(Protocol):
-    """What is needed of `mesh.Mesh`."""
+class Links(Protocol):
+    """What is needed of `mesh.Links`."""
 
-    @property
-    def rank(self) -> int: ...
+    rank: int
 
-    def dial(self, peer: int, channel: str, timeout: float, check: Callable[[], object] = ...) -> socket.socket: ...
+    def dial(self, peer: int, channel: str) -> socket.socket: ...
 
-    def serve(self, prefix: str, served: Callable[[int, str, socket.socket], None]) -> None: ...
+    def take(self, peer: int, channel: str) -> socket.socket | None: ...
 
 
 class Arrival:
@@ -77,15 +77,15 @@ class TcpMessages:
 
     Args:
         channel: of the group.
-        mesh: of this process.
+        links: of the group.
         lanes: connections with each peer; the same on all ranks.
     """
 
     name = "tcp"
 
-    def __init__(self, channel: TcpChannel, mesh: Mesh, lanes: int = LANES) -> None:
+    def __init__(self, channel: TcpChannel, links: Links, lanes: int = LANES) -> None:
         self._channel = channel
-        self._mesh = mesh
+        self._links = links
         self._count = lanes
         self._lanes: dict[int, list[_Lane]] = {}
         self._arrivals: dict[_Lane, deque[Arrival]] = {}
@@ -95,11 +95,6 @@ class TcpMessages:
         self._poll = select.poll()
         self._by_descriptor: dict[int, _Lane] = {}
         self._spins = min(channel.spins, _SPINS)
-        self._prefix = f"{channel.group}/data/"
-        self._taken: dict[tuple[int, int], socket.socket] = {}
-        """Connections that higher ranks have dialled, by the mesh's rank and the lane."""
-        self._closed = False
-        mesh.serve(self._prefix, self._take)
 
     def post_receive(self, peer: int, into: Array) -> Arrival:
         return self.post_receive_list(peer, (into,))
@@ -136,15 +131,14 @@ class TcpMessages:
 
     def close(self) -> None:
         """Close the lanes."""
-        self._closed = True
-        lanes = [lane.sock for lanes in self._lanes.values() for lane in lanes if lane.sock is not None]
-        for sock in (*lanes, *self._taken.values()):
-            with suppress(OSError):
-                sock.close()
+        for lanes in self._lanes.values():
+            for lane in lanes:
+                if lane.sock is not None:
+                    with suppress(OSError):
+                        lane.sock.close()
         self._lanes.clear()
         self._arrivals.clear()
         self._active.clear()
-        self._taken.clear()
 
     # ---- lanes
 
@@ -173,21 +167,11 @@ class TcpMessages:
         """Make the lanes with a peer. This rank dials lower ones, and waits for no one: higher ones dial when they
         have something to send or to receive, until which the lanes carry nothing."""
         self._lanes[peer] = lanes = [_Lane(peer, number) for number in range(self._count)]
-        channel = self._channel
-        there = channel.members[peer]
         for lane in lanes:
             self._arrivals[lane] = deque()
-            if there < self._mesh.rank:
-                name = f"{self._prefix}{lane.number}"
-                lane.sock = self._mesh.dial(there, name, channel.timeout, channel.check)
+            if peer < self._links.rank:
+                lane.sock = self._links.dial(peer, f"{_CHANNEL}{lane.number}")
         return lanes
-
-    def _take(self, there: int, name: str, sock: socket.socket) -> None:
-        """Keep a connection that a peer has dialled; called by another thread."""
-        if self._closed:
-            sock.close()
-        else:
-            self._taken[there, int(name[len(self._prefix) :])] = sock
 
     # ---- moving bytes
 
@@ -229,7 +213,7 @@ class TcpMessages:
         return moved
 
     def _connect(self, lane: _Lane) -> bool:
-        lane.sock = self._taken.pop((self._channel.members[lane.peer], lane.number), None)
+        lane.sock = self._links.take(lane.peer, f"{_CHANNEL}{lane.number}")
         return lane.sock is not None
 
     def _send(self, lane: _Lane) -> bool:

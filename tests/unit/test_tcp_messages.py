@@ -12,21 +12,8 @@ from collectives.base.errors import CollectiveTimeoutError, RankFailedError
 from collectives.transport import tcp_channel
 from collectives.transport.tcp_channel import TcpChannel
 from collectives.transport.tcp_messages import LANES_FROM, TcpMessages
-from tests import loopback_mesh
-from tests.loopback_mesh import LoopbackMesh, raised
-
-
-def messages_of(channel: TcpChannel, mesh: LoopbackMesh, lanes: int = 1) -> TcpMessages:
-    """The messages of a rank, which takes connections whenever it looks at its peers."""
-    messages = TcpMessages(channel, mesh, lanes)
-    look = channel.check
-
-    def check() -> None:
-        mesh.arrivals()
-        look()
-
-    channel.check = check
-    return messages
+from tests import loopback_links
+from tests.loopback_links import LoopbackLinks, raised
 
 
 def pattern(sender: int, receiver: int, number: int, size: int) -> Any:
@@ -38,8 +25,8 @@ def pattern(sender: int, receiver: int, number: int, size: int) -> Any:
 def test_all_messages_between_all_ranks_arrive_in_order(size: int, lanes: int) -> None:
     lengths = [0, 1, 5, LANES_FROM // 8 - 1, LANES_FROM // 8, 200_003, 3]
 
-    def rank(channel: TcpChannel, mesh: LoopbackMesh) -> None:
-        messages, me = messages_of(channel, mesh, lanes), channel.rank
+    def rank(channel: TcpChannel, links: LoopbackLinks) -> None:
+        messages, me = TcpMessages(channel, links, lanes), channel.rank
         others = [peer for peer in range(size) if peer != me]
         for _ in range(3):
             into = {(p, i): np.zeros(n, np.int64) for p in others for i, n in enumerate(lengths)}
@@ -52,19 +39,19 @@ def test_all_messages_between_all_ranks_arrive_in_order(size: int, lanes: int) -
             for (peer, number), block in into.items():
                 np.testing.assert_array_equal(block, pattern(peer, me, number, lengths[number]))
 
-    assert not raised(loopback_mesh.run(size, rank))
+    assert not raised(loopback_links.run(size, rank))
 
 
 def test_large_messages_both_ways_at_once_do_not_wait_for_each_other() -> None:
-    def rank(channel: TcpChannel, mesh: LoopbackMesh) -> bool:
-        messages, peer = messages_of(channel, mesh, 2), 1 - channel.rank
+    def rank(channel: TcpChannel, links: LoopbackLinks) -> bool:
+        messages, peer = TcpMessages(channel, links, 2), 1 - channel.rank
         mine, theirs = pattern(channel.rank, peer, 0, 6_000_000), np.zeros(6_000_000, np.int64)
         messages.post_send(peer, mine)
         messages.post_receive(peer, theirs)
         messages.drain()
         return bool((theirs == pattern(peer, channel.rank, 0, 6_000_000)).all())
 
-    assert loopback_mesh.run(2, rank) == [True, True]
+    assert loopback_links.run(2, rank) == [True, True]
 
 
 @pytest.mark.parametrize("lanes", [1, 2])
@@ -72,8 +59,8 @@ def test_a_message_of_thousands_of_blocks_meets_one_of_other_blocks(lanes: int) 
     sent = [number % 50 for number in range(3000)]
     received = [sum(sent) - 3 * 2999, *[3] * 2999]
 
-    def rank(channel: TcpChannel, mesh: LoopbackMesh) -> bool:
-        messages, peer = messages_of(channel, mesh, lanes), 1 - channel.rank
+    def rank(channel: TcpChannel, links: LoopbackLinks) -> bool:
+        messages, peer = TcpMessages(channel, links, lanes), 1 - channel.rank
         whole = pattern(channel.rank, peer, 0, sum(sent))
         ends = np.cumsum(sent).tolist()
         into = [np.zeros(size, np.int64) for size in received]
@@ -83,14 +70,14 @@ def test_a_message_of_thousands_of_blocks_meets_one_of_other_blocks(lanes: int) 
         messages.drain()
         return bool((np.concatenate(into) == pattern(peer, channel.rank, 0, sum(sent))).all())
 
-    assert loopback_mesh.run(2, rank) == [True, True]
+    assert loopback_links.run(2, rank) == [True, True]
 
 
 def test_a_message_is_awaited_while_later_ones_have_not_been_sent() -> None:
     first_used = threading.Event()
 
-    def rank(channel: TcpChannel, mesh: LoopbackMesh) -> None:
-        messages, peer = messages_of(channel, mesh), 1 - channel.rank
+    def rank(channel: TcpChannel, links: LoopbackLinks) -> None:
+        messages, peer = TcpMessages(channel, links), 1 - channel.rank
         if channel.rank == 0:
             blocks = [np.zeros(100, np.int64) for _ in range(2)]
             arrivals = [messages.post_receive(peer, block) for block in blocks]
@@ -106,13 +93,13 @@ def test_a_message_is_awaited_while_later_ones_have_not_been_sent() -> None:
             messages.post_send(peer, pattern(1, 0, 1, 100))
             messages.drain()
 
-    assert not raised(loopback_mesh.run(2, rank))
+    assert not raised(loopback_links.run(2, rank))
 
 
 def test_ranks_that_open_their_lanes_in_a_circle_do_not_wait_for_each_other() -> None:
-    def rank(channel: TcpChannel, mesh: LoopbackMesh) -> int:
+    def rank(channel: TcpChannel, links: LoopbackLinks) -> int:
         # Rank 2 waits for what rank 0 has posted before it dials rank 1, for whom rank 0 would wait.
-        messages, me, block = messages_of(channel, mesh), channel.rank, np.zeros(1, np.int64)
+        messages, me, block = TcpMessages(channel, links), channel.rank, np.zeros(1, np.int64)
         large = np.full(2_000_000, 5, np.int64)
         into = np.zeros_like(large)
         if me == 0:
@@ -129,14 +116,14 @@ def test_ranks_that_open_their_lanes_in_a_circle_do_not_wait_for_each_other() ->
         messages.drain()
         return int(block[0])
 
-    assert loopback_mesh.run(3, rank) == [5, 5, 0]
+    assert loopback_links.run(3, rank) == [5, 5, 0]
 
 
 def test_a_rank_whose_connections_end_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tcp_channel, "_DEATH_SHOWS_WITHIN", 0.05)
 
-    def rank(channel: TcpChannel, mesh: LoopbackMesh, sends: bool) -> None:
-        messages, peer = messages_of(channel, mesh), 1 - channel.rank
+    def rank(channel: TcpChannel, links: LoopbackLinks, sends: bool) -> None:
+        messages, peer = TcpMessages(channel, links), 1 - channel.rank
         block = np.zeros(4_000_000, np.int64)
         messages.post_receive(peer, block[:1])
         messages.post_send(peer, block[:1])
@@ -150,15 +137,15 @@ def test_a_rank_whose_connections_end_has_failed(monkeypatch: pytest.MonkeyPatch
         messages.drain()
 
     for sends in (True, False):
-        results = loopback_mesh.run(2, lambda channel, mesh, sends=sends: rank(channel, mesh, sends))
+        results = loopback_links.run(2, lambda channel, links, sends=sends: rank(channel, links, sends))
         assert isinstance(results[0], RankFailedError) and "rank 0: rank 1 has failed" in str(results[0])
 
 
 def test_a_wait_is_bounded_and_names_the_rank() -> None:
     ended = threading.Event()
 
-    def rank(channel: TcpChannel, mesh: LoopbackMesh) -> None:
-        messages = messages_of(channel, mesh)
+    def rank(channel: TcpChannel, links: LoopbackLinks) -> None:
+        messages = TcpMessages(channel, links)
         if channel.rank == 0:
             messages.post_receive(1, np.zeros(3))
             with pytest.raises(CollectiveTimeoutError, match=r"rank 0: waited 0.2 s for a block from .*\(1\)"):
@@ -167,4 +154,4 @@ def test_a_wait_is_bounded_and_names_the_rank() -> None:
         else:
             assert ended.wait(20)
 
-    assert not raised(loopback_mesh.run(2, rank, timeout=0.2))
+    assert not raised(loopback_links.run(2, rank, timeout=0.2))

@@ -14,8 +14,8 @@ from collectives.transport.board import max_words
 from collectives.transport.network_control import NetworkControl
 from collectives.transport.tcp_channel import TcpChannel
 from collectives.transport.tcp_words import TcpWords
-from tests import loopback_mesh
-from tests.loopback_mesh import raised
+from tests import loopback_links
+from tests.loopback_links import raised
 
 
 def control_of(channel: TcpChannel) -> NetworkControl:
@@ -26,7 +26,7 @@ def control_of(channel: TcpChannel) -> NetworkControl:
 
 @pytest.mark.parametrize("size", range(1, 10))
 def test_every_rank_gets_every_ranks_words_in_many_calls(size: int) -> None:
-    def rank(channel: TcpChannel, mesh: Any) -> list[Any]:
+    def rank(channel: TcpChannel, links: Any) -> list[Any]:
         control, got = control_of(channel), []
         for call in range(40):
             count = call * 7 % 30
@@ -39,12 +39,12 @@ def test_every_rank_gets_every_ranks_words_in_many_calls(size: int) -> None:
         [[1000 * call + 100 * peer + number for number in range(call * 7 % 30)] for peer in range(size)]
         for call in range(40)
     ]
-    assert loopback_mesh.run(size, rank) == [expected] * size
+    assert loopback_links.run(size, rank) == [expected] * size
 
 
 @pytest.mark.parametrize("size", [2, 3, 5, 8])
 def test_ranks_that_propose_different_things_all_see_it_and_go_on(size: int) -> None:
-    def rank(channel: TcpChannel, mesh: Any) -> list[Any]:
+    def rank(channel: TcpChannel, links: Any) -> list[Any]:
         control, got = control_of(channel), []
         for call in range(60):
             odd = call % 3 == 1 and channel.rank == call % size
@@ -57,7 +57,7 @@ def test_ranks_that_propose_different_things_all_see_it_and_go_on(size: int) -> 
                 assert [control.words_of(peer)[4] for peer in range(size)] == list(range(size))
         return got
 
-    results = loopback_mesh.run(size, rank)
+    results = loopback_links.run(size, rank)
     assert not raised(results)
     assert results == [results[0]] * size
     assert [result for result in results[0] if result is False] == [False] * 20
@@ -65,7 +65,7 @@ def test_ranks_that_propose_different_things_all_see_it_and_go_on(size: int) -> 
 
 
 def test_words_stay_valid_while_peers_are_a_call_ahead() -> None:
-    def rank(channel: TcpChannel, mesh: Any) -> list[Any]:
+    def rank(channel: TcpChannel, links: Any) -> list[Any]:
         control, got = control_of(channel), []
         for call in range(50):
             control.agree(1, memoryview(bytearray([channel.rank + call] * 80)).cast("q"))
@@ -77,20 +77,20 @@ def test_words_stay_valid_while_peers_are_a_call_ahead() -> None:
         return got
 
     expected = [peer + call for call in range(50) for peer in range(3)]
-    assert loopback_mesh.run(3, rank) == [expected] * 3
+    assert loopback_links.run(3, rank) == [expected] * 3
 
 
 def test_more_than_the_buffers_take_travels_both_ways() -> None:
-    def rank(channel: TcpChannel, mesh: Any) -> Any:
+    def rank(channel: TcpChannel, links: Any) -> Any:
         return [len(text) for text in channel.exchange("x" * (20_000_000 + channel.rank))]
 
-    assert loopback_mesh.run(3, rank) == [[20_000_000, 20_000_001, 20_000_002]] * 3
+    assert loopback_links.run(3, rank) == [[20_000_000, 20_000_001, 20_000_002]] * 3
 
 
 def test_a_connection_that_ends_without_a_word_is_a_failure_of_that_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tcp_channel, "_DEATH_SHOWS_WITHIN", 0.05)
 
-    def rank(channel: TcpChannel, mesh: Any) -> None:
+    def rank(channel: TcpChannel, links: Any) -> None:
         control = control_of(channel)
         control.agree(1)
         if channel.rank == 1:
@@ -98,12 +98,12 @@ def test_a_connection_that_ends_without_a_word_is_a_failure_of_that_rank(monkeyp
             return
         control.agree(2)
 
-    results = loopback_mesh.run(2, rank)
+    results = loopback_links.run(2, rank)
     assert isinstance(results[0], RankFailedError) and "rank 0: rank 1 has failed" in str(results[0])
 
 
 def test_a_rank_that_left_or_failed_is_named_with_its_reason() -> None:
-    def rank(channel: TcpChannel, mesh: Any) -> None:
+    def rank(channel: TcpChannel, links: Any) -> None:
         control = control_of(channel)
         control.agree(1)
         if channel.rank == 2:
@@ -112,11 +112,11 @@ def test_a_rank_that_left_or_failed_is_named_with_its_reason() -> None:
             return
         control.agree(2)
 
-    results = loopback_mesh.run(3, rank)
+    results = loopback_links.run(3, rank)
     for error in results[:2]:
         assert isinstance(error, RankFailedError) and "rank 2 has failed:\nValueError: it broke" in str(error)
 
-    def leaves(channel: TcpChannel, mesh: Any) -> None:
+    def leaves(channel: TcpChannel, links: Any) -> None:
         control = control_of(channel)
         control.agree(1)
         if channel.rank == 0:
@@ -124,7 +124,7 @@ def test_a_rank_that_left_or_failed_is_named_with_its_reason() -> None:
             return
         control.agree(2)
 
-    results = loopback_mesh.run(2, leaves)
+    results = loopback_links.run(2, leaves)
     assert isinstance(results[1], RankFailedError) and "rank 0 has shut down or ended" in str(results[1])
 
 
@@ -132,7 +132,7 @@ def test_a_missing_rank_is_known_to_those_that_wait_and_the_wait_is_bounded() ->
     missing: dict[int, list[int]] = {}
     known = threading.Event()
 
-    def rank(channel: TcpChannel, mesh: Any) -> None:
+    def rank(channel: TcpChannel, links: Any) -> None:
         control = control_of(channel)
         if channel.rank == 2:
             assert known.wait(20)
@@ -149,9 +149,9 @@ def test_a_missing_rank_is_known_to_those_that_wait_and_the_wait_is_bounded() ->
         while not control.look():
             control.relax()
 
-    assert not raised(loopback_mesh.run(3, rank))
+    assert not raised(loopback_links.run(3, rank))
 
-    def waits(channel: TcpChannel, mesh: Any) -> None:
+    def waits(channel: TcpChannel, links: Any) -> None:
         if channel.rank == 0:
             with pytest.raises(CollectiveTimeoutError, match=r"waited 0\.2 s for every rank to enter the call"):
                 control_of(channel).agree(1)
@@ -160,4 +160,4 @@ def test_a_missing_rank_is_known_to_those_that_wait_and_the_wait_is_bounded() ->
             assert known.wait(20)
 
     known.clear()
-    assert not raised(loopback_mesh.run(2, waits, timeout=0.2))
+    assert not raised(loopback_links.run(2, waits, timeout=0.2))

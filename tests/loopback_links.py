@@ -1,0 +1,98 @@
+"""A job's network of ranks that are threads: connected pairs of sockets in place of dialled ones."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from collectives.base.errors import CollectiveTimeoutError, RankFailedError
+from collectives.transport.tcp_channel import TcpChannel
+
+
+class LoopbackLinks:
+    """One rank's end; as `collectives.transport.mesh.Links`, but a connection is made by the first to want it."""
+
+    def __init__(self, rank: int, size: int, made: dict[Any, socket.socket], lock: threading.Lock) -> None:
+        self.rank, self.size = rank, size
+        self._made, self._lock = made, lock
+
+    def open(self, peer: int, channel: str) -> socket.socket:
+        ends = tuple(sorted((self.rank, peer)))
+        with self._lock:
+            if (channel, ends, self.rank) not in self._made:
+                with socket.create_server(("127.0.0.1", 0)) as server:
+                    pair = socket.create_connection(server.getsockname()), server.accept()[0]
+                for rank, sock in zip(ends, pair, strict=True):
+                    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                    sock.setblocking(False)
+                    self._made[channel, ends, rank] = sock
+            return self._made.pop((channel, ends, self.rank))
+
+    dial = open
+
+    def take(self, peer: int, channel: str) -> socket.socket | None:
+        """None before the peer has dialled."""
+        with self._lock:
+            return self._made.pop((channel, (self.rank, peer), self.rank), None)
+
+
+class SharedNotices:
+    """A group's notices among threads."""
+
+    def __init__(self, rank: int, everybody: list[SharedNotices]) -> None:
+        self._rank, self._everybody = rank, everybody
+        self.failed: dict[int, str] = {}
+        self.left: dict[int, int] = {}
+        self.here: dict[int, int] = {}
+        self.gone: set[int] = set()
+        everybody.append(self)
+
+    def tell(self, kind: str, text: str) -> None:
+        for other in self._everybody:
+            if other is not self:
+                getattr(other, kind)[self._rank] = text if kind == "failed" else int(text)
+
+    def flush(self, seconds: float) -> bool:
+        return True
+
+    def look_for_failures(self) -> None:
+        for peer, text in list(self.failed.items()):
+            raise RankFailedError(f"rank {self._rank}: rank {peer} has failed:\n{text}")
+
+    def close(self) -> None:
+        pass
+
+
+def run(
+    size: int, function: Callable[[TcpChannel, LoopbackLinks], Any], *, timeout: float = 20.0, spins: int = 1
+) -> list[Any]:
+    """Call ``function(channel, mesh)`` on a thread for each rank. Returns results, or exceptions, in rank order."""
+    made: dict[Any, socket.socket] = {}
+    lock = threading.Lock()
+    everybody: list[SharedNotices] = []
+    links = [LoopbackLinks(rank, size, made, lock) for rank in range(size)]
+    notices = [SharedNotices(rank, everybody) for rank in range(size)]
+
+    def body(rank: int) -> Any:
+        channel = TcpChannel(links[rank], timeout, range(size), notices[rank], spins)
+        try:
+            return function(channel, links[rank])
+        except BaseException as error:
+            return error
+        finally:
+            channel.close()
+
+    with concurrent.futures.ThreadPoolExecutor(size) as pool:
+        running = [pool.submit(body, rank) for rank in range(size)]
+        done = concurrent.futures.wait(running, timeout=60)
+        if done.not_done:
+            raise CollectiveTimeoutError("a rank did not end")
+    return [each.result() for each in running]
+
+
+def raised(results: Sequence[Any]) -> list[Any]:
+    """The exceptions among the results."""
+    return [result for result in results if isinstance(result, BaseException)]

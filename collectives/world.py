@@ -100,7 +100,10 @@ class World:
             maps=group.memory is not None and group.memory.mapped is not None,
         )
         self.planner = Planner(
-            placement, algorithm=config.algorithm, transport=config.transport, segment=config.segment
+            placement,
+            algorithm=config.algorithm,
+            transport="mpi" if config.transport == "tcp" else config.transport,  # which messages, is the group's matter
+            segment=config.segment,
         )
         executor = Executor(group)
         plans = Plans(placement, executor)

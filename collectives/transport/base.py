@@ -98,7 +98,7 @@ class MessageTransport(Protocol):
 
     name: str
 
-    def post_receive(self, peer: int, into: Array) -> None:
+    def post_receive(self, peer: int, into: Array) -> object:
         """Begin to receive a block from ``peer`` into contiguous memory, which must live until `drain` returns."""
 
     def post_send(self, peer: int, block: Array) -> None:

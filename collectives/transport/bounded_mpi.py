@@ -40,7 +40,7 @@ class Waiter:
     def __init__(self, rank: int, timeout: float) -> None:
         self._rank = rank
         self._timeout = timeout
-        self.check: Callable[[], None] = lambda: None
+        self.check: Callable[[], object] = lambda: None
 
     def wait(self, request: MPI.Request, what: str) -> None:
         """Wait until the request is complete.

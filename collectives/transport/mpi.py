@@ -8,22 +8,18 @@ traffic is not affected, and finalizing MPI is left to the code that initialized
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from collectives.base.config import Config
-from collectives.base.errors import InvalidTypeError, MismatchError, TransportError
-from collectives.transport import shared_memory
-from collectives.transport.board import FAILED
-from collectives.transport.board_control import BoardControl
+from collectives.base.errors import InvalidTypeError, TransportError
+from collectives.transport.assembly import Wiring, blocks_of, make_group
 from collectives.transport.bounded_mpi import Waiter, barrier_then, forget
-from collectives.transport.channel import FAILURE_TAG, Channel
+from collectives.transport.channel import Channel
 from collectives.transport.group import Group
 from collectives.transport.mpi_messages import MpiMessages
 from collectives.transport.mpi_words import MpiWords
-from collectives.transport.network_control import NetworkControl
-from collectives.transport.shared_memory import SharedMemory
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -68,129 +64,55 @@ def connect(comm: MPI.Intracomm | Sequence[int], config: Config) -> Group:
     else:
         key = ("all", comm.handle)
         own = waiter.call(lambda: barrier_then(comm.Ibarrier, comm.Dup), "every rank to call init()", key)
-    return _make_group(own, config, range(own.Get_size()), lambda: None, key)
+    wiring = MpiWiring(Channel(own, config.timeout, range(own.Get_size())), config.timeout)
+    # Until then the next attempt continues with this communicator.
+    return make_group(wiring, config, wiring.channel.names, begun=partial(forget, key))
 
 
-def _make_group(
-    own: MPI.Intracomm, config: Config, numbers: Sequence[int], check: Callable[[], None], key: Hashable = None
-) -> Group:
-    """Make a group that owns its communicator.
+class MpiWiring:
+    """`assembly.Wiring` through a communicator, which the channel owns."""
 
-    Args:
-        own: the communicator.
-        config: this rank's settings.
-        numbers: the ranks' numbers in messages.
-        check: raises if a rank has failed before it reached the exchanges of this group.
-        key: of the call that made the communicator.
-    """
-    memory: SharedMemory | None = None
-    channel = Channel(own, config.timeout, numbers)
+    def __init__(self, channel: Channel, timeout: float) -> None:
+        self.channel = channel
+        self._timeout = timeout
+        self.messages = MpiMessages(channel.comm, channel.waiter)
 
-    def check_all() -> None:
-        check()
-        channel.look_for_failures()
+    def words(self) -> MpiWords:
+        return MpiWords(self.channel)
 
-    try:
-        # From here on the other ranks are told of an exception; before, the next attempt continues with this
-        # communicator.
-        forget(key)
-        channel.waiter.check = check_all
-        configs = channel.exchange(config)
-        _compare_settings(numbers[channel.rank], configs)
-        config = config.with_those_of(configs[0])
-        hosts = _hosts(channel, config.local_size)
-        local = next(host for host in hosts if channel.rank in host)
-        if channel.size > 1 and config.transport != "mpi":
-            memory = shared_memory.connect(channel.rank, channel.size, local, channel.exchange, timeout=config.timeout)
-        channel.exchange(None)  # a failure before this is announced on the channel; after it, on the board
-        return _assemble(channel, hosts, memory, config, tuple(numbers))
-    except BaseException as error:
-        text = f"{type(error).__name__}: {error}"
-        if memory is not None:
-            memory.board.mark(FAILED, text)
-        channel.tell(FAILURE_TAG, text)
-        raise
+    def hosts(self, local_size: int) -> tuple[tuple[int, ...], ...]:
+        return blocks_of(self.channel.size, local_size) if local_size else _hosts(self.channel)
 
+    def settled(self, hosts: tuple[tuple[int, ...], ...], config: Config) -> Wiring:
+        return self
 
-def _assemble(
-    channel: Channel,
-    hosts: tuple[tuple[int, ...], ...],
-    memory: SharedMemory | None,
-    config: Config,
-    numbers: tuple[int, ...],
-) -> Group:
-    """Assemble the group from its connected parts. Does not wait. Another medium is added here."""
-    from mpi4py import MPI
+    def watch(self, check: Callable[[], object]) -> None:
+        self.channel.waiter.check = check
 
-    own, waiter, rank = channel.comm, channel.waiter, channel.rank
-    control: BoardControl | NetworkControl
+    def split(self, members: Sequence[int]) -> MpiWiring | None:
+        from mpi4py import MPI
 
-    def exchange(value: Any) -> list[Any]:
-        try:
-            return channel.exchange(value)
-        except BaseException as error:
-            # The other ranks must not wait for the rest of the exchange.
-            control.fail(f"{type(error).__name__}: {error}")
-            raise
+        channel = self.channel
+        own, rank = channel.comm, channel.rank
+        color = 0 if rank in members else MPI.UNDEFINED
+        part = channel.waiter.call(
+            lambda: barrier_then(own.Ibarrier, lambda: own.Split(color, rank)), "every rank to divide the group"
+        )
+        if rank not in members:
+            return None
+        names = [channel.names[member] for member in members]
+        return MpiWiring(Channel(part, self._timeout, names), self._timeout)
 
-    if memory is not None:
-        memory.board.names = numbers
-    if memory is not None and len(hosts) == 1:
-        control = BoardControl(memory.board, exchange)
-        waiter.check = memory.board.check
-    else:
-        control = NetworkControl(channel, MpiWords(channel), exchange, memory.board if memory is not None else None)
-        waiter.check = partial(control.check, deep=True)
-        if memory is not None:
-            memory.board.also_check = channel.look_for_failures
-
-    def close() -> None:
-        quiet = control.close()
-        if memory is not None:
-            memory.close()
+    def close(self, quiet: bool) -> None:
         if quiet:
-            channel.close()
-
-    def split(members: Sequence[int]) -> Group | None:
-        chosen = sorted(members)
-        color = 0 if rank in chosen else MPI.UNDEFINED
-        try:
-            part = waiter.call(
-                lambda: barrier_then(own.Ibarrier, lambda: own.Split(color, rank)), "every rank to divide the group"
-            )
-            return (
-                _make_group(part, config, [numbers[member] for member in chosen], waiter.check)
-                if rank in chosen
-                else None
-            )
-        except BaseException as error:
-            control.fail(f"{type(error).__name__}: {error}")
-            raise
-
-    messages = MpiMessages(own, waiter) if channel.size > 1 else None
-    return Group(rank, channel.size, hosts, control, memory, messages, split, numbers, close, config)
+            self.channel.close()
 
 
-def _compare_settings(rank: int, configs: Sequence[Config]) -> None:
-    """Refuse settings that differ: they decide the planner's choices, and launchers do not always pass the environment
-    on."""
-    for name, attribute in Config.__dataclass_fields__.items():
-        values = [getattr(config, name) for config in configs]
-        if attribute.metadata["alike"] and len(set(values)) > 1:
-            shown = ", ".join(f"rank {peer}: {value}" for peer, value in enumerate(values))
-            raise MismatchError(
-                f"rank {rank}: {attribute.metadata['variable']} differs between the ranks ({shown}); "
-                f"give all ranks the same environment (collectivesrun does)"
-            )
-
-
-def _hosts(channel: Channel, local_size: int) -> tuple[tuple[int, ...], ...]:
-    """The ranks of each host: as MPI finds them, or ``local_size`` consecutive ranks on each."""
+def _hosts(channel: Channel) -> tuple[tuple[int, ...], ...]:
+    """The ranks of each host, as MPI finds them."""
     from mpi4py import MPI
 
     rank, size, own = channel.rank, channel.size, channel.comm
-    if local_size:
-        return tuple(tuple(range(first, min(first + local_size, size))) for first in range(0, size, local_size))
 
     def first_here() -> int:
         shared = own.Split_type(MPI.COMM_TYPE_SHARED, rank)

@@ -53,14 +53,12 @@ class Notices(Protocol):
 
 
 class Words(Protocol):
-    """The collective that brings every rank's record, a token and words, to every rank.
+    """The collective that brings every rank's record, a token and words, to every rank."""
 
-    Attributes:
-        same: whether all ranks entered the call with the same token; equal on every rank, valid once all records have
-            arrived.
-    """
-
-    same: bool
+    @property
+    def same(self) -> bool:
+        """Whether all ranks entered the call with the same token; equal on every rank, valid once all records have
+        arrived."""
 
     def post(self, token: int, words: Sequence[int] | memoryview) -> None:
         """Enter the next call. Does not wait."""

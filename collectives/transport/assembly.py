@@ -1,0 +1,180 @@
+"""From connected ranks to a group: settings compared, hosts found, memory shared, and the control plane chosen.
+
+What connects the ranks, MPI or TCP, is a `Wiring`; everything else is alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+from collectives.base.config import Config
+from collectives.base.errors import MismatchError
+from collectives.transport import shared_memory
+from collectives.transport.base import Control, MessageTransport
+from collectives.transport.board import FAILED
+from collectives.transport.board_control import BoardControl
+from collectives.transport.channel import FAILURE_TAG
+from collectives.transport.group import Group
+from collectives.transport.network_control import NetworkControl, Notices, Words
+from collectives.transport.shared_memory import SharedMemory
+
+
+class Channel(Notices, Protocol):
+    """Notices, and exchanges of values."""
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Gather every rank's (small, picklable) value on every rank, in rank order."""
+
+
+class Wiring(Protocol):
+    """How the ranks of a group are connected, as one of them sees it."""
+
+    @property
+    def channel(self) -> Channel:
+        """Exchanges values, and carries notices."""
+
+    @property
+    def messages(self) -> MessageTransport:
+        """Messages between any two of the ranks."""
+
+    def words(self) -> Words:
+        """What gathers the words of a round; made for groups that need it, alike on all ranks."""
+
+    def hosts(self, local_size: int) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each host: ``local_size`` consecutive ranks on each, or, if that is 0, as they are."""
+
+    def watch(self, check: Callable[[], object]) -> None:
+        """Have ``check`` called during every wait; an exception from it ends the wait."""
+
+    def settled(self, hosts: tuple[tuple[int, ...], ...], config: Config) -> Wiring:
+        """Called on all ranks when they have compared their settings and know their hosts: this wiring, or one that
+        serves these ranks better and owns this one."""
+
+    def split(self, members: Sequence[int]) -> Wiring | None:
+        """The wiring of some of the ranks; called by all ranks of the group, None for those that are not members."""
+
+    def close(self, quiet: bool) -> None:
+        """Release what this group owns. ``quiet``: no notice remains in flight."""
+
+
+def make_group(
+    wiring: Wiring,
+    config: Config,
+    numbers: Sequence[int],
+    check: Callable[[], object] = lambda: None,
+    begun: Callable[[], object] = lambda: None,
+) -> Group:
+    """Make a group that owns its wiring; called on all ranks.
+
+    Args:
+        config: this rank's settings.
+        numbers: the ranks' numbers in messages.
+        check: raises if a rank has failed before it reached the exchanges of this group.
+        begun: called when the other ranks are told of an exception, and no sooner.
+
+    Raises:
+        MismatchError: the ranks have different settings.
+        RankFailedError: a rank failed meanwhile.
+        CollectiveTimeoutError: not every rank came in time.
+    """
+    memory: SharedMemory | None = None
+    channel = wiring.channel
+
+    def check_all() -> None:
+        check()
+        channel.look_for_failures()
+
+    try:
+        begun()
+        wiring.watch(check_all)
+        configs = channel.exchange(config)
+        _compare_settings(numbers[channel.rank], configs)
+        config = config.with_those_of(configs[0])
+        hosts = wiring.hosts(config.local_size)
+        local = next(host for host in hosts if channel.rank in host)
+        wiring = wiring.settled(hosts, config)
+        wiring.watch(check_all)
+        channel = wiring.channel
+        if channel.size > 1 and config.transport not in ("mpi", "tcp"):
+            memory = shared_memory.connect(channel.rank, channel.size, local, channel.exchange, timeout=config.timeout)
+        words = wiring.words() if memory is None or len(hosts) > 1 else None
+        channel.exchange(None)  # a failure before this is announced on the channel; after it, on the board
+        return _assemble(wiring, words, hosts, memory, config, tuple(numbers))
+    except BaseException as error:
+        text = f"{type(error).__name__}: {error}"
+        if memory is not None:
+            memory.board.mark(FAILED, text)
+        channel.tell(FAILURE_TAG, text)
+        raise
+
+
+def blocks_of(size: int, local_size: int) -> tuple[tuple[int, ...], ...]:
+    """Hosts of ``local_size`` consecutive ranks each; the last may have fewer."""
+    return tuple(tuple(range(first, min(first + local_size, size))) for first in range(0, size, local_size))
+
+
+def _assemble(
+    wiring: Wiring,
+    words: Words | None,
+    hosts: tuple[tuple[int, ...], ...],
+    memory: SharedMemory | None,
+    config: Config,
+    numbers: tuple[int, ...],
+) -> Group:
+    """Assemble the group from its connected parts. Does not wait."""
+    channel, rank = wiring.channel, wiring.channel.rank
+    control: Control
+    watch: Callable[[], object]
+
+    def exchange(value: Any) -> list[Any]:
+        try:
+            return channel.exchange(value)
+        except BaseException as error:
+            # The other ranks must not wait for the rest of the exchange.
+            control.fail(f"{type(error).__name__}: {error}")
+            raise
+
+    if memory is not None:
+        memory.board.names = numbers
+    if words is None:
+        assert memory is not None
+        control, watch = BoardControl(memory.board, exchange), memory.board.check
+    else:
+        control = NetworkControl(channel, words, exchange, memory.board if memory is not None else None)
+        watch = partial(control.check, deep=True)
+        if memory is not None:
+            memory.board.also_check = channel.look_for_failures
+    wiring.watch(watch)
+
+    def close() -> None:
+        quiet = control.close()
+        if memory is not None:
+            memory.close()
+        wiring.close(quiet)
+
+    def split(members: Sequence[int]) -> Group | None:
+        chosen = sorted(members)
+        try:
+            part = wiring.split(chosen)
+            return None if part is None else make_group(part, config, [numbers[peer] for peer in chosen], watch)
+        except BaseException as error:
+            control.fail(f"{type(error).__name__}: {error}")
+            raise
+
+    messages = wiring.messages if channel.size > 1 else None
+    return Group(rank, channel.size, hosts, control, memory, messages, split, numbers, close, config)
+
+
+def _compare_settings(rank: int, configs: Sequence[Config]) -> None:
+    """Refuse settings that differ: they decide the planner's choices, and launchers do not always pass the environment
+    on."""
+    for name, attribute in Config.__dataclass_fields__.items():
+        values = [getattr(config, name) for config in configs]
+        if attribute.metadata["alike"] and len(set(values)) > 1:
+            shown = ", ".join(f"rank {peer}: {value}" for peer, value in enumerate(values))
+            raise MismatchError(
+                f"rank {rank}: {attribute.metadata['variable']} differs between the ranks ({shown}); "
+                f"give all ranks the same environment (collectivesrun does)"
+            )

@@ -1,0 +1,111 @@
+"""Groups of processes that no MPI connects: they meet through a store, and are connected by TCP."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from collectives.base.config import Config
+from collectives.transport.assembly import blocks_of, make_group
+from collectives.transport.group import Group
+from collectives.transport.heart import Heart
+from collectives.transport.mesh import Links, Mesh
+from collectives.transport.tcp_channel import SPINS, TcpChannel
+from collectives.transport.tcp_messages import TcpMessages
+from collectives.transport.tcp_words import TcpWords
+
+_FEW_SPINS = 2
+
+
+def connect(exchange: Callable[[Any], list[Any]], rank: int, key: bytes | None, config: Config) -> Group:
+    """Make the group of the processes that call ``exchange`` together.
+
+    A rank that raises leaves no other rank waiting: those that wait for it raise RankFailedError.
+
+    Args:
+        exchange, rank, key: of `Mesh.join`.
+        config: this rank's settings.
+
+    Raises:
+        TransportError: a rank cannot be reached.
+        CollectiveTimeoutError: not every rank came within ``config.timeout``.
+        MismatchError: the ranks have different settings.
+        RankFailedError: a rank failed meanwhile.
+        InvalidArgumentError: there is no such network interface.
+    """
+    mesh = Mesh.join(exchange, rank, key, interface=config.network_interface)
+    try:
+        wiring = wire(mesh, config)
+    except BaseException:
+        mesh.close()
+        raise
+    return make_group(wiring, config, range(mesh.size))
+
+
+def wire(mesh: Mesh, config: Config) -> TcpWiring:
+    """Connect all ranks of a mesh; called by all of them. The wiring owns the mesh."""
+    heart = Heart(mesh, config.peer_timeout, config.timeout)
+    try:
+        wiring = TcpWiring(mesh, heart, "0", range(mesh.size), config, owner=True)
+        wiring.channel.exchange(None)  # a rank that cannot connect is no rank that has died
+        heart.start()
+        return wiring
+    except BaseException:
+        heart.close()
+        raise
+
+
+class TcpWiring:
+    """`assembly.Wiring` over TCP.
+
+    Args:
+        mesh, heart: of all ranks of the job.
+        group: the group's name, different from any other group's of the job.
+        members: the group's ranks, as ranks of the mesh.
+        config: the settings.
+        owner: whether mesh and heart end with this group.
+    """
+
+    def __init__(
+        self, mesh: Mesh, heart: Heart, group: str, members: Sequence[int], config: Config, *, owner: bool = False
+    ) -> None:
+        self._mesh, self._heart, self._group, self._members = mesh, heart, group, tuple(members)
+        self._config, self._owner = config, owner
+        self._parts = itertools.count()
+        self.links = Links(mesh, group, members, config.timeout)
+        here = sum(mesh.hosts[member] == mesh.hosts[mesh.rank] for member in members)
+        spins = SPINS if here <= (os.cpu_count() or 1) else _FEW_SPINS
+        self.channel = TcpChannel(self.links, config.timeout, members, heart.notices(group, members), spins)
+        self.messages = TcpMessages(self.channel, self.links)
+
+    def words(self) -> TcpWords:
+        return TcpWords(self.channel)
+
+    def hosts(self, local_size: int) -> tuple[tuple[int, ...], ...]:
+        if local_size:
+            return blocks_of(len(self._members), local_size)
+        ranks: dict[str, list[int]] = {}
+        for rank, member in enumerate(self._members):
+            ranks.setdefault(self._mesh.hosts[member], []).append(rank)
+        return tuple(tuple(host) for host in ranks.values())
+
+    def settled(self, hosts: tuple[tuple[int, ...], ...], config: Config) -> TcpWiring:
+        return self
+
+    def watch(self, check: Callable[[], object]) -> None:
+        self.channel.check = self.links.check = check
+
+    def split(self, members: Sequence[int]) -> TcpWiring | None:
+        group = f"{self._group}.{next(self._parts)}"  # alike on all ranks, which divide the group together
+        if self.channel.rank not in members:
+            return None
+        return TcpWiring(self._mesh, self._heart, group, [self._members[member] for member in members], self._config)
+
+    def close(self, quiet: bool) -> None:
+        self.messages.close()
+        self.channel.close()
+        if self._owner:
+            self._heart.close()
+            self._mesh.close()

@@ -51,7 +51,7 @@ class Plan:
 
     Attributes:
         staged: peers read windows only, so no addresses travel, and segment 0 may be staged before the call is entered.
-        needs_addresses: peers read or write private memory.
+        needs_addresses: peers read or write private memory; on several hosts, whether those of any rank do.
         partners: the peers whose private memory this rank reads or writes.
         reads_outputs: peers read each other's outputs, not only inputs; the same on every rank.
         loop, bucket_loop: carry out the whole plan where the tensors of all ranks are mapped, or None

@@ -189,6 +189,9 @@ class Plans(Builder[Choice, Plan]):
             choice.medium is Medium.MAPPED,
             fullest > 0,
         )
+        if choice.medium.in_place and not self._placement.one_host:
+            # A rank that is alone on its host has nobody to tell, but all enter the round with equally many words.
+            plan.needs_addresses = any(len(host) > 1 for host in self._placement.hosts)
         if lists is not None and self._placement.one_host and not plan.takes_slots:
             start, size = layout.inputs(self._rank)[self._rank], layout.sizes[self._rank]
             block = min(block, MAPPED_BLOCK_BYTES // dtype.itemsize)

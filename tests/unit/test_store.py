@@ -1,0 +1,181 @@
+"""The store at which ranks meet: what clients see of each other, who is refused, and whom nobody harms."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+
+import pytest
+
+from collectives.base.errors import CollectiveTimeoutError, InvalidArgumentError, TransportError
+from collectives.transport import store as module
+from collectives.transport.authentication import make_key
+from collectives.transport.listener import dial
+from collectives.transport.service import Service
+from collectives.transport.store import MOST_VALUE, Store, StoreServer
+
+KEY = make_key()
+
+
+@pytest.fixture
+def service() -> Iterator[Service]:
+    made = Service()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def server(service: Service) -> Iterator[StoreServer]:
+    made = StoreServer(service, "127.0.0.1", 0, KEY)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def client(server: StoreServer, service: Service) -> Iterator[Callable[..., Store]]:
+    made: list[Store] = []
+
+    def make(timeout: float = 10.0) -> Store:
+        made.append(Store(*server.address, KEY, timeout, service))
+        return made[-1]
+
+    yield make
+    for store in made:
+        store.close()
+
+
+def test_what_one_client_sets_another_gets(client: Callable[..., Store]) -> None:
+    one, other = client(), client()
+    one.set("a", b"\x00\xff")
+    one.set("b", b"")
+    other.wait(["a", "b"])
+    assert (other.get("a"), other.get("b")) == (b"\x00\xff", b"")
+    one.set("a", b"new")
+    assert other.get("a") == b"new"
+
+
+def test_a_large_value_arrives(client: Callable[..., Store]) -> None:
+    value = bytes(range(256)) * (MOST_VALUE // 256)
+    client().set("large", value)
+    assert client().get("large") == value
+
+
+def test_clients_wait_for_what_comes_later(client: Callable[..., Store]) -> None:
+    setter, clients = client(), [client() for _ in range(5)]
+    with concurrent.futures.ThreadPoolExecutor(6) as pool:
+        values = [pool.submit(one.get, "late") for one in clients]
+        both = pool.submit(client().wait, ["later", "late"])
+        assert not any(value.done() for value in values)
+        setter.set("late", b"here")
+        assert [value.result(10) for value in values] == [b"here"] * 5
+        assert not both.done()
+        setter.set("later", b"")
+        both.result(10)
+
+
+def test_a_long_wait_is_several_requests(client: Callable[..., Store], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_WAIT_AT_ONCE", 0.01)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        value = pool.submit(client().get, "late")
+        with pytest.raises(concurrent.futures.TimeoutError):
+            value.result(0.1)
+        client().set("late", b"here")
+        assert value.result(10) == b"here"
+
+
+def test_a_wait_is_bounded_and_names_the_keys(client: Callable[..., Store]) -> None:
+    one = client(timeout=0.05)
+    one.set("a", b"1")
+    with pytest.raises(CollectiveTimeoutError, match=r"0\.05 s for a, missing"):
+        one.wait(["a", "missing"])
+    with pytest.raises(CollectiveTimeoutError, match=r"0\.01 s for missing"):
+        one.wait(["missing"], timedelta(seconds=0.01))
+    with pytest.raises(CollectiveTimeoutError, match="missing"):
+        one.get("missing")
+    one.wait(["a"], timedelta(0))
+    assert one.get("a") == b"1"  # the answers of the earlier requests are not taken for this one's
+
+
+def test_keys_and_values_have_bounds(client: Callable[..., Store], monkeypatch: pytest.MonkeyPatch) -> None:
+    one = client()
+    for key, value in (("k" * 1025, b""), ("two\nlines", b""), ("a", bytes(MOST_VALUE + 1))):
+        with pytest.raises(InvalidArgumentError, match="expected a key"):
+            one.set(key, value)
+    monkeypatch.setattr(module, "MOST_KEYS", 2)
+    monkeypatch.setattr(module, "MOST_BYTES", 100)
+    one.set("a", bytes(50))
+    one.set("b", bytes(50))
+    for key in ("c", "a"):
+        with pytest.raises(TransportError, match="full: 2 keys, 100 bytes"):
+            one.set(key, bytes(51))
+    one.set("a", bytes(10))
+    one.set("a", bytes(50))
+
+
+def test_a_client_without_the_key_is_refused(server: StoreServer) -> None:
+    stranger = Store(*server.address, make_key(), 5)
+    try:
+        with pytest.raises(TransportError, match="refused"):
+            stranger.connect()
+        with pytest.raises(TransportError, match="refused"):
+            stranger.set("a", b"")
+    finally:
+        stranger.close()
+
+
+def test_half_open_and_slow_clients_harm_nobody(
+    server: StoreServer, service: Service, client: Callable[..., Store], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_FRAME_WITHIN", 0.2)
+    silent = socket.create_connection(server.address)
+    socks = [service.start(dial(service, *server.address, KEY, b"store")).result(10) for _ in range(3)]
+    half, endless, unknown = socks
+    half.send(b"s")
+    endless.send(module._REQUEST.pack(b"s", 1.0, 1, 100) + b"a")
+    unknown.send(module._REQUEST.pack(b"s", 1.0, MOST_VALUE + 1, 100))
+    one = client()
+    one.set("a", b"1")
+    assert one.get("a") == b"1"
+    for sock in (endless, unknown):
+        sock.setblocking(True)
+        sock.settimeout(10)
+        assert sock.recv(1) == b""
+    for sock in (silent, *socks):
+        sock.close()
+
+
+def test_a_lost_connection_is_made_anew(server: StoreServer, client: Callable[..., Store]) -> None:
+    one = client()
+    one.set("a", b"1")
+    assert one._sock is not None
+    one._sock.shutdown(socket.SHUT_RDWR)
+    assert one.get("a") == b"1"
+
+
+def test_an_ended_server_is_named(client: Callable[..., Store], server: StoreServer, service: Service) -> None:
+    one = client()
+    one.set("a", b"1")
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(client().get, "late")
+        server.close()
+        for ended in (waiting.result, lambda seconds: one.get("a")):
+            with pytest.raises(TransportError, match=rf"127\.0\.0\.1:{server.address[1]} does not answer"):
+                ended(10)
+
+
+def test_many_clients_at_once(client: Callable[..., Store]) -> None:
+    ranks, barrier = 16, threading.Barrier(16)
+
+    def meet(rank: int) -> list[bytes]:
+        mine = client()
+        barrier.wait(10)
+        for number in range(20):
+            mine.set(f"{number}/{rank}", b"%d" % (rank * number))
+        return [mine.get(f"{number}/{(rank + 1) % ranks}") for number in range(20)]
+
+    with concurrent.futures.ThreadPoolExecutor(ranks) as pool:
+        for rank, values in enumerate(pool.map(meet, range(ranks))):
+            assert values == [b"%d" % ((rank + 1) % ranks * number) for number in range(20)]

@@ -75,6 +75,8 @@ _JOBS: _Family = {
 _MPI: _Family = {**_MPIRUN, **_JOBS}
 """Launchers whose processes MPI can connect, innermost first: ``mpirun`` within a Slurm job is more precise."""
 
+_SLURM_PMI = ("PMI_FD", "PMI_RANK", "PMI_SIZE", "PMIX_RANK", "I_MPI_PMI_LIBRARY")
+"""Variables of a step of Slurm's whose tasks MPI can connect."""
 _PMIX: _Family = {"a launcher with PMIx (prterun, srun)": (_Row("PMIX_RANK", _rank),)}
 _TORCH: _Family = {
     "torchrun, or a launcher that speaks as it does (Ray Train, DeepSpeed, Accelerate, a program of its own),": (
@@ -92,8 +94,14 @@ _JAX: _Family = {
 }
 _TENSORFLOW: _Family = {"a launcher for TensorFlow": (_Row("TF_CONFIG", _cluster),)}
 _HOROVOD: _Family = {"horovodrun": (_Row("HOROVOD_SIZE", _size), _Row("HOROVOD_RANK", _rank))}
+_OWN: _Family = {
+    "collectivesrun, or a launcher that speaks as it does,": (
+        _Row("COLLECTIVES_SIZE", _size),
+        _Row("COLLECTIVES_RANK", _rank),
+    )
+}
 
-_FAMILIES = (_MPI, _PMIX, _TORCH, _JAX, _TENSORFLOW, _HOROVOD)
+_FAMILIES = (_OWN, _MPI, _PMIX, _TORCH, _JAX, _TENSORFLOW, _HOROVOD)
 
 VARIABLES = tuple(row.variable for family in _FAMILIES for rows in family.values() for row in rows)
 """Every variable that says something about the number of processes."""
@@ -107,12 +115,17 @@ def several(environment: Mapping[str, str]) -> Sign | None:
 
 def mpi_may_join(environment: Mapping[str, str]) -> bool:
     """Whether MPI must be asked for the number of ranks: a launcher that it supports may have started several."""
+    if environment.get("TORCHELASTIC_RUN_ID"):
+        return False  # what an MPI launcher says here, it has said of torchrun
     mpirun = _first(environment, _MPIRUN)
     if mpirun is not None:
         return mpirun.processes > 1
+    if environment.get("PMIX_NAMESPACE"):
+        return True  # PMIx gives the number of processes to the MPI library only
+    if environment.get("SLURM_STEP_ID") and not any(name in environment for name in _SLURM_PMI):
+        return False  # srun --mpi=none
     job = _first(environment, _JOBS)
-    # PMIx gives the number of processes to the MPI library only.
-    return (job is not None and job.processes > 1) or bool(environment.get("PMIX_NAMESPACE"))
+    return job is not None and job.processes > 1
 
 
 def _first(environment: Mapping[str, str], family: _Family) -> Sign | None:

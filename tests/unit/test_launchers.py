@@ -36,6 +36,7 @@ def cluster(**roles: int) -> str:
         ({"TF_CONFIG": cluster(worker=2)}, "TF_CONFIG", 2),
         ({"TF_CONFIG": cluster(chief=1, worker=2, ps=3)}, "TF_CONFIG", 3),
         ({"HOROVOD_SIZE": "4", "HOROVOD_RANK": "0"}, "HOROVOD_SIZE", 4),
+        ({"COLLECTIVES_SIZE": "2", "COLLECTIVES_RANK": "0"}, "COLLECTIVES_SIZE", 2),
         # One rank of mpirun's that is several of somebody else's.
         ({"OMPI_COMM_WORLD_SIZE": "1", "WORLD_SIZE": "4"}, "WORLD_SIZE", 4),
     ],
@@ -86,6 +87,13 @@ def test_one(environment: dict[str, str]) -> None:
         ({"PMIX_RANK": "1"}, False),
         ({"WORLD_SIZE": "4"}, False),
         ({"TF_CONFIG": cluster(worker=2)}, False),
+        ({"COLLECTIVES_SIZE": "4"}, False),
+        # A step of srun's: MPI can connect its tasks by PMI or PMIx only.
+        ({"SLURM_NTASKS": "4", "SLURM_STEP_ID": "0"}, False),
+        ({"SLURM_NTASKS": "4", "SLURM_STEP_ID": "0", "PMI_FD": "3"}, True),
+        ({"SLURM_NTASKS": "4", "SLURM_STEP_ID": "0", "PMIX_NAMESPACE": "slurm.pmix.17.0"}, True),
+        # One torchrun on each of two nodes.
+        ({"OMPI_COMM_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "8"}, False),
     ],
 )
 def test_mpi_is_asked_where_its_launcher_may_have_started_several(environment: dict[str, str], expected: bool) -> None:

@@ -1,0 +1,90 @@
+"""The key that the processes of a job prove to each other, where no launcher has made one for the job."""
+
+from __future__ import annotations
+
+import hmac
+import os
+import secrets
+import stat
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from collectives.base.errors import InvalidArgumentError, TransportError
+
+VARIABLE = "COLLECTIVES_KEY"
+_LEAST_BYTES, _KEY_BYTES = 16, 32
+
+
+def given(environment: Mapping[str, str]) -> bytes | None:
+    """The key that the environment gives: ``COLLECTIVES_KEY``, hexadecimal.
+
+    Raises:
+        InvalidArgumentError: it is none; does not tell its text.
+    """
+    text = environment.get(VARIABLE, "").strip()
+    if not text:
+        return None
+    try:
+        key = bytes.fromhex(text)
+    except ValueError:
+        key = b""
+    if len(key) < _LEAST_BYTES:
+        raise InvalidArgumentError(
+            f"{VARIABLE}: expected at least {2 * _LEAST_BYTES} hexadecimal digits, got {len(text)} characters; make "
+            f'one with: python -c "import secrets; print(secrets.token_hex({_KEY_BYTES}))"'
+        )
+    return key
+
+
+def of_user(environment: Mapping[str, str], job: str) -> bytes:
+    """A key for a job, derived from the user's, which is made where there is none.
+
+    Args:
+        environment: where ``XDG_CONFIG_HOME`` and ``HOME`` are looked up.
+        job: a text that all ranks of the job share.
+
+    Raises:
+        TransportError: the file cannot be made or read, or others may read it.
+    """
+    path = path_of_user(environment)
+    try:
+        if not path.exists():
+            _make(path)
+        status = path.stat()
+        text = path.read_text(encoding="ascii").strip()
+    except (OSError, ValueError) as error:
+        raise TransportError(f"the user's key cannot be read or made: {error}; set {VARIABLE} on all ranks") from None
+    if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
+        raise TransportError(
+            f"others can read or change {path}, so that it proves nothing: remove it, and a new one is made; or set "
+            f"{VARIABLE} on all ranks"
+        )
+    try:
+        key = bytes.fromhex(text)
+    except ValueError:
+        key = b""
+    if len(key) < _LEAST_BYTES:
+        raise TransportError(f"{path} has no key: remove it, and a new one is made; or set {VARIABLE} on all ranks")
+    return hmac.digest(key, job.encode(), "sha256")
+
+
+def path_of_user(environment: Mapping[str, str]) -> Path:
+    """The file with the user's key."""
+    home = environment.get("HOME") or os.path.expanduser("~")
+    return Path(environment.get("XDG_CONFIG_HOME") or Path(home, ".config"), "collectives", "key")
+
+
+def _make(path: Path) -> None:
+    """Make the file, unless another process has just done so."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    draft = path.with_name(f"key.{secrets.token_hex(8)}")
+    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with os.fdopen(descriptor, "w", encoding="ascii") as file:
+            file.write(f"{secrets.token_hex(_KEY_BYTES)}\n")
+        # A link, because it fails where the file exists already, on network file systems too, and is there as a whole.
+        with suppress(FileExistsError):
+            os.link(draft, path)
+    finally:
+        draft.unlink()

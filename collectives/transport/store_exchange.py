@@ -1,0 +1,245 @@
+"""All ranks' values by all ranks, through a store with nothing but ``set``, ``get`` and ``wait``.
+
+    rank r      offers       sets its value with a nonce
+    rank 0      proposes     gathers the offers, and sets the list of all of them with a number of its own
+    rank r      agrees       sets the number, if its own nonce is in the list
+    rank 0      concludes    sets the number a last time, once all have agreed
+
+A rank whose attempt failed may try again, with a new nonce, while others still wait in their first exchange: a list
+with an older offer is not agreed to, and rank 0 proposes another one as soon as it sees the new offer. What an earlier
+attempt has left in the store is told by the nonces alike. Each rank makes a few calls and rank 0 a few for each rank,
+where nothing is left of an earlier attempt; they poll with increasing pauses where there is.
+
+Values travel as JSON: the store may be anybody's, and what it says is not unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, Protocol
+
+from collectives.base.errors import (
+    CollectiveTimeoutError,
+    InvalidArgumentError,
+    RankFailedError,
+    TransportError,
+    in_words,
+)
+
+_PREFIX = "collectives"
+_SIZE, _LEFT = f"{_PREFIX}/size", f"{_PREFIX}/left"
+_PIECE = 0.5
+"""Longest seconds of a wait in a store, which no interrupt may end."""
+_FIRST_NAP, _LONGEST_NAP, _GROWTH = 2e-3, 0.1, 1.5
+_AT_ONCE = 0.01
+"""Seconds for a key that is there, or is not."""
+
+
+class KeyValueStore(Protocol):
+    """What a rendezvous needs of a store; torch's have it."""
+
+    def set(self, key: str, value: Any, /) -> Any:
+        """Set a key to bytes."""
+
+    def get(self, key: str, /) -> Any:
+        """The bytes of a key; waits until there are any."""
+
+    def wait(self, keys: list[str], timeout: timedelta, /) -> Any:
+        """Wait until all keys are set; raises after the timeout."""
+
+
+class StoreExchange:
+    """The exchanges of one `init`, each a call of this object. Every rank makes one, and as many calls.
+
+    Args:
+        store: of which all ranks have a client.
+        rank, size: of this process.
+        timeout: seconds.
+        how: where the ranks meet; for messages.
+    """
+
+    def __init__(self, store: KeyValueStore, rank: int, size: int, timeout: float, how: str) -> None:
+        self._store = store
+        self._rank, self._size, self._timeout, self._how = rank, size, timeout, how
+        self._offer = {"nonce": secrets.token_hex(8), "by": f"process {os.getpid()} on {socket.gethostname()}"}
+        self._nonces: list[str] = []
+        self._number = 0
+        self._end = 0.0
+
+    def __call__(self, value: Any) -> list[Any]:
+        """Give a value that JSON can carry, and get those of all ranks.
+
+        Raises:
+            CollectiveTimeoutError: not every rank came; names those that did not.
+            RankFailedError: a rank has left, after the first exchange.
+            InvalidArgumentError: another process has this rank's number.
+            TransportError: the store failed.
+        """
+        if self._size == 1:
+            return [value]
+        self._end = time.monotonic() + self._timeout
+        try:
+            self._set(_SIZE, self._size)
+            self._set(self._key("offer", self._rank), {**self._offer, "value": value})
+            offers = self._propose() if self._rank == 0 else self._agree()
+        except BaseException as error:
+            if self._number and not isinstance(error, RankFailedError):  # which another rank has told already
+                with suppress(TransportError):
+                    self.leave(in_words(self._rank, error))
+            raise
+        self._nonces = [offer["nonce"] for offer in offers]
+        self._number += 1
+        return [offer["value"] for offer in offers]
+
+    def leave(self, why: str) -> None:
+        """Tell the ranks that wait in a later exchange than the first that this rank will not come."""
+        self._set(_LEFT, {"rank": self._rank, "nonce": self._offer["nonce"], "why": why})
+
+    def _propose(self) -> list[dict[str, Any]]:
+        """Rank 0's part."""
+        offered = [self._key("offer", rank) for rank in range(self._size)]
+        agreed = [self._key("agreed", rank) for rank in range(1, self._size)]
+        naps = _Naps()
+        while not self._arrived(offered):
+            self._check()
+        proposed: list[dict[str, Any]] = []
+        number = ""
+        while True:
+            offers = [self._get(key) for key in offered]
+            self._check_number(offers[0])
+            if [offer["nonce"] for offer in offers] != [offer["nonce"] for offer in proposed]:
+                proposed, number = offers, secrets.token_hex(8)
+                self._set(self._key("list"), {"number": number, "offers": offers})
+                self._set(self._key("proposed"), number)
+            if self._arrived(agreed) and all(self._get(key) == number for key in agreed):
+                self._set(self._key("concluded"), number)
+                return proposed
+            self._check()
+            naps.nap()
+
+    def _agree(self) -> list[dict[str, Any]]:
+        """The part of the other ranks."""
+        naps = _Naps()
+        number, agreed = "", False
+        offers: list[dict[str, Any]] = []
+        while True:
+            if self._arrived([self._key("proposed")]):
+                proposed = self._get(self._key("proposed"))
+                if proposed != number:
+                    found = self._get(self._key("list"))
+                    if found["number"] == proposed:  # else rank 0 is about to propose another one
+                        number, offers = proposed, found["offers"]
+                        mine = offers[self._rank] if len(offers) == self._size else None
+                        agreed = mine is not None and mine["nonce"] == self._offer["nonce"]
+                        if agreed:
+                            self._set(self._key("agreed", self._rank), number)
+                if not agreed:
+                    self._check_number(self._get(self._key("offer", self._rank)))
+                elif self._arrived([self._key("concluded")]) and self._get(self._key("concluded")) == number:
+                    return offers
+            self._check()
+            naps.nap()
+
+    def _check_number(self, offer: dict[str, Any]) -> None:
+        """Raise if this rank's offer was replaced."""
+        if offer["nonce"] != self._offer["nonce"]:
+            raise InvalidArgumentError(
+                f"rank {self._rank}: {offer['by']} calls itself rank {self._rank} of {self._how}, as this process "
+                f"({self._offer['by']}) does: give each process a rank of its own, and each job a place of its own"
+            )
+
+    def _check(self) -> None:
+        """Raise if a rank has left, or the time is over."""
+        if self._number and self._arrived([_LEFT], _AT_ONCE):
+            left = self._get(_LEFT)
+            if left["rank"] != self._rank and left["nonce"] == self._nonces[left["rank"]]:
+                raise RankFailedError(
+                    f"rank {self._rank}: rank {left['rank']} failed in init(): {left['why']}; mend that, and call "
+                    "init() again on every rank"
+                )
+        if time.monotonic() <= self._end:
+            return
+        missing = self._missing()
+        named = ", ".join(str(rank) for rank in missing[:16]) + (", ..." if len(missing) > 16 else "")
+        size = self._get(_SIZE)
+        other = f"; another process says that there are {size} ranks, not {self._size}" if size != self._size else ""
+        raise CollectiveTimeoutError(
+            f"rank {self._rank}: waited {self._timeout:g} s for rank{'s' * (len(missing) > 1)} {named} of {self._size} "
+            f"to call init() ({self._how}){other}; see what {'they are' if len(missing) > 1 else 'it is'} doing, or "
+            "raise COLLECTIVES_TIMEOUT"
+        )
+
+    def _missing(self) -> list[int]:
+        """The ranks that have not come, as far as the store tells."""
+        absent = [rank for rank in range(self._size) if not self._arrived([self._key("offer", rank)], _AT_ONCE)]
+        if absent:
+            return absent
+        number = self._found("proposed")
+        if number is None or number == self._found("concluded"):
+            return [0]
+        late = [rank for rank in range(1, self._size) if self._found("agreed", rank) != number]
+        return [rank for rank in late if rank != self._rank] or [0]
+
+    def _key(self, name: str, rank: int | None = None) -> str:
+        return "/".join([_PREFIX, str(self._number), name, *([] if rank is None else [str(rank)])])
+
+    def _found(self, name: str, rank: int | None = None) -> Any:
+        """The value of a key; None if there is none."""
+        key = self._key(name, rank)
+        return self._get(key) if self._arrived([key], _AT_ONCE) else None
+
+    def _set(self, key: str, value: Any) -> None:
+        text = json.dumps(value).encode()
+        try:
+            self._store.set(key, text)
+        except Exception as error:
+            raise self._failed(error) from error
+
+    def _get(self, key: str) -> Any:
+        """The value of a key that is there."""
+        try:
+            return json.loads(self._store.get(key))
+        except Exception as error:
+            raise self._failed(error) from error
+
+    def _arrived(self, keys: Sequence[str], seconds: float = _PIECE) -> bool:
+        """Whether all keys are there within some seconds."""
+        begun = time.monotonic()
+        seconds = min(seconds, max(_AT_ONCE, self._end - begun))
+        check = getattr(self._store, "check", None)
+        try:
+            if check is None:
+                self._store.wait(list(keys), timedelta(seconds=seconds))
+                return True
+            # torch's TCPStore prints two lines for every wait that is not fulfilled.
+            naps = _Naps()
+            while not check(list(keys)):
+                if time.monotonic() > begun + seconds:
+                    return False
+                naps.nap()
+            return True
+        except Exception as error:
+            if check is None and (isinstance(error, TimeoutError) or time.monotonic() >= begun + seconds):
+                return False
+            raise self._failed(error) from error
+
+    def _failed(self, error: Exception) -> TransportError:
+        return TransportError(f"rank {self._rank}: the store at which the ranks meet ({self._how}) failed: {error}")
+
+
+class _Naps:
+    """Sleeps of increasing length."""
+
+    def __init__(self) -> None:
+        self._seconds = _FIRST_NAP
+
+    def nap(self) -> None:
+        time.sleep(self._seconds)
+        self._seconds = min(_GROWTH * self._seconds, _LONGEST_NAP)

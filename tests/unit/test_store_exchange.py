@@ -1,0 +1,210 @@
+"""Exchanges through a store: of one's own and of torch's, first and later attempts, and who is missing."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from collectives.base.errors import CollectiveTimeoutError, InvalidArgumentError, RankFailedError, TransportError
+from collectives.transport.authentication import make_key
+from collectives.transport.service import Service
+from collectives.transport.store import Store, StoreServer
+from collectives.transport.store_exchange import StoreExchange
+
+
+class LocalStore:
+    """A store for the threads of one process, with nothing but what an exchange needs."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+        self.calls = 0
+        self._changed = threading.Condition()
+
+    def set(self, key: str, value: bytes) -> None:
+        with self._changed:
+            self.calls += 1
+            self.values[key] = value
+            self._changed.notify_all()
+
+    def get(self, key: str) -> bytes:
+        with self._changed:
+            self.calls += 1
+            assert key in self.values, "an exchange gets nothing that may not be there"
+            return self.values[key]
+
+    def wait(self, keys: list[str], timeout: timedelta) -> None:
+        with self._changed:
+            self.calls += 1
+            if not self._changed.wait_for(lambda: all(key in self.values for key in keys), timeout.total_seconds()):
+                raise RuntimeError(f"timeout: {keys}")
+
+
+@pytest.fixture
+def pool() -> Iterator[concurrent.futures.ThreadPoolExecutor]:
+    with concurrent.futures.ThreadPoolExecutor(16) as made:
+        yield made
+
+
+@pytest.fixture(params=["local", "own", "torch-hash", "torch-tcp", "torch-file"])
+def clients(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[], Any]]:
+    """Makes clients of one store."""
+    if request.param == "local":
+        store = LocalStore()
+        yield lambda: store
+    elif request.param == "own":
+        service, key = Service(), make_key()
+        server = StoreServer(service, "127.0.0.1", 0, key)
+        yield lambda: Store(*server.address, key, 20, service)
+        service.close()
+    else:
+        torch = pytest.importorskip("torch.distributed")
+        if request.param == "torch-hash":
+            hashed = torch.HashStore()
+            yield lambda: hashed
+        elif request.param == "torch-file":
+            yield lambda: torch.FileStore(str(tmp_path / "store"), -1)
+        else:
+            limit = timedelta(seconds=20)
+            tcp = torch.TCPStore("127.0.0.1", 0, None, True, limit, wait_for_workers=False)
+            yield lambda: torch.PrefixStore(
+                "p", torch.TCPStore("127.0.0.1", tcp.port, None, False, limit, wait_for_workers=False)
+            )
+
+
+def test_all_ranks_get_all_values(clients: Callable[[], Any], pool: concurrent.futures.ThreadPoolExecutor) -> None:
+    def of_a_rank(rank: int, size: int) -> list[Any]:
+        exchange = StoreExchange(clients(), rank, size, 20, "here")
+        return [exchange({"rank": rank, "text": "ä"}), exchange([rank, None, 1.5])]
+
+    for size in (1, 2, 5):  # each leaves its values in the store, and so does each time
+        for _ in range(2):
+            for said in pool.map(of_a_rank, range(size), [size] * size):
+                assert said[0] == [{"rank": rank, "text": "ä"} for rank in range(size)]
+                assert said[1] == [[rank, None, 1.5] for rank in range(size)]
+
+
+def test_the_first_exchange_polls_nothing(pool: concurrent.futures.ThreadPoolExecutor) -> None:
+    store, size = LocalStore(), 8
+    exchanges = [StoreExchange(store, rank, size, 20, "here") for rank in range(size)]
+    list(pool.map(lambda exchange: exchange(0), exchanges))
+    assert store.calls <= 12 * size
+
+
+def test_a_rank_whose_attempt_failed_comes_again(pool: concurrent.futures.ThreadPoolExecutor) -> None:
+    """Whichever rank it is, while the others still wait in their first."""
+    for again in range(3):
+        store = LocalStore()
+        late = (again + 1) % 3
+
+        def attempt(rank: int, timeout: float, store: LocalStore = store) -> list[Any]:
+            return StoreExchange(store, rank, 3, timeout, "here")(f"{rank} {timeout}")
+
+        waiting = pool.submit(attempt, (again + 2) % 3, 20)
+        with pytest.raises(CollectiveTimeoutError, match=f"rank {again}: waited 0.2 s for"):
+            attempt(again, 0.2)
+        with pytest.raises(CollectiveTimeoutError):
+            attempt(again, 0.1)
+        joining = [pool.submit(attempt, again, 19), pool.submit(attempt, late, 20)]
+        expected = [f"{rank} {19 if rank == again else 20}" for rank in range(3)]
+        assert all(join.result(20) == expected for join in (waiting, *joining))
+
+
+def test_an_offer_that_is_replaced_once_it_was_proposed(pool: concurrent.futures.ThreadPoolExecutor) -> None:
+    """Rank 1 gives up between its offer and its agreement; neither rank 0 nor rank 2 goes on with what it offered."""
+
+    class Slow(LocalStore):
+        """In which rank 1's agreement never arrives the first time."""
+
+        refused = threading.Event()
+
+        def set(self, key: str, value: bytes) -> None:
+            if key.endswith("agreed/1") and not self.refused.is_set():
+                self.refused.set()
+                raise RuntimeError("interrupted")
+            super().set(key, value)
+
+    store = Slow()
+    others = [pool.submit(StoreExchange(store, rank, 3, 20, "here"), "old") for rank in (0, 2)]
+    with pytest.raises(TransportError, match=r"rank 1: the store at which .* \(here\) failed: interrupted"):
+        StoreExchange(store, 1, 3, 20, "here")("old")
+    assert not any(other.done() for other in others)
+    assert StoreExchange(store, 1, 3, 20, "here")("new") == ["old", "new", "old"]
+    assert [other.result(20) for other in others] == [["old", "new", "old"]] * 2
+
+
+def test_the_missing_ranks_are_named(clients: Callable[[], Any], pool: concurrent.futures.ThreadPoolExecutor) -> None:
+    def attempt(rank: int) -> str:
+        with pytest.raises(CollectiveTimeoutError) as caught:
+            StoreExchange(clients(), rank, 5, 0.3, "the place")(None)
+        return str(caught.value)
+
+    for rank, text in zip((0, 1, 3), pool.map(attempt, (0, 1, 3)), strict=True):
+        assert text.startswith(f"rank {rank}: waited 0.3 s for ranks 2, 4 of 5 to call init() (the place)")
+
+
+def test_the_missing_ranks_of_a_later_init_are_named(pool: concurrent.futures.ThreadPoolExecutor) -> None:
+    store = LocalStore()
+    list(pool.map(lambda rank: StoreExchange(store, rank, 3, 20, "here")(0), range(3)))
+
+    def attempt(rank: int) -> str:
+        with pytest.raises(CollectiveTimeoutError) as caught:
+            StoreExchange(store, rank, 3, 0.3 if rank else 0.5, "here")(None)
+        return str(caught.value)
+
+    assert "rank 1: waited 0.3 s for rank 0 of 3" in attempt(1)
+    texts = list(pool.map(attempt, range(2)))
+    assert "for rank 2 of 3" in texts[0] and "for rank 2 of 3" in texts[1]
+
+
+def test_two_processes_of_one_rank_are_found(pool: concurrent.futures.ThreadPoolExecutor) -> None:
+    store = LocalStore()
+    same = [pool.submit(StoreExchange(store, rank, 3, 20, "here"), None) for rank in (1, 1)]
+    first = pool.submit(StoreExchange(store, 0, 3, 20, "here"), None)
+    last = pool.submit(StoreExchange(store, 2, 3, 20, "here"), None)
+    errors = [error for error in (one.exception(20) for one in same) if error is not None]
+    assert len(errors) == 1 and isinstance(errors[0], InvalidArgumentError)
+    assert "calls itself rank 1 of here" in str(errors[0])
+    assert first.result(20) == last.result(20) == [None] * 3
+
+
+def test_two_jobs_of_different_size_are_found(pool: concurrent.futures.ThreadPoolExecutor) -> None:
+    store = LocalStore()
+    one = pool.submit(StoreExchange(store, 0, 3, 1.0, "here"), None)
+    while "collectives/size" not in store.values:
+        time.sleep(0.001)
+    two = pool.submit(StoreExchange(store, 1, 2, 0.5, "here"), None)
+    assert "another process says that there are 2 ranks, not 3" in str(one.exception(20))
+    assert isinstance(two.exception(20), CollectiveTimeoutError)
+
+
+def test_a_rank_that_fails_between_two_exchanges_leaves_nobody_waiting(
+    pool: concurrent.futures.ThreadPoolExecutor,
+) -> None:
+    store = LocalStore()
+    exchanges = [StoreExchange(store, rank, 3, 20, "here") for rank in range(3)]
+    list(pool.map(lambda exchange: exchange(0), exchanges))
+    waiting = [pool.submit(exchange, 1) for exchange in exchanges[:2]]
+    exchanges[2].leave("InvalidArgumentError: no such interface")
+    for rank, one in enumerate(waiting):
+        with pytest.raises(RankFailedError, match=f"rank {rank}: rank 2 failed in init.*no such interface"):
+            one.result(20)
+    # What they have left does not disturb the next attempt.
+    again = [StoreExchange(store, rank, 3, 20, "here") for rank in range(3)]
+    for _ in range(2):
+        assert list(pool.map(lambda exchange: exchange(2), again)) == [[2, 2, 2]] * 3
+
+
+def test_a_store_that_fails_is_an_error_at_once() -> None:
+    class Broken(LocalStore):
+        def wait(self, keys: list[str], timeout: timedelta) -> None:
+            raise RuntimeError("the store's process has ended")
+
+    with pytest.raises(TransportError, match=r"rank 0: the store at which the ranks meet.*has ended"):
+        StoreExchange(Broken(), 0, 2, 20, "here")(None)

@@ -15,7 +15,7 @@ from pathlib import Path
 from time import perf_counter
 from types import FrameType
 
-from collectives.launch.job import die_with_parent
+from collectives.launch.agent import die_with_parent
 
 _GRACE = 20.0
 """Seconds that collectivesrun has to end its ranks after SIGTERM: it needs about 7 where they do not listen."""

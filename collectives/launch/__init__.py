@@ -7,9 +7,10 @@
     options                      the table of options, settings and keys
     command_line, config_file    parse the options, and the same settings from a YAML file
     rank_environment             the ranks' environment variables for them
-    hosts, mpirun                the hosts of a job, and the MPI that starts it
-    command                      the command line of that MPI (pure)
-    job                          start, watch and end the MPI launcher
+    hosts                        the hosts of a job
+    mpirun, command, mpi_ranks   ranks by MPI: find it, build its command line (pure), start and end it
+    agents, ssh, agent           ranks without MPI: start an agent on each host, by ssh; the agent itself
+    job                          start, watch and end the ranks of either
     rank                         the process before each rank that forwards its output and its end
     output, screen               parse the ranks' output, and show it line by line, tagged
     records                      collect failure records and find the first failure
@@ -18,7 +19,8 @@
     report                       --check-build, --show-plan
     timeline_summary, timeline_report    statistics of a timeline, and the HTML page of it
 
-``mpirun -np 4 python train.py`` and ``srun --mpi=pmix -n 4 python train.py`` start the same ranks without it.
+``mpirun -np 4 python train.py``, ``srun -n 4 python train.py`` and ``torchrun --nproc-per-node 4 train.py`` start the
+same ranks without it.
 """
 
 from collectives.launch.api import run

@@ -4,7 +4,7 @@ The function, its arguments and its results are passed as files, pickled by clou
 functions that the program itself defines. The job is run by ``collectivesrun`` in a process of its own: this process is
 not a rank, and its threads, signal handlers and children are not affected.
 
-    run() -> collectivesrun -> mpirun -> N x python -m collectives.launch.run_function FOLDER
+    run() -> collectivesrun -> mpirun or agents -> N x python -m collectives.launch.run_function FOLDER
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from collectives.base.errors import (
     MissingDependencyError,
     RankFailedError,
 )
-from collectives.launch import cli, job, records
+from collectives.launch import cli, records
+from collectives.launch.agent import die_with_parent
 
 CALL, RESULT, FAILURE = "call", "result-{}", "failure-{}"
 """Names of files in the folder that this process shares with the ranks."""
@@ -100,7 +101,7 @@ def _search_path() -> list[str]:
 
 def _wait(command: Sequence[str], environment: Mapping[str, str], timeout: float | None) -> int:
     """Run the job to its end. No process of the job survives this function, also if it raises."""
-    process = subprocess.Popen(command, env=environment, preexec_fn=job.die_with_parent())
+    process = subprocess.Popen(command, env=environment, preexec_fn=die_with_parent())
     try:
         return process.wait(timeout)
     except subprocess.TimeoutExpired:

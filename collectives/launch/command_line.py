@@ -14,12 +14,13 @@ from typing import Any, NoReturn
 
 from collectives import __version__
 from collectives.base.errors import InvalidArgumentError
-from collectives.launch.options import IGNORED, REFUSED, SWITCHES, VALUES, Value
+from collectives.launch.options import IGNORED, REACHES, REFUSED, SWITCHES, VALUES, Reach, Value
 
 _EPILOG = """\
 examples:
   collectivesrun -np 4 python train.py --epochs 3
   collectivesrun -np 8 -H host1:4,host2:4 python train.py
+  collectivesrun --launcher ssh -np 8 -H host1:4,host2:4 python train.py
   collectivesrun -np 2 --mpi-args "--bind-to none" python train.py
   collectivesrun -np 4 --timeline run.html python train.py
   collectivesrun -np 4 --as-horovod python their_script.py
@@ -33,7 +34,7 @@ Each line of the ranks' output is tagged with its rank; --no-tag leaves the line
 exit code: 0, or that of the rank that failed first, whose traceback is shown last; 2 for a mistake in the options.
 """
 _ONE_OF = (
-    ("--gloo", "--mpi", "--jsrun"),
+    ("--gloo", "--mpi", "--jsrun", "--launcher"),
     (
         *("--log-with-timestamp", "--log-without-timestamp", "--log-hide-timestamp", "--no-log-hide-timestamp"),
         *("-prefix-timestamp", "--prefix-output-with-timestamp"),
@@ -52,7 +53,7 @@ def make_parser(program: str = "collectivesrun") -> argparse.ArgumentParser:
     parser = _Parser(
         prog=program,
         usage=f"{program} -np N [options] PROGRAM [arguments]",
-        description="Start N ranks of a program under MPI, and end all of them when one fails.",
+        description="Start N ranks of a program, and end all of them when one fails.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -65,11 +66,21 @@ def make_parser(program: str = "collectivesrun") -> argparse.ArgumentParser:
     where.add_argument(
         "-hostfile", "--hostfile", metavar="FILE", help="the same, one a line: 'host slots=4' or 'host:4'"
     )
+    launcher = parser.add_argument("--launcher", choices=("mpi", "ssh"))
+    launcher.help = (
+        "how the ranks are started: by MPI, or by this program, on other hosts by ssh (default: mpi where mpirun and "
+        "mpi4py are installed)"
+    )
+    parser.add_argument("--mpi", dest="launcher", action="store_const", const="mpi", help="--launcher mpi")
+    parser.add_argument("--gloo", dest="launcher", action="store_const", const="ssh", help="--launcher ssh")
+    for reach in REACHES:
+        parser.add_argument(
+            *reach.flags, dest=reach.flags[-1], metavar=reach.metavar, help=reach.help, type=_Parsed(reach)
+        )
     mpi_args = parser.add_argument(
         "--mpi-args", "--binding-args", metavar="ARGS", type=_words, action="extend", default=[]
     )
     mpi_args.help = "further arguments for mpirun, in one word"
-    parser.add_argument("--mpi", action="store_true", help="start the ranks by MPI, as is done anyway")
     as_horovod = parser.add_argument("--as-horovod", action="store_true")
     as_horovod.help = (
         "run a program written for Horovod: import horovod gives it collectives, unless Horovod is installed"
@@ -223,6 +234,19 @@ class _Text:
             return self._value.text(text)
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
+
+
+class _Parsed:
+    """`Reach.parse` as an argparse type."""
+
+    def __init__(self, reach: Reach) -> None:
+        self._parse = reach.parse
+
+    def __call__(self, text: str) -> Any:
+        try:
+            return self._parse(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"expected {self._parse.__doc__}, got {text!r}") from None
 
 
 def chosen(options: argparse.Namespace) -> dict[str, str | bool]:

@@ -1,7 +1,7 @@
 """``--config-file``: a YAML file in Horovod's form.
 
     verbose: false
-    controller: mpi
+    controller: mpi (as --launcher mpi) or gloo (as --launcher ssh)
     params:       fusion_threshold_mb, cycle_time_ms, cache_capacity,
                   hierarchical_allreduce, hierarchical_allgather, torus_allreduce
     autotune:     enabled, log_file, warmup_samples, steps_per_sample, bayes_opt_max_samples, gaussian_process_noise
@@ -46,12 +46,14 @@ class ConfigFile:
     Attributes:
         chosen: settings, for `rank_environment.merge`.
         verbose: whether to print the command.
+        launcher: how to start the ranks, "mpi" or "ssh"; empty: the file does not say.
         ignored: messages about keys without effect.
         told: the variables that ``horovodrun`` would set for these keys.
     """
 
     chosen: dict[str, str | bool] = field(default_factory=dict)
     verbose: bool = False
+    launcher: str = ""
     ignored: list[str] = field(default_factory=list)
     told: dict[str, str] = field(default_factory=dict)
 
@@ -64,7 +66,7 @@ def read(path: str) -> ConfigFile:
         MissingDependencyError: PyYAML is not installed.
     """
     found = ConfigFile()
-    verbose = False
+    verbose, launcher = False, ""
     for place, key, text in _entries(path, found.ignored):
         if key in _VALUES:
             found.chosen[_VALUES[key].flags[0]] = _understood(place, _VALUES[key].text, text)
@@ -77,9 +79,9 @@ def read(path: str) -> ConfigFile:
             found.ignored.append(f"{place} has no effect: {_IGNORED[key].why}")
         elif text.lower() not in ("mpi", "gloo"):
             raise InvalidArgumentError(f"{place}: expected mpi or gloo, got {text!r}")
-        elif text.lower() == "gloo":
-            found.ignored.append(f"{place} has no effect: the ranks are started and connected by MPI")
-    return replace(found, verbose=verbose)
+        else:
+            launcher = "mpi" if text.lower() == "mpi" else "ssh"
+    return replace(found, verbose=verbose, launcher=launcher)
 
 
 def _understood(place: str, parse: Callable[[str], _T], text: str) -> _T:

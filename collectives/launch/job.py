@@ -1,105 +1,137 @@
-"""Run a job: start the MPI launcher, forward its output, watch for failures, and clean up all processes.
+"""Run a job: start its ranks, forward their output, watch for failures, and clean up all processes.
 
-MPI launchers do not end reliably: Open MPI's was seen to hang, ignoring SIGTERM, after a rank had died during start-up.
-So after a rank's failure or a signal the launcher has a bounded time to end; then all descendants of this process are
-killed.
+What starts and ends the ranks is given: `mpi_ranks.MpiRanks` by an MPI launcher, `agents.Agents` without MPI. After a
+rank's failure or a signal the ranks have a bounded time to end; then all descendants of this process are killed.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import select
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Collection, Iterator, Sequence
 from types import FrameType
+from typing import Protocol
 
 from collectives.launch import shared_memory_cleanup
+from collectives.launch.agent import adopt_orphans, descendants, end_descendants
 from collectives.launch.output import Output
-from collectives.launch.records import culprit
+from collectives.launch.records import Record, culprit
 
 _Notices = Callable[[float, Sequence[int], Sequence[int]], tuple[list[int], list[int], list[int]]]
 _LOOK = 0.1
-"""Seconds between checks of withheld output; output, the launcher's end and signals are handled at once."""
-_AFTER_FAILURE = 6.0
+"""Seconds between checks of withheld output; output, a process's end and signals are handled at once."""
 _AFTER_SIGNAL = 5.0
-_AFTER_TERMINATE = 1.5
 _AFTER_END = 1.0
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_SET_CHILD_SUBREAPER, _SET_PARENT_DEATH_SIGNAL = 36, 1
 
 
-def run(command: Sequence[str], environment: Mapping[str, str], output: Output) -> int:
-    """Run the launcher's command to its end.
+class Ranks(Protocol):
+    """The ranks of a job, by the processes that start and end them.
+
+    Attributes:
+        processes: those processes, once started.
+        ends_within: seconds after `end` until they are killed.
+        code: the exit code of the job if no rank has left a failure record.
+    """
+
+    ends_within: float
+
+    @property
+    def processes(self) -> Sequence[subprocess.Popen[bytes]]: ...
+
+    @property
+    def code(self) -> int: ...
+
+    def start(self, output: Output) -> None:
+        """Start the processes, and attach what they write to ``output``."""
+
+    def waiting(self) -> tuple[list[int], list[int]]:
+        """Return further file descriptors to wait for: to read from, and to write to."""
+
+    def turn(self, readable: Sequence[int], writable: Sequence[int]) -> None:
+        """Handle what can be read and written, and what was due."""
+
+    def running(self) -> bool:
+        """Whether any process runs."""
+
+    def failures(self) -> list[Record]:
+        """Return the failures that were seen from here."""
+
+    def end_at(self) -> float:
+        """Return when the ranks are to be ended for a failure, on the monotonic clock; infinite: there is none."""
+
+    def send_signal(self, number: int) -> None:
+        """Forward a signal to the ranks."""
+
+    def end(self) -> None:
+        """End the ranks; does not wait."""
+
+    def kill(self) -> None:
+        """Kill the ranks that are not descendants of this process; waits a bounded time."""
+
+    def close(self) -> None:
+        """Release everything."""
+
+
+def run(ranks: Ranks, output: Output) -> int:
+    """Run a job to its end.
 
     Args:
-        command, environment: of the MPI launcher.
+        ranks: those of the job, not started.
         output: shows the ranks' output and collects their failure records.
 
     Returns:
         0; or the exit code of the rank that failed first, whose traceback is printed last; or 128 + N after signal N.
     """
-    mine = set(_descendants())
+    spare = set(descendants())
     began = time.time()
-    with _noticing() as notices, _adopting_orphans():
-        process = subprocess.Popen(
-            list(command),
-            env=dict(environment),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-            preexec_fn=die_with_parent(),
-        )
-        assert process.stdout is not None and process.stderr is not None
-        with process.stdout, process.stderr:
-            output.attach(process.stdout.fileno(), process.stderr.fileno())
-            try:
-                ended_by, when = _watch(process, notices, output)
-            finally:
-                _sweep(process, mine)
-                shared_memory_cleanup.sweep(began)
-            _drain(output, notices)
-        found = [record for record in output.records.found() if not ended_by or record.time < when]
-        first = culprit(found)
+    with _noticing() as notices, _adopting_orphans(), contextlib.closing(ranks):
+        try:
+            ranks.start(output)
+            ended_by, when = _watch(ranks, notices, output)
+        finally:
+            _sweep(ranks, spare)
+            shared_memory_cleanup.sweep(began)
+        _drain(output, notices)
+        told = output.records.found()
+        known = {record.rank for record in told}
+        found = told + [record for record in ranks.failures() if record.rank not in known or record.lost]
+        first = culprit(record for record in found if not ended_by or record.time < when)
         output.end(first)
         while output.waiting()[1] and not _turn(output, notices, _LOOK)[0]:
             pass
-    if first is not None:
-        return first.code
-    if ended_by:
-        return 128 + ended_by
-    return process.returncode if process.returncode >= 0 else 128 - process.returncode
+        if first is not None:
+            return first.code
+        return 128 + ended_by if ended_by else ranks.code
 
 
-def _watch(process: subprocess.Popen[bytes], notices: _Notices, output: Output) -> tuple[int, float]:
-    """Wait for the launcher's end, or enforce it; return the first signal received (0: none) and its time."""
+def _watch(ranks: Ranks, notices: _Notices, output: Output) -> tuple[int, float]:
+    """Wait for the job's end, or enforce it; return the first signal received (0: none) and its time."""
     ended_by, when = 0, 0.0
-    deadline, terminated = float("inf"), False
-    while process.poll() is None:
-        numbers = _turn(output, notices, _LOOK)[0]
+    deadline, ending = float("inf"), False
+    while ranks.running():
+        numbers = _turn(output, notices, _LOOK, ranks)[0]
         if output.broken and not ended_by:
             numbers = [signal.SIGPIPE]
         for number in numbers:
             if ended_by == number == signal.SIGINT:
-                deadline, terminated = 0.0, True  # a second Ctrl-C ends the job at once
+                deadline, ending = 0.0, True  # a second Ctrl-C ends the job at once
             if not ended_by:
                 ended_by, when = number, time.time()
                 output.interrupted = True
                 deadline = min(deadline, time.monotonic() + _AFTER_SIGNAL)
-            process.send_signal(signal.SIGTERM if number == signal.SIGPIPE else number)
-        if deadline == float("inf") and output.records:
-            deadline = time.monotonic() + _AFTER_FAILURE
+            ranks.send_signal(signal.SIGTERM if number == signal.SIGPIPE else number)
+        if not ending:
+            deadline = min(deadline, ranks.end_at())
         if time.monotonic() > deadline:
-            if terminated:
+            if ending:
                 break
-            output.say("the MPI launcher goes on although the job has ended; ending it")
-            process.terminate()
-            deadline, terminated = time.monotonic() + _AFTER_TERMINATE, True
+            ranks.end()
+            deadline, ending = time.monotonic() + ranks.ends_within, True
     return ended_by, when
 
 
@@ -112,11 +144,15 @@ def _drain(output: Output, notices: _Notices) -> None:
             return
 
 
-def _turn(output: Output, notices: _Notices, seconds: float) -> tuple[list[int], bool]:
+def _turn(output: Output, notices: _Notices, seconds: float, ranks: Ranks | None = None) -> tuple[list[int], bool]:
     """Wait a bounded time for signals and output; return the signals, and whether there was output to read."""
-    numbers, readable, writable = notices(seconds, *output.waiting())
-    output.turn(readable, writable)
-    return numbers, bool(readable)
+    sources, sinks = output.waiting()
+    further = ranks.waiting() if ranks else ([], [])
+    numbers, readable, writable = notices(seconds, sources + further[0], sinks + further[1])
+    output.turn([source for source in readable if source in sources], writable)
+    if ranks:
+        ranks.turn(readable, writable)
+    return numbers, any(source in sources for source in readable)
 
 
 @contextlib.contextmanager
@@ -161,56 +197,30 @@ def _noticing() -> Iterator[_Notices]:
 
 @contextlib.contextmanager
 def _adopting_orphans() -> Iterator[None]:
-    """Adopt processes that the launcher leaves behind when it dies, so that they can be found (Linux)."""
-    if sys.platform != "linux":
-        yield
-        return
-    control = ctypes.CDLL(None).prctl
-    control(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    """Adopt processes that a process of the job leaves behind when it dies."""
+    adopt_orphans()
     try:
         yield
     finally:
-        control(_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+        adopt_orphans(False)
 
 
-def die_with_parent() -> Callable[[], None] | None:
-    """Return a ``preexec_fn`` that has the kernel send SIGTERM to the child when this process dies (Linux)."""
-    if sys.platform != "linux":
-        return None
-    control = ctypes.CDLL(None).prctl
-    return lambda: control(_SET_PARENT_DEATH_SIGNAL, int(signal.SIGTERM), 0, 0, 0) and None
-
-
-def _sweep(process: subprocess.Popen[bytes], mine: set[int]) -> None:
+def _sweep(ranks: Ranks, spare: set[int]) -> None:
     """Wait a bounded time for the job's processes to end, then kill them. Other systems than Linux leave this to
     ``rank.py``."""
-    kill_from = time.monotonic() + (_AFTER_END if process.poll() is not None else 0.0)
-    end = kill_from + 5.0
-    while (left := set(_descendants()) - mine) and time.monotonic() < end:
-        if time.monotonic() >= kill_from:
-            for pid in left:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, signal.SIGKILL)
-        process.poll()
-        for pid in left - {process.pid}:
+    if ranks.running():
+        ranks.kill()
+    own = {process.pid for process in ranks.processes}
+
+    def reap(left: Collection[int]) -> None:
+        for process in ranks.processes:
+            process.poll()
+        for pid in set(left) - own:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)
-        time.sleep(0.02)  # only children can be waited for, not all descendants
-    if process.poll() is None:
-        process.kill()
-        process.wait()
 
-
-def _descendants() -> Iterator[int]:
-    """Yield all living descendants of this process (Linux; none elsewhere)."""
-    children: dict[int, list[int]] = {}
-    for entry in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError, ValueError):
-            state, parent = entry.read_text().rpartition(")")[2].split()[:2]
-            if state != "Z" or int(parent) == os.getpid():
-                children.setdefault(int(parent), []).append(int(entry.parent.name))
-    reached = [os.getpid()]
-    for pid in reached:
-        below = children.get(pid, [])
-        reached += below
-        yield from below
+    end_descendants(0.0 if ranks.running() else _AFTER_END, spare, reap)
+    for process in ranks.processes:
+        if process.poll() is None:
+            process.kill()
+            process.wait()

@@ -128,6 +128,37 @@ class Ignored:
         return {self.variable: str(on) if self.parse else (self.on if on else self.off)}
 
 
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """An option about how other hosts are reached, which has an effect without MPI only.
+
+    Attributes:
+        flags, metavar, help: as in `Value`.
+        parse: converts its text; its docstring describes valid ones.
+        why: the reason why it has no effect under MPI.
+    """
+
+    flags: tuple[str, ...]
+    metavar: str
+    help: str
+    parse: Callable[[str], Any]
+    why: str
+
+
+def _port(text: str) -> int:
+    """a port, from 1 to 65535"""
+    if not 1 <= _number(text) <= 65535:
+        raise ValueError(text)
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    """a positive number of seconds"""
+    if not 0 < float(text) < float("inf"):
+        raise ValueError(text)
+    return float(text)
+
+
 VALUES = (
     Value(
         ("--algorithm",),
@@ -135,7 +166,9 @@ VALUES = (
         "NAME",
         "the algorithm for every operation that has it: ring, direct, hierarchical, ...",
     ),
-    Value(("--transport",), "transport", "NAME", "how ranks on one host exchange bytes: window, direct-read or mpi"),
+    Value(
+        ("--transport",), "transport", "NAME", "how ranks on one host exchange bytes: window, direct-read, mpi or tcp"
+    ),
     Value(
         ("--timeout",),
         "timeout",
@@ -216,6 +249,12 @@ VALUES = (
         key="stall_check.shutdown_time_seconds",
     ),
     Value(
+        ("--network-interface", "--network-interfaces"),
+        "network_interface",
+        "NAME",
+        "the interface by which ranks reach each other over TCP: its name, address or network, such as 10.0.0.0/8",
+    ),
+    Value(
         ("--log-level",),
         "log_level",
         "LEVEL",
@@ -257,8 +296,19 @@ SWITCHES = (
     ),
 )
 
-_BY_MPI = "the ranks are started and connected by MPI; see --mpi-args"
-_BY_SSH = "mpirun makes the connections; set it in ~/.ssh/config, or for mpirun by --mpi-args"
+_BY_MPIRUN = "mpirun makes the connections; set it in ~/.ssh/config, or for mpirun by --mpi-args"
+REACHES = (
+    Reach(("-p", "--ssh-port"), "PORT", "the port of the hosts' ssh servers", _port, _BY_MPIRUN),
+    Reach(("-i", "--ssh-identity-file"), "FILE", "the private key for ssh", _anything, _BY_MPIRUN),
+    Reach(
+        ("--start-timeout",),
+        "SECONDS",
+        "how long the start of the ranks may take (default: 30)",
+        _seconds,
+        "mpirun decides how long starting may take; --timeout bounds init()",
+    ),
+)
+
 _BY_LOGGING = "messages are logged by Python's logging"
 _BY_SYSTEM = "threads stay where the system puts them"
 _BY_SIZE = "what is hierarchical is chosen by size and hosts; --algorithm chooses another"
@@ -276,12 +326,8 @@ IGNORED = (
         keys=("params.hierarchical_allgather",),
         variable="HOROVOD_HIERARCHICAL_ALLGATHER",
     ),
-    Ignored(("--gloo", "--jsrun"), _BY_MPI),
+    Ignored(("--jsrun",), "the ranks are started by mpirun or by ssh; see --launcher"),
     Ignored(("--tcp",), "for MPI, see --mpi-args; NCCL is told not to use InfiniBand", variable="NCCL_IB_DISABLE"),
-    Ignored(("--network-interface", "--network-interfaces"), _BY_MPI, _anything),
-    Ignored(("-p", "--ssh-port"), _BY_SSH, _number),
-    Ignored(("-i", "--ssh-identity-file"), _BY_SSH, _anything),
-    Ignored(("--start-timeout",), "mpirun decides how long starting may take; --timeout bounds init()", _number),
     Ignored(("--disable-cache",), "nothing is remembered between jobs"),
     Ignored(
         ("--mpi-threads-disable", "--no-mpi-threads-disable"),

@@ -1,8 +1,10 @@
-"""Parse the MPI launcher's output into the ranks' frames and the launcher's own messages, and show it.
+"""Parse the launchers' output into the ranks' frames and the launcher's own messages, and show it.
 
-    mpirun's stdout, stderr -> frames -> a rank's stdout, stderr    shown, tagged with the rank
-                                      -> a rank's records           collected, to find the first failure
-                            -> anything else                        the launcher's own messages
+    launchers' output -> frames -> a rank's stdout, stderr    shown, tagged with the rank
+                                -> a rank's records           collected, to find the first failure
+                      -> anything else                        the launchers' own messages
+
+A launcher is an MPI's, or the agent of one host.
 
 Launchers print banners when ranks fail, which contain less than the records. So their messages are withheld for a
 second, and dropped if a rank is known to have failed by then. Likewise the final traceback of a rank is removed from
@@ -55,11 +57,13 @@ class Output:
         self._screens = {b"o": out, b"e": out if _same(*targets) else err}
         self._sources: dict[int, bytes] = {}
         """The incomplete last line of each of the launcher's outputs, by file descriptor."""
+        self._names: dict[int, str] = {}
         self._held: dict[int, tuple[float, list[tuple[bytes, bytes]]]] = {}
         """By rank, when a possibly final traceback began, and the output since then."""
         self._withheld: dict[int, bytes] = {}
         """The final tracebacks of ranks."""
-        self._words: list[bytes] = []
+        self._words: list[tuple[int, bytes]] = []
+        """The launcher's withheld lines, each with its source."""
         self._words_since = 0.0
 
     @property
@@ -75,17 +79,26 @@ class Output:
         """Whether the reader of an output is gone."""
         return any(screen.broken for screen in self._screens.values())
 
-    def attach(self, *sources: int) -> None:
-        """Add file descriptors to read from."""
+    def attach(self, *sources: int, name: str = "") -> None:
+        """Add file descriptors to read from; lines that are not ranks' are shown after the name of their host."""
         for source in sources:
             os.set_blocking(source, False)
             self._sources[source] = b""
+            self._names[source] = name
 
     def waiting(self) -> tuple[list[int], list[int]]:
         """Return the file descriptors to wait for: to read from, and to write to."""
         pending = {screen.fd: screen for screen in self._screens.values() if screen.pending}
         full = any(len(screen.pending) > _MOST_PENDING for screen in pending.values())
         return [] if full else list(self._sources), list(pending)
+
+    def take_words(self, source: int) -> str:
+        """Read all that a source has, and take out the withheld lines that are not ranks'."""
+        while source in self._sources and self._read(source):
+            pass
+        found = [line for origin, line in self._words if origin == source]
+        self._words = [entry for entry in self._words if entry[0] != source]
+        return b"\n".join(found).decode(errors="replace").strip()
 
     def turn(self, readable: Sequence[int], writable: Sequence[int]) -> None:
         """Read and write where possible, and show what has been withheld long enough."""
@@ -125,7 +138,7 @@ class Output:
         hidden = sorted(rank for rank in self._withheld if rank in others and (first is None or rank != first.rank))
         if first is not None:
             also = (
-                f"collectivesrun: because of what follows, so failed {_ranks(hidden)} (--verbose shows how)\n"
+                f"collectivesrun: because of what follows, so failed {listed(hidden)} (--verbose shows how)\n"
                 if hidden
                 else ""
             )
@@ -135,34 +148,36 @@ class Output:
         """Show a message of ``collectivesrun``."""
         self._screens[b"e"].feed(None, b"", f"collectivesrun: {text}\n".encode())
 
-    def _read(self, source: int) -> None:
+    def _read(self, source: int) -> bool:
+        """Read once; returns whether there may be more."""
         try:
             data = os.read(source, _READ)
         except BlockingIOError:
-            return
+            return False
         except OSError:
             data = b""
         if not data:
             self._end_of(source)
-            return
+            return False
         *lines, self._sources[source] = (self._sources[source] + data).split(b"\n")
-        self._take_lines(lines)
+        self._take_lines(source, lines)
+        return True
 
     def _end_of(self, source: int) -> None:
         """Process the end of a source, whose last line may lack the line feed."""
         rest = self._sources.pop(source)
-        self._take_lines([rest] if rest else [])
+        self._take_lines(source, [rest] if rest else [])
 
-    def _take_lines(self, lines: Sequence[bytes]) -> None:
+    def _take_lines(self, source: int, lines: Sequence[bytes]) -> None:
         gathered: list[tuple[int, bytes, list[bytes]]] = []
         for line in lines:
             frame = _FRAME.fullmatch(line)
             if frame is None:
-                self._launchers(line)
+                self._launchers(source, line)
                 continue
             words = frame[1].strip(b"\0")
             if words and not _PREFIX.fullmatch(words):
-                self._launchers(words)  # Open MPI's last message has no line feed
+                self._launchers(source, words)  # Open MPI's last message has no line feed
             rank, kind = int(frame[2]), frame[3]
             text = frame[4].replace(MARK + b"n", b"\n").replace(MARK + b"p", MARK)
             if gathered and gathered[-1][:2] == (rank, kind):
@@ -172,17 +187,18 @@ class Output:
         for rank, kind, parts in gathered:
             self._take(rank, kind, b"".join(parts))
 
-    def _launchers(self, line: bytes) -> None:
+    def _launchers(self, source: int, line: bytes) -> None:
         """Process a line of the launcher's own."""
         if not self._words:
             self._words_since = time.monotonic()
-        self._words.append(line)
+        self._words.append((source, line))
         if self._verbose:
             self._say()
 
     def _say(self) -> None:
-        for line in self._words:
-            self._screens[b"e"].feed(None, b"", line + b"\n")
+        for source, line in self._words:
+            name = self._names[source]
+            self._screens[b"e"].feed(None, b"", (f"{name}: ".encode() if name else b"") + line + b"\n")
         self._words.clear()
 
     def _take(self, rank: int, kind: bytes, data: bytes) -> None:
@@ -241,6 +257,7 @@ def _same(one: int, other: int) -> bool:
     return False
 
 
-def _ranks(ranks: Sequence[int]) -> str:
-    listed = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-    return f"rank{'s' if len(ranks) > 1 else ''} {listed}"
+def listed(ranks: Sequence[int]) -> str:
+    """Return ranks in words: ``ranks 0, 1, 2``."""
+    numbers = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {numbers}"

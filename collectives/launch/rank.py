@@ -1,9 +1,10 @@
-"""The process between the MPI launcher and one rank: forwards the rank's output in frames, and reports how it ends.
+"""The process between ``mpirun`` or ``agent.py`` and one rank: forwards the rank's output in frames, and reports how it
+ends.
 
 ``collectivesrun`` starts it once per rank as a plain script without site-packages. It imports only what it needs of the
 standard library, and nothing of collectives, so that it takes about ten milliseconds and little memory.
 
-    mpirun -> rank.py -> python train.py
+    mpirun or agent.py -> rank.py -> python train.py
 
 Its arguments are encoded (``pack``), so that no launcher in between interprets one of them. All output of the rank is
 sent as frames, each a line on stderr: launchers forward whole lines from every host, and never mix two. A frame is DLE,
@@ -14,8 +15,9 @@ the rank, one letter, the bytes with DLE and line feed escaped, and a line feed:
     x       a failure seen from outside (an exception before ``init()``, ``os._exit``, ``kill -9``), a line of JSON
 
 The rank's stdout and stderr are pseudo-terminals if the launcher's own are terminals, for progress bars and colours.
-Signals are forwarded, and the rank is killed if the launcher dies. With ``--output-filename DIR`` the output is also
-written to ``DIR/rank.N``. The exit code is the rank's, 128 + N for signal N.
+Signals are forwarded, and the rank is killed if the launcher dies, with the processes that it has started. With
+``--output-filename DIR`` the output is also written to ``DIR/rank.N``. The exit code is the rank's, 128 + N for signal
+N.
 """
 
 from __future__ import annotations
@@ -29,14 +31,15 @@ import sys
 import termios
 import time
 
-RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
+RANK_VARIABLES = ("COLLECTIVES_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
 HOROVOD_VARIABLES = {
     "HOROVOD_RANK": RANK_VARIABLES,
-    "HOROVOD_SIZE": ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"),
-    "HOROVOD_LOCAL_RANK": ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID"),
+    "HOROVOD_SIZE": ("COLLECTIVES_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"),
+    "HOROVOD_LOCAL_RANK": ("COLLECTIVES_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID"),
     "HOROVOD_LOCAL_SIZE": ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"),
 }
-"""Variables that ``horovodrun`` sets and programs read, with those of Open MPI and MPICH that have the same value."""
+"""Variables that ``horovodrun`` sets and programs read, with those of ``agents.py``, Open MPI and MPICH that have the
+same value."""
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 RECORDS = "COLLECTIVES_RECORDS"
 """The variable with the path to which the rank writes its record, as in ``collectives.failures``."""
@@ -131,7 +134,7 @@ def main(output: str, width: int, placement: str, terminal: str, command: list[s
         if pid:
             status = found
         elif os.getppid() != launcher:
-            _send_signal(child, signal.SIGKILL)
+            _kill_group(child)
     # The rank's last output is in the pipe, which a process that it left behind may hold open: do not wait for its end.
     _drain(rank, sources, copies)
     code = os.waitstatus_to_exitcode(status)
@@ -304,6 +307,15 @@ def _wait_until_read() -> None:
             time.sleep(0.002)  # a pipe does not notify its writer of reads
     except OSError:
         return
+
+
+def _kill_group(child: int) -> None:
+    """Kill the rank and the processes that it has started, unless they have left its process group."""
+    for kill in (os.killpg, os.kill):
+        try:
+            kill(child, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
 
 
 def _send_signal(child: int, number: int) -> None:

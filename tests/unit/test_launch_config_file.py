@@ -150,9 +150,9 @@ def test_a_mistake_is_named_with_its_line(text: str, line: int, message: str, tm
     assert str(caught.value).startswith(f"{tmp_path / 'settings.yaml'}:{line}: ") and message in str(caught.value)
 
 
-def test_gloo_as_the_controller_is_said_to_have_no_effect(tmp_path: Path) -> None:
-    assert "controller has no effect" in read(tmp_path, "controller: gloo\n").ignored[0]
-    assert read(tmp_path, "controller: mpi\n").ignored == []
+@pytest.mark.parametrize(("controller", "launcher"), [("gloo", "ssh"), ("MPI", "mpi"), ("", "")])
+def test_the_controller_chooses_the_launcher(controller: str, launcher: str, tmp_path: Path) -> None:
+    assert read(tmp_path, f"controller: {controller}\n").launcher == launcher
 
 
 def test_a_file_that_is_no_yaml(tmp_path: Path) -> None:

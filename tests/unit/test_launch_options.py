@@ -55,6 +55,7 @@ def merged_as_horovod(
         (["--no-stall-check"], "stall_warning", 0),
         (["--stall-check-warning-time-seconds", "30"], "stall_warning", 30),
         (["--stall-check-shutdown-time-seconds", "90"], "stall_shutdown", 90),
+        (["--network-interface", "eth0"], "network_interface", "eth0"),
         (["--log-level", "DEBUG"], "log_level", "debug"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -169,9 +170,7 @@ def test_what_has_no_effect_says_why(row: options.Ignored, flag: str) -> None:
     assert command_line.chosen(parsed) == {} and list(parsed.told) == ([row.variable] if row.variable else [])
 
 
-@pytest.mark.parametrize(
-    "flag", ["--ssh-port", "--start-timeout", "--num-nccl-streams", "--thread-affinity", "--gloo-timeout-seconds"]
-)
+@pytest.mark.parametrize("flag", ["--num-nccl-streams", "--thread-affinity", "--gloo-timeout-seconds"])
 def test_numbers_without_effect_are_numbers_all_the_same(flag: str) -> None:
     for text in ("abc", "-1", "1.5", ""):
         with pytest.raises(argparse.ArgumentError, match=f"expected a whole number, 0 or more, got '{text}'"):
@@ -206,7 +205,7 @@ def test_numbers_without_effect_are_numbers_all_the_same(flag: str) -> None:
         ("--thread-affinity 1 --gloo-timeout-seconds 60", {"THREAD_AFFINITY": "1", "GLOO_TIMEOUT_SECONDS": "60"}),
         ("--log-hide-timestamp", {"LOG_HIDE_TIME": "1"}),
         ("--log-with-timestamp", {"LOG_HIDE_TIME": "0"}),
-        ("--gloo --disable-cache --ssh-port 22", {}),
+        ("--jsrun --disable-cache", {}),
     ],
 )
 def test_programs_of_horovods_see_the_variables_of_horovodrun(arguments: str, told: dict[str, str]) -> None:
@@ -240,6 +239,7 @@ def test_a_stall_check_is_on_or_off_for_programs_of_horovods_too() -> None:
     [
         ["--gloo", "--mpi"],
         ["--jsrun", "--gloo"],
+        ["--launcher", "--mpi"],
         ["--autotune", "--cache-capacity", "--no-autotune"],
         ["--log-hide-timestamp", "--log-with-timestamp"],
     ],

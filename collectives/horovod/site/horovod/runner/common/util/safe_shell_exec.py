@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import IO, Any, Protocol
 
-from collectives.launch.job import die_with_parent
+from collectives.launch.agent import die_with_parent
 from horovod.runner.util.threads import in_thread  # type: ignore[import-not-found]
 
 GRACEFUL_TERMINATION_TIME_S = 5

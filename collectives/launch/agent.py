@@ -1,0 +1,271 @@
+"""The process that starts, watches and ends a job's ranks on one host, where MPI does not.
+
+``collectivesrun`` starts one agent per host: on this host as a child, on others by ssh. Like ``rank.py`` it is a plain
+script, run without site-packages, that imports only the standard library.
+
+    collectivesrun -> agent.py -> rank.py -> python train.py
+                   -> ssh -> agent.py -> rank.py -> python train.py
+
+Its standard streams connect it with the launcher:
+
+    stdin     lines: first the task, in JSON (environment, folder, command, ranks; nothing of it is on a command line);
+              then orders: ``alive``, ``signal N`` (forwarded to the ranks), ``end`` (SIGTERM, then SIGKILL), ``kill``
+    stdout    lines that begin with DLE: ``ready``, ``alive``, ``ended RANK CODE``, ``done``
+    stderr    the frames of ``rank.py``, and plain messages
+
+The end of stdin means that the launcher or the connection is gone, and ends the ranks; so does silence, because a
+host without power or network closes no connection. No process of a rank outlives the agent. If the agent is killed,
+``rank.py`` ends its rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
+
+MARK = b"\x10"
+"""The first byte of each line on stdout; lines without it are a shell's."""
+ALIVE_EVERY = 2.0
+"""Seconds between signs of life, in both directions."""
+_AFTER_TERMINATE = 1.5
+_AFTER_END = 1.0
+_AFTER_KILL = 5.0
+_SET_PARENT_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_READ = 64 << 10
+
+
+def main() -> int:
+    """Run the ranks of the task that stdin describes; return the exit code of the first that failed, or 0."""
+    signals, orders = _Signals(), _Orders()
+    _say("ready")
+    while (line := orders.take()) is None:
+        if orders.closed or any(number in _ENDING for number in signals.take()):
+            return 0
+        select.select([0, signals.source], [], [])
+        orders.read()
+    task: dict[str, Any] = json.loads(line)
+    try:
+        os.chdir(task["folder"])
+    except OSError as error:
+        os.write(2, f"there is no folder {task['folder']!r}: {error.strerror}\n".encode())
+        return 1
+    adopt_orphans()
+    ranks = _Ranks(task)
+    _watch(ranks, orders, signals, task["patience"] or float("inf"))
+    end_descendants(_AFTER_END)
+    _say("done")
+    return ranks.code
+
+
+def _watch(ranks: _Ranks, orders: _Orders, signals: _Signals, patience: float) -> None:
+    """Obey orders until all ranks have ended; ``patience``: seconds of the launcher's silence that end them."""
+    heard, spoken = time.monotonic(), 0.0
+    while ranks.running:
+        sources = [signals.source] if orders.closed else [0, signals.source]
+        ready, _, _ = select.select(sources, [], [], max(0.0, min(ALIVE_EVERY, ranks.kill_at - time.monotonic())))
+        now = time.monotonic()
+        if 0 in ready:
+            orders.read()
+            heard = now
+        while (order := orders.take()) is not None:
+            ranks.obey(*order.split())
+        if orders.closed or now - heard > patience or any(number in _ENDING for number in signals.take()):
+            ranks.obey("end")
+        ranks.reap()
+        if now >= ranks.kill_at:
+            ranks.obey("kill")
+        if now - spoken >= ALIVE_EVERY:
+            _say("alive")
+            spoken = now
+
+
+class _Orders:
+    """The lines on stdin."""
+
+    def __init__(self) -> None:
+        os.set_blocking(0, False)
+        self.closed = False
+        self._data = b""
+
+    def read(self) -> None:
+        """Read what is there."""
+        with contextlib.suppress(BlockingIOError):
+            data = os.read(0, _READ)
+            self._data += data
+            self.closed = not data
+
+    def take(self) -> str | None:
+        """Return the next line; None if it is not complete."""
+        line, end, rest = self._data.partition(b"\n")
+        if not end:
+            return None
+        self._data = rest
+        return line.decode()
+
+
+class _Signals:
+    """Signals to this process, by a file descriptor to wait for."""
+
+    def __init__(self) -> None:
+        self.source, waker = os.pipe()
+        for end in (self.source, waker):
+            os.set_blocking(end, False)
+        signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
+        for number in (*_ENDING, signal.SIGCHLD):
+            if signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, lambda number, frame: None)
+
+    def take(self) -> bytes:
+        """Return the numbers of the signals that have arrived."""
+        with contextlib.suppress(BlockingIOError):
+            return os.read(self.source, _READ)
+        return b""
+
+
+class _Ranks:
+    """The ranks on this host.
+
+    Attributes:
+        running: rank by the pid of its ``rank.py``.
+        code: the exit code of the first that failed, or 0.
+        kill_at: when the processes are killed, on the monotonic clock.
+    """
+
+    def __init__(self, task: Mapping[str, Any]) -> None:
+        self.running: dict[int, str] = {}
+        self.code = 0
+        self.kill_at = float("inf")
+        command = [sys.executable, "-I", "-S", os.path.join(os.path.dirname(__file__), "rank.py"), *task["command"]]
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        given: int | None = task["stdin"]
+        if given is not None:
+            os.set_inheritable(given, False)
+        dying = die_with_parent()
+        for position, variables in enumerate(task["ranks"]):
+            environment = {**os.environ, **task["environment"], **variables}
+            stdin = nothing if given is None or position else given
+            self.running[_start(command, environment, stdin, dying)] = variables["COLLECTIVES_RANK"]
+        for file in (nothing, given):
+            if file is not None:
+                os.close(file)
+
+    def obey(self, order: str, *arguments: str) -> None:
+        """Carry out an order of the launcher's."""
+        if order == "signal":
+            self._signal(int(arguments[0]))
+        elif order == "end" and self.kill_at == float("inf"):
+            self.kill_at = time.monotonic() + _AFTER_TERMINATE
+            self._signal(signal.SIGTERM)
+        elif order == "kill":
+            end_descendants(0.0, reap=lambda left: self.reap())
+            self.running.clear()  # what cannot be killed; on other systems than Linux, rank.py ends the rank
+
+    def reap(self) -> None:
+        """Take note of ended processes, and tell the launcher of ranks."""
+        with contextlib.suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                rank = self.running.pop(ended[0], None)
+                if rank is not None:
+                    code = os.waitstatus_to_exitcode(ended[1])
+                    code = 128 - code if code < 0 else code
+                    self.code = self.code or code
+                    _say(f"ended {rank} {code}")
+
+    def _signal(self, number: int) -> None:
+        for pid in self.running:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+
+def _start(command: list[str], environment: Mapping[str, str], stdin: int, dying: Callable[[], None]) -> int:
+    """Start a ``rank.py``; return its pid."""
+    parent = os.getpid()
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        os.dup2(stdin, 0)
+        os.dup2(2, 1)
+        dying()
+        if os.getppid() == parent:
+            os.execve(command[0], command, environment)
+    except OSError as error:
+        os.write(2, f"cannot run {command[0]!r}: {error.strerror}\n".encode())
+    finally:
+        os._exit(127)
+
+
+def _say(text: str) -> None:
+    """Write a line to the launcher, unless it reads no more, which stdin tells."""
+    with contextlib.suppress(OSError):
+        os.write(1, MARK + text.encode() + b"\n")
+
+
+def die_with_parent(number: int = signal.SIGTERM) -> Callable[[], None]:
+    """Return a function for a child that has just been forked: the kernel sends it a signal when this process dies
+    (Linux)."""
+    if sys.platform != "linux":
+        return lambda: None
+    control = ctypes.CDLL(None).prctl
+    return lambda: control(_SET_PARENT_DEATH_SIGNAL, int(number), 0, 0, 0) and None
+
+
+def adopt_orphans(adopt: bool = True) -> None:
+    """Become the parent of descendants whose parent dies, so that they can be found (Linux); or no longer."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, int(adopt), 0, 0, 0)
+
+
+def end_descendants(
+    grace: float, spare: Collection[int] = (), reap: Callable[[Collection[int]], object] | None = None
+) -> None:
+    """Wait a bounded time for the descendants of this process to end, then kill them (Linux; none are found elsewhere).
+
+    Args:
+        grace: seconds that they are given.
+        spare: pids that are left alone.
+        reap: called with the pids of living descendants and ended children, to wait for the latter without blocking.
+    """
+    kill_from = time.monotonic() + grace
+    while (left := set(descendants()) - set(spare)) and time.monotonic() < kill_from + _AFTER_KILL:
+        if time.monotonic() >= kill_from:
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+        (reap or _reap)(left)
+        time.sleep(0.02)  # only children can be waited for, not all descendants
+
+
+def _reap(pids: Collection[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, os.WNOHANG)
+
+
+def descendants() -> Iterator[int]:
+    """Yield all living descendants of this process, and its ended children (Linux; none elsewhere)."""
+    children: dict[int, list[int]] = {}
+    processes = os.listdir("/proc") if sys.platform == "linux" else []
+    for name in filter(str.isdigit, processes):
+        with contextlib.suppress(OSError, ValueError), open(f"/proc/{name}/stat", errors="replace") as file:
+            state, parent = file.read().rpartition(")")[2].split()[:2]
+            if state != "Z" or int(parent) == os.getpid():
+                children.setdefault(int(parent), []).append(int(name))
+    reached = [os.getpid()]
+    for pid in reached:
+        below = children.get(pid, [])
+        reached += below
+        yield from below
+
+
+if __name__ == "__main__":
+    sys.exit(main())

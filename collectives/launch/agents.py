@@ -1,0 +1,335 @@
+"""Ranks that ``collectivesrun`` starts itself: by one `agent` on each host, here as a child, elsewhere by ssh.
+
+Nothing is started before every host has answered. Then the launcher serves the store at which the ranks meet, and sends
+each agent its task over stdin, with the job's key.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import IO
+
+from collectives.base.config import Config
+from collectives.launch import agent, ssh
+from collectives.launch.agent import ALIVE_EVERY, MARK
+from collectives.launch.output import Output, listed
+from collectives.launch.records import Record
+
+_AFTER_DEATH = 2.0
+"""Seconds in which ranks end by themselves after one has ended with a failure: they notice, and say where they were."""
+_AFTER_FAILURE = 6.0
+"""The same after one has said that it fails, and waits for the others' end."""
+_AFTER_DONE = 2.0
+_AFTER_KILL = 1.0
+_READ = 64 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class HostRanks:
+    """The ranks of one host; ``host`` is empty for this one."""
+
+    host: str
+    ranks: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{listed(self.ranks)} on {self.host or os.uname().nodename}"
+
+
+class Agents:
+    """The ranks of a job without MPI; see `job.Ranks`.
+
+    Args:
+        places: the ranks of each host.
+        command: the words for ``rank.py``, packed.
+        environment: the ranks'.
+        config: the ranks' settings: how the launcher is reached, and how long silence is borne.
+        remote: how other hosts are reached. Its timeout bounds the start.
+
+    The arguments but for ``config`` are attributes.
+    """
+
+    ends_within = 4.0
+
+    def __init__(
+        self,
+        places: Sequence[HostRanks],
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        config: Config,
+        remote: ssh.Ssh,
+    ) -> None:
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self._agents = [_Agent(place, environment, remote) for place in places]
+        self.places, self.command, self.environment = places, list(command), dict(environment)
+        self.remote, self._config = remote, config
+        self._size = sum(len(place.ranks) for place in places)
+        self._sent = self._ending = False
+        self._failed_at = self._spoken = 0.0
+        self._lost: list[Record] = []
+        self._close_store: Callable[[], None] = lambda: None
+
+    @property
+    def code(self) -> int:
+        codes = [one.process.returncode for one in self._agents]
+        return next((code if code > 0 else 128 - code for code in codes if code), 0)
+
+    def start(self, output: Output) -> None:
+        self._output = output
+        self._start_by = time.monotonic() + self.remote.timeout
+        for one in self._agents:
+            one.start()
+            self.processes.append(one.process)
+            output.attach(one.words.fileno(), name=one.place.host)
+
+    def waiting(self) -> tuple[list[int], list[int]]:
+        open_ones = [one for one in self._agents if not one.closed]
+        return [one.answers.fileno() for one in open_ones], [one.orders.fileno() for one in open_ones if one.pending]
+
+    def turn(self, readable: Sequence[int], writable: Sequence[int]) -> None:
+        now = time.monotonic()
+        for one in self._agents:
+            if not one.closed and one.answers.fileno() in readable:
+                one.read(now)
+            if not one.closed and one.orders.fileno() in writable:
+                one.write()
+        if not self._sent and not self._ending and not self._lost and all(one.ready for one in self._agents):
+            self._send_tasks()
+        elif self._sent and now - self._spoken >= ALIVE_EVERY:
+            self._order("alive")
+            self._spoken = now
+        for one in self._agents:
+            if not one.lost and not one.done:
+                self._look_after(one, now)
+            elif one.done and now - one.heard > _AFTER_DONE:
+                one.process.kill()  # something on that host keeps the connection open
+        if not self._failed_at and (self._lost or self._output.records or self._died_at() < float("inf")):
+            self._failed_at = now
+
+    def running(self) -> bool:
+        return any(one.process.poll() is None for one in self._agents)
+
+    def failures(self) -> list[Record]:
+        return self._lost + [record for one in self._agents for record in one.died]
+
+    def end_at(self) -> float:
+        if not self._failed_at:
+            return float("inf")
+        if not self._sent:
+            return self._failed_at
+        left = {rank for one in self._agents for rank in one.left}
+        if left <= self._output.records.ranks():
+            return self._failed_at  # all have said how they failed
+        died_at = self._failed_at if self._lost else self._died_at()
+        return min(self._failed_at + _AFTER_FAILURE, died_at + _AFTER_DEATH)
+
+    def send_signal(self, number: int) -> None:
+        if self._sent:
+            self._order(f"signal {int(number)}")
+        else:
+            self.end()
+
+    def end(self) -> None:
+        self._ending = True
+        if self._sent:
+            self._order("end")
+        else:
+            for one in self._agents:
+                one.process.terminate()
+
+    def kill(self) -> None:
+        self._ending = True
+        self._order("kill")
+        for one in self._agents:
+            one.write()
+        end = time.monotonic() + _AFTER_KILL
+        while self.running() and time.monotonic() < end:
+            time.sleep(0.01)  # several processes cannot be waited for at once
+
+    def close(self) -> None:
+        self._close_store()
+        for one in self._agents:
+            one.close()
+
+    def _died_at(self) -> float:
+        return min((one.died_at for one in self._agents), default=float("inf"))
+
+    def _order(self, order: str) -> None:
+        for one in self._agents:
+            one.pending += f"{order}\n".encode()
+
+    def _send_tasks(self) -> None:
+        """Serve the store, and have all agents start their ranks."""
+        variables = self._serve() if self._size > 1 else {}
+        for one in self._agents:
+            one.send(self.command, {**self.environment, **variables}, self._size, self._config.peer_timeout)
+        self._sent, self._spoken = True, time.monotonic()
+
+    def _serve(self) -> dict[str, str]:
+        """Serve the store at which the ranks meet; return the variables that lead there."""
+        from collectives.transport.authentication import make_key  # imports asyncio, as do the others
+        from collectives.transport.service import Service
+        from collectives.transport.store import StoreServer
+
+        others = [one.place.host for one in self._agents if one.place.host]
+        address = ssh.address_for(others, self._config.network_interface, self.remote)
+        service, key = Service(), make_key()
+        self._close_store = service.close
+        server = StoreServer(service, address, 0, key)
+        return {
+            "COLLECTIVES_RENDEZVOUS": "tcp://{}:{}".format(*server.address),
+            "COLLECTIVES_KEY": key.hex(),
+        }
+
+    def _look_after(self, one: _Agent, now: float) -> None:
+        """Find out whether a host is lost."""
+        if one.process.poll() is not None:
+            one.read(now)
+            if not one.done and not self._ending:
+                self._lose(one, self._reason(one))
+        elif not one.ready and now > self._start_by:
+            self._lose(one, f"cannot start {one.place}: no answer within {self.remote.timeout:g} s (--start-timeout)")
+        elif self._sent and one.place.host and now - one.heard > 2 * self._config.peer_timeout:
+            self._lose(one, f"lost {one.place}: no sign of life for {now - one.heard:.0f} s")
+
+    def _reason(self, one: _Agent) -> str:
+        code = one.process.returncode
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        if not one.place.host:
+            return f"lost {one.place}: the process that watches them {how}"
+        if one.ready:
+            return f"lost {one.place}: the connection by ssh {how}"
+        advice = (
+            f"'ssh -o BatchMode=yes {one.place.host} true' must succeed without a password"
+            if code == 255
+            else f"{sys.executable} and {agent.__file__} must be there as here"
+        )
+        return f"cannot start {one.place}: ssh {how}; {advice}"
+
+    def _lose(self, one: _Agent, reason: str) -> None:
+        words = self._output.take_words(one.words.fileno())
+        text = reason + (f":\n{words}" if words else "")
+        rank = one.place.ranks[0]
+        self._lost.append(Record(rank, 1, text, time.time(), one.place.host, lost=True))
+        one.lost = True
+        one.left.clear()
+        one.process.kill()
+
+
+class _Agent:
+    """One agent, as seen by the launcher.
+
+    Attributes:
+        ready, done, lost: how far it is: it has answered; its ranks have ended; it is given up.
+        left: the ranks that run.
+        died: records of ranks that have ended with a failure; ``died_at``: when the first has, on the monotonic clock.
+        heard: when it last said anything.
+        pending: orders that are not written yet.
+    """
+
+    def __init__(self, place: HostRanks, environment: Mapping[str, str], remote: ssh.Ssh) -> None:
+        self.place = place
+        self.ready = self.done = self.lost = self.closed = False
+        self.left = set(place.ranks)
+        self.died: list[Record] = []
+        self.died_at = float("inf")
+        self.heard = 0.0
+        self.pending = bytearray()
+        self._received = b""
+        command = [sys.executable, "-I", "-S", agent.__file__]
+        self._command = remote.command(place.host, command) if place.host else command
+        self._environment = environment
+        self._stdin: int | None = None
+
+    def start(self) -> None:
+        """Start the agent, or ssh for it."""
+        if not self.place.host and 0 in self.place.ranks:
+            self._stdin = os.dup(0)
+        self.process = subprocess.Popen(
+            self._command,
+            env=dict(self._environment),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            pass_fds=() if self._stdin is None else (self._stdin,),
+            start_new_session=True,
+            preexec_fn=agent.die_with_parent(),
+        )
+        assert self.process.stdin and self.process.stdout and self.process.stderr
+        self.orders: IO[bytes] = self.process.stdin
+        self.answers: IO[bytes] = self.process.stdout
+        self.words: IO[bytes] = self.process.stderr
+        for file in (self.orders, self.answers):
+            os.set_blocking(file.fileno(), False)
+
+    def send(self, command: Sequence[str], environment: Mapping[str, str], size: int, peer_timeout: float) -> None:
+        """Send the task."""
+        task = {
+            "command": list(command),
+            "environment": ssh.environment_for_others(environment) if self.place.host else dict(environment),
+            "folder": os.getcwd(),
+            "patience": 3 * peer_timeout if self.place.host else 0,
+            "ranks": [
+                {
+                    "COLLECTIVES_RANK": str(rank),
+                    "COLLECTIVES_SIZE": str(size),
+                    "COLLECTIVES_LOCAL_RANK": str(local_rank),
+                }
+                for local_rank, rank in enumerate(self.place.ranks)
+            ],
+            "stdin": self._stdin,
+        }
+        self.pending += json.dumps(task).encode() + b"\n"
+        self.heard = time.monotonic()
+
+    def write(self) -> None:
+        """Write orders, as many as can be written."""
+        if self.closed:
+            return
+        try:
+            with contextlib.suppress(BlockingIOError):
+                while self.pending:
+                    del self.pending[: os.write(self.orders.fileno(), self.pending)]
+        except OSError:
+            self.pending.clear()  # it has ended, as will be noticed
+
+    def read(self, now: float) -> None:
+        """Read what it has to say."""
+        with contextlib.suppress(BlockingIOError):
+            while data := os.read(self.answers.fileno(), _READ):
+                self.heard = now
+                *lines, self._received = (self._received + data).split(b"\n")
+                for line in lines:
+                    _, mark, said = line.rpartition(MARK)
+                    if mark:
+                        self._take(said.decode(errors="replace").split(), now)
+            self.closed = True
+
+    def _take(self, words: Sequence[str], now: float) -> None:
+        if words == ["ready"]:
+            self.ready = True
+        elif words == ["done"]:
+            self.done = True
+        elif len(words) == 3 and words[0] == "ended":
+            rank, code = int(words[1]), int(words[2])
+            self.left.discard(rank)
+            if code:
+                host = self.place.host or os.uname().nodename
+                self.died.append(Record(rank, code, "", time.time(), host))
+                self.died_at = min(self.died_at, now)
+
+    def close(self) -> None:
+        """Close the streams."""
+        for file in (self.orders, self.answers, self.words):
+            with contextlib.suppress(OSError):
+                file.close()
+        if self._stdin is not None:
+            os.close(self._stdin)
+            self._stdin = None

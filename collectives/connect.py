@@ -1,8 +1,9 @@
-"""Connecting this process to the other ranks: by MPI, or as the only rank."""
+"""Connecting this process to the other ranks: by MPI, by TCP, or as the only rank."""
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import os
 import sys
@@ -20,13 +21,26 @@ from collectives.base.errors import (
     MissingDependencyError,
     TransportError,
 )
-from collectives.transport import threads
+from collectives.transport import rendezvous, threads
 from collectives.transport.group import Group
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-_PLACE_VARIABLES = ("PMIX_NAMESPACE", "PMIX_RANK", "PMI_RANK", "PMI_FD", "PMI_PORT", "SLURM_STEP_ID", "SLURM_PROCID")
+_PLACE_VARIABLES = (
+    "PMIX_NAMESPACE",
+    "PMIX_RANK",
+    "PMI_RANK",
+    "PMI_FD",
+    "PMI_PORT",
+    "SLURM_STEP_ID",
+    "SLURM_PROCID",
+    "COLLECTIVES_RENDEZVOUS",
+    "COLLECTIVES_RANK",
+    "MASTER_PORT",
+    "RANK",
+    "TF_CONFIG",
+)
 """They differ between ranks, and between launches."""
 _TAKEN = "_COLLECTIVES_PLACE_TAKEN"
 """The variable that tells child processes which process is the rank whose environment they inherit."""
@@ -58,21 +72,34 @@ def check_place() -> None:
         )
 
 
-def connect(comm: MPI.Intracomm | Sequence[int] | None, config: Config, before_mpi: Callable[[], None]) -> Group:
+def connect(
+    comm: MPI.Intracomm | Sequence[int] | None,
+    config: Config,
+    before: Callable[[], None],
+    asked: rendezvous.Asked = rendezvous.NOTHING,
+) -> Group:
     """The group of the ranks that `collectives.init` joins, whose errors this raises.
 
+    What the program or the user names comes first, then MPI, if an MPI launcher has started this process, then what
+    other launchers say.
+
     Args:
-        comm, config: of `init`.
-        before_mpi: called before MPI is started.
+        comm, config, asked: of `init`.
+        before: called before this process begins to join others.
     """
+    if comm is None and (asked.explicit or config.rendezvous):
+        return _meet(config, before, asked) or threads.connect(1)[0]
     sign = launchers.several(os.environ)
     asks = launchers.mpi_may_join(os.environ)
     if comm is None and not asks and "mpi4py.MPI" not in sys.modules:
-        return _alone(sign, config)
-    before_mpi()
+        return _meet(config, before) or _alone(sign, config)
+    before()
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
+        group = _meet(config, before, without_mpi=True) if comm is None else None
+        if group is not None:
+            return group
         if comm is None and (not asks or config.allow_single):
             return _alone(sign, config)
         raise MissingDependencyError(
@@ -88,7 +115,8 @@ def connect(comm: MPI.Intracomm | Sequence[int] | None, config: Config, before_m
     if comm is None:
         comm = MPI.COMM_WORLD
         if comm.Get_size() == 1:
-            return _alone(sign, config, summary.mpi_version(MPI.Get_library_version()))
+            library = summary.mpi_version(MPI.Get_library_version())
+            return _meet(config, before) or _alone(sign, config, library)
     elif not isinstance(comm, MPI.Comm):
         comm = _subset(MPI, comm)
         return mpi.connect(comm, config) if len(comm) > 1 else threads.connect(1)[0]
@@ -97,6 +125,32 @@ def connect(comm: MPI.Intracomm | Sequence[int] | None, config: Config, before_m
     if comm.Get_size() == 1:
         return threads.connect(1)[0]
     return mpi.connect(comm, config)
+
+
+def _meet(
+    config: Config,
+    before: Callable[[], None],
+    asked: rendezvous.Asked = rendezvous.NOTHING,
+    *,
+    without_mpi: bool = False,
+) -> Group | None:
+    """The group of the ranks that meet where the program, the user or a launcher says; None where nothing does."""
+    place = rendezvous.find(os.environ, config, asked, without_mpi=without_mpi)
+    if place is None or place.size == 1:
+        return None
+    before()
+    from collectives.transport import tcp  # slow to import, and not needed by all
+
+    try:
+        exchange = rendezvous.exchange_of(place, config.timeout)
+        try:
+            return tcp.connect(exchange, place.rank, place.key, config)
+        except BaseException as error:
+            with contextlib.suppress(TransportError):  # the store may be what failed
+                exchange.leave(f"{type(error).__name__}: {error}")
+            raise
+    finally:
+        place.close()
 
 
 def _alone(sign: launchers.Sign | None, config: Config, library: str = "") -> Group:
@@ -147,7 +201,10 @@ def finalize_at_exit() -> None:
 
 
 def abort(code: int) -> None:
-    """End the job of all ranks with an exit code, without waiting; does nothing where MPI does not run."""
+    """End the job of all ranks with an exit code, without waiting; does nothing where MPI does not run: there the
+    launcher ends the job when this process has ended."""
+    if "mpi4py.MPI" not in sys.modules and not launchers.mpi_may_join(os.environ):
+        return
     try:
         import mpi4py
 

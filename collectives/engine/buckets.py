@@ -83,7 +83,10 @@ class WindowBucket(Bucket):
 
 
 class ListBucket(Bucket):
-    """A bucket over direct reads: nothing is packed, lists of addresses say where the pieces are."""
+    """A bucket over direct reads: nothing is packed, lists of addresses say where the pieces are.
+
+    Private tensors whose results are mapped are published there, as in `collectives.engine.located`.
+    """
 
     def __init__(self, context: Context, entries: Sequence[CachedRequest], choice: Choice) -> None:
         super().__init__(context, entries, choice)
@@ -106,6 +109,13 @@ class ListBucket(Bucket):
             at if out is source else address(out) for at, source, out in zip(inputs, sources, outs, strict=True)
         ]
         self._told[:] = addresses if self._mapped is None else self._mapped.words_of(addresses, self._nbytes)
+        loop = self._plan.bucket_loop
+        if loop is not None and bool((self._told[count:] & MAPPED).all()):
+            private = ((self._told[:count] & MAPPED) == 0).tolist()
+            if any(private):
+                for number, cut in loop.rest:
+                    if private[number]:
+                        outs[number][cut] = sources[number][cut]
         return self._words
 
     def run_handles(self, handles: Sequence[Handle]) -> None:
@@ -121,9 +131,10 @@ class ListBucket(Bucket):
         self._release_pieces()
 
     def _run_mapped(self, mapped: MappedMemory) -> bool:
-        """Reduce the tensors where they lie; returns False, with nothing done, unless those of all ranks are mapped."""
+        """Reduce the tensors where they lie, or are published; returns False, with nothing done, unless all ranks'
+        results are mapped."""
         loop, words_of = self._plan.bucket_loop, self._context.control.words_of
-        if loop is None or not bool((self._told & MAPPED).all()):
+        if loop is None or not bool((self._told[self._told.size // 2 :] & MAPPED).all()):
             return False
         views: list[BucketViews] = []
         for peer in self._peers:
@@ -142,9 +153,10 @@ class ListBucket(Bucket):
         return True
 
     def _find(self, mapped: MappedMemory, peer: int, words: Sequence[int]) -> BucketViews | None:
-        """A peer's tensors as arrays; None unless all are mapped."""
+        """A peer's tensors as arrays; None unless all results are mapped."""
         dtype, count = self.entry.dtype, len(words) // 2
-        found = [mapped.view_of(peer, word, dtype) for word in words]
+        inputs = [word if word & MAPPED else out for word, out in zip(words[:count], words[count:], strict=True)]
+        found = [mapped.view_of(peer, word, dtype) for word in (*inputs, *words[count:])]
         arrays = [array for array in found if array is not None]
         return (arrays[:count], arrays[count:]) if len(arrays) == len(words) else None
 

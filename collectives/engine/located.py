@@ -1,4 +1,11 @@
-"""Tasks whose ranks tell each other where their tensors lie, so that mapped tensors are reached in place."""
+"""Tasks whose ranks tell each other where their tensors lie, so that mapped tensors are reached in place.
+
+An all-reduce of a private tensor into a mapped result, which is what ``y = allreduce(x)`` makes of any array, counts as
+mapped, too: the rank copies into its result what its peers read of its tensor, and they read it there.
+
+    rank 0    tensor | own  | rest |       result | sum      | rest, then sum by rank 1 |
+    rank 1    tensor | rest | own  |       result | rest, then sum by rank 0 | sum      |
+"""
 
 from __future__ import annotations
 
@@ -23,7 +30,9 @@ from collectives.transport.base import Array
 _EMPTY = np.empty(0)
 _UNUSED = _EMPTY, _EMPTY
 _MOST_KEPT = 16
-
+_PUBLISHED_UP_TO = 16 << 20
+"""Bytes of the largest private tensor that is copied in part into its mapped result. Above, the copy takes as long as
+what direct reads of private memory lose."""
 
 _Run = Callable[[Array, Array, Any], None]
 
@@ -34,6 +43,7 @@ class _Kept(NamedTuple):
     Attributes:
         ranges: the arena's pieces at that time.
         words: this rank's.
+        rest: what it publishes.
         told: the peers with theirs.
         loop, quiet_loop: carry out such a call; the second silences NumPy's warnings.
         blocks: what they need of the peers' tensors.
@@ -41,6 +51,7 @@ class _Kept(NamedTuple):
 
     ranges: object
     words: tuple[int, int]
+    rest: tuple[slice, ...]
     told: list[tuple[int, int, int]]
     loop: _Run
     quiet_loop: _Run
@@ -50,8 +61,9 @@ class _Kept(NamedTuple):
 class LocatedTensor(OneTensor):
     """`OneTensor` where the ranks tell each other where their tensors lie.
 
-    If all are mapped, the plan for mapped tensors runs. Otherwise the one for private tensors does, for which ranks
-    with private tensors may have staged theirs already.
+    If all are mapped or published, the plan for mapped tensors runs. Otherwise the one for private tensors does, for
+    which ranks with private tensors may have staged theirs already. Whether a rank has published its tensor follows
+    from its words, which say where the tensor itself lies.
 
     Programs call with the same tensors again and again: what was found out about them is kept, and holds while this
     rank's addresses, the arena's pieces and the peers' words are the same. Words are never used for other memory.
@@ -62,7 +74,10 @@ class LocatedTensor(OneTensor):
         self._keeps_outputs = entry.request.collective == "reducescatter"
         """Whether peers use inputs only."""
         self._is_mapped = False
-        """Whether this rank's tensors of the present call are."""
+        """Whether this rank's tensors of the present call are, or are published."""
+        self._rest: tuple[slice, ...] = ()
+        """What it publishes of its input."""
+        self._may_publish = entry.request.collective == "allreduce" and entry.nbytes <= _PUBLISHED_UP_TO
         self._at = self._out_at = 0
         self._ranges: object = None
         self._words: tuple[int, int] = (0, 0)
@@ -79,6 +94,7 @@ class LocatedTensor(OneTensor):
         self.epoch = context.planner.epoch
         self._one_block = None if plan is None or entry.prescale is not None else context.executor.one_block(plan)
         self._kept.clear()
+        self._ranges = None  # what is published depends on the plan
         self.bound = self.prepare, self._carry_out
         self.attempt = self._attempt if entry.prescale is None else None
 
@@ -89,12 +105,14 @@ class LocatedTensor(OneTensor):
             out_at = at if out is source or self._keeps_outputs else address(out)
             kept = self._kept.get((at, out_at))
             if kept is not None and kept.ranges is arena.ranges:
+                for cut in kept.rest:
+                    out[cut] = source[cut]
                 same = self._enter_and_look(signature, kept.words)
                 if same and self._tells(kept.told):
                     kept.quiet_loop(source, out, kept.blocks)
                     return True
                 self._source, self._out, self._at, self._out_at = source, out, at, out_at
-                self._ranges, self._words, self._is_mapped = kept.ranges, kept.words, True
+                self._ranges, self._words, self._rest, self._is_mapped = kept.ranges, kept.words, kept.rest, True
                 if same:
                     self._carry_out()
                 return same
@@ -117,6 +135,8 @@ class LocatedTensor(OneTensor):
             self._locate(source, out, at, out_at)
         if not self._is_mapped:
             self._stage(source, out)
+        for cut in self._rest:
+            out[cut] = source[cut]
         return self._words
 
     def _locate(self, source: Array, out: Array, at: int, out_at: int) -> None:
@@ -126,7 +146,15 @@ class LocatedTensor(OneTensor):
         self._at, self._out_at, self._ranges = at, out_at, arena.ranges
         word = mapped.word_of(at, source.nbytes)
         self._words = word, word if out_at == at else mapped.word_of(out_at, out.nbytes)
-        self._is_mapped = self._words[0] & self._words[1] & MAPPED != 0
+        self._is_mapped = self._is_reached(*self._words)
+        private = self._is_mapped and not word & MAPPED
+        self._rest = self.entry.mapped_plan().rest or () if private else ()
+
+    def _is_reached(self, source: int, out: int) -> bool:
+        """Whether the tensors of a rank with these words are mapped, or published; the same on every rank."""
+        if not out & MAPPED:
+            return False
+        return source & MAPPED != 0 or (self._may_publish and self.entry.mapped_plan().rest is not None)
 
     def _stage(self, source: Array, out: Array) -> None:
         """Put a private tensor where the plan for private tensors has it."""
@@ -158,8 +186,7 @@ class LocatedTensor(OneTensor):
         block = self._one_block
         if block is not None and not self._is_mapped and self._context.executor.trace is None:
             for peer in self._peers:
-                source, out = words_of(peer)
-                if source & out & MAPPED:
+                if self._is_reached(*words_of(peer)[:2]):
                     break
             else:
                 block.run()
@@ -176,10 +203,13 @@ class LocatedTensor(OneTensor):
         for peer in self._peers:
             source, out = words_of(peer)
             told.append((peer, source, out))
-        mapped_peers = sum(source & out & MAPPED != 0 for _, source, out in told)
+        mapped_peers = sum(self._is_reached(source, out) for _, source, out in told)
         if self._is_mapped and mapped_peers == len(self._peers):
             plan = entry.mapped_plan()
             self._learn_places(plan, entry.dtype)
+            for peer, source, _ in told:
+                if not source & MAPPED:  # published in its output
+                    state.inputs[peer], state.addresses[peer] = state.outputs[peer], (state.addresses[peer][1],) * 2
             kept = self._keep(plan, plan.loop, told) if plan.loop is not None and executor.trace is None else None
             if kept is not None:
                 kept.loop(self._source, self._out, kept.blocks)
@@ -213,7 +243,9 @@ class LocatedTensor(OneTensor):
         blocks = loop.cut(views)  # type: ignore[arg-type]  # checked above
         if len(self._kept) >= _MOST_KEPT:
             self._kept.clear()
-        kept = self._kept[self._at, self._out_at] = _Kept(self._ranges, self._words, told, run, quiet, blocks)
+        kept = self._kept[self._at, self._out_at] = _Kept(
+            self._ranges, self._words, self._rest, told, run, quiet, blocks
+        )
         return kept
 
 

@@ -57,6 +57,7 @@ class Plan:
         loop, bucket_loop: carry out the whole plan where the tensors of all ranks are mapped, or None
             (`collectives.plan.mapped_loops`).
         takes_slots: whether any rank has segments in window slots, so that all count the slots that the plan takes.
+        rest: of a direct all-reduce of mapped tensors, what the peers read of this rank's input; None of any other.
         direct_loop: carries out the whole plan where the tensors of all ranks are private, if it is the direct
             all-reduce of a tensor by direct reads.
         touched_by: the peers that read or write this rank's private memory, each with the step group, counted from
@@ -74,6 +75,7 @@ class Plan:
         "needs_addresses",
         "partners",
         "reads_outputs",
+        "rest",
         "rounds",
         "segments",
         "staged",
@@ -111,6 +113,7 @@ class Plan:
         self.bucket_loop: MappedBucket | None = None
         self.combination = combination
         self.direct_loop: DirectAllreduce | None = None
+        self.rest: tuple[slice, ...] | None = None
 
 
 class Binder:

@@ -189,6 +189,9 @@ class MappedBucket:
             which ranks run that cannot map their peers' tensors.
         pieces: the tensors; ``sources`` and ``outs`` are this rank's.
         start, size, block: of this rank's chunk of all tensors together, in elements.
+
+    Attributes:
+        rest: tensors' numbers and slices of the peers' chunks: what they read of this rank's inputs.
     """
 
     def __init__(
@@ -214,6 +217,12 @@ class MappedBucket:
             for number, first, until, _, _ in (pieces.cut(start, size) if size else ())
             for at in range(first, until, block)
         ]
+        end = start + size
+        self.rest = tuple(
+            (number, slice(first, until))
+            for at, count in ((0, start), (end, pieces.total - end))
+            for number, first, until, _, _ in pieces.cut(at, count)
+        )
         self._kernel = kernel
         self._finish = finish
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from collectives.plan.mapped_loops import MappedMoves
+from collectives.plan.mapped_loops import MappedMoves, MappedReduction
 from collectives.plan.planner import Crossovers
 from collectives.tensors.arena import arena
 from collectives.transport import threads
@@ -30,6 +31,51 @@ def test_every_combination(count: int, size: int) -> None:
                 assert (world.allreduce_(tensor, average=False) == total).all()
 
     threads.run(size, program, make_world=World)
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize(("size", "count"), [(2, 2500), (2, 40_003), (2, 200_001), (3, 40_003), (3, 200_001)])
+def test_all_reduces_in_place_and_out_of_place_meet(count: int, size: int, grouped: bool) -> None:
+    """Private tensors are published in mapped results, if every rank's is mapped or published."""
+
+    def program(world: World) -> None:
+        ramp = np.arange(count, dtype=np.float64)
+        for kinds in itertools.product(range(4), repeat=world.size):
+            in_place, mapped = divmod(kinds[world.rank], 2)
+            for step in range(3):
+                tensors = [arena.empty(count, np.float64) if mapped else np.empty(count) for _ in range(1 + grouped)]
+                for number, tensor in enumerate(tensors):
+                    np.multiply(ramp, world.rank + step + number, tensor)
+                if grouped:
+                    results = (world.grouped_allreduce_ if in_place else world.grouped_allreduce)(
+                        tensors, average=False
+                    )
+                else:
+                    results = [(world.allreduce_ if in_place else world.allreduce)(tensors[0], average=False)]
+                for number, (tensor, result) in enumerate(zip(tensors, results, strict=True)):
+                    factor = world.size * (step + number) + sum(range(world.size))
+                    np.testing.assert_array_equal(result, ramp * factor)
+                    if not in_place:
+                        np.testing.assert_array_equal(tensor, ramp * (world.rank + step + number))
+
+    threads.run(size, program, make_world=World)
+
+
+@pytest.mark.parametrize(("count", "published"), [(2000, False), (2500, True), (200_001, True), (2_200_000, False)])
+def test_private_tensors_are_published_where_that_is_quicker(
+    count: int, published: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[int] = []
+    run = MappedReduction.run
+    monkeypatch.setattr(MappedReduction, "run", lambda self, *arguments: (ran.append(1), run(self, *arguments)))
+
+    def program(world: World) -> None:
+        tensor = np.full(count, world.rank + 1.0)
+        for _ in range(3):
+            assert (world.allreduce(tensor, average=False) == 3).all()
+
+    threads.run(2, program, make_world=World)
+    assert len(ran) == published * 2 * 3
 
 
 @pytest.mark.parametrize("collective", ["allgather", "alltoall"])

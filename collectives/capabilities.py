@@ -43,7 +43,7 @@ def mpi_built() -> bool:
 
 def mpi_enabled() -> bool:
     """Whether MPI connects the ranks: after `init`, if there are several."""
-    return runtime.is_initialized() and runtime.size() > 1
+    return runtime.is_initialized() and runtime.world().network == "mpi"
 
 
 def mpi_threads_supported() -> bool:
@@ -80,13 +80,13 @@ def cuda_built() -> bool:
 
 
 def gloo_built() -> bool:
-    """False: MPI connects the ranks."""
-    return False
+    """True: ranks can be connected without MPI, which is what Gloo does for Horovod. Gloo itself is not used."""
+    return True
 
 
 def gloo_enabled() -> bool:
-    """False: MPI connects the ranks."""
-    return False
+    """Whether ranks are connected without MPI: after `init`, if there are several."""
+    return runtime.is_initialized() and runtime.world().network == "tcp"
 
 
 def ddl_built() -> bool:

@@ -426,9 +426,10 @@ def _log_description(world: World) -> None:
     """Log a description of the world, and unknown settings in the environment, on rank 0."""
     if world.rank:
         return
-    mpi = sys.modules.get("mpi4py.MPI") if world.size > 1 else None
+    mpi = sys.modules.get("mpi4py.MPI") if world.network == "mpi" else None
     library = summary.mpi_version(mpi.Get_library_version()) if mpi else ""
-    logging.logger.info("%s", summary.describe(world.planner.placement, world.config.transport, library))
+    placement, transport = world.planner.placement, world.config.transport
+    logging.logger.info("%s", summary.describe(placement, transport, library, world.network))
     for sentence in unknown(os.environ):
         logging.logger.warning("%s", sentence)
 

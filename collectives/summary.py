@@ -1,4 +1,4 @@
-"""A world in one line: its ranks, hosts, MPI and transports."""
+"""A world in one line: its ranks, hosts, what connects them, and transports."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ def mpi_version(said: str) -> str:
     return " ".join(lines[0].replace("Version:", "").split()) if lines else ""
 
 
-def describe(placement: Placement, transport: str, library: str) -> str:
+def describe(placement: Placement, transport: str, library: str, network: str) -> str:
     """Describe a world.
 
     Args:
         placement: of the ranks.
         transport: the setting.
-        library: name and version of the MPI; empty where there is none.
+        library: name and version of the MPI; empty where none connects the ranks.
+        network: what carries messages: "mpi" or "tcp".
     """
     if placement.size == 1:
         return "1 rank, without MPI"
+    messages = f"{network.upper()} messages"
     counts = [len(host) for host in placement.hosts]
     hosts = "1 host" if placement.one_host else f"{len(counts)} hosts ({' + '.join(map(str, counts))})"
     within = []
@@ -30,6 +32,7 @@ def describe(placement: Placement, transport: str, library: str) -> str:
         within.append("mapped memory")
     if placement.reads_private and transport in ("auto", "direct-read", "mapped"):
         within.append("direct reads of the peers' memory")
-    media = [f"within a host {' and '.join(within) or 'MPI messages'}"] if max(counts) > 1 else []
-    media += [] if placement.one_host else ["between hosts MPI messages"]
-    return f"{placement.size} ranks on {hosts}, connected by {library or 'threads'}; transports: {', '.join(media)}"
+    media = [f"within a host {' and '.join(within) or messages}"] if max(counts) > 1 else []
+    media += [] if placement.one_host else [f"between hosts {messages}"]
+    by = library or network.upper()
+    return f"{placement.size} ranks on {hosts}, connected by {by}; transports: {', '.join(media)}"

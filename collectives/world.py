@@ -71,6 +71,7 @@ class World:
         local_rank, local_size: among the ranks of this host.
         cross_rank, cross_size: this host, and the number of hosts, among the ranks with this local rank.
         ranks: the ranks' numbers in the outermost world; messages call them by these.
+        network: what carries messages between the ranks: "mpi", "tcp" or "threads"; empty where there is one rank.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class World:
         self.cross_rank = peers.index(local)
         self.cross_size = len(peers)
         self.is_homogeneous = len({len(host) for host in group.hosts}) == 1
+        self.network = group.messages.name if group.messages is not None and group.size > 1 else ""
         self._group = group
         self._control = group.control
         self._pool = ResultPool(config.result_pool)

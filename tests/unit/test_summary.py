@@ -48,8 +48,16 @@ def test_the_name_and_version_of_an_mpi(said: str, expected: str) -> None:
 )
 def test_a_world(hosts: tuple[tuple[int, ...], ...], memory: bool, reads: bool, transport: str, expected: str) -> None:
     placement = Placement(0, sum(map(len, hosts)), hosts, shares_memory=memory, reads_private=reads)
-    shown = describe(placement, transport, "MPICH 5.0.2")
+    shown = describe(placement, transport, "MPICH 5.0.2", "mpi")
     if expected.startswith("... "):
         assert shown.endswith(f"transports: {expected[4:]}")
     else:
         assert shown == expected
+
+
+def test_a_world_without_mpi() -> None:
+    placement = Placement(0, 3, ((0, 1), (2,)), shares_memory=True, reads_private=False)
+    assert describe(placement, "auto", "", "tcp") == (
+        "3 ranks on 2 hosts (2 + 1), connected by TCP; transports: within a host windows in shared memory, between "
+        "hosts TCP messages"
+    )

@@ -30,15 +30,13 @@ class BoundRound:
     Attributes:
         posts: post sends and receives.
         pushes: write into peers' memory.
-        rest: the others, each with whether it waits for a message.
-        drain_first: whether all messages must have arrived before the rest.
+        rest: the others.
+        drain_first: whether all messages must have arrived, and have been sent, before the rest.
     """
 
     __slots__ = ("drain_first", "has_messages", "posts", "pushes", "rest")
 
-    def __init__(
-        self, posts: Sequence[Do], pushes: Sequence[Do], rest: Sequence[tuple[bool, Do]], drain_first: bool
-    ) -> None:
+    def __init__(self, posts: Sequence[Do], pushes: Sequence[Do], rest: Sequence[Do], drain_first: bool) -> None:
         self.posts = posts
         self.pushes = pushes
         self.rest = rest
@@ -163,6 +161,8 @@ class Binder:
         self._scratch = scratch
         self._pieces = pieces
         self._lists = lists
+        self._arrivals: dict[int, list[Any]] = {}
+        """The message that an action receives in the present segment, by the action's id."""
 
     def round(self, program: RoundProgram) -> BoundRound:
         buffers: dict[int, int] = {}
@@ -174,7 +174,7 @@ class Binder:
             posts.append(self._post_receive(action, buffers.get(id(action))))
         posts += [self._post_send(action) for action in program.sends]
         pushes = [self._push(action) for action in program.pushes]
-        rest = [(a.medium is Medium.MESSAGE, self._act(a, buffers.get(id(a)))) for a in program.rest]
+        rest = [self._act(a, buffers.get(id(a))) for a in program.rest]
         return BoundRound(posts, pushes, rest, program.drain_first)
 
     def combination(self, program: Program) -> Combination | None:
@@ -187,11 +187,12 @@ class Binder:
         messages, length, peer = self._group.messages, self._blocks.length(action.size), action.peer
         assert messages is not None and action.target is not None
         into = self._blocks.own(action.target) if buffer is None else self._blocks.in_scratch(buffer)
+        self._arrivals[id(action)] = arrival = [None]
 
         def post_receive(segment: int) -> None:
             n = length(segment)
             if n > 0:
-                messages.post_receive(peer, into(segment, n))
+                arrival[0] = messages.post_receive(peer, into(segment, n))
 
         return post_receive
 
@@ -455,8 +456,13 @@ class Binder:
         return value
 
     def _wait(self, action: Action) -> Do:
-        """Wait for the peer's round ``after`` of the same segment; messages are waited for by draining them."""
-        if action.after < 0 or action.medium is Medium.MESSAGE or action.peer == self._group.rank:
+        """Wait for the action's message, or for the peer's round ``after`` of the same segment."""
+        if action.medium is Medium.MESSAGE:
+            messages, arrival = self._group.messages, self._arrivals[id(action)]
+            assert messages is not None
+            await_arrival = messages.await_arrival
+            return lambda segment: await_arrival(arrival[0])
+        if action.after < 0 or action.peer == self._group.rank:
             return _nothing
         board, state, peer = self._board, self._state, action.peer
         assert board is not None

@@ -150,7 +150,7 @@ class Executor:
             return None
         if any(bound.has_messages for bound in plan.rounds) or plan.rounds[0].pushes:
             return None
-        stage, *rounds = [[*bound.pushes, *(do for _, do in bound.rest)] for bound in plan.rounds]
+        stage, *rounds = [[*bound.pushes, *bound.rest] for bound in plan.rounds]
         return OneBlock(self.state, board, stage, rounds)
 
     def direct_loop(
@@ -206,7 +206,7 @@ class Executor:
         """Copy segment 0 into the window before the call is entered. The plan must be staged."""
         if plan.uses_window:
             self._claim(0, plan)
-        for _, do in plan.rounds[0].rest:
+        for do in plan.rounds[0].rest:
             do(0)
 
     def run(self, plan: Plan, staged_first: bool = False, staged_everywhere: bool | None = None) -> None:
@@ -270,11 +270,9 @@ class Executor:
                     do(segment)
                 for do in bound.pushes:
                     do(segment)
+                self._finish_round(bound, segment)
                 if bound.has_messages:
-                    self._finish_round(bound, segment)
-                else:
-                    for _, do in bound.rest:
-                        do(segment)
+                    self._drain()
                 if board is not None:
                     board.advance(progress)
 
@@ -297,27 +295,25 @@ class Executor:
         for bound, segment in active:
             for do in bound.pushes:
                 do(segment)
+        has_messages = False
         for bound, segment in active:
-            if bound.has_messages:
-                self._finish_round(bound, segment)
-            else:
-                for _, do in bound.rest:
-                    do(segment)
+            self._finish_round(bound, segment)
+            has_messages |= bound.has_messages
+        if has_messages:
+            self._drain()
 
     def _finish_round(self, bound: BoundRound, segment: int) -> None:
+        """Run what comes after the posts and pushes; each action waits for its own message alone."""
+        if bound.drain_first:
+            self._drain()
+        for do in bound.rest:
+            do(segment)
+
+    def _drain(self) -> None:
+        """Wait until all that was posted has arrived and has left: later groups may write what was sent."""
         messages = self._group.messages
         assert messages is not None
-        drained = False
-        if bound.drain_first:
-            messages.drain()
-            drained = True
-        for by_message, do in bound.rest:
-            if by_message and not drained:
-                messages.drain()
-                drained = True
-            do(segment)
-        if not drained:
-            messages.drain()
+        messages.drain()
 
     def _claim(self, segment: int, plan: Plan) -> None:
         """Wait until no peer reads the slot any more that a segment is about to overwrite."""

@@ -98,11 +98,18 @@ class MessageTransport(Protocol):
 
     name: str
 
-    def post_receive(self, peer: int, into: Array) -> object:
-        """Begin to receive a block from ``peer`` into contiguous memory, which must live until `drain` returns."""
+    def post_receive(self, peer: int, into: Array) -> Any:
+        """Begin to receive a block from ``peer`` into contiguous memory, which must live until `drain` returns.
+
+        Returns:
+            The message, for `await_arrival`.
+        """
 
     def post_send(self, peer: int, block: Array) -> None:
         """Begin to send a contiguous block, which must stay alive and unchanged until `drain` returns."""
+
+    def await_arrival(self, message: Any) -> None:
+        """Wait until a message has been received, while others are still under way. Raises as `drain`."""
 
     def drain(self) -> None:
         """Wait until everything posted has been received and sent.

@@ -28,11 +28,16 @@ class MpiMessages:
         self._waiter = waiter
         self._requests: list[MPI.Request] = []
 
-    def post_receive(self, peer: int, into: Array) -> None:
-        self._requests.append(self._comm.Irecv(into.view(np.uint8), peer, BLOCK_TAG))
+    def post_receive(self, peer: int, into: Array) -> MPI.Request:
+        request = self._comm.Irecv(into.view(np.uint8), peer, BLOCK_TAG)
+        self._requests.append(request)
+        return request
 
     def post_send(self, peer: int, block: Array) -> None:
         self._requests.append(self._comm.Isend(block.view(np.uint8), peer, BLOCK_TAG))
+
+    def await_arrival(self, message: MPI.Request) -> None:
+        self._waiter.wait(message, "a block from another rank")
 
     def drain(self) -> None:
         if self._requests:

@@ -27,6 +27,8 @@ from collectives.transport.tcp_channel import TcpChannel
 LANES = 1
 LANES_FROM = 1 << 18
 """Bytes from which a message is divided among the lanes."""
+_SEND_BYTES = 1 << 17
+"""Bytes that are sent at once: between two sends this rank receives, so that both directions are in use."""
 _SPINS = 30
 """Looks at the connections before this rank sleeps until something arrives."""
 _FIRST_DOZE, _LONGEST_DOZE = 1.0, 50.0
@@ -120,10 +122,9 @@ class TcpMessages:
             if len(lane.outgoing) == 1 and lane.sock is not None:
                 self._send(lane)
 
-    def await_arrival(self, arrival: Arrival) -> None:
-        """Wait until a message has been received; raises as `drain`."""
-        if arrival.parts:
-            self._until(lambda: not arrival.parts, "a block from another rank")
+    def await_arrival(self, message: Arrival) -> None:
+        if message.parts:
+            self._until(lambda: not message.parts, "a block from another rank")
 
     def drain(self) -> None:
         if self._active:
@@ -222,16 +223,17 @@ class TcpMessages:
         moved = False
         try:
             while outgoing:
-                if len(outgoing) == 1:
-                    wanted = len(outgoing[0])
-                    sent = sock.send(outgoing[0])
+                first = outgoing[0]
+                if len(outgoing) == 1 or len(first) >= _SEND_BYTES:
+                    wanted = min(len(first), _SEND_BYTES)
+                    sent = sock.send(first[:wanted])
                 else:
                     blocks = list(islice(outgoing, MOST_BLOCKS))
                     wanted = sum(map(len, blocks))
                     sent = sock.sendmsg(blocks)
                 moved = True
                 _advance(outgoing, sent)
-                if sent < wanted:
+                if sent < wanted or lane.incoming:
                     break
         except BlockingIOError:
             pass

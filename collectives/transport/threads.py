@@ -156,24 +156,31 @@ class ThreadMessages:
         self._board = board
         self._timeout = timeout
         self._receives: deque[tuple[int, Array]] = deque()
+        self._posted = self._received = 0
         self._sends: list[_Message] = []
 
-    def post_receive(self, peer: int, into: Array) -> None:
+    def post_receive(self, peer: int, into: Array) -> int:
         self._receives.append((peer, into))
+        self._posted += 1
+        return self._posted
 
     def post_send(self, peer: int, block: Array) -> None:
         message = _Message(block)
         self._sends.append(message)
         self._mailboxes.boxes[self._rank][peer].append(message)
 
-    def drain(self) -> None:
-        while self._receives:
+    def await_arrival(self, message: int) -> None:
+        while self._received < message:
             peer, into = self._receives.popleft()
             box = self._mailboxes.boxes[peer][self._rank]
             self._until(peer, lambda box=box: bool(box))  # type: ignore[misc]
-            message = box.popleft()
-            np.copyto(into, message.block)
-            message.read = True
+            sent = box.popleft()
+            np.copyto(into, sent.block)
+            sent.read = True
+            self._received += 1
+
+    def drain(self) -> None:
+        self.await_arrival(self._posted)
         for message in self._sends:
             self._until(None, lambda message=message: message.read)  # type: ignore[misc]
         self._sends.clear()

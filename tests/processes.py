@@ -1,10 +1,12 @@
 """Ranks as forked processes of this host, without MPI: a world in a few milliseconds, whose ranks outlive a rank that
 is killed.
 
-    run(3, program)         # program(world) on three processes; raises what the first of them raised
+    run(3, program)                     # program(world) on three processes; raises what the first of them raised
+    run(3, program, connect=by_tcp)     # the same, connected by TCP
 
-They share memory as ranks under mpirun do (`collectives.transport.shared_memory`) and have no messages. What MPI
-carries at set-up goes through a pair of sockets for every two ranks.
+They share memory as ranks under mpirun do (`collectives.transport.shared_memory`). What MPI carries at set-up goes
+through a pair of sockets for every two ranks. Connected `by_pipes` they have no messages; connected `by_tcp` they have
+all that ranks have that no MPI has started, except for a rendezvous.
 """
 
 from __future__ import annotations
@@ -23,20 +25,24 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from collectives.base.config import Config
 from collectives.base.errors import CollectiveTimeoutError, RankFailedError, in_words
 from collectives.transport import shared_memory
+from collectives.transport.authentication import make_key
 from collectives.transport.board_control import BoardControl
 from collectives.transport.group import Group
 from collectives.world import World
 
+KEY = make_key()
+"""Of the jobs whose ranks are connected by TCP."""
 _LENGTH = struct.Struct("<q")
 _Key = tuple[Any, ...]
 
 
-class _Links:
+class Links:
     """Sockets from one rank to every other. Several groups exchange through them, from several threads: each message
     carries the key of its group."""
 
@@ -69,6 +75,19 @@ class _Links:
                 raise CollectiveTimeoutError(f"waited {self._timeout:g} s for a description from rank {peer}")
             select.select([self._links[peer]], [], [], 0.001)
 
+    def exchange(
+        self, rank: int, members: Sequence[int], key: _Key, value: Any, check: Callable[[], object]
+    ) -> list[Any]:
+        """Gather the values of ``members``, of which this process is number ``rank``."""
+        values = [value] * len(members)
+        for place, member in enumerate(members):
+            if place != rank:
+                self.send(member, key, value)
+        for place, member in enumerate(members):
+            if place != rank:
+                values[place] = self.receive(member, key, check)
+        return values
+
     def _read(self, peer: int) -> tuple[_Key, Any]:
         head = self._read_bytes(peer, _LENGTH.size)
         key, value = pickle.loads(self._read_bytes(peer, *_LENGTH.unpack(head)))
@@ -87,7 +106,26 @@ class _Links:
         return parts
 
 
-def _connect(rank: int, members: Sequence[int], links: _Links, config: Config, key: _Key) -> Group:
+Connect = Callable[[int, int, Links, Config], Group]
+"""(rank, size, links, config) -> the group of all ranks; collective over them."""
+
+
+def by_pipes(rank: int, size: int, links: Links, config: Config) -> Group:
+    """Ranks that share memory and nothing else."""
+    return _connect(rank, range(size), links, config, ("all",))
+
+
+def by_tcp(rank: int, size: int, links: Links, config: Config) -> Group:
+    """Ranks connected by TCP over loopback; ``config.local_size`` divides them into hosts."""
+    from collectives.transport import tcp
+
+    def exchange(value: Any) -> list[Any]:
+        return links.exchange(rank, range(size), ("tcp",), value, lambda: None)
+
+    return tcp.connect(exchange, rank, KEY, config)
+
+
+def _connect(rank: int, members: Sequence[int], links: Links, config: Config, key: _Key) -> Group:
     """The group of some ranks; collective over them. ``rank`` is the number in the group, ``members`` those of the
     outermost one."""
     size = len(members)
@@ -95,14 +133,7 @@ def _connect(rank: int, members: Sequence[int], links: _Links, config: Config, k
 
     def exchange(value: Any) -> list[Any]:
         try:
-            values = [value] * size
-            for place, member in enumerate(members):
-                if place != rank:
-                    links.send(member, key, value)
-            for place, member in enumerate(members):
-                if place != rank:
-                    values[place] = links.receive(member, key, lambda: memory and memory.board.check())
-            return values
+            return links.exchange(rank, members, key, value, lambda: memory and memory.board.check())
         except BaseException as error:
             if control is not None:
                 control.fail(f"{type(error).__name__}: {error}")
@@ -146,13 +177,22 @@ class _Ranks:
 
 def start(
     size: int,
-    program: Callable[[World], Any],
+    program: Callable[[Any], Any],
     config: Config,
     timeout: float,
     afterwards: Callable[[Any], Any] | None = None,
+    *,
+    connect: Connect = by_pipes,
+    make_world: Callable[[Group, Config], Any] = World,
 ) -> _Ranks:
-    """Fork the ranks; `finish` waits for them. ``afterwards`` gets what the program has returned when the world has
-    ended and is garbage, and returns the rank's result."""
+    """Fork the ranks; `finish` waits for them.
+
+    Args:
+        timeout: seconds after which a rank prints its stacks and ends; 0: the program watches itself.
+        afterwards: gets what the program has returned when the world has ended and is garbage, and returns the rank's
+            result.
+        make_world: makes what the program gets: a world, or, of `group_alone`, the group.
+    """
     pairs = {(a, b): socket.socketpair() for a in range(size) for b in range(a + 1, size)}
     ranks = _Ranks()
     sys.stdout.flush()
@@ -168,7 +208,16 @@ def start(
                         end.close()
             for pipe in (reading, *ranks.pipes):
                 os.close(pipe)
-            _be_a_rank(rank, size, _Links(links, config.timeout), program, afterwards, config, writing, timeout)
+            _be_a_rank(
+                rank,
+                partial(connect, rank, size, Links(links, config.timeout), config),
+                make_world,
+                program,
+                afterwards,
+                config,
+                writing,
+                timeout,
+            )
         os.close(writing)
         ranks.pids.append(child)
         ranks.pipes.append(reading)
@@ -178,25 +227,31 @@ def start(
     return ranks
 
 
+def group_alone(group: Group, config: Config) -> Group:
+    """What programs get that need no world."""
+    return group
+
+
 def _be_a_rank(
     rank: int,
-    size: int,
-    links: _Links,
-    program: Callable[[World], Any],
+    connect: Callable[[], Group],
+    make_world: Callable[[Group, Config], Any],
+    program: Callable[[Any], Any],
     afterwards: Callable[[Any], Any] | None,
     config: Config,
     writing: int,
     timeout: float,
 ) -> None:
     """Run the program, tell of its end, and end."""
-    faulthandler.dump_traceback_later(timeout, exit=True)
+    if timeout:
+        faulthandler.dump_traceback_later(timeout, exit=True)
     group = world = None
     told = Ended()
     try:
-        group = _connect(rank, range(size), links, config, ("all",))
-        world = World(group, config)
+        group = connect()
+        world = make_world(group, config)
         result = program(world)
-        world.shutdown()
+        world.shutdown() if isinstance(world, World) else world.close()
         group = world = None
         gc.collect()
         told.result = afterwards(result) if afterwards is not None else result
@@ -241,15 +296,27 @@ def finish(ranks: _Ranks) -> list[Ended]:
 
 
 def run(
-    size: int, program: Callable[[World], Any], *, config: Config | None = None, timeout: float = 60.0
+    size: int,
+    program: Callable[[Any], Any],
+    *,
+    config: Config | None = None,
+    timeout: float = 60.0,
+    connect: Connect = by_pipes,
+    make_world: Callable[[Group, Config], Any] = World,
 ) -> list[Any]:
-    """Call ``program(world)`` on ``size`` processes, and return the results in rank order.
+    """Call ``program(world)`` on ``size`` processes, and return the results in rank order; see `start`.
 
     Raises:
         BaseException: that of the lowest rank whose failure was not caused by another's; a rank that does not end
             within ``timeout`` seconds prints its stacks and counts as failed.
     """
-    ended = finish(start(size, program, config or Config(timeout=30), timeout))
+    return results_of(
+        finish(start(size, program, config or Config(timeout=30), timeout, connect=connect, make_world=make_world))
+    )
+
+
+def results_of(ended: Sequence[Ended]) -> list[Any]:
+    """What the ranks have returned, or an error as `run` raises it."""
     errors = [one.error for one in ended if one.error is not None]
     if errors:
         chosen = next((error for error in errors if not isinstance(error, RankFailedError)), errors[0])

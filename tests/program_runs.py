@@ -2,6 +2,7 @@
 
     python -m tests.programs 0 1000                             ranks as threads, on hosts of several shapes
     python -m tests.programs 0 1000 --as processes              forked, without MPI; programs fork in their middle
+    python -m tests.programs 0 1000 --as tcp                    forked, connected by TCP; hosts of several sizes
     python -m tests.programs 0 300 --as openmpi --ranks 2,3,4   under mpirun; also mpich
 
 Programs run in a process, or a job, that ends when one of them hangs or goes wrong, and starts again behind it. The
@@ -20,6 +21,7 @@ import sys
 import time
 from collections.abc import Sequence
 from random import Random
+from typing import Any
 
 from collectives.base.config import TRANSPORTS, Config
 from collectives.base.errors import in_words
@@ -29,7 +31,7 @@ from tests import processes
 from tests.mpirun import IMPLEMENTATIONS, run_ranks
 from tests.programs import SETS, Menu, draw, make_sets, run
 
-WAYS = ("threads", "processes", *IMPLEMENTATIONS)
+WAYS = ("threads", "processes", "tcp", *IMPLEMENTATIONS)
 HOSTS: dict[int, tuple[tuple[tuple[int, ...], ...], ...]] = {
     2: (((0,), (1,)),),
     3: (((0, 2), (1,)),),
@@ -38,6 +40,8 @@ HOSTS: dict[int, tuple[tuple[tuple[int, ...], ...], ...]] = {
 _NO_MESSAGES = Menu(transports=tuple(name for name in TRANSPORTS if name != "mpi"))
 _BATCH = 25
 """Programs of one world under mpirun; the worlds' settings take turns."""
+_SETTINGS: tuple[dict[str, Any], ...] = ({}, {}, {"local_size": 2}, {"transport": "mpi"}, {"local_size": 1})
+_TCP_SETTINGS: tuple[dict[str, Any], ...] = ({}, {"local_size": 2}, {"transport": "tcp"}, {"local_size": 1})
 
 
 def run_on_threads(seed: int, size: int) -> None:
@@ -54,15 +58,25 @@ def run_on_threads(seed: int, size: int) -> None:
     )
 
 
-def run_on_processes(seeds: Sequence[int], size: int, *, seconds: float = 60.0, forks: bool = True) -> None:
-    """Programs one after the other in one world, whose ranks fork in between."""
+def run_on_processes(
+    seeds: Sequence[int], size: int, *, seconds: float = 60.0, forks: bool = True, tcp: bool = False
+) -> None:
+    """Programs one after the other in one world, whose ranks fork in between; ``tcp``: on hosts of several sizes, as
+    the first seed has it."""
 
     def programs(world: World) -> None:
         sets = make_sets(world, SETS[size])
         for seed in seeds:
-            run(world, draw(seed, size, _NO_MESSAGES), sets, forks=forks)
+            run(world, draw(seed, size, Menu() if tcp else _NO_MESSAGES), sets, forks=forks)
 
-    processes.run(size, programs, timeout=seconds)
+    settings = Random(f"setting {seeds[0]}").choice(_TCP_SETTINGS) if tcp else {}
+    processes.run(
+        size,
+        programs,
+        config=Config(timeout=30, **settings),
+        timeout=seconds,
+        connect=processes.by_tcp if tcp else processes.by_pipes,
+    )
 
 
 def run_under_mpi(first: int, count: int, seconds: float, forks: bool, deadline: float) -> None:
@@ -75,10 +89,7 @@ def run_under_mpi(first: int, count: int, seconds: float, forks: bool, deadline:
     for start in range(first, first + count, _BATCH):
         if comm.bcast(time.monotonic() > deadline):
             break
-        options: dict[str, object] = Random(f"setting {start // _BATCH}").choice(
-            ({}, {}, {"local_size": 2}, {"transport": "mpi"}, {"local_size": 1})
-        )
-        config = Config(timeout=30, **options)  # type: ignore[arg-type]
+        config = Config(timeout=30, **Random(f"setting {start // _BATCH}").choice(_SETTINGS))
         world = World(mpi.connect(comm, config), config)
         sets = make_sets(world, SETS[comm.size])
         for seed in range(start, min(start + _BATCH, first + count)):
@@ -165,7 +176,7 @@ def _inside(given: argparse.Namespace, sizes: Sequence[int]) -> None:
             run_on_threads(seed, sizes[0])
         else:
             # Each rank watches itself: a watchdog does not survive a fork, and may not be armed in one.
-            run_on_processes([seed], sizes[0], seconds=given.seconds, forks=given.forks)
+            run_on_processes([seed], sizes[0], seconds=given.seconds, forks=given.forks, tcp=given.way == "tcp")
     os._exit(0)
 
 

@@ -14,6 +14,8 @@ from collectives.engine.handles import Handle
 
 THREAD_NAME = "collectives rank"
 """Prefix of the names of the engine's own threads."""
+_OWN_THREADS = "collectives"
+"""Prefix of the names of all threads of this package, which submit nothing: those that serve the network, too."""
 STUCK_AFTER, STUCK_AFTER_AMONG_THREADS = 20.0, 1.0
 """Seconds without progress after which other threads no longer count as ones that might call a collective: any thread,
 and threads that wait for another thread or are other ranks."""
@@ -88,7 +90,9 @@ class Callers:
         strangers = {
             thread
             for thread in alive
-            if not (thread in self._known or thread.name.startswith(THREAD_NAME) or isinstance(thread, threading.Timer))
+            if not (
+                thread in self._known or thread.name.startswith(_OWN_THREADS) or isinstance(thread, threading.Timer)
+            )
         }
         if len(self._known) <= waiting and not strangers:
             return True

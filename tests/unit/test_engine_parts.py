@@ -20,6 +20,7 @@ from collectives.engine.negotiation import Request
 from collectives.engine.overlaps import InFlight
 from collectives.engine.progress import Progress
 from collectives.engine.submissions import Submissions
+from collectives.transport.service import Service
 
 
 def operation(name: str | None = None, nbytes: int = 8, collective: str = "allreduce") -> Handle:
@@ -99,6 +100,21 @@ def test_a_rank_is_stuck_when_every_caller_waits_for_something_undone(monkeypatc
     assert callers.stuck()
     handle.finish()
     assert not callers.stuck()
+
+
+def test_the_thread_that_serves_the_network_submits_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = set(threading.enumerate())
+    service = Service()
+    own = set(threading.enumerate()) - before | {threading.current_thread()}
+    assert len(own) == 2
+    monkeypatch.setattr(threading, "enumerate", lambda: list(own))
+    callers = Callers(ranks_are_threads=False)
+    callers.note()
+    callers.awaited.append(operation("a"))
+    try:
+        assert callers.stuck()
+    finally:
+        service.close()
 
 
 # ---- progress

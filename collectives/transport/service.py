@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 _END_WITHIN = 2.0
+_THREAD_NAME = "collectives-network"
 _services: weakref.WeakSet[Service] = weakref.WeakSet()
 
 
@@ -30,9 +31,11 @@ class Service:
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
+        # What the loop looks names up with; its threads count as threads that submit nothing, by their name.
+        self.loop.set_default_executor(concurrent.futures.ThreadPoolExecutor(1, _THREAD_NAME))
         self._sockets: weakref.WeakSet[Any] = weakref.WeakSet()
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._thread = threading.Thread(target=self._run, name="collectives-network", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=_THREAD_NAME, daemon=True)
         self._process = os.getpid()
         self._thread.start()
         _services.add(self)

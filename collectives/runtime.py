@@ -25,6 +25,8 @@ from collectives.base.errors import (
 from collectives.base.options import ProcessSetLike
 from collectives.failures import RECORDS, Hooks, install
 from collectives.process_sets import ProcessSet
+from collectives.transport.rendezvous import Asked
+from collectives.transport.rendezvous import asked as check_asked
 from collectives.world import World
 
 if TYPE_CHECKING:
@@ -33,7 +35,10 @@ if TYPE_CHECKING:
 global_process_set = ProcessSet(None)
 """All ranks."""
 
-_RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
+_RANK_VARIABLES = (
+    *("COLLECTIVES_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID"),
+    *("RANK", "JAX_PROCESS_ID"),
+)
 """Launchers' variables of this rank's number."""
 
 
@@ -72,6 +77,11 @@ default = _Default()
 def init(
     comm: MPI.Intracomm | Sequence[int] | None = None,
     process_sets: Sequence[ProcessSet | Iterable[int] | MPI.Comm] | str | None = None,
+    *,
+    rendezvous: str | None = None,
+    store: Any = None,
+    rank: int | None = None,
+    size: int | None = None,
 ) -> None:
     """Join the other ranks; every rank calls it before any other function. Reads the environment (see `Config`).
 
@@ -79,22 +89,36 @@ def init(
     every rank that raised; a rank that ends instead ends the job. Without a launcher there is one rank, and MPI is
     neither needed nor started.
 
+    What the caller says decides where the ranks meet, then ``COLLECTIVES_RENDEZVOUS``; else MPI, where its launcher
+    has started them; else what torchrun, Slurm, ``TF_CONFIG`` or JAX's variables say. (Not if the process has set
+    ``COLLECTIVES_ALLOW_SINGLE=1``.)
+
     Args:
         comm: an mpi4py intracommunicator, which is duplicated, or the ranks of COMM_WORLD that take part; all of
             COMM_WORLD by default.
         process_sets: added as by `add_process_set`; equal on every rank, or communicators, of which each rank has its
             own. Horovod's ``"dynamic"`` adds none. Those given to a second call must be known.
+        rendezvous: where the ranks meet, such as ``"tcp://node1:29400"``: an address of rank 0's host, and a port that
+            is free there. MPI is neither needed nor started.
+        store: at which the ranks meet, instead: anything with ``set(key, value)``, ``get(key)`` and
+            ``wait(keys, timeout)``, such as torch's stores. Who can read it can join, unless ``COLLECTIVES_KEY`` is
+            set.
+        rank, size: of this process, with ``rendezvous`` or ``store``; by default ``COLLECTIVES_RANK`` and
+            ``COLLECTIVES_SIZE``, or what a launcher says.
 
     Raises:
-        MissingDependencyError: several ranks were started, but no MPI library can be loaded.
-        TransportError: a launcher has started several processes, but this one finds itself alone: the launcher does not
-            belong to the MPI that mpi4py loads. ``COLLECTIVES_ALLOW_SINGLE=1`` makes a world of one rank instead.
-        InvalidArgumentError: an invalid setting in the environment, or ranks in ``comm``; or two process sets have the
-            same ranks, or one has all: then the world and the other sets exist.
+        MissingDependencyError: an MPI launcher has started several ranks, but no MPI library can be loaded, and nothing
+            says where they meet.
+        TransportError: a launcher has started several processes, but nothing says where they meet, or this is not the
+            MPI that it belongs to, so that this process finds itself alone (``COLLECTIVES_ALLOW_SINGLE=1`` makes a
+            world of one rank instead); or what is where the ranks meet is no store of this job.
+        InvalidArgumentError: an invalid setting in the environment, or ranks in ``comm``; arguments that do not go
+            together; or two process sets have the same ranks, or one has all: then the world and the other sets exist.
         CollectiveTimeoutError: not every rank has called in time.
         RankFailedError: a rank raised in the middle of its `init`.
         ForkedProcessError: this process was started by a rank, and is not a rank itself.
     """
+    asked = check_asked(comm, rendezvous, store, rank, size)
     if isinstance(process_sets, str):
         if process_sets.lower() != "dynamic":
             raise InvalidArgumentError(f'process_sets: expected process sets or "dynamic", got {process_sets!r}')
@@ -108,14 +132,15 @@ def init(
             raise InvalidArgumentError(
                 "init() was called within init(), from a signal handler; let it set a flag, and call init() later"
             )
-        connect.check_place()
-        if "mpi4py.MPI" in sys.modules or launchers.mpi_may_join(os.environ):
+        connect.check_place(asked)
+        several = launchers.mpi_may_join(os.environ) or launchers.several(os.environ) is not None
+        if "mpi4py.MPI" in sys.modules or several or asked.explicit:
             _watch_exit()  # the others must not wait for a rank that fails for an invalid setting
         config = Config.from_environment()
         logging.configure(config.log_level)
         default.joining = True
         try:
-            world = _join(comm, config)
+            world = _join(comm, config, asked)
         finally:
             default.joining = False
         logging.place(world.rank)
@@ -182,15 +207,15 @@ def _make_known(members: ProcessSet, root: World, ranks: Sequence[int]) -> None:
     default.sets[number] = members
 
 
-def _join(comm: MPI.Intracomm | Sequence[int] | None, config: Config) -> World:
+def _join(comm: MPI.Intracomm | Sequence[int] | None, config: Config, asked: Asked) -> World:
     """Make the default world. After an exception it can be tried again, and no other rank waits for this one."""
     group = None
     try:
-        group = connect.connect(comm, config, _watch_exit)
+        group = connect.connect(comm, config, _watch_exit, asked)
         world = World(group, group.config or config)
         global_process_set.attach(0, world, world)
         if world.size > 1:
-            connect.take_place()
+            connect.take_place(asked)
         elif default.hooks is not None:
             default.hooks.remove()
             default.hooks = None

@@ -11,9 +11,17 @@ from collectives.jax.eager import wait_for_effects
 from collectives.process_sets import ProcessSet
 
 
-def init(comm: Any = None, process_sets: Sequence[ProcessSet | Sequence[int]] | str | None = None) -> None:
+def init(
+    comm: Any = None,
+    process_sets: Sequence[ProcessSet | Sequence[int]] | str | None = None,
+    *,
+    rendezvous: str | None = None,
+    store: Any = None,
+    rank: int | None = None,
+    size: int | None = None,
+) -> None:
     """Join the other ranks: see `collectives.init`."""
-    runtime.init(comm, process_sets)
+    runtime.init(comm, process_sets, rendezvous=rendezvous, store=store, rank=rank, size=size)
     # Exit handlers run in reverse order: registered after the world's own, this one carries out what the program has
     # dispatched before the world ends.
     atexit.unregister(_finish_programs)

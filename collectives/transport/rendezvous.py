@@ -109,6 +109,15 @@ def asked(
     return Asked(rendezvous, store, rank, size)
 
 
+def told(environment: Mapping[str, str], config: Config, asked: Asked) -> bool:
+    """Whether the program or the user has said where the ranks meet, or that there is one: whatever launchers say."""
+    return asked.explicit or bool(config.rendezvous) or _is_single(environment)
+
+
+def _is_single(environment: Mapping[str, str]) -> bool:
+    return environment.get("COLLECTIVES_SIZE", "").strip() == "1"
+
+
 def find(
     environment: Mapping[str, str], config: Config, asked: Asked = NOTHING, *, without_mpi: bool = False
 ) -> Place | None:
@@ -130,8 +139,8 @@ def find(
             started ranks on several hosts, and says of none where it is.
     """
     address = asked.rendezvous or config.rendezvous
-    if asked.explicit or address:
-        return _told(environment, config, asked, address)
+    if told(environment, config, asked):
+        return _at_told(environment, config, asked, address)
     if config.allow_single:
         return None
     place = _torch_group(environment)
@@ -149,7 +158,7 @@ def find(
     return _at(spot, environment, config)
 
 
-def _told(environment: Mapping[str, str], config: Config, asked: Asked, address: str) -> Place:
+def _at_told(environment: Mapping[str, str], config: Config, asked: Asked, address: str) -> Place:
     """The place that the program or the user named."""
     rank, size = _rank_and_size(environment, asked)
     how = "init(store=...)" if asked.store is not None else address
@@ -172,6 +181,8 @@ def _rank_and_size(environment: Mapping[str, str], asked: Asked) -> tuple[int, i
         return asked.rank, asked.size
     texts = [environment.get(name, "").strip() for name in ("COLLECTIVES_RANK", "COLLECTIVES_SIZE")]
     if any(texts):
+        if _is_single(environment):
+            return 0, 1
         if all(text.isdecimal() for text in texts) and int(texts[0]) < int(texts[1]):
             return int(texts[0]), int(texts[1])
         raise InvalidArgumentError(

@@ -186,6 +186,13 @@ def test_an_explicit_world_of_one_meets_nobody() -> None:
     assert place is not None and (place.rank, place.size, place.store) == (0, 1, None)
 
 
+def test_a_launcher_says_that_there_is_one_rank() -> None:
+    single = {"COLLECTIVES_RANK": "0", "COLLECTIVES_SIZE": "1", "RANK": "1", "WORLD_SIZE": "2"}
+    assert rendezvous.told(single, CONFIG, NOTHING) and not rendezvous.told({"RANK": "1"}, CONFIG, NOTHING)
+    place = find(single, CONFIG)
+    assert place is not None and (place.rank, place.size, place.store) == (0, 1, None)
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [

@@ -156,7 +156,7 @@ def _connect(rank: int, members: Sequence[int], links: Links, config: Config, ke
         return _connect(places.index(rank), inner, links, config, (*key, divided, *places))
 
     hosts = (tuple(range(size)),)
-    return Group(rank, size, hosts, control, memory, None, split, tuple(members), memory.close, config)
+    return Group(rank, size, hosts, control, memory, None, split, tuple(members), memory.close, config, memory.endpoint)
 
 
 @dataclass

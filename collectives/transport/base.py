@@ -199,6 +199,9 @@ class Control(Protocol):
     def leave(self) -> None:
         """Announce that this rank will not enter another call; also after `fail`, which is announced first."""
 
+    def has_left(self, peer: int) -> bool:
+        """Whether ``peer`` is known to have announced with `leave` that it left. Any thread may call it."""
+
     def acknowledged(self) -> bool:
         """Whether every other rank has failed, left or died too, so that none accesses this rank's memory any more."""
 

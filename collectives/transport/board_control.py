@@ -54,6 +54,9 @@ class BoardControl:
     def leave(self) -> None:
         self._board.mark(LEFT)
 
+    def has_left(self, peer: int) -> bool:
+        return self._board.state_of(peer) == LEFT
+
     def acknowledged(self) -> bool:
         return all(self._board.state_of(peer) in (LEFT, FAILED) for peer in self._board.peers)
 

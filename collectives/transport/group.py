@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from collectives.base.config import Config
 from collectives.transport.base import Control, MemoryTransport, MessageTransport
+from collectives.transport.point_to_point import Endpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,8 @@ class Group:
     """Release resources owned by this group."""
     config: Config | None = None
     """The settings, with rank 0's where those hold for all ranks; None: as given."""
+    open_endpoint: Callable[[], Endpoint] | None = None
+    """Make this rank's end of the point-to-point messages, once. Does not wait. None without other ranks."""
 
     @property
     def local(self) -> tuple[int, ...]:

@@ -161,6 +161,12 @@ class NetworkControl:
         # Messages of two tags may overtake each other: a rank that has failed must not look as if it had left early.
         self._channel.leave(_AFTER_EVERY_CALL if self._has_failed else self._call)
 
+    def has_left(self, peer: int) -> bool:
+        board = self._board
+        return peer in self._channel.left or (
+            board is not None and peer in board.peers and board.state_of(peer) == LEFT
+        )
+
     def acknowledged(self) -> bool:
         channel, board = self._channel, self._board
         channel.read_notices()

@@ -22,6 +22,8 @@ from collectives.transport.base import WINDOW_BYTES, Array
 from collectives.transport.board import Board, board_bytes
 from collectives.transport.direct_read import DirectRead, admit, ancestors
 from collectives.transport.mapped_memory import MappedMemory
+from collectives.transport.memory_endpoint import MemoryEndpoint
+from collectives.transport.rings import Post, post_bytes
 
 Exchange = Callable[[Any], list[Any]]
 Move = Callable[[int, int, int, int], None]
@@ -42,12 +44,14 @@ class SharedMemory:
         windows: Sequence[Array | None],
         reader: DirectRead | None,
         mapped: MappedMemory | None,
+        posts: Sequence[memoryview | None],
         mappings: Sequence[mmap.mmap],
     ) -> None:
         self.board = board
         self.windows = windows
         self.reads_private = reader is not None
         self.mapped = mapped
+        self._posts = posts
         self._mappings = mappings
         # Bound to the reader's methods themselves: these two are called for every block.
         self.fetch: Move = reader.fetch if reader is not None else _refuse
@@ -55,11 +59,24 @@ class SharedMemory:
         self.fetch_list = reader.fetch_list if reader is not None else _refuse_list
         self.store_list = reader.store_list if reader is not None else _refuse_list
 
+    def endpoint(self) -> MemoryEndpoint:
+        """This rank's end of the point-to-point messages between the ranks of this host."""
+        board, ranks = self.board, len(self._mappings)
+        pids = [board.process_of(peer) if post is not None else 0 for peer, post in enumerate(self._posts)]
+        reader = None
+        if self.reads_private:
+            reader = DirectRead(pids)  # one of its own: the engine's is its driving thread's
+            reader.explain = board.explain
+        posts = [None if post is None else Post(post, ranks) for post in self._posts]
+        return MemoryEndpoint(board, posts, reader)
+
     def close(self) -> None:
         self.windows = ()
         if self.mapped is not None:
             self.mapped.close()
         self.board.release()
+        for post in filter(None, self._posts):
+            post.release()
         for mapping in self._mappings:
             # A window that is still referenced keeps its mapping; the process's end frees it.
             with suppress(BufferError):
@@ -91,7 +108,8 @@ def connect(rank: int, size: int, local: Sequence[int], exchange: Exchange, *, t
         The transport, or None on every rank if memory cannot be shared on some host. Direct reads are enabled only if
         they work between all ranks that share a host.
     """
-    nbytes = board_bytes(size) + WINDOW_BYTES
+    before = board_bytes(size) + WINDOW_BYTES
+    nbytes = before + post_bytes(len(local))
     for make in (_anonymous_file, _named_file):
         mappings = _map_all(make, nbytes, rank, local, exchange)
         if mappings is not None:
@@ -103,13 +121,14 @@ def connect(rank: int, size: int, local: Sequence[int], exchange: Exchange, *, t
     windows = [
         None if view is None else np.frombuffer(view, np.uint8, WINDOW_BYTES, board_bytes(size)) for view in views
     ]
+    posts = [None if view is None else view[before:] for view in views]
     spins = _SPINS if len(local) <= (os.cpu_count() or 1) else 20
     board = Board(pages, rank, timeout=timeout, spins=spins)
     reader = _probe_direct_reads(rank, local, exchange)
     if reader is not None:
         reader.explain = board.explain
     mapped = MappedMemory(board) if make is _anonymous_file else None  # pieces are anonymous files too
-    return SharedMemory(board, windows, reader, mapped, [mapping for mapping in mappings if mapping is not None])
+    return SharedMemory(board, windows, reader, mapped, posts, [mapping for mapping in mappings if mapping is not None])
 
 
 def _anonymous_file(nbytes: int) -> tuple[int, str]:

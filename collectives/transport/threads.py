@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from collectives.transport.board import Board, board_bytes
 from collectives.transport.board_control import BoardControl
 from collectives.transport.group import Group
 from collectives.transport.mapped_memory import MappedMemory
+from collectives.transport.thread_endpoint import Queues, ThreadEndpoint
 
 
 def connect(
@@ -52,6 +54,7 @@ def connect(
     windows = [np.zeros(WINDOW_BYTES, np.uint8) for _ in range(size)]
     exchange = _Exchange(size, timeout)
     mailboxes = _Mailboxes(size)
+    queues = Queues(size)
     ranks = ranks or tuple(range(size))
     groups = []
     for rank in range(size):
@@ -75,6 +78,7 @@ def connect(
                 _splitter(rank, ranks, layout, exchange, reads_private, timeout),
                 ranks,
                 memory.close,
+                open_endpoint=partial(ThreadEndpoint, rank, queues),
             )
         )
         if ranks != tuple(range(size)):

@@ -1,0 +1,245 @@
+"""Point-to-point messages of the ranks of one host, through shared memory.
+
+Envelopes and small payloads travel through rings (`collectives.transport.rings`). Of a large payload the envelope says
+where it lies: the receiver copies it from there, once, and tells the sender, who need not be in a call meanwhile. Where
+the system allows no rank to read another's memory, large payloads pass through the ring in parts.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from collectives.base.dtypes import NAMES, SUPPORTED
+from collectives.base.errors import RankFailedError
+from collectives.tensors.arrays import address
+from collectives.transport.base import Array
+from collectives.transport.board import ALIVE, Board
+from collectives.transport.direct_read import DirectRead
+from collectives.transport.point_to_point import DTYPE_CODE, Incoming, Outgoing
+from collectives.transport.rings import Post, Reader, Writer
+
+EAGER, READY, PART, DONE = 1, 2, 3, 4
+"""The kinds of records: a payload, or its first part; where a payload lies; a further part; the end of a READY one."""
+_BLOCK_BYTES = 1 << 20
+"""Bytes that one system call copies: it keeps the interpreter lock."""
+_REFUSAL_BYTES = 1000
+
+
+class _Parts:
+    """The payload of a message that arrives in parts.
+
+    Attributes:
+        array: uint8; where the parts are gathered.
+        filled: bytes of it that have arrived.
+        into: where they are to go in the end.
+    """
+
+    __slots__ = ("array", "filled", "into")
+
+    def __init__(self, nbytes: int) -> None:
+        self.array: Array = np.empty(nbytes, np.uint8)
+        self.filled = 0
+        self.into: Array | None = None
+
+
+class MemoryEndpoint:
+    """`point_to_point.Endpoint` among the ranks of a host.
+
+    Args:
+        board: of the group.
+        posts: the post of each rank of the group; None for ranks on other hosts.
+        reader: reads the peers' memory; None where the system does not allow that.
+    """
+
+    def __init__(self, board: Board, posts: Sequence[Post | None], reader: DirectRead | None) -> None:
+        self.arrived: Callable[[Incoming], object] = lambda message: None
+        self._board = board
+        self._reader = reader
+        self._posts = [post for post in posts if post is not None]
+        rank = board.rank
+        mine = posts[rank]
+        assert mine is not None
+        local = [peer for peer, post in enumerate(posts) if post is not None]
+        place = local.index(rank)
+        self._writers: dict[int, Writer] = {}
+        self._readers: dict[int, Reader] = {}
+        for at, peer in enumerate(local):
+            theirs = posts[peer]
+            if peer != rank and theirs is not None:
+                self._writers[peer] = Writer(mine, theirs, place, at)
+                self._readers[peer] = Reader(mine, theirs, place, at)
+        self._waiting: dict[int, deque[Callable[[], bool]]] = {}
+        """By peer: what is put into its ring when there is room."""
+        self._ready: dict[int, Outgoing] = {}
+        """By number: the messages whose payload a peer has not copied yet."""
+        self._numbers = 0
+        self._partial: dict[int, Incoming] = {}
+        """By source: the message whose further parts are to come."""
+
+    def send(self, message: Outgoing) -> None:
+        array = message.array
+        writer = self._writers[message.peer]
+        code = DTYPE_CODE[SUPPORTED[array.dtype]]
+        self._numbers += 1
+        numbers = [message.tag, self._numbers, array.nbytes, code, len(message.shape), 0]
+        if array.nbytes > writer.most_payload:
+            if self._reader is None:
+                self._push(message.peer, _in_parts(writer, message, numbers))
+                return
+            self._ready[self._numbers] = message
+            numbers[5] = address(array)
+            self._push(message.peer, lambda: writer.push(READY, numbers, message.shape))
+            return
+
+        def push() -> bool:
+            if not writer.push(EAGER, numbers, message.shape, array.view(np.uint8)):
+                return False
+            message.end()
+            return True
+
+        self._push(message.peer, push)
+
+    def _push(self, peer: int, attempt: Callable[[], bool]) -> None:
+        """Put a record into the ring of a peer, behind those that wait."""
+        waiting = self._waiting.get(peer)
+        if waiting is not None:
+            waiting.append(attempt)
+        elif not attempt():
+            self._waiting[peer] = deque((attempt,))
+
+    def poll(self) -> None:
+        if self._waiting:
+            for peer, waiting in list(self._waiting.items()):
+                while waiting and waiting[0]():
+                    waiting.popleft()
+                if not waiting:
+                    del self._waiting[peer]
+        for peer, reader in self._readers.items():
+            while (header := reader.next()) is not None:
+                self._read(peer, reader, header)
+                reader.take()
+
+    def _read(self, peer: int, reader: Reader, header: tuple[int, ...]) -> None:
+        """Handle one record."""
+        kind, _, tag, number, nbytes, code, count, where = header
+        if kind == DONE:
+            message = self._ready.pop(number)
+            message.refused = bytes(reader.payload(0, nbytes)).decode("utf-8", "replace")
+            message.end()
+        elif kind == PART:
+            self._add_part(self._partial[peer], reader.payload(0, nbytes))
+        else:
+            shape = reader.further(count)
+            envelope = Incoming(peer, tag, NAMES[code], shape, nbytes, None)
+            if kind == READY:
+                envelope.payload = number, where
+                self.arrived(envelope)
+            elif where:
+                envelope.payload = _Parts(nbytes)
+                self._partial[peer] = envelope
+                self._add_part(envelope, reader.payload(count, where))
+                self.arrived(envelope)
+            else:
+                envelope.payload = payload = reader.payload(count, nbytes)
+                self.arrived(envelope)
+                if not envelope.done:
+                    envelope.payload = payload.copy()
+
+    def _add_part(self, message: Incoming, part: Array) -> None:
+        parts: _Parts = message.payload
+        parts.array[parts.filled : parts.filled + part.size] = part
+        parts.filled += part.size
+        if parts.filled == message.nbytes:
+            del self._partial[message.source]
+            if parts.into is not None:
+                self._finish_parts(message, parts.into)
+
+    def _finish_parts(self, message: Incoming, into: Array) -> None:
+        into[: message.nbytes] = message.payload.array
+        message.payload = None
+        message.end()
+
+    def receive(self, message: Incoming, into: Array) -> None:
+        payload = message.payload
+        if type(payload) is tuple:
+            number, where = payload
+            self._fetch(message.source, where, into, message.nbytes)
+            self._tell(message.source, number)
+        elif type(payload) is _Parts:
+            if payload.filled < message.nbytes:
+                payload.into = into
+            else:
+                self._finish_parts(message, into)
+            return
+        else:
+            into[: message.nbytes] = payload
+        message.payload = None
+        message.end()
+
+    def refuse(self, message: Incoming, why: str) -> None:
+        payload = message.payload
+        if type(payload) is tuple:
+            self._tell(message.source, payload[0], why)
+        elif type(payload) is _Parts and payload.filled < message.nbytes:
+            return  # the parts to come are gathered, and dropped
+        message.payload = None
+        message.end()
+
+    def _fetch(self, peer: int, where: int, into: Array, nbytes: int) -> None:
+        """Copy from the peer's memory, which is its message's as long as the peer has neither failed nor left."""
+        assert self._reader is not None
+        to = address(into)
+        for start in range(0, nbytes, _BLOCK_BYTES):
+            self._reader.fetch(peer, where + start, to + start, min(_BLOCK_BYTES, nbytes - start))
+        if self._board.state_of(peer) != ALIVE:
+            self._board.check(peer)
+            names = self._board.names
+            raise RankFailedError(f"rank {names[self._board.rank]}: rank {names[peer]} has left")
+
+    def _tell(self, peer: int, number: int, refused: str = "") -> None:
+        writer = self._writers[peer]
+        text = np.frombuffer(refused.encode()[:_REFUSAL_BYTES], np.uint8) if refused else None
+        numbers = (0, number, 0 if text is None else text.size, 0, 0, 0)
+        self._push(peer, lambda: writer.push(DONE, numbers, (), text))
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._waiting or self._ready or self._partial)
+
+    def close(self) -> None:
+        self._waiting.clear()
+        self._ready.clear()
+        self._partial.clear()
+        for writer in self._writers.values():
+            writer.release()
+        for reader in self._readers.values():
+            reader.release()
+        for post in self._posts:
+            post.release()
+        self._writers, self._readers = {}, {}
+
+
+def _in_parts(writer: Writer, message: Outgoing, numbers: list[int]) -> Callable[[], bool]:
+    """What sends a payload in parts: a function that returns whether all have been sent."""
+    payload = message.array.view(np.uint8)
+    sent = 0
+    first = numbers[5] = writer.most_payload
+
+    def push() -> bool:
+        nonlocal sent
+        if not sent:
+            if not writer.push(EAGER, numbers, message.shape, payload[:first]):
+                return False
+            sent = first
+        while sent < payload.size:
+            part = payload[sent : sent + first]
+            if not writer.push(PART, (0, 0, part.size, 0, 0, 0), (), part):
+                return False
+            sent += part.size
+        message.end()
+        return True
+
+    return push

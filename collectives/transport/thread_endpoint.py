@@ -1,0 +1,78 @@
+"""Point-to-point messages of ranks that are threads of one process: the receiver copies from the sender's array."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from collectives.base.dtypes import SUPPORTED
+from collectives.transport.base import Array
+from collectives.transport.point_to_point import Incoming, Outgoing
+
+EAGER_BYTES = 8 << 10
+"""Payloads up to this size are copied by the sender, who is then done."""
+
+
+class Queues:
+    """What the endpoints of one group share: for each rank a queue of functions, which it calls in `poll`."""
+
+    def __init__(self, size: int) -> None:
+        self.of = [deque[Callable[["ThreadEndpoint"], object]]() for _ in range(size)]
+
+
+class ThreadEndpoint:
+    """`point_to_point.Endpoint` among threads.
+
+    Args:
+        rank: in the group.
+        queues: shared by its ranks.
+    """
+
+    def __init__(self, rank: int, queues: Queues) -> None:
+        self.arrived: Callable[[Incoming], object] = lambda message: None
+        self._rank = rank
+        self._queues = queues.of
+
+    def send(self, message: Outgoing) -> None:
+        array = message.array
+        eager = array.nbytes <= EAGER_BYTES
+        payload = (array.copy() if eager else array, None if eager else message)
+        envelope = Incoming(self._rank, message.tag, SUPPORTED[array.dtype], message.shape, array.nbytes, payload)
+        self._queues[message.peer].append(lambda peer: peer.arrived(envelope))
+        if eager:
+            message.end()
+
+    def poll(self) -> None:
+        queue = self._queues[self._rank]
+        while queue:
+            queue.popleft()(self)
+
+    def receive(self, message: Incoming, into: Array) -> None:
+        array, _ = message.payload
+        np.copyto(into[: message.nbytes], array.view(np.uint8))
+        self._end(message)
+
+    def refuse(self, message: Incoming, why: str) -> None:
+        self._end(message, why)
+
+    def _end(self, message: Incoming, refused: str = "") -> None:
+        _, origin = message.payload
+        message.payload = None
+        message.end()
+        if origin is not None:
+            self._queues[message.source].append(lambda peer: _settle(origin, refused))
+
+    @property
+    def busy(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        self._queues[self._rank].clear()
+
+
+def _settle(message: Outgoing, refused: str) -> Any:
+    message.refused = refused
+    message.end()

@@ -272,6 +272,24 @@ class Engine:
             raise handle.error
         return int(handle.result)
 
+    def look_for_failures(self) -> None:
+        """Raise RankFailedError if a rank has failed; for a wait outside of rounds. Does nothing while another thread
+        drives, which looks itself."""
+        if self.refusal is not None:
+            raise self.refusal()
+        progress = self._progress
+        if not self._acquire(False):
+            return
+        try:
+            if not progress.driving:
+                self.context.control.check(deep=True)
+        finally:
+            if progress.driving:  # by this thread, from whose call this one comes
+                self._release()
+            else:
+                progress.release()
+                progress.hand_over()
+
     # ---- settings and counters
 
     @property

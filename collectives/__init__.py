@@ -87,8 +87,11 @@ from collectives.capabilities import (
     rocm_built,
 )
 from collectives.engine.handles import Handle
+from collectives.engine.matching import ANY_SOURCE, ANY_TAG
+from collectives.engine.message_handles import Status
 from collectives.memory import empty, empty_like, is_mapped, zeros
 from collectives.persistent import PersistentOperation
+from collectives.point_to_point import irecv, isend, recv, send, sendrecv
 from collectives.process_sets import ProcessSet
 from collectives.runtime import (
     add_process_set,
@@ -120,6 +123,8 @@ for _name, _public in list(globals().items()):
 del _name, _public
 
 __all__ = [
+    "ANY_SOURCE",
+    "ANY_TAG",
     "Adasum",
     "Average",
     "CollectiveTimeoutError",
@@ -141,6 +146,7 @@ __all__ = [
     "ProcessSet",
     "Product",
     "RankFailedError",
+    "Status",
     "Sum",
     "TransportError",
     "__version__",
@@ -193,9 +199,11 @@ __all__ = [
     "grouped_reducescatter_async",
     "grouped_reducescatter_init",
     "init",
+    "irecv",
     "is_homogeneous",
     "is_initialized",
     "is_mapped",
+    "isend",
     "join",
     "local_device",
     "local_rank",
@@ -206,12 +214,15 @@ __all__ = [
     "nccl_built",
     "poll",
     "rank",
+    "recv",
     "reducescatter",
     "reducescatter_async",
     "reducescatter_init",
     "remove_process_set",
     "rocm_built",
     "run",
+    "send",
+    "sendrecv",
     "shutdown",
     "size",
     "start_timeline",

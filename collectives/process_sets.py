@@ -88,8 +88,12 @@ class ProcessSet:
             )
         return self._world
 
-    def number_of(self, rank: object) -> object:
+    def number_of(self, rank: object, argument: str = "root_rank") -> object:
         """Convert a rank of the whole world to a rank of the set. Objects that are not ranks are returned as they are.
+
+        Args:
+            rank: of the whole world.
+            argument: its name in messages.
 
         Raises:
             InvalidArgumentError: the rank is not in the set.
@@ -100,7 +104,7 @@ class ProcessSet:
         number = int(rank.__index__())
         if number not in self._ranks:
             raise InvalidArgumentError(
-                f"root_rank: expected a rank of {self}, got {number}; ranks are those of the whole world"
+                f"{argument}: expected a rank of {self}, got {number}; ranks are those of the whole world"
             )
         return self._ranks.index(number) if world is not None else number
 

@@ -23,6 +23,7 @@ from collectives.base.errors import (
     NotInitializedError,
 )
 from collectives.base.options import ProcessSetLike
+from collectives.engine.matching import ANY_SOURCE
 from collectives.failures import RECORDS, Hooks, install
 from collectives.process_sets import ProcessSet
 from collectives.transport.rendezvous import Asked
@@ -372,6 +373,23 @@ def root_in(process_set: ProcessSetLike | int | None, root_rank: Any, name: str 
         return known.number_of(root_rank)
     except InvalidArgumentError as error:
         raise members.refused(error, name) from None
+
+
+def peer_in(process_set: ProcessSetLike | int | None, rank: Any, argument: str) -> Any:
+    """Convert the other side of a message from a rank of all ranks to a rank of a process set; negative numbers stand
+    for any rank, and stay.
+
+    Raises:
+        InvalidArgumentError: the rank is not in the set.
+    """
+    if process_set is None or process_set is global_process_set or rank == ANY_SOURCE:
+        return rank
+    members = world_of(process_set)
+    known: Any = default.sets[process_set] if isinstance(process_set, int) else process_set
+    try:
+        return known.number_of(rank, argument)
+    except InvalidArgumentError as error:
+        raise InvalidArgumentError(f"rank {members.ranks[members.rank]}: {error}") from None
 
 
 def add_process_set(process_set: ProcessSet | Iterable[int], *, unlike: bool = False) -> ProcessSet:

@@ -35,7 +35,9 @@ from collectives.engine.handles import Handle
 from collectives.engine.host_handles import HostHandles
 from collectives.engine.host_requests import HostRequestCache, NativeTransport
 from collectives.engine.overlaps import InFlight
+from collectives.engine.point_to_point import PointToPoint
 from collectives.engine.requests import HandleFactory
+from collectives.messages import Messages
 from collectives.objects import Objects
 from collectives.operations import Operations
 from collectives.persistent_init import PersistentInit
@@ -128,6 +130,7 @@ class World:
         )
         self.operations = Operations(self.rank, self.ranks, self._engine, handles, self._pool)
         self._persistent = PersistentInit(self.operations, self._engine, handles)
+        self._transfers = self._point_to_point()
         self._attach_operations()
         self._tuning = Tuning(self._engine, self.planner, config) if config.autotune and self.size > 1 else None
         self._children: list[World] = []
@@ -168,6 +171,19 @@ class World:
         self.broadcast_bytes, self.check_consistency = objects.broadcast_bytes, objects.check_consistency
         self.refused, self.ahead_of, self.composed = does.refused, does.ahead_of, does.composed
         self.memory = does.memory
+        messages = Messages(self.rank, self.ranks, self._transfers)
+        self.send, self.isend, self.recv, self.irecv = messages.send, messages.isend, messages.recv, messages.irecv
+        self.sendrecv = messages.sendrecv
+
+    def _point_to_point(self) -> PointToPoint:
+        this = weakref.ref(self)  # a world must end without the garbage collector
+
+        def failed(text: str) -> None:
+            world = this()
+            if world is not None:
+                world.fail(text)
+
+        return PointToPoint(self._group, self._engine, self._pool, self.config.timeout, failed)
 
     def _use_devices(self) -> DeviceBackend:
         """The device backend, made when the first tensor on a GPU comes."""
@@ -371,6 +387,7 @@ class World:
             may_speak = self._may_speak()
             failed = engine.abandon() or engine.refusal is not None
             engine.refuse(_ShutDown(self.ranks[self.rank]))
+            self._transfers.close()
             self.stop_timeline()
             if self._tuning is not None:
                 self._tuning.close()

@@ -1,0 +1,289 @@
+"""Point-to-point messages of one world, on tensors of every kind.
+
+A rank that refuses its arguments tells nobody: the other side waits for the message, as for any that was not sent.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from collectives.base import dtypes
+from collectives.base.errors import CollectivesError, InvalidArgumentError, InvalidTypeError
+from collectives.engine.handles import Handle
+from collectives.engine.matching import ANY_SOURCE, ANY_TAG
+from collectives.engine.message_handles import MessageHandle, Posted, Status
+from collectives.engine.point_to_point import PointToPoint
+from collectives.tensors import arrays
+from collectives.tensors.arrays import View
+from collectives.transport.point_to_point import Outgoing
+
+MOST_TAG = (1 << 31) - 1
+"""The largest tag."""
+
+_Finish = Callable[[], Any]
+
+
+class Messages:
+    """What a rank of a world sends and receives. The methods are those of `collectives.point_to_point` that they are
+    named for, without ``process_set``; ranks are those of the world, but in a `Status`.
+
+    Args:
+        rank: of the world.
+        ranks: the ranks' numbers in the outermost world.
+        transfers: of the world.
+    """
+
+    def __init__(self, rank: int, ranks: Sequence[int], transfers: PointToPoint) -> None:
+        self._rank, self._ranks = rank, ranks
+        self._transfers = transfers
+
+    # ---- sending
+
+    def send(self, tensor: Any, dst: int, tag: int = 0, *, stream: Any = None) -> None:
+        message, _ = self._outgoing(tensor, dst, tag, stream)
+        if message.peer == self._rank:  # its recv comes later, if at all
+            message.array = message.array.copy()
+            message.end()
+        self._complete(message, self._transfers.send)
+        if message.refused:
+            self._transfers.check_refused(message)
+
+    def isend(self, tensor: Any, dst: int, tag: int = 0, *, stream: Any = None) -> Handle[None]:
+        message, view = self._outgoing(tensor, dst, tag, stream)
+        transfers = self._transfers
+        reads = view if isinstance(view, View) and not view.copied else None
+        handle = transfers.handle_of(message, lambda handle: transfers.check_refused(message), reads=reads)
+        return self._begin(handle, message, transfers.send)
+
+    def _outgoing(self, tensor: Any, dst: Any, tag: Any, stream: Any) -> tuple[Outgoing, Any]:
+        """A message that has not been sent, and the view of its tensor."""
+        try:
+            peer, tag = self._peer(dst, "dst"), _tag(tag)
+            view = arrays.view(tensor, stream=stream)
+            array = view.array if isinstance(view, View) else view.on_host()
+        except CollectivesError as error:
+            raise self._named(error) from None
+        return Outgoing(peer, tag, array, view.shape), view
+
+    # ---- receiving
+
+    def recv(
+        self,
+        tensor: Any,
+        src: int,
+        tag: int = 0,
+        *,
+        like: Any = None,
+        shape: Any = None,
+        dtype: Any = None,
+        status: Status | None = None,
+        stream: Any = None,
+    ) -> Any:
+        posted, finish, _ = self._posted(tensor, src, tag, like, shape, dtype, stream)
+        self._complete(posted, self._transfers.receive)
+        if status is not None:
+            self._transfers.status_of(posted, status)
+        return finish()
+
+    def irecv(
+        self,
+        tensor: Any,
+        src: int,
+        tag: int = 0,
+        *,
+        like: Any = None,
+        shape: Any = None,
+        dtype: Any = None,
+        stream: Any = None,
+    ) -> MessageHandle:
+        posted, finish, writes = self._posted(tensor, src, tag, like, shape, dtype, stream)
+        on_device = isinstance(finish, _ToDevice)
+        handle = self._transfers.handle_of(posted, lambda handle: None if on_device else finish(), writes=writes)
+        if on_device:
+            handle.fence = finish
+        return self._begin(handle, posted, self._transfers.receive)
+
+    def sendrecv(
+        self,
+        tensor: Any,
+        dst: int,
+        into: Any,
+        src: int,
+        tag: int = 0,
+        recv_tag: int | None = None,
+        *,
+        like: Any = None,
+        shape: Any = None,
+        dtype: Any = None,
+        status: Status | None = None,
+        stream: Any = None,
+    ) -> Any:
+        if into is None and like is None:
+            like = tensor
+        expected = tag if recv_tag is None else recv_tag
+        message, _ = self._outgoing(tensor, dst, tag, stream)
+        posted, finish, _ = self._posted(into, src, expected, like, shape, dtype, stream)
+        transfers = self._transfers
+        transfers.receive(posted)
+        try:
+            self._complete(message, transfers.send)
+        except BaseException as error:
+            transfers.abandon(posted, error)
+            raise
+        self._complete(posted)
+        if message.refused:
+            transfers.check_refused(message)
+        if status is not None:
+            transfers.status_of(posted, status)
+        return finish()
+
+    def _posted(
+        self, tensor: Any, src: Any, tag: Any, like: Any, shape: Any, dtype: Any, stream: Any
+    ) -> tuple[Posted, _Finish, Any]:
+        """A receive that has not begun; what makes its result; and the view of the memory that it writes."""
+        try:
+            source = ANY_SOURCE if src == ANY_SOURCE else self._peer(src, "src")
+            tag = ANY_TAG if tag == ANY_TAG else _tag(tag)
+            if tensor is None:
+                return self._posted_new(source, tag, like, shape, dtype, stream)
+            for name, value in (("like", like), ("shape", shape), ("dtype", dtype)):
+                if value is not None:
+                    raise InvalidArgumentError(f"{name}: expected None where a tensor is given, got {value!r}")
+            view = arrays.view(tensor, writable=True, stream=stream)
+        except CollectivesError as error:
+            raise self._named(error) from None
+        name = dtypes.name(view.dtype)
+        if isinstance(view, View):
+            found = view
+
+            def finish() -> Any:
+                if found.copied:
+                    found.store()
+                return tensor
+
+            return Posted(source, tag, view.array, name, None), finish, view
+        posted = Posted(source, tag, view.host_memory().view(view.dtype), name, None)
+        return posted, _ToDevice(posted, view, tensor), view
+
+    def _posted_new(
+        self, source: int, tag: int, like: Any, shape: Any, dtype: Any, stream: Any
+    ) -> tuple[Posted, _Finish, Any]:
+        """`_posted`, of a new tensor."""
+        view = None if like is None else arrays.view(like, argument="like", stream=stream)
+        posted = Posted(source, tag, None, None if dtype is None else _dtype(dtype), _shape(shape))
+        if view is not None and not isinstance(view, View):
+            return posted, _ToDevice(posted, view), None
+
+        def finish() -> Any:
+            assert posted.into is not None and posted.message is not None
+            array = posted.into.reshape(posted.message.shape)
+            return array if view is None else view.wrap(array)
+
+        return posted, finish, None
+
+    # ---- both
+
+    def _complete(self, transfer: Outgoing | Posted, begin: Callable[[Any], None] | None = None) -> None:
+        """Begin a transfer, if it has not begun, and wait for it. Raises its error."""
+        if begin is not None:
+            begin(transfer)
+        if not transfer.done:
+            self._transfers.wait_for(transfer)
+        if transfer.error is not None:
+            raise transfer.error
+
+    def _begin(self, handle: MessageHandle, transfer: Outgoing | Posted, begin: Callable[[Any], None]) -> MessageHandle:
+        try:
+            begin(transfer)
+        except BaseException as error:
+            transfer.end(error)  # its memory is free again
+            raise
+        if not transfer.done:
+            self._transfers.in_background()
+        return handle
+
+    def _peer(self, rank: Any, argument: str) -> int:
+        size = len(self._ranks)
+        if type(rank) is not int:
+            if isinstance(rank, bool) or not hasattr(rank, "__index__"):
+                raise InvalidTypeError(f"{argument}: expected a rank from 0 to {size - 1}, got {rank!r}")
+            rank = int(rank.__index__())
+        if not 0 <= rank < size:
+            raise InvalidArgumentError(f"{argument}: expected a rank from 0 to {size - 1}, got {rank}")
+        return int(rank)
+
+    def _named(self, error: CollectivesError) -> CollectivesError:
+        """An error of an argument, with the rank."""
+        if not str(error).startswith("rank "):
+            error.args = (f"rank {self._ranks[self._rank]}: {error}",)
+        return error
+
+
+class _ToDevice:
+    """Brings what was received into host memory to a GPU: in a blocking call, or as the fence of a handle, in the
+    thread that fetches the result.
+
+    Args:
+        posted: the receive.
+        view: of the tensor, or of one that the result is like.
+        tensor: the tensor; None: the result is new.
+    """
+
+    def __init__(self, posted: Posted, view: Any, tensor: Any = None) -> None:
+        self._posted, self._view, self._tensor = posted, view, tensor
+        self._fetched: Any = None
+
+    def __call__(self) -> Any:
+        posted, view = self._posted, self._view
+        if self._fetched is not None:
+            return self._fetched
+        assert posted.into is not None and posted.message is not None
+        shape = posted.message.shape
+        values = posted.into[: math.prod(shape)]
+        if self._tensor is not None:
+            view.fill_from_host(values)
+            view.store()
+            self._fetched = self._tensor
+        else:
+            result, elements = view.empty(shape, values.dtype)
+            view.fill_from_host(values, elements)
+            self._fetched = view.wrap(result, values.dtype)
+        return self._fetched
+
+    def pass_through(self, ordered: set[Any]) -> Any:
+        """As `collectives.cuda.completion.Fence`."""
+        return self()
+
+    def passed(self) -> bool:
+        """As `collectives.cuda.completion.Fence`."""
+        return True
+
+
+def _tag(tag: Any) -> int:
+    if type(tag) is not int:
+        if isinstance(tag, bool) or not hasattr(tag, "__index__"):
+            raise InvalidTypeError(f"tag: expected an integer from 0 to {MOST_TAG}, got {tag!r}")
+        tag = int(tag.__index__())
+    if not 0 <= tag <= MOST_TAG:
+        raise InvalidArgumentError(f"tag: expected an integer from 0 to {MOST_TAG}, got {tag}")
+    return int(tag)
+
+
+def _dtype(dtype: Any) -> str:
+    """The name of a dtype of NumPy or of a framework."""
+    name = str(getattr(dtype, "name", dtype)).rpartition(".")[2]
+    return dtypes.name(dtypes.resolve(name if name in dtypes.NAMES else dtype))
+
+
+def _shape(shape: Any) -> tuple[int, ...] | None:
+    if shape is None:
+        return None
+    try:
+        found = tuple(int(size.__index__()) for size in ((shape,) if hasattr(shape, "__index__") else shape))
+    except (TypeError, AttributeError):
+        raise InvalidTypeError(f"shape: expected non-negative integers, got {shape!r}") from None
+    if any(size < 0 for size in found):
+        raise InvalidArgumentError(f"shape: expected non-negative integers, got {shape!r}")
+    return found

@@ -1,0 +1,259 @@
+"""Point-to-point messages, as users call them: from one rank to another, matched by source and tag.
+
+Messages from one rank to another with the same tag are received in the order in which they were sent. They are no
+operations of all ranks: they may be mixed freely with collectives, also with those in flight, and come from several
+threads. Tensors on GPUs pass through host memory.
+
+`send` and `recv` document the arguments and the errors that all functions share.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, overload
+
+import numpy.typing as npt
+
+from collectives.base.options import ProcessSetLike
+from collectives.engine.handles import Handle
+from collectives.engine.message_handles import MessageHandle, Status
+from collectives.runtime import default, peer_in, world, world_of
+from collectives.world import World
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+Tensor = TypeVar("Tensor")
+
+
+class _Options(TypedDict, total=False):
+    process_set: ProcessSetLike | int | None
+    stream: Any
+
+
+class _NewOptions(_Options, total=False):
+    shape: Any
+    dtype: Any
+
+
+def _world(process_set: ProcessSetLike | int | None) -> World:
+    return default.world or world() if process_set is None else world_of(process_set)
+
+
+def send(
+    tensor: Any, dst: int, tag: int = 0, *, process_set: ProcessSetLike | int | None = None, stream: Any = None
+) -> None:
+    """Send a tensor to a rank. Returns when the tensor may be changed: at once if it is small, and otherwise when the
+    receiver has it, or has called `recv`.
+
+    Args:
+        tensor: any that `collectives.allreduce` takes, of any shape; on a GPU it is copied to host memory first.
+        dst: a rank of all ranks, also where a process set is given. To this rank itself a copy is sent at once.
+        tag: from 0 to 2**31 - 1; the receiver asks for it.
+        process_set: messages of one process set are never received in another one.
+        stream: of a GPU tensor, as for `collectives.allreduce`.
+
+    Raises:
+        NotInitializedError, InvalidTypeError, InvalidArgumentError: an argument is refused; the receiver is not told.
+        MismatchError: the receiver has called `recv`, and refused the message, for its length or dtype. Where the
+            message is small, or travels through MPI, only the receiver raises.
+        RankFailedError: a rank has failed or died, or the receiver has shut down.
+        CollectiveTimeoutError: the receiver has not called `recv` within COLLECTIVES_TIMEOUT; the world has failed.
+    """
+    _world(process_set).send(tensor, peer_in(process_set, dst, "dst"), tag, stream=stream)
+
+
+def isend(
+    tensor: Any, dst: int, tag: int = 0, *, process_set: ProcessSetLike | int | None = None, stream: Any = None
+) -> Handle[None]:
+    """Begin to `send` and return at once.
+
+    Returns a handle for `collectives.synchronize` and `collectives.poll`, or ``handle.wait()`` and ``handle.poll()``.
+    The tensor must not change until it is done; meanwhile it may be read, and sent by other calls.
+    """
+    return _world(process_set).isend(tensor, peer_in(process_set, dst, "dst"), tag, stream=stream)
+
+
+@overload
+def recv(
+    tensor: Tensor, src: int, tag: int = 0, *, status: Status | None = None, **options: Unpack[_Options]
+) -> Tensor: ...
+
+
+@overload
+def recv(
+    tensor: None, src: int, tag: int = 0, *, like: Tensor, status: Status | None = None, **options: Unpack[_NewOptions]
+) -> Tensor: ...
+
+
+@overload
+def recv(
+    tensor: None, src: int, tag: int = 0, *, status: Status | None = None, **options: Unpack[_NewOptions]
+) -> npt.NDArray[Any]: ...
+
+
+def recv(
+    tensor: Tensor | None,
+    src: int,
+    tag: int = 0,
+    *,
+    like: Any = None,
+    shape: Any = None,
+    dtype: Any = None,
+    status: Status | None = None,
+    process_set: ProcessSetLike | int | None = None,
+    stream: Any = None,
+) -> Tensor | npt.NDArray[Any]:
+    """Receive a message from a rank.
+
+    Args:
+        tensor: writable, of the dtype of the message, and of as many elements at least; the message's elements replace
+            the first ones, in C order, and the others stay. Shapes may differ. None: a new tensor is made.
+        src: a rank of all ranks, also where a process set is given, or ANY_SOURCE.
+        tag: the tag of the message, or ANY_TAG.
+        like: of a new tensor: one of the type (NumPy, torch, JAX, ...) that it is to have, and on its device; its shape
+            and dtype do not matter. None: a NumPy array.
+        shape, dtype: of a new tensor: what the message must have; by default, whatever it has.
+        status: is filled with what was received: its source, tag, shape, dtype and number of elements.
+        process_set, stream: as for `send`.
+
+    Returns:
+        The tensor itself, or the new one.
+
+    Raises:
+        NotInitializedError, InvalidTypeError, InvalidArgumentError: an argument is refused; the sender is not told.
+        MismatchError: the message has more elements than the tensor, or another dtype or shape than is expected; names
+            sender, tag, what was expected and what was found. The message is gone, and the tensor unchanged.
+        RankFailedError: a rank has failed or died, or the sender has shut down.
+        CollectiveTimeoutError: no message has come within COLLECTIVES_TIMEOUT; the world has failed.
+    """
+    received: Tensor | npt.NDArray[Any] = _world(process_set).recv(
+        tensor,
+        peer_in(process_set, src, "src"),
+        tag,
+        like=like,
+        shape=shape,
+        dtype=dtype,
+        status=status,
+        stream=stream,
+    )
+    return received
+
+
+@overload
+def irecv(tensor: Tensor, src: int, tag: int = 0, **options: Unpack[_Options]) -> MessageHandle[Tensor]: ...
+
+
+@overload
+def irecv(
+    tensor: None, src: int, tag: int = 0, *, like: Tensor, **options: Unpack[_NewOptions]
+) -> MessageHandle[Tensor]: ...
+
+
+@overload
+def irecv(tensor: None, src: int, tag: int = 0, **options: Unpack[_NewOptions]) -> MessageHandle[npt.NDArray[Any]]: ...
+
+
+def irecv(
+    tensor: Tensor | None,
+    src: int,
+    tag: int = 0,
+    *,
+    like: Any = None,
+    shape: Any = None,
+    dtype: Any = None,
+    process_set: ProcessSetLike | int | None = None,
+    stream: Any = None,
+) -> MessageHandle[Tensor] | MessageHandle[npt.NDArray[Any]]:
+    """Begin to `recv` and return at once.
+
+    Returns a handle as `isend` does, whose result is that of `recv`, and whose ``status`` tells what was received. The
+    tensor may not be used until it is done. Receives that fit the same message get theirs in the order of the calls.
+    """
+    return _world(process_set).irecv(
+        tensor, peer_in(process_set, src, "src"), tag, like=like, shape=shape, dtype=dtype, stream=stream
+    )
+
+
+@overload
+def sendrecv(
+    tensor: Any,
+    dst: int,
+    into: Tensor,
+    src: int,
+    tag: int = 0,
+    recv_tag: int | None = None,
+    *,
+    status: Status | None = None,
+    **options: Unpack[_Options],
+) -> Tensor: ...
+
+
+@overload
+def sendrecv(
+    tensor: Any,
+    dst: int,
+    into: None,
+    src: int,
+    tag: int = 0,
+    recv_tag: int | None = None,
+    *,
+    like: Tensor,
+    status: Status | None = None,
+    **options: Unpack[_NewOptions],
+) -> Tensor: ...
+
+
+@overload
+def sendrecv(
+    tensor: Tensor,
+    dst: int,
+    into: None,
+    src: int,
+    tag: int = 0,
+    recv_tag: int | None = None,
+    *,
+    status: Status | None = None,
+    **options: Unpack[_NewOptions],
+) -> Tensor: ...
+
+
+def sendrecv(
+    tensor: Any,
+    dst: int,
+    into: Tensor | None,
+    src: int,
+    tag: int = 0,
+    recv_tag: int | None = None,
+    *,
+    like: Any = None,
+    shape: Any = None,
+    dtype: Any = None,
+    status: Status | None = None,
+    process_set: ProcessSetLike | int | None = None,
+    stream: Any = None,
+) -> Tensor:
+    """`send` one tensor and `recv` another at the same time, so that ranks in a ring do not wait for each other.
+
+    Args:
+        tensor, dst, tag: of the message that is sent.
+        into, src, recv_tag: of the message that is received; ``recv_tag`` is ``tag`` by default. ``into`` None: a new
+            tensor is made, of the type of ``tensor`` by default.
+        like, shape, dtype, status, process_set, stream: as for `recv`.
+
+    Returns:
+        What `recv` returns.
+    """
+    received: Tensor = _world(process_set).sendrecv(
+        tensor,
+        peer_in(process_set, dst, "dst"),
+        into,
+        peer_in(process_set, src, "src"),
+        tag,
+        recv_tag,
+        like=like,
+        shape=shape,
+        dtype=dtype,
+        status=status,
+        stream=stream,
+    )
+    return received

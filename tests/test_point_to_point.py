@@ -1,0 +1,103 @@
+"""Messages between processes of one host, without MPI; and what a rank sees when another is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from collectives.base.config import Config
+from collectives.base.errors import RankFailedError
+from collectives.engine.matching import ANY_SOURCE, ANY_TAG
+from collectives.transport.memory_endpoint import MemoryEndpoint
+from collectives.world import World
+from tests import processes
+from tests.point_to_point_scenarios import LARGE, SCENARIOS, Program, programs, run_program
+
+BOUND = 5.0
+"""Seconds from a death to the survivors' errors."""
+
+
+def all_scenarios(world: World) -> None:
+    for scenario in SCENARIOS:
+        scenario(world)
+        world.barrier()
+
+
+@pytest.mark.parametrize("size", (2, 3, 4))
+def test_scenarios(size: int) -> None:
+    processes.run(size, all_scenarios)
+
+
+def test_scenarios_where_no_rank_may_read_anothers_memory() -> None:
+    """Large payloads pass through the rings in parts."""
+
+    def program(world: World) -> None:
+        world._group.memory.reads_private = False  # type: ignore[union-attr]
+        all_scenarios(world)
+        assert isinstance(world._transfers._endpoint, MemoryEndpoint) and world._transfers._endpoint._reader is None
+
+    processes.run(3, program)
+
+
+@given(programs(4))
+@settings(max_examples=15)
+def test_a_program(program: Program) -> None:
+    processes.run(program.size, lambda world: run_program(world, program))
+
+
+def waits_in_recv(world: World, victim: int) -> None:
+    world.recv(None, victim, 99)
+
+
+def waits_for_anybody(world: World, victim: int) -> None:
+    world.recv(None, ANY_SOURCE, ANY_TAG)
+
+
+def waits_in_send(world: World, victim: int) -> None:
+    world.send(np.zeros(LARGE), victim, 99)
+
+
+def waits_for_a_handle(world: World, victim: int) -> None:
+    handle = world.irecv(None, victim, 99)
+    while not handle.poll():  # the background thread notices
+        time.sleep(0.01)
+    handle.wait()
+
+
+def streams(world: World, victim: int) -> None:
+    """Messages in both directions, of which one is cut off somewhere."""
+    block = np.ones(3 * LARGE)
+    while True:
+        world.sendrecv(block, victim, block.copy(), victim)
+
+
+@pytest.mark.parametrize("waits", (waits_in_recv, waits_for_anybody, waits_in_send, waits_for_a_handle, streams))
+def test_a_rank_that_is_killed(waits: Callable[[World, int], None]) -> None:
+    victim = 1
+
+    def program(world: World) -> float:
+        world.barrier()
+        if world.rank == victim:
+            end = time.monotonic() + 0.2
+            block = np.ones(3 * LARGE)
+            while time.monotonic() < end:
+                if waits is streams:
+                    world.sendrecv(block, 0, block.copy(), 0)
+            os.kill(os.getpid(), signal.SIGKILL)
+        begun = time.monotonic()
+        with pytest.raises(RankFailedError, match=f"rank {victim}"):
+            waits(world, victim) if waits is not streams or world.rank == 0 else waits_in_recv(world, victim)
+        return time.monotonic() - begun
+
+    ended: list[Any] = processes.finish(processes.start(3, program, Config(timeout=30), timeout=60))
+    assert ended[victim].status == -signal.SIGKILL
+    for survivor in (0, 2):
+        assert ended[survivor].error is None, ended[survivor].text
+        assert ended[survivor].result < BOUND

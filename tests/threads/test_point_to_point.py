@@ -1,0 +1,187 @@
+"""Messages between ranks that are threads."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from collectives.base.config import Config
+from collectives.base.errors import CollectiveTimeoutError, NotInitializedError, RankFailedError
+from collectives.engine.matching import ANY_SOURCE
+from collectives.transport import threads
+from collectives.world import World
+from tests.point_to_point_scenarios import LARGE, SCENARIOS, Program, programs, run_program
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
+@pytest.mark.parametrize("size", (1, 2, 3, pytest.param(5, marks=pytest.mark.slow)))
+def test_scenario(scenario: Callable[[World], None], size: int) -> None:
+    threads.run(size, scenario, make_world=World)
+
+
+@given(programs(5))
+@settings(max_examples=40)
+def test_a_program(program: Program) -> None:
+    threads.run(program.size, lambda world: run_program(world, program), make_world=World)
+
+
+def with_timeout(seconds: float) -> Callable[..., World]:
+    return lambda group: World(group, Config(timeout=seconds))
+
+
+def test_a_message_that_nobody_sends_is_waited_for_within_a_bound() -> None:
+    def program(world: World) -> None:
+        if world.rank == 0:
+            world.send(np.zeros(2), 1, 7)
+            world.recv(np.zeros(3), 1, 5)
+        else:
+            world.recv(np.zeros(3), 0, 6)
+
+    with pytest.raises(CollectiveTimeoutError) as caught:
+        threads.run(2, program, make_world=with_timeout(0.3))
+    text = str(caught.value)
+    if text.startswith("rank 0"):
+        assert "recv from rank 1, tag 5: waited 0.3 s" in text
+        assert "messages that wait for a recv: none" in text
+    else:
+        assert "recv from rank 0, tag 6: waited 0.3 s" in text
+        assert "messages that wait for a recv: from rank 0 with tag 7" in text
+
+
+def test_a_large_send_that_nobody_receives() -> None:
+    def program(world: World) -> None:
+        if world.rank == 0:
+            world.send(np.zeros(LARGE), 1, 3)
+        else:
+            world.barrier()
+
+    with pytest.raises(CollectiveTimeoutError, match=r"send to rank 1, tag 3: waited 0\.3 s: the receiver is alive"):
+        threads.run(2, program, make_world=with_timeout(0.3))
+
+
+def test_synchronize_with_a_timeout_goes_on() -> None:
+    def program(world: World) -> None:
+        if world.rank == 0:
+            handle = world.irecv(np.zeros(3), 1)
+            with pytest.raises(
+                CollectiveTimeoutError, match=r"recv from rank 1, tag 0: not done after 0\.05 s; it goes on"
+            ):
+                world.synchronize(handle, 0.05)
+            assert not world.poll(handle)
+            world.barrier()
+            assert (world.synchronize(handle) == 1).all()
+            assert world.poll(handle)
+        else:
+            world.barrier()
+            world.send(np.ones(3), 0)
+
+    threads.run(2, program, make_world=World)
+
+
+@pytest.mark.parametrize("source", (1, ANY_SOURCE))
+def test_a_sender_that_has_left(source: int) -> None:
+    def program(world: World) -> None:
+        if world.rank == 1:
+            world.send(np.ones(3), 0)
+            world.shutdown()
+            return
+        assert (world.recv(None, source) == 1).all(), "what was sent before is received"
+        with pytest.raises(RankFailedError, match="has shut down or ended") as caught:
+            world.recv(None, source)
+        assert ("rank 1 has" in str(caught.value)) == (source == 1)
+
+    threads.run(2, program, make_world=World)
+
+
+def test_a_receiver_that_has_left() -> None:
+    def program(world: World) -> None:
+        if world.rank == 0:
+            with pytest.raises(RankFailedError, match="send to rank 1, tag 2: rank 1 has shut down or ended"):
+                world.send(np.ones(LARGE), 1, 2)
+        else:
+            world.shutdown()
+
+    threads.run(2, program, make_world=World)
+
+
+def test_a_rank_that_fails() -> None:
+    def program(world: World) -> None:
+        if world.rank == 2:
+            raise ZeroDivisionError("no data")
+        begun = time.monotonic()
+        with pytest.raises(RankFailedError, match=r"(?s)rank 2 has failed.*no data"):
+            world.recv(None, 1 - world.rank)
+        assert time.monotonic() - begun < 20
+
+    with pytest.raises(ZeroDivisionError):
+        threads.run(3, program, make_world=World)
+
+
+def stay_until_it_has_left(world: World, rank: int) -> None:
+    while not world._control.has_left(rank):
+        world._control.relax()
+
+
+def test_shutting_down_fails_what_is_unfinished() -> None:
+    def program(world: World) -> None:
+        if world.rank == 0:
+            handles = [world.irecv(np.zeros(3), 1, 1), world.isend(np.zeros(LARGE), 1, 2)]
+            world.shutdown()
+            for handle in handles:
+                assert handle.poll()
+                with pytest.raises(NotInitializedError, match="this world was shut down"):
+                    handle.wait()
+        else:
+            stay_until_it_has_left(world, 0)
+            world.shutdown()
+        with pytest.raises(NotInitializedError, match="this world was shut down"):
+            world.send(np.zeros(3), world.rank)
+
+    threads.run(2, program, make_world=World)
+
+
+def test_shutting_down_ends_a_wait_of_another_thread() -> None:
+    def program(world: World) -> None:
+        if world.rank == 1:
+            stay_until_it_has_left(world, 0)
+            return
+        problems = []
+
+        def wait() -> None:
+            try:
+                world.recv(None, 1 - world.rank)
+            except NotInitializedError as error:
+                problems.append(error)
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        while not world._transfers._unfinished:
+            world._control.relax()
+        world.shutdown()
+        thread.join(10)
+        assert len(problems) == 1
+
+    threads.run(2, program, make_world=World)
+
+
+def test_no_thread_outlives_its_world() -> None:
+    def program(world: World) -> None:
+        world.recv(None, 1 - world.rank) if world.isend(np.ones(LARGE), 1 - world.rank).poll() else None
+        world.irecv(None, 1 - world.rank, 5)
+
+    def ours() -> list[str]:
+        return [thread.name for thread in threading.enumerate() if thread.name.endswith("messages")]
+
+    before = len(ours())
+    threads.run(2, program, make_world=World)
+    end = time.monotonic() + 10
+    while len(ours()) > before and time.monotonic() < end:
+        gc.collect()
+        time.sleep(0.01)
+    assert len(ours()) <= before

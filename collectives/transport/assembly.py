@@ -164,7 +164,8 @@ def _assemble(
             raise
 
     messages = wiring.messages if channel.size > 1 else None
-    return Group(rank, channel.size, hosts, control, memory, messages, split, numbers, close, config)
+    open_endpoint = memory.endpoint if memory is not None and len(hosts) == 1 else None
+    return Group(rank, channel.size, hosts, control, memory, messages, split, numbers, close, config, open_endpoint)
 
 
 def _compare_settings(rank: int, configs: Sequence[Config]) -> None:

@@ -8,6 +8,7 @@ import socket
 import time
 
 from collectives.base.errors import CollectivesError, CollectiveTimeoutError, TransportError
+from collectives.base.logging import logger
 from collectives.base.places import Spot
 from collectives.transport.service import Service
 from collectives.transport.store import Store, StoreServer
@@ -16,6 +17,7 @@ _ATTEMPT = 5.0
 """Seconds for a connection to a store."""
 _SERVE_WITHIN = 5.0
 """Seconds for which rank 0 tries: a port may be free again soon."""
+_WARN_AFTER = 10.0
 _FIRST_NAP, _LONGEST_NAP = 0.02, 0.5
 _served: list[StoreServer] = []
 """Stores that this process serves until it ends: the ranks meet there again."""
@@ -28,15 +30,17 @@ class Meeting:
         spot: which rank, where.
         key: the job's.
         timeout: seconds until somebody must serve the store.
-        hint: for the message where the key is refused.
+        key_file: the user's file from which the key is derived; empty: it was given.
 
     Attributes:
         how: what said where, and where; for messages.
     """
 
-    def __init__(self, spot: Spot, key: bytes, timeout: float, hint: str) -> None:
-        self._spot, self._key, self._timeout, self._hint = spot, key, timeout, hint
+    def __init__(self, spot: Spot, key: bytes, timeout: float, key_file: str = "") -> None:
+        self._spot, self._key, self._timeout = spot, key, timeout
+        self._hint = "; where users or their home folders differ, set COLLECTIVES_KEY on all ranks" if key_file else ""
         self.how = spot.launcher if "://" in spot.launcher else f"{spot.launcher}, at {spot.host}"
+        self.how += f", with the key of {key_file}" if key_file else ""
         self._service = Service()
         self._store: Store | None = None
         self._why: dict[int, str] = {}
@@ -44,7 +48,8 @@ class Meeting:
     def connect(self) -> Store:
         """Connect to the store. Rank 0 serves it where nobody does."""
         first = self._spot.rank == 0
-        end, nap = time.monotonic() + (min(self._timeout, _SERVE_WITHIN) if first else self._timeout), _FIRST_NAP
+        begun, nap, warned = time.monotonic(), _FIRST_NAP, False
+        end = begun + (min(self._timeout, _SERVE_WITHIN) if first else self._timeout)
         try:
             while not any(self._try(port) or (first and self._serve(port)) for port in self._spot.ports):
                 late = time.monotonic() > end
@@ -58,6 +63,9 @@ class Meeting:
                         f"rank {self._spot.rank}: waited {self._timeout:g} s for rank 0 to serve a store ({self.how}): "
                         f"{self._reasons()}; rank 0 must call init() on that host"
                     )
+                if not warned and time.monotonic() > begun + _WARN_AFTER:
+                    warned = True
+                    logger.warning("waiting for rank 0 to serve a store (%s): %s", self.how, self._reasons())
                 time.sleep(min(nap, max(0.0, end - time.monotonic())))
                 nap = min(2 * nap, _LONGEST_NAP)
         except BaseException:
@@ -122,7 +130,9 @@ class Meeting:
                 server.close()
                 service.close()
         if not reached:
-            self._why[port] += f" (this is {socket.gethostname()}, which does not reach itself there)"
+            self._why[port] += (
+                f" (this is {socket.gethostname()}, which does not reach itself there; rank 0 must run on that host)"
+            )
         return reached
 
     def _reasons(self) -> str:

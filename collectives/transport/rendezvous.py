@@ -223,16 +223,13 @@ def _at(spot: places.Spot, environment: Mapping[str, str], config: Config) -> Pl
     if spot.torch and _has_torch():
         store = _torch_store(spot, environment, config.timeout)
         return Place(spot.rank, spot.size, store, key, spot.launcher)
-    hint = ""
-    if key is None:
-        key = job_key.of_user(environment, spot.job)
-        hint = (
-            f"; the key is from {job_key.path_of_user(environment)}: where users or their home folders differ, set "
-            f"{job_key.VARIABLE} on all ranks"
-        )
     from collectives.transport.meeting import Meeting
 
-    meeting = Meeting(spot, key, config.timeout, hint)
+    if key is None:
+        key = job_key.of_user(environment, spot.job)
+        meeting = Meeting(spot, key, config.timeout, str(job_key.path_of_user(environment)))
+    else:
+        meeting = Meeting(spot, key, config.timeout)
     return Place(spot.rank, spot.size, meeting.connect(), key, meeting.how, meeting.close)
 
 

@@ -249,7 +249,7 @@ def test_another_key_is_refused_and_the_error_says_where_it_is_from(
     address = f"tcp://127.0.0.1:{port}"
     place = find(home, CONFIG, asked(rendezvous=address, rank=0, size=2))
     assert place is not None
-    with pytest.raises(TransportError, match=r"rank 1: .*its key is another.*elsewhere.*set COLLECTIVES_KEY on all"):
+    with pytest.raises(TransportError, match=r"rank 1: .*elsewhere.*its key is another.*set COLLECTIVES_KEY on all"):
         find({"HOME": str(tmp_path / "elsewhere")}, CONFIG, asked(rendezvous=address, rank=1, size=2))
     place.close()
 

@@ -33,7 +33,7 @@ from typing import Any
 
 MARK = b"\x10"
 """The first byte of each line on stdout; lines without it are a shell's."""
-ALIVE_EVERY = 2.0
+ALIVE_EVERY = 0.5
 """Seconds between signs of life, in both directions."""
 _AFTER_TERMINATE = 1.5
 _AFTER_END = 1.0

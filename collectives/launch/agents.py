@@ -29,6 +29,9 @@ _AFTER_FAILURE = 6.0
 """The same after one has said that it fails, and waits for the others' end."""
 _AFTER_DONE = 2.0
 _AFTER_KILL = 1.0
+_PATIENT_LAUNCHER, _PATIENT_AGENT = 2, 3
+"""Times of the setting ``peer_timeout`` for which silence is borne: the ranks notice before the launcher, and say more.
+"""
 _READ = 64 << 10
 
 
@@ -196,7 +199,7 @@ class Agents:
                 self._lose(one, self._reason(one))
         elif not one.ready and now > self._start_by:
             self._lose(one, f"cannot start {one.place}: no answer within {self.remote.timeout:g} s (--start-timeout)")
-        elif self._sent and one.place.host and now - one.heard > 2 * self._config.peer_timeout:
+        elif self._sent and one.place.host and now - one.heard > _PATIENT_LAUNCHER * self._config.peer_timeout:
             self._lose(one, f"lost {one.place}: no sign of life for {now - one.heard:.0f} s")
 
     def _reason(self, one: _Agent) -> str:
@@ -275,7 +278,7 @@ class _Agent:
             "command": list(command),
             "environment": ssh.environment_for_others(environment) if self.place.host else dict(environment),
             "folder": os.getcwd(),
-            "patience": 3 * peer_timeout if self.place.host else 0,
+            "patience": _PATIENT_AGENT * peer_timeout if self.place.host else 0,
             "ranks": [
                 {
                     "COLLECTIVES_RANK": str(rank),

@@ -133,8 +133,10 @@ def main(output: str, width: int, placement: str, terminal: str, command: list[s
         pid, found = os.waitpid(child, os.WNOHANG)
         if pid:
             status = found
-        elif os.getppid() != launcher:
+        if os.getppid() != launcher:
             _kill_group(child)
+            if not pid:
+                _send_signal(child, signal.SIGKILL)
     # The rank's last output is in the pipe, which a process that it left behind may hold open: do not wait for its end.
     _drain(rank, sources, copies)
     code = os.waitstatus_to_exitcode(status)
@@ -310,12 +312,11 @@ def _wait_until_read() -> None:
 
 
 def _kill_group(child: int) -> None:
-    """Kill the rank and the processes that it has started, unless they have left its process group."""
-    for kill in (os.killpg, os.kill):
-        try:
-            kill(child, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
+    """Kill the processes of the rank's group, which its descendants belong to, unless they have left it."""
+    try:
+        os.killpg(child, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        return
 
 
 def _send_signal(child: int, number: int) -> None:

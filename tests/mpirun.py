@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -184,7 +184,7 @@ def run_command(
     env: Mapping[str, str] | None = None,
     expect: int | None = 0,
     ranks: tuple[Path, int] | None = None,
-    interrupt: tuple[Path, signal.Signals] | None = None,
+    interrupt: tuple[Path, signal.Signals | Callable[[list[psutil.Process]], object]] | None = None,
 ) -> Result:
     """Run a command in a session of its own, bounded, and make sure that nothing of it stays behind.
 
@@ -194,7 +194,8 @@ def run_command(
         env: further environment variables.
         expect: the exit code to insist on; None: any.
         ranks: the folder that receives the ranks' output, and their number.
-        interrupt: a file and a signal: once the file exists, the signal is sent to the command's first process.
+        interrupt: a file and a signal: once the file exists, the signal is sent to the command's first process; or a
+            function, which is called with all processes of the command.
 
     Raises:
         AssertionError: time ran out, another exit code came, or a process was left behind.
@@ -215,7 +216,10 @@ def run_command(
         try:
             if interrupt is not None:
                 _wait_for_file(interrupt[0], process, timeout)
-                process.send_signal(interrupt[1])
+                if isinstance(interrupt[1], signal.Signals):
+                    process.send_signal(interrupt[1])
+                else:
+                    interrupt[1](_carriers(token))
             process.wait(timeout)
         except subprocess.TimeoutExpired:
             problem = f"not finished after {timeout} s"
@@ -286,7 +290,9 @@ def _runs(process: psutil.Process) -> bool:
 
 def _end_all(token: str, patience: float) -> list[str]:
     """Give the processes that carry the token ``patience`` seconds, kill what remains, and return what that was."""
-    _, alive = psutil.wait_procs(_carriers(token), timeout=patience)
+    alive, end = _carriers(token), time.monotonic() + patience
+    while (alive := [process for process in alive if _runs(process)]) and time.monotonic() < end:
+        time.sleep(0.02)
     names = [_describe(process) for process in alive]
     while alive:
         for process in alive:

@@ -12,15 +12,15 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from collectives.launch import shared_memory_cleanup
-from tests.mpirun import IMPLEMENTATIONS, ROOT, Result, python_for, run_command, run_ranks
+from tests.clusters import Cluster, cluster
+from tests.mpirun import IMPLEMENTATIONS, Result, python_for, run_command, run_ranks
 
 pytestmark = pytest.mark.parametrize("mpi", IMPLEMENTATIONS)
 
@@ -230,32 +230,20 @@ print("done", os.get_terminal_size().columns)
 
 
 @pytest.fixture(scope="module")
-def hosts() -> Iterator[Callable[..., list[str]]]:
-    """Two hosts that share nothing below ``/tmp``; gives a function that makes a command for the first of them."""
-    cluster = os.environ.get("COLLECTIVES_TEST_CLUSTER", str(ROOT.parent / "shared" / "cluster" / "cluster"))
-    if not os.access(cluster, os.X_OK):
-        pytest.skip("needs a program that makes hosts; COLLECTIVES_TEST_CLUSTER names it")
-    environment = {**os.environ, "CLUSTER_STATE": f"/run/collectives-test-{os.getpid()}"}
-    up = subprocess.run(
-        [cluster, "up", "2"], env=environment, capture_output=True, text=True, timeout=60, check=False, cwd=ROOT
-    )
-    try:
-        if up.returncode:
-            pytest.skip(f"cannot make hosts: {(up.stderr.strip() or up.stdout.strip())[-200:]}")
-        prefix = ["env", f"CLUSTER_STATE={environment['CLUSTER_STATE']}", cluster, "on", "host1"]
-        yield lambda *command: [*prefix, *command]
-    finally:
-        subprocess.run([cluster, "down"], env=environment, capture_output=True, timeout=60, check=False)
+def hosts() -> Iterator[Cluster]:
+    """Two hosts that share nothing below ``/tmp``."""
+    with cluster(2) as made:
+        yield made
 
 
-def test_the_rank_that_failed_first_is_named_from_another_host(mpi: str, hosts: Callable[..., list[str]]) -> None:
+def test_the_rank_that_failed_first_is_named_from_another_host(mpi: str, hosts: Cluster) -> None:
     program = (
         "import collectives as c\nc.init()\nc.barrier()\nif c.rank() == 3: raise ValueError('no good')\nc.barrier()"
     )
     python = python_for(mpi)
     # The hosts' shells know nothing of this environment: mpirun's own programs are found by the PATH that is passed on.
     environment = {"PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}"}
-    command = hosts(str(python), "-m", "collectives", "-H", "host1:2,host2:2", str(python), "-c", program)
+    command = hosts.on("host1", str(python), "-m", "collectives", "-H", "host1:2,host2:2", str(python), "-c", program)
     shown = run_command(command, timeout=60, expect=1, env=environment).output
     assert "collectivesrun: rank 3 on host2 failed with exit code 1:" in shown and shown.rstrip().endswith(
         "ValueError: no good"

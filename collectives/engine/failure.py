@@ -50,7 +50,7 @@ class FailureHandler:
         """
         submissions, coordinator = self._submissions, self._coordinator
         refused = submissions.refusal
-        if refused is not None and not submissions.has_work():
+        if refused is not None and memory is None and not submissions.has_work():
             return
         keeping = (memory or coordinator.open, list(submissions.pending.values()), coordinator)
         _abandoned.append(keeping)

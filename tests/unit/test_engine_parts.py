@@ -9,6 +9,7 @@ import weakref
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from collectives.base.config import Config
@@ -212,6 +213,19 @@ def test_what_was_submitted_is_carried_out_although_the_engine_is_dropped() -> N
         assert time.monotonic() < deadline
         time.sleep(0.001)
         gc.collect()
+
+
+def test_memory_of_a_call_without_handle_is_kept_if_its_signal_handler_shut_the_world_down() -> None:
+    submissions, callers = Submissions(0, InFlight()), Callers(ranks_are_threads=False)
+    coordinator: Any = OneRank(submissions)
+    failure = FailureHandler(coordinator, submissions, callers, 0)
+    submissions.refuse(lambda: RankFailedError("shut down"))
+    tensor = np.zeros(4)
+    reference = weakref.ref(tensor)
+    failure.fail(RankFailedError("shut down"), (tensor, tensor))  # a peer may still write it
+    del tensor
+    gc.collect()
+    assert reference() is not None
 
 
 def test_a_call_within_a_call_of_the_same_thread_is_refused() -> None:

@@ -102,6 +102,7 @@ class World:
             shares_memory=group.memory is not None,
             reads_private=group.memory is not None and group.memory.reads_private,
             maps=group.memory is not None and group.memory.mapped is not None,
+            carries=group.control.carries,
         )
         self.planner = Planner(
             placement,

@@ -10,6 +10,7 @@ import numpy as np
 from collectives import fusion
 from collectives.engine.context import Context
 from collectives.engine.handles import Handle
+from collectives.engine.inline import Inline
 from collectives.engine.request_cache import CachedRequest, Reduce
 from collectives.engine.tasks import HostTask, Words
 from collectives.plan.binder import Plan
@@ -170,10 +171,14 @@ class BufferBucket(Bucket):
     def __init__(self, context: Context, entries: Sequence[CachedRequest], choice: Choice) -> None:
         super().__init__(context, entries, choice)
         self._native: Reduce | None = None
+        self._inline: Inline | None = None
         self._plan: Plan | None = None
         first, total = self.entry, self._pieces.total
         assert first.kernel is not None
-        if choice.native:
+        if choice.inline:
+            self._inline = context.entries.inline(first, total)
+            context.plans.tell("allreduce", total, first.dtype, choice, "fused inline")
+        elif choice.native:
             self._native = context.entries.natively(first)
             context.plans.tell("allreduce", total, first.dtype, choice, "fused native over mpi")
         else:
@@ -190,6 +195,8 @@ class BufferBucket(Bucket):
             self._buffer = buffer
         with reduction.quiet():
             pieces.gather(0, pieces.total, self._buffer)
+        if self._inline is not None:
+            return self._inline.words(self._buffer)
         addresses = self._set_arrays(self._buffer, self._buffer)
         if plan is not None and plan.needs_addresses:
             return addresses
@@ -202,6 +209,8 @@ class BufferBucket(Bucket):
         if plan is not None:
             self._learn_places(plan, self.entry.dtype)
             context.run_plan(plan, plan.staged, True)
+        elif self._inline is not None:
+            context.quietly(self._inline.reduce, context.control.words_of, self._buffer)
         elif self._native is not None:
             self._native(self._buffer, self._buffer)
             if self.entry.finish is not None:

@@ -14,6 +14,7 @@ from collectives.base.errors import InvalidArgumentError, InvalidTypeError, Unsu
 from collectives.base.options import Options
 from collectives.base.reduce_op import Op
 from collectives.engine import arguments
+from collectives.engine.inline import Inline
 from collectives.engine.negotiation import Request
 from collectives.engine.request_cache import CachedRequest, Reduce, RequestCache
 from collectives.plan.binder import Plan
@@ -64,8 +65,11 @@ class HostRequestCache(RequestCache[CachedRequest]):
         def choose(mapped: bool = False) -> Choice:
             return self._choose_reduction(collective, nbytes, op, dtype, options.algorithm, options.transport, mapped)
 
-        def make_plan(mapped: bool = False) -> Plan | Reduce:
+        def make_plan(mapped: bool = False) -> Plan | Reduce | Inline:
             choice = choose(mapped)
+            if choice.inline:
+                self._plans.tell(collective, count, dtype, choice, "inline")
+                return Inline(self._size, count, dtype, kernel, finish)
             if choice.native and native is not None:
                 self._plans.tell(collective, count, dtype, choice, "native over mpi")
                 return lambda source, out: native.native_allreduce(source, out, op)
@@ -82,7 +86,9 @@ class HostRequestCache(RequestCache[CachedRequest]):
             parts=parts,
         )
         moves = self._size > 1 and count > 0
-        locates = moves and not choice.native and self._planner.locates_tensors(nbytes, options.transport)
+        locates = (
+            moves and not (choice.native or choice.inline) and self._planner.locates_tensors(nbytes, options.transport)
+        )
         make_mapped = (lambda: make_plan(True)) if locates else None
         entry = _of_tensor(CachedRequest(request, self._planner, make_plan if moves else None, make_mapped), view)
         entry.finish = finish
@@ -182,6 +188,11 @@ class HostRequestCache(RequestCache[CachedRequest]):
         native, op = self._native, entry.op
         assert native is not None and op is not None
         return lambda source, out: native.native_allreduce(source, out, op)
+
+    def inline(self, entry: CachedRequest, count: int) -> Inline:
+        """The all-reduce of ``count`` elements as words of the round, for requests like this one."""
+        assert entry.kernel is not None
+        return Inline(self._size, count, entry.dtype, entry.kernel, entry.finish)
 
     def plan_for_rows(self, entry: CachedRequest, rows: tuple[int, ...], mapped: bool) -> Plan | None:
         """The plan of an allgather for every rank's rows, or of an all-to-all for the rows of every pair of ranks, by

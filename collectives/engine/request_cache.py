@@ -18,6 +18,7 @@ import numpy as np
 from collectives.base.options import CallOptions, Options, ReduceOptions, ScaleOptions, complete
 from collectives.base.reduce_op import Op
 from collectives.engine import arguments
+from collectives.engine.inline import Inline
 from collectives.engine.negotiation import Request
 from collectives.plan.binder import Plan
 from collectives.plan.planner import Planner
@@ -70,6 +71,7 @@ class CachedRequest:
 
     __slots__ = (
         "_epoch",
+        "_inline",
         "_make_mapped",
         "_make_plan",
         "_mapped",
@@ -100,8 +102,8 @@ class CachedRequest:
         self,
         request: Request,
         planner: Planner,
-        make_plan: Callable[[], Plan | Reduce | None] | None = None,
-        make_mapped: Callable[[], Plan | Reduce | None] | None = None,
+        make_plan: Callable[[], Plan | Reduce | Inline | None] | None = None,
+        make_mapped: Callable[[], Plan | Reduce | Inline | None] | None = None,
     ) -> None:
         self.request = request
         self.name = request.name
@@ -131,6 +133,7 @@ class CachedRequest:
         self._mapped: Plan | None = None
         self._plan: Plan | None = None
         self._native: Reduce | None = None
+        self._inline: Inline | None = None
         self._plans: dict[tuple[int, ...], Plan | None] = {}
 
     def persistent(
@@ -176,6 +179,11 @@ class CachedRequest:
         """The transport's own reduction, in place of a plan; valid after `plan`."""
         return self._native
 
+    @property
+    def inline(self) -> Inline | None:
+        """How the data travels as words of the round, in place of a plan; valid after `plan`."""
+        return self._inline
+
     def plan_for(self, rows: tuple[int, ...], make_plan: Callable[[], Plan | None]) -> Plan | None:
         """The plan for the given rows of every rank, or of every pair of ranks."""
         if self._epoch != self._planner.epoch:
@@ -189,6 +197,7 @@ class CachedRequest:
     def release(self) -> None:
         """Drop the plans, which refer to the windows."""
         self._make_plan = self._make_mapped = self._plan = self._mapped = self._native = self.step = None
+        self._inline = None
         self._plans.clear()
 
     def _renew(self) -> None:
@@ -197,7 +206,8 @@ class CachedRequest:
         self._mapped = None
         made = self._make_plan() if self._make_plan is not None else None
         self._plan = made if isinstance(made, Plan) else None
-        self._native = made if not isinstance(made, Plan) else None
+        self._inline = made if isinstance(made, Inline) else None
+        self._native = made if not isinstance(made, Plan | Inline) else None
 
 
 class RequestCache(ABC, Generic[Cached]):

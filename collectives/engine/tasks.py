@@ -141,7 +141,11 @@ class OneTensor(HostTask):
         self._plan = plan = entry.plan()
         self.epoch = context.planner.epoch
         self.attempt = self.bound = None
-        if plan is None or entry.prescale is not None:
+        if entry.prescale is not None:
+            return
+        if plan is None:
+            if entry.inline is not None:
+                self.attempt = self._attempt_inline
             return
         quietly = context.quietly if entry.warns else None
         reduction = context.executor.one_reduction(plan, quietly)
@@ -154,11 +158,12 @@ class OneTensor(HostTask):
 
     def prepare(self, source: Array, out: Array) -> Words:
         """`prepare_handles` of a blocking call, which has no handle."""
-        self._plan = plan = self.entry.plan()
+        entry = self.entry
+        self._plan = plan = entry.plan()
         source = self._prescaled(source, out)
         if plan is None:
             self._source, self._out = source, out
-            return ()
+            return () if entry.inline is None else entry.inline.words(source)
         self.description = plan.description
         if plan.needs_addresses:
             return self._set_arrays(source, out)
@@ -179,7 +184,20 @@ class OneTensor(HostTask):
             entry.native(self._source, self._out)
             if entry.finish is not None:
                 context.scale(entry.finish, self._out, self._out)
+        elif entry.inline is not None:
+            context.quietly(entry.inline.reduce, context.control.words_of, self._out)
         self._source = self._out = _EMPTY
+
+    def _attempt_inline(self, signature: int, source: Array, out: Array) -> bool | None:
+        """Enter the round with the tensor's data, and reduce if every rank has entered it with the same signature."""
+        inline, control = self.entry.inline, self._context.control
+        assert inline is not None
+        same = control.enter_and_look(signature, inline.words(source))
+        if same:
+            self._context.quietly(inline.reduce, control.words_of, out)
+        else:
+            self._source, self._out = source, out
+        return same
 
     def withdraw(self) -> None:
         super().withdraw()

@@ -127,7 +127,7 @@ def show_plan(ranks: int, hosts: Sequence[Host], config: Config) -> str:
     chooser = planner.Planner(placement, algorithm=config.algorithm, transport=config.transport, segment=config.segment)
     rows = [("collective", "bytes", "algorithm", "medium", "block")]
     for collective, nbytes, choice in planner.describe(placement, _SIZES, chooser):
-        block = "" if choice.native else str(choice.block_bytes)
+        block = "" if choice.native or choice.inline else str(choice.block_bytes)
         rows.append((collective, str(nbytes), choice.algorithm, choice.medium.value, block))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     on = "1 host" if len(placed) == 1 else f"{len(placed)} hosts"

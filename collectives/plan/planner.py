@@ -36,6 +36,7 @@ class Placement:
         shares_memory: whether the ranks of a host share windows and a board.
         reads_private: whether a process may read its peers' private memory.
         maps: whether the ranks of a host may map each other's arenas.
+        carries: whether the control plane carries data along with the ranks' tokens.
     """
 
     rank: int
@@ -44,6 +45,7 @@ class Placement:
     shares_memory: bool
     reads_private: bool
     maps: bool = False
+    carries: bool = False
 
     @property
     def one_host(self) -> bool:
@@ -69,6 +71,11 @@ class Choice:
         """Whether MPI carries out the whole collective."""
         return self.algorithm == registry.NATIVE
 
+    @property
+    def inline(self) -> bool:
+        """Whether the data travels with the words of the round."""
+        return self.algorithm == registry.INLINE
+
 
 @dataclass(frozen=True, slots=True)
 class Crossovers:
@@ -86,6 +93,8 @@ class Crossovers:
     """MPI's own all-reduce, over messages."""
     doubling: int = 32 * KIB
     """Recursive doubling over messages."""
+    inline: int = 64 * KIB
+    """Bytes that a rank receives from all others, where the data travels with the words of the round."""
 
 
 def known(collective: str, algorithm: str | None, names: Sequence[str], tensors: str = "") -> Algorithm | None:
@@ -180,7 +189,9 @@ class Planner:
             )
         if chosen.versioned and medium.in_place:
             medium = Medium.WINDOW
-        if chosen.native and not native:
+        if chosen.name == registry.INLINE and not self.placement.carries:
+            raise TransportError("algorithm='inline': needs ranks whose rounds are held over TCP")
+        if chosen.name == registry.NATIVE and not native:
             raise InvalidArgumentError(
                 "algorithm='native': MPI does not reduce this dtype and operation as we do, or there is no MPI here"
             )
@@ -230,6 +241,8 @@ class Planner:
                 limit = max(limit, pieces * _PACKED_PIECE)
             if not placement.shares_memory:
                 return Medium.MESSAGE, "the ranks of a host cannot share memory"
+            if placement.size > 1 and all(len(host) == 1 for host in placement.hosts):
+                return Medium.MESSAGE, "one rank on each host"
             if nbytes <= limit:
                 return Medium.WINDOW, f"window up to {limit} bytes"
             if algorithm is not None and algorithm.versioned:
@@ -273,6 +286,11 @@ class Planner:
         table: tuple[tuple[bool, str, str], ...]
         if collective == "allreduce" and across:
             table = (
+                (
+                    self.placement.carries and nbytes * (size - 1) <= limits.inline,
+                    registry.INLINE,
+                    f"data travels with the round, up to {limits.inline} bytes from all peers",
+                ),
                 (native and nbytes <= limits.native, "native", f"MPI's own up to {limits.native} bytes over messages"),
                 (
                     nbytes <= limits.doubling and not ordered,

@@ -26,7 +26,8 @@ class Algorithm:
     name: str
     build: Callable[..., Schedule] | None
     """Makes the schedule of a rank: ``build(rank, size)``; ``build(rank, size, root)`` for a broadcast; ``build(rank,
-    hosts)`` with `spans_hosts`. None if a library (MPI or NCCL) carries out the whole collective."""
+    hosts)`` with `spans_hosts`. None if something else carries out the whole collective: MPI, NCCL, or the control
+    plane."""
     one_chunk: bool = False
     """The tensor is one chunk; otherwise there are at least as many chunks as ranks."""
     versioned: bool = False
@@ -54,7 +55,7 @@ class Algorithm:
 
     @property
     def native(self) -> bool:
-        """Whether a library carries out the whole collective."""
+        """Whether a library or the control plane carries out the whole collective."""
         return self.build is None
 
     def schedules(self, hosts: Sequence[Sequence[int]], root: int = 0) -> Callable[[int], Schedule]:

@@ -13,9 +13,13 @@ from collectives.schedules.algorithm import Algorithm, Tuned
 NATIVE = "native"
 """The name of a library's own collectives: MPI's for host memory, NCCL's for GPU memory."""
 
+INLINE = "inline"
+"""The name of the all-reduce whose data travels with the words of the round in which the ranks agree."""
+
 _MODULES = (ring, direct, tree, hierarchical)
 _LIBRARIES = (
     Algorithm("allreduce", NATIVE, None),
+    Algorithm("allreduce", INLINE, None, on_gpu=False),
     *(Algorithm(name, NATIVE, None, on_host=False) for name in ("reducescatter", "allgather", "broadcast")),
 )
 _ALL: dict[tuple[str, str], Algorithm] = {

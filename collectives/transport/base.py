@@ -128,6 +128,9 @@ class Control(Protocol):
 
     rank: int
     size: int
+    carries: bool
+    """Whether words may also be the data of a small operation: any number of them, of which `words_of` returns memory
+    of the format "q"."""
 
     def enter(self, signature: int, words: Sequence[int] | memoryview = ()) -> None:
         """Enter the next call of the group with this rank's proposal. Does not wait.

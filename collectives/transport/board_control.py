@@ -17,6 +17,8 @@ class BoardControl:
         exchange: gathers every rank's value on every rank, in rank order.
     """
 
+    carries = False
+
     def __init__(self, board: Board, exchange: Callable[[Any], list[Any]]) -> None:
         self.rank = board.rank
         self.size = board.size

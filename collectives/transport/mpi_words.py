@@ -24,6 +24,8 @@ class MpiWords:
         channel: of the group.
     """
 
+    carries = False
+
     def __init__(self, channel: Channel) -> None:
         self.same = False
         self._channel = channel

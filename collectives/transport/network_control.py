@@ -60,6 +60,10 @@ class Words(Protocol):
         """Whether all ranks entered the call with the same token; equal on every rank, valid once all records have
         arrived."""
 
+    @property
+    def carries(self) -> bool:
+        """As of `Control`."""
+
     def post(self, token: int, words: Sequence[int] | memoryview) -> None:
         """Enter the next call. Does not wait."""
 
@@ -95,6 +99,7 @@ class NetworkControl:
     ) -> None:
         self.rank = channel.rank
         self.size = channel.size
+        self.carries = words.carries
         self._channel = channel
         self._names = channel.names
         self._words = words

@@ -17,6 +17,8 @@ class TcpWords:
         channel: of the group.
     """
 
+    carries = True
+
     def __init__(self, channel: TcpChannel) -> None:
         self._channel = channel
         self._bruck = channel.bruck

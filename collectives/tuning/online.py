@@ -175,6 +175,7 @@ class Tuning:
                 flat_broadcast=crossovers.flat_broadcast,
                 native=crossovers.native,
                 doubling=crossovers.doubling,
+                inline=crossovers.inline,
             ),
         )
         self._engine.change(settings.fusion_threshold, settings.cycle_time)

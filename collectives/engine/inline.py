@@ -1,0 +1,60 @@
+"""Small all-reduces between hosts whose data travels inline, as words of the round in which the ranks agree.
+
+Every rank gets the tensors of all ranks with their tokens, and combines them in the order of the ranks: one message in
+place of two in turn, and the same result on every rank, to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from collectives.tensors.reduction import Kernel, Scaling
+from collectives.transport.base import Array
+
+WORD_BYTES = 8
+
+
+class Inline:
+    """How one such all-reduce is carried out.
+
+    Args:
+        size: of the world.
+        count, dtype: of the tensor.
+        kernel, finish: how two tensors combine, and what scales the result, or None.
+    """
+
+    def __init__(self, size: int, count: int, dtype: np.dtype[Any], kernel: Kernel, finish: Scaling | None) -> None:
+        self._peers = range(size)
+        self._dtype = dtype
+        self._nbytes = nbytes = count * dtype.itemsize
+        self._kernel, self._finish = kernel, finish
+        self._padded: Array | None = None
+        if nbytes % WORD_BYTES:
+            self._padded = np.zeros(-(-nbytes // WORD_BYTES) * WORD_BYTES, np.uint8)
+            self._into = self._padded[:nbytes].view(dtype)
+            self._words = self._padded.data.cast("q")
+
+    def words(self, source: Array) -> memoryview:
+        """The words of a tensor, valid until it changes or this is called again."""
+        if self._padded is None:
+            return source.view(np.uint8).data.cast("q")
+        self._into[...] = source
+        return self._words
+
+    def reduce(self, words_of: Callable[[int], Sequence[int]], out: Array) -> None:
+        """Combine the tensors that all ranks entered the round with.
+
+        Args:
+            words_of: `Control.words_of`, of a control plane that carries data.
+            out: takes the result; may be the memory of this rank's tensor.
+        """
+        nbytes, dtype, kernel = self._nbytes, self._dtype, self._kernel
+        first, *others = [np.frombuffer(words_of(peer), np.uint8)[:nbytes].view(dtype) for peer in self._peers]  # type: ignore[call-overload]
+        for other in others:
+            kernel(first, other, out)
+            first = out
+        if self._finish is not None:
+            self._finish(out, out)

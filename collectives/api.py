@@ -75,7 +75,8 @@ def allreduce(
         compression: `Compression.fp16` or ``bf16``, as which float32 and float64 travel; or any object with
             ``compress`` and ``decompress``.
         process_set: the ranks that take part; all by default.
-        algorithm: "ring", "direct", "one-shot", "recursive-doubling", "hierarchical", "inline" or "native"; chosen by default.
+        algorithm: "ring", "direct", "one-shot", "recursive-doubling", "hierarchical", "inline" or "native"; chosen by
+            default.
         transport: "window", "direct-read" or "mpi" for the ranks of one host; of GPU tensors "cuda-ipc", "nccl" or
             "host"; chosen by default.
         stream: of a GPU tensor: the CUDA stream after whose work it is read, and before whose later work the result is

@@ -19,7 +19,7 @@ from collectives.transport.bruck import HEADER, Bruck, Memory, padded, partners
 from collectives.transport.channel import FAILURE_TAG, HERE_TAG, LEAVE_TAG
 
 SPINS = 60
-"""Looks at a connection before this rank sleeps until something arrives."""
+"""Looks at a connection, between which the core is yielded, before this rank sleeps until something arrives."""
 _FIRST_DOZE, _LONGEST_DOZE = 1.0, 50.0
 """Milliseconds of a sleep that an arrival ends; afterwards the peers are looked at."""
 _DEATH_SHOWS_WITHIN = 1.0
@@ -155,6 +155,7 @@ class TcpChannel:
         for _ in range(self.spins + 1):
             if done():
                 return
+            backoff.yield_core()
         begun, nap = time.monotonic(), _FIRST_DOZE
         while True:
             doze(nap)

@@ -21,6 +21,7 @@ from typing import Protocol
 import numpy as np
 
 from collectives.base.errors import CollectiveTimeoutError
+from collectives.transport.backoff import yield_core
 from collectives.transport.base import MOST_BLOCKS, Array
 from collectives.transport.tcp_channel import TcpChannel
 
@@ -30,7 +31,7 @@ LANES_FROM = 1 << 18
 _SEND_BYTES = 1 << 17
 """Bytes that are sent at once: between two sends this rank receives, so that both directions are in use."""
 _SPINS = 30
-"""Looks at the connections before this rank sleeps until something arrives."""
+"""Looks at the connections, between which the core is yielded, before this rank sleeps until something arrives."""
 _FIRST_DOZE, _LONGEST_DOZE = 1.0, 50.0
 """Milliseconds of a sleep that an arrival ends; afterwards the peers are looked at."""
 _CHANNEL = "data/"
@@ -185,6 +186,7 @@ class TcpMessages:
                 continue
             spins += 1
             if spins <= self._spins:
+                yield_core()
                 continue
             if begun == 0.0:
                 begun, nap = time.monotonic(), _FIRST_DOZE

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from collectives.transport.backoff import yield_core
 from collectives.transport.bruck import HEADER, Memory
 from collectives.transport.tcp_channel import TcpChannel
 
@@ -54,6 +55,7 @@ class TcpWords:
             return True
         if spin:
             for _ in self._spins:
+                yield_core()
                 if step():
                     return True
         return False

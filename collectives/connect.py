@@ -197,9 +197,12 @@ def _subset(mpi: Any, ranks: Any) -> list[int]:
 
 @functools.cache
 def finalize_at_exit() -> None:
-    """Finalise MPI when the interpreter exits, if it was started here."""
+    """When the interpreter exits, finalise MPI, if it was started here, or end without that, if a rank has died."""
 
     def finalize() -> None:
+        watching = sys.modules.get("collectives.transport.mpi_heart")
+        if watching is not None:
+            watching.end_if_lost()
         if not _started_mpi.is_set():
             return
         from mpi4py import MPI

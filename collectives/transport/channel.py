@@ -19,6 +19,8 @@ from collectives.transport.bounded_mpi import Waiter
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+    from collectives.transport.heart import Notices
+
 FAILURE_TAG, LEAVE_TAG, BLOCK_TAG, HERE_TAG = 1, 2, 3, 4
 _NOTICES = (FAILURE_TAG, HERE_TAG, LEAVE_TAG)
 _LEAVE_BYTES = 32
@@ -60,6 +62,7 @@ class Channel:
         left: last call by rank that has left.
         here: present call by waiting rank.
         gone: ranks whose processes are known to have ended.
+        notices: the group's through the heart (see `hear`).
     """
 
     def __init__(self, comm: MPI.Intracomm, timeout: float, names: Sequence[int]) -> None:
@@ -73,6 +76,7 @@ class Channel:
         self.left: dict[int, int] = {}
         self.here: dict[int, int] = {}
         self.gone: set[int] = set()
+        self.notices: Notices | None = None
         self.kept: list[Any] = []
         """Further memory that requests on this communicator may write to."""
         self._has_left = False
@@ -83,6 +87,10 @@ class Channel:
         self.collective: Any = None
         """The memory of the last collective, which an exception may have left incomplete."""
         _open.add(self)
+
+    def hear(self, notices: Notices) -> None:
+        """Tell of failures by the heart, which knows of deaths too, and in what order they came about."""
+        self.notices, self.failed, self.gone = notices, notices.failed, notices.gone
 
     def exchange(self, value: Any) -> list[Any]:
         """Gather every rank's (small, picklable) value on every rank, in rank order; raises as `Waiter.wait`."""
@@ -104,6 +112,9 @@ class Channel:
 
     def tell(self, tag: int, text: str) -> None:
         """Send a notice to every other rank. Does not wait."""
+        if self.notices is not None and tag == FAILURE_TAG:
+            self.notices.tell("failed", text)
+            return
         data = text.encode("utf-8", "replace")[-_NOTICE_BYTES:]
         for peer in range(self.size):
             if peer != self.rank:
@@ -119,6 +130,8 @@ class Channel:
         """
         if self._has_left:
             return
+        if self.notices is not None:
+            self.notices.tell("left", str(calls))
         self.tell(LEAVE_TAG, str(calls))
         self.read_notices()
         self._has_left = True
@@ -156,7 +169,9 @@ class Channel:
     def look_for_failures(self) -> None:
         """Read the notices; raise RankFailedError if a rank has failed."""
         self.read_notices()
-        for peer, text in self.failed.items():
+        if self.notices is not None:
+            self.notices.look_for_failures()
+        for peer, text in list(self.failed.items()):
             raise RankFailedError(f"rank {self.names[self.rank]}: rank {self.names[peer]} has failed:\n{text}")
 
     def quiet(self) -> bool:

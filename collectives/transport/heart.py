@@ -38,15 +38,16 @@ _BEATS = 5
 """Beats per timeout."""
 _PINGED_FROM = 2
 """Beats of silence from which the peer is pinged."""
-_KINDS = ("beat", "failed", "left", "here")
-"""Of frames, by number; all but the first are those of notices."""
+_KINDS = ("beat", "lost", "failed", "left", "here")
+"""Of frames, by number. The last three are those of notices, which have the group's name, a zero byte, and a text."""
 _HEAD = struct.Struct("<HB")
-"""Of a frame: the number of bytes that follow, and its kind. A notice has the group's name, a zero byte, and a text."""
+"""Of a frame: the number of bytes that follow, and its kind."""
 _DIED = "has died: its process has ended without leaving; see its output, and whether the system has killed it"
 _TEXT_BYTES = 16 << 10
 _NAME_BYTES = 1 << 10
 _READ_BYTES = 64 << 10
 _BEAT = _HEAD.pack(0, 0)
+_LOST = _KINDS.index("lost")
 
 
 class _Peer:
@@ -180,21 +181,23 @@ class Notices:
         else:
             (self.left if kind == "left" else self.here)[place] = int(text)
 
-    def lose(self, rank: int, sentence: str, silent: bool) -> None:
-        """Note the end of a rank of the job. In the service's thread.
+    def misses(self, rank: int, silent: bool) -> bool:
+        """Whether the end of a rank of the job is a death: it belongs to the group, has not said that it failed, and
+        not that it leaves.
 
         Args:
-            sentence: how it ended.
-            silent: whether it fell silent: then it has died even if it had left, because what it has sent before may
-                never arrive.
+            silent: whether it fell silent: what it sent before it left may then never arrive.
         """
         place = self._places.get(rank)
-        if place is None:
-            return
-        if place not in self.failed and (silent or place not in self.left):
-            self.died[place] = sentence
-            self.failed[place] = sentence
-        self.gone.add(place)
+        return place is not None and place not in self.failed and (silent or place not in self.left)
+
+    def lose(self, rank: int, sentence: str, silent: bool) -> None:
+        """Note how a rank of the job has ended. In the service's thread."""
+        if self.misses(rank, silent):
+            self.died[self._places[rank]] = sentence
+            self.failed[self._places[rank]] = sentence
+        if rank in self._places:
+            self.gone.add(self._places[rank])
 
 
 class Heart:
@@ -237,15 +240,17 @@ class Heart:
         self._serving = self._service.start(self._serve())
 
     def notices(self, group: str, members: Sequence[int]) -> Notices:
-        """The notices of a group that this rank is a member of.
+        """The notices of a group that this rank is a member of; the same ones in every call.
 
         Args:
             group: its name, the same on all members and never used again.
             members: the ranks' numbers in the mesh, in the order of the group's ranks.
         """
         assert 0 < len(group.encode()) <= _NAME_BYTES and "\0" not in group, group
-        notices = Notices(self, group, members)
         with self._lock:
+            if group in self._groups:
+                return self._groups[group]
+            notices = Notices(self, group, members)
             for (rank, kind), text in self._early.pop(group, {}).items():
                 notices.deliver(rank, kind, text)
             for peer in self._peers.values():
@@ -353,7 +358,9 @@ class Heart:
                 break
             body = bytes(inbox[at + _HEAD.size : at + _HEAD.size + length])
             at += _HEAD.size + length
-            if kind:
+            if kind == _LOST:
+                self._adopt(body)
+            elif kind:
                 self._deliver(peer.rank, kind, body)
         del inbox[:at]
 
@@ -370,14 +377,29 @@ class Heart:
             notices.deliver(rank, kind, said)
         self.forget(notices)
 
-    def _lose(self, peer: _Peer, how: str, silent: bool = False) -> None:
+    def _adopt(self, body: bytes) -> None:
+        """Take over what another rank has found out about a third: then all name it, and not those that stop because
+        of it."""
+        rank, silent, how = body.decode("utf-8", "replace").split(" ", 2)
+        lost = self._peers.get(int(rank))
+        if lost is not None:
+            self._lose(lost, how, bool(int(silent)), first=False)
+
+    def _lose(self, peer: _Peer, how: str, silent: bool = False, first: bool = True) -> None:
+        """Note the end of a peer; ``first``: this rank has found it out, and tells the others if it is a death."""
         if peer.lost:
             return
         peer.lost = f"rank {peer.rank} on {self._hosts[peer.rank]} {how}"
         with self._lock:
-            for notices in list(self._groups.values()):
+            groups = list(self._groups.values())
+            if first and any(notices.misses(peer.rank, silent) for notices in groups):
+                body = f"{peer.rank} {silent:d} {how}".encode()
+                for other in self._peers.values():
+                    if other is not peer and not other.lost:
+                        other.send(_HEAD.pack(len(body), _LOST) + body)
+            for notices in groups:
                 notices.lose(peer.rank, peer.lost, silent)
-        for notices in list(self._groups.values()):
+        for notices in groups:
             self.forget(notices)
 
     def _close(self, peer: _Peer) -> None:

@@ -8,6 +8,7 @@ traffic is not affected, and finalizing MPI is left to the code that initialized
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -23,6 +24,8 @@ from collectives.transport.mpi_words import MpiWords
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+    from collectives.transport.mpi_heart import MpiHeart
 
 
 def connect(comm: MPI.Intracomm | Sequence[int], config: Config) -> Group:
@@ -70,11 +73,21 @@ def connect(comm: MPI.Intracomm | Sequence[int], config: Config) -> Group:
 
 
 class MpiWiring:
-    """`assembly.Wiring` through a communicator, which the channel owns."""
+    """`assembly.Wiring` through a communicator, which the channel owns.
 
-    def __init__(self, channel: Channel, timeout: float) -> None:
+    Args:
+        channel: of the group.
+        timeout: seconds that a wait may last.
+        group: the name of a part of another group, for its notices; empty for the outermost group.
+        watched: the heart of the outermost group, which a part of it uses.
+    """
+
+    def __init__(self, channel: Channel, timeout: float, group: str = "", watched: MpiHeart | None = None) -> None:
         self.channel = channel
         self._timeout = timeout
+        self._group = group
+        self._watched = watched
+        self._parts = itertools.count()
         self.messages = MpiMessages(channel.comm, channel.waiter)
 
     def words(self) -> MpiWords:
@@ -84,7 +97,28 @@ class MpiWiring:
         return blocks_of(self.channel.size, local_size) if local_size else _hosts(self.channel)
 
     def settled(self, hosts: tuple[tuple[int, ...], ...], config: Config) -> Wiring:
+        by_tcp = config.transport == "tcp" or (len(hosts) > 1 and config.network == "tcp")
+        if self._watched is not None:
+            self.channel.hear(self._watched.heart.notices(self._group, self.channel.names))
+        elif not self._group and (len(hosts) > 1 or by_tcp):
+            from collectives.transport import mpi_heart  # with asyncio, which ranks of one host do not need
+
+            self._watched = watched = mpi_heart.watch(self.channel, config, needed=by_tcp)
+            if watched is not None:
+                self.channel.hear(watched.notices)
+                return self._replaced(watched, config) if by_tcp else self
         return self
+
+    def _replaced(self, watched: MpiHeart, config: Config) -> Wiring:
+        """A wiring by TCP, for which MPI was the place to meet."""
+        from collectives.transport.tcp import TcpWiring
+
+        def end() -> None:
+            watched.close()
+            self.channel.close()
+
+        ranks = range(self.channel.size)
+        return TcpWiring(watched.mesh, watched.heart, watched.notices.group, ranks, config, end)
 
     def watch(self, check: Callable[[], object]) -> None:
         self.channel.waiter.check = check
@@ -94,6 +128,7 @@ class MpiWiring:
 
         channel = self.channel
         own, rank = channel.comm, channel.rank
+        group = f"{self._group or 0}.{next(self._parts)}"  # alike on all ranks, which divide the group together
         color = 0 if rank in members else MPI.UNDEFINED
         part = channel.waiter.call(
             lambda: barrier_then(own.Ibarrier, lambda: own.Split(color, rank)), "every rank to divide the group"
@@ -101,9 +136,13 @@ class MpiWiring:
         if rank not in members:
             return None
         names = [channel.names[member] for member in members]
-        return MpiWiring(Channel(part, self._timeout, names), self._timeout)
+        return MpiWiring(Channel(part, self._timeout, names), self._timeout, group, self._watched)
 
     def close(self, quiet: bool) -> None:
+        if self.channel.notices is not None:
+            self.channel.notices.close()
+        if self._watched is not None and not self._group:
+            self._watched.close()
         if quiet:
             self.channel.close()
 

@@ -48,7 +48,12 @@ def wire(mesh: Mesh, config: Config) -> TcpWiring:
     """Connect all ranks of a mesh; called by all of them. The wiring owns the mesh."""
     heart = Heart(mesh, config.peer_timeout, config.timeout)
     try:
-        wiring = TcpWiring(mesh, heart, "0", range(mesh.size), config, owner=True)
+
+        def end() -> None:
+            heart.close()
+            mesh.close()
+
+        wiring = TcpWiring(mesh, heart, "0", range(mesh.size), config, end)
         wiring.channel.exchange(None)  # a rank that cannot connect is no rank that has died
         heart.start()
         return wiring
@@ -65,19 +70,26 @@ class TcpWiring:
         group: the group's name, different from any other group's of the job.
         members: the group's ranks, as ranks of the mesh.
         config: the settings.
-        owner: whether mesh and heart end with this group.
+        end: called when the group is closed.
     """
 
     def __init__(
-        self, mesh: Mesh, heart: Heart, group: str, members: Sequence[int], config: Config, *, owner: bool = False
+        self,
+        mesh: Mesh,
+        heart: Heart,
+        group: str,
+        members: Sequence[int],
+        config: Config,
+        end: Callable[[], object] = lambda: None,
     ) -> None:
         self._mesh, self._heart, self._group, self._members = mesh, heart, group, tuple(members)
-        self._config, self._owner = config, owner
+        self._config, self._end = config, end
         self._parts = itertools.count()
-        self.links = Links(mesh, group, members, config.timeout)
+        notices = heart.notices(group, members)
+        self.links = Links(mesh, group, members, config.timeout, notices.look_for_failures)
         here = sum(mesh.hosts[member] == mesh.hosts[mesh.rank] for member in members)
         spins = SPINS if here <= (os.cpu_count() or 1) else _FEW_SPINS
-        self.channel = TcpChannel(self.links, config.timeout, members, heart.notices(group, members), spins)
+        self.channel = TcpChannel(self.links, config.timeout, members, notices, spins)
         self.messages = TcpMessages(self.channel, self.links)
 
     def words(self) -> TcpWords:
@@ -106,6 +118,4 @@ class TcpWiring:
     def close(self, quiet: bool) -> None:
         self.messages.close()
         self.channel.close()
-        if self._owner:
-            self._heart.close()
-            self._mesh.close()
+        self._end()

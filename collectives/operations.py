@@ -88,18 +88,19 @@ class Operations:
         op: Op | None = None,
         name: str | None = None,
         out: Any = None,
+        parts: tuple[tuple[int, ...], ...] = (),
         **rarer: Unpack[RarerReduceOptions],
     ) -> Tensor:
-        """``out``: memory of an adapter for the result, see `HandleFactory.allreduce`."""
-        entry = None if rarer or out is not None else self._known_as(tensor, average, op, name)
+        """``out`` and ``parts``: for adapters, as in `HandleFactory.allreduce`."""
+        entry = None if rarer or parts or out is not None else self._known_as(tensor, average, op, name)
         if entry is not None:
             return self._run_out_of_place(entry, tensor, tensor.shape)  # type: ignore[attr-defined]
         options: ReduceOptions = {"op": op, "name": name, **rarer}
         if _needs_handle(tensor, options):
-            return self._wait(self._handles.allreduce, options, tensor, average, False, out)
+            return self._wait(self._handles.allreduce, options, tensor, average, False, out, parts)
         try:
             view: arrays.View = arrays.view(tensor)  # type: ignore[assignment]  # no device tensor comes here
-            entry = self._requests.reducing("allreduce", view, average, options)
+            entry = self._requests.reducing("allreduce", view, average, options, parts)
             if out is None:
                 out = self._pool.empty(view.shape, view.dtype)
         except Exception as error:
@@ -119,9 +120,11 @@ class Operations:
         *,
         op: Op | None = None,
         name: str | None = None,
+        parts: tuple[tuple[int, ...], ...] = (),
         **rarer: Unpack[RarerReduceOptions],
     ) -> Tensor:
-        entry = None if rarer else self._known_as(tensor, average, op, name)
+        """``parts``: for adapters, as in `HandleFactory.allreduce`."""
+        entry = None if rarer or parts else self._known_as(tensor, average, op, name)
         if entry is not None:
             array: Any = tensor  # as `_run_in_place`, without the call
             source = array if array.ndim == 1 else array.reshape(-1)
@@ -129,10 +132,10 @@ class Operations:
             return tensor if handle is None else handle.wait()
         options: ReduceOptions = {"op": op, "name": name, **rarer}
         if _needs_handle(tensor, options):
-            return self._wait(self._handles.allreduce, options, tensor, average, True)
+            return self._wait(self._handles.allreduce, options, tensor, average, True, None, parts)
         try:
             view: arrays.View = arrays.view(tensor, writable=True)  # type: ignore[assignment]  # as above
-            entry = self._requests.reducing("allreduce", view, average, options)
+            entry = self._requests.reducing("allreduce", view, average, options, parts)
         except Exception as error:
             raise self.refused(error, name) from None
         source = view.array

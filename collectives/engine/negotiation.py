@@ -64,17 +64,18 @@ class Request:
         """One line for messages."""
         if self.collective == "invalid":
             return f"refused its arguments: {self.detail}"
-        if self.members:
+        if self.members or self.parts:
+            members, collective = self.members or (self,), self.collective
             name = f"name={self.name!r}, " if self.name is not None else ""
             if self.persistent is not None:
                 name += f"persistent={self.persistent}, "
-            alike = replace(self.members[0], name=None, dtype=None, shape=None, parts=()).describe()
+            alike = replace(members[0], name=None, dtype=None, shape=None, parts=(), persistent=None).describe()
             tensors = [
-                f"{member.dtype}{list(shape or ())}"
-                for member in self.members
-                for shape in member.parts or (member.shape,)
+                f"{member.dtype}{list(shape or ())}" for member in members for shape in member.parts or (member.shape,)
             ]
-            return f"{self.collective}({name}{len(tensors)} tensors: {', '.join(tensors)}; each {alike})"
+            if not self.members:
+                collective = f"grouped_{collective}"
+            return f"{collective}({name}{len(tensors)} tensors: {', '.join(tensors)}; each {alike})"
         said = [
             f"{f.name}={getattr(self, f.name)!r}"
             for f in fields(self)[1:]

@@ -8,7 +8,8 @@
 An argument of a callback costs about 4 us, more than copying a small tensor; a result costs about 8 us, so tensors of
 one dtype share one. TensorFlow splits memory without a copy only along rows of 64 bytes: a large tensor whose size is
 not a multiple of that, or is unknown until the graph runs, has its own result. The engine reads the arguments and
-writes the results in place; only small tensors are copied.
+writes the results in place; only small tensors are copied, and arguments of 256 KiB and less on average, into the
+results (`collectives.frontends.joined`).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import tensorflow as tf
 
 from collectives.base import dtypes
 from collectives.base.reduce_op import Op
-from collectives.frontends import broadcasts
+from collectives.frontends import broadcasts, joined
 from collectives.tensorflow import graph
 from collectives.tensors.host_frameworks import wrap_tensorflow
 
@@ -45,13 +46,18 @@ class PackedArgument:
 
     Attributes:
         numbers: the positions of its tensors among those that were passed.
-        shapes: their shapes, if several were copied into one; empty if the argument is a single tensor.
+        shapes: their shapes; empty if the argument is a single tensor whose result shares no array.
         in_rows: whether its result shares an array with others of its dtype.
     """
 
     numbers: tuple[int, ...]
     shapes: Shapes
     in_rows: bool
+
+    @property
+    def parts(self) -> Shapes:
+        """The shapes of the tensors, if several were copied into one."""
+        return self.shapes if len(self.numbers) > 1 else ()
 
 
 def allreduce(call: GraphCall, tensors: Sequence[Any]) -> list[Any]:
@@ -68,18 +74,25 @@ def allreduce_now(call: GraphCall, tensors: Sequence[Any]) -> list[Any]:
     by_dtype: dict[Any, list[int]] = {}
     for number, array in enumerate(arrays):
         by_dtype.setdefault(array.dtype, []).append(number)
-    places = list(arrays)
+    places, wholes = list(arrays), []
     world = call.world
     for dtype, numbers in by_dtype.items():
         unit = _ROW // dtype.itemsize
         ends = list(accumulate(-(-arrays[number].size // unit) * unit for number in numbers))
         whole = world.memory(ends[-1], dtype)
+        wholes.append(whole)
         for number, start in zip(numbers, [0, *ends], strict=False):
             array = arrays[number]
             places[number] = whole[start : start + array.size].reshape(array.shape)
-    how = {"compression": call.compression, **call.reduce_options()}
+    how = call.reduce_options()
+    if call.compression is not None:
+        how["compression"] = call.compression
     if len(arrays) == 1:
         world.allreduce(arrays[0], out=places[0], **how)
+    elif joined.pays(arrays, call.op, call.compression):
+        shapes = [tuple(arrays[number].shape for number in numbers) for numbers in by_dtype.values()]
+        flat = [place.reshape(-1) for place in places]
+        joined.allreduce(world, arrays, flat, wholes, shapes, **how)
     else:
         world.grouped_allreduce(arrays, out=places, **how)
     return [wrap_tensorflow(place) for place in places]
@@ -111,7 +124,9 @@ def _packed(tensors: Sequence[Any], packs: bool, kind: type[_PackedCallback], ca
             )
         for number in large:
             given.append(tensors[number])
-            parts.append(PackedArgument((number,), (), rows and number in split))
+            in_rows = rows and number in split
+            shapes = (tuple(tensors[number].shape.as_list()),) if in_rows else ()
+            parts.append(PackedArgument((number,), shapes, in_rows))
 
     def make(name: str | None) -> _PackedCallback:
         return _interned(kind(replace(call, name=name), tuple(parts)))
@@ -232,14 +247,30 @@ class _PackedAllreduce(_PackedCallback):
     def __call__(self, *arrays: Any) -> list[Any]:
         call = self.call
         results, places = self._memory(arrays)
-        how = {"compression": call.compression, **call.reduce_options()}
-        if len(arrays) == 1 and not self.arguments[0].shapes:
-            call.world.allreduce(arrays[0], out=places[0], **how)
+        how = call.reduce_options()
+        if call.compression is not None:
+            how["compression"] = call.compression
+        parts = [argument.parts for argument in self.arguments]
+        if len(arrays) == 1:
+            call.world.allreduce(arrays[0], out=places[0], parts=parts[0], **how)
+        elif joined.pays(arrays, call.op, call.compression):
+            joined.allreduce(call.world, arrays, places, results, self._parts_of_results(arrays), **how)
         else:
-            call.world.grouped_allreduce(
-                arrays, out=places, parts=[argument.shapes for argument in self.arguments], **how
-            )
+            call.world.grouped_allreduce(arrays, out=places, parts=parts, **how)
         return results
+
+    def _parts_of_results(self, arrays: Sequence[Any]) -> list[Shapes]:
+        """For each result the shapes of all tensors in it."""
+        found: list[list[tuple[int, ...]]] = []
+        shared: dict[Any, list[tuple[int, ...]]] = {}
+        for array, argument in zip(arrays, self.arguments, strict=True):
+            if argument.in_rows and array.dtype in shared:
+                shared[array.dtype].extend(argument.shapes)
+                continue
+            found.append(list(argument.shapes or (array.shape,)))
+            if argument.in_rows:
+                shared[array.dtype] = found[-1]
+        return [tuple(shapes) for shapes in found]
 
 
 class PackedBroadcast(_PackedCallback):

@@ -1,0 +1,91 @@
+"""All-reduces of many small tensors, copied into one array whose request says what it consists of.
+
+A tensor of a grouped operation costs the engine some 10 us, whatever its size: a request, a handle, words in a round.
+Copying 256 KiB costs as much. Besides, the array lies in the arena, where the ranks reach it without system calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+
+from collectives.base.reduce_op import Op
+from collectives.world import World
+
+_BELOW = 256 << 10
+"""Bytes of a tensor, on average, below which tensors are copied together."""
+
+Shapes = tuple[tuple[int, ...], ...]
+
+
+def pays(arrays: Sequence[Any], op: Op | None, compression: Any) -> bool:
+    """Whether the arrays of a grouped all-reduce should be joined; the same on every rank whose arrays have the same
+    sizes.
+
+    Adasum treats each tensor as one vector, and a compressed tensor is copied anyway.
+    """
+    if op is Op.ADASUM or compression is not None or len(arrays) < 2:
+        return False
+    return bool(sum(array.nbytes for array in arrays) < len(arrays) * _BELOW)
+
+
+def allreduce(
+    world: World,
+    arrays: Sequence[Any],
+    places: Sequence[Any],
+    wholes: Sequence[Any],
+    parts: Sequence[Shapes],
+    **how: Any,
+) -> None:
+    """Copy arrays to their places, and reduce what these belong to.
+
+    Args:
+        arrays: of any shapes.
+        places: for each array as many elements of one of ``wholes``, 1-D. What belongs to no array holds any numbers,
+            and holds others afterwards.
+        wholes: 1-D arrays.
+        parts: for each of ``wholes`` the shapes of all tensors in it.
+        how: the keywords of the all-reduce.
+
+    Raises:
+        CollectivesError: as of `World.allreduce`.
+    """
+    for array, place in zip(arrays, places, strict=True):
+        np.copyto(place, array.reshape(-1))
+    if len(wholes) == 1:
+        world.allreduce_(wholes[0], parts=parts[0], **how)
+    else:
+        world.grouped_allreduce_(wholes, parts=parts, **how)
+
+
+def allreduce_apart(
+    world: World, arrays: Sequence[Any], results: Sequence[Any], parts: Sequence[Shapes], **how: Any
+) -> None:
+    """`allreduce` whose results are copied out of the joined arrays.
+
+    Args:
+        arrays: of any shapes.
+        results: for each array one of its shape and dtype; may be the array itself.
+        parts: for each array the shapes of the tensors that are concatenated in it; empty if it is one tensor.
+        how: the keywords of the all-reduce.
+    """
+    by_dtype: dict[Any, list[int]] = {}
+    for number, array in enumerate(arrays):
+        by_dtype.setdefault(array.dtype, []).append(number)
+    order = [number for numbers in by_dtype.values() for number in numbers]
+    places, wholes = [], []
+    for dtype, numbers in by_dtype.items():
+        ends = list(accumulate(arrays[number].size for number in numbers))
+        wholes.append(world.memory(ends[-1], dtype))
+        places += [wholes[-1][start:end] for start, end in zip([0, *ends], ends, strict=False)]
+    shapes = [
+        tuple(shape for number in numbers for shape in parts[number] or (arrays[number].shape,))
+        for numbers in by_dtype.values()
+    ]
+    allreduce(world, [arrays[number] for number in order], places, wholes, shapes, **how)
+    for number, place in zip(order, places, strict=True):
+        result = results[number]
+        np.copyto(result, place.reshape(result.shape))

@@ -1,0 +1,76 @@
+"""Small tensors that adapters copy into one array are reduced, and compared, as if each travelled alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from collectives.base.errors import MismatchError
+from collectives.base.reduce_op import Op
+from collectives.frontends import joined
+from collectives.transport import threads
+from collectives.world import World
+
+SHAPES = ((3,), (), (0, 4), (100, 41), (7,), (20_000,))
+
+
+def tensors(seed: int) -> list[np.ndarray[Any, Any]]:
+    """Of two dtypes in turn."""
+    return [np.full(shape, seed + number, (np.float32, np.int64)[number % 2]) for number, shape in enumerate(SHAPES)]
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_results_are_those_of_each_tensor(in_place: bool) -> None:
+    def program(world: World) -> None:
+        for step in range(3):
+            given = tensors(world.rank + step)
+            results = given if in_place else [np.empty_like(tensor) for tensor in given]
+            joined.allreduce_apart(
+                world, given, results, ((),) * len(given), op=Op.SUM, prescale_factor=2.0, name="joined"
+            )
+            for number, result in enumerate(results):
+                assert (result == 2 * sum(rank + step + number for rank in range(world.size))).all()
+                assert result.shape == SHAPES[number]
+            if not in_place:
+                assert all((one == other).all() for one, other in zip(given, tensors(world.rank + step), strict=True))
+
+    threads.run(3, program, make_world=World)
+
+
+def test_a_rank_with_other_shapes_of_as_many_elements_is_told() -> None:
+    def program(world: World) -> None:
+        shapes = ((2, 3), (6,)) if world.rank else ((3, 2), (6,))
+        given = [np.zeros(shape) for shape in shapes]
+        with pytest.raises(MismatchError, match=r"grouped_allreduce\(.*2 tensors: float64\[3, 2\], float64\[6\]"):
+            joined.allreduce_apart(world, given, given, ((), ()))
+        joined.allreduce_apart(world, given[1:], given[1:], ((),))
+
+    threads.run(2, program, make_world=World)
+
+
+def test_a_rank_that_has_joined_contributes_nothing() -> None:
+    def program(world: World) -> None:
+        if world.rank:
+            given = tensors(1)
+            joined.allreduce_apart(world, given, given, ((),) * len(given), op=Op.SUM)
+            assert all((one == other).all() for one, other in zip(given, tensors(1), strict=True))
+        world.join()
+
+    threads.run(2, program, make_world=World)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "op", "compression", "expected"),
+    [
+        ([10, 20], Op.SUM, None, True),
+        ([10, 20], Op.ADASUM, None, False),
+        ([10, 20], Op.SUM, "float16", False),
+        ([10], Op.SUM, None, False),
+        ([100_000, 100], Op.SUM, None, True),
+        ([200_000, 100], Op.SUM, None, False),
+    ],
+)
+def test_joining_pays_for_small_tensors(sizes: list[int], op: Op, compression: Any, expected: bool) -> None:
+    assert joined.pays([np.empty(size, np.float32) for size in sizes], op, compression) is expected

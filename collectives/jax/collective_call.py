@@ -18,6 +18,7 @@ from collectives.base import dtypes
 from collectives.base.errors import InvalidArgumentError, MismatchError
 from collectives.base.reduce_op import Op
 from collectives.engine.handles import Handle
+from collectives.frontends import joined
 from collectives.runtime import world_of
 from collectives.schedules import partition
 from collectives.tensors.compression import named
@@ -148,14 +149,20 @@ class CollectiveCall:
         return options
 
     def _allreduce(self, world: World, operands: Sequence[Any], results: Sequence[Any] | None) -> list[Any]:
-        options = self._options() | {"compression": named(self.wire)}
+        options = self._options()
+        if self.wire is not None:
+            options["compression"] = named(self.wire)
+        parts = self.parts or ((),) * len(operands)
+        if self.grouped and results is not None and joined.pays(operands, Op(self.op), self.wire):
+            joined.allreduce_apart(world, operands, results, parts, **options)
+            return list(results)
         if results is operands:
-            if not self.grouped:
-                return [world.allreduce_(operands[0], **options)]
-            return list(world.grouped_allreduce_(list(operands), parts=self.parts, **options))
+            if len(operands) == 1:
+                return [world.allreduce_(operands[0], parts=parts[0], **options)]
+            return list(world.grouped_allreduce_(list(operands), parts=parts, **options))
         if not self.grouped:
             return [world.allreduce(operands[0], out=None if results is None else results[0], **options)]
-        return world.grouped_allreduce(list(operands), out=results, parts=self.parts, **options)
+        return world.grouped_allreduce(list(operands), out=results, parts=parts, **options)
 
     def _group(self, world: World, operands: Sequence[Any]) -> list[Any]:
         begin = getattr(world, f"{'grouped_' * self.grouped}{self.collective}_async")

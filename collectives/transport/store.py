@@ -34,9 +34,9 @@ MOST_VALUE = 8 << 20
 """Bytes of a value."""
 MOST_KEY = 1 << 10
 """Bytes of a key."""
-MOST_KEYS = 1 << 16
+MOST_KEYS = 1 << 20
 MOST_BYTES = 256 << 20
-"""Bytes of all values."""
+"""Bytes of all values and keys."""
 
 _REQUEST = struct.Struct("<cdII")
 _ANSWER = struct.Struct("<cI")
@@ -114,8 +114,9 @@ class StoreServer:
         return _DONE, self._values[keys[0]] if operation == _GET else b""
 
     def _set(self, key: str, value: bytes) -> tuple[bytes, bytes]:
-        grown = len(value) - len(self._values.get(key, b""))
-        if self._bytes + grown > MOST_BYTES or (key not in self._values and len(self._values) >= MOST_KEYS):
+        known = self._values.get(key)
+        grown = len(value) - len(known) if known is not None else len(value) + len(key)
+        if self._bytes + grown > MOST_BYTES or (known is None and len(self._values) >= MOST_KEYS):
             return _REFUSED, f"the store is full: {len(self._values)} keys, {self._bytes} bytes".encode()
         self._bytes += grown
         self._values[key] = value

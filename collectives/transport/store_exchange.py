@@ -5,10 +5,11 @@
     rank r      agrees       sets the number, if its own nonce is in the list
     rank 0      concludes    sets the number a last time, once all have agreed
 
-A rank whose attempt failed may try again, with a new nonce, while others still wait in their first exchange: a list
-with an older offer is not agreed to, and rank 0 proposes another one as soon as it sees the new offer. What an earlier
-attempt has left in the store is told by the nonces alike. Each rank makes a few calls and rank 0 a few for each rank,
-where nothing is left of an earlier attempt; they poll with increasing pauses where there is.
+The number is where the keys of the next exchange lie, of the same `init` or of a later one: who begins follows the
+numbers to the exchange that is not concluded. So all meet there, whoever has failed in which, and nothing of an earlier
+exchange is in the way. A rank whose attempt failed may try again, with a new nonce, while others still wait: a list
+with an older offer is not agreed to, and rank 0 proposes another one as soon as it sees the new offer. Each rank makes
+some ten calls of the store, and rank 0 some ten for each rank.
 
 Values travel as JSON: the store may be anybody's, and what it says is not unpickled.
 """
@@ -34,12 +35,15 @@ from collectives.base.errors import (
 )
 
 _PREFIX = "collectives"
+_FIRST = "first"
 _SIZE, _LEFT = f"{_PREFIX}/size", f"{_PREFIX}/left"
 _PIECE = 0.5
 """Longest seconds of a wait in a store, which no interrupt may end."""
 _FIRST_NAP, _LONGEST_NAP, _GROWTH = 2e-3, 0.1, 1.5
-_AT_ONCE = 0.01
+_AT_ONCE = 0.0
 """Seconds for a key that is there, or is not."""
+_SHORTEST = 1e-3
+"""Seconds of a wait; to some stores 0 means for ever."""
 
 
 class KeyValueStore(Protocol):
@@ -70,7 +74,8 @@ class StoreExchange:
         self._rank, self._size, self._timeout, self._how = rank, size, timeout, how
         self._offer = {"nonce": secrets.token_hex(8), "by": f"process {os.getpid()} on {socket.gethostname()}"}
         self._nonces: list[str] = []
-        self._number = 0
+        self._count = 0
+        self._place = _FIRST
         self._end = 0.0
 
     def __call__(self, value: Any) -> list[Any]:
@@ -87,15 +92,17 @@ class StoreExchange:
         self._end = time.monotonic() + self._timeout
         try:
             self._set(_SIZE, self._size)
-            self._set(self._key("offer", self._rank), {**self._offer, "value": value})
+            while (following := self._found("concluded")) is not None:
+                self._place = following
+            self._set(self._key("offer", self._rank), {**self._offer, "count": self._count, "value": value})
             offers = self._propose() if self._rank == 0 else self._agree()
         except BaseException as error:
-            if self._number and not isinstance(error, RankFailedError):  # which another rank has told already
+            if self._count and not isinstance(error, RankFailedError):  # which another rank has told already
                 with suppress(TransportError):
                     self.leave(in_words(self._rank, error))
             raise
         self._nonces = [offer["nonce"] for offer in offers]
-        self._number += 1
+        self._count += 1
         return [offer["value"] for offer in offers]
 
     def leave(self, why: str) -> None:
@@ -118,6 +125,7 @@ class StoreExchange:
                 proposed, number = offers, secrets.token_hex(8)
                 self._set(self._key("list"), {"number": number, "offers": offers})
                 self._set(self._key("proposed"), number)
+            self._check_counts(offers)
             if self._arrived(agreed) and all(self._get(key) == number for key in agreed):
                 self._set(self._key("concluded"), number)
                 return proposed
@@ -139,6 +147,7 @@ class StoreExchange:
                         mine = offers[self._rank] if len(offers) == self._size else None
                         agreed = mine is not None and mine["nonce"] == self._offer["nonce"]
                         if agreed:
+                            self._check_counts(offers)
                             self._set(self._key("agreed", self._rank), number)
                 if not agreed:
                     self._check_number(self._get(self._key("offer", self._rank)))
@@ -155,9 +164,17 @@ class StoreExchange:
                 f"({self._offer['by']}) does: give each process a rank of its own, and each job a place of its own"
             )
 
+    def _check_counts(self, offers: list[dict[str, Any]]) -> None:
+        """Raise if a rank has begun again after the first exchange. It does not agree, and neither does any other."""
+        for rank, offer in enumerate(offers):
+            if offer["count"] < self._count:
+                raise RankFailedError(
+                    f"rank {self._rank}: rank {rank} has begun init() again; call it again on every rank"
+                )
+
     def _check(self) -> None:
         """Raise if a rank has left, or the time is over."""
-        if self._number and self._arrived([_LEFT], _AT_ONCE):
+        if self._count and self._arrived([_LEFT], _AT_ONCE):
             left = self._get(_LEFT)
             if left["rank"] != self._rank and left["nonce"] == self._nonces[left["rank"]]:
                 raise RankFailedError(
@@ -182,13 +199,13 @@ class StoreExchange:
         if absent:
             return absent
         number = self._found("proposed")
-        if number is None or number == self._found("concluded"):
+        if number is None:
             return [0]
         late = [rank for rank in range(1, self._size) if self._found("agreed", rank) != number]
         return [rank for rank in late if rank != self._rank] or [0]
 
     def _key(self, name: str, rank: int | None = None) -> str:
-        return "/".join([_PREFIX, str(self._number), name, *([] if rank is None else [str(rank)])])
+        return "/".join([_PREFIX, self._place, name, *([] if rank is None else [str(rank)])])
 
     def _found(self, name: str, rank: int | None = None) -> Any:
         """The value of a key; None if there is none."""
@@ -212,11 +229,11 @@ class StoreExchange:
     def _arrived(self, keys: Sequence[str], seconds: float = _PIECE) -> bool:
         """Whether all keys are there within some seconds."""
         begun = time.monotonic()
-        seconds = min(seconds, max(_AT_ONCE, self._end - begun))
+        seconds = max(0.0, min(seconds, self._end - begun))
         check = getattr(self._store, "check", None)
         try:
             if check is None:
-                self._store.wait(list(keys), timedelta(seconds=seconds))
+                self._store.wait(list(keys), timedelta(seconds=max(seconds, _SHORTEST)))
                 return True
             # torch's TCPStore prints two lines for every wait that is not fulfilled.
             naps = _Naps()

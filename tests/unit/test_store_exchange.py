@@ -158,7 +158,7 @@ def test_the_missing_ranks_of_a_later_init_are_named(pool: concurrent.futures.Th
             StoreExchange(store, rank, 3, 0.3 if rank else 0.5, "here")(None)
         return str(caught.value)
 
-    assert "rank 1: waited 0.3 s for rank 0 of 3" in attempt(1)
+    assert "rank 1: waited 0.3 s for ranks 0, 2 of 3" in attempt(1)
     texts = list(pool.map(attempt, range(2)))
     assert "for rank 2 of 3" in texts[0] and "for rank 2 of 3" in texts[1]
 
@@ -199,6 +199,23 @@ def test_a_rank_that_fails_between_two_exchanges_leaves_nobody_waiting(
     again = [StoreExchange(store, rank, 3, 20, "here") for rank in range(3)]
     for _ in range(2):
         assert list(pool.map(lambda exchange: exchange(2), again)) == [[2, 2, 2]] * 3
+
+
+@pytest.mark.parametrize("again", range(3))
+def test_a_rank_that_begins_again_between_two_exchanges(
+    again: int, pool: concurrent.futures.ThreadPoolExecutor
+) -> None:
+    """Its process was killed, and started again; the others call again once they have noticed."""
+    store = LocalStore()
+    exchanges = [StoreExchange(store, rank, 3, 20, "here") for rank in range(3)]
+    list(pool.map(lambda exchange: exchange(0), exchanges))
+    waiting = {rank: pool.submit(exchanges[rank], 1) for rank in range(3) if rank != again}
+    begun = pool.submit(StoreExchange(store, again, 3, 20, "here"), 2)
+    for rank, one in waiting.items():
+        with pytest.raises(RankFailedError, match=f"rank {rank}: rank {again} has begun init.. again"):
+            one.result(20)
+    others = [pool.submit(StoreExchange(store, rank, 3, 20, "here"), 2) for rank in waiting]
+    assert [one.result(20) for one in (begun, *others)] == [[2, 2, 2]] * 3
 
 
 def test_a_store_that_fails_is_an_error_at_once() -> None:

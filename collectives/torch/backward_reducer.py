@@ -3,6 +3,9 @@
     backward       autograd completes a parameter's gradient -> its hook -> the bucket is complete -> it is submitted
     synchronize    the remaining buckets are submitted; wait; the results are in ``parameter.grad``
 
+Where combining gradients would only take time from the backward pass, complete buckets are gathered, and all of them
+leave in ``synchronize`` (`collectives.torch.step_operation`).
+
 What a bucket holds is decided beforehand and alike on all ranks, from the last parameter to the first, which is about
 the order of the backward pass (as in S. Li et al., "PyTorch Distributed", VLDB 2020). The order in which buckets fill
 may differ between ranks: they are matched by name.
@@ -16,6 +19,7 @@ that another rank has, and a gradient that is sparse somewhere and dense nowhere
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -31,6 +35,7 @@ from collectives.runtime import world_of
 from collectives.torch.buckets import GradientBucket, GradientSlot, SparseBucket, ViewedBucket, arrange
 from collectives.torch.compiled import untraced
 from collectives.torch.guard import Guard, grad_of, graph_task, in_backward_elsewhere
+from collectives.torch.step_operation import StepOperation, holds_back
 from collectives.torch.tally import Tally
 from collectives.world import World
 
@@ -72,6 +77,8 @@ class BackwardReducer:
         self._frozen: list[GradientSlot] = []
         self._buckets: list[GradientBucket] = []
         self._tally = Tally()
+        self._together = StepOperation(options)
+        self._holds_back = False
         self._results: list[weakref.ref[Any]] = []
         self._guard = Guard(self.combine_for_read, self.refuse)
         self._hooks: list[Any] = []
@@ -145,6 +152,7 @@ class BackwardReducer:
             for other in self._slots:
                 other.put_hook_last()
             self._thread = threading.get_ident()
+            self._holds_back = holds_back(self._world)
             self._guard.arm()
         if not slot.left and alone:  # else a later hook may change the gradient: `synchronize` submits it
             self._complete(slot)
@@ -158,7 +166,7 @@ class BackwardReducer:
         return self._begun_passes
 
     def _complete(self, slot: GradientSlot) -> None:
-        """Submit the slot's bucket if this was its last missing gradient."""
+        """Submit or gather the slot's bucket if this was its last missing gradient."""
         bucket = slot.bucket
         if bucket is None or slot.deferred:
             return  # deferred, or frozen until now: `synchronize` submits it
@@ -168,6 +176,13 @@ class BackwardReducer:
             bucket.pending -= 1
             complete = not bucket.pending
         if complete and self._may_submit(bucket):
+            self._send(bucket)
+
+    def _send(self, bucket: GradientBucket) -> None:
+        """Submit a bucket, or gather it if it leaves with others."""
+        if self._holds_back and bucket.binds:
+            bucket.gather()
+        else:
             bucket.submit()
 
     def _may_submit(self, bucket: GradientBucket) -> bool:
@@ -230,7 +245,7 @@ class BackwardReducer:
         Raises:
             InvalidArgumentError: it was submitted.
         """
-        submitted = [slot for bucket in self._buckets if bucket.handle is not None for slot in bucket.slots]
+        submitted = [slot for bucket in self._buckets if bucket.in_flight for slot in bucket.slots]
         for slot in submitted:
             if slot.param is param:
                 raise InvalidArgumentError(
@@ -260,8 +275,11 @@ class BackwardReducer:
             deferred = [
                 bucket for bucket in self._buckets if bucket.deferred and not any(slot.left for slot in bucket.slots)
             ]
-            first = _first_error([bucket.submit for bucket in deferred if self._may_submit(bucket)])
+            first = _first_error(
+                [functools.partial(self._send, bucket) for bucket in deferred if self._may_submit(bucket)]
+            )
             first = _first_error([lambda: self._count(reads, applies and not self.begun)], first)
+            first = _first_error([self._start], first)
             if first is not None or not self._tally.all_submitted:
                 first = _first_error([self._compare], first)
             first = _first_error(
@@ -301,7 +319,9 @@ class BackwardReducer:
         """Wait for operations in flight, and begin anew."""
         self._guard.disarm()
         self.end_step()
-        first = _first_error([bucket.finish for bucket in self._buckets])
+        # Of ranks that gather buckets and ranks that do not, all must submit the same.
+        first = _first_error([bucket.submit for bucket in self._buckets if bucket.gathered])
+        first = _first_error([bucket.finish for bucket in self._buckets], first)
         self._reset()
         if first is not None:
             raise first
@@ -323,8 +343,17 @@ class BackwardReducer:
             self._arrange(thawed)
 
     def _count(self, reads: bool, idle: bool) -> None:
-        remaining = sum(len(bucket.slots) for bucket in self._buckets if bucket.handle is None)
-        self._tally.sum(self._world, f"{self._options.name}gradients missing", remaining, reads, idle)
+        remaining = sum(len(bucket.slots) for bucket in self._buckets if not bucket.in_flight)
+        bound, steady = self._together.look(self._world, self._buckets)
+        self._tally.sum(self._world, f"{self._options.name}gradients missing", remaining, reads, idle, bound, steady)
+
+    def _start(self) -> None:
+        """Combine the gathered buckets by one operation if every rank can, or submit them."""
+        tally, world = self._tally, self._world
+        if not (tally.all_submitted and self._together.run(world, tally.all_bound(world), tally.all_steady(world))):
+            first = _first_error([bucket.submit for bucket in self._buckets if bucket.gathered])
+            if first is not None:
+                raise first
 
     def _compare(self) -> None:
         """Agree on which gradients exist and which are sparse, and submit the remaining buckets."""
@@ -339,7 +368,7 @@ class BackwardReducer:
             elif slot.param.grad is not None and slot.param.grad.is_sparse:
                 self._densify(slot)
         remaining = [
-            bucket for bucket in self._buckets if bucket.handle is None and any(slot.kind for slot in bucket.slots)
+            bucket for bucket in self._buckets if not bucket.in_flight and any(slot.kind for slot in bucket.slots)
         ]
         first = _first_error([bucket.submit for bucket in remaining])
         if first is not None:

@@ -8,7 +8,8 @@
     ViewedBucket      gradients that are views of one tensor: autograd adds to it, the engine combines it, no copies
     SparseBucket      one sparse gradient, gathered
 
-Hooks of the parameters submit a bucket once all of its gradients are complete, during the backward pass.
+Hooks of the parameters submit a bucket once all of its gradients are complete, during the backward pass; or gather it,
+where all buckets leave together when the program waits (`collectives.torch.step_operation`).
 
 The memory of a gradient in flight belongs to the engine. Reading it through its parameter waits for it
 (`collectives.torch.guard`). A change through a tensor kept from an earlier step is refused afterwards: torch's version
@@ -114,6 +115,8 @@ class GradientBucket:
 
     Attributes:
         deferred: submitted in `synchronize`, and not in the backward pass.
+        binds: its gradients are combined where persistent operations can be bound to them, while memory stays.
+        gathered: its gradients belong to the engine, and have not been submitted.
         pending: the number of gradients that are not complete yet.
         missing: slots without a gradient on this rank; zeros stand in for it.
         handle: of the operation in flight, or None.
@@ -128,6 +131,7 @@ class GradientBucket:
         self.pending = len(self.slots)
         self.missing: list[GradientSlot] = []
         self.handle: Any = None
+        self.binds = self.gathered = False
         self._keywords: dict[str, Any] = {
             "op": options.op,
             "name": options.name + name,
@@ -140,8 +144,13 @@ class GradientBucket:
         for slot in self.slots:
             slot.bucket, slot.deferred = self, self.deferred
 
-    def submit(self) -> None:
-        """Begin to combine the gradients."""
+    @property
+    def in_flight(self) -> bool:
+        """Whether its gradients belong to the engine."""
+        return self.gathered or self.handle is not None
+
+    def gather(self) -> None:
+        """Take the gradients from the program, to combine them later."""
         gradients = [grad_of(param) for param in self._params]
         self.missing = [slot for slot, grad in zip(self.slots, gradients, strict=True) if grad is None]
         for at, grad in enumerate(gradients):
@@ -150,18 +159,28 @@ class GradientBucket:
             elif grad.requires_grad:
                 gradients[at] = grad.detach()  # of backward(create_graph=True)
         self._gradients = gradients
-        self.handle = self.begin(gradients)
+        self.pack(gradients)
         self._versions = [grad._version for grad in gradients]
+        self.gathered = True
+
+    def submit(self) -> None:
+        """Begin to combine the gradients."""
+        if not self.gathered:
+            self.gather()
+        self.gathered = False
+        self.handle = self.begin(self._gradients)
 
     def finish(self) -> None:
-        """Wait for the operation in flight, if there is one, and store the results.
+        """Wait for the operation in flight, if there is one, and store the results; of gathered gradients, those of
+        the operation that all buckets share.
 
         Raises:
             InvalidArgumentError: the program has changed or dropped a gradient in flight; all others are stored.
         """
-        handle, self.handle = self.handle, None
+        handle, self.handle, gathered, self.gathered = self.handle, None, self.gathered, False
         if handle is not None:
             handle.wait()
+        if handle is not None or gathered:
             refusal = self._look_for_changes()
             for slot in self.missing:
                 slot.param.grad = self._gradients[self.slots.index(slot)]
@@ -170,9 +189,17 @@ class GradientBucket:
             if refusal is not None:
                 raise refusal
 
+    def pack(self, gradients: list[Any]) -> None:
+        """Copy the gradients to where they are combined, if that is elsewhere."""
+
     def begin(self, gradients: list[Any]) -> Any:
         """Submit an operation that combines the gradients."""
         raise NotImplementedError
+
+    def places(self) -> list[Any] | None:
+        """Tensors where the gathered gradients lie, the same objects as long as that memory is kept for them; None if
+        a gradient lies elsewhere."""
+        return None
 
     def unpack(self, gradients: list[Any]) -> None:
         """Copy the results into the gradients, if they are elsewhere."""
@@ -206,14 +233,19 @@ class GroupedBucket(GradientBucket):
             and all(param.is_cpu for param in self._params)
             and world_of(options.process_set).planner.locates_tensors(nbytes)
         ):
+            self.binds = True
             for slot in self.slots:
                 slot.place = slot.place or GradientPlace(slot.param)
 
-    def submit(self) -> None:
+    def gather(self) -> None:
         for slot in self.slots:
             if slot.place is not None:
                 slot.place.move()
-        super().submit()
+        super().gather()
+
+    def places(self) -> list[Any] | None:
+        held = [slot.place.twin for slot in self.slots if slot.place is not None and slot.place.holds_gradient()]
+        return held if len(held) == len(self.slots) else None
 
     def begin(self, gradients: list[Any]) -> Any:
         return world_of(self.options.process_set).grouped_allreduce_async_(gradients, **self._keywords)
@@ -228,6 +260,7 @@ class PackedBucket(GradientBucket):
         count = sum(slot.param.numel() for slot in self.slots)
         zeros = memory.zeros if first.is_cpu else torch.zeros
         self.flat = zeros(count, dtype=first.dtype, device=first.device)
+        self.binds = first.is_cpu and options.compression is Compression.none
         pieces = self.flat.split([slot.param.numel() for slot in self.slots])
         self.views = [self._shaped(piece, slot.param) for piece, slot in zip(pieces, self.slots, strict=True)]
 
@@ -236,10 +269,15 @@ class PackedBucket(GradientBucket):
         strides."""
         return piece.view(param.shape)
 
-    def begin(self, gradients: list[Any]) -> Any:
+    def pack(self, gradients: list[Any]) -> None:
         with torch.no_grad():
             torch._foreach_copy_(self.views, gradients)
+
+    def begin(self, gradients: list[Any]) -> Any:
         return world_of(self.options.process_set).allreduce_async_(self.flat, **self._keywords)
+
+    def places(self) -> list[Any] | None:
+        return [self.flat]
 
     def unpack(self, gradients: list[Any]) -> None:
         with torch.no_grad():
@@ -263,7 +301,7 @@ class ViewedBucket(PackedBucket):
                 view.copy_(slot.param.grad.detach())
             slot.param.grad = view
 
-    def begin(self, gradients: list[Any]) -> Any:
+    def pack(self, gradients: list[Any]) -> None:
         strangers = [at for at, (grad, view) in enumerate(zip(gradients, self.views, strict=True)) if grad is not view]
         if strangers:  # the program has set them to None, so that autograd has made new ones
             with torch.no_grad():
@@ -276,7 +314,6 @@ class ViewedBucket(PackedBucket):
         self.missing += [slot for slot in self.slots if slot.blank and slot.left == slot.passes]
         for slot in self.slots:
             slot.blank = False
-        return world_of(self.options.process_set).allreduce_async_(self.flat, **self._keywords)
 
     def unpack(self, gradients: list[Any]) -> None:
         """The results are in the views."""

@@ -19,6 +19,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import numpy as np
 import torch
 
 from collectives.tensors.arena import arena
@@ -30,13 +31,19 @@ Holders = tuple[int, ...]
 
 
 class GradientPlace:
-    """The place in the arena of one parameter's gradients, of one after the other."""
+    """The place in the arena of one parameter's gradients, of one after the other.
 
-    __slots__ = ("_address", "_forks", "_param", "_refused", "_storage", "_tensor")
+    Attributes:
+        twin: a tensor on the same memory with a storage of its own, for an operation that is bound to the place: what
+            holds it does not look like a holder of a gradient. Each new place has a new one; None before the first.
+    """
+
+    __slots__ = ("_address", "_forks", "_param", "_refused", "_storage", "_tensor", "twin")
 
     def __init__(self, param: Any) -> None:
         self._param = param
         self._refused = False
+        self.twin: Any = None
         self._tensor: Any = None
         """A tensor that lies there, and is known here alone."""
         self._storage: Any = None
@@ -44,7 +51,7 @@ class GradientPlace:
 
     def move(self) -> None:
         """Move the parameter's gradient here, unless the program could tell."""
-        if self._refused or self._holds_gradient() or holders_of_gradient(self._param) != _ALONE:
+        if self._refused or self.holds_gradient() or holders_of_gradient(self._param) != _ALONE:
             return
         grad, place = grad_of(self._param), self._tensor
         if not _movable(grad):
@@ -57,11 +64,13 @@ class GradientPlace:
             or place.data_ptr() != self._address  # moved by share_memory_: a process may read the earlier gradient
             or self.holders_of_earlier() != _UNUSED
         ):
-            self.renew(memory.empty(grad.shape, dtype=grad.dtype))
+            block = arena.empty(grad.nbytes, np.uint8)
+            self.renew(memory.over(block, grad.shape, grad.dtype))
+            self.twin = memory.over(block, grad.shape, grad.dtype)
             place = self._tensor
             if not arena.locate(self._address, place.nbytes):
                 self._refused = True
-                self._tensor = self._storage = None
+                self._tensor = self._storage = self.twin = None
                 return
         with torch.no_grad():
             place.copy_(grad)
@@ -72,7 +81,7 @@ class GradientPlace:
         self._tensor, self._storage, self._address = tensor, tensor.untyped_storage(), tensor.data_ptr()
         self._forks = arena.forks
 
-    def _holds_gradient(self) -> bool:
+    def holds_gradient(self) -> bool:
         """Whether the gradient lies here already: it was moved before, or autograd has added to it."""
         grad = grad_of(self._param)
         return grad is not None and grad.layout is torch.strided and grad.data_ptr() == self._address

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from collectives.base.errors import InvalidArgumentError, InvalidTypeError
@@ -87,17 +88,22 @@ def _allocate(shape: tuple[int, ...], dtype: Any, requires_grad: bool, *, zero: 
     kind = torch.get_default_dtype() if dtype is None else dtype
     if not isinstance(kind, torch.dtype):
         raise InvalidTypeError(f"dtype: expected a torch.dtype, got {dtype!r}")
-    tensor = torch.empty(0, dtype=kind, device="cpu")
-    nbytes = math.prod(shape) * tensor.element_size()
+    nbytes = math.prod(shape) * kind.itemsize
     if nbytes:
         memory = arena.empty(nbytes, _BYTE)
         if zero:
             memory.fill(0)
-        # Not a view of the tensor of bytes: autograd treats views in a way of its own.
-        tensor.set_(torch.from_numpy(memory).untyped_storage(), 0, shape)  # type: ignore[call-overload]
+        tensor = over(memory, shape, kind)
     else:
         tensor = torch.empty(shape, dtype=kind, device="cpu")
     return tensor.requires_grad_() if requires_grad else tensor
+
+
+def over(memory: npt.NDArray[np.uint8], shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor whose storage is this array of bytes."""
+    # Not a view of the tensor of bytes: autograd treats views in a way of its own.
+    storage = torch.from_numpy(memory).untyped_storage()
+    return torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, tuple(shape))  # type: ignore[call-overload]
 
 
 def _dimensions(size: tuple[int | Sequence[int], ...]) -> tuple[int, ...]:

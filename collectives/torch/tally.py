@@ -1,9 +1,10 @@
-"""The tally: six integers that the ranks sum in every step, to learn what one rank alone cannot know.
+"""The tally: eight integers that the ranks sum in every step, to learn what one rank alone cannot know.
 
 It shows whether any rank has gradients that were not submitted in its backward pass; whether all ranks are in the same
 step, because a rank that has combined its gradients more often (it alone read them between two backward passes) would
 combine them with those of another step; and whether a rank without a backward pass combines gradients in its ``step()``
-while others have read theirs, so that changes such as clipping would not be made there.
+while others have read theirs, so that changes such as clipping would not be made there. And it shows whether all ranks
+can start, or bind, the persistent operation of a step (`collectives.torch.step_operation`).
 """
 
 from __future__ import annotations
@@ -24,17 +25,22 @@ class Tally:
 
     def __init__(self) -> None:
         self.combined = 0
-        self._sums = np.zeros(6, np.int64)
+        self._sums = np.zeros(8, np.int64)
 
-    def sum(self, world: World, name: str, not_submitted: int, reads: bool, idle: bool) -> None:
+    def sum(
+        self, world: World, name: str, not_submitted: int, reads: bool, idle: bool, bound: bool, steady: bool
+    ) -> None:
         """Sum over the ranks; a joined rank adds zeros.
 
         Args:
             not_submitted: the number of this rank's gradients that have not been submitted.
             reads: this rank's program reads gradients.
             idle: this rank applies gradients without having run a backward pass.
+            bound: all gradients of this rank lie where the step's persistent operation is bound to.
+            steady: they lie where those of the step before did.
         """
-        self._sums[:] = not_submitted, 1, self.combined, self.combined * self.combined, reads, idle
+        combined = self.combined
+        self._sums[:] = not_submitted, 1, combined, combined * combined, reads, idle, bound, steady
         world.allreduce_(self._sums, op=Op.SUM, name=name)
 
     @property
@@ -42,13 +48,21 @@ class Tally:
         """Whether all ranks have submitted all gradients."""
         return not self._sums[0]
 
+    def all_bound(self, world: World) -> bool:
+        """Whether all gradients of all ranks lie where the step's persistent operation is bound to."""
+        return bool(self._sums[6] == world.size)
+
+    def all_steady(self, world: World) -> bool:
+        """Whether all gradients of all ranks lie where those of the step before did."""
+        return bool(self._sums[7] == world.size)
+
     def check(self, rank: int) -> None:
         """Raise on all ranks alike if the sums show ranks in different steps.
 
         Raises:
             MismatchError: see above.
         """
-        _, ranks, combined, squares, reading, idle = self._sums.tolist()
+        _, ranks, combined, squares, reading, idle, _, _ = self._sums.tolist()
         if ranks * squares != combined * combined:  # the variance is not 0
             raise MismatchError(
                 f"rank {rank}: gradients were combined with those of another step on another rank, which has combined "

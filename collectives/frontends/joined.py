@@ -17,19 +17,37 @@ from collectives.world import World
 
 _BELOW = 256 << 10
 """Bytes of a tensor, on average, below which tensors are copied together."""
+_APART_UP_TO = 4 << 20
+"""Bytes of all tensors up to which two copies, in and out, take less time than system calls on each tensor."""
 
-Shapes = tuple[tuple[int, ...], ...]
+
+class Shapes(tuple[tuple[int, ...], ...]):
+    """The shapes of tensors, hashed once: every call looks its request up by them."""
+
+    _hash: int
+
+    def __hash__(self) -> int:
+        try:
+            return self._hash
+        except AttributeError:
+            self._hash = super().__hash__()
+            return self._hash
 
 
 def pays(arrays: Sequence[Any], op: Op | None, compression: Any) -> bool:
-    """Whether the arrays of a grouped all-reduce should be joined; the same on every rank whose arrays have the same
-    sizes.
+    """Whether `allreduce` is quicker than the grouped operation; the same on every rank whose arrays have the same
+    sizes."""
+    return _may_join(arrays, op, compression) and sum(array.nbytes for array in arrays) < len(arrays) * _BELOW
 
-    Adasum treats each tensor as one vector, and a compressed tensor is copied anyway.
-    """
-    if op is Op.ADASUM or compression is not None or len(arrays) < 2:
-        return False
-    return bool(sum(array.nbytes for array in arrays) < len(arrays) * _BELOW)
+
+def pays_apart(arrays: Sequence[Any], op: Op | None, compression: Any) -> bool:
+    """`pays` of `allreduce_apart`."""
+    return _may_join(arrays, op, compression) and sum(array.nbytes for array in arrays) <= _APART_UP_TO
+
+
+def _may_join(arrays: Sequence[Any], op: Op | None, compression: Any) -> bool:
+    # Adasum treats each tensor as one vector, and a compressed tensor is copied anyway.
+    return op is not Op.ADASUM and compression is None and len(arrays) > 1
 
 
 def allreduce(
@@ -37,7 +55,7 @@ def allreduce(
     arrays: Sequence[Any],
     places: Sequence[Any],
     wholes: Sequence[Any],
-    parts: Sequence[Shapes],
+    parts: Sequence[tuple[tuple[int, ...], ...]],
     **how: Any,
 ) -> None:
     """Copy arrays to their places, and reduce what these belong to.
@@ -62,7 +80,11 @@ def allreduce(
 
 
 def allreduce_apart(
-    world: World, arrays: Sequence[Any], results: Sequence[Any], parts: Sequence[Shapes], **how: Any
+    world: World,
+    arrays: Sequence[Any],
+    results: Sequence[Any],
+    parts: Sequence[tuple[tuple[int, ...], ...]],
+    **how: Any,
 ) -> None:
     """`allreduce` whose results are copied out of the joined arrays.
 

@@ -153,7 +153,7 @@ class CollectiveCall:
         if self.wire is not None:
             options["compression"] = named(self.wire)
         parts = self.parts or ((),) * len(operands)
-        if self.grouped and results is not None and joined.pays(operands, Op(self.op), self.wire):
+        if self.grouped and results is not None and joined.pays_apart(operands, Op(self.op), self.wire):
             joined.allreduce_apart(world, operands, results, parts, **options)
             return list(results)
         if results is operands:
@@ -213,7 +213,8 @@ def deserialize(text: str) -> CollectiveCall:
     """Return the call that `CollectiveCall.serialize` wrote."""
     fields = json.loads(text)
     del fields["operands"]
-    return CollectiveCall(**{key: _tuples(value) for key, value in fields.items()})
+    values = {key: _tuples(value) for key, value in fields.items()}
+    return CollectiveCall(**{**values, "parts": tuple(joined.Shapes(shapes) for shapes in values["parts"])})
 
 
 def _tuples(value: Any) -> Any:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -26,16 +26,16 @@ import tensorflow as tf
 from collectives.base import dtypes
 from collectives.base.reduce_op import Op
 from collectives.frontends import broadcasts, joined
+from collectives.frontends.joined import Shapes
 from collectives.tensorflow import graph
 from collectives.tensors.host_frameworks import wrap_tensorflow
 
 if TYPE_CHECKING:
     from collectives.tensorflow.graph_call import GraphCall
 
-Shapes = tuple[tuple[int, ...], ...]
-
 _SMALL = 32 << 10
 """Tensors of at most this many bytes are copied together."""
+_NO_PARTS = Shapes()
 _ROW = 64
 """TensorFlow splits memory without a copy at multiples of this many bytes."""
 
@@ -46,7 +46,7 @@ class PackedArgument:
 
     Attributes:
         numbers: the positions of its tensors among those that were passed.
-        shapes: their shapes; empty if the argument is a single tensor whose result shares no array.
+        shapes: their shapes; empty if the argument is a single tensor whose shape is unknown until the graph runs.
         in_rows: whether its result shares an array with others of its dtype.
     """
 
@@ -57,7 +57,7 @@ class PackedArgument:
     @property
     def parts(self) -> Shapes:
         """The shapes of the tensors, if several were copied into one."""
-        return self.shapes if len(self.numbers) > 1 else ()
+        return self.shapes if len(self.numbers) > 1 else _NO_PARTS
 
 
 def allreduce(call: GraphCall, tensors: Sequence[Any]) -> list[Any]:
@@ -120,13 +120,13 @@ def _packed(tensors: Sequence[Any], packs: bool, kind: type[_PackedCallback], ca
         if small:
             given.append(tf.concat([tf.reshape(tensors[number], [-1]) for number in small], 0))
             parts.append(
-                PackedArgument(tuple(small), tuple(tuple(tensors[number].shape.as_list()) for number in small), rows)
+                PackedArgument(tuple(small), Shapes(tuple(tensors[number].shape.as_list()) for number in small), rows)
             )
         for number in large:
             given.append(tensors[number])
-            in_rows = rows and number in split
-            shapes = (tuple(tensors[number].shape.as_list()),) if in_rows else ()
-            parts.append(PackedArgument((number,), shapes, in_rows))
+            shape = tensors[number].shape
+            shapes = Shapes([tuple(shape.as_list())] if shape.is_fully_defined() else [])
+            parts.append(PackedArgument((number,), shapes, rows and number in split))
 
     def make(name: str | None) -> _PackedCallback:
         return _interned(kind(replace(call, name=name), tuple(parts)))
@@ -214,6 +214,8 @@ class _PackedCallback:
 
     call: GraphCall
     arguments: tuple[PackedArgument, ...]
+    _known: list[Shapes] = field(default_factory=list, init=False, compare=False)
+    """What `_parts_of_results` returns, if no shape is unknown until the graph runs."""
 
     def __call__(self, *arrays: Any) -> list[Any]:
         raise NotImplementedError
@@ -261,6 +263,8 @@ class _PackedAllreduce(_PackedCallback):
 
     def _parts_of_results(self, arrays: Sequence[Any]) -> list[Shapes]:
         """For each result the shapes of all tensors in it."""
+        if self._known:
+            return self._known
         found: list[list[tuple[int, ...]]] = []
         shared: dict[Any, list[tuple[int, ...]]] = {}
         for array, argument in zip(arrays, self.arguments, strict=True):
@@ -270,7 +274,10 @@ class _PackedAllreduce(_PackedCallback):
             found.append(list(argument.shapes or (array.shape,)))
             if argument.in_rows:
                 shared[array.dtype] = found[-1]
-        return [tuple(shapes) for shapes in found]
+        parts = [Shapes(shapes) for shapes in found]
+        if all(argument.shapes for argument in self.arguments):
+            self._known[:] = parts
+        return parts
 
 
 class PackedBroadcast(_PackedCallback):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import numpy as np
@@ -62,15 +63,28 @@ def test_a_rank_that_has_joined_contributes_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "op", "compression", "expected"),
+    ("sizes", "op", "compression", "pays", "pays_apart"),
     [
-        ([10, 20], Op.SUM, None, True),
-        ([10, 20], Op.ADASUM, None, False),
-        ([10, 20], Op.SUM, "float16", False),
-        ([10], Op.SUM, None, False),
-        ([100_000, 100], Op.SUM, None, True),
-        ([200_000, 100], Op.SUM, None, False),
+        ([10, 20], Op.SUM, None, True, True),
+        ([10, 20], Op.ADASUM, None, False, False),
+        ([10, 20], Op.SUM, "float16", False, False),
+        ([10], Op.SUM, None, False, False),
+        ([100_000, 100], Op.SUM, None, True, True),
+        ([200_000, 100], Op.SUM, None, False, True),
+        ([50_000] * 30, Op.SUM, None, True, False),
     ],
 )
-def test_joining_pays_for_small_tensors(sizes: list[int], op: Op, compression: Any, expected: bool) -> None:
-    assert joined.pays([np.empty(size, np.float32) for size in sizes], op, compression) is expected
+def test_joining_pays_for_small_tensors(
+    sizes: list[int], op: Op, compression: Any, pays: bool, pays_apart: bool
+) -> None:
+    arrays = [np.empty(size, np.float32) for size in sizes]
+    assert joined.pays(arrays, op, compression) is pays
+    assert joined.pays_apart(arrays, op, compression) is pays_apart
+
+
+def test_shapes_are_a_tuple_hashed_once() -> None:
+    plain = ((2, 3), (), (4,))
+    shapes = joined.Shapes(plain)
+    assert shapes == plain and hash(shapes) == hash(plain) == hash(shapes) and repr(shapes) == repr(plain)
+    again = pickle.loads(pickle.dumps(shapes))
+    assert again == plain and hash(again) == hash(plain)

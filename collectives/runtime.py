@@ -37,8 +37,8 @@ global_process_set = ProcessSet(None)
 """All ranks."""
 
 _RANK_VARIABLES = (
-    *("COLLECTIVES_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID"),
-    *("RANK", "JAX_PROCESS_ID"),
+    *("COLLECTIVES_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK"),
+    *("RANK", "SLURM_PROCID", "JAX_PROCESS_ID"),
 )
 """Launchers' variables of this rank's number."""
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.mpirun import ROOT, python_for, run_command, run_ranks
+from tests.mpirun import IMPLEMENTATIONS, ROOT, python_for, run_command, run_ranks
 
 
 def free_port() -> int:
@@ -92,3 +94,64 @@ def test_ranks_meet_at_a_store_of_torchs(tmp_path: Path) -> None:
     shown = run_command(["sh", "-c", start, "-", *words]).output
     for rank in range(2):
         assert f"{rank} of 1 {rank + 1}.0" in shown and f"{rank} of 2 3.0" in shown, shown
+
+
+WITHOUT_MPI = """
+import sys
+sys.modules["mpi4py"] = None
+import collectives as hvd
+
+hvd.init()
+print("sum", hvd.allreduce(hvd.rank() + 1.0, op=hvd.Sum), "of", hvd.size())
+"""
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_ranks_of_mpirun_meet_without_mpi4py(implementation: str, tmp_path: Path) -> None:
+    result = run_ranks(2, WITHOUT_MPI, mpi=implementation, env={"HOME": str(tmp_path)})
+    assert all("sum 3.0 of 2" in text for text in result.ranks), str(result)
+
+
+INTERRUPTED = """
+import os, signal, sys, threading
+import collectives as hvd
+
+address, rank = sys.argv[1], int(sys.argv[2])
+if rank == 2:
+    sys.stdin.readline()
+else:
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    try:
+        hvd.init(rendezvous=address, rank=rank, size=3)
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
+hvd.init(rendezvous=address, rank=rank, size=3)
+sys.stdout.write(f"{rank}: {hvd.allreduce(1.0, op=hvd.Sum)}\\n")
+"""
+
+
+def test_an_interrupted_rank_comes_again(tmp_path: Path) -> None:
+    """One that serves the store, and one that does not; both wait for a third."""
+    (tmp_path / "program.py").write_text(INTERRUPTED)
+    address = f"tcp://localhost:{free_port()}"
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(tmp_path / "program.py"), address, str(rank)],
+            env={**os.environ, "HOME": str(tmp_path)},
+            **dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE),
+            text=True,
+        )
+        for rank in range(3)
+    ]
+    try:
+        for process in ranks[:2]:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "interrupted\n"
+        assert ranks[2].stdin is not None
+        ranks[2].stdin.write("\n")
+        ranks[2].stdin.flush()
+        shown = [process.communicate(timeout=60) for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    assert [out.splitlines()[-1] for out, _ in shown] == ["0: 3.0", "1: 3.0", "2: 3.0"], str(shown)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from collectives.base.errors import CollectiveTimeoutError, RankFailedError, TransportError
+from collectives.base.errors import CollectiveTimeoutError, MismatchError, RankFailedError, TransportError
 from collectives.transport import network
 from collectives.transport.authentication import make_key
 from collectives.transport.listener import Listener, dial
@@ -83,10 +83,16 @@ class Mesh:
 
         Raises:
             InvalidArgumentError, TransportError: no interface serves.
+            MismatchError: some ranks were given a key, and others were not.
         """
         mine = (make_key() if key is None else b"").hex() if rank == 0 else ""
-        said = exchange([network.identity(), network.addresses(), mine, secrets.token_hex(8)])
-        hosts, offers, made, nonces = zip(*said, strict=True)
+        said = exchange([network.identity(), network.addresses(), mine, secrets.token_hex(8), key is not None])
+        hosts, offers, made, nonces, given = zip(*said, strict=True)
+        if len(set(given)) > 1:
+            without = ", ".join(str(peer) for peer, has in enumerate(given) if not has)
+            raise MismatchError(
+                f"rank {rank}: COLLECTIVES_KEY is set on some ranks, but not on {without}: set it on all, or on none"
+            )
         key = key if key is not None else bytes.fromhex(made[0])
         job = nonces[0]
         address = network.address_of(interface) if interface else network.choose(hosts, offers, rank)

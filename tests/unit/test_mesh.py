@@ -15,7 +15,13 @@ from typing import Any
 
 import pytest
 
-from collectives.base.errors import CollectiveTimeoutError, InvalidArgumentError, RankFailedError, TransportError
+from collectives.base.errors import (
+    CollectiveTimeoutError,
+    InvalidArgumentError,
+    MismatchError,
+    RankFailedError,
+    TransportError,
+)
 from collectives.transport import listener, network
 from collectives.transport.authentication import make_key
 from collectives.transport.listener import MOST_UNPROVED, Listener, dial
@@ -46,6 +52,17 @@ def meshes(ranks: int, key: bytes | None = None) -> list[Mesh]:
     with concurrent.futures.ThreadPoolExecutor(ranks) as pool:
         joining = [pool.submit(Mesh.join, exchange, rank, key) for rank, exchange in enumerate(exchanges(ranks))]
         return [mesh.result() for mesh in joining]
+
+
+@pytest.mark.parametrize("keys", [(None, KEY), (KEY, None)])
+def test_a_key_that_not_all_ranks_were_given_is_refused(keys: tuple[bytes | None, bytes | None]) -> None:
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        joining = [pool.submit(Mesh.join, exchange, rank, keys[rank]) for rank, exchange in enumerate(exchanges(2))]
+        for rank, mesh in enumerate(joining):
+            with pytest.raises(
+                MismatchError, match=f"rank {rank}: COLLECTIVES_KEY is set .* not on {keys.index(None)}"
+            ):
+                mesh.result(20)
 
 
 @pytest.fixture

@@ -23,6 +23,9 @@ from collectives.plan.program import Action, Medium, Program, RoundProgram, Spac
 from collectives.transport.base import Array
 from collectives.transport.group import Group
 
+_PART_BYTES = 128 << 10
+"""Bytes of a message that are reduced while the next ones arrive; so many are still in the cache that they came to."""
+
 
 class BoundRound:
     """The closures of one round, in the order in which they run.
@@ -249,6 +252,8 @@ class Binder:
             return self._copy_own(action)
         value = self._value(action, buffer)
         if action.verb is Verb.REDUCE:
+            if action.medium is Medium.MESSAGE:
+                return self._reduce_message(action, value)
             return self._reduce(action, value, wait)
         return self._take(action, value, wait, buffer)
 
@@ -383,6 +388,32 @@ class Binder:
             kernel(operand(segment, n), value(segment, n), out)
             if finish is not None:
                 finish(out, out)
+            if also is not None:
+                np.copyto(also(segment, n), out)
+
+        return reduce
+
+    def _reduce_message(self, action: Action, value: BlockOf) -> Do:
+        """Reduce a message part by part, while the next parts arrive."""
+        messages, kernel = self._group.messages, self._kernel
+        assert action.operand is not None and action.target is not None and kernel is not None and messages is not None
+        length, finish = self._blocks.length(action.size), self._finish if action.finish else None
+        operand, target, also = self._blocks.own(action.operand), self._blocks.own(action.target), self._second(action)
+        arrival, await_arrival, itemsize = self._arrivals[id(action)], messages.await_arrival, self._itemsize
+        part = max(1, _PART_BYTES // itemsize)
+
+        def reduce(segment: int) -> None:
+            n = length(segment)
+            if n <= 0:
+                return
+            message, mine, theirs, out = arrival[0], operand(segment, n), value(segment, n), target(segment, n)
+            for at in range(0, n, part):
+                end = min(at + part, n)
+                await_arrival(message, end * itemsize)
+                into = out[at:end]
+                kernel(mine[at:end], theirs[at:end], into)
+                if finish is not None:
+                    finish(into, into)
             if also is not None:
                 np.copyto(also(segment, n), out)
 

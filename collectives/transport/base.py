@@ -108,8 +108,12 @@ class MessageTransport(Protocol):
     def post_send(self, peer: int, block: Array) -> None:
         """Begin to send a contiguous block, which must stay alive and unchanged until `drain` returns."""
 
-    def await_arrival(self, message: Any) -> None:
-        """Wait until a message has been received, while others are still under way. Raises as `drain`."""
+    def await_arrival(self, message: Any, nbytes: int | None = None) -> None:
+        """Wait until a message has been received, while others are still under way. Raises as `drain`.
+
+        Args:
+            nbytes: its first bytes, which are enough; a transport may wait for all.
+        """
 
     def drain(self) -> None:
         """Wait until everything posted has been received and sent.

@@ -36,7 +36,7 @@ class MpiMessages:
     def post_send(self, peer: int, block: Array) -> None:
         self._requests.append(self._comm.Isend(block.view(np.uint8), peer, BLOCK_TAG))
 
-    def await_arrival(self, message: MPI.Request) -> None:
+    def await_arrival(self, message: MPI.Request, nbytes: int | None = None) -> None:
         self._waiter.wait(message, "a block from another rank")
 
     def drain(self) -> None:

@@ -52,13 +52,16 @@ class Arrival:
     """A message that is being received.
 
     Attributes:
-        parts: parts that have not arrived yet.
+        nbytes: of the message.
+        left: bytes that have not arrived yet.
+        divided: whether it comes by several lanes, so that its first bytes may not be the first to arrive.
     """
 
-    __slots__ = ("parts",)
+    __slots__ = ("divided", "left", "nbytes")
 
     def __init__(self) -> None:
-        self.parts = 0
+        self.nbytes = self.left = 0
+        self.divided = False
 
 
 class _Lane:
@@ -106,10 +109,12 @@ class TcpMessages:
         """Begin to receive a message into several blocks, one behind the other."""
         arrival = Arrival()
         for lane, part in self._divided(peer, blocks):
-            arrival.parts += 1
+            arrival.nbytes += len(part)
+            arrival.divided |= lane.number > 0
             lane.incoming.append(part)
             self._arrivals[lane].append(arrival)
             self._active[lane] = None
+        arrival.left = arrival.nbytes
         return arrival
 
     def post_send(self, peer: int, block: Array) -> None:
@@ -123,9 +128,10 @@ class TcpMessages:
             if len(lane.outgoing) == 1 and lane.sock is not None:
                 self._send(lane)
 
-    def await_arrival(self, message: Arrival) -> None:
-        if message.parts:
-            self._until(lambda: not message.parts, "a block from another rank")
+    def await_arrival(self, message: Arrival, nbytes: int | None = None) -> None:
+        left = 0 if nbytes is None or message.divided else message.nbytes - nbytes
+        if message.left > left:
+            self._until(lambda: message.left <= left, "a block from another rank")
 
     def drain(self) -> None:
         if self._active:
@@ -234,7 +240,7 @@ class TcpMessages:
                     wanted = sum(map(len, blocks))
                     sent = sock.sendmsg(blocks)
                 moved = True
-                _advance(outgoing, sent)
+                _drop(outgoing, sent)
                 if sent < wanted or lane.incoming:
                     break
         except BlockingIOError:
@@ -259,9 +265,7 @@ class TcpMessages:
                 if received == 0:
                     self._channel.lost(lane.peer)
                 moved = True
-                arrivals = self._arrivals[lane]
-                for _ in range(_advance(incoming, received)):
-                    arrivals.popleft().parts -= 1
+                self._credit(lane, received)
                 if received < wanted:
                     break
         except BlockingIOError:
@@ -269,6 +273,20 @@ class TcpMessages:
         except OSError:
             self._channel.lost(lane.peer)
         return moved
+
+    def _credit(self, lane: _Lane, nbytes: int) -> None:
+        """Note that the first bytes of what a lane is to receive have arrived."""
+        incoming, arrivals = lane.incoming, self._arrivals[lane]
+        while nbytes:
+            first = incoming[0]
+            part = min(nbytes, len(first))
+            arrivals[0].left -= part
+            if part == len(first):
+                incoming.popleft()
+                arrivals.popleft()
+            else:
+                incoming[0] = first[part:]
+            nbytes -= part
 
     def _doze(self, milliseconds: float) -> bool:
         """Sleep until a lane can go on, at most so long. Returns whether one can."""
@@ -290,15 +308,12 @@ class TcpMessages:
         return bool(poll.poll(milliseconds))
 
 
-def _advance(views: deque[memoryview], nbytes: int) -> int:
-    """Drop the first bytes of a queue of views. Returns the number of views that are done."""
-    done = 0
+def _drop(views: deque[memoryview], nbytes: int) -> None:
+    """Drop the first bytes of a queue of views."""
     while nbytes:
         first = views[0]
         if nbytes < len(first):
             views[0] = first[nbytes:]
-            break
+            return
         nbytes -= len(first)
         views.popleft()
-        done += 1
-    return done

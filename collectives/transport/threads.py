@@ -173,7 +173,7 @@ class ThreadMessages:
         self._sends.append(message)
         self._mailboxes.boxes[self._rank][peer].append(message)
 
-    def await_arrival(self, message: int) -> None:
+    def await_arrival(self, message: int, nbytes: int | None = None) -> None:
         while self._received < message:
             peer, into = self._receives.popleft()
             box = self._mailboxes.boxes[peer][self._rank]

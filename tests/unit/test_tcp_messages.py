@@ -96,6 +96,29 @@ def test_a_message_is_awaited_while_later_ones_have_not_been_sent() -> None:
     assert not raised(loopback_links.run(2, rank))
 
 
+def test_the_first_bytes_of_a_message_are_used_before_the_rest_is_sent() -> None:
+    first_used = threading.Event()
+
+    def rank(channel: TcpChannel, links: LoopbackLinks) -> None:
+        messages, peer, whole = TcpMessages(channel, links), 1 - channel.rank, pattern(1, 0, 0, 300)
+        if channel.rank == 0:
+            block = np.zeros(300, np.int64)
+            arrival = messages.post_receive(peer, block)
+            messages.await_arrival(arrival, 800)
+            np.testing.assert_array_equal(block[:100], whole[:100])
+            first_used.set()
+            messages.await_arrival(arrival)
+            np.testing.assert_array_equal(block, whole)
+        else:
+            messages.post_send(peer, whole[:100])
+            messages.drain()
+            assert first_used.wait(20)
+            messages.post_send(peer, whole[100:])
+            messages.drain()
+
+    assert not raised(loopback_links.run(2, rank))
+
+
 def test_ranks_that_open_their_lanes_in_a_circle_do_not_wait_for_each_other() -> None:
     def rank(channel: TcpChannel, links: LoopbackLinks) -> int:
         # Rank 2 waits for what rank 0 has posted before it dials rank 1, for whom rank 0 would wait.

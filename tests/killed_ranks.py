@@ -65,13 +65,13 @@ def _rank(world: World, operation: str, count: int, victim: int, delay: float) -
     mapped, _ = _mappings()
     descriptors = len(os.listdir("/proc/self/fd")) - len(mapped)
     problems = []
-    calls = _calls(world, operation, count)
-    next(calls)  # peers map the memory
+    each = calls(world, operation, count)
+    next(each)  # peers map the memory
     death = world.allgather_object(time.monotonic() + delay)[victim]
     if world.rank == victim:
         threading.Timer(death - time.monotonic(), os.kill, (os.getpid(), signal.SIGKILL)).start()
     try:
-        for _ in calls:
+        for _ in each:
             pass
     except RankFailedError as error:
         late = time.monotonic() - death
@@ -94,7 +94,7 @@ def _check_left(returned: tuple[list[str], int]) -> list[str]:
     return problems
 
 
-def _calls(world: World, operation: str, count: int) -> Iterator[None]:
+def calls(world: World, operation: str, count: int) -> Iterator[None]:
     """Operation after operation, for ever; the first numbers are checked."""
     size, rank = world.size, world.rank
     count -= count % size

@@ -288,3 +288,18 @@ def test_a_host_without_power_ends_the_job(hosts: Cluster, tmp_path: Path) -> No
     interrupt = (tmp_path / "ready", lambda processes: hosts.power_off("host3"))
     shown = across(hosts, "host3", *program, expect=1, interrupt=interrupt).output
     assert "collectivesrun: lost ranks 2, 3 on host3: no sign of life for 2 s" in shown
+
+
+def test_a_stopped_launcher_is_waited_for(hosts: Cluster, tmp_path: Path) -> None:
+    program = script(tmp_path, f"{WAITING}while not (folder / 'go').exists():\n    time.sleep(0.01)\n")
+
+    def interrupt(processes: list[psutil.Process]) -> None:
+        stopped = launcher(processes)
+        stopped.send_signal(signal.SIGTSTP)
+        time.sleep(4)  # longer than its silence is borne otherwise
+        assert stopped.status() == psutil.STATUS_STOPPED
+        (tmp_path / "go").touch()
+        for process in (stopped, stopped.parent()):  # nsenter stops with it
+            process.send_signal(signal.SIGCONT)
+
+    across(hosts, "host2", *program, interrupt=(tmp_path / "ready", interrupt))

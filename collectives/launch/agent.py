@@ -9,7 +9,8 @@ script, run without site-packages, that imports only the standard library.
 Its standard streams connect it with the launcher:
 
     stdin     lines: first the task, in JSON (environment, folder, command, ranks; nothing of it is on a command line);
-              then orders: ``alive``, ``signal N`` (forwarded to the ranks), ``end`` (SIGTERM, then SIGKILL), ``kill``
+              then orders: ``alive``, ``pause`` (silence follows), ``signal N`` (forwarded to the ranks), ``end``
+              (SIGTERM, then SIGKILL), ``kill``
     stdout    lines that begin with DLE: ``ready``, ``alive``, ``ended RANK CODE``, ``done``
     stderr    the frames of ``rank.py``, and plain messages
 
@@ -77,7 +78,10 @@ def _watch(ranks: _Ranks, orders: _Orders, signals: _Signals, patience: float) -
             orders.read()
             heard = now
         while (order := orders.take()) is not None:
-            ranks.obey(*order.split())
+            if order == "pause":
+                heard = float("inf")
+            else:
+                ranks.obey(*order.split())
         if orders.closed or now - heard > patience or any(number in _ENDING for number in signals.take()):
             ranks.obey("end")
         ranks.reap()

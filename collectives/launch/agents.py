@@ -32,6 +32,7 @@ _AFTER_KILL = 1.0
 _PATIENT_LAUNCHER, _PATIENT_AGENT = 2, 3
 """Times of the setting ``peer_timeout`` for which silence is borne: the ranks notice before the launcher, and say more.
 """
+_LATE = 4 * ALIVE_EVERY
 _READ = 64 << 10
 
 
@@ -139,6 +140,11 @@ class Agents:
         else:
             self.end()
 
+    def before_stop(self) -> None:
+        self._order("pause")
+        for one in self._agents:
+            one.write()
+
     def end(self) -> None:
         self._ending = True
         if self._sent:
@@ -166,7 +172,8 @@ class Agents:
 
     def _order(self, order: str) -> None:
         for one in self._agents:
-            one.pending += f"{order}\n".encode()
+            if not one.closed:
+                one.pending += f"{order}\n".encode()
 
     def _send_tasks(self) -> None:
         """Serve the store, and have all agents start their ranks."""
@@ -199,8 +206,12 @@ class Agents:
                 self._lose(one, self._reason(one))
         elif not one.ready and now > self._start_by:
             self._lose(one, f"cannot start {one.place}: no answer within {self.remote.timeout:g} s (--start-timeout)")
-        elif self._sent and one.place.host and now - one.heard > _PATIENT_LAUNCHER * self._config.peer_timeout:
+        elif self._sent and one.place.host and now - one.heard > self._patience():
             self._lose(one, f"lost {one.place}: no sign of life for {now - one.heard:.0f} s")
+
+    def _patience(self) -> float:
+        """Return the seconds for which a host may be silent: few once ranks have failed, because of it perhaps."""
+        return _LATE if self._failed_at else _PATIENT_LAUNCHER * self._config.peer_timeout
 
     def _reason(self, one: _Agent) -> str:
         code = one.process.returncode

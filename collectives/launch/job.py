@@ -67,6 +67,9 @@ class Ranks(Protocol):
     def send_signal(self, number: int) -> None:
         """Forward a signal to the ranks."""
 
+    def before_stop(self) -> None:
+        """Be ready for this process to be stopped, as by Ctrl-Z; does not wait."""
+
     def end(self) -> None:
         """End the ranks; does not wait."""
 
@@ -118,6 +121,10 @@ def _watch(ranks: Ranks, notices: _Notices, output: Output) -> tuple[int, float]
         if output.broken and not ended_by:
             numbers = [signal.SIGPIPE]
         for number in numbers:
+            if number == signal.SIGTSTP:
+                ranks.before_stop()
+                os.kill(os.getpid(), signal.SIGSTOP)
+                continue
             if ended_by == number == signal.SIGINT:
                 deadline, ending = 0.0, True  # a second Ctrl-C ends the job at once
             if not ended_by:
@@ -180,9 +187,8 @@ def _noticing() -> Iterator[_Notices]:
         return taken, readable, writable
 
     # Signals that were ignored at start-up stay ignored: SIGHUP under nohup, SIGINT in a script's background.
-    before = {
-        number: signal.signal(number, note) for number in _FORWARDED if signal.getsignal(number) != signal.SIG_IGN
-    }
+    noted = [number for number in (*_FORWARDED, signal.SIGTSTP) if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, note) for number in noted}
     before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda number, frame: None)
     previous = signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
     try:

@@ -68,6 +68,9 @@ class MpiRanks:
     def send_signal(self, number: int) -> None:
         self.processes[0].send_signal(number)
 
+    def before_stop(self) -> None:
+        """Nothing: the launcher goes on, in a session of its own."""
+
     def end(self) -> None:
         self._output.say("the MPI launcher goes on although the job has ended; ending it")
         self.processes[0].terminate()

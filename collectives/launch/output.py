@@ -128,6 +128,9 @@ class Output:
                 self._withhold(rank, "")
             else:
                 self._release(rank)
+        interrupted = self._interrupted()
+        for rank in interrupted[1:]:
+            del self._withheld[rank]
         others = {record.rank for record in self.records.found() if record.consequence}
         others |= {rank for rank, text in self._withheld.items() if _CONSEQUENCE.search(text)}
         for rank, text in self._withheld.items():
@@ -135,6 +138,8 @@ class Output:
                 self._feed(rank, b"e", text)
         for screen in self._screens.values():
             screen.settle(all_of_it=True)
+        if interrupted[1:]:
+            self.say(f"{listed(interrupted[1:])}: interrupted as rank {interrupted[0]} (--verbose shows where)")
         hidden = sorted(rank for rank in self._withheld if rank in others and (first is None or rank != first.rank))
         if first is not None:
             also = (
@@ -143,6 +148,12 @@ class Output:
                 else ""
             )
             self._screens[b"e"].feed(None, b"", f"\n{also}{first}\n".encode(errors="backslashreplace"))
+
+    def _interrupted(self) -> list[int]:
+        """Return the ranks whose final traceback shows where this process's interrupt has reached them."""
+        if not self.interrupted:
+            return []
+        return sorted(rank for rank, text in self._withheld.items() if text.rstrip().endswith(b"\nKeyboardInterrupt"))
 
     def say(self, text: str) -> None:
         """Show a message of ``collectivesrun``."""

@@ -52,8 +52,8 @@ class Job:
         self.turn()
         self._sink = os.open(os.devnull, os.O_WRONLY)
 
-    def end(self) -> tuple[str, str]:
-        self.output.end(culprit(self.output.records.found()))
+    def end(self, *, of_a_rank: bool = True) -> tuple[str, str]:
+        self.output.end(culprit(self.output.records.found()) if of_a_rank else None)
         while sinks := self.output.waiting()[1]:
             self.output.turn([], sinks)
         out, err = (file.read_bytes().decode(errors="replace") for file in self.files)
@@ -205,6 +205,17 @@ def test_a_traceback_that_is_no_text_is_shown_as_python_shows_it(odd: str, job: 
     job.fail(1, "r", text)
     err = job.end()[1]
     assert err.endswith(f"ValueError: no \\u{ord(odd):x}\n") and err.count("Traceback") == 1
+
+
+def test_one_interrupted_rank_shows_where(job: Job) -> None:
+    for rank in (2, 0, 1):
+        text = TRACE.format("").replace("ValueError: ", "KeyboardInterrupt") if rank < 2 else TRACE.format("other")
+        job.say(rank, "e", text)
+        job.fail(rank, "x", text, code=130)
+    job.output.interrupted = True
+    err = job.end(of_a_rank=False)[1]
+    assert "[0] KeyboardInterrupt\n" in err and "[2] ValueError: other\n" in err and "[1]" not in err
+    assert "collectivesrun: rank 1: interrupted as rank 0 (--verbose shows where)\n" in err
 
 
 def test_a_reader_that_does_not_read_holds_up_the_ranks_and_nothing_else(job: Job) -> None:

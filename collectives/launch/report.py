@@ -132,7 +132,7 @@ def show_plan(ranks: int, hosts: Sequence[Host], config: Config) -> str:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     on = "1 host" if len(placed) == 1 else f"{len(placed)} hosts"
     table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join([f"{ranks} ranks on {on}; media within a host, between hosts: MPI", "", *table])
+    return "\n".join([f"{ranks} ranks on {on}; media within a host, between hosts: MPI or TCP", "", *table])
 
 
 def version(package: str) -> str:

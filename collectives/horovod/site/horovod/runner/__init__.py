@@ -42,8 +42,9 @@ def run(
 ) -> list[Any]:
     """Call ``func(*args, **kwargs)`` on ``num_proc`` ranks (``np`` is its older name), by `collectives.launch.run`.
 
-    ``hosts``, ``hostfile``, ``output_filename``, ``verbose``, ``mpi_args`` and ``executable`` are as in Horovod.
-    Arguments about connecting the ranks have no effect, which is reported: MPI connects them.
+    ``hosts``, ``hostfile``, ``output_filename``, ``verbose``, ``mpi_args``, ``executable``, ``use_mpi`` and
+    ``network_interface`` are as in Horovod. ``use_gloo`` starts the ranks without MPI; ``ssh_port``,
+    ``ssh_identity_file`` and ``start_timeout`` have an effect then. Arguments without effect are reported.
 
     Returns:
         The function's results, by rank.

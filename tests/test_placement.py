@@ -10,6 +10,7 @@ import pytest
 from tests.mpirun import IMPLEMENTATIONS, ROOT, run_command, run_ranks
 
 SCENARIOS = ROOT / "tests" / "mpi" / "test_world.py"
+MESSAGES = ROOT / "tests" / "mpi" / "test_point_to_point.py"
 
 
 @pytest.mark.parametrize(
@@ -22,6 +23,11 @@ def test_pretended_hosts(size: int, local_size: int, mpi: str) -> None:
 @pytest.mark.parametrize("mpi", IMPLEMENTATIONS)
 def test_messages_only(mpi: str) -> None:
     run_ranks(3, SCENARIOS, mpi=mpi, env={"COLLECTIVES_TRANSPORT": "mpi"}, timeout=150)
+
+
+@pytest.mark.parametrize("mpi", IMPLEMENTATIONS)
+def test_point_to_point_messages_through_mpi(mpi: str) -> None:
+    run_ranks(3, MESSAGES, mpi=mpi, env={"COLLECTIVES_LOCAL_SIZE": "1", "COLLECTIVES_NETWORK": "mpi"}, timeout=150)
 
 
 def test_windows_only() -> None:

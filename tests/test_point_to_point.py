@@ -35,6 +35,15 @@ def test_scenarios(size: int) -> None:
     processes.run(size, all_scenarios)
 
 
+@pytest.mark.parametrize(
+    ("size", "settings"),
+    [(2, {"local_size": 1}), (3, {"transport": "tcp"}), (3, {"local_size": 2}), (5, {"local_size": 2})],
+    ids=["two-hosts", "messages", "2-and-1", "three-hosts"],
+)
+def test_scenarios_over_tcp(size: int, settings: dict[str, Any]) -> None:
+    processes.run(size, all_scenarios, config=Config(timeout=30, **settings), connect=processes.by_tcp)
+
+
 def test_scenarios_where_no_rank_may_read_anothers_memory() -> None:
     """Large payloads pass through the rings in parts."""
 

@@ -34,6 +34,7 @@ from collectives.engine.handles import Handle
 from collectives.engine.matching import ANY_SOURCE, ANY_TAG, Matching
 from collectives.engine.message_handles import MessageHandle, Posted, Status
 from collectives.tensors.result_pool import ResultPool
+from collectives.transport import backoff
 from collectives.transport.backoff import YIELDS, Backoff
 from collectives.transport.base import Array
 from collectives.transport.group import Group
@@ -41,6 +42,8 @@ from collectives.transport.point_to_point import Endpoint, Incoming, Outgoing, T
 
 _SPINS = 50
 """Looks before the core is yielded, where every rank of the host has a core."""
+_FAILURE_SHOWS_WITHIN = 1.0
+"""Seconds that the death of a rank may take to show after the network has reported an error because of it."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 100e-6, 2e-3
 """Seconds between two looks of the background thread."""
 _LOOK_EVERY = 0.1
@@ -254,6 +257,18 @@ class PointToPoint:
         Raises:
             CollectiveTimeoutError: ``timeout`` seconds have passed; the transfer goes on.
         """
+        try:
+            self._wait_for(transfer, timeout)
+        except TransportError as error:
+            found: CollectivesError = error
+            try:
+                # A rank's death may show in the network before it shows elsewhere.
+                backoff.poll(self._engine.look_for_failures, _FAILURE_SHOWS_WITHIN)
+            except CollectivesError as failure:
+                found = failure
+            self.abandon(transfer, found)
+
+    def _wait_for(self, transfer: Outgoing | Posted, timeout: float | None) -> None:
         advance, relax = self.advance, self._control.relax
         self._waiting += 1
         try:

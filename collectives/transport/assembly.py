@@ -18,6 +18,7 @@ from collectives.transport.board_control import BoardControl
 from collectives.transport.channel import FAILURE_TAG
 from collectives.transport.group import Group
 from collectives.transport.network_control import NetworkControl, Notices, Words
+from collectives.transport.point_to_point import Endpoint, Routes
 from collectives.transport.shared_memory import SharedMemory
 
 
@@ -38,6 +39,9 @@ class Wiring(Protocol):
     @property
     def messages(self) -> MessageTransport:
         """Messages between any two of the ranks."""
+
+    def endpoint(self) -> Endpoint:
+        """This rank's end of the point-to-point messages between any two of the ranks; called once. Does not wait."""
 
     def words(self) -> Words:
         """What gathers the words of a round; made for groups that need it, alike on all ranks."""
@@ -164,7 +168,15 @@ def _assemble(
             raise
 
     messages = wiring.messages if channel.size > 1 else None
-    open_endpoint = memory.endpoint if memory is not None and len(hosts) == 1 else None
+
+    def open_endpoint() -> Endpoint:
+        if memory is None:
+            return wiring.endpoint()
+        if len(hosts) == 1:
+            return memory.endpoint()
+        local = next(host for host in hosts if rank in host)
+        return Routes(memory.endpoint(), wiring.endpoint(), local)
+
     return Group(rank, channel.size, hosts, control, memory, messages, split, numbers, close, config, open_endpoint)
 
 

@@ -223,6 +223,11 @@ class Links:
         """See `Mesh.dial`."""
         return self.mesh.dial(self.members[peer], f"{self.group}/{channel}", self._timeout, lambda: self.check())
 
+    def begin_dial(self, peer: int, channel: str) -> concurrent.futures.Future[socket.socket]:
+        """`dial` without waiting."""
+        seconds = min(self._timeout, _DIAL_WITHIN)
+        return self.mesh.service.start(self.mesh.reach(self.members[peer], f"{self.group}/{channel}", seconds))
+
     def take(self, peer: int, channel: str) -> socket.socket | None:
         """See `Mesh.take`."""
         return self.mesh.take(self.members[peer], f"{self.group}/{channel}")

@@ -19,6 +19,7 @@ from collectives.transport.assembly import Wiring, blocks_of, make_group
 from collectives.transport.bounded_mpi import Waiter, barrier_then, forget
 from collectives.transport.channel import Channel
 from collectives.transport.group import Group
+from collectives.transport.mpi_endpoint import MpiEndpoint, left_over
 from collectives.transport.mpi_messages import MpiMessages
 from collectives.transport.mpi_words import MpiWords
 
@@ -88,7 +89,12 @@ class MpiWiring:
         self._group = group
         self._watched = watched
         self._parts = itertools.count()
+        self._endpoint: MpiEndpoint | None = None
         self.messages = MpiMessages(channel.comm, channel.waiter)
+
+    def endpoint(self) -> MpiEndpoint:
+        self._endpoint = MpiEndpoint(self.channel)
+        return self._endpoint
 
     def words(self) -> MpiWords:
         return MpiWords(self.channel)
@@ -143,7 +149,8 @@ class MpiWiring:
             self.channel.notices.close()
         if self._watched is not None and not self._group:
             self._watched.close()
-        if quiet:
+        busy = self._endpoint is not None and self._endpoint.busy
+        if quiet and not busy and not left_over(self.channel.comm):
             self.channel.close()
 
 

@@ -13,6 +13,7 @@ from collectives.transport.group import Group
 from collectives.transport.heart import Heart
 from collectives.transport.mesh import Links, Mesh
 from collectives.transport.tcp_channel import SPINS, TcpChannel
+from collectives.transport.tcp_endpoint import TcpEndpoint
 from collectives.transport.tcp_messages import TcpMessages
 from collectives.transport.tcp_words import TcpWords
 
@@ -91,6 +92,9 @@ class TcpWiring:
         spins = SPINS if here <= (os.cpu_count() or 1) else _FEW_SPINS
         self.channel = TcpChannel(self.links, config.timeout, members, notices, spins)
         self.messages = TcpMessages(self.channel, self.links)
+
+    def endpoint(self) -> TcpEndpoint:
+        return TcpEndpoint(self.links, self._members)
 
     def words(self) -> TcpWords:
         return TcpWords(self.channel)

@@ -24,7 +24,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -34,7 +34,7 @@ import psutil
 
 from collectives.base.config import Config
 from collectives.base.reduce_op import Op
-from collectives.transport.authentication import KEY_BYTES, make_key
+from collectives.transport.authentication import KEY_BYTES
 from collectives.transport.listener import dial
 from collectives.transport.service import Service
 from collectives.world import World
@@ -374,28 +374,11 @@ def besiege(job: Job, key: bytes, count: int, seed: int = 0) -> Report:
     return report
 
 
-def start_job(size: int, config: Config, key: bytes) -> Job:
-    """A job whose ranks are connected by TCP."""
-    return MeshJob(size, config, key)
-
-
-class MeshJob(Job):
-    """temporary"""
-
-    def __init__(self, size, config, key):
-        self.key = key
-        super().__init__(size, config)
-
-    def _work(self, world):
-        from collectives.transport.mesh import Mesh
-
-        mesh = Mesh.join(world.allgather_object, world.rank, self.key)
-        socks = [mesh.open(peer, "x", 10) for peer in range(world.size) if peer != world.rank]
-        try:
-            return super()._work(world)
-        finally:
-            mesh.close()
-            [sock.close() for sock in socks]
+def start_job(size: int, config: Config) -> Job:
+    """A job whose ranks meet at a store that rank 0 serves, and are connected by TCP; its key is `processes.KEY`."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    return Job(size, replace(config, rendezvous=f"tcp://127.0.0.1:{port}"), connect=processes.by_rendezvous)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -406,10 +389,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--count", type=int, default=10_000, help="connections; %(default)s by default")
     parser.add_argument("--seed", type=int, default=0, help="of what is drawn; %(default)s by default")
     asked = parser.parse_args(arguments)
-    key = make_key()
-    job = start_job(4, Config(timeout=60, local_size=2), key)
     try:
-        print(besiege(job, key, asked.count, asked.seed))
+        print(besiege(start_job(4, Config(timeout=60, local_size=2)), processes.KEY, asked.count, asked.seed))
     except AssertionError as error:
         print(error)
         return 1

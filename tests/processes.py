@@ -125,6 +125,19 @@ def by_tcp(rank: int, size: int, links: Links, config: Config) -> Group:
     return tcp.connect(exchange, rank, KEY, config)
 
 
+def by_rendezvous(rank: int, size: int, links: Links, config: Config) -> Group:
+    """Ranks that meet where ``config.rendezvous`` says, as processes do that a user has started."""
+    from collectives.transport import rendezvous, tcp
+
+    environment = {"COLLECTIVES_RANK": str(rank), "COLLECTIVES_SIZE": str(size), "COLLECTIVES_KEY": KEY.hex()}
+    place = rendezvous.find(environment, config)
+    assert place is not None
+    try:
+        return tcp.connect(rendezvous.exchange_of(place, config.timeout), rank, place.key, config)
+    finally:
+        place.close()
+
+
 def _connect(rank: int, members: Sequence[int], links: Links, config: Config, key: _Key) -> Group:
     """The group of some ranks; collective over them. ``rank`` is the number in the group, ``members`` those of the
     outermost one."""

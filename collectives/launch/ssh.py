@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 import shlex
 import shutil
@@ -102,7 +103,12 @@ def address_for(hosts: Sequence[str], interface: str, ssh: Ssh) -> str:
     if not hosts:
         return network.LOOPBACK
     if interface:
-        return network.address_of(interface)
+        address = network.address_of(interface)
+        if ipaddress.ip_address(address).is_loopback:
+            raise InvalidArgumentError(
+                f"--network-interface {interface}: {address} is loopback, which {', '.join(hosts)} cannot reach"
+            )
+        return address
     errors = []
     for host in hosts:
         try:

@@ -7,6 +7,7 @@ each set-up the hosts come up, `benchmarks.hosts` runs on them under collectives
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -66,6 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = flags.parse_args(arguments)
     if not given.cluster:
         flags.error(f"argument --cluster: name the tool that makes hosts, or set {VARIABLE}")
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # the hosts must go all the same
     options = ["-n", str(given.batches), "--peers", ",".join(given.peers)]
     if given.network:
         options += ["--network", ",".join(given.network)]

@@ -213,7 +213,7 @@ class Config:
     transport: str = _setting("COLLECTIVES_TRANSPORT", "auto", _choice(*TRANSPORTS, "tcp"))
     """The transport between ranks on one host; ``auto``: the planner chooses. ``mpi`` and ``tcp``: messages."""
     network: str = _setting("COLLECTIVES_NETWORK", "auto", _choice("auto", *NETWORKS))
-    """What carries messages between hosts; ``auto``: MPI where it has started the ranks, TCP elsewhere."""
+    """What carries messages between hosts; ``auto``: the quicker one where MPI has started the ranks, TCP elsewhere."""
     network_interface: str = _setting("COLLECTIVES_NETWORK_INTERFACE", "", _interface, alike=False)
     """The interface that this host's ranks listen on; empty: loopback on one host, else the one towards the others."""
     rendezvous: str = _setting("COLLECTIVES_RENDEZVOUS", "", _rendezvous, alike=False)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
     from collectives.transport.mpi_heart import MpiHeart
+    from collectives.transport.tcp import TcpWiring
 
 
 def connect(comm: MPI.Intracomm | Sequence[int], config: Config) -> Group:
@@ -112,10 +113,26 @@ class MpiWiring:
             self._watched = watched = mpi_heart.watch(self.channel, config, needed=by_tcp)
             if watched is not None:
                 self.channel.hear(watched.notices)
-                return self._replaced(watched, config) if by_tcp else self
+                if by_tcp:
+                    return self._replaced(watched, config)
+                if config.network == "auto" and config.transport != "mpi" and config.algorithm != "native":
+                    return self._quicker(watched, config)
         return self
 
-    def _replaced(self, watched: MpiHeart, config: Config) -> Wiring:
+    def _quicker(self, watched: MpiHeart, config: Config) -> Wiring:
+        """This wiring, or one by TCP: whichever is quicker between these hosts."""
+        from collectives.transport.network_choice import choose
+
+        tcp = self._replaced(watched, config)
+        chosen: Wiring = self
+        try:
+            chosen = choose(self, tcp)
+        finally:
+            if chosen is not tcp:
+                tcp.disconnect()
+        return chosen
+
+    def _replaced(self, watched: MpiHeart, config: Config) -> TcpWiring:
         """A wiring by TCP, for which MPI was the place to meet."""
         from collectives.transport.tcp import TcpWiring
 

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from collectives.base.logging import logger
 from collectives.transport.assembly import Wiring
 
 SIZES = (0, 64 << 10, 1 << 20)
@@ -45,17 +46,21 @@ def choose(first: A, second: B, clock: Callable[[], float] = time.perf_counter) 
                 if turn:
                     found.append(clock() - begun)
         mine.append([median(found) for found in seconds])
-    return second if quicker(first.channel.exchange(mine)) else first
+    share = ratio(first.channel.exchange(mine))
+    if first.channel.rank == 0:
+        names = first.messages.name, second.messages.name
+        logger.info("between these hosts %s takes %.2f of the time of %s", names[1], share, names[0])
+    return second if share < 1 else first
 
 
-def quicker(told: Sequence[Sequence[Sequence[float]]]) -> bool:
-    """Whether the second of two is quicker.
+def ratio(told: Sequence[Sequence[Sequence[float]]]) -> float:
+    """The times of the second of two, divided by those of the first: the geometric mean over the sizes.
 
     Args:
         told: by rank and size, the seconds of the first and of the second.
     """
     slowest = np.array(told).max(axis=0)
-    return sum(math.log(two / one) for one, two in slowest) < 0
+    return math.exp(float(np.log(slowest[:, 1] / slowest[:, 0]).mean()))
 
 
 def _trials(wiring: Wiring) -> list[Callable[[], object]]:

@@ -123,3 +123,8 @@ class TcpWiring:
         self.messages.close()
         self.channel.close()
         self._end()
+
+    def disconnect(self) -> None:
+        """Close the connections of a wiring that is not used, and leave mesh, heart and notices alone."""
+        self.messages.close()
+        self.channel.disconnect()

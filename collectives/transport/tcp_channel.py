@@ -183,7 +183,11 @@ class TcpChannel:
 
     def close(self) -> None:
         """Close the connections, and give the notices up."""
+        self.disconnect()
+        self._notices.close()
+
+    def disconnect(self) -> None:
+        """Close the connections; the notices are still somebody else's."""
         for sock in self._connections.values():
             with suppress(OSError):
                 sock.close()
-        self._notices.close()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from collectives.transport.network_choice import SIZES, choose, quicker
+from collectives.transport.network_choice import SIZES, choose, ratio
 
 
 class Clock:
@@ -35,7 +35,7 @@ class Network:
         self.clock, self.latency, self.rate = clock, latency, rate
         self.channel: Any = self
         self.messages: Any = self
-        self.rank, self.size = 0, 2
+        self.rank, self.size, self.name = 0, 2, "network"
         self.exchange = exchange
         self.moved = [0, 0]
         self.first = True
@@ -86,7 +86,6 @@ def test_all_ranks_decide_alike_by_the_slowest() -> None:
 
 
 def test_every_size_counts_as_much() -> None:
-    """Half of the time for words makes up for twice the time for blocks, although these take a thousand times as
-    long."""
-    assert quicker([[[2e-5, 0.9e-5], [1e-2, 2e-2]]])
-    assert not quicker([[[2e-5, 1.1e-5], [1e-2, 2e-2]]])
+    """A quarter of the time for words makes up for twice the time for blocks, although these take far longer."""
+    assert ratio([[[4e-5, 1e-5], [1e-2, 2e-2]]]) == pytest.approx(0.5**0.5)
+    assert ratio([[[1e-5, 1e-5], [1e-2, 2e-2]], [[1e-6, 2e-5], [3e-2, 1e-2]]]) == pytest.approx((2 * 2 / 3) ** 0.5)

@@ -46,9 +46,10 @@ def DistributedOptimizer(
 ) -> Optimizer:
     """Wrap an optimizer, so that it applies the gradients of all ranks.
 
-    A gradient leaves for the other ranks as soon as the backward pass has finished it, or with all others after the
-    pass where ranks of one host have one core each, which would gain nothing; ``step()`` waits for all of them, and so does whoever reads or sets ``parameter.grad`` before that: what follows ``backward()`` sees the
-    gradients of all ranks, as clipping and ``GradScaler`` do. It may be said explicitly, as Horovod wants it::
+    A gradient leaves for the other ranks as soon as the backward pass has finished it, or after the pass with all
+    others where the ranks of one host have one core each, and would gain nothing. ``step()`` waits for all of them, and
+    so does whoever reads or sets ``parameter.grad`` before that: what follows ``backward()`` sees the gradients of all
+    ranks, as clipping and ``GradScaler`` do. It may be said explicitly, as Horovod wants it::
 
         loss.backward()
         optimizer.synchronize()

@@ -34,7 +34,7 @@ def test_every_combination(count: int, size: int) -> None:
 
 
 @pytest.mark.parametrize("grouped", [False, True])
-@pytest.mark.parametrize(("size", "count"), [(2, 2500), (2, 40_003), (2, 200_001), (3, 40_003), (3, 200_001)])
+@pytest.mark.parametrize(("size", "count"), [(2, 2500), (2, 40_003), (2, 200_001), (3, 40_003)])
 def test_all_reduces_in_place_and_out_of_place_meet(count: int, size: int, grouped: bool) -> None:
     """Private tensors are published in mapped results, if every rank's is mapped or published."""
 

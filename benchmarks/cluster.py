@@ -67,7 +67,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = flags.parse_args(arguments)
     if not given.cluster:
         flags.error(f"argument --cluster: name the tool that makes hosts, or set {VARIABLE}")
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # the hosts must go all the same
     options = ["-n", str(given.batches), "--peers", ",".join(given.peers)]
     if given.network:
         options += ["--network", ",".join(given.network)]
@@ -97,4 +96,5 @@ def measure(tool: str, setup: Setup, options: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # the hosts must go all the same
     sys.exit(main())

@@ -17,6 +17,7 @@ import benchmarks.allreduce
 import benchmarks.alltoall
 import benchmarks.broadcast
 import benchmarks.reducescatter
+import benchmarks.sendrecv
 from benchmarks import table
 from benchmarks.collective import Case, Collective, Unavailable
 from benchmarks.floor import floor
@@ -31,6 +32,7 @@ ALL = {
     "broadcast": benchmarks.broadcast.BROADCAST,
     "reducescatter": benchmarks.reducescatter.REDUCESCATTER,
     "alltoall": benchmarks.alltoall.ALLTOALL,
+    "sendrecv": benchmarks.sendrecv.SENDRECV,
 }
 
 
@@ -74,6 +76,7 @@ def record(**changes: Any) -> Record:
         ("broadcast", 1.0, 900, (1, 1)),
         ("reducescatter", 0.75, 900, (4, 1)),
         ("alltoall", 0.75, 900, (4, 4)),
+        ("sendrecv", 1.0, 1200, (1, 1)),
     ],
 )
 def test_definitions_for_four_ranks(name: str, factor: float, limit: int, parts: tuple[int, int]) -> None:
@@ -102,6 +105,7 @@ def test_expected_results_against_a_plain_model(collective: Collective) -> None:
             "broadcast": lambda: inputs[root].copy(),
             "reducescatter": lambda mine=mine: sum(array[mine] for array in inputs),
             "alltoall": lambda mine=mine: np.concatenate([array[mine] for array in inputs]),
+            "sendrecv": lambda rank=rank: inputs[rank - 1].copy(),
         }[collective.name]()
         case = Case(values.dtype, values.op, root, rank, size, count, inputs[rank], np.asarray(result))
         assert collective.wrong(case, values, np.asarray(result)) == 0

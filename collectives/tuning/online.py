@@ -175,6 +175,7 @@ class Tuning:
                 flat_broadcast=crossovers.flat_broadcast,
                 native=crossovers.native,
                 doubling=crossovers.doubling,
+                straight=crossovers.straight,
                 inline=crossovers.inline,
             ),
         )

@@ -61,3 +61,21 @@ def test_small_tensors_of_a_bucket_are_packed_into_windows() -> None:
     assert planner.choose("allreduce", 4 * MIB, pieces=256).medium is Medium.WINDOW
     assert planner.choose("allreduce", 4 * MIB, pieces=255).medium is Medium.DIRECT
     assert planner.choose("allreduce", 4 * MIB).medium is Medium.DIRECT
+
+
+@pytest.mark.parametrize(
+    ("hosts", "nbytes", "algorithm"),
+    [
+        (2, 64 * KIB, "inline"),
+        (2, 64 * KIB + 4, "direct"),
+        (2, 64 * MIB, "direct"),
+        (5, 16 * KIB, "inline"),
+        (4, 22 * KIB, "recursive-doubling"),
+        (4, 512 * KIB, "direct"),
+        (4, 512 * KIB + 4, "ring"),
+    ],
+)
+def test_ranks_on_hosts_of_their_own_pass_messages_over_tcp(hosts: int, nbytes: int, algorithm: str) -> None:
+    placement = Placement(0, hosts, tuple((rank,) for rank in range(hosts)), True, True, carries=True)
+    choice = Planner(placement).choose("allreduce", nbytes)
+    assert choice.algorithm == algorithm and (choice.inline or choice.medium is Medium.MESSAGE)

@@ -10,13 +10,13 @@ import pickle
 import socket
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any, NoReturn, Protocol
 
 from collectives.base.errors import CollectiveTimeoutError, RankFailedError
 from collectives.transport import backoff
 from collectives.transport.bruck import HEADER, Bruck, Memory, padded, partners
 from collectives.transport.channel import FAILURE_TAG, HERE_TAG, LEAVE_TAG
+from collectives.transport.closing import close_all
 
 SPINS = 60
 """Looks at a connection, between which the core is yielded, before this rank sleeps until something arrives."""
@@ -25,6 +25,8 @@ _FIRST_DOZE, _LONGEST_DOZE = 1.0, 50.0
 _DEATH_SHOWS_WITHIN = 1.0
 """Seconds that it may take until it is known why a connection has ended."""
 _SAY_GOODBYE_WITHIN = 1.0
+CLOSE_WITHIN = 1.0
+"""Seconds for which a connection that is closed may wait until the peer's system has everything."""
 _KINDS = {FAILURE_TAG: "failed", LEAVE_TAG: "left", HERE_TAG: "here"}
 _EXCHANGE = -1
 """The token of exchanges; those of calls are positive."""
@@ -188,6 +190,5 @@ class TcpChannel:
 
     def disconnect(self) -> None:
         """Close the connections; the notices are still somebody else's."""
-        for sock in self._connections.values():
-            with suppress(OSError):
-                sock.close()
+        close_all(self._connections.values(), CLOSE_WITHIN)
+        self._connections.clear()

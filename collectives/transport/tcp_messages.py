@@ -14,7 +14,6 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from itertools import islice
 from typing import Protocol
 
@@ -23,7 +22,8 @@ import numpy as np
 from collectives.base.errors import CollectiveTimeoutError
 from collectives.transport.backoff import yield_core
 from collectives.transport.base import MOST_BLOCKS, Array
-from collectives.transport.tcp_channel import TcpChannel
+from collectives.transport.closing import close_all
+from collectives.transport.tcp_channel import CLOSE_WITHIN, TcpChannel
 
 LANES = 1
 LANES_FROM = 1 << 18
@@ -139,11 +139,8 @@ class TcpMessages:
 
     def close(self) -> None:
         """Close the lanes."""
-        for lanes in self._lanes.values():
-            for lane in lanes:
-                if lane.sock is not None:
-                    with suppress(OSError):
-                        lane.sock.close()
+        lanes = [lane.sock for lanes in self._lanes.values() for lane in lanes if lane.sock is not None]
+        close_all(lanes, CLOSE_WITHIN)
         self._lanes.clear()
         self._arrivals.clear()
         self._active.clear()

@@ -124,8 +124,9 @@ def test_a_breach_is_seen(tmp_path: Path) -> None:
     assert set(imports(file, for_types=False)) == {"world", "launch.job", "base.errors"}
 
 
-def test_the_program_before_each_rank_imports_nothing_of_the_package() -> None:
-    assert list(imports(MODULES["launch.rank"], for_types=True)) == []
+@pytest.mark.parametrize("script", ["launch.rank", "launch.agent"])
+def test_the_programs_before_each_rank_import_nothing_of_the_package(script: str) -> None:
+    assert list(imports(MODULES[script], for_types=True)) == []
 
 
 @pytest.mark.parametrize("module", ["collectives", "collectives.launch"])

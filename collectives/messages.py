@@ -9,6 +9,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from collectives.base import dtypes
 from collectives.base.errors import CollectivesError, InvalidArgumentError, InvalidTypeError
 from collectives.engine.handles import Handle
@@ -164,7 +166,7 @@ class Messages:
                 return tensor
 
             return Posted(source, tag, view.array, name, None), finish, view
-        posted = Posted(source, tag, view.host_memory().view(view.dtype), name, None)
+        posted = Posted(source, tag, np.empty(view.array.size, view.dtype), name, None)
         return posted, _ToDevice(posted, view, tensor), view
 
     def _posted_new(

@@ -151,11 +151,6 @@ class DeviceView:
             self.device.drain(self.stream)
         return found.view(self.dtype)
 
-    def host_memory(self) -> Array:
-        """As many bytes of page-locked host memory as ``array`` has, as uint8."""
-        with active(self.device):
-            return self.device.pinned(max(1, self.nbytes))[: self.nbytes]
-
     def fill_from_host(self, values: Array, into: DeviceArray | None = None) -> None:
         """Copy elements from the host on `current_stream`, and wait for the copy.
 
@@ -167,7 +162,9 @@ class DeviceView:
         with active(self.device):
             stream = self.current_stream()
             streams.free_of_capture(self.device, stream, "tensor", streams.OUTSIDE)
-            self.device.copy(target.address, values.ctypes.data, values.nbytes, stream)
+            locked = self.device.pinned(max(1, values.nbytes))[: values.nbytes]
+            locked[:] = values.view(np.uint8)
+            self.device.copy(target.address, locked.ctypes.data, values.nbytes, stream)
             self.device.drain(stream)
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any] | None = None) -> tuple[Any, DeviceArray]:

@@ -88,7 +88,8 @@ def streams(world: World, victim: int) -> None:
 
 
 @pytest.mark.parametrize("waits", (waits_in_recv, waits_for_anybody, waits_in_send, waits_for_a_handle, streams))
-def test_a_rank_that_is_killed(waits: Callable[[World, int], None]) -> None:
+@pytest.mark.parametrize("connect", (processes.by_pipes, processes.by_tcp), ids=("one-host", "hosts"))
+def test_a_rank_that_is_killed(waits: Callable[[World, int], None], connect: Any) -> None:
     victim = 1
 
     def program(world: World) -> float:
@@ -105,7 +106,8 @@ def test_a_rank_that_is_killed(waits: Callable[[World, int], None]) -> None:
             waits(world, victim) if waits is not streams or world.rank == 0 else waits_in_recv(world, victim)
         return time.monotonic() - begun
 
-    ended: list[Any] = processes.finish(processes.start(3, program, Config(timeout=30), timeout=60))
+    config = Config(timeout=30, local_size=1 if connect is processes.by_tcp else 0)
+    ended: list[Any] = processes.finish(processes.start(3, program, config, timeout=60, connect=connect))
     assert ended[victim].status == -signal.SIGKILL
     for survivor in (0, 2):
         assert ended[survivor].error is None, ended[survivor].text

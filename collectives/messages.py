@@ -192,7 +192,11 @@ class Messages:
         if begin is not None:
             begin(transfer)
         if not transfer.done:
-            self._transfers.wait_for(transfer)
+            try:
+                self._transfers.wait_for(transfer)
+            except BaseException as error:  # an interrupt: a later message must not be received for this call
+                self._transfers.abandon(transfer, error)
+                raise
         if transfer.error is not None:
             raise transfer.error
 

@@ -123,6 +123,29 @@ def test_a_rank_that_fails() -> None:
         threads.run(3, program, make_world=World)
 
 
+def test_an_interrupted_recv_takes_no_later_message() -> None:
+    class Interrupt(BaseException):
+        pass
+
+    def interrupt() -> None:
+        raise Interrupt
+
+    def program(world: World) -> None:
+        if world.rank == 0:
+            relax, first = world._control.relax, np.zeros(3)
+            world._control.relax = interrupt  # type: ignore[method-assign]  # which the wait calls
+            with pytest.raises(Interrupt):
+                world.recv(first, 1)
+            world._control.relax = relax  # type: ignore[method-assign]
+            world.barrier()
+            assert (world.recv(None, 1) == 1).all() and (first == 0).all()
+        else:
+            world.barrier()
+            world.send(np.ones(3), 0)
+
+    threads.run(2, program, make_world=World)
+
+
 def stay_until_it_has_left(world: World, rank: int) -> None:
     while not world._control.has_left(rank):
         world._control.relax()

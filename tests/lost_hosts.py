@@ -16,6 +16,7 @@ import json
 import os
 import re
 import secrets
+import socket
 import subprocess
 import sys
 import tempfile
@@ -50,6 +51,8 @@ _START_WITHIN = 60.0
 _COUNTS = (1000, 20_000, 300_000, 1_000_000)
 _PORT = 29411
 _MARK = "tests.lost_hosts"
+_PASSED = ("PATH", "PYTHONPATH", "PYTHONFAULTHANDLER", "OMPI_MCA_btl")
+"""Variables that mpirun passes on to other hosts."""
 
 
 @dataclass(frozen=True)
@@ -123,9 +126,10 @@ def _started(plan: Plan, hosts: Cluster, folder: Path) -> Iterator[list[subproce
     variables = {"COLLECTIVES_PEER_TIMEOUT": str(plan.timeout), "COLLECTIVES_TIMEOUT": "60"}
     common = rank_environment(variables)
     if plan.mpi:
+        del common["PRTE_MCA_rmaps_default_mapping_policy"]  # it would place all ranks on the first host
         assert prefix is not None, "Open MPI is not installed"
         common["PATH"] = f"{prefix / 'bin'}{os.pathsep}{common['PATH']}"
-        passed = [part for name in (*variables, "PATH", "PYTHONPATH", "OMPI_MCA_btl") for part in ("-x", name)]
+        passed = [part for name in (*variables, *_PASSED) for part in ("-x", name)]
         places = ",".join(f"host{number + 1}:{ranks}" for number, ranks in enumerate(plan.per_host))
         commands = [(common, ["host1", "mpirun", *passed, "-H", places, "-n", str(len(plan.hosts)), *program])]
     else:
@@ -160,6 +164,9 @@ def _observe(plan: Plan, hosts: Cluster, folder: Path, started: Sequence[subproc
     ranks = range(len(plan.hosts))
     if not backoff.poll(lambda: len([*folder.glob("ready-*")]) == len(ranks), _START_WITHIN, 0.01):
         return ["the ranks have not begun"]
+    found = [(folder / f"ready-{rank}").read_text().split()[1] for rank in ranks]
+    if found != plan.hosts:
+        return [f"the ranks are on {found}"]
     time.sleep(plan.delay)  # a random moment of the operations, and nothing that is waited for
     begun = time.time()
     back = _strike(plan, hosts, folder)
@@ -182,7 +189,13 @@ def _observe(plan: Plan, hosts: Cluster, folder: Path, started: Sequence[subproc
     problems = []
     for rank in telling:
         file = folder / f"outcome-{rank}"
-        problem = _judge(plan, rank, lost, begun, json.loads(file.read_text())) if file.exists() else "says nothing"
+        if file.exists():
+            problem = _judge(plan, rank, lost, begun, json.loads(file.read_text()))
+        else:
+            problem = "says nothing"
+            # The fault handler writes its stacks into the output.
+            process = _process(folder, rank)
+            subprocess.run(hosts.on(plan.hosts[rank], "kill", "-ABRT", process), check=False, timeout=20)
         problems += [f"rank {rank} on {plan.hosts[rank]} {problem}"] if problem else []
     return problems + _left(plan, hosts, started)
 
@@ -192,7 +205,7 @@ def _strike(plan: Plan, hosts: Cluster, folder: Path) -> Callable[[], object]:
     host = plan.hosts[plan.victim]
 
     def signal(name: str) -> None:
-        process = (folder / f"ready-{plan.victim}").read_text()
+        process = _process(folder, plan.victim)
         subprocess.run(hosts.on(host, "kill", f"-{name}", process), check=True, timeout=20)
 
     if plan.how == "killed":
@@ -248,6 +261,11 @@ def _left(plan: Plan, hosts: Cluster, started: Sequence[subprocess.Popen[bytes]]
     return problems
 
 
+def _process(folder: Path, rank: int) -> str:
+    """A rank's process, as its host numbers it."""
+    return (folder / f"ready-{rank}").read_text().split()[0]
+
+
 def _on(hosts: Cluster, host: str, *command: str) -> str:
     return subprocess.run(hosts.on(host, *command), capture_output=True, text=True, check=True, timeout=20).stdout
 
@@ -261,7 +279,7 @@ def _be_a_rank(folder: Path, operation: str, count: int, until_stopped: bool) ->
     try:
         each = calls(world, operation, count)
         next(each)
-        _write(folder / f"ready-{rank}", str(os.getpid()))
+        _write(folder / f"ready-{rank}", f"{os.getpid()} {socket.gethostname()}")
         for _ in each:
             if until_stopped and world.broadcast_object((folder / "stop").exists(), 0):
                 break

@@ -40,6 +40,7 @@ CALL_MASK = 0xFFFF
 """A token is a signature of 47 bits shifted by 16, and the call's number under this mask: never 0, the state of a fresh
 page."""
 _DEATH_SHOWS_WITHIN = 1.0
+_CAUSE_SHOWS_WITHIN = 0.2
 
 _lock = threading.Lock()
 
@@ -296,6 +297,8 @@ class Board:
             state = self.state_of(peer) if processes else self._words[peer][_STATE]
             if state == FAILED:
                 text = self.text_of(peer)
+                if self.also_check is not None and RankFailedError.__name__ in text:
+                    backoff.poll(self.also_check, _CAUSE_SHOWS_WITHIN)  # a rank elsewhere is the cause: name that
                 detail = f":\n{text}" if text else " (it died without a word)"
                 raise RankFailedError(f"rank {self.names[self.rank]}: rank {self.names[peer]} has failed{detail}")
             if state == LEFT and peer == waiting_for and not (arrived and arrived()):

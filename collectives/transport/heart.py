@@ -331,11 +331,12 @@ class Heart:
         except TransportError:
             return  # the next beat tries again
 
-    def _read(self, peer: _Peer) -> None:
+    def _read(self, peer: _Peer) -> bool:
+        """Take in what has arrived; returns whether there was something."""
         try:
             data = peer.socket.recv(_READ_BYTES)
         except BlockingIOError:
-            return
+            return False
         except OSError:
             data = b""
         peer.silent = 0
@@ -348,21 +349,22 @@ class Heart:
         if not data:
             self._close(peer)
             self._lose(peer, _DIED)
+        return True
 
     def _take(self, peer: _Peer) -> None:
         """Deliver the notices that have arrived whole."""
-        inbox, at = peer.inbox, 0
-        while len(inbox) - at >= _HEAD.size:
-            length, kind = _HEAD.unpack_from(inbox, at)
-            if len(inbox) - at < _HEAD.size + length:
-                break
-            body = bytes(inbox[at + _HEAD.size : at + _HEAD.size + length])
-            at += _HEAD.size + length
+        inbox = peer.inbox
+        while len(inbox) >= _HEAD.size:
+            length, kind = _HEAD.unpack_from(inbox)
+            end = _HEAD.size + length
+            if len(inbox) < end:
+                return
+            body = bytes(inbox[_HEAD.size : end])
+            del inbox[:end]  # before it is acted on, which may read this connection further
             if kind == _LOST:
                 self._adopt(body)
             elif kind:
                 self._deliver(peer.rank, kind, body)
-        del inbox[:at]
 
     def _deliver(self, rank: int, number: int, body: bytes) -> None:
         name, _, text = body.partition(b"\0")
@@ -382,8 +384,12 @@ class Heart:
         of it."""
         rank, silent, how = body.decode("utf-8", "replace").split(" ", 2)
         lost = self._peers.get(int(rank))
-        if lost is not None:
-            self._lose(lost, how, bool(int(silent)), first=False)
+        if lost is None:
+            return
+        while not lost.closed and self._read(lost):
+            pass  # what it has said itself comes first, and so does the end of its connection
+        if int(silent):
+            self._lose(lost, how, silent=True, first=False)
 
     def _lose(self, peer: _Peer, how: str, silent: bool = False, first: bool = True) -> None:
         """Note the end of a peer; ``first``: this rank has found it out, and tells the others if it is a death."""

@@ -174,3 +174,14 @@ def test_groups_that_are_over_are_forgotten(ranks: Callable[..., list[Heart]]) -
     theirs.close()
     assert soon(lambda: not zero._groups and not one._groups)
     assert not zero._early and not one._early
+
+
+def test_a_rank_that_hears_of_a_death_from_another_names_the_dead(ranks: Callable[..., list[Heart]]) -> None:
+    zero, one, two = ranks(LONG, LONG, LONG)
+    mine, ones, _ = (heart.notices("all", range(3)) for heart in (zero, one, two))
+    one._service.call(one._lose, one._peers[2], "has been silent for 3 s", True)
+    assert soon(lambda: ones.died)
+    ones.tell("failed", "RankFailedError: rank 2 has been silent")
+    assert soon(lambda: 1 in mine.failed)
+    with pytest.raises(RankFailedError, match=r"^rank 0: rank 2 on \S+ has been silent for 3 s$"):
+        mine.look_for_failures()

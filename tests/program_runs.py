@@ -40,7 +40,13 @@ HOSTS: dict[int, tuple[tuple[tuple[int, ...], ...], ...]] = {
 _NO_MESSAGES = Menu(transports=tuple(name for name in TRANSPORTS if name != "mpi"))
 _BATCH = 25
 """Programs of one world under mpirun; the worlds' settings take turns."""
-_SETTINGS: tuple[dict[str, Any], ...] = ({}, {}, {"local_size": 2}, {"transport": "mpi"}, {"local_size": 1})
+_SETTINGS: tuple[dict[str, Any], ...] = (
+    {},
+    {},
+    {"local_size": 2, "network": "mpi"},
+    {"transport": "mpi"},
+    {"local_size": 1},
+)
 _TCP_SETTINGS: tuple[dict[str, Any], ...] = ({}, {"local_size": 2}, {"transport": "tcp"}, {"local_size": 1})
 
 

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.mpi
 
 CONFIGS = {
     "one host": Config(timeout=30),
-    "hosts of two": Config(timeout=30, local_size=2),
+    "hosts of two": Config(timeout=30, local_size=2, network="mpi"),
     "messages only": Config(timeout=30, transport="mpi"),
 }
 

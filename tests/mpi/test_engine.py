@@ -17,7 +17,7 @@ pytestmark = pytest.mark.mpi
 
 CONFIGS = {
     "one host": Config(timeout=30),
-    "hosts of two": Config(timeout=30, local_size=2, cache_capacity=8),
+    "hosts of two": Config(timeout=30, local_size=2, network="mpi", cache_capacity=8),
     "messages only": Config(timeout=30, transport="mpi"),
 }
 

@@ -16,7 +16,7 @@ RANKS = (2, 3, 4)
 
 CONFIGS = {
     "one host": Config(timeout=30),
-    "hosts of two": Config(timeout=30, local_size=2),
+    "hosts of two": Config(timeout=30, local_size=2, network="mpi"),
     "messages only": Config(timeout=30, transport="mpi"),
 }
 Worlds = tuple[World, dict[tuple[int, ...], World | None]]

@@ -72,6 +72,7 @@ class TcpWiring:
         members: the group's ranks, as ranks of the mesh.
         config: the settings.
         end: called when the group is closed.
+        check: looks for failures while the group's ranks connect; by default among its own notices.
     """
 
     def __init__(
@@ -82,12 +83,13 @@ class TcpWiring:
         members: Sequence[int],
         config: Config,
         end: Callable[[], object] = lambda: None,
+        check: Callable[[], object] | None = None,
     ) -> None:
         self._mesh, self._heart, self._group, self._members = mesh, heart, group, tuple(members)
         self._config, self._end = config, end
         self._parts = itertools.count()
         notices = heart.notices(group, members)
-        self.links = Links(mesh, group, members, config.timeout, notices.look_for_failures)
+        self.links = Links(mesh, group, members, config.timeout, check or notices.look_for_failures)
         here = sum(mesh.hosts[member] == mesh.hosts[mesh.rank] for member in members)
         spins = SPINS if here <= (os.cpu_count() or 1) else _FEW_SPINS
         self.channel = TcpChannel(self.links, config.timeout, members, notices, spins)
@@ -117,7 +119,9 @@ class TcpWiring:
         group = f"{self._group}.{next(self._parts)}"  # alike on all ranks, which divide the group together
         if self.channel.rank not in members:
             return None
-        return TcpWiring(self._mesh, self._heart, group, [self._members[member] for member in members], self._config)
+        part = [self._members[member] for member in members]
+        # A rank that fails before it has connected tells the ranks of this group, and not those of the part.
+        return TcpWiring(self._mesh, self._heart, group, part, self._config, check=self.links.check)
 
     def close(self, quiet: bool) -> None:
         self.messages.close()

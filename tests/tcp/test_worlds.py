@@ -6,16 +6,19 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from collectives.base.config import Config
+from collectives.base.errors import RankFailedError
+from collectives.transport.tcp import TcpWiring
 from collectives.world import World
 from tests import engine_scenarios, persistent_scenarios, scenarios
 from tests.every_scenario import mapped
-from tests.processes import by_tcp
+from tests.processes import by_tcp, run
 from tests.teams import Team
 
 Scenario = Callable[[World], None]
@@ -68,3 +71,21 @@ def test_the_steady_state(scenario: Scenario) -> None:
     team = Team(3, Config(timeout=30, cycle_time=60_000.0, local_size=2), connect=by_tcp)
     team.run(scenario)
     team.end()
+
+
+def test_a_rank_that_fails_while_others_connect_a_part_leaves_nobody_waiting() -> None:
+    goes_on, done = os.pipe()
+
+    def program(world: World) -> None:
+        if world.rank == 0:
+            with pytest.raises(RankFailedError, match="rank 1 has failed:\nKeyError: 'sockets'"):
+                world.add_process_set([0, 1])
+            os.write(done, b"!")
+            return
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(TcpWiring, "split", lambda wiring, members: {}["sockets"])
+            with pytest.raises(KeyError):
+                world.add_process_set([0, 1])
+        os.read(goes_on, 1)  # its end would be noticed, too
+
+    run(2, program, connect=by_tcp, config=Config(timeout=10, local_size=1))

@@ -46,6 +46,8 @@ _FAILURE_SHOWS_WITHIN = 1.0
 """Seconds that the death of a rank may take to show after the network has reported an error because of it."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 100e-6, 2e-3
 """Seconds between two looks of the background thread."""
+_END_WITHIN = 2.0
+"""Seconds that `close` waits for the background thread."""
 _LOOK_EVERY = 0.1
 """Seconds between two looks of the background thread at the other ranks' states."""
 
@@ -399,6 +401,8 @@ class PointToPoint:
             if endpoint is not None:
                 endpoint.close()
         self._work.set()
+        if self._background is not None and self._background is not threading.current_thread():
+            self._background.join(_END_WITHIN)
 
     # ---- words
 

@@ -327,6 +327,7 @@ class Heart:
             await self._mesh.ping(peer.rank, self._interval)
             peer.silent = 0
         except RankFailedError:
+            self._read_all(peer)
             self._lose(peer, _DIED)
         except TransportError:
             return  # the next beat tries again
@@ -350,6 +351,11 @@ class Heart:
             self._close(peer)
             self._lose(peer, _DIED)
         return True
+
+    def _read_all(self, peer: _Peer) -> None:
+        """Take in everything that a peer has said before its end is told: it may have left."""
+        while not peer.closed and self._read(peer):
+            pass
 
     def _take(self, peer: _Peer) -> None:
         """Deliver the notices that have arrived whole."""
@@ -386,8 +392,7 @@ class Heart:
         lost = self._peers.get(int(rank))
         if lost is None:
             return
-        while not lost.closed and self._read(lost):
-            pass  # what it has said itself comes first, and so does the end of its connection
+        self._read_all(lost)
         if int(silent):
             self._lose(lost, how, silent=True, first=False)
 

@@ -43,6 +43,7 @@ _KINDS = ("beat", "lost", "failed", "left", "here")
 _HEAD = struct.Struct("<HB")
 """Of a frame: the number of bytes that follow, and its kind."""
 _DIED = "has died: its process has ended without leaving; see its output, and whether the system has killed it"
+_CAUSE_SHOWS_WITHIN = 0.2
 _TEXT_BYTES = 16 << 10
 _NAME_BYTES = 1 << 10
 _READ_BYTES = 64 << 10
@@ -156,11 +157,16 @@ class Notices:
         own before one that another rank's has caused."""
         if not self.failed:
             return
+        backoff.poll(self._knows_a_cause, _CAUSE_SHOWS_WITHIN)  # another connection may bring it a moment later
         me = f"rank {self._heart.rank}"
         for sentence in list(self.died.values()):
             raise RankFailedError(f"{me}: {sentence}")
         place, text = min(list(self.failed.items()), key=lambda item: RankFailedError.__name__ in item[1])
         raise RankFailedError(f"{me}: rank {self.members[place]} has failed:\n{text}")
+
+    def _knows_a_cause(self) -> bool:
+        """Whether a failure is known that no other rank's has caused."""
+        return any(RankFailedError.__name__ not in text for text in list(self.failed.values()))
 
     def all_left(self) -> bool:
         """Whether every other member has left or died."""

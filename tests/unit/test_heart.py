@@ -210,3 +210,13 @@ def test_what_a_rank_has_said_is_read_before_its_end_is_believed(
     assert done.wait(20)
     assert soon(lambda: mine.left == {2: 5} and mine.gone == {2})
     assert not mine.failed
+
+
+def test_a_cause_that_comes_a_moment_after_what_it_has_caused_is_named(ranks: Callable[..., list[Heart]]) -> None:
+    zero, one, two = ranks(LONG, LONG, LONG)
+    mine, ones, twos = (heart.notices("all", range(3)) for heart in (zero, one, two))
+    ones.tell("failed", "RankFailedError: rank 2 has died")
+    assert soon(lambda: mine.failed)
+    threading.Timer(0.02, twos.tell, ("failed", "ValueError: no good")).start()
+    with pytest.raises(RankFailedError, match=r"^rank 0: rank 2 has failed:\nValueError: no good$"):
+        mine.look_for_failures()

@@ -42,7 +42,12 @@ def connect(exchange: Callable[[Any], list[Any]], rank: int, key: bytes | None, 
     except BaseException:
         mesh.close()
         raise
-    return make_group(wiring, config, range(mesh.size))
+    try:
+        return make_group(wiring, config, range(mesh.size))
+    except BaseException:
+        wiring.channel.quiet()  # the other ranks are being told of it
+        wiring.close(False)
+        raise
 
 
 def wire(mesh: Mesh, config: Config) -> TcpWiring:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from collectives.base.config import Config
 from collectives.base.errors import (
     CollectiveTimeoutError,
     InvalidArgumentError,
@@ -22,7 +23,7 @@ from collectives.base.errors import (
     RankFailedError,
     TransportError,
 )
-from collectives.transport import listener, network
+from collectives.transport import listener, network, tcp
 from collectives.transport.authentication import make_key
 from collectives.transport.listener import MOST_UNPROVED, Listener, dial
 from collectives.transport.mesh import Mesh
@@ -122,6 +123,51 @@ def test_a_rank_that_has_ended_and_one_that_does_not_come_are_named(monkeypatch:
     with pytest.raises(RankFailedError, match=r"rank 1: rank 0 on .* has ended: nobody listens at 127\.0\.0\.1:"):
         ranks[1].open(0, "words", 10)
     ranks[1].close()
+
+
+def test_a_rank_that_ends_while_another_waits_for_its_connection_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = meshes(2, KEY)
+    monkeypatch.setattr("collectives.transport.mesh._REFUSED_WITHIN", 0.1)
+    monkeypatch.setattr("collectives.transport.mesh._PING_EVERY", 0.1)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(ranks[0].open, 1, "words", 30)
+        with pytest.raises(concurrent.futures.TimeoutError):
+            waiting.result(0.5)  # it lives
+        ranks[1].close()
+        with pytest.raises(RankFailedError, match=r"rank 0: rank 1 on .* has ended: nobody listens"):
+            waiting.result(10)
+    ranks[0].close()
+
+
+def test_a_rank_that_cannot_join_stops_to_listen() -> None:
+    told: list[Any] = []
+
+    def exchange(value: Any) -> list[Any]:
+        told.append(value)
+        if len(told) > 1:
+            raise RankFailedError("rank 1 has failed")
+        return [value]
+
+    with pytest.raises(RankFailedError) as failure:
+        Mesh.join(exchange, 0, KEY)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(told[1], 5)
+    del failure  # and with it the listener, which is closed although the traceback refers to it
+
+
+def test_an_attempt_to_make_a_group_that_fails_leaves_no_thread() -> None:
+    before = set(threading.enumerate())
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        joining = [
+            pool.submit(tcp.connect, exchange, rank, KEY, Config(timeout=20.0, segment=4096 << rank))
+            for rank, exchange in enumerate(exchanges(2))
+        ]
+        for rank in joining:
+            with pytest.raises((MismatchError, RankFailedError), match="COLLECTIVES_SEGMENT differs"):
+                rank.result(20)
+    for thread in set(threading.enumerate()) - before:
+        thread.join(10)
+        assert not thread.is_alive()
 
 
 def test_the_check_of_a_wait_ends_it() -> None:

@@ -29,14 +29,9 @@ from collectives.transport.group import Group
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+_MPI_VARIABLES = ("PMIX_NAMESPACE", "PMIX_RANK", "PMI_RANK", "PMI_FD", "PMI_PORT", "SLURM_STEP_ID", "SLURM_PROCID")
 _PLACE_VARIABLES = (
-    "PMIX_NAMESPACE",
-    "PMIX_RANK",
-    "PMI_RANK",
-    "PMI_FD",
-    "PMI_PORT",
-    "SLURM_STEP_ID",
-    "SLURM_PROCID",
+    *_MPI_VARIABLES,
     "COLLECTIVES_RENDEZVOUS",
     "COLLECTIVES_RANK",
     "MASTER_PORT",
@@ -56,8 +51,11 @@ _started_mpi = threading.Event()
 
 
 def _place(asked: rendezvous.Asked) -> str:
-    told = f"{asked.rendezvous} {asked.rank}"
-    return " ".join([told, *(os.environ.get(variable, "-") for variable in _PLACE_VARIABLES)])
+    told = asked.explicit or bool(os.environ.get("COLLECTIVES_RENDEZVOUS"))
+    # Where MPI connects the ranks, programs set the other variables themselves, for torch.distributed for instance.
+    variables = _MPI_VARIABLES if launchers.mpi_may_join(os.environ) and not told else _PLACE_VARIABLES
+    said = f"{asked.rendezvous} {asked.rank}"
+    return " ".join([said, *(os.environ.get(variable, "-") for variable in variables)])
 
 
 def take_place(asked: rendezvous.Asked) -> None:
@@ -147,10 +145,10 @@ def _meet(
     place = rendezvous.find(os.environ, config, asked, without_mpi=without_mpi)
     if place is None or place.size == 1:
         return None
-    before()
-    from collectives.transport import tcp  # slow to import, and not needed by all
-
     try:
+        before()
+        from collectives.transport import tcp  # slow to import, and not needed by all
+
         exchange = rendezvous.exchange_of(place, config.timeout)
         try:
             return tcp.connect(exchange, place.rank, place.key, config)

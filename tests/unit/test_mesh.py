@@ -192,6 +192,18 @@ def test_another_key_is_refused_on_both_sides(service: Service) -> None:
     server.close()
 
 
+def test_a_name_with_several_addresses_is_tried_at_each(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Listener(service, network.LOOPBACK, 0, KEY, lambda hello, sock: sock.close())
+    port = server.address[1]
+
+    async def getaddrinfo(*_: object, **__: object) -> list[tuple[Any, ...]]:
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (host, port)) for host in ("127.0.0.2", network.LOOPBACK)]
+
+    monkeypatch.setattr(service.loop, "getaddrinfo", getaddrinfo)
+    service.start(dial(service, "node1", port, KEY, b"hello")).result(10).close()
+    server.close()
+
+
 def test_a_listener_of_another_kind_is_named(service: Service) -> None:
     with socket.create_server((network.LOOPBACK, 0)) as other:
         dialling = service.start(dial(service, *other.getsockname()[:2], KEY, b"hello"))

@@ -11,6 +11,7 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -22,7 +23,7 @@ from collectives.transport import bounded_call, job_key
 from collectives.transport.store_exchange import KeyValueStore, StoreExchange
 
 _GRACE = 5.0
-"""Seconds that torch has to say that its own timeout is over."""
+"""Seconds that torch has to say that its own timeout is over, and a store of torch's to answer."""
 _of_torch: dict[tuple[str, int], Any] = {}
 """torch's stores by address, kept likewise."""
 
@@ -244,6 +245,8 @@ def _torch_store(spot: places.Spot, environment: Mapping[str, str], timeout: flo
     ``init_process_group`` shares."""
     distributed: Any = importlib.import_module("torch.distributed")
     address = (spot.host, spot.ports[0])
+    if address in _of_torch and not _answers(_of_torch[address]):
+        del _of_torch[address]  # the process that served it has ended; another may have taken its place
     if address not in _of_torch:
         serves = spot.rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         limit = timedelta(seconds=timeout)
@@ -261,3 +264,11 @@ def _torch_store(spot: places.Spot, environment: Mapping[str, str], timeout: flo
                 f"{str(error) or f'no answer within {timeout:g} s'}"
             ) from error
     return _of_torch[address]
+
+
+def _answers(store: Any) -> bool:
+    """Whether a store of torch's is still served."""
+    with suppress(bounded_call.TimeIsUpError, RuntimeError):
+        bounded_call.within(_GRACE, "collectives-store", lambda: store.check(["collectives"]))
+        return True
+    return False

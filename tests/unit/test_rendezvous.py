@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from collectives.base.errors import (
     InvalidTypeError,
     TransportError,
 )
-from collectives.base.places import ports_of
+from collectives.base.places import Spot, ports_of
 from collectives.transport import meeting, rendezvous
 from collectives.transport.rendezvous import NOTHING, Asked, Place, asked, exchange_of, find
 from tests.unit.test_store_exchange import LocalStore
@@ -269,6 +270,26 @@ def test_rank_0_is_on_another_host_than_the_address(home: dict[str, str], port: 
         with pytest.raises(CollectivesError, match=f"rank 0: cannot serve a store .*{host}"):
             find(home, replace(CONFIG, timeout=0.3), told)
     assert meeting._served == []
+
+
+def test_a_store_of_torchs_that_has_ended_is_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    class TorchStore:
+        ended = False
+
+        def __init__(self, *address: object, **options: object) -> None: ...
+
+        def check(self, keys: list[str]) -> bool:
+            if self.ended:
+                raise RuntimeError("Broken pipe")
+            return False
+
+    monkeypatch.setitem(sys.modules, "torch.distributed", SimpleNamespace(TCPStore=TorchStore))
+    monkeypatch.setattr(rendezvous, "_of_torch", {})
+    spot = Spot(1, 2, "torchrun", "node1", (29400,), torch=True)
+    first = rendezvous._torch_store(spot, {}, 5.0)
+    assert rendezvous._torch_store(spot, {}, 5.0) is first
+    first.ended = True
+    assert rendezvous._torch_store(spot, {}, 5.0) is not first
 
 
 def test_torchruns_variables_without_torch(

@@ -19,7 +19,13 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from collectives.base.errors import CollectiveTimeoutError, MismatchError, RankFailedError, TransportError
+from collectives.base.errors import (
+    CollectiveTimeoutError,
+    InvalidArgumentError,
+    MismatchError,
+    RankFailedError,
+    TransportError,
+)
 from collectives.transport import network
 from collectives.transport.authentication import make_key
 from collectives.transport.listener import Listener, dial
@@ -98,6 +104,11 @@ class Mesh:
         key = key if key is not None else bytes.fromhex(made[0])
         job = nonces[0]
         address = network.address_of(interface) if interface else network.choose(hosts, offers, rank)
+        if address.startswith("127.") and len(set(hosts)) > 1:
+            raise InvalidArgumentError(
+                f"rank {rank}: COLLECTIVES_NETWORK_INTERFACE={interface}: {address} is loopback, which the other hosts "
+                "cannot reach"
+            )
         service, inbox = Service(), Inbox(job)
         try:
             listener = Listener(service, address, 0, key, inbox.put)

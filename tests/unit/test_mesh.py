@@ -275,6 +275,12 @@ def test_an_interface_is_named_by_name_address_or_network() -> None:
         network.address_of("ib7")
 
 
+def test_loopback_leads_to_no_other_host() -> None:
+    elsewhere = ["elsewhere", {"eth0": "192.0.2.7"}, "", "", True]
+    with pytest.raises(InvalidArgumentError, match=r"rank 0: .*=127\.0\.0\.0/8: 127\.0\.0\.1 is loopback"):
+        Mesh.join(lambda value: [value, elsewhere], 0, KEY, interface="127.0.0.0/8")
+
+
 def test_addresses_that_several_hosts_have_lead_nowhere() -> None:
     bridge, near = {"docker0": "172.17.0.1"}, network.addresses()
     mine = network.address_towards("192.0.2.7")

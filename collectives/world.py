@@ -111,7 +111,7 @@ class World:
             segment=config.segment,
         )
         executor = Executor(group)
-        plans = Plans(placement, executor)
+        plans = Plans(placement, executor, self.network)
         native = group.messages if isinstance(group.messages, NativeTransport) else None
         requests = HostRequestCache(placement, self.planner, plans, native)
         self._context = Context(group, executor, requests, plans, self.planner, self._pool)

@@ -115,11 +115,13 @@ class Plans(Builder[Choice, Plan]):
     Args:
         placement: of the ranks.
         executor: that will run them.
+        network: what carries messages, as the plans' descriptions call it.
     """
 
-    def __init__(self, placement: Placement, executor: Executor) -> None:
+    def __init__(self, placement: Placement, executor: Executor, network: str) -> None:
         super().__init__(placement)
         self._executor = executor
+        self._network = network
 
     def fused(
         self, pieces: Pieces, lists: Lists | None, dtype: np.dtype[Any], choice: Choice, kernel: Any, finish: Any
@@ -167,7 +169,8 @@ class Plans(Builder[Choice, Plan]):
         # The addresses of outputs are not known yet when the ranks agree on sizes.
         reads_outputs = algorithm.passes_on and choice.medium.in_place
         fused = "fused " if packed or lists is not None else ""
-        how = f"{fused}{algorithm.name} over {choice.medium.value}"
+        medium = self._network if choice.medium is Medium.MESSAGE and self._network else choice.medium.value
+        how = f"{fused}{algorithm.name} over {medium}"
         description = f"{how}, {segments} segments of {block * dtype.itemsize} bytes per chunk"
         if pieces is not None:
             starts, sizes = layout.inputs(self._rank), layout.sizes

@@ -92,6 +92,9 @@ def test_factors_handles_buckets_and_larger_tensors() -> None:
                 large = np.arange(count, dtype=np.float64) + world.rank
                 world.allreduce_(large, op=Op.SUM, algorithm=algorithm)
                 np.testing.assert_array_equal(large, 3.0 * np.arange(count) + 3)
+        choice = world.planner.choose("allreduce", 1 << 20)
+        plan = world._context.plans.allreduce((1 << 17,), np.dtype(np.float64), choice, np.add, None)
+        assert f"{choice.algorithm} over tcp, " in plan.description
         gathered = world.allgather(np.full((world.rank + 1, 2), world.rank))
         assert gathered[:, 0].tolist() == [0, 1, 1, 2, 2, 2]
 

@@ -29,9 +29,14 @@ from collectives.transport.group import Group
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-_MPI_VARIABLES = ("PMIX_NAMESPACE", "PMIX_RANK", "PMI_RANK", "PMI_FD", "PMI_PORT", "SLURM_STEP_ID", "SLURM_PROCID")
 _PLACE_VARIABLES = (
-    *_MPI_VARIABLES,
+    "PMIX_NAMESPACE",
+    "PMIX_RANK",
+    "PMI_RANK",
+    "PMI_FD",
+    "PMI_PORT",
+    "SLURM_STEP_ID",
+    "SLURM_PROCID",
     "COLLECTIVES_RENDEZVOUS",
     "COLLECTIVES_RANK",
     "MASTER_PORT",
@@ -51,11 +56,8 @@ _started_mpi = threading.Event()
 
 
 def _place(asked: rendezvous.Asked) -> str:
-    told = asked.explicit or bool(os.environ.get("COLLECTIVES_RENDEZVOUS"))
-    # Where MPI connects the ranks, programs set the other variables themselves, for torch.distributed for instance.
-    variables = _MPI_VARIABLES if launchers.mpi_may_join(os.environ) and not told else _PLACE_VARIABLES
-    said = f"{asked.rendezvous} {asked.rank}"
-    return " ".join([said, *(os.environ.get(variable, "-") for variable in variables)])
+    told = f"{asked.rendezvous} {asked.rank}"
+    return " ".join([told, *(os.environ.get(variable, "-") for variable in _PLACE_VARIABLES)])
 
 
 def take_place(asked: rendezvous.Asked) -> None:
@@ -145,10 +147,10 @@ def _meet(
     place = rendezvous.find(os.environ, config, asked, without_mpi=without_mpi)
     if place is None or place.size == 1:
         return None
-    try:
-        before()
-        from collectives.transport import tcp  # slow to import, and not needed by all
+    before()
+    from collectives.transport import tcp  # slow to import, and not needed by all
 
+    try:
         exchange = rendezvous.exchange_of(place, config.timeout)
         try:
             return tcp.connect(exchange, place.rank, place.key, config)

@@ -368,11 +368,11 @@ class World:
     def shutdown(self) -> None:
         """Leave the group; later calls are refused, and operations in flight fail. Idempotent.
 
-        Called by a signal handler in the middle of a collective, it only marks the world as failed, because the
-        collective still uses its memory.
+        Called by a signal handler in the middle of a collective or of a message, it only marks the world as failed,
+        because these still use its memory.
         """
         engine = self._engine
-        if engine.drives():
+        if engine.drives() or self._transfers.drives():
             self.fail("it was shut down in the middle of a call")
             return
         for child in self._children:
@@ -382,25 +382,26 @@ class World:
 
     def _end(self) -> None:
         engine = self._engine
-        with engine.paused():
+        with engine.paused(), self._transfers.held():
             if isinstance(engine.refusal, _ShutDown):
                 return
             may_speak = self._may_speak()
             failed = engine.abandon() or engine.refusal is not None
             engine.refuse(_ShutDown(self.ranks[self.rank]))
-            self._transfers.close()
             self.stop_timeline()
             if self._tuning is not None:
                 self._tuning.close()
             if failed:
                 if may_speak:
                     self._control.leave()
+                self._transfers.close()
                 return
             # The GPU's work for the peers must be done before they see that this rank has left.
             settled = self._devices is not None and self._devices.settle(_SETTLE_WITHIN)
             if self._devices is not None and settled:
                 self._devices.close()
             self._control.leave()
+            self._transfers.close()
             self._pool.clear()
             engine.release()
             # Peers that have left have this rank's device memory mapped no more.
@@ -442,6 +443,7 @@ class World:
         """In a forked child: refuse all calls, and leave the parent's memory and MPI alone."""
         rank, parent = self.rank, os.getppid()
         self._context.timeline = None
+        self._transfers.after_fork()
         self._engine.after_fork(
             lambda: ForkedProcessError(
                 f"rank {rank}: a collective was called in a process forked from rank {rank} (process {parent}); "

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 import os
 import signal
 import time
@@ -13,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 
 from collectives.base.config import Config
-from collectives.base.errors import RankFailedError
+from collectives.base.errors import ForkedProcessError, RankFailedError
 from collectives.engine.matching import ANY_SOURCE, ANY_TAG
 from collectives.transport.memory_endpoint import MemoryEndpoint
 from collectives.world import World
@@ -112,3 +114,59 @@ def test_a_rank_that_is_killed(waits: Callable[[World, int], None], connect: Any
     for survivor in (0, 2):
         assert ended[survivor].error is None, ended[survivor].text
         assert ended[survivor].result < BOUND
+
+
+def test_a_large_send_that_failed_is_not_received() -> None:
+    """The sender, who has seen a rank die, uses the memory for something else."""
+    changed = mmap.mmap(-1, 1)  # shared with the ranks, which are forked
+
+    def program(world: World) -> None:
+        mine = np.ones(LARGE)
+        if world.rank == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if world.rank == 0:
+            handle = world.isend(mine, 1)
+            with pytest.raises(RankFailedError, match="rank 2 has failed"):
+                handle.wait()
+            mine[...] = -1
+            changed[0] = 1
+            return
+        while not changed[0]:
+            world._control.relax()
+        with pytest.raises(RankFailedError, match=r"rank [02] has failed"):
+            world.recv(None, 0)
+
+    ended: list[Any] = processes.finish(processes.start(3, program, Config(timeout=30), timeout=30))
+    for survivor in (0, 1):
+        assert ended[survivor].error is None, ended[survivor].text
+
+
+def test_a_forked_child_takes_no_message() -> None:
+    """It shares the rings with its parent."""
+
+    def program(world: World) -> None:
+        if world.rank == 1:
+            world.barrier()
+            world.send(np.ones(3), 0)
+            world.barrier()
+            return
+        handle, ready = world.irecv(None, 1), os.pipe()
+        with world._transfers.held():  # as by a thread that the child does not have
+            child = os.fork()
+        if child == 0:
+            with contextlib.suppress(BaseException):
+                os.read(ready[0], 1)
+                world._transfers.advance()
+                with contextlib.suppress(ForkedProcessError):
+                    handle.wait()
+                    os._exit(1)
+                os._exit(0)
+            os._exit(2)
+        with world._transfers.held():  # nobody takes it here meanwhile
+            world.barrier()
+            world.barrier()
+            os.write(ready[1], b"x")
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert (handle.wait() == 1).all()
+
+    processes.run(2, program)

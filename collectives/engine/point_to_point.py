@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
@@ -46,8 +46,6 @@ _FAILURE_SHOWS_WITHIN = 1.0
 """Seconds that the death of a rank may take to show after the network has reported an error because of it."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 100e-6, 2e-3
 """Seconds between two looks of the background thread."""
-_END_WITHIN = 2.0
-"""Seconds that `close` waits for the background thread."""
 _LOOK_EVERY = 0.1
 """Seconds between two looks of the background thread at the other ranks' states."""
 
@@ -82,7 +80,7 @@ class PointToPoint:
         self._matching: Matching[Posted, Incoming] = Matching()
         self._unfinished: dict[Transfer, None] = {}
         """Sends and receives that are not done, in order."""
-        self._lock = threading.RLock()
+        self._lock: Any = threading.RLock()
         """Held while the matching, or the endpoint, is used."""
         self._inside = False
         self._waiting = 0
@@ -193,10 +191,15 @@ class PointToPoint:
             self._endpoint.refuse(message, why)
 
     def abandon(self, transfer: Outgoing | Posted, error: BaseException) -> None:
-        """Fail a transfer that is waited for no longer."""
+        """Fail a transfer that is waited for no longer. A send fails the world unless its receiver has left: its memory
+        may be used again, and the receiver would read it without knowing."""
         with self._lock:
             if isinstance(transfer, Posted):
                 self._matching.withdraw(transfer)
+            elif not (
+                transfer.done or transfer.peer == self._rank or self.ended or self._control.has_left(transfer.peer)
+            ):
+                self._fail(in_words(self._names[self._rank], error))
             transfer.end(error)
 
     @contextmanager
@@ -207,14 +210,10 @@ class PointToPoint:
             CollectivesError: calls are refused.
             InvalidArgumentError: this thread uses them already.
         """
-        if self._engine.refusal is not None:
-            raise self._engine.refusal()
         with self._lock:
-            if self._inside:
-                raise InvalidArgumentError(
-                    "a message was sent or received within a call of the same thread that does so, from a signal "
-                    "handler or a destructor; let the handler set a flag, and call afterwards"
-                )
+            if self._engine.refusal is not None:  # looked at here: another thread may have closed the endpoint
+                raise self._engine.refusal()
+            self._refuse_reentry()
             self._inside = True
             try:
                 yield
@@ -226,12 +225,23 @@ class PointToPoint:
             finally:
                 self._inside = False
 
+    def drives(self) -> bool:
+        """Whether this thread is in the middle of using the endpoint."""
+        return self._inside and bool(self._lock._is_owned())
+
+    def _refuse_reentry(self) -> None:
+        if self.drives():
+            raise InvalidArgumentError(
+                "a message was sent, received or waited for within a call of the same thread that does so, from a "
+                "signal handler or a destructor; let the handler set a flag, and call afterwards"
+            )
+
     # ---- progress
 
     def advance(self) -> None:
-        """Advance whatever can be advanced; does nothing while another thread does."""
+        """Advance whatever can be advanced; does nothing while another thread does, and once calls are refused."""
         endpoint = self._endpoint
-        if endpoint is None or not self._lock.acquire(False):
+        if endpoint is None or self.ended or not self._lock.acquire(False):
             return
         try:
             if not self._inside and endpoint is self._endpoint:
@@ -258,7 +268,9 @@ class PointToPoint:
 
         Raises:
             CollectiveTimeoutError: ``timeout`` seconds have passed; the transfer goes on.
+            InvalidArgumentError: this thread uses the endpoint already: a signal handler waits within a call.
         """
+        self._refuse_reentry()
         try:
             self._wait_for(transfer, timeout)
         except TransportError as error:
@@ -340,7 +352,7 @@ class PointToPoint:
             f"COLLECTIVES_TIMEOUT"
         )
         error = CollectiveTimeoutError(f"rank {rank}: {text}")
-        self._fail(in_words(rank, error))  # its memory may be used again, and a peer may still read it
+        self._fail(in_words(rank, error))
         self.abandon(transfer, error)
 
     # ---- the background thread
@@ -390,8 +402,20 @@ class PointToPoint:
         """Whether calls are refused, so that there is nothing more to advance."""
         return self._engine.refusal is not None
 
+    def held(self) -> AbstractContextManager[object]:
+        """A context in which no transfer ends: while the world ends, until the other ranks see that it has, and read
+        the memory of sends no more."""
+        return self._lock
+
+    def after_fork(self) -> None:
+        """In a forked child, where calls are refused: leave the endpoint to the parent. Threads that do not exist may
+        hold the lock."""
+        self._lock = threading.RLock()
+        self._inside = False
+        self._endpoint = None
+
     def close(self) -> None:
-        """Fail what is unfinished, and release the endpoint. The world refuses calls already."""
+        """Fail what is unfinished, and release the endpoint. The world refuses calls already, and has left."""
         with self._lock:
             for transfer in list(self._unfinished):
                 assert self._engine.refusal is not None
@@ -401,8 +425,6 @@ class PointToPoint:
             if endpoint is not None:
                 endpoint.close()
         self._work.set()
-        if self._background is not None and self._background is not threading.current_thread():
-            self._background.join(_END_WITHIN)
 
     # ---- words
 

@@ -43,7 +43,6 @@ _KINDS = ("beat", "lost", "failed", "left", "here")
 _HEAD = struct.Struct("<HB")
 """Of a frame: the number of bytes that follow, and its kind."""
 _DIED = "has died: its process has ended without leaving; see its output, and whether the system has killed it"
-_CAUSE_SHOWS_WITHIN = 0.2
 _TEXT_BYTES = 16 << 10
 _NAME_BYTES = 1 << 10
 _READ_BYTES = 64 << 10
@@ -157,16 +156,11 @@ class Notices:
         own before one that another rank's has caused."""
         if not self.failed:
             return
-        backoff.poll(self._knows_a_cause, _CAUSE_SHOWS_WITHIN)  # another connection may bring it a moment later
         me = f"rank {self._heart.rank}"
         for sentence in list(self.died.values()):
             raise RankFailedError(f"{me}: {sentence}")
         place, text = min(list(self.failed.items()), key=lambda item: RankFailedError.__name__ in item[1])
         raise RankFailedError(f"{me}: rank {self.members[place]} has failed:\n{text}")
-
-    def _knows_a_cause(self) -> bool:
-        """Whether a failure is known that no other rank's has caused."""
-        return any(RankFailedError.__name__ not in text for text in list(self.failed.values()))
 
     def all_left(self) -> bool:
         """Whether every other member has left or died."""
@@ -333,7 +327,6 @@ class Heart:
             await self._mesh.ping(peer.rank, self._interval)
             peer.silent = 0
         except RankFailedError:
-            self._read_all(peer)
             self._lose(peer, _DIED)
         except TransportError:
             return  # the next beat tries again
@@ -357,11 +350,6 @@ class Heart:
             self._close(peer)
             self._lose(peer, _DIED)
         return True
-
-    def _read_all(self, peer: _Peer) -> None:
-        """Take in everything that a peer has said before its end is told: it may have left."""
-        while not peer.closed and self._read(peer):
-            pass
 
     def _take(self, peer: _Peer) -> None:
         """Deliver the notices that have arrived whole."""
@@ -398,7 +386,8 @@ class Heart:
         lost = self._peers.get(int(rank))
         if lost is None:
             return
-        self._read_all(lost)
+        while not lost.closed and self._read(lost):
+            pass  # what it has said itself comes first, and so does the end of its connection
         if int(silent):
             self._lose(lost, how, silent=True, first=False)
 

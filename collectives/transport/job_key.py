@@ -49,8 +49,6 @@ def of_user(environment: Mapping[str, str], job: str) -> bytes:
     """
     path = path_of_user(environment)
     try:
-        if not path.is_absolute():
-            raise OSError(f"this user's home folder is unknown ({path})")
         if not path.exists():
             _make(path)
         status = path.stat()

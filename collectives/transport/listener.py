@@ -8,9 +8,8 @@ from __future__ import annotations
 import asyncio
 import functools
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
 
 from collectives.base.errors import CollectivesError
 from collectives.base.logging import logger
@@ -25,8 +24,6 @@ PROVE_WITHIN = 5.0
 """Seconds for the proof."""
 _BACKLOG = 512
 _PAUSE = 0.1
-_NEXT_AFTER = 1.0
-"""Seconds for which an address of several is tried; the last one for as long as the caller waits."""
 
 
 class Listener:
@@ -116,8 +113,7 @@ class Listener:
 
 
 async def dial(service: Service, host: str, port: int, key: bytes, hello: bytes) -> socket.socket:
-    """Connect to a listener and prove the key; to be run in the service's thread. A host with several addresses is
-    tried at one after the other.
+    """Connect to a listener and prove the key; to be run in the service's thread.
 
     Returns:
         The connected socket, non-blocking, TCP_NODELAY.
@@ -125,9 +121,15 @@ async def dial(service: Service, host: str, port: int, key: bytes, hello: bytes)
     Raises:
         OSError: nobody listens there, or the connection ended. TransportError: see `authentication.prove`.
     """
-    sock = await _connect(service, await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM))
+    loop = asyncio.get_running_loop()
+    family, kind, protocol, _, address = (await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM))[0]
+    sock = socket.socket(family, kind, protocol)
     proved = False
     try:
+        service.owns(sock)
+        sock.setblocking(False)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        await loop.sock_connect(sock, address)
         try:
             await authentication.prove(sock, key, hello)
         except EOFError:
@@ -137,28 +139,3 @@ async def dial(service: Service, host: str, port: int, key: bytes, hello: bytes)
     finally:
         if not proved:
             sock.close()
-
-
-async def _connect(service: Service, found: Sequence[tuple[Any, ...]]) -> socket.socket:
-    """Connect to the first of several addresses, as `getaddrinfo` has them, at which somebody listens."""
-    problem: OSError | None = None
-    for number, (family, kind, protocol, _, address) in enumerate(found, 1):
-        connected, sock = False, None
-        try:
-            sock = socket.socket(family, kind, protocol)
-            service.owns(sock)
-            sock.setblocking(False)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connecting = asyncio.get_running_loop().sock_connect(sock, address)
-            await (asyncio.wait_for(connecting, _NEXT_AFTER) if number < len(found) else connecting)
-            connected = True
-            return sock
-        except asyncio.TimeoutError:
-            problem = problem or TimeoutError(f"no answer from {address[0]}")
-        except OSError as error:
-            problem = problem or error
-        finally:
-            if sock is not None and not connected:
-                sock.close()
-    assert problem is not None  # there is at least one address
-    raise problem

@@ -39,8 +39,6 @@ _REFUSED_WITHIN = 3.0
 refuses as well."""
 _ATTEMPT = 10.0
 _LOOK_EVERY = 0.05
-_PING_EVERY = 1.0
-"""Seconds of a wait for a connection after which the peer is pinged: it may have ended, or given up."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 0.5
 _PING = "ping"
 """The channel of connections that are closed as soon as they are proved."""
@@ -112,11 +110,7 @@ class Mesh:
         service, inbox = Service(), Inbox(job)
         try:
             listener = Listener(service, address, 0, key, inbox.put)
-            try:
-                everywhere = [(host, int(port)) for host, port in exchange(listener.address)]
-            except BaseException:
-                listener.close()
-                raise
+            everywhere = [(host, int(port)) for host, port in exchange(listener.address)]
         except BaseException:
             service.close()
             raise
@@ -138,25 +132,13 @@ class Mesh:
         if peer < self.rank:
             return self.dial(peer, channel, timeout, check)
         end = time.monotonic() + timeout
-        ping: concurrent.futures.Future[None] | None = None
-        ping_at = time.monotonic() + _PING_EVERY
-        try:
-            while (sock := self._inbox.take(peer, channel, _LOOK_EVERY)) is None:
-                check()
-                if time.monotonic() > end:
-                    raise CollectiveTimeoutError(
-                        f"rank {self.rank}: waited {timeout:g} s for a connection from {self._called(peer)}; see what "
-                        "it is doing, or raise COLLECTIVES_TIMEOUT"
-                    )
-                if ping is None and time.monotonic() > ping_at:
-                    ping = self.service.start(self.ping(peer, _ATTEMPT))
-                elif ping is not None and ping.done():
-                    if isinstance(ping.exception(), RankFailedError) and not self._inbox.has(peer, channel):
-                        ping.result()
-                    ping, ping_at = None, time.monotonic() + _PING_EVERY
-        finally:
-            if ping is not None:
-                ping.cancel()
+        while (sock := self._inbox.take(peer, channel, _LOOK_EVERY)) is None:
+            check()
+            if time.monotonic() > end:
+                raise CollectiveTimeoutError(
+                    f"rank {self.rank}: waited {timeout:g} s for a connection from {self._called(peer)}; see what it "
+                    "is doing, or raise COLLECTIVES_TIMEOUT"
+                )
         return sock
 
     def take(self, peer: int, channel: str) -> socket.socket | None:
@@ -303,12 +285,8 @@ class Inbox:
     def take(self, peer: int, channel: str, seconds: float) -> socket.socket | None:
         """Wait for a connection, and take it out; None if it has not come in time."""
         with self._changed:
-            self._changed.wait_for(lambda: self.has(peer, channel), seconds)
+            self._changed.wait_for(lambda: (peer, channel) in self._arrived, seconds)
             return self._arrived.pop((peer, channel), None)
-
-    def has(self, peer: int, channel: str) -> bool:
-        """Whether a connection has come, and was not taken."""
-        return (peer, channel) in self._arrived
 
     def serve(self, prefix: str, served: Served) -> None:
         """See `Mesh.serve`."""

@@ -42,12 +42,7 @@ def connect(exchange: Callable[[Any], list[Any]], rank: int, key: bytes | None, 
     except BaseException:
         mesh.close()
         raise
-    try:
-        return make_group(wiring, config, range(mesh.size))
-    except BaseException:
-        wiring.channel.quiet()  # the other ranks are being told of it
-        wiring.close(False)
-        raise
+    return make_group(wiring, config, range(mesh.size))
 
 
 def wire(mesh: Mesh, config: Config) -> TcpWiring:

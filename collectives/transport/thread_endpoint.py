@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from collectives.base.dtypes import SUPPORTED
+from collectives.base.errors import RankFailedError
 from collectives.transport.base import Array
 from collectives.transport.point_to_point import Incoming, Outgoing
 
@@ -29,11 +30,13 @@ class ThreadEndpoint:
     Args:
         rank: in the group.
         queues: shared by its ranks.
+        names: the ranks' numbers in messages.
     """
 
-    def __init__(self, rank: int, queues: Queues) -> None:
+    def __init__(self, rank: int, queues: Queues, names: Sequence[int]) -> None:
         self.arrived: Callable[[Incoming], object] = lambda message: None
         self._rank = rank
+        self._names = names
         self._queues = queues.of
 
     def send(self, message: Outgoing) -> None:
@@ -51,8 +54,12 @@ class ThreadEndpoint:
             queue.popleft()(self)
 
     def receive(self, message: Incoming, into: Array) -> None:
-        array, _ = message.payload
+        array, origin = message.payload
         np.copyto(into[: message.nbytes], array.view(np.uint8))
+        if origin is not None and origin.done:  # its send has failed, so that its memory may have been used again
+            raise RankFailedError(
+                f"rank {self._names[self._rank]}: rank {self._names[message.source]} has shut down or failed"
+            )
         self._end(message)
 
     def refuse(self, message: Incoming, why: str) -> None:

@@ -78,7 +78,7 @@ def connect(
                 _splitter(rank, ranks, layout, exchange, reads_private, timeout),
                 ranks,
                 memory.close,
-                open_endpoint=partial(ThreadEndpoint, rank, queues),
+                open_endpoint=partial(ThreadEndpoint, rank, queues, ranks),
             )
         )
         if ranks != tuple(range(size)):

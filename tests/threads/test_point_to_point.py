@@ -12,7 +12,12 @@ import pytest
 from hypothesis import given, settings
 
 from collectives.base.config import Config
-from collectives.base.errors import CollectiveTimeoutError, NotInitializedError, RankFailedError
+from collectives.base.errors import (
+    CollectiveTimeoutError,
+    InvalidArgumentError,
+    NotInitializedError,
+    RankFailedError,
+)
 from collectives.engine.matching import ANY_SOURCE
 from collectives.transport import threads
 from collectives.world import World
@@ -62,7 +67,7 @@ def test_a_large_send_that_nobody_receives() -> None:
             world.barrier()
 
     with pytest.raises(CollectiveTimeoutError, match=r"send to rank 1, tag 3: waited 0\.3 s: the receiver is alive"):
-        threads.run(2, program, make_world=lambda group: World(group, Config(timeout=30 if group.rank else 0.3)))
+        threads.run(2, program, make_world=with_timeout(0.3))
 
 
 def test_synchronize_with_a_timeout_goes_on() -> None:
@@ -208,3 +213,36 @@ def test_no_thread_outlives_its_world() -> None:
         gc.collect()
         time.sleep(0.01)
     assert len(ours()) <= before
+
+
+def test_a_large_message_of_a_rank_that_has_left() -> None:
+    """Its memory may have been used again."""
+
+    def program(world: World) -> None:
+        if world.rank == 0:
+            mine = np.ones(LARGE)
+            world.isend(mine, 1)
+            world.shutdown()
+            mine[...] = -1
+            return
+        stay_until_it_has_left(world, 0)
+        with pytest.raises(RankFailedError, match="rank 0 has shut down or failed"):
+            world.recv(None, 0)
+
+    threads.run(2, program, make_world=World)
+
+
+def test_a_signal_handler_in_the_middle_of_a_message() -> None:
+    """It can neither wait for a message nor end the world, of which the interrupted call uses the memory."""
+
+    def program(world: World) -> None:
+        transfers, handle = world._transfers, world.irecv(np.zeros(3), 0, 1)
+        with transfers._exclusive():
+            with pytest.raises(InvalidArgumentError, match="waited for within a call of the same thread"):
+                handle.wait()
+            world.shutdown()
+            assert transfers._unfinished
+        with pytest.raises(RankFailedError, match="shut down in the middle of a call"):
+            handle.wait()
+
+    threads.run(1, program, make_world=World)

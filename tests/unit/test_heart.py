@@ -185,38 +185,3 @@ def test_a_rank_that_hears_of_a_death_from_another_names_the_dead(ranks: Callabl
     assert soon(lambda: 1 in mine.failed)
     with pytest.raises(RankFailedError, match=r"^rank 0: rank 2 on \S+ has been silent for 3 s$"):
         mine.look_for_failures()
-
-
-def test_what_a_rank_has_said_is_read_before_its_end_is_believed(
-    ranks: Callable[..., list[Heart]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of the two ways to hear of it, from another rank and by a refused connection, neither overtakes "left"."""
-    zero, one, two = ranks(LONG, LONG, LONG)
-    mine, _, twos = (heart.notices("all", range(3)) for heart in (zero, one, two))
-
-    async def refused(mesh: Mesh, peer: int, seconds: float) -> None:
-        raise RankFailedError("nobody listens there")
-
-    monkeypatch.setattr(Mesh, "ping", refused)
-    done = threading.Event()
-
-    def hear() -> None:  # in one turn of the service's thread, which has not read the connection yet
-        twos.tell("left", "5")
-        zero._adopt(b"2 0 has died")
-        assert not mine.died
-        zero._service.start(zero._ping(zero._peers[2])).add_done_callback(lambda _: done.set())
-
-    zero._service.call(hear)
-    assert done.wait(20)
-    assert soon(lambda: mine.left == {2: 5} and mine.gone == {2})
-    assert not mine.failed
-
-
-def test_a_cause_that_comes_a_moment_after_what_it_has_caused_is_named(ranks: Callable[..., list[Heart]]) -> None:
-    zero, one, two = ranks(LONG, LONG, LONG)
-    mine, ones, twos = (heart.notices("all", range(3)) for heart in (zero, one, two))
-    ones.tell("failed", "RankFailedError: rank 2 has died")
-    assert soon(lambda: mine.failed)
-    threading.Timer(0.02, twos.tell, ("failed", "ValueError: no good")).start()
-    with pytest.raises(RankFailedError, match=r"^rank 0: rank 2 has failed:\nValueError: no good$"):
-        mine.look_for_failures()

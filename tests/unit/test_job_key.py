@@ -36,14 +36,6 @@ def test_the_users_key_is_made_once_and_is_the_users_alone(tmp_path: Path) -> No
     assert (tmp_path / "x" / "collectives" / "key").exists()
 
 
-def test_a_user_without_a_home_folder_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as for a user that no table knows
-    with pytest.raises(TransportError, match=r"home folder is unknown .* set COLLECTIVES_KEY on all ranks"):
-        job_key.of_user({}, "job")
-    assert not list(tmp_path.iterdir())
-
-
 def test_a_file_that_others_can_read_is_refused(tmp_path: Path) -> None:
     environment = {"XDG_CONFIG_HOME": str(tmp_path)}
     job_key.of_user(environment, "job")

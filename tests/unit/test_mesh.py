@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from collectives.base.config import Config
 from collectives.base.errors import (
     CollectiveTimeoutError,
     InvalidArgumentError,
@@ -23,7 +22,7 @@ from collectives.base.errors import (
     RankFailedError,
     TransportError,
 )
-from collectives.transport import listener, network, tcp
+from collectives.transport import listener, network
 from collectives.transport.authentication import make_key
 from collectives.transport.listener import MOST_UNPROVED, Listener, dial
 from collectives.transport.mesh import Mesh
@@ -125,51 +124,6 @@ def test_a_rank_that_has_ended_and_one_that_does_not_come_are_named(monkeypatch:
     ranks[1].close()
 
 
-def test_a_rank_that_ends_while_another_waits_for_its_connection_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks = meshes(2, KEY)
-    monkeypatch.setattr("collectives.transport.mesh._REFUSED_WITHIN", 0.1)
-    monkeypatch.setattr("collectives.transport.mesh._PING_EVERY", 0.1)
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(ranks[0].open, 1, "words", 30)
-        with pytest.raises(concurrent.futures.TimeoutError):
-            waiting.result(0.5)  # it lives
-        ranks[1].close()
-        with pytest.raises(RankFailedError, match=r"rank 0: rank 1 on .* has ended: nobody listens"):
-            waiting.result(10)
-    ranks[0].close()
-
-
-def test_a_rank_that_cannot_join_stops_to_listen() -> None:
-    told: list[Any] = []
-
-    def exchange(value: Any) -> list[Any]:
-        told.append(value)
-        if len(told) > 1:
-            raise RankFailedError("rank 1 has failed")
-        return [value]
-
-    with pytest.raises(RankFailedError) as failure:
-        Mesh.join(exchange, 0, KEY)
-    with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(told[1], 5)
-    del failure  # and with it the listener, which is closed although the traceback refers to it
-
-
-def test_an_attempt_to_make_a_group_that_fails_leaves_no_thread() -> None:
-    before = set(threading.enumerate())
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        joining = [
-            pool.submit(tcp.connect, exchange, rank, KEY, Config(timeout=20.0, segment=4096 << rank))
-            for rank, exchange in enumerate(exchanges(2))
-        ]
-        for rank in joining:
-            with pytest.raises((MismatchError, RankFailedError), match="COLLECTIVES_SEGMENT differs"):
-                rank.result(20)
-    for thread in set(threading.enumerate()) - before:
-        thread.join(10)
-        assert not thread.is_alive()
-
-
 def test_the_check_of_a_wait_ends_it() -> None:
     ranks = meshes(2, KEY)
 
@@ -189,18 +143,6 @@ def test_another_key_is_refused_on_both_sides(service: Service) -> None:
         service.start(dial(service, *server.address, make_key(), b"hello")).result(10)
     service.start(dial(service, *server.address, KEY, b"mine")).result(10).close()
     assert admitted == [b"mine"]
-    server.close()
-
-
-def test_a_name_with_several_addresses_is_tried_at_each(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    server = Listener(service, network.LOOPBACK, 0, KEY, lambda hello, sock: sock.close())
-    port = server.address[1]
-
-    async def getaddrinfo(*_: object, **__: object) -> list[tuple[Any, ...]]:
-        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (host, port)) for host in ("127.0.0.2", network.LOOPBACK)]
-
-    monkeypatch.setattr(service.loop, "getaddrinfo", getaddrinfo)
-    service.start(dial(service, "node1", port, KEY, b"hello")).result(10).close()
     server.close()
 
 

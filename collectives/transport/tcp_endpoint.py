@@ -169,10 +169,10 @@ class TcpEndpoint:
             self._dialling = [connection for connection in self._dialling if not self._has_dialled(connection)]
         for descriptor, events in self._poll.poll(0):
             connection = self._by_descriptor.get(descriptor)
-            if connection is not None and events & select.POLLOUT:
-                self._write(connection)
             if connection is not None and events & ~select.POLLOUT:
                 self._read(connection)
+            if connection is not None and events & select.POLLOUT:
+                self._write(connection)
 
     def _has_dialled(self, connection: _Connection) -> bool:
         assert connection.dialling is not None

@@ -170,3 +170,22 @@ def test_a_forked_child_takes_no_message() -> None:
         assert (handle.wait() == 1).all()
 
     processes.run(2, program)
+
+
+def test_the_last_message_of_a_rank_that_has_left_comes_late() -> None:
+    """Messages between hosts travel on other connections than the news that a rank has left."""
+
+    def program(world: World) -> None:
+        if world.rank == 0:
+            world.send(np.ones(3), 1)
+            world.shutdown()
+            return
+        endpoint, control = world._transfers._opened(), world._control
+        while not control.has_left(0):
+            control.relax()
+        poll = endpoint.poll
+        arrives = time.monotonic() + 0.3
+        endpoint.poll = lambda: poll() if time.monotonic() > arrives else None  # type: ignore[method-assign]
+        assert (world.recv(None, 0) == 1).all()
+
+    processes.run(2, program, config=Config(timeout=30, local_size=1), connect=processes.by_tcp)

@@ -44,6 +44,8 @@ _SPINS = 50
 """Looks before the core is yielded, where every rank of the host has a core."""
 _FAILURE_SHOWS_WITHIN = 1.0
 """Seconds that the death of a rank may take to show after the network has reported an error because of it."""
+_LAST_MESSAGES_WITHIN = 1.0
+"""Seconds that the last messages of a rank on another host may take longer than the news that it has left."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 100e-6, 2e-3
 """Seconds between two looks of the background thread."""
 _LOOK_EVERY = 0.1
@@ -69,6 +71,9 @@ class PointToPoint:
     ) -> None:
         self.in_flight = engine.in_flight
         self._rank, self._size, self._names = group.rank, group.size, group.ranks
+        self._local = frozenset(group.local)
+        self._left: dict[int, float] = {}
+        """By the source of receives: since when all ranks that it may be are known to have left."""
         self._open_endpoint = group.open_endpoint
         self._endpoint: Endpoint | None = None
         self._control = group.control
@@ -327,6 +332,9 @@ class PointToPoint:
                 return
             with self._exclusive():
                 self._opened().poll()  # what they sent before they left
+            now = time.monotonic()
+            if not (self._local.issuperset(peers) or now - self._left.setdefault(peer, now) > _LAST_MESSAGES_WITHIN):
+                return
             if not transfer.done:
                 who = "every other rank has" if peer < 0 else f"rank {self._names[peer]} has"
                 raise RankFailedError(
@@ -405,7 +413,8 @@ class PointToPoint:
     def held(self) -> AbstractContextManager[object]:
         """A context in which no transfer ends: while the world ends, until the other ranks see that it has, and read
         the memory of sends no more."""
-        return self._lock
+        lock: AbstractContextManager[object] = self._lock
+        return lock
 
     def after_fork(self) -> None:
         """In a forked child, where calls are refused: leave the endpoint to the parent. Threads that do not exist may

@@ -340,9 +340,10 @@ def besiege(job: Job, key: bytes, count: int, seed: int = 0) -> Report:
     service = Service()
     try:
         with tempfile.TemporaryDirectory() as name:
+            descriptors = job.descriptors()
             recorded = [record(service, address, key, b"recorded") for address in addresses]
             attacker = Attacker(addresses, Random(seed), recorded, Path(name) / "canary")
-            descriptors, first_step, begun = job.descriptors(), min(job.steps()), time.monotonic()
+            first_step, begun = min(job.steps()), time.monotonic()
             memory: list[int] = []
             for number in range(count):
                 if number == count // 10:

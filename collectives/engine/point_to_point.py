@@ -169,6 +169,8 @@ class PointToPoint:
                 into = posted.into = self._pool.empty(math.prod(message.shape), dtype)
             self._copy(message, into.view(np.uint8))
         except Exception as error:
+            if not (message.done or isinstance(error, MismatchError)):  # such as for lack of memory
+                self._refuse(message, f"{type(error).__name__}: {error}")
             posted.end(error)
             return
         if message.done:

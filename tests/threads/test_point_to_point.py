@@ -15,6 +15,7 @@ from collectives.base.config import Config
 from collectives.base.errors import (
     CollectiveTimeoutError,
     InvalidArgumentError,
+    MismatchError,
     NotInitializedError,
     RankFailedError,
 )
@@ -246,3 +247,22 @@ def test_a_signal_handler_in_the_middle_of_a_message() -> None:
             handle.wait()
 
     threads.run(1, program, make_world=World)
+
+
+def test_a_receiver_without_memory() -> None:
+    """The sender does not wait for the timeout."""
+
+    class Pool:
+        def empty(self, size: int, dtype: np.dtype) -> np.ndarray:
+            raise MemoryError("no room")
+
+    def program(world: World) -> None:
+        if world.rank == 0:
+            with pytest.raises(MismatchError, match="the receiver has refused it: MemoryError: no room"):
+                world.send(np.ones(LARGE), 1)
+        else:
+            world._transfers._pool = Pool()  # type: ignore[assignment]
+            with pytest.raises(MemoryError):
+                world.recv(None, 0)
+
+    threads.run(2, program, make_world=with_timeout(5))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import mmap
 import os
 import signal
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -187,5 +189,23 @@ def test_the_last_message_of_a_rank_that_has_left_comes_late() -> None:
         arrives = time.monotonic() + 0.3
         endpoint.poll = lambda: poll() if time.monotonic() > arrives else None  # type: ignore[method-assign]
         assert (world.recv(None, 0) == 1).all()
+
+    processes.run(2, program, config=Config(timeout=30, local_size=1), connect=processes.by_tcp)
+
+
+def test_a_process_set_that_was_removed_leaves_no_endpoint() -> None:
+    def program(world: World) -> None:
+        for _ in range(2):
+            part = world.add_process_set((0, 1))
+            assert part is not None
+            part.sendrecv(np.ones(3), 1 - part.rank, None, 1 - part.rank)
+            endpoint = weakref.ref(part._transfers._opened()._far)  # type: ignore[attr-defined]
+            world.remove_process_set((0, 1), part)
+            del part
+            end = time.monotonic() + 10
+            while endpoint() is not None and time.monotonic() < end:
+                gc.collect()
+                world._control.relax()
+            assert endpoint() is None
 
     processes.run(2, program, config=Config(timeout=30, local_size=1), connect=processes.by_tcp)

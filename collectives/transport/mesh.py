@@ -198,6 +198,11 @@ class Mesh:
         channels that begin with ``prefix``, including those that have arrived already."""
         self.service.call(self._inbox.serve, prefix, served)
 
+    def end_serving(self, prefix: str) -> None:
+        """End what `serve` has begun."""
+        with suppress(RuntimeError):  # the service has ended
+            self.service.call(self._inbox.end_serving, prefix)
+
     def _called(self, peer: int) -> str:
         return f"rank {peer} on {self.names[peer]}"
 
@@ -251,6 +256,10 @@ class Links:
             f"{self.group}/{prefix}", lambda peer, channel, sock: served(known[peer], channel[start:], sock)
         )
 
+    def end_serving(self, prefix: str) -> None:
+        """See `Mesh.end_serving`."""
+        self.mesh.end_serving(f"{self.group}/{prefix}")
+
 
 class Inbox:
     """The connections that have arrived and were not taken yet, by rank and channel.
@@ -296,6 +305,10 @@ class Inbox:
             taken = [(*key, self._arrived.pop(key)) for key in there]
         for peer, channel, sock in taken:
             served(peer, channel, sock)
+
+    def end_serving(self, prefix: str) -> None:
+        """See `Mesh.end_serving`."""
+        self._served.pop(prefix, None)
 
     def close(self) -> None:
         """Close what nobody has taken."""

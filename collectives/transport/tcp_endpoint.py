@@ -49,6 +49,8 @@ class Links(Protocol):
 
     def serve(self, prefix: str, served: Callable[[int, str, socket.socket], None]) -> None: ...
 
+    def end_serving(self, prefix: str) -> None: ...
+
 
 class _Connection:
     """One connection, which carries envelopes in one direction.
@@ -347,6 +349,7 @@ class TcpEndpoint:
         )
 
     def close(self) -> None:
+        self._links.end_serving(_CHANNEL)
         for connection in [*self._dialled.values(), *list(self._by_descriptor.values())]:
             if connection.dialling is not None:
                 connection.dialling.cancel()

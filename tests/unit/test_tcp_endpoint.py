@@ -33,6 +33,9 @@ class Links:
     def serve(self, prefix: str, served: Callable[[int, str, socket.socket], None]) -> None:
         pass
 
+    def end_serving(self, prefix: str) -> None:
+        pass
+
 
 def test_a_peer_that_is_killed_while_it_is_sent_a_payload() -> None:
     """The connection is then ready for writing, and has an error."""

@@ -24,6 +24,7 @@ from collectives.base.errors import (
     in_words,
 )
 from collectives.transport import rendezvous, threads
+from collectives.transport.bounded_call import imported
 from collectives.transport.group import Group
 
 if TYPE_CHECKING:
@@ -148,12 +149,13 @@ def _meet(
     if place is None or place.size == 1:
         return None
     before()
-    from collectives.transport import tcp  # slow to import, and not needed by all
+    tcp = imported("collectives.transport.tcp")  # with asyncio, which not all need
 
     try:
         exchange = rendezvous.exchange_of(place, config.timeout)
         try:
-            return tcp.connect(exchange, place.rank, place.key, config)
+            group: Group = tcp.connect(exchange, place.rank, place.key, config)
+            return group
         except BaseException as error:
             if not isinstance(error, RankFailedError):  # which that rank has told itself
                 with contextlib.suppress(TransportError):  # the store may be what failed

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import _thread
 import concurrent.futures
+import importlib
 import threading
+import time
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 _Result = TypeVar("_Result")
+
+_LOOK_EVERY = 1e-3
 
 
 class Call(Generic[_Result]):
@@ -44,6 +48,18 @@ class Call(Generic[_Result]):
         except BaseException as error:
             self.error = error
         self.finished = True
+
+
+def imported(name: str) -> Any:
+    """A module, imported where no interrupt reaches the import: one that is cut short within asyncio, for instance,
+    leaves a package that this process can never import again."""
+    call = Call(lambda: importlib.import_module(name))
+    call.start()
+    while not call.finished:
+        time.sleep(_LOOK_EVERY)
+    if call.error is not None:
+        raise call.error
+    return call.result
 
 
 class TimeIsUpError(Exception):

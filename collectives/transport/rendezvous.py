@@ -224,13 +224,12 @@ def _at(spot: places.Spot, environment: Mapping[str, str], config: Config) -> Pl
     if spot.torch and _has_torch():
         store = _torch_store(spot, environment, config.timeout)
         return Place(spot.rank, spot.size, store, key, spot.launcher)
-    from collectives.transport.meeting import Meeting
-
+    make = bounded_call.imported("collectives.transport.meeting").Meeting  # with asyncio, which not all need
     if key is None:
         key = job_key.of_user(environment, spot.job)
-        meeting = Meeting(spot, key, config.timeout, str(job_key.path_of_user(environment)))
+        meeting = make(spot, key, config.timeout, str(job_key.path_of_user(environment)))
     else:
-        meeting = Meeting(spot, key, config.timeout)
+        meeting = make(spot, key, config.timeout)
     return Place(spot.rank, spot.size, meeting.connect(), key, meeting.how, meeting.close)
 
 

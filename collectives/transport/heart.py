@@ -42,7 +42,10 @@ _KINDS = ("beat", "lost", "failed", "left", "here")
 """Of frames, by number. The last three are those of notices, which have the group's name, a zero byte, and a text."""
 _HEAD = struct.Struct("<HB")
 """Of a frame: the number of bytes that follow, and its kind."""
-_DIED = "has died: its process has ended without leaving; see its output, and whether the system has killed it"
+_DIED = (
+    "has died, or its init() was interrupted: its connection has ended without a word; see its output, and whether the "
+    "system has killed it"
+)
 _TEXT_BYTES = 16 << 10
 _NAME_BYTES = 1 << 10
 _READ_BYTES = 64 << 10

@@ -12,11 +12,15 @@ import numpy as np
 
 from collectives.base.logging import logger
 from collectives.transport.assembly import Wiring
+from collectives.transport.base import Array
 
 SIZES = (0, 64 << 10, 1 << 20)
 """Bytes of what is timed: 0 is a round of words, the others are blocks that every rank sends to the next one."""
 _ROUNDS = (20, 8, 4)
 """Of each size; the first round, in which connections are made, does not count."""
+
+_blocks: list[list[Array]] = []
+"""Of measurements that are under way, or that an exception has ended: messages may still be written into them."""
 
 A = TypeVar("A", bound=Wiring)
 B = TypeVar("B", bound=Wiring)
@@ -35,7 +39,9 @@ def choose(first: A, second: B, clock: Callable[[], float] = time.perf_counter) 
     Raises:
         RankFailedError: a rank failed meanwhile. CollectiveTimeoutError: a rank did not come in time.
     """
-    trials = [_trials(wiring) for wiring in (first, second)]
+    blocks: list[Array] = []
+    _blocks.append(blocks)
+    trials = [_trials(wiring, blocks) for wiring in (first, second)]
     mine = []
     for rounds, *both in zip(_ROUNDS, *trials, strict=True):
         seconds: list[list[float]] = [[], []]
@@ -47,6 +53,7 @@ def choose(first: A, second: B, clock: Callable[[], float] = time.perf_counter) 
                     found.append(clock() - begun)
         mine.append([median(found) for found in seconds])
     share = ratio(first.channel.exchange(mine))
+    _blocks[:] = [known for known in _blocks if known is not blocks]
     if first.channel.rank == 0:
         names = first.messages.name, second.messages.name
         logger.info("between these hosts %s takes %.2f of the time of %s", names[1], share, names[0])
@@ -63,8 +70,8 @@ def ratio(told: Sequence[Sequence[Sequence[float]]]) -> float:
     return math.exp(float(np.log(slowest[:, 1] / slowest[:, 0]).mean()))
 
 
-def _trials(wiring: Wiring) -> list[Callable[[], object]]:
-    """What is timed, in the order of `SIZES`."""
+def _trials(wiring: Wiring, blocks: list[Array]) -> list[Callable[[], object]]:
+    """What is timed, in the order of `SIZES`; ``blocks`` gets the memory of its messages."""
     words, messages = wiring.words(), wiring.messages
     rank, size = wiring.channel.rank, wiring.channel.size
     after, before = (rank + 1) % size, (rank - 1) % size
@@ -76,6 +83,7 @@ def _trials(wiring: Wiring) -> list[Callable[[], object]]:
 
     def passing(nbytes: int) -> Callable[[], object]:
         block, box = np.zeros(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
+        blocks.extend((block, box))
 
         def trial() -> None:
             messages.post_receive(before, box)

@@ -32,7 +32,7 @@ class MpiHeart:
         self.mesh = mesh
         self.heart = heart
         self.notices = heart.notices(OUTERMOST, channel.names)
-        _watching.add(self)
+        _watching.append(self)
 
     def end_if_lost(self) -> None:
         """End this process if one of the ranks has died, once the others have left, which may still have to save
@@ -45,21 +45,25 @@ class MpiHeart:
             os._exit(0)
 
     def close(self) -> None:
-        """Close the connections. Does not wait for the other ranks."""
-        _watching.discard(self)
-        self.heart.close()
-        self.mesh.close()
+        """Close the connections, also those of earlier attempts, whose ranks have come again. Does not wait for the
+        other ranks."""
+        for one in [one for one in _watching if one is self or one.mesh.size <= self.mesh.size]:
+            _watching.remove(one)
+            one.heart.close()
+            one.mesh.close()
 
 
-_watching: set[MpiHeart] = set()
-"""Those that are not closed, also of worlds that have failed."""
+_watching: list[MpiHeart] = []
+"""Those that are not closed, also of worlds and attempts that have failed, in the order in which they were made."""
 
 
 def end_if_lost() -> None:
     """End this process, with exit code 0, if a rank has died: finalising MPI waits for all ranks, without a bound. For
     the exit of a program that has handled the failure."""
-    for one in list(_watching):
-        one.end_if_lost()
+    for place, one in enumerate(list(_watching)):
+        # A rank whose init() was interrupted looks dead in that attempt, and comes again in a later one.
+        if not any(later.mesh.size >= one.mesh.size for later in _watching[place + 1 :]):
+            one.end_if_lost()
 
 
 def watch(channel: Channel, config: Config, *, needed: bool = False) -> MpiHeart | None:

@@ -47,7 +47,7 @@ _SETTINGS: tuple[dict[str, Any], ...] = (
     {"transport": "mpi"},
     {"local_size": 1},
 )
-_TCP_SETTINGS: tuple[dict[str, Any], ...] = ({}, {"local_size": 2}, {"transport": "tcp"}, {"local_size": 1})
+_TCP_SETTINGS: tuple[dict[str, Any], ...] = ({}, {"local_size": 2}, {"transport": "tcp"}, {"local_size": 1, "lanes": 3})
 
 
 def run_on_threads(seed: int, size: int) -> None:

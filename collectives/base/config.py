@@ -216,6 +216,8 @@ class Config:
     """What carries messages between hosts; ``auto``: the quicker one where MPI has started the ranks, TCP elsewhere."""
     network_interface: str = _setting("COLLECTIVES_NETWORK_INTERFACE", "", _interface, alike=False)
     """The interface that this host's ranks listen on; empty: loopback on one host, else the one towards the others."""
+    lanes: int = _setting("COLLECTIVES_LANES", 1, _positive)
+    """TCP connections between two ranks, among which large messages are divided."""
     rendezvous: str = _setting("COLLECTIVES_RENDEZVOUS", "", _rendezvous, alike=False)
     """Where ranks meet that MPI has not started; empty: as their launcher says."""
     segment: int = _setting("COLLECTIVES_SEGMENT", 0, _size)

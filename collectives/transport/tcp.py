@@ -93,7 +93,7 @@ class TcpWiring:
         here = sum(mesh.hosts[member] == mesh.hosts[mesh.rank] for member in members)
         spins = SPINS if here <= (os.cpu_count() or 1) else _FEW_SPINS
         self.channel = TcpChannel(self.links, config.timeout, members, notices, spins)
-        self.messages = TcpMessages(self.channel, self.links)
+        self.messages = TcpMessages(self.channel, self.links, config.lanes)
 
     def endpoint(self) -> TcpEndpoint:
         return TcpEndpoint(self.links, self._members)

@@ -25,7 +25,6 @@ from collectives.transport.base import MOST_BLOCKS, Array
 from collectives.transport.closing import close_all
 from collectives.transport.tcp_channel import CLOSE_WITHIN, TcpChannel
 
-LANES = 1
 LANES_FROM = 1 << 18
 """Bytes from which a message is divided among the lanes."""
 _SEND_BYTES = 1 << 17
@@ -89,7 +88,7 @@ class TcpMessages:
 
     name = "tcp"
 
-    def __init__(self, channel: TcpChannel, links: Links, lanes: int = LANES) -> None:
+    def __init__(self, channel: TcpChannel, links: Links, lanes: int = 1) -> None:
         self._channel = channel
         self._links = links
         self._count = lanes

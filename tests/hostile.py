@@ -248,9 +248,10 @@ def record(service: Service, address: Address, key: bytes, hello: bytes) -> byte
 
 
 def ports_of(pids: Sequence[int]) -> list[Address]:
-    """Where these processes listen."""
-    listening = [one for one in psutil.net_connections("tcp") if one.pid in pids and one.status == psutil.CONN_LISTEN]
-    return [(one.laddr.ip, one.laddr.port) for one in listening]
+    """Where these processes listen, but for what they have inherited from this one, which nobody serves there."""
+    listening = [one for one in psutil.net_connections("tcp") if one.status == psutil.CONN_LISTEN]
+    inherited = {one.laddr for one in listening if one.pid == os.getpid()}
+    return [(one.laddr.ip, one.laddr.port) for one in listening if one.pid in pids and one.laddr not in inherited]
 
 
 class Job:

@@ -124,7 +124,7 @@ class NetworkControl:
         if self._waits:
             if not self._words.test(spin):
                 return None
-            self._waits = False
+            self._complete()
         return self._words.same
 
     def enter_and_look(self, signature: int, words: Sequence[int] | memoryview = ()) -> bool | None:
@@ -134,8 +134,14 @@ class NetworkControl:
     def agree(self, signature: int, words: Sequence[int] | memoryview = ()) -> bool:
         self.enter(signature, words)
         self._words.wait()
-        self._waits = False
+        self._complete()
         return self._words.same
+
+    def _complete(self) -> None:
+        self._waits = False
+        if self._channel.failed:
+            # A rank that has failed in this call, before this rank entered it, left its record behind.
+            self._channel.look_for_failures()
 
     def called(self) -> bool:
         return True  # entering a collective operation shows only to ranks that enter it too

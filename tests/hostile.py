@@ -250,7 +250,7 @@ def record(service: Service, address: Address, key: bytes, hello: bytes) -> byte
 def ports_of(pids: Sequence[int]) -> list[Address]:
     """Where these processes listen, but for what they have inherited from this one, which nobody serves there."""
     listening = [one for one in psutil.net_connections("tcp") if one.status == psutil.CONN_LISTEN]
-    inherited = {one.laddr for one in listening if one.pid == os.getpid()}
+    inherited = {one.laddr for one in psutil.Process().net_connections("tcp")}
     return [(one.laddr.ip, one.laddr.port) for one in listening if one.pid in pids and one.laddr not in inherited]
 
 

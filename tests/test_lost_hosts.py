@@ -1,4 +1,4 @@
-"""Ranks and hosts that die between hosts; more of them: ``python -m tests.lost_hosts 0 60``."""
+"""Ranks and hosts that die between hosts; more of them, and under mpirun: ``python -m tests.lost_hosts 0 60 [--mpi]``."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import pytest
 from tests.lost_hosts import draw, lose
 
 
-@pytest.mark.parametrize(
-    ("seed", "how", "mpi"), [(5, "killed", False), (2, "off", False), (7, "cut for a moment", False), (4, "off", True)]
-)
-def test_every_survivor_is_told_who_was_lost(seed: int, how: str, mpi: bool) -> None:
-    assert lose(draw(seed, how, mpi)) == []
+@pytest.mark.parametrize(("seed", "how"), [(5, "killed"), (2, "off"), (7, "cut for a moment")])
+def test_every_survivor_is_told_who_was_lost(seed: int, how: str) -> None:
+    assert lose(draw(seed, how, False)) == []

@@ -506,5 +506,5 @@ def _run_background(reference: weakref.ref[PointToPoint], work: threading.Event)
             looked = now
         messages.look_in_background(deep)
         del messages
-        time.sleep(pause)
+        time.sleep(pause)  # rings and connections do not notify: they are looked at, less and less often
         pause = min(pause * 1.2, _LONGEST_PAUSE)

@@ -6,9 +6,12 @@ so; when all are stuck, they are in a deadlock (`collectives.engine.deadlock`).
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
+from collections.abc import Iterator
 
+from collectives.base.wake_up import WakeUp
 from collectives.engine import stall
 from collectives.engine.handles import Handle
 
@@ -37,7 +40,7 @@ class Callers:
         ranks_are_threads: whether every other thread of this process is another rank, as with the transport of threads.
 
     Attributes:
-        followers: threads that sleep, or are about to, until another thread stops driving.
+        followers: of the threads that sleep, or are about to, until another thread stops driving.
         awaited: the handles that threads wait for without a timeout.
         here: whether the current thread is known as one that calls; half as dear to look up as the thread.
     """
@@ -53,8 +56,7 @@ class Callers:
 
     def reset(self) -> None:
         """Forget all threads, as in a forked child, which has none of them."""
-        self.condition = threading.Condition()
-        self.followers = 0
+        self.followers: list[WakeUp] = []
         self.awaited: list[Handle] = []
         self.here = _Here()
         # Threads and not their numbers, which the system reuses as soon as a thread has ended.
@@ -71,8 +73,19 @@ class Callers:
 
     def notify(self) -> None:
         """Wake the followers."""
-        with self.condition:
-            self.condition.notify_all()
+        for follower in list(self.followers):
+            follower.set()
+
+    @contextlib.contextmanager
+    def following(self) -> Iterator[WakeUp]:
+        """Count the current thread as a follower; yields what wakes it."""
+        follower = WakeUp()
+        try:
+            self.followers.append(follower)
+            yield follower
+        finally:
+            if follower in self.followers:
+                self.followers.remove(follower)
 
     def made_progress(self) -> None:
         """Restart the clock of `stuck`."""

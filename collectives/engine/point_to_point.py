@@ -28,6 +28,7 @@ from collectives.base.errors import (
     TransportError,
     in_words,
 )
+from collectives.base.wake_up import WakeUp
 from collectives.engine.callers import THREAD_NAME
 from collectives.engine.engine import Engine
 from collectives.engine.handles import Handle
@@ -90,7 +91,7 @@ class PointToPoint:
         self._inside = False
         self._waiting = 0
         """Threads that wait, and therefore advance the endpoint."""
-        self._work = threading.Event()
+        self._work = WakeUp()
         self._background: threading.Thread | None = None
 
     # ---- sending and receiving
@@ -485,7 +486,7 @@ def _refusal(posted: Posted, message: Incoming) -> str:
     return f"expected {expected}, got a message of {count} elements of {message.dtype}, shape {message.shape}"
 
 
-def _run_background(reference: weakref.ref[PointToPoint], work: threading.Event) -> None:
+def _run_background(reference: weakref.ref[PointToPoint], work: WakeUp) -> None:
     """The background thread; it keeps its world alive only while it looks."""
     pause, looked = _FIRST_PAUSE, 0.0
     while True:
@@ -494,12 +495,10 @@ def _run_background(reference: weakref.ref[PointToPoint], work: threading.Event)
         if messages is None or messages.ended:
             return
         if messages.idle():
-            work.clear()
-            if messages.idle():
-                pause = _FIRST_PAUSE
-                del messages
-                continue
-            work.set()
+            pause = _FIRST_PAUSE
+            del messages
+            continue
+        work.set()  # look again
         now = time.monotonic()
         deep = now - looked > _LOOK_EVERY
         if deep:

@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 from collectives.base.config import Config
 from collectives.base.errors import CollectiveTimeoutError, InvalidArgumentError, RankFailedError
+from collectives.base.wake_up import WakeUp
 from collectives.engine import deadlock
 from collectives.engine.callers import THREAD_NAME, Callers
 from collectives.engine.coordinator import LIST_BYTES, Coordinator
@@ -78,7 +79,8 @@ class Progress:
         """Make new locks, as in a forked child, where threads that do not exist may hold the old ones."""
         self.lock: Any = threading.RLock()
         self.driving = self.stopping = False
-        self._submissions.work = threading.Event()
+        self._submissions.work = WakeUp()
+        self._starting = threading.Lock()
         self._background: threading.Thread | None = None
         self._woken: list[Progress] = []
         """This object, from `wake` until the background thread runs: an engine with work must not be collected."""
@@ -127,15 +129,9 @@ class Progress:
     @contextlib.contextmanager
     def paused(self, within: float = -1) -> Iterator[None]:
         """Stop the driving thread between two rounds and drive in its place; without it after ``within`` seconds."""
-        callers = self._callers
-        with callers.condition:
-            callers.followers += 1  # the background thread stops for followers
-        self.stopping = True
-        try:
+        with self._callers.following():  # the background thread stops for followers
+            self.stopping = True
             taken = self.lock.acquire(timeout=within)
-        finally:
-            with callers.condition:
-                callers.followers -= 1
         if taken:
             self.driving = True
         try:
@@ -188,27 +184,21 @@ class Progress:
 
     def _follow(self, handle: Handle, deadline: float | None) -> None:
         """Sleep until the handle is done, no thread drives, or the deadline has passed."""
-        callers = self._callers
-        with callers.condition:
-            callers.followers += 1
-            try:
-                # Counted first and checked second: a thread that stops driving after this check sees the follower.
-                if handle.done:
-                    return
-                if self.lock.acquire(False):
-                    self.lock.release()
-                    return
-                left = 1.0 if deadline is None else max(0.0, min(1.0, deadline - time.monotonic()))
-                callers.condition.wait(left)
-            finally:
-                callers.followers -= 1
+        with self._callers.following() as stopped:
+            # Listed first and checked second: a thread that stops driving after this check sees the follower.
+            if handle.done:
+                return
+            if self.lock.acquire(False):
+                self.lock.release()
+                return
+            stopped.wait(1.0 if deadline is None else max(0.0, min(1.0, deadline - time.monotonic())))
 
     # ---- the background thread
 
     def wake(self) -> None:
         """Have the background thread drive, which is started if need be."""
         if self._background is None:
-            with self._callers.condition:
+            with self._starting:
                 if self._background is None:
                     thread = threading.Thread(
                         target=_run_background,
@@ -365,13 +355,13 @@ class Progress:
         )
 
 
-def _run_background(reference: weakref.ref[Progress], woken: list[Progress], work: threading.Event) -> None:
+def _run_background(reference: weakref.ref[Progress], woken: list[Progress], work: WakeUp) -> None:
     """The background thread; it keeps its engine alive only while there is work."""
     while True:
         work.wait()
-        work.clear()
         progress = woken.pop() if woken else reference()
         if progress is None or progress.ended:
+            work.set()  # for a second thread, which is started if an interrupt cuts `Progress.wake` short
             return
         progress.gather()
         progress.drive_in_background()

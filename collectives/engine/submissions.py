@@ -10,12 +10,12 @@ Any thread may add an operation; collecting and completing are for the driving t
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from collectives.base.errors import CollectivesError, InvalidArgumentError
+from collectives.base.wake_up import WakeUp
 from collectives.engine.handles import Handle
 from collectives.engine.negotiation import Key
 from collectives.engine.overlaps import InFlight
@@ -50,7 +50,7 @@ class Submissions:
         self.in_flight = in_flight
         self.obstacles: set[str] = set()
         self.refusal: Callable[[], CollectivesError] | None = None
-        self.work = threading.Event()
+        self.work = WakeUp()
         self._deferred: list[Handle] = []
         self._rank = rank
 

@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from collectives.base.errors import InvalidArgumentError
+from collectives.base.wake_up import WakeUp
 from collectives.engine.trace_file import TraceFile
 
 _PERIOD = 0.02
@@ -89,7 +90,7 @@ class Timeline:
         self._lanes = 0
         self._async_spans = 0
         self._rows: dict[tuple[str, str], int] = {}
-        self._due = threading.Event()
+        self._due = WakeUp()
         begin = [self._name("process_name", 0, name=f"rank {rank} ({host})" if host else f"rank {rank}")]
         begin.append(self._name("process_sort_index", 0, sort_index=rank))
         try:
@@ -253,12 +254,12 @@ class Timeline:
                 self._file = None
 
 
-def _write_what_is_due(reference: weakref.ref[Timeline], due: threading.Event) -> None:
+def _write_what_is_due(reference: weakref.ref[Timeline], due: WakeUp) -> None:
     """The writing thread of a timeline, which it does not keep alive."""
     while True:
         due.wait()
         time.sleep(_PERIOD)  # events recorded meanwhile are written together
-        due.clear()
+        due.wait(0)
         recorder = reference()
         if recorder is None or recorder._file is None:
             return

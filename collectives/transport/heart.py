@@ -19,7 +19,6 @@ for twice as long as the network.
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import socket
 import struct
 import threading
@@ -32,6 +31,7 @@ from collectives.transport import backoff
 
 if TYPE_CHECKING:
     from collectives.transport.mesh import Mesh
+    from collectives.transport.service import Running
 
 _CHANNEL = "heart"
 _BEATS = 5
@@ -229,7 +229,7 @@ class Heart:
         self._early: dict[str, dict[tuple[int, str], str]] = {}
         """By group that this rank has not made yet: the notices that have come already, by rank and kind."""
         self._lock = threading.RLock()  # a signal handler may interrupt its owner
-        self._serving: concurrent.futures.Future[None] | None = None
+        self._serving: Running[None] | None = None
         try:
             for peer in range(mesh.size):
                 if peer != self.rank:

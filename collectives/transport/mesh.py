@@ -9,11 +9,9 @@ higher ones.
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import json
 import secrets
 import socket
-import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -26,10 +24,11 @@ from collectives.base.errors import (
     RankFailedError,
     TransportError,
 )
+from collectives.base.wake_up import WakeUp
 from collectives.transport import network
 from collectives.transport.authentication import make_key
 from collectives.transport.listener import Listener, dial
-from collectives.transport.service import Service
+from collectives.transport.service import Running, Service
 
 Served = Callable[[int, str, socket.socket], None]
 
@@ -150,14 +149,8 @@ class Mesh:
         self, peer: int, channel: str, timeout: float, check: Callable[[], object] = lambda: None
     ) -> socket.socket:
         """A new connection to ``peer``, which takes it by `open` or `serve`. Raises as `open`."""
-        dialling = self.service.start(self.reach(peer, channel, min(timeout, _DIAL_WITHIN)))
-        try:
-            while True:
-                with suppress(concurrent.futures.TimeoutError):
-                    return dialling.result(_LOOK_EVERY)
-                check()
-        finally:
-            dialling.cancel()
+        seconds = min(timeout, _DIAL_WITHIN)
+        return self.service.run(self.reach(peer, channel, seconds), seconds + 2 * _ATTEMPT, check)
 
     async def ping(self, peer: int, seconds: float) -> None:
         """Connect to ``peer``, and close the connection; in the service's thread. Shows that it lives, even if packets
@@ -239,7 +232,7 @@ class Links:
         """See `Mesh.dial`."""
         return self.mesh.dial(self.members[peer], f"{self.group}/{channel}", self._timeout, lambda: self.check())
 
-    def begin_dial(self, peer: int, channel: str) -> concurrent.futures.Future[socket.socket]:
+    def begin_dial(self, peer: int, channel: str) -> Running[socket.socket]:
         """`dial` without waiting."""
         seconds = min(self._timeout, _DIAL_WITHIN)
         return self.mesh.service.start(self.mesh.reach(self.members[peer], f"{self.group}/{channel}", seconds))
@@ -271,7 +264,7 @@ class Inbox:
     def __init__(self, job: str) -> None:
         self._job = job
         self._arrived: dict[tuple[int, str], socket.socket] = {}
-        self._changed = threading.Condition()
+        self._awaited: dict[tuple[int, str], WakeUp] = {}
         self._served: dict[str, Served] = {}
 
     def put(self, hello: bytes, sock: socket.socket) -> None:
@@ -287,24 +280,27 @@ class Inbox:
             if channel.startswith(prefix):
                 served(peer, channel, sock)
                 return
-        with self._changed:
-            self._arrived[peer, channel] = sock
-            self._changed.notify_all()
+        self._arrived[peer, channel] = sock
+        awaited = self._awaited.get((peer, channel))
+        if awaited is not None:
+            awaited.set()
 
     def take(self, peer: int, channel: str, seconds: float) -> socket.socket | None:
         """Wait for a connection, and take it out; None if it has not come in time."""
-        with self._changed:
-            self._changed.wait_for(lambda: (peer, channel) in self._arrived, seconds)
-            return self._arrived.pop((peer, channel), None)
+        sock = self._arrived.pop((peer, channel), None)
+        if sock is None and seconds > 0:
+            self._awaited[peer, channel] = arrival = WakeUp()
+            if (peer, channel) not in self._arrived:
+                arrival.wait(seconds)
+            self._awaited.pop((peer, channel), None)
+            sock = self._arrived.pop((peer, channel), None)
+        return sock
 
     def serve(self, prefix: str, served: Served) -> None:
         """See `Mesh.serve`."""
         self._served[prefix] = served
-        with self._changed:
-            there = [key for key in self._arrived if key[1].startswith(prefix)]
-            taken = [(*key, self._arrived.pop(key)) for key in there]
-        for peer, channel, sock in taken:
-            served(peer, channel, sock)
+        for peer, channel in [key for key in self._arrived if key[1].startswith(prefix)]:
+            served(peer, channel, self._arrived.pop((peer, channel)))
 
     def end_serving(self, prefix: str) -> None:
         """See `Mesh.end_serving`."""
@@ -312,7 +308,5 @@ class Inbox:
 
     def close(self) -> None:
         """Close what nobody has taken."""
-        with self._changed:
-            for sock in self._arrived.values():
-                sock.close()
-            self._arrived.clear()
+        while self._arrived:
+            self._arrived.popitem()[1].close()

@@ -10,16 +10,68 @@ import asyncio
 import concurrent.futures
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
+
+from collectives.base.wake_up import WakeUp
 
 T = TypeVar("T")
 
 _END_WITHIN = 2.0
+_LOOK_EVERY = 0.05
 _THREAD_NAME = "collectives-network"
 _services: weakref.WeakSet[Service] = weakref.WeakSet()
+
+
+class Running(Generic[T]):
+    """A coroutine in a service's thread.
+
+    A `concurrent.futures.Future` would not do: an interrupt can leave its lock taken, and the service's thread would
+    then wait for the lock for ever.
+    """
+
+    def __init__(self, service: Service, coroutine: Coroutine[Any, Any, T]) -> None:
+        self._service, self._coroutine = service, coroutine
+        self._task: asyncio.Task[T] | None = None
+        self._finished = WakeUp()
+
+    def begin(self) -> None:
+        """In the service's thread."""
+        self._task = self._service.loop.create_task(self._coroutine)
+        self._service.tasks.add(self._task)
+        self._task.add_done_callback(self._end)
+
+    def _end(self, task: asyncio.Task[T]) -> None:
+        self._service.tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # asyncio logs those that nobody has looked at
+        self._finished.set()
+
+    def done(self) -> bool:
+        """Whether it has returned, raised or been cancelled."""
+        return self._task is not None and self._task.done()
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until it is done, at most so long; for one thread. Returns whether it is."""
+        return self.done() or self._finished.wait(seconds)
+
+    def result(self) -> T:
+        """What it has returned, once it is done. Raises what it has raised."""
+        assert self._task is not None
+        return self._task.result()
+
+    def cancel(self) -> None:
+        """Cancel it, unless it is done."""
+        if not self.done():
+            with suppress(RuntimeError):  # the loop was closed meanwhile
+                self._service.call(self._cancel)
+
+    def _cancel(self) -> None:
+        assert self._task is not None  # its beginning was the earlier call
+        self._task.cancel()
 
 
 class Service:
@@ -34,7 +86,8 @@ class Service:
         # What the loop looks names up with; its threads count as threads that submit nothing, by their name.
         self.loop.set_default_executor(concurrent.futures.ThreadPoolExecutor(1, _THREAD_NAME))
         self._sockets: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self.tasks: set[asyncio.Task[Any]] = set()
+        """Of the coroutines that run: the loop refers to them weakly."""
         self._thread = threading.Thread(target=self._run, name=_THREAD_NAME, daemon=True)
         self._process = os.getpid()
         self._thread.start()
@@ -47,18 +100,36 @@ class Service:
         finally:
             self.loop.close()
 
-    def start(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        """Start a coroutine in the thread; returns the future of its result."""
-        return asyncio.run_coroutine_threadsafe(self._kept(coroutine), self.loop)
-
-    async def _kept(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks.add(task)  # the loop refers to tasks weakly
+    def start(self, coroutine: Coroutine[Any, Any, T]) -> Running[T]:
+        """Start a coroutine in the thread."""
+        running = Running(self, coroutine)
         try:
-            return await coroutine
+            self.call(running.begin)
+        except BaseException:
+            coroutine.close()
+            raise
+        return running
+
+    def run(self, coroutine: Coroutine[Any, Any, T], seconds: float, check: Callable[[], object] = lambda: None) -> T:
+        """Run a coroutine in the thread, and wait for it; cancel it when the wait ends without its result.
+
+        Args:
+            seconds: to wait at most.
+            check: called now and then; what it raises ends the wait, as an interrupt does.
+
+        Raises:
+            TimeoutError: it was not done in time.
+        """
+        running = self.start(coroutine)
+        end = time.monotonic() + seconds
+        try:
+            while not running.wait(_LOOK_EVERY):
+                check()
+                if time.monotonic() > end:
+                    raise TimeoutError(f"no answer within {seconds:g} s")
+            return running.result()
         finally:
-            self._tasks.discard(task)
+            running.cancel()
 
     def call(self, function: Callable[..., object], *arguments: Any) -> None:
         """Call a function in the thread; does not wait for it."""

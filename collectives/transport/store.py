@@ -12,16 +12,15 @@ Keys are separated by line feeds. A request is repeated after a broken connectio
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import socket
 import struct
 import threading
 import time
 import weakref
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from collectives.base.errors import CollectiveTimeoutError, InvalidArgumentError, TransportError
 from collectives.transport.authentication import receive
@@ -48,7 +47,6 @@ _FRAME_WITHIN = 30.0
 _WAIT_AT_ONCE = 10.0
 """Longest time of one request; a longer wait is several requests, so that the server forgets clients that ended."""
 _CONNECT_WITHIN = 10.0
-_LOOK_EVERY = 0.1
 """Seconds after which a waiting thread handles interrupts."""
 
 
@@ -166,7 +164,7 @@ class Store:
         """
         with self._lock:
             if self._sock is None:
-                self._sock = self._run(dial(self._service, *self.address, self._key, _HELLO), timeout)
+                self._sock = self._service.run(dial(self._service, *self.address, self._key, _HELLO), timeout)
 
     def set(self, key: str, value: bytes) -> None:
         """Set a key; replaces an earlier value.
@@ -226,24 +224,12 @@ class Store:
         answer: tuple[bytes, bytes] | None = None
         if sock is not None:
             with suppress(OSError, EOFError):
-                answer = self._run(_exchange(sock, request), seconds)
+                answer = self._service.run(_exchange(sock, request), seconds)
         if answer is None:
-            sock = self._run(dial(self._service, *self.address, self._key, _HELLO), _CONNECT_WITHIN)
-            answer = self._run(_exchange(sock, request), seconds)
+            sock = self._service.run(dial(self._service, *self.address, self._key, _HELLO), _CONNECT_WITHIN)
+            answer = self._service.run(_exchange(sock, request), seconds)
         self._sock = sock
         return answer
-
-    def _run(self, coroutine: Coroutine[Any, Any, T], seconds: float) -> T:
-        """Run a coroutine in the service's thread, and wait for it; interrupts end the wait."""
-        running = self._service.start(coroutine)
-        end = time.monotonic() + seconds
-        try:
-            while not concurrent.futures.wait((running,), _LOOK_EVERY).done:
-                if time.monotonic() > end:
-                    raise ConnectionError(f"no answer within {seconds:g} s")
-            return running.result()
-        finally:
-            running.cancel()
 
     def _where(self) -> str:
         return "{}:{}".format(*self.address)

@@ -8,7 +8,6 @@ waits.
 
 from __future__ import annotations
 
-import concurrent.futures
 import select
 import socket
 import struct
@@ -24,6 +23,7 @@ from collectives.base.dtypes import NAMES, SUPPORTED
 from collectives.base.errors import CollectivesError, RankFailedError, TransportError
 from collectives.transport.base import Array
 from collectives.transport.point_to_point import DTYPE_CODE, Incoming, Outgoing
+from collectives.transport.service import Running
 
 EAGER, READY, DATA, ACCEPT, REFUSE = 1, 2, 3, 4, 5
 """The kinds of frames: an envelope with its payload; an envelope of a payload that waits; such a payload; and what the
@@ -45,7 +45,7 @@ class Links(Protocol):
 
     rank: int
 
-    def begin_dial(self, peer: int, channel: str) -> concurrent.futures.Future[socket.socket]: ...
+    def begin_dial(self, peer: int, channel: str) -> Running[socket.socket]: ...
 
     def serve(self, prefix: str, served: Callable[[int, str, socket.socket], None]) -> None: ...
 
@@ -71,7 +71,7 @@ class _Connection:
     def __init__(self, peer: int, dialled: bool) -> None:
         self.peer, self.dialled = peer, dialled
         self.sock: socket.socket | None = None
-        self.dialling: concurrent.futures.Future[socket.socket] | None = None
+        self.dialling: Running[socket.socket] | None = None
         self.outgoing: deque[tuple[memoryview, Outgoing | None]] = deque()
         self.announced: dict[int, Outgoing] = {}
         self.accepted: dict[int, tuple[Incoming, memoryview]] = {}

@@ -13,6 +13,8 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from collectives.base.wake_up import WakeUp
+
 if TYPE_CHECKING:
     from collectives.device.protocol import Device
     from collectives.transport.nccl import Communicator
@@ -130,37 +132,37 @@ class _WorkInFlight:
     def __init__(self, device: Device) -> None:
         self.device = device
         self.closed = False
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._changed = WakeUp()
         self._events: list[int] = []
         self._asleep = True
 
     def add(self, event: int) -> None:
-        with self._changed:
+        with self._lock:
             if event not in self._events:
                 self._events.append(event)
-            if (
-                self._asleep
-            ):  # otherwise it polls anyway, and waking it for every operation would cost more than the operation
-                self._changed.notify_all()
+        # Otherwise it polls anyway, and waking it for every operation would cost more than the operation.
+        if self._asleep:
+            self._changed.set()
 
     def settled(self) -> bool:
-        with self._changed:
+        with self._lock:
             self._events = [event for event in self._events if not self.device.passed(event)]
             return not self._events
 
     def close(self) -> None:
-        with self._changed:
-            self.closed = True
-            self._changed.notify_all()
+        self.closed = True
+        self._changed.set()
 
     def wait(self, interval: float) -> bool:
         """Sleep while nothing is in flight, then for ``interval`` seconds. Returns False if the watch was closed."""
-        with self._changed:
-            self._asleep = True
-            self._changed.wait_for(lambda: self._events or self.closed)
-            self._asleep = False
-            self._changed.wait_for(lambda: self.closed, interval)
-            return not self.closed
+        self._asleep = True
+        while not self._events and not self.closed:
+            self._changed.wait()
+        self._asleep = False
+        if not self.closed:
+            self._changed.wait(interval)
+        return not self.closed
 
 
 def _look_after(flight: _WorkInFlight, watch: weakref.ref[Watch], interval: float) -> None:

@@ -243,7 +243,8 @@ def record(service: Service, address: Address, key: bytes, hello: bytes) -> byte
             said += _receive(near, _NONCE + 2 + len(hello) + _PROOF)
             far.sendall(said)
             near.sendall(_receive(far, _PROOF))
-            dialling.result(_PATIENCE).close()
+            dialling.wait(_PATIENCE)
+            dialling.result().close()
     return bytes(said)
 
 
@@ -353,7 +354,7 @@ def besiege(job: Job, key: bytes, count: int, seed: int = 0) -> Report:
             last_step, seconds = min(job.steps()), time.monotonic() - begun
             for address in addresses:
                 # Who holds the key still gets in, while the half-open ones are there.
-                service.start(dial(service, *address, key, b"late")).result(_PATIENCE).close()
+                service.run(dial(service, *address, key, b"late"), _PATIENCE).close()
             attacker.finish()
             job.until(lambda: job.descriptors() == descriptors)
             report = Report(

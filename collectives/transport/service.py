@@ -71,7 +71,8 @@ class Running(Generic[T]):
 
     def _cancel(self) -> None:
         assert self._task is not None  # its beginning was the earlier call
-        self._task.cancel()
+        # After its first step: a coroutine that has never run would not release what it was given.
+        self._service.loop.call_soon(self._task.cancel)
 
 
 class Service:

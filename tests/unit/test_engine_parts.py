@@ -106,7 +106,7 @@ def test_a_rank_is_stuck_when_every_caller_waits_for_something_undone(monkeypatc
 def test_the_threads_that_serve_the_network_submit_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     before = set(threading.enumerate())
     service = Service()
-    service.start(service.loop.getaddrinfo("localhost", 1)).result(20)
+    service.run(service.loop.getaddrinfo("localhost", 1), 20)
     own = set(threading.enumerate()) - before | {threading.current_thread()}
     assert len(own) == 3
     monkeypatch.setattr(threading, "enumerate", lambda: list(own))

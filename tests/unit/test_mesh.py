@@ -140,8 +140,8 @@ def test_another_key_is_refused_on_both_sides(service: Service) -> None:
     admitted: list[bytes] = []
     server = Listener(service, network.LOOPBACK, 0, KEY, lambda hello, sock: admitted.append(hello))
     with pytest.raises(TransportError, match="has refused this one: its key is another"):
-        service.start(dial(service, *server.address, make_key(), b"hello")).result(10)
-    service.start(dial(service, *server.address, KEY, b"mine")).result(10).close()
+        service.run(dial(service, *server.address, make_key(), b"hello"), 10)
+    service.run(dial(service, *server.address, KEY, b"mine"), 10).close()
     assert admitted == [b"mine"]
     server.close()
 
@@ -153,7 +153,8 @@ def test_a_listener_of_another_kind_is_named(service: Service) -> None:
         with sock:
             sock.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
             with pytest.raises(TransportError, match="no process of collectives"):
-                dialling.result(10)
+                dialling.wait(10)
+                dialling.result()
 
 
 def test_random_bytes_replays_and_crowds_get_nowhere(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,7 +171,7 @@ def test_random_bytes_replays_and_crowds_get_nowhere(service: Service, monkeypat
                 sock.shutdown(socket.SHUT_WR)
             answer = b"".join(iter(lambda sock=sock: receive(sock), b""))  # type: ignore[misc]
             assert len(answer) <= 46  # the greeting and a nonce: nothing of the job
-    service.start(dial(service, *server.address, KEY, b"mine")).result(10).close()
+    service.run(dial(service, *server.address, KEY, b"mine"), 10).close()
     assert admitted == [b"mine"]
     for sock in half_open:
         sock.settimeout(10)

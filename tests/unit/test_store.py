@@ -131,7 +131,7 @@ def test_half_open_and_slow_clients_harm_nobody(
 ) -> None:
     monkeypatch.setattr(module, "_FRAME_WITHIN", 0.2)
     silent = socket.create_connection(server.address)
-    socks = [service.start(dial(service, *server.address, KEY, b"store")).result(10) for _ in range(3)]
+    socks = [service.run(dial(service, *server.address, KEY, b"store"), 10) for _ in range(3)]
     half, endless, unknown = socks
     half.send(b"s")
     endless.send(module._REQUEST.pack(b"s", 1.0, 1, 100) + b"a")

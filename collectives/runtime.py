@@ -8,11 +8,10 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from collectives import connect, initial_process_sets, summary
+from collectives import connect, summary
 from collectives.base import launchers, logging
 from collectives.base.config import Config, unknown
 from collectives.base.errors import (
@@ -25,6 +24,7 @@ from collectives.base.errors import (
 from collectives.base.options import ProcessSetLike
 from collectives.engine.matching import ANY_SOURCE
 from collectives.failures import RECORDS, Hooks, install
+from collectives.known_sets import KnownSets
 from collectives.process_sets import ProcessSet
 from collectives.transport.rendezvous import Asked
 from collectives.transport.rendezvous import asked as check_asked
@@ -51,9 +51,7 @@ class _Default:
         hooks: watch how the process ends.
         lock: of `init` and `shutdown`; reentrant, because a signal handler may shut down while its thread is in `init`.
         joining: whether `init` is connecting the ranks.
-        sets: the process sets by number.
-        also: further objects for known process sets.
-        free_numbers: of removed process sets, in the order in which they are assigned again.
+        known: its process sets.
         comm: as given to `init`.
         was_shut_down: for the message of calls without a world.
         interrupted: whether `init` was left by an exception of another origin, so that the other ranks may wait in it.
@@ -64,9 +62,7 @@ class _Default:
         self.hooks: Hooks | None = None
         self.lock = threading.RLock()
         self.joining = False
-        self.sets: dict[int, ProcessSet] = {0: global_process_set}
-        self.also: list[ProcessSet] = []
-        self.free_numbers: deque[int] = deque()
+        self.known = KnownSets(global_process_set)
         self.comm: Any = None
         self.was_shut_down = False
         self.interrupted = False
@@ -127,7 +123,7 @@ def init(
     sets = [members if isinstance(members, ProcessSet) else ProcessSet(members) for members in process_sets or ()]
     with default.lock:
         if default.world is not None:
-            _recognize(sets)
+            default.known.recognize(sets, default.world, default.comm)
             return
         if default.joining:
             raise InvalidArgumentError(
@@ -149,63 +145,7 @@ def init(
     if world.config.timeline:
         world.start_timeline(world.config.timeline, world.config.timeline_mark_cycles)
     if sets:
-        _add_first_sets(sets)
-
-
-def _add_first_sets(given: Sequence[ProcessSet]) -> None:
-    """Make the process sets that `init` was given."""
-    root, mine = world(), []
-    try:
-        mine = [
-            (initial_process_sets.ranks_of(members, default.comm), members.mpi_comm is not None) for members in given
-        ]
-    except InvalidArgumentError as error:
-        raise root.refused(error, "init.process_sets.length") from None
-    for ranks in initial_process_sets.agreed(root, mine):
-        if _number_of(ranks) is None:
-            _make_known(ProcessSet(ranks), root, ranks)
-    _recognize(given)
-
-
-def _recognize(given: Sequence[ProcessSet]) -> None:
-    """Attach the given objects to the known process sets of the same ranks.
-
-    Raises:
-        InvalidArgumentError: there is no such process set, or another object has it already, or it is of all ranks.
-    """
-    seen: set[int | None] = {0}
-    refused = []
-    for place, members in enumerate(given):
-        ranks = initial_process_sets.ranks_of(members, default.comm)
-        number = _number_of(ranks)
-        if number is None:
-            refused.append(
-                f"process_sets[{place}]: a set of the ranks {list(ranks)} was not added; see add_process_set()"
-            )
-        elif number in seen:
-            members.detach()
-            refused.append(f"process_sets[{place}] is a duplicate: set {number} has the same ranks {list(ranks)}")
-        elif default.sets[number] is not members:
-            members.attach_like(default.sets[number])
-            default.also.append(members)
-        seen.add(number)
-    if refused:
-        raise InvalidArgumentError(f"rank {world().rank}: init: {'; '.join(refused)}")
-
-
-def _number_of(ranks: Sequence[int]) -> int | None:
-    """The number of the process set that has these ranks; None if there is none."""
-    return next(
-        (number for number, known in sorted(default.sets.items()) if tuple(known.ranks or ()) == tuple(ranks)), None
-    )
-
-
-def _make_known(members: ProcessSet, root: World, ranks: Sequence[int]) -> None:
-    """Make a process set, on every rank, and number it."""
-    child = root.add_process_set(ranks)
-    number = default.free_numbers.popleft() if default.free_numbers else max(default.sets) + 1
-    members.attach(number, root, child)
-    default.sets[number] = members
+        default.known.add_first(sets, world, default.comm)
 
 
 def _join(comm: MPI.Intracomm | Sequence[int] | None, config: Config, asked: Asked) -> World:
@@ -239,11 +179,7 @@ def shutdown() -> None:
         # Without a world the hooks stay: `init` may have been interrupted, and the others wait in it for this rank.
         world = default.world
         if world is not None:
-            for known in (*default.sets.values(), *default.also):
-                known.detach()
-            default.sets = {0: global_process_set}
-            default.also.clear()
-            default.free_numbers.clear()
+            default.known.forget()
             default.comm = global_process_set.mpi_comm = None
             try:
                 world.shutdown()
@@ -352,9 +288,7 @@ def process_set_of(number: int) -> ProcessSet:
         NotInitializedError: before `init`. InvalidArgumentError: there is no set of that number.
     """
     world()
-    if number not in default.sets:
-        raise InvalidArgumentError(f"process_set: there is no process set {number}; known are {sorted(default.sets)}")
-    return default.sets[number]
+    return default.known.of(number)
 
 
 def root_in(process_set: ProcessSetLike | int | None, root_rank: Any, name: str | None = None) -> Any:
@@ -368,7 +302,7 @@ def root_in(process_set: ProcessSetLike | int | None, root_rank: Any, name: str 
     if process_set is None or process_set is global_process_set:
         return root_rank
     members = world_of(process_set)
-    known: Any = default.sets[process_set] if isinstance(process_set, int) else process_set
+    known: Any = default.known.of(process_set) if isinstance(process_set, int) else process_set
     try:
         return known.number_of(root_rank)
     except InvalidArgumentError as error:
@@ -385,7 +319,7 @@ def peer_in(process_set: ProcessSetLike | int | None, rank: Any, argument: str) 
     if process_set is None or process_set is global_process_set or rank == ANY_SOURCE:
         return rank
     members = world_of(process_set)
-    known: Any = default.sets[process_set] if isinstance(process_set, int) else process_set
+    known: Any = default.known.of(process_set) if isinstance(process_set, int) else process_set
     try:
         return known.number_of(rank, argument)
     except InvalidArgumentError as error:
@@ -411,19 +345,9 @@ def add_process_set(process_set: ProcessSet | Iterable[int], *, unlike: bool = F
     root = world()
     try:
         members = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
-        if members.process_set_id is not None:
-            raise InvalidArgumentError(f"{members} was added already")
-        if members.ranks is None and members.mpi_comm is not None:
-            raise NotImplementedError(
-                f"{members}: give init() the sets that are made of communicators, or name the ranks"
-            )
-        ranks = members.ranks if members.ranks is not None else list(range(root.size))
-        number = _number_of(ranks) if unlike else None
-        if number is not None:
-            raise InvalidArgumentError(f"{members} is a duplicate: process set {number} has the same ranks")
-    except (InvalidTypeError, InvalidArgumentError, NotImplementedError) as error:
+    except (InvalidTypeError, InvalidArgumentError) as error:
         raise root.refused(error, None) from None
-    _make_known(members, root, ranks)
+    default.known.add(members, root, unlike)
     return members
 
 
@@ -436,18 +360,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     Raises:
         MismatchError: the ranks' sets differ; all of them stay.
     """
-    number = process_set.process_set_id
-    if not number or not any(known is process_set for known in (*default.sets.values(), *default.also)):
-        return False
-    child = process_set.world() if process_set.included() else None
-    world().remove_process_set(process_set.ranks or [], child)
-    default.sets.pop(number).detach()
-    for known in [known for known in default.also if known.process_set_id == number]:
-        default.also.remove(known)
-        known.detach()
-    default.free_numbers.append(number)
-    process_set.detach()
-    return True
+    return default.known.remove(process_set, world()) if process_set.process_set_id else False
 
 
 def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:

@@ -25,7 +25,7 @@ class HorovodBasics:
     def _get_process_set_ids_and_ranks(self) -> dict[int, list[int]]:
         """Return the ranks of every process set by its number."""
         runtime.world()
-        return {number: list(members.ranks or ()) for number, members in sorted(runtime.default.sets.items())}
+        return {number: list(members.ranks or ()) for number, members in runtime.default.known}
 
     def _process_set_rank(self, process_set_id: int) -> int:
         """Return this rank's number in a process set."""

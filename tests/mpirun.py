@@ -36,6 +36,8 @@ ROOT = Path(__file__).resolve().parent.parent
 IMPLEMENTATIONS = ("openmpi", "mpich")
 
 _TOKEN = "COLLECTIVES_TEST_TOKEN"
+_PATIENCE = 5.0
+"""Seconds that processes of a command have to end after it."""
 _ANNOUNCES = {"openmpi": "Open MPI", "mpich": "HYDRA"}
 _FOREIGN = (
     "COLLECTIVES_",
@@ -57,6 +59,11 @@ exec "$@" >> "$0/rank-$rank.out" 2>&1
 """
 """What stands before each rank: sends its output into a file of its own, in the folder that comes first, and becomes
 the command."""
+
+
+Interrupt = tuple[Path, signal.Signals | Callable[[list[psutil.Process]], object]]
+"""A file, and what comes once it exists: a signal to a command's first process, or a call with all of its
+processes."""
 
 
 @dataclass(frozen=True)
@@ -141,6 +148,7 @@ def run_ranks(
     env: Mapping[str, str] | None = None,
     expect: int | None = 0,
     args: Sequence[str] = (),
+    interrupt: Interrupt | None = None,
 ) -> Result:
     """Run ``n`` ranks under ``mpirun`` and return what they printed.
 
@@ -152,6 +160,7 @@ def run_ranks(
         env: further environment variables.
         expect: the exit code to insist on; None: any.
         args: further arguments for the target.
+        interrupt: as for `run_command`.
 
     Raises:
         AssertionError: time ran out, another exit code came, or a process was left behind; shows every rank's output.
@@ -161,7 +170,7 @@ def run_ranks(
         folder = Path(name)
         command = [str(python.parent / "mpirun"), "-n", str(n), "sh", "-c", _RANK, name]
         command += [str(python), *_python_arguments(target, folder), *args]
-        result = run_command(command, timeout=timeout, env=env, expect=None, ranks=(folder, n))
+        result = run_command(command, timeout=timeout, env=env, expect=None, ranks=(folder, n), interrupt=interrupt)
     assert expect is None or result.returncode == expect, f"expected exit code {expect}\n{result}"
     return result
 
@@ -184,7 +193,7 @@ def run_command(
     env: Mapping[str, str] | None = None,
     expect: int | None = 0,
     ranks: tuple[Path, int] | None = None,
-    interrupt: tuple[Path, signal.Signals | Callable[[list[psutil.Process]], object]] | None = None,
+    interrupt: Interrupt | None = None,
 ) -> Result:
     """Run a command in a session of its own, bounded, and make sure that nothing of it stays behind.
 
@@ -194,8 +203,7 @@ def run_command(
         env: further environment variables.
         expect: the exit code to insist on; None: any.
         ranks: the folder that receives the ranks' output, and their number.
-        interrupt: a file and a signal: once the file exists, the signal is sent to the command's first process; or a
-            function, which is called with all processes of the command.
+        interrupt: what is done to the command in its middle.
 
     Raises:
         AssertionError: time ran out, another exit code came, or a process was left behind.
@@ -225,7 +233,7 @@ def run_command(
             problem = f"not finished after {timeout} s"
             _show_stacks(ranks)
         finally:
-            left = _end_all(token, patience=0.0 if problem else 5.0)
+            left = _end_all(token, patience=0.0 if problem else _PATIENCE)
             process.wait(10)
         if left and not problem:
             problem = f"left behind: {left}"

@@ -1,6 +1,7 @@
 """The examples, as a user starts them: on two ranks, with less to do, judged by what they print and write.
 
-Each run ends with every rank's parameters compared bit by bit, which the example does by itself.
+Each ends with every rank's parameters compared bit by bit, which the example does by itself. Starting PyTorch takes
+longer than most of them, so that they share jobs.
 """
 
 from __future__ import annotations
@@ -8,31 +9,66 @@ from __future__ import annotations
 import re
 import runpy
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from tests.mpirun import ROOT, Result, python_for, run_command
+from tests.mpirun import ROOT, python_for, run_command
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("sklearn")
+pytestmark = pytest.mark.xdist_group("examples")
 
 EXAMPLES = ROOT / "examples"
 AGREED = "All ranks hold the same parameters"
+"""The last words of an example."""
+BENCHMARK = "pytorch/pytorch_synthetic_benchmark.py"
+AS_THEY_ARE = {
+    "mnist": ("pytorch/pytorch_mnist.py", "--epochs 10 --checkpoint-format {folder}/checkpoint-{{epoch}}.pth.tar"),
+    "benchmark": (BENCHMARK, "--batch-size 4 --num-warmup-batches 1 --num-batches-per-iter 2 --num-iters 3"),
+    "gan": ("pytorch/pytorch_gan.py", "--epochs 4 --log-interval 2"),
+    "transformer": (
+        "pytorch/pytorch_transformer.py",
+        "--steps 40 --log-interval 20 --width 64 --batch-size 8",
+    ),
+    "adasum": ("adasum/adasum_small_model.py", "--steps 50"),
+}
+"""Examples and their flags, which may name the folder of the tests."""
 
 
-def launch(*arguments: object, options: tuple[str, ...] = (), timeout: float = 120) -> Result:
-    """Run a script with its flags on two ranks."""
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("examples")
+
+
+@pytest.fixture(scope="module")
+def printed(folder: Path) -> dict[str, str]:
+    """What each of `AS_THEY_ARE` printed, by name."""
+    commands = [(str(EXAMPLES / script), flags.format(folder=folder)) for script, flags in AS_THEY_ARE.values()]
+    return dict(zip(AS_THEY_ARE, in_one_job(commands, folder / "as-they-are.py"), strict=True))
+
+
+def in_one_job(commands: Sequence[tuple[str, str]], program: Path, *options: str) -> list[str]:
+    """Run scripts with their flags, one after the other on the same two ranks, on the CPU; returns what each printed.
+
+    Args:
+        program: where the program is written that runs them.
+        options: of ``collectivesrun``.
+    """
+    lines = ["import runpy, sys"]
+    for script, flags in commands:
+        lines += [
+            f"sys.argv = {[script, '--no-cuda', *flags.split()]!r}",
+            f"runpy.run_path({script!r}, run_name='__main__')",
+        ]
+    program.write_text("\n".join(lines))
     python = str(python_for("openmpi"))
-    command = [python, "-m", "collectives.launch", "--no-tag", "-np", "2", *options, python, *map(str, arguments)]
-    return run_command(command, timeout=timeout)
-
-
-def example(name: str, flags: str, *more: object) -> str:
-    """Run an example on the CPU; returns what it printed."""
-    result = launch(EXAMPLES / name, "--no-cuda", *flags.split(), *more)
-    assert result.output.count(AGREED) == 1, str(result)
-    return result.output
+    command = [python, "-m", "collectives.launch", "--no-tag", "-np", "2", *options, python, str(program)]
+    result = run_command(command, timeout=200)
+    *outputs, rest = result.output.split(AGREED)
+    assert len(outputs) == len(commands) and not rest.strip(), str(result)
+    return outputs
 
 
 def numbers(pattern: str, output: str) -> list[float]:
@@ -40,27 +76,12 @@ def numbers(pattern: str, output: str) -> list[float]:
     return [float(found) for found in re.findall(pattern, output)]
 
 
-def test_mnist_learns_and_resumes_as_if_it_had_never_stopped(tmp_path: Path) -> None:
-    first, second = tmp_path / "first", tmp_path / "second"
-    first.mkdir()
-    second.mkdir()
-    output = example(
-        "pytorch/pytorch_mnist.py", "--epochs 10", "--checkpoint-format", first / "checkpoint-{epoch}.pth.tar"
-    )
-    assert numbers(r"Accuracy: ([\d.]+)%", output)[-1] > 95
-    assert "Resuming" not in output
-    assert sorted(path.name for path in first.iterdir()) == sorted(
+def test_mnist_learns(printed: dict[str, str], folder: Path) -> None:
+    assert numbers(r"Accuracy: ([\d.]+)%", printed["mnist"])[-1] > 95
+    assert "Resuming" not in printed["mnist"]
+    assert {path.name for path in folder.glob("checkpoint-*")} == {
         f"checkpoint-{epoch}.pth.tar" for epoch in range(1, 11)
-    )
-
-    shutil.copy(first / "checkpoint-9.pth.tar", second)
-    resumed = example(
-        "pytorch/pytorch_mnist.py", "--epochs 10", "--checkpoint-format", second / "checkpoint-{epoch}.pth.tar"
-    )
-    assert resumed.count("Resuming after epoch 9 from") == 1
-    assert set(numbers(r"Train Epoch: (\d+)", resumed)) == {10}
-    ends = [torch.load(folder / "checkpoint-10.pth.tar", weights_only=True) for folder in (first, second)]
-    torch.testing.assert_close(ends[1], ends[0], rtol=0, atol=0)
+    }
 
 
 def test_mnist_in_mixed_precision_on_ranks_that_it_starts_by_itself() -> None:
@@ -73,9 +94,8 @@ def test_mnist_in_mixed_precision_on_ranks_that_it_starts_by_itself() -> None:
     assert len(losses) == 3 and losses[-1] < losses[0] / 2
 
 
-def test_synthetic_benchmark_prints_what_horovods_does() -> None:
-    flags = "--batch-size 4 --num-warmup-batches 1 --num-batches-per-iter 2 --num-iters 3"
-    output = example("pytorch/pytorch_synthetic_benchmark.py", flags)
+def test_synthetic_benchmark_prints_what_horovods_does(printed: dict[str, str]) -> None:
+    output = printed["benchmark"]
     head = [
         "Model: small",
         "Parameters: 1019384",
@@ -109,26 +129,23 @@ def test_the_benchmarks_models_are_those_of_the_paper(model: str, parameters: in
         assert stem(pictures).shape == (1, 64, 56, 56) and last(pictures).shape == (1, 2048, 7, 7)
 
 
-def test_gan_comes_nearer_to_the_digits() -> None:
-    output = example("pytorch/pytorch_gan.py", "--epochs 4 --log-interval 2")
-    distances = numbers(r"Distance: ([\d.]+)", output)
+def test_gan_comes_nearer_to_the_digits(printed: dict[str, str]) -> None:
+    distances = numbers(r"Distance: ([\d.]+)", printed["gan"])
     assert len(distances) == 3 and distances[-1] < distances[0] / 2
 
 
-def test_transformer_learns() -> None:
-    output = example("pytorch/pytorch_transformer.py", "--steps 40 --log-interval 20 --width 64 --batch-size 8")
+def test_transformer_learns(printed: dict[str, str]) -> None:
+    output = printed["transformer"]
     losses = numbers(r"Test loss: ([\d.]+)", output)
     assert len(losses) == 3 and losses[0] > 4.5 and losses[-1] < 3.2
-    assert len(output.partition("It writes: ")[2].partition(AGREED)[0]) == 201  # and the end of the line
+    assert len(output.partition("It writes: ")[2]) == 201  # and the end of the line
 
 
-def test_adasum_gets_further_than_averaging_in_as_many_steps() -> None:
-    output = example("adasum/adasum_small_model.py", "--steps 50")
-    average, adasum = numbers(r"(?:Average|Adasum): loss after 50 steps ([\d.e-]+)", output)
+def test_adasum_gets_further_than_averaging_in_as_many_steps(printed: dict[str, str]) -> None:
+    average, adasum = numbers(r"(?:Average|Adasum): loss after 50 steps ([\d.e-]+)", printed["adasum"])
     assert 0 <= adasum < average / 2 < 100
 
 
-BENCHMARK = "pytorch/pytorch_synthetic_benchmark.py"
 VARIANTS = [  # an example, its flags, what it then prints
     ("pytorch/pytorch_mnist.py", "--epochs 2 --use-adasum", "Train Epoch: 2 [0/719 (0%)]"),
     (BENCHMARK, "--batch-size 2 --num-warmup-batches 1 --num-iters 1 --use-adasum", "Total img/sec on 2 CPU(s): "),
@@ -144,23 +161,22 @@ VARIANTS = [  # an example, its flags, what it then prints
 ]
 
 
-def test_as_horovod_with_nothing_changed_but_the_import(tmp_path: Path) -> None:
-    """One job runs them all, one after the other, with flags that the other tests leave out."""
-    lines = ["import runpy, sys"]
-    for name, flags, _ in VARIANTS:
+def test_as_horovod_with_nothing_changed_but_the_import(printed: dict[str, str], folder: Path, tmp_path: Path) -> None:
+    """With flags that the other tests leave out. The first resumes a training, and ends as if it had never stopped."""
+    shutil.copy(folder / "checkpoint-9.pth.tar", tmp_path)
+    resuming = f"--epochs 10 --checkpoint-format {tmp_path}/checkpoint-{{epoch}}.pth.tar"
+    commands = []
+    for name, flags in [(AS_THEY_ARE["mnist"][0], resuming), *((name, flags) for name, flags, _ in VARIANTS)]:
         script = tmp_path / Path(name).name
         source = (EXAMPLES / name).read_text()
         assert source.count("import collectives.torch as hvd") == 1
         script.write_text(source.replace("import collectives.torch as hvd", "import horovod.torch as hvd"))
-        lines += [
-            f"sys.argv = {[str(script), '--no-cuda', *flags.split()]!r}",
-            f"runpy.run_path({str(script)!r}, run_name='__main__')",
-        ]
-    program = tmp_path / "all.py"
-    program.write_text("\n".join(lines))
+        commands.append((str(script), flags))
+    resumed, *outputs = in_one_job(commands, tmp_path / "all.py", "--as-horovod")
+    for output, (_, _, text) in zip(outputs, VARIANTS, strict=True):
+        assert text in output, output
 
-    result = launch(program, options=("--as-horovod",), timeout=180)
-    outputs = result.output.split(AGREED)[:-1]
-    assert len(outputs) == len(VARIANTS), str(result)
-    for output, (_, _, printed) in zip(outputs, VARIANTS, strict=True):
-        assert printed in output, str(result)
+    assert resumed.count("Resuming after epoch 9 from") == 1
+    assert set(numbers(r"Train Epoch: (\d+)", resumed)) == {10}
+    ends = [torch.load(where / "checkpoint-10.pth.tar", weights_only=True) for where in (folder, tmp_path)]
+    torch.testing.assert_close(ends[1], ends[0], rtol=0, atol=0)

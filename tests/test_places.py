@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -13,20 +12,14 @@ import numpy as np
 import pytest
 
 from tests.mpirun import IMPLEMENTATIONS, ROOT, python_for, run_command, run_ranks
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+from tests.ports import free_port
 
 
 @pytest.mark.skipif(find_spec("sklearn") is None or find_spec("torch") is None, reason="needs scikit-learn and torch")
 def test_torchrun_trains_an_example_as_mpirun_does(tmp_path: Path) -> None:
     program = [str(ROOT / "examples" / "numpy_digits.py"), "--epochs", "2", "--save"]
-    run_command(
-        [str(python_for("openmpi").parent / "torchrun"), "--nproc-per-node", "2", *program, f"{tmp_path}/a.npz"]
-    )
+    torchrun = [str(python_for("openmpi").parent / "torchrun"), "--master-port", str(free_port())]
+    run_command([*torchrun, "--nproc-per-node", "2", *program, f"{tmp_path}/a.npz"])
     run_ranks(2, [*program, f"{tmp_path}/b.npz"])
     by_torchrun, by_mpirun = np.load(tmp_path / "a.npz"), np.load(tmp_path / "b.npz")
     assert by_torchrun.files == by_mpirun.files and "hidden.weight" in by_torchrun.files

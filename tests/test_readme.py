@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import socket
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
@@ -18,6 +17,7 @@ from typing import NamedTuple
 import pytest
 
 from tests.mpirun import ROOT, Result, python_for, run_command
+from tests.ports import free_port
 
 README = (ROOT / "README.md").read_text()
 
@@ -105,10 +105,7 @@ def test_programs_run_as_they_stand_and_print_something(ranks: int, tmp_path: Pa
 
 @pytest.mark.parametrize("block", SELF_STARTED, ids=str)
 def test_a_program_that_starts_its_ranks_itself_prints_what_it_says(block: Block, tmp_path: Path) -> None:
-    with socket.socket() as sock:
-        sock.bind(("localhost", 0))
-        port = sock.getsockname()[1]
-    (tmp_path / "program.py").write_text(block.text.replace(":29400", f":{port}"))
+    (tmp_path / "program.py").write_text(block.text.replace(":29400", f":{free_port()}"))
     assert run(["python", "program.py"], tmp_path).output.strip() == "[5.0, 5.0]"
 
 

@@ -7,17 +7,13 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from collectives.base.config import Config
 from collectives.transport.group import Group
 from tests import conformance
+from tests.mpi.worlds import configs
 
 pytestmark = pytest.mark.mpi
 
-CONFIGS = {
-    "one host": Config(timeout=30),
-    "hosts of two": Config(timeout=30, local_size=2, network="mpi"),
-    "messages only": Config(timeout=30, transport="mpi"),
-}
+CONFIGS = configs()
 
 
 @pytest.fixture(scope="module", params=list(CONFIGS))

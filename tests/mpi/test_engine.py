@@ -12,14 +12,11 @@ import collectives as hvd
 from collectives.base.config import Config
 from collectives.world import World
 from tests.engine_scenarios import SCENARIOS, STEADY
+from tests.mpi.worlds import configs
 
 pytestmark = pytest.mark.mpi
 
-CONFIGS = {
-    "one host": Config(timeout=30),
-    "hosts of two": Config(timeout=30, local_size=2, network="mpi", cache_capacity=8),
-    "messages only": Config(timeout=30, transport="mpi"),
-}
+CONFIGS = configs(cache_capacity=8)
 
 
 @pytest.fixture(scope="module", params=list(CONFIGS))

@@ -10,20 +10,16 @@ import numpy as np
 import pytest
 
 import collectives as hvd
-from collectives.base.config import Config
 from collectives.world import World
 from tests import persistent_scenarios
 from tests.mpi.test_engine import connect
+from tests.mpi.worlds import configs
 from tests.persistent_scenarios import SCENARIOS
 
 pytestmark = pytest.mark.mpi
 RANKS = (2, 3)
 
-CONFIGS = {
-    "one host": Config(timeout=30),
-    "hosts of two": Config(timeout=30, local_size=2, network="mpi", cache_capacity=8),
-    "messages only": Config(timeout=30, transport="mpi"),
-}
+CONFIGS = configs(cache_capacity=8)
 
 
 @pytest.fixture(scope="module", params=list(CONFIGS))

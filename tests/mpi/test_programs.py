@@ -7,18 +7,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from collectives.base.config import Config
 from collectives.world import World
+from tests.mpi.worlds import configs
 from tests.programs import SETS, draw, make_sets, run
 
 pytestmark = pytest.mark.mpi
 RANKS = (2, 3, 4)
 
-CONFIGS = {
-    "one host": Config(timeout=30),
-    "hosts of two": Config(timeout=30, local_size=2, network="mpi"),
-    "messages only": Config(timeout=30, transport="mpi"),
-}
+CONFIGS = configs()
 Worlds = tuple[World, dict[tuple[int, ...], World | None]]
 
 

@@ -27,6 +27,7 @@ from collectives.base.errors import (
 from collectives.base.places import Spot, ports_of
 from collectives.transport import meeting, rendezvous
 from collectives.transport.rendezvous import NOTHING, Asked, Place, asked, exchange_of, find
+from tests.ports import free_port
 from tests.unit.test_store_exchange import LocalStore
 
 CONFIG = Config(timeout=20.0)
@@ -50,9 +51,7 @@ def home(tmp_path: Path) -> Iterator[dict[str, str]]:
 @pytest.fixture
 def port() -> int:
     """A port that is free."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+    return free_port()
 
 
 def meet(environment: Mapping[str, str], config: Config = CONFIG, told: Asked = NOTHING) -> tuple[Place, list[Any]]:

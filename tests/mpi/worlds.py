@@ -1,0 +1,27 @@
+"""The worlds in which scenarios run under mpirun."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from collectives.base.config import Config
+
+_OPEN_MPI = "OMPI_COMM_WORLD_RANK" in os.environ
+_ALONE = "1" in (os.environ.get("OMPI_COMM_WORLD_SIZE"), os.environ.get("PMI_SIZE"))
+
+
+def configs(**hosts: Any) -> dict[str, Config]:
+    """Return settings by name; ``hosts``: further ones where ranks are taken to be on hosts of two.
+
+    MPI carries nothing on one host but what ranks exchange at set-up, so that one MPI shows it; ``test_world.py`` sets
+    such a world up under both. A rank that is alone is on one host, whatever it is told.
+    """
+    one_host = {"one host": Config(timeout=30)}
+    several = {
+        "hosts of two": Config(timeout=30, local_size=2, network="mpi", **hosts),
+        "messages only": Config(timeout=30, transport="mpi"),
+    }
+    if _ALONE:
+        return one_host
+    return {**one_host, **several} if _OPEN_MPI else several

@@ -20,7 +20,7 @@ from benchmarks.run import main, run
 
 pytestmark = pytest.mark.mpi
 
-RANKS = (2, 3)
+RANKS = {"openmpi": (2,), "mpich": (3,)}
 RANK = MPI.COMM_WORLD.rank
 
 

@@ -12,6 +12,7 @@ from tests import conformance
 from tests.mpi.worlds import configs
 
 pytestmark = pytest.mark.mpi
+RANKS = {"openmpi": (2, 3, 4), "mpich": (2, 4)}
 
 CONFIGS = configs()
 

@@ -26,7 +26,7 @@ from tests.gpu_scenarios import QUICK, Scenario
 from tests.scenarios import expected, sample
 
 pytestmark = [pytest.mark.mpi, pytest.mark.usefixtures("kernels")]
-RANKS = (2, 3)
+RANKS = {"openmpi": (3,), "mpich": (2,)}
 
 UNPACKED = [
     scenarios.every_size,

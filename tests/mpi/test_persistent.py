@@ -17,7 +17,7 @@ from tests.mpi.worlds import configs
 from tests.persistent_scenarios import SCENARIOS
 
 pytestmark = pytest.mark.mpi
-RANKS = (2, 3)
+RANKS = {"openmpi": (3,), "mpich": (2,)}
 
 CONFIGS = configs(cache_capacity=8)
 

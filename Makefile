@@ -43,10 +43,11 @@ setup: .venv/.installed .venv-mpich/.installed  ## Create the two virtual enviro
 
 test: setup lint  ## Set up, then ruff, mypy, and every test that this machine can run
 	# Two tests run at a time where each uses one core, and three where most start ranks, which wait for much of their
-	# time. What uses all cores, the adapters on several ranks, comes last.
+	# time; those of a file mostly in one worker, which keeps their fixtures. What uses all cores, the adapters on several
+	# ranks, comes last.
 	@status=0; set -x; \
 	$(FAST) --cov --cov-report term || status=$$?; \
-	.venv/bin/python -m pytest --numprocesses 3 --dist loadgroup -m slow --ignore tests/test_adapters.py || status=$$?; \
+	.venv/bin/python -m pytest --numprocesses 3 --dist worksteal -m slow --ignore tests/test_adapters.py || status=$$?; \
 	.venv/bin/python -m pytest tests/test_adapters.py || status=$$?; \
 	exit $$status
 

@@ -18,7 +18,6 @@ from tests.mpirun import ROOT, python_for, run_command
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("sklearn")
-pytestmark = pytest.mark.xdist_group("examples")
 
 EXAMPLES = ROOT / "examples"
 AGREED = "All ranks hold the same parameters"

@@ -236,7 +236,6 @@ def hosts() -> Iterator[Cluster]:
         yield made
 
 
-@pytest.mark.xdist_group("launch-hosts")
 def test_the_rank_that_failed_first_is_named_from_another_host(mpi: str, hosts: Cluster) -> None:
     program = (
         "import collectives as c\nc.init()\nc.barrier()\nif c.rank() == 3: raise ValueError('no good')\nc.barrier()"

@@ -184,6 +184,7 @@ class Agents:
 
     def _serve(self) -> dict[str, str]:
         """Serve the store at which the ranks meet; return the variables that lead there."""
+        from collectives.transport import network
         from collectives.transport.authentication import make_key  # imports asyncio, as do the others
         from collectives.transport.service import Service
         from collectives.transport.store import StoreServer
@@ -194,7 +195,7 @@ class Agents:
         self._close_store = service.close
         server = StoreServer(service, address, 0, key)
         return {
-            "COLLECTIVES_RENDEZVOUS": "tcp://{}:{}".format(*server.address),
+            "COLLECTIVES_RENDEZVOUS": f"tcp://{network.joined(*server.address)}",
             "COLLECTIVES_KEY": key.hex(),
         }
 

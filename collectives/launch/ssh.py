@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import re
 import shlex
 import shutil
@@ -104,7 +103,7 @@ def address_for(hosts: Sequence[str], interface: str, ssh: Ssh) -> str:
         return network.LOOPBACK
     if interface:
         address = network.address_of(interface)
-        if ipaddress.ip_address(address).is_loopback:
+        if network.is_loopback(address):
             raise InvalidArgumentError(
                 f"--network-interface {interface}: {address} is loopback, which {', '.join(hosts)} cannot reach"
             )

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import errno
-import ipaddress
 import socket
 import time
 
 from collectives.base.errors import CollectivesError, CollectiveTimeoutError, TransportError
 from collectives.base.logging import logger
 from collectives.base.places import Spot
+from collectives.transport import network
 from collectives.transport.service import Service
 from collectives.transport.store import Store, StoreServer
 
@@ -93,8 +93,8 @@ class Meeting:
             self._why[port] = f"{error}{self._hint}"
             if len(self._spot.ports) == 1:
                 raise TransportError(
-                    f"rank {self._spot.rank}: no store of this job at {self._spot.host}:{port} ({self.how}): "
-                    f"{self._why[port]}"
+                    f"rank {self._spot.rank}: no store of this job at {network.joined(self._spot.host, port)} "
+                    f"({self.how}): {self._why[port]}"
                 ) from None
         except ConnectionRefusedError:
             self._why[port] = "nobody listens there"
@@ -115,7 +115,7 @@ class Meeting:
                 if error.errno != errno.EADDRNOTAVAIL:
                     raise
                 # Not an address of this host: perhaps one that is translated, such as that of a Kubernetes service.
-                server = StoreServer(service, "0.0.0.0", port, self._key)
+                server = StoreServer(service, _any_address(host), port, self._key)
         except OSError as error:
             service.close()
             self._why[port] = str(error)
@@ -151,7 +151,11 @@ def _listening_host(host: str, port: int) -> str:
         address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]
     except OSError:
         return host
-    loopback = ipaddress.ip_address(str(address).partition("%")[0]).is_loopback
-    if loopback and host not in (address, "localhost"):
-        return "::" if ":" in str(address) else "0.0.0.0"
+    if network.is_loopback(str(address)) and host not in (address, "localhost"):
+        return _any_address(str(address))
     return str(address)
+
+
+def _any_address(address: str) -> str:
+    """What stands for all addresses of this host, of the version that one has."""
+    return "::" if ":" in address else "0.0.0.0"

@@ -101,7 +101,7 @@ class Mesh:
         key = key if key is not None else bytes.fromhex(made[0])
         job = nonces[0]
         address = network.address_of(interface) if interface else network.choose(hosts, offers, rank)
-        if address.startswith("127.") and len(set(hosts)) > 1:
+        if network.is_loopback(address) and len(set(hosts)) > 1:
             raise InvalidArgumentError(
                 f"rank {rank}: COLLECTIVES_NETWORK_INTERFACE={interface}: {address} is loopback, which the other hosts "
                 "cannot reach"
@@ -175,7 +175,7 @@ class Mesh:
                     pause = min(2 * pause, _LONGEST_PAUSE)
                     continue
                 why = str(error) or "no answer"
-                where = "{}:{}".format(*self.addresses[peer])
+                where = network.joined(*self.addresses[peer])
                 if refused:
                     raise RankFailedError(
                         f"rank {self.rank}: {self._called(peer)} has ended: nobody listens at {where} any more ({why})"

@@ -16,6 +16,7 @@ from collectives.base.errors import InvalidArgumentError, TransportError
 LOOPBACK = "127.0.0.1"
 _GET_ADDRESS = 0x8915
 """SIOCGIFADDR"""
+_OF_IPV6 = Path("/proc/net/if_inet6")
 _ANY_PORT = 9
 
 
@@ -29,14 +30,21 @@ def identity() -> str:
     return " ".join(parts)
 
 
-def addresses() -> dict[str, str]:
-    """The IPv4 address of each interface that has one, by the interface's name."""
-    found = {}
+def addresses() -> dict[str, list[str]]:
+    """The addresses of each interface that has any, by the interface's name: the one of IPv4, then those of IPv6 that
+    lead beyond one link."""
+    found: dict[str, list[str]] = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with suppress(OSError):
                 request = struct.pack("16s240x", name.encode()[:15])
-                found[name] = socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _GET_ADDRESS, request)[20:24])
+                found[name] = [socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _GET_ADDRESS, request)[20:24])]
+    with suppress(OSError):
+        for line in _OF_IPV6.read_text(encoding="ascii").splitlines():
+            digits, *_, name = line.split()
+            address = ipaddress.IPv6Address(bytes.fromhex(digits))
+            if not address.is_link_local:
+                found.setdefault(name, []).append(str(address))
     return found
 
 
@@ -48,15 +56,16 @@ def address_of(wanted: str) -> str:
         InvalidArgumentError: there is none.
     """
     known = addresses()
+    every = [address for of_one in known.values() for address in of_one]
     for word in filter(None, (part.strip() for part in wanted.split(","))):
         if word in known:
-            return known[word]
+            return known[word][0]
         with suppress(ValueError):
             network = ipaddress.ip_network(word, strict=False)
-            for address in known.values():
+            for address in every:
                 if ipaddress.ip_address(address) in network:
                     return address
-    listed = ", ".join(f"{name} ({address})" for name, address in known.items())
+    listed = ", ".join(f"{name} ({', '.join(of_one)})" for name, of_one in known.items())
     raise InvalidArgumentError(
         f"network interface {wanted!r}: expected the name, address or network of an interface of "
         f"{socket.gethostname()}, which has {listed or 'none'}"
@@ -76,7 +85,17 @@ def address_towards(host: str) -> str:
         return found
 
 
-def choose(hosts: Sequence[str], offers: Sequence[Mapping[str, str]], rank: int) -> str:
+def is_loopback(address: str) -> bool:
+    """Whether an address leads to no other host."""
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def joined(host: str, port: int) -> str:
+    """``host:port``, with an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def choose(hosts: Sequence[str], offers: Sequence[Mapping[str, Sequence[str]]], rank: int) -> str:
     """This rank's address for the others: loopback if all are on this host, else one that leads to another host.
 
     Args:
@@ -90,19 +109,23 @@ def choose(hosts: Sequence[str], offers: Sequence[Mapping[str, str]], rank: int)
         return LOOPBACK
     # Addresses that several hosts have, of container bridges for instance, lead nowhere.
     owners: dict[str, set[str]] = {}
-    for host, offer in zip(hosts, offers, strict=True):
-        for address in offer.values():
+    every = [[address for of_one in offer.values() for address in of_one] for offer in offers]
+    for host, known in zip(hosts, every, strict=True):
+        for address in known:
             owners.setdefault(address, set()).add(host)
-    for host, offer in zip(hosts, offers, strict=True):
-        if host == hosts[rank]:
-            continue
-        for address in offer.values():
-            if len(owners[address]) > 1 or address.startswith("127."):
-                continue
-            with suppress(OSError):
-                mine = address_towards(address)
-                if len(owners.get(mine, ())) == 1 and not mine.startswith("127."):
-                    return mine
+
+    def leads(address: str) -> bool:
+        return len(owners.get(address, ())) == 1 and not is_loopback(address)
+
+    for version in (4, 6):  # of these the first that all hosts have, so that all ranks decide alike
+        offered = [
+            [one for one in known if leads(one) and ipaddress.ip_address(one).version == version] for known in every
+        ]
+        for host, known in zip(hosts, offered if all(offered) else (), strict=False):
+            for address in known if host != hosts[rank] else ():
+                with suppress(OSError):
+                    if leads(mine := address_towards(address)):
+                        return mine
     raise TransportError(
         f"rank {rank}: no network interface of {socket.gethostname()} ({dict(offers[rank])}) leads to the other hosts "
         f"({', '.join(str(dict(offer)) for offer in offers)}); name one with COLLECTIVES_NETWORK_INTERFACE"

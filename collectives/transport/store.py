@@ -23,6 +23,7 @@ from datetime import timedelta
 from typing import TypeVar
 
 from collectives.base.errors import CollectiveTimeoutError, InvalidArgumentError, TransportError
+from collectives.transport import network
 from collectives.transport.authentication import receive
 from collectives.transport.listener import Listener, dial
 from collectives.transport.service import Service
@@ -232,7 +233,7 @@ class Store:
         return answer
 
     def _where(self) -> str:
-        return "{}:{}".format(*self.address)
+        return network.joined(*self.address)
 
     def close(self) -> None:
         """End the connection."""

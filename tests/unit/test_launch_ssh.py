@@ -63,11 +63,12 @@ def test_this_hosts_own_name() -> None:
 
 
 def test_the_address_for_other_hosts(program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(network, "addresses", lambda: {"lo": "127.0.0.1", "eth7": "192.0.2.7"})
+    monkeypatch.setattr(network, "addresses", lambda: {"lo": ["127.0.0.1"], "eth7": ["192.0.2.7", "2001:db8::7"]})
     assert ssh.address_for([], "", Ssh()) == "127.0.0.1"
     assert ssh.address_for(["alias"], "", Ssh(port=7)) == "127.0.0.1"  # as ssh is configured
     assert program.with_name("ssh.calls").read_text() == "-G -p 7 -- alias\n"
     assert ssh.address_for(["alias"], "192.0.2.0/24", Ssh()) == "192.0.2.7"
+    assert ssh.address_for(["alias"], "2001:db8::/64", Ssh()) == "2001:db8::7"
     with pytest.raises(InvalidArgumentError, match=r"lo: 127\.0\.0\.1 is loopback, which alias, other cannot reach"):
         ssh.address_for(["alias", "other"], "lo", Ssh())
     with pytest.raises(InvalidArgumentError, match="expected the name, address or network of an interface"):

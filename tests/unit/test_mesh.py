@@ -29,6 +29,7 @@ from collectives.transport.mesh import Mesh
 from collectives.transport.service import Service
 
 KEY = make_key()
+HAS_IPV6 = any("::1" in known for known in network.addresses().values())
 
 
 def exchanges(ranks: int) -> list[Callable[[Any], list[Any]]]:
@@ -211,25 +212,35 @@ def test_a_forked_child_holds_no_connection_open() -> None:
 
 
 def test_an_interface_is_named_by_name_address_or_network() -> None:
-    loopback = next(name for name, address in network.addresses().items() if address == network.LOOPBACK)
+    loopback = next(name for name, known in network.addresses().items() if network.LOOPBACK in known)
     for wanted in (loopback, network.LOOPBACK, "127.0.0.0/8", f"none, {loopback}"):
         assert network.address_of(wanted) == network.LOOPBACK
+    if HAS_IPV6:
+        assert network.address_of("fd12:3456::/32, ::1/128") == network.address_of("::1") == "::1"
     with pytest.raises(InvalidArgumentError, match=r"network interface 'ib7': expected the name, address or network"):
         network.address_of("ib7")
 
 
 def test_loopback_leads_to_no_other_host() -> None:
-    elsewhere = ["elsewhere", {"eth0": "192.0.2.7"}, "", "", True]
+    elsewhere = ["elsewhere", {"eth0": ["192.0.2.7"]}, "", "", True]
     with pytest.raises(InvalidArgumentError, match=r"rank 0: .*=127\.0\.0\.0/8: 127\.0\.0\.1 is loopback"):
         Mesh.join(lambda value: [value, elsewhere], 0, KEY, interface="127.0.0.0/8")
 
 
 def test_addresses_that_several_hosts_have_lead_nowhere() -> None:
-    bridge, near = {"docker0": "172.17.0.1"}, network.addresses()
+    bridge, near = {"docker0": ["172.17.0.1", "fd00::1"]}, network.addresses()
     mine = network.address_towards("192.0.2.7")
-    assert network.choose(["here", "there"], [bridge | near, bridge | {"eth0": "192.0.2.7"}], 0) == mine
+    both = {"eth0": ["192.0.2.7", "2001:db8::7"]}
+    assert network.choose(["here", "there"], [bridge | near, bridge | both], 0) == mine
     with pytest.raises(TransportError, match=r"no network interface of .* leads to the other hosts"):
         network.choose(["here", "there"], [bridge, bridge], 0)
+
+
+def test_hosts_of_which_some_have_no_ipv4_use_ipv6(monkeypatch: pytest.MonkeyPatch) -> None:
+    offers = [{"eth0": [f"192.0.2.{host}", f"2001:db8::{host}"]} for host in (1, 2)] + [{"eth0": ["2001:db8::3"]}]
+    monkeypatch.setattr(network, "address_towards", lambda other: "2001:db8::1" if ":" in other else "192.0.2.1")
+    assert network.choose(["one", "two"], offers[:2], 0) == "192.0.2.1"
+    assert network.choose(["one", "two", "three"], offers, 0) == "2001:db8::1"
 
 
 def test_a_service_ends_with_what_it_runs() -> None:

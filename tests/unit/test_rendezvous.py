@@ -25,7 +25,7 @@ from collectives.base.errors import (
     TransportError,
 )
 from collectives.base.places import Spot, ports_of
-from collectives.transport import meeting, rendezvous
+from collectives.transport import meeting, network, rendezvous
 from collectives.transport.rendezvous import NOTHING, Asked, Place, asked, exchange_of, find
 from tests.ports import free_port
 from tests.unit.test_store_exchange import LocalStore
@@ -78,13 +78,16 @@ def test_ranks_meet_where_the_user_says(
     assert len(meeting._served) == 1
 
 
+@pytest.mark.parametrize("host", ["localhost", "[::1]"])
 def test_ranks_meet_where_the_program_says(
-    pool: concurrent.futures.ThreadPoolExecutor, home: dict[str, str], port: int
+    pool: concurrent.futures.ThreadPoolExecutor, home: dict[str, str], port: int, host: str
 ) -> None:
+    if host == "[::1]" and not any("::1" in known for known in network.addresses().values()):
+        pytest.skip("this host has no IPv6 address, not even ::1")
     key = {"COLLECTIVES_KEY": "ab" * 16}
     elsewhere = {**home, **key, "COLLECTIVES_RANK": "5", "COLLECTIVES_SIZE": "6", "RANK": "0", "WORLD_SIZE": "1"}
     config = replace(CONFIG, rendezvous="tcp://nowhere:1", allow_single=True)
-    told = [asked(rendezvous=f"tcp://localhost:{port}", rank=rank, size=2) for rank in range(2)]
+    told = [asked(rendezvous=f"tcp://{host}:{port}", rank=rank, size=2) for rank in range(2)]
     for rank, (place, said) in enumerate(pool.map(lambda told: meet(elsewhere, config, told), told)):
         assert (place.rank, place.key, said) == (rank, b"\xab" * 16, [0, 1])
     assert not Path(home["HOME"], ".config").exists()

@@ -48,7 +48,7 @@ _NONCE, _PROOF = 32, 32
 _PATIENCE = 20.0
 _MOST_LINGERING = 200
 """Connections that an attacker keeps open: more than a listener has of those that have not proved themselves."""
-MOST_GROWTH = 8 << 20
+MOST_GROWTH = 2 << 20
 """Bytes by which a rank's resident memory may grow."""
 _STOP, _FIRST_STEP = 0, 8
 

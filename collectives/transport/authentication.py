@@ -43,6 +43,7 @@ async def prove(sock: socket.socket, key: bytes, hello: bytes) -> None:
 
     Raises:
         TransportError: the other side is no process of this job.
+        OSError, EOFError: the connection has ended, perhaps because there are too many: worth another attempt.
     """
     loop = asyncio.get_running_loop()
     greeting = await receive(sock, len(_GREETING))
@@ -53,31 +54,51 @@ async def prove(sock: socket.socket, key: bytes, hello: bytes) -> None:
     await loop.sock_sendall(sock, mine + said + _proof(key, b"dials", theirs, mine, hello))
     try:
         proof = await receive(sock, _PROOF_BYTES)
-    except (EOFError, ConnectionResetError):
+    except EOFError:
         raise TransportError("the process there has refused this one: its key is another, or it has ended") from None
     if not hmac.compare_digest(proof, _proof(key, b"is dialled", theirs, mine, hello)):
         raise TransportError("the process there does not hold this job's key")
 
 
-async def verify(sock: socket.socket, key: bytes) -> bytes:
-    """Have the side that dials prove the key, and prove it too; returns its hello. ``sock`` is non-blocking.
+class Verification:
+    """The part of the side that is dialled: what it says, and what it makes of what it hears. Holds no socket.
 
-    Raises:
-        TransportError: it does not hold the key.
+    Attributes:
+        greeting: is sent first.
+        missing: bytes that are to be received next; 0: the other side holds the key, and gets `proof`. What comes after
+            them belongs to whoever takes the connection over.
+        hello: the other side's.
     """
-    loop = asyncio.get_running_loop()
-    mine = secrets.token_bytes(_NONCE_BYTES)
-    await loop.sock_sendall(sock, _GREETING + mine)
-    theirs = await receive(sock, _NONCE_BYTES)
-    (length,) = _LENGTH.unpack(await receive(sock, _LENGTH.size))
-    if length > MOST_HELLO:
-        raise TransportError("what dialled is no process of collectives")
-    hello = await receive(sock, length)
-    proof = await receive(sock, _PROOF_BYTES)
-    if not hmac.compare_digest(proof, _proof(key, b"dials", mine, theirs, hello)):
-        raise TransportError("what dialled does not hold this job's key")
-    await loop.sock_sendall(sock, _proof(key, b"is dialled", mine, theirs, hello))
-    return hello
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+        self._nonce = secrets.token_bytes(_NONCE_BYTES)
+        self._heard = bytearray()
+        self.greeting = _GREETING + self._nonce
+        self.missing = _NONCE_BYTES + _LENGTH.size
+        self.hello = self.proof = b""
+
+    def take(self, data: bytes) -> None:
+        """Take at most `missing` bytes.
+
+        Raises:
+            TransportError: the other side does not hold the key.
+        """
+        heard, said = self._heard, _NONCE_BYTES + _LENGTH.size
+        heard += data
+        self.missing -= len(data)
+        if self.missing:
+            return
+        theirs, (length,) = bytes(heard[:_NONCE_BYTES]), _LENGTH.unpack_from(heard, _NONCE_BYTES)
+        if len(heard) == said:
+            if length > MOST_HELLO:
+                raise TransportError("what dialled is no process of collectives")
+            self.missing = length + _PROOF_BYTES
+            return
+        hello = bytes(heard[said : said + length])
+        if not hmac.compare_digest(heard[said + length :], _proof(self._key, b"dials", self._nonce, theirs, hello)):
+            raise TransportError("what dialled does not hold this job's key")
+        self.hello, self.proof = hello, _proof(self._key, b"is dialled", self._nonce, theirs, hello)
 
 
 async def receive(sock: socket.socket, nbytes: int) -> bytes:

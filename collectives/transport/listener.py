@@ -1,29 +1,41 @@
 """A listening socket that hands over the connections of processes that have proved that they hold the job's key.
 
-Everything else is refused: it has a few seconds and a few bytes, and is the first to go where there is a crowd.
+Everything else is refused: it has a few seconds and a few bytes. Where there is a crowd, a connection of the source
+that has most of them is dropped, at random: who opens more drops its own, and of one source's all have the same chance,
+however long their packets travel. A connection that is dropped for want of room or time is reset, and one whose proof
+is wrong is closed, so that who dials knows whether to try again.
 """
 
 from __future__ import annotations
 
 import asyncio
-import functools
+import ipaddress
+import random
 import socket
+import struct
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any, NamedTuple
 
-from collectives.base.errors import CollectivesError
+from collectives.base.errors import TransportError
 from collectives.base.logging import logger
-from collectives.transport import authentication
+from collectives.transport import network
+from collectives.transport.authentication import Verification, prove
 from collectives.transport.service import Service
 
 Accepted = Callable[[bytes, socket.socket], None]
 
 MOST_UNPROVED = 128
-"""Connections that have not proved the key; a further one takes the place of the oldest."""
+"""Connections that have not proved the key; a further one takes the place of one of them."""
 PROVE_WITHIN = 5.0
 """Seconds for the proof."""
+DIAL_WITHIN = 10.0
+"""Seconds to connect, and again for the proof, on the side that dials."""
 _BACKLOG = 512
 _PAUSE = 0.1
+_RESET = struct.pack("ii", 1, 0)
+"""SO_LINGER with which a closed socket is reset."""
 
 
 class Listener:
@@ -45,97 +57,156 @@ class Listener:
 
     def __init__(self, service: Service, host: str, port: int, key: bytes, accepted: Accepted) -> None:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
-        self._socket = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            self._socket.bind((host, port))
-            self._socket.listen(_BACKLOG)
-            self._socket.setblocking(False)
-        except BaseException:
-            self._socket.close()
-            raise
+        both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()  # counts where the host is "::"
+        self._socket = socket.create_server((host, port), family=family, backlog=_BACKLOG, dualstack_ipv6=both)
+        self._socket.setblocking(False)
         self.address: tuple[str, int] = self._socket.getsockname()[:2]
-        self._service, self._key, self._accepted = service, key, accepted
-        self._unproved: dict[asyncio.Task[bytes | None], None] = {}
+        self._service, self._loop, self._key, self._accepted = service, service.loop, key, accepted
+        self._paused: asyncio.TimerHandle | None = None
+        self._guests: dict[socket.socket, _Guest] = {}
         self._refused = 0
         service.owns(self._socket)
-        self._serving = service.start(self._serve())
+        service.call(service.loop.add_reader, self._socket, self._accept)
 
-    async def _serve(self) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                sock, _ = await loop.sock_accept(self._socket)
-            except OSError:  # out of descriptors, or the connection has ended before it was accepted
-                await asyncio.sleep(_PAUSE)
-                continue
-            self._service.owns(sock)
-            sock.setblocking(False)
-            if len(self._unproved) >= MOST_UNPROVED:
-                oldest = next(iter(self._unproved))
-                del self._unproved[oldest]
-                oldest.cancel()
-            task = loop.create_task(self._admit(sock))
-            self._unproved[task] = None
-            task.add_done_callback(functools.partial(self._settle, sock))
-
-    async def _admit(self, sock: socket.socket) -> bytes | None:
-        """The hello of a connection, or None if it is refused."""
+    def _accept(self) -> None:
+        """Accept one connection; the others wait, so that a flood of them leaves time for what else the loop does."""
         try:
-            hello = await asyncio.wait_for(authentication.verify(sock, self._key), PROVE_WITHIN)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            return hello
-        except (OSError, EOFError, asyncio.TimeoutError, CollectivesError) as error:
-            self._refused += 1
-            if self._refused & (self._refused - 1) == 0:  # the 1st, 2nd, 4th, 8th: a flood must not fill the log
-                logger.info("refused %d connections to %s:%d, lately because: %s", self._refused, *self.address, error)
-            return None
+            sock, address = self._socket.accept()
+        except OSError:  # out of descriptors, or the connection has ended before it was accepted
+            self._loop.remove_reader(self._socket)
+            self._paused = self._loop.call_later(_PAUSE, self._loop.add_reader, self._socket, self._accept)
+            return
+        self._service.owns(sock)
+        sock.setblocking(False)
+        if len(self._guests) >= MOST_UNPROVED:
+            self._make_room()
+        timer = self._loop.call_later(PROVE_WITHIN, self._drop, sock)
+        guest = self._guests[sock] = _Guest(_source(address[0]), Verification(self._key), timer)
+        self._loop.add_reader(sock, self._read, sock, guest.verification)
+        with suppress(OSError):  # it has ended, which reading tells
+            sock.send(guest.verification.greeting)
 
-    def _settle(self, sock: socket.socket, task: asyncio.Task[bytes | None]) -> None:
-        # Not in `_admit`, which never begins if it is cancelled at once.
-        self._unproved.pop(task, None)
-        hello = None if task.cancelled() else task.result()
-        if hello is None:
-            sock.close()
-        else:
-            self._accepted(hello, sock)
+    def _make_room(self) -> None:
+        """Drop one of the connections of the source that has most of them."""
+        crowds = Counter(guest.source for guest in self._guests.values())
+        most = max(crowds.values())
+        self._drop(random.choice([sock for sock, guest in self._guests.items() if crowds[guest.source] == most]))
+
+    def _drop(self, sock: socket.socket) -> None:
+        with suppress(OSError):
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+        self._refuse(sock, "too many, or no proof in time")
+
+    def _read(self, sock: socket.socket, verification: Verification) -> None:
+        try:
+            data = sock.recv(verification.missing)
+            if not data:
+                raise EOFError("the connection was closed")
+            verification.take(data)
+            if verification.missing:
+                return
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.send(verification.proof)
+        except BlockingIOError:
+            return
+        except (OSError, EOFError, TransportError) as error:
+            self._refuse(sock, str(error))
+            return
+        self._forget(sock)
+        self._accepted(verification.hello, sock)
+
+    def _refuse(self, sock: socket.socket, why: str) -> None:
+        self._forget(sock)
+        sock.close()
+        self._refused += 1
+        if self._refused & (self._refused - 1) == 0:  # the 1st, 2nd, 4th, 8th: a flood must not fill the log
+            where = network.joined(*self.address)
+            logger.info("refused %d connections to %s, lately because: %s", self._refused, where, why)
+
+    def _forget(self, sock: socket.socket) -> None:
+        self._loop.remove_reader(sock)
+        self._guests.pop(sock).timer.cancel()
 
     def close(self) -> None:
         """Stop listening. Connections that were handed over stay open."""
-        self._serving.cancel()
         with suppress(RuntimeError):  # the service has ended
             self._service.call(self._close)
 
     def _close(self) -> None:
-        for task in list(self._unproved):
-            task.cancel()
+        if self._paused is not None:
+            self._paused.cancel()
+        self._loop.remove_reader(self._socket)
         self._socket.close()
+        for sock in list(self._guests):
+            self._forget(sock)
+            sock.close()
 
 
-async def dial(service: Service, host: str, port: int, key: bytes, hello: bytes) -> socket.socket:
+class _Guest(NamedTuple):
+    """What is known of a connection that has not proved the key."""
+
+    source: str
+    verification: Verification
+    timer: asyncio.TimerHandle
+
+
+async def dial(
+    service: Service, host: str, port: int, key: bytes, hello: bytes, connect_within: float = DIAL_WITHIN
+) -> socket.socket:
     """Connect to a listener and prove the key; to be run in the service's thread.
 
     Returns:
         The connected socket, non-blocking, TCP_NODELAY.
 
     Raises:
-        OSError: nobody listens there, or the connection ended. TransportError: see `authentication.prove`.
+        asyncio.TimeoutError: no answer within ``connect_within`` seconds.
+        ConnectionRefusedError: nobody listens there.
+        ConnectionError: the connection has ended, or has stood still, before the key was proved: the listener may have
+            too many.
+        OSError: there is no route, or the name is unknown.
+        TransportError: see `authentication.prove`.
     """
+    sock = await _connect(service, host, port, connect_within)
+    try:
+        await asyncio.wait_for(prove(sock, key, hello), DIAL_WITHIN)
+    except EOFError:
+        sock.close()
+        raise ConnectionAbortedError("the connection was closed before the key was proved") from None
+    except asyncio.TimeoutError:
+        sock.close()
+        raise ConnectionAbortedError(f"connected, but the key was not proved within {DIAL_WITHIN:g} s") from None
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+async def _connect(service: Service, host: str, port: int, seconds: float) -> socket.socket:
+    """A connection to the first address of a name at which somebody listens."""
     loop = asyncio.get_running_loop()
-    family, kind, protocol, _, address = (await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM))[0]
-    sock = socket.socket(family, kind, protocol)
-    proved = False
+    *others, last = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    for family, kind, protocol, _, address in others:
+        with suppress(OSError, asyncio.TimeoutError):
+            return await _connect_to(service, socket.socket(family, kind, protocol), address, seconds)
+    family, kind, protocol, _, address = last
+    return await _connect_to(service, socket.socket(family, kind, protocol), address, seconds)
+
+
+async def _connect_to(service: Service, sock: socket.socket, address: tuple[Any, ...], seconds: float) -> socket.socket:
     try:
         service.owns(sock)
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        await loop.sock_connect(sock, address)
-        try:
-            await authentication.prove(sock, key, hello)
-        except EOFError:
-            raise ConnectionResetError("the connection was closed before the key was proved") from None
-        proved = True
+        await asyncio.wait_for(asyncio.get_running_loop().sock_connect(sock, address), seconds)
         return sock
-    finally:
-        if not proved:
-            sock.close()
+    except BaseException:
+        sock.close()
+        raise
+
+
+def _source(address: str) -> str:
+    """What counts as one source: an IPv4 address, or the first half of an IPv6 address, since who has one has all of
+    its second halves."""
+    if "." in address:
+        return address
+    return ipaddress.IPv6Address(address.partition("%")[0]).exploded[:19]

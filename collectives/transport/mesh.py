@@ -27,16 +27,20 @@ from collectives.base.errors import (
 from collectives.base.wake_up import WakeUp
 from collectives.transport import network
 from collectives.transport.authentication import make_key
-from collectives.transport.listener import Listener, dial
+from collectives.transport.listener import DIAL_WITHIN, Listener, dial
 from collectives.transport.service import Running, Service
 
 Served = Callable[[int, str, socket.socket], None]
 
-_DIAL_WITHIN = 30.0
+_ANSWER_WITHIN = 30.0
+"""Seconds for which a rank is dialled that does not answer. One that answers, and drops the connection because it has
+too many, is dialled for as long as the wait may last."""
 _REFUSED_WITHIN = 3.0
-"""Seconds for which a refused connection is tried again: its listener may be flooded, but a process that has ended
-refuses as well."""
-_ATTEMPT = 10.0
+"""Seconds for which a refused connection is tried again: some systems refuse what a flooded listener has no room for,
+but a process that has ended refuses as well."""
+_FIRST_ATTEMPT = 1.0
+"""Seconds for the first attempt to connect; each further one has twice as long. The system of a flooded listener leaves
+some of them unanswered."""
 _LOOK_EVERY = 0.05
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 0.5
 _PING = "ping"
@@ -149,8 +153,7 @@ class Mesh:
         self, peer: int, channel: str, timeout: float, check: Callable[[], object] = lambda: None
     ) -> socket.socket:
         """A new connection to ``peer``, which takes it by `open` or `serve`. Raises as `open`."""
-        seconds = min(timeout, _DIAL_WITHIN)
-        return self.service.run(self.reach(peer, channel, seconds), seconds + 2 * _ATTEMPT, check)
+        return self.service.run(self.reach(peer, channel, timeout), timeout + 3 * DIAL_WITHIN, check)
 
     async def ping(self, peer: int, seconds: float) -> None:
         """Connect to ``peer``, and close the connection; in the service's thread. Shows that it lives, even if packets
@@ -161,24 +164,30 @@ class Mesh:
         """`dial` in the service's thread."""
         hello = json.dumps([self._job, self.rank, channel]).encode()
         loop = asyncio.get_running_loop()
-        begun, pause = loop.time(), _FIRST_PAUSE
+        begun, pause, attempt = loop.time(), _FIRST_PAUSE, _FIRST_ATTEMPT
         while True:
             try:
-                return await asyncio.wait_for(
-                    dial(self.service, *self.addresses[peer], self._key, hello), min(seconds, _ATTEMPT)
-                )
+                dialling = dial(self.service, *self.addresses[peer], self._key, hello, attempt)
+                return await asyncio.wait_for(dialling, seconds)
             except (OSError, asyncio.TimeoutError, TransportError) as error:
-                refused = isinstance(error, ConnectionError)
-                left = begun + (min(seconds, _REFUSED_WITHIN) if refused else seconds) - loop.time()
+                refused, dropped = isinstance(error, ConnectionRefusedError), isinstance(error, ConnectionError)
+                limit = _REFUSED_WITHIN if refused else seconds if dropped else _ANSWER_WITHIN
+                left = begun + min(seconds, limit) - loop.time()
                 if left > 0 and not isinstance(error, TransportError):
                     await asyncio.sleep(min(pause, left))
-                    pause = min(2 * pause, _LONGEST_PAUSE)
+                    pause, attempt = min(2 * pause, _LONGEST_PAUSE), min(2 * attempt, DIAL_WITHIN)
                     continue
                 why = str(error) or "no answer"
                 where = network.joined(*self.addresses[peer])
                 if refused:
                     raise RankFailedError(
                         f"rank {self.rank}: {self._called(peer)} has ended: nobody listens at {where} any more ({why})"
+                    ) from None
+                if dropped:
+                    raise TransportError(
+                        f"rank {self.rank}: {self._called(peer)} has dropped every connection of this rank to {where} "
+                        f"for {seconds:g} s ({why}): it has too many that do not prove the job's key; see what else "
+                        "connects to that port"
                     ) from None
                 raise TransportError(
                     f"rank {self.rank}: cannot connect to {self._called(peer)} at {where}: {why}; if a firewall is "
@@ -234,8 +243,7 @@ class Links:
 
     def begin_dial(self, peer: int, channel: str) -> Running[socket.socket]:
         """`dial` without waiting."""
-        seconds = min(self._timeout, _DIAL_WITHIN)
-        return self.mesh.service.start(self.mesh.reach(self.members[peer], f"{self.group}/{channel}", seconds))
+        return self.mesh.service.start(self.mesh.reach(self.members[peer], f"{self.group}/{channel}", self._timeout))
 
     def take(self, peer: int, channel: str) -> socket.socket | None:
         """See `Mesh.take`."""
@@ -280,6 +288,9 @@ class Inbox:
             if channel.startswith(prefix):
                 served(peer, channel, sock)
                 return
+        known = self._arrived.pop((peer, channel), None)
+        if known is not None:
+            known.close()  # who dialled has given it up, and has dialled again
         self._arrived[peer, channel] = sock
         awaited = self._awaited.get((peer, channel))
         if awaited is not None:

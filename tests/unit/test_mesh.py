@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import hmac
 import json
 import os
 import socket
@@ -23,13 +24,14 @@ from collectives.base.errors import (
     TransportError,
 )
 from collectives.transport import listener, network
-from collectives.transport.authentication import make_key
+from collectives.transport.authentication import Verification, make_key
 from collectives.transport.listener import MOST_UNPROVED, Listener, dial
 from collectives.transport.mesh import Mesh
 from collectives.transport.service import Service
 
 KEY = make_key()
 HAS_IPV6 = any("::1" in known for known in network.addresses().values())
+needs_ipv6 = pytest.mark.skipif(not HAS_IPV6, reason="this host has no IPv6 address, not even ::1")
 
 
 def exchanges(ranks: int) -> list[Callable[[Any], list[Any]]]:
@@ -182,6 +184,115 @@ def test_random_bytes_replays_and_crowds_get_nowhere(service: Service, monkeypat
     server.close()
 
 
+def connected(address: tuple[str, int], source: str) -> socket.socket:
+    """A connection that has been greeted, and says nothing."""
+    sock = socket.create_connection(address, 10, (source, 0))
+    greeted(sock)
+    return sock
+
+
+def greeted(sock: socket.socket) -> bytes:
+    """What a listener says first; fewer bytes if the connection ends."""
+    data = b""
+    with suppress(ConnectionError):
+        while len(data) < 46 and (part := sock.recv(46 - len(data))):
+            data += part
+    return data
+
+
+def proof_of(greeting: bytes, hello: bytes) -> bytes:
+    """What the side that dials answers."""
+    theirs, mine = greeting[-32:], bytes(32)
+    proof = hmac.digest(KEY, b"dials\0" + theirs + mine + hello, "sha256")
+    return mine + struct.pack("<H", len(hello)) + hello + proof
+
+
+def test_a_crowd_pushes_out_none_but_its_own(service: Service) -> None:
+    """However slow a process of the job is."""
+    server = Listener(service, "127.0.0.1", 0, KEY, lambda hello, sock: sock.close())
+    slow = socket.create_connection(server.address, 10)
+    greeting = greeted(slow)
+    crowd = [connected(server.address, "127.0.0.2") for _ in range(3 * MOST_UNPROVED)]
+    slow.sendall(proof_of(greeting, b"mine"))
+    assert len(slow.recv(100)) == 32  # the listener's own proof: it has let this one in
+    for sock in (slow, *crowd):
+        sock.close()
+    server.close()
+
+
+def test_a_flood_leaves_time_for_what_else_the_service_does(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Listener(service, "127.0.0.1", 0, KEY, lambda hello, sock: sock.close())
+    turns, stopped, ready = [0], threading.Event(), threading.Event()
+    accepted_in: list[int] = []
+
+    def turn() -> None:
+        turns[0] += 1
+        if not stopped.is_set():
+            service.loop.call_soon(turn)
+
+    def verification(key: bytes) -> Verification:
+        accepted_in.append(turns[0])
+        return Verification(key)
+
+    monkeypatch.setattr(listener, "Verification", verification)
+    service.call(ready.wait)
+    service.call(turn)
+    crowd = [socket.create_connection(server.address, 10) for _ in range(20)]
+    ready.set()
+    assert all(len(greeted(sock)) == 46 for sock in crowd)
+    stopped.set()
+    assert len(set(accepted_in)) == 20, f"connections were accepted in the turns {accepted_in} of the loop"
+    for sock in crowd:
+        sock.close()
+    server.close()
+
+
+def test_a_rank_whose_connections_are_dropped_dials_until_it_gets_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("collectives.transport.mesh._REFUSED_WITHIN", 0.0)
+    monkeypatch.setattr("collectives.transport.mesh._ANSWER_WITHIN", 0.0)
+    ranks = meshes(2, KEY)
+    with socket.create_server(("127.0.0.1", 0)) as flooded:
+        ranks[1].addresses = [flooded.getsockname()[:2], ranks[1].addresses[1]]
+        dialling = ranks[1].service.start(ranks[1].reach(0, "words", 60.0))
+        for when in ("before the greeting", "after it", "after the proof"):
+            sock, _ = flooded.accept()
+            verification = Verification(KEY)
+            if when != "before the greeting":
+                sock.sendall(verification.greeting)
+            if when == "after the proof":
+                take(sock, verification)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            sock.close()
+        sock, _ = flooded.accept()
+        with sock:
+            verification = Verification(KEY)
+            sock.sendall(verification.greeting)
+            take(sock, verification)
+            sock.sendall(verification.proof)
+            dialling.result(10).close()
+    for mesh in ranks:
+        mesh.close()
+
+
+def take(sock: socket.socket, verification: Verification) -> None:
+    """Have a proof verified."""
+    while verification.missing:
+        verification.take(sock.recv(verification.missing))
+
+
+def test_a_rank_that_drops_every_connection_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = meshes(2, KEY)
+
+    async def dropped(*arguments: object) -> socket.socket:
+        raise ConnectionResetError("reset")
+
+    monkeypatch.setattr("collectives.transport.mesh.dial", dropped)
+    with pytest.raises(TransportError, match=r"rank 1: rank 0 on .* has dropped every connection .* for 0\.1 s"):
+        ranks[1].dial(0, "words", 0.1)
+    for mesh in ranks:
+        mesh.close()
+
+
 def receive(sock: socket.socket) -> bytes:
     try:
         return sock.recv(4096)
@@ -241,6 +352,42 @@ def test_hosts_of_which_some_have_no_ipv4_use_ipv6(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(network, "address_towards", lambda other: "2001:db8::1" if ":" in other else "192.0.2.1")
     assert network.choose(["one", "two"], offers[:2], 0) == "192.0.2.1"
     assert network.choose(["one", "two", "three"], offers, 0) == "2001:db8::1"
+
+
+@needs_ipv6
+def test_ranks_reach_each_other_by_ipv6(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("collectives.transport.mesh._REFUSED_WITHIN", 0.0)
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        joining = [
+            pool.submit(Mesh.join, exchange, rank, KEY, interface="::1") for rank, exchange in enumerate(exchanges(2))
+        ]
+        ranks = [mesh.result(20) for mesh in joining]
+    assert {host for host, _ in ranks[0].addresses} == {"::1"}
+    near = ranks[1].dial(0, "words", 10)
+    far = ranks[0].open(1, "words", 10)
+    near.sendall(b"hello")
+    far.setblocking(True)
+    assert far.recv(100) == b"hello"
+    near.close()
+    far.close()
+    ranks[0].close()
+    with pytest.raises(RankFailedError, match=r"nobody listens at \[::1\]:\d+ any more"):
+        ranks[1].dial(0, "words", 10)
+    ranks[1].close()
+
+
+@needs_ipv6
+def test_each_address_of_a_name_is_tried(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host's name may lead to an address at which a process does not listen."""
+    admitted: list[bytes] = []
+    server = Listener(service, "127.0.0.1", 0, KEY, lambda hello, sock: admitted.append(hello))
+    found = [*socket.getaddrinfo("::1", 0, type=socket.SOCK_STREAM), *socket.getaddrinfo("127.0.0.1", 0)]
+    port = server.address[1]
+    of_name = [(*info[:2], 0, "", (info[4][0], port, *info[4][2:])) for info in found[:2]]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *arguments, **options: of_name)
+    service.start(dial(service, "node1", port, KEY, b"mine")).result(10).close()
+    assert admitted == [b"mine"]
+    server.close()
 
 
 def test_a_service_ends_with_what_it_runs() -> None:

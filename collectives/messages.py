@@ -38,12 +38,14 @@ class Messages:
     """
 
     def __init__(self, rank: int, ranks: Sequence[int], transfers: PointToPoint) -> None:
-        self._rank, self._ranks = rank, ranks
+        self._rank, self._ranks, self._size = rank, ranks, len(ranks)
         self._transfers = transfers
 
     # ---- sending
 
     def send(self, tensor: Any, dst: int, tag: int = 0, *, stream: Any = None) -> None:
+        if stream is None and self._is_plain(tensor, dst, tag) and self._transfers.send_at_once(tensor, dst, tag):
+            return
         message, _ = self._outgoing(tensor, dst, tag, stream)
         if message.peer == self._rank:  # its recv comes later, if at all
             message.array = message.array.copy()
@@ -77,6 +79,25 @@ class Messages:
         src: int,
         tag: int = 0,
         *,
+        like: Any = None,
+        shape: Any = None,
+        dtype: Any = None,
+        status: Status | None = None,
+        stream: Any = None,
+    ) -> Any:
+        if (
+            like is shape is dtype is status is stream is None
+            and self._is_plain(tensor, src, tag)
+            and self._transfers.receive_at_once(tensor, src, tag)
+        ):
+            return tensor
+        return self._recv(tensor, src, tag, like, shape, dtype, status, stream)
+
+    def _recv(
+        self,
+        tensor: Any,
+        src: int,
+        tag: int,
         like: Any = None,
         shape: Any = None,
         dtype: Any = None,
@@ -122,24 +143,35 @@ class Messages:
         status: Status | None = None,
         stream: Any = None,
     ) -> Any:
+        transfers, expected = self._transfers, tag if recv_tag is None else recv_tag
+        plain = (
+            like is shape is dtype is status is stream is None
+            and self._is_plain(tensor, dst, tag)
+            and self._is_plain(into, src, expected)
+        )
+        if plain and transfers.send_at_once(tensor, dst, tag):
+            return into if transfers.receive_at_once(into, src, expected) else self._recv(into, src, expected)
         if into is None and like is None:
             like = tensor
-        expected = tag if recv_tag is None else recv_tag
         message, _ = self._outgoing(tensor, dst, tag, stream)
         posted, finish, _ = self._posted(into, src, expected, like, shape, dtype, stream)
-        transfers = self._transfers
-        transfers.receive(posted)
+        transfers.send(message)
         try:
-            self._complete(message, transfers.send)
+            received = plain and transfers.receive_at_once(into, src, expected)
+            if not received:
+                transfers.receive(posted)
+            self._complete(message)
         except BaseException as error:
+            transfers.abandon(message, error)
             transfers.abandon(posted, error)
             raise
-        self._complete(posted)
+        if not received:
+            self._complete(posted)
         if message.refused:
             transfers.check_refused(message)
         if status is not None:
             transfers.status_of(posted, status)
-        return finish()
+        return into if received else finish()
 
     def _posted(
         self, tensor: Any, src: Any, tag: Any, like: Any, shape: Any, dtype: Any, stream: Any
@@ -187,6 +219,18 @@ class Messages:
 
     # ---- both
 
+    def _is_plain(self, tensor: Any, peer: Any, tag: Any) -> bool:
+        """Whether a tensor is an array that messages can use as it is, and the numbers are what they should be."""
+        return (
+            type(tensor) is np.ndarray
+            and type(peer) is int
+            and type(tag) is int
+            and 0 <= peer < self._size
+            and 0 <= tag <= MOST_TAG
+            and tensor.dtype in dtypes.SUPPORTED
+            and tensor.flags.carray
+        )
+
     def _complete(self, transfer: Outgoing | Posted, begin: Callable[[Any], None] | None = None) -> None:
         """Begin a transfer, if it has not begun, and wait for it. Raises its error."""
         if begin is not None:
@@ -211,7 +255,7 @@ class Messages:
         return handle
 
     def _peer(self, rank: Any, argument: str) -> int:
-        size = len(self._ranks)
+        size = self._size
         if type(rank) is not int:
             if isinstance(rank, bool) or not hasattr(rank, "__index__"):
                 raise InvalidTypeError(f"{argument}: expected a rank from 0 to {size - 1}, got {rank!r}")

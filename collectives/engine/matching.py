@@ -101,6 +101,11 @@ class Matching(Generic[Receive, Message]):
         self._unexpected.add(message)
         return None
 
+    def is_free(self, source: int, tag: int) -> bool:
+        """Whether a receive of this source and tag would be the first one that its next message fits, and no such
+        message has arrived."""
+        return not self._posted.of and (source, tag) not in self._unexpected.of
+
     def withdraw(self, receive: Receive) -> bool:
         """Remove a posted receive; returns False if it is not there, because it has been matched."""
         return self._posted.remove(receive)

@@ -39,7 +39,7 @@ from collectives.transport import backoff
 from collectives.transport.backoff import YIELDS, Backoff
 from collectives.transport.base import Array
 from collectives.transport.group import Group
-from collectives.transport.point_to_point import Endpoint, Incoming, Outgoing, Transfer
+from collectives.transport.point_to_point import AtOnce, Endpoint, Incoming, Outgoing, Transfer
 
 _SPINS = 50
 """Looks before the core is yielded, where every rank of the host has a core."""
@@ -77,11 +77,13 @@ class PointToPoint:
         """By the source of receives: since when all ranks that it may be are known to have left."""
         self._open_endpoint = group.open_endpoint
         self._endpoint: Endpoint | None = None
+        self._at_once: AtOnce | None = None
         self._control = group.control
         self._engine = engine
         self._pool = pool
         self._timeout = timeout
         self._spins = _SPINS if len(group.local) <= (os.cpu_count() or 1) else 1
+        self._looks = 400 if self._spins > 1 else 1
         self._fail = fail
         self._matching: Matching[Posted, Incoming] = Matching()
         self._unfinished: dict[Transfer, None] = {}
@@ -95,6 +97,39 @@ class PointToPoint:
         self._background: threading.Thread | None = None
 
     # ---- sending and receiving
+
+    def send_at_once(self, array: Array, peer: int, tag: int) -> bool:
+        """`AtOnce.send`. Returns whether it was sent; raises nothing of its own."""
+        at_once = self._at_once
+        return at_once is not None and self._try(at_once.send, peer, tag, array)
+
+    def receive_at_once(self, array: Array, source: int, tag: int) -> bool:
+        """`AtOnce.receive`. Returns whether it was received; raises nothing of its own."""
+        return self._at_once is not None and self._try(self._receive_at_once, source, tag, array)
+
+    def _receive_at_once(self, source: int, tag: int, array: Array) -> bool:
+        at_once = self._at_once
+        return (
+            at_once is not None
+            and self._matching.is_free(source, tag)
+            and at_once.receive(source, tag, array, self._looks)
+        )
+
+    def _try(self, attempt: Callable[..., bool], *arguments: Any) -> bool:
+        """Use the endpoint as by `_exclusive`; returns False where that would raise."""
+        with self._lock:
+            if self._inside or self._engine.refusal is not None:
+                return False
+            self._inside = True
+            try:
+                return attempt(*arguments)
+            except Exception:
+                raise
+            except BaseException as error:  # as in `_exclusive`
+                self._fail(in_words(self._names[self._rank], error))
+                raise
+            finally:
+                self._inside = False
 
     def send(self, message: Outgoing) -> None:
         """Begin to send."""
@@ -148,6 +183,7 @@ class PointToPoint:
                     f"rank {self._names[self._rank]}: the ranks of this world have no means of point-to-point messages"
                 )
             self._endpoint = self._open_endpoint()
+            self._at_once = self._endpoint.at_once
             self._endpoint.arrived = self._arrived
         return self._endpoint
 
@@ -294,6 +330,10 @@ class PointToPoint:
         advance, relax = self.advance, self._control.relax
         self._waiting += 1
         try:
+            if self._at_once is not None and isinstance(transfer, Outgoing):
+                self._try(self._at_once.confirm, transfer, self._looks)
+                if transfer.done:
+                    return
             for _ in range(self._spins):
                 advance()
                 if transfer.done:
@@ -424,7 +464,7 @@ class PointToPoint:
         hold the lock."""
         self._lock = threading.RLock()
         self._inside = False
-        self._endpoint = None
+        self._endpoint = self._at_once = None
 
     def close(self) -> None:
         """Fail what is unfinished, and release the endpoint. The world refuses calls already, and has left."""
@@ -433,7 +473,7 @@ class PointToPoint:
                 assert self._engine.refusal is not None
                 self.abandon(transfer, self._engine.refusal())  # type: ignore[arg-type]  # as above
             self._matching = Matching()
-            endpoint, self._endpoint = self._endpoint, None
+            endpoint, self._endpoint, self._at_once = self._endpoint, None, None
             if endpoint is not None:
                 endpoint.close()
         self._work.set()

@@ -266,8 +266,13 @@ class Board:
 
     def state_of(self, peer: int) -> int:
         """ALIVE, LEFT or FAILED; a process that has ended without leaving has failed."""
-        state: int = self._words[peer][_STATE]
+        state = self.marked(peer)
         return FAILED if state == ALIVE and self._died(peer) else state
+
+    def marked(self, peer: int) -> int:
+        """`state_of`, without a look at the process: what ``peer`` itself has announced."""
+        state: int = self._words[peer][_STATE]
+        return state
 
     def is_gone(self, peer: int) -> bool:
         """Whether ``peer`` has left, be it after a failure, or its process has ended."""

@@ -15,14 +15,13 @@ import numpy as np
 from collectives.base.dtypes import NAMES, SUPPORTED
 from collectives.base.errors import RankFailedError
 from collectives.tensors.arrays import address
+from collectives.transport.at_once import RingsAtOnce
 from collectives.transport.base import Array
 from collectives.transport.board import ALIVE, Board
 from collectives.transport.direct_read import DirectRead
-from collectives.transport.point_to_point import DTYPE_CODE, Incoming, Outgoing
-from collectives.transport.rings import Post, Reader, Writer
+from collectives.transport.point_to_point import DTYPE_CODE, AtOnce, Incoming, Outgoing
+from collectives.transport.rings import DONE, EAGER, PART, READY, Post, Reader, Writer
 
-EAGER, READY, PART, DONE = 1, 2, 3, 4
-"""The kinds of records: a payload, or its first part; where a payload lies; a further part; the end of a READY one."""
 _BLOCK_BYTES = 1 << 20
 """Bytes that one system call copies: it keeps the interpreter lock."""
 _REFUSAL_BYTES = 1000
@@ -78,6 +77,9 @@ class MemoryEndpoint:
         self._numbers = 0
         self._partial: dict[int, Incoming] = {}
         """By source: the message whose further parts are to come."""
+        self.at_once: AtOnce | None = RingsAtOnce(
+            self._writers, self._readers, self._waiting, self._fetch, self._tell, self._read
+        )
 
     def send(self, message: Outgoing) -> None:
         array = message.array
@@ -194,15 +196,15 @@ class MemoryEndpoint:
         to = address(into)
         for start in range(0, nbytes, _BLOCK_BYTES):
             self._reader.fetch(peer, where + start, to + start, min(_BLOCK_BYTES, nbytes - start))
-        if self._board.state_of(peer) != ALIVE:
+        if self._board.marked(peer) != ALIVE:
             self._board.check(peer)
             names = self._board.names
             raise RankFailedError(f"rank {names[self._board.rank]}: rank {names[peer]} has left")
 
     def _tell(self, peer: int, number: int, refused: str = "") -> None:
         writer = self._writers[peer]
-        text = np.frombuffer(refused.encode()[:_REFUSAL_BYTES], np.uint8) if refused else None
-        numbers = (0, number, 0 if text is None else text.size, 0, 0, 0)
+        text = refused.encode()[:_REFUSAL_BYTES]
+        numbers = (0, number, len(text), 0, 0, 0)
         self._push(peer, lambda: writer.push(DONE, numbers, (), text))
 
     @property
@@ -219,7 +221,8 @@ class MemoryEndpoint:
             reader.release()
         for post in self._posts:
             post.release()
-        self._writers, self._readers = {}, {}
+        self._writers.clear()
+        self._readers.clear()
 
 
 def _in_parts(writer: Writer, message: Outgoing, numbers: list[int]) -> Callable[[], bool]:

@@ -17,7 +17,7 @@ import numpy as np
 from collectives.base.dtypes import NAMES, SUPPORTED
 from collectives.base.errors import TransportError
 from collectives.transport.base import Array
-from collectives.transport.point_to_point import DTYPE_CODE, Incoming, Outgoing
+from collectives.transport.point_to_point import DTYPE_CODE, AtOnce, Incoming, Outgoing
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -44,6 +44,7 @@ class MpiEndpoint:
         from mpi4py import MPI
 
         self.arrived: Callable[[Incoming], object] = lambda message: None
+        self.at_once: AtOnce | None = None
         self._channel = channel
         self._comm = channel.comm
         self._status = MPI.Status()

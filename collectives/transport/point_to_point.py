@@ -92,8 +92,28 @@ class Incoming(Transfer):
         super().__init__()
 
 
+class AtOnce(Protocol):
+    """Sends and receives within one call, without the objects of a transfer. A method that returns False has done
+    nothing, but for records on the way that it may have handled as `Endpoint.poll` does."""
+
+    def send(self, peer: int, tag: int, array: Array) -> bool:
+        """Send a C-contiguous array of a supported dtype, which may change afterwards; not where it is too large for
+        that, or has to wait for others."""
+
+    def receive(self, source: int, tag: int, into: Array, looks: int) -> bool:
+        """Receive the next message of a rank into the first elements of such an array, if it comes within so many looks
+        and is what is expected. The caller knows that no receive that was posted before might take it."""
+
+    def confirm(self, message: Outgoing, looks: int) -> bool:
+        """Whether a message that the endpoint has begun to send ends within so many looks, and before anything comes
+        from its receiver."""
+
+
 class Endpoint(Protocol):
     """One rank's end of a group's point-to-point messages. Not thread-safe. No method waits."""
+
+    at_once: AtOnce | None
+    """For the ranks that it serves in this way; None where there are none."""
 
     arrived: Callable[[Incoming], object]
     """Called by `poll` with every envelope, in order for each source; it may call `receive` or `refuse` at once."""
@@ -134,6 +154,7 @@ class Routes:
     def __init__(self, near: Endpoint, far: Endpoint, local: Sequence[int]) -> None:
         self._near, self._far = near, far
         self._local = frozenset(local)
+        self.at_once = near.at_once
 
     @property
     def arrived(self) -> Callable[[Incoming], object]:

@@ -21,14 +21,19 @@ from collectives.transport import board
 from collectives.transport.base import Array
 
 _LINE = 64
+_MOST_FURTHER = 64
+"""As many as NumPy's arrays have dimensions."""
 _MOST_RING_BYTES, _LEAST_RING_BYTES = 64 << 10, 8 << 10
 _POST_BYTES = 4 << 20
 """All rings of a rank, where there are so many ranks that each ring is smaller than the largest."""
 
 HEADER = struct.Struct("<8q")
 """Of a record: its kind, its length in the ring, and six numbers for the record's own use."""
-SKIP = 0
-"""The kind of a record that fills the ring up to its end."""
+_NUMBERS = [struct.Struct(f"<{8 + count}q") for count in range(_MOST_FURTHER + 1)]
+"""Of a record with so many further numbers."""
+SKIP, EAGER, READY, PART, DONE = range(5)
+"""The kinds of records: what fills the ring up to its end; a payload, or its first part; where a payload lies; a
+further part; the end of a READY one."""
 
 
 def ring_bytes(ranks: int) -> int:
@@ -85,16 +90,21 @@ class Writer:
 
     def __init__(self, mine: Post, theirs: Post, place: int, peer: int) -> None:
         self._ring = mine.ring(peer)
-        self._array: Array = np.frombuffer(self._ring, np.uint8)
         self._bytes = len(self._ring)
         self._words, self._written = mine.words, Post.written(peer)
         self._their_words, self._read = theirs.words, Post.read(place)
-        self._seen = 0
+        self._count = self._words[self._written]
+        self._seen = self._their_words[self._read]
+        """What the peer had read at the last look."""
         self.most_payload = self._bytes // 4
         """Bytes of payload that fit into one record beside its numbers, with room for other records."""
 
     def push(
-        self, kind: int, numbers: Sequence[int], further: Sequence[int] = (), payload: Array | None = None
+        self,
+        kind: int,
+        numbers: Sequence[int],
+        further: Sequence[int] = (),
+        payload: bytes | Array = b"",
     ) -> bool:
         """Publish a record; returns False if there is no room for it at present.
 
@@ -102,12 +112,12 @@ class Writer:
             kind: greater than 0.
             numbers: six of them.
             further: more of them, for the reader to know how many.
-            payload: uint8, behind the numbers.
+            payload: bytes, or an array of uint8; behind the numbers.
         """
         start = HEADER.size + 8 * len(further)
-        length = start if payload is None else start + payload.size
-        length = -(-length // _LINE) * _LINE
-        written = self._words[self._written]
+        size = len(payload)
+        length = start + size + _LINE - 1 & -_LINE
+        written = self._count
         at = written % self._bytes
         left = self._bytes - at
         need = length if length <= left else left + length
@@ -115,22 +125,20 @@ class Writer:
             self._seen = self._their_words[self._read]
             if written + need - self._seen > self._bytes:
                 return False
+        ring = self._ring
         if length > left:
-            HEADER.pack_into(self._ring, at, SKIP, left, 0, 0, 0, 0, 0, 0)
+            HEADER.pack_into(ring, at, SKIP, left, 0, 0, 0, 0, 0, 0)
             at = 0
-        HEADER.pack_into(self._ring, at, kind, length, *numbers)
-        if further:
-            struct.pack_into(f"<{len(further)}q", self._ring, at + HEADER.size, *further)
-        if payload is not None:
-            self._array[at + start : at + start + payload.size] = payload
+        _NUMBERS[len(further)].pack_into(ring, at, kind, length, *numbers, *further)
+        if size:
+            ring[at + start : at + start + size] = payload  # type: ignore[assignment]  # any contiguous buffer of bytes
         if board.fence is not None:
             board.fence()
-        self._words[self._written] = written + need
+        self._count = self._words[self._written] = written + need
         return True
 
     def release(self) -> None:
         """Release the views, so that the memory can be unmapped."""
-        del self._array
         self._ring.release()
 
 
@@ -141,21 +149,30 @@ class Reader:
         self._ring = theirs.ring(place)
         self._array: Array = np.frombuffer(self._ring, np.uint8)
         self._bytes = len(self._ring)
-        self.words, self._read = mine.words, Post.read(peer)
-        self.their_words, self._written = theirs.words, Post.written(place)
+        self._words, self._read = mine.words, Post.read(peer)
+        self._their_words, self._written = theirs.words, Post.written(place)
+        self._count = self._words[self._read]
         self._start = self._length = 0
+
+    def spin(self, looks: int) -> bool:
+        """Whether there is anything that was not taken, at one of so many looks."""
+        words, at, count = self._their_words, self._written, self._count
+        for _ in range(looks):  # noqa: SIM110  # a generator takes three times as long
+            if words[at] != count:
+                return True
+        return False
 
     def next(self) -> tuple[int, ...] | None:
         """The header of the first record that was not taken; None if there is none."""
-        read = self.words[self._read]
-        while self.their_words[self._written] != read:
+        read = self._count
+        while self._their_words[self._written] != read:
             start = read % self._bytes
             header = HEADER.unpack_from(self._ring, start)
             self._length = header[1]
             if header[0] != SKIP:
                 self._start = start + HEADER.size
                 return header
-            self.words[self._read] = read = read + self._length
+            self._count = self._words[self._read] = read = read + self._length
         return None
 
     def further(self, count: int) -> tuple[int, ...]:
@@ -169,7 +186,7 @@ class Reader:
 
     def take(self) -> None:
         """Free its place."""
-        self.words[self._read] += self._length
+        self._count = self._words[self._read] = self._count + self._length
 
     def release(self) -> None:
         """Release the views, so that the memory can be unmapped."""

@@ -22,7 +22,7 @@ import numpy as np
 from collectives.base.dtypes import NAMES, SUPPORTED
 from collectives.base.errors import CollectivesError, RankFailedError, TransportError
 from collectives.transport.base import Array
-from collectives.transport.point_to_point import DTYPE_CODE, Incoming, Outgoing
+from collectives.transport.point_to_point import DTYPE_CODE, AtOnce, Incoming, Outgoing
 from collectives.transport.service import Running
 
 EAGER, READY, DATA, ACCEPT, REFUSE = 1, 2, 3, 4, 5
@@ -97,6 +97,7 @@ class TcpEndpoint:
 
     def __init__(self, links: Links, names: Sequence[int]) -> None:
         self.arrived: Callable[[Incoming], object] = lambda message: None
+        self.at_once: AtOnce | None = None
         self._links = links
         self._names = names
         self._dialled: dict[int, _Connection] = {}

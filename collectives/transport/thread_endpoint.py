@@ -11,7 +11,7 @@ import numpy as np
 from collectives.base.dtypes import SUPPORTED
 from collectives.base.errors import RankFailedError
 from collectives.transport.base import Array
-from collectives.transport.point_to_point import Incoming, Outgoing
+from collectives.transport.point_to_point import AtOnce, Incoming, Outgoing
 
 EAGER_BYTES = 8 << 10
 """Payloads up to this size are copied by the sender, who is then done."""
@@ -35,6 +35,7 @@ class ThreadEndpoint:
 
     def __init__(self, rank: int, queues: Queues, names: Sequence[int]) -> None:
         self.arrived: Callable[[Incoming], object] = lambda message: None
+        self.at_once: AtOnce | None = None
         self._rank = rank
         self._names = names
         self._queues = queues.of

@@ -52,13 +52,13 @@ class Messages:
             message.end()
         self._complete(message, self._transfers.send)
         if message.refused:
-            self._transfers.check_refused(message)
+            self._transfers.words.check_refused(message)
 
     def isend(self, tensor: Any, dst: int, tag: int = 0, *, stream: Any = None) -> Handle[None]:
         message, view = self._outgoing(tensor, dst, tag, stream)
         transfers = self._transfers
         reads = view if isinstance(view, View) and not view.copied else None
-        handle = transfers.handle_of(message, lambda handle: transfers.check_refused(message), reads=reads)
+        handle = transfers.handle_of(message, lambda handle: transfers.words.check_refused(message), reads=reads)
         return self._begin(handle, message, transfers.send)
 
     def _outgoing(self, tensor: Any, dst: Any, tag: Any, stream: Any) -> tuple[Outgoing, Any]:
@@ -107,7 +107,7 @@ class Messages:
         posted, finish, _ = self._posted(tensor, src, tag, like, shape, dtype, stream)
         self._complete(posted, self._transfers.receive)
         if status is not None:
-            self._transfers.status_of(posted, status)
+            self._transfers.words.status_of(posted, status)
         return finish()
 
     def irecv(
@@ -149,8 +149,10 @@ class Messages:
             and self._is_plain(tensor, dst, tag)
             and self._is_plain(into, src, expected)
         )
-        if plain and transfers.send_at_once(tensor, dst, tag):
-            return into if transfers.receive_at_once(into, src, expected) else self._recv(into, src, expected)
+        if plain:
+            done = transfers.sendrecv_at_once(tensor, dst, tag, into, src, expected)
+            if done:
+                return into if done == 2 else self._recv(into, src, expected)
         if into is None and like is None:
             like = tensor
         message, _ = self._outgoing(tensor, dst, tag, stream)
@@ -168,9 +170,9 @@ class Messages:
         if not received:
             self._complete(posted)
         if message.refused:
-            transfers.check_refused(message)
+            transfers.words.check_refused(message)
         if status is not None:
-            transfers.status_of(posted, status)
+            transfers.words.status_of(posted, status)
         return into if received else finish()
 
     def _posted(

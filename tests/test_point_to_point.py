@@ -54,7 +54,8 @@ def test_scenarios_where_no_rank_may_read_anothers_memory() -> None:
     def program(world: World) -> None:
         world._group.memory.reads_private = False  # type: ignore[union-attr]
         all_scenarios(world)
-        assert isinstance(world._transfers._endpoint, MemoryEndpoint) and world._transfers._endpoint._reader is None
+        endpoint = world._transfers._delivery.opened()
+        assert isinstance(endpoint, MemoryEndpoint) and endpoint._reader is None
 
     processes.run(3, program)
 
@@ -182,7 +183,7 @@ def test_the_last_message_of_a_rank_that_has_left_comes_late() -> None:
             world.send(np.ones(3), 1)
             world.shutdown()
             return
-        endpoint, control = world._transfers._opened(), world._control
+        endpoint, control = world._transfers._delivery.opened(), world._control
         while not control.has_left(0):
             control.relax()
         poll = endpoint.poll
@@ -199,7 +200,7 @@ def test_a_process_set_that_was_removed_leaves_no_endpoint() -> None:
             part = world.add_process_set((0, 1))
             assert part is not None
             part.sendrecv(np.ones(3), 1 - part.rank, None, 1 - part.rank)
-            endpoint = weakref.ref(part._transfers._opened()._far)  # type: ignore[attr-defined]
+            endpoint = weakref.ref(part._transfers._delivery.opened()._far)  # type: ignore[attr-defined]
             world.remove_process_set((0, 1), part)
             del part
             end = time.monotonic() + 10

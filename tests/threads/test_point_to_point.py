@@ -194,7 +194,7 @@ def test_shutting_down_ends_a_wait_of_another_thread() -> None:
 
         thread = threading.Thread(target=wait)
         thread.start()
-        while not world._transfers._unfinished:
+        while not world._transfers._delivery.unfinished:
             world._control.relax()
         world.shutdown()
         thread.join(10)
@@ -242,11 +242,11 @@ def test_a_signal_handler_in_the_middle_of_a_message() -> None:
 
     def program(world: World) -> None:
         transfers, handle = world._transfers, world.irecv(np.zeros(3), 0, 1)
-        with transfers._exclusive():
+        with transfers._delivery.exclusive():
             with pytest.raises(InvalidArgumentError, match="waited for within a call of the same thread"):
                 handle.wait()
             world.shutdown()
-            assert transfers._unfinished
+            assert transfers._delivery.unfinished
         with pytest.raises(RankFailedError, match="shut down in the middle of a call"):
             handle.wait()
 
@@ -265,7 +265,7 @@ def test_a_receiver_without_memory() -> None:
             with pytest.raises(MismatchError, match="the receiver has refused it: MemoryError: no room"):
                 world.send(np.ones(LARGE), 1)
         else:
-            world._transfers._pool = Pool()  # type: ignore[assignment]
+            world._transfers._delivery._pool = Pool()  # type: ignore[assignment]
             with pytest.raises(MemoryError):
                 world.recv(None, 0)
 

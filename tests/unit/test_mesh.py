@@ -269,7 +269,8 @@ def test_a_rank_whose_connections_are_dropped_dials_until_it_gets_in(monkeypatch
             sock.sendall(verification.greeting)
             take(sock, verification)
             sock.sendall(verification.proof)
-            dialling.result(10).close()
+            dialling.wait(10)
+            dialling.result().close()
     for mesh in ranks:
         mesh.close()
 
@@ -385,7 +386,7 @@ def test_each_address_of_a_name_is_tried(service: Service, monkeypatch: pytest.M
     port = server.address[1]
     of_name = [(*info[:2], 0, "", (info[4][0], port, *info[4][2:])) for info in found[:2]]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *arguments, **options: of_name)
-    service.start(dial(service, "node1", port, KEY, b"mine")).result(10).close()
+    service.run(dial(service, "node1", port, KEY, b"mine"), 10).close()
     assert admitted == [b"mine"]
     server.close()
 

@@ -22,6 +22,7 @@ class MpiMessages:
     """`base.MessageTransport` over MPI's point-to-point messages."""
 
     name = "mpi"
+    takes_lists = False
 
     def __init__(self, comm: MPI.Intracomm, waiter: Waiter) -> None:
         self._comm = comm

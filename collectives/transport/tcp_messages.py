@@ -13,15 +13,13 @@ import select
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import Protocol
 
-import numpy as np
-
 from collectives.base.errors import CollectiveTimeoutError
 from collectives.transport.backoff import yield_core
-from collectives.transport.base import MOST_BLOCKS, Array
+from collectives.transport.base import MOST_BLOCKS, Array, as_bytes
 from collectives.transport.closing import close_all
 from collectives.transport.tcp_channel import CLOSE_WITHIN, TcpChannel
 
@@ -29,6 +27,9 @@ LANES_FROM = 1 << 18
 """Bytes from which a message is divided among the lanes."""
 _SEND_BYTES = 1 << 17
 """Bytes that are sent at once: between two sends this rank receives, so that both directions are in use."""
+_RECEIVE_BYTES = 1 << 18
+"""Bytes of a list of blocks that are asked for at once: making the system's list of them costs time for each block,
+whether it is filled or not."""
 _SPINS = 30
 """Looks at the connections, between which the core is yielded, before this rank sleeps until something arrives."""
 _FIRST_DOZE, _LONGEST_DOZE = 1.0, 50.0
@@ -66,13 +67,15 @@ class Arrival:
 class _Lane:
     """A connection with a peer, and what it is to carry."""
 
-    __slots__ = ("incoming", "interest", "number", "outgoing", "peer", "sock")
+    __slots__ = ("arrivals", "incoming", "interest", "number", "outgoing", "peer", "sock")
 
     def __init__(self, peer: int, number: int) -> None:
         self.peer, self.number = peer, number
         self.sock: socket.socket | None = None
         self.outgoing: deque[memoryview] = deque()
         self.incoming: deque[memoryview] = deque()
+        self.arrivals: deque[tuple[Arrival, int]] = deque()
+        """The messages that come in, with their bytes that have not."""
         self.interest = 0
         """The events that are polled for."""
 
@@ -87,14 +90,13 @@ class TcpMessages:
     """
 
     name = "tcp"
+    takes_lists = True
 
     def __init__(self, channel: TcpChannel, links: Links, lanes: int = 1) -> None:
         self._channel = channel
         self._links = links
         self._count = lanes
         self._lanes: dict[int, list[_Lane]] = {}
-        self._arrivals: dict[_Lane, deque[Arrival]] = {}
-        """The message of each part that a lane is to receive."""
         self._active: dict[_Lane, None] = {}
         """Lanes that have something to carry, in the order in which they got it."""
         self._poll = select.poll()
@@ -102,29 +104,28 @@ class TcpMessages:
         self._spins = min(channel.spins, _SPINS)
 
     def post_receive(self, peer: int, into: Array) -> Arrival:
-        return self.post_receive_list(peer, (into,))
+        return self.post_receive_list(peer, (as_bytes(into),))
 
-    def post_receive_list(self, peer: int, blocks: Sequence[Array]) -> Arrival:
-        """Begin to receive a message into several blocks, one behind the other."""
+    def post_receive_list(self, peer: int, blocks: Sequence[memoryview]) -> Arrival:
         arrival = Arrival()
-        for lane, part in self._divided(peer, blocks):
-            arrival.nbytes += len(part)
+        for lane, parts, nbytes in self._divided(peer, blocks):
+            arrival.nbytes += nbytes
             arrival.divided |= lane.number > 0
-            lane.incoming.append(part)
-            self._arrivals[lane].append(arrival)
+            lane.incoming.extend(parts)
+            lane.arrivals.append((arrival, nbytes))
             self._active[lane] = None
         arrival.left = arrival.nbytes
         return arrival
 
     def post_send(self, peer: int, block: Array) -> None:
-        self.post_send_list(peer, (block,))
+        self.post_send_list(peer, (as_bytes(block),))
 
-    def post_send_list(self, peer: int, blocks: Sequence[Array]) -> None:
-        """Begin to send several blocks as one message."""
-        for lane, part in self._divided(peer, blocks):
-            lane.outgoing.append(part)
+    def post_send_list(self, peer: int, blocks: Sequence[memoryview]) -> None:
+        for lane, parts, _ in self._divided(peer, blocks):
+            idle = not lane.outgoing
+            lane.outgoing.extend(parts)
             self._active[lane] = None
-            if len(lane.outgoing) == 1 and lane.sock is not None:
+            if idle and lane.sock is not None:
                 self._send(lane)
 
     def await_arrival(self, message: Arrival, nbytes: int | None = None) -> None:
@@ -141,38 +142,34 @@ class TcpMessages:
         lanes = [lane.sock for lanes in self._lanes.values() for lane in lanes if lane.sock is not None]
         close_all(lanes, CLOSE_WITHIN)
         self._lanes.clear()
-        self._arrivals.clear()
         self._active.clear()
 
     # ---- lanes
 
-    def _divided(self, peer: int, blocks: Sequence[Array]) -> list[tuple[_Lane, memoryview]]:
-        """The parts of a message that have any bytes, each with its lane."""
+    def _divided(self, peer: int, blocks: Sequence[memoryview]) -> Iterable[tuple[_Lane, Sequence[memoryview], int]]:
+        """The lanes that a message takes, each with its part of the message and the bytes of that."""
         lanes = self._lanes.get(peer) or self._open(peer)
-        views = [block.view(np.uint8).data for block in blocks if block.size]
-        if len(lanes) == 1:
-            return [(lanes[0], view) for view in views]
-        total = sum(len(view) for view in views)
-        if total < LANES_FROM:
-            return [(lanes[0], view) for view in views]
+        total = sum(map(len, blocks))
+        if len(lanes) == 1 or total < LANES_FROM:
+            return ((lanes[0], [block for block in blocks if block], total),) if total else ()
         share = -(-total // len(lanes))
-        parts, at = [], 0
-        for view in views:
-            start = 0
-            while start < len(view):
-                number = at // share
-                n = min(len(view) - start, (number + 1) * share - at)
-                parts.append((lanes[number], view[start : start + n]))
-                start += n
-                at += n
-        return parts
+        rest = deque(block for block in blocks if block)
+        divided = []
+        for lane in lanes:
+            nbytes = min(share, total)
+            if not nbytes:
+                break
+            part = _first(rest, nbytes, len(rest))
+            _drop(rest, nbytes)
+            divided.append((lane, part, nbytes))
+            total -= nbytes
+        return divided
 
     def _open(self, peer: int) -> list[_Lane]:
         """Make the lanes with a peer. This rank dials lower ones, and waits for no one: higher ones dial when they
         have something to send or to receive, until which the lanes carry nothing."""
         self._lanes[peer] = lanes = [_Lane(peer, number) for number in range(self._count)]
         for lane in lanes:
-            self._arrivals[lane] = deque()
             if peer < self._links.rank:
                 lane.sock = self._links.dial(peer, f"{_CHANNEL}{lane.number}")
         return lanes
@@ -232,7 +229,7 @@ class TcpMessages:
                     wanted = min(len(first), _SEND_BYTES)
                     sent = sock.send(first[:wanted])
                 else:
-                    blocks = list(islice(outgoing, MOST_BLOCKS))
+                    blocks = _first(outgoing, _SEND_BYTES)
                     wanted = sum(map(len, blocks))
                     sent = sock.sendmsg(blocks)
                 moved = True
@@ -251,11 +248,12 @@ class TcpMessages:
         moved = False
         try:
             while incoming:
-                if len(incoming) == 1:
-                    wanted = len(incoming[0])
-                    received = sock.recv_into(incoming[0])
+                first = incoming[0]
+                if len(incoming) == 1 or len(first) >= _RECEIVE_BYTES:
+                    wanted = len(first)
+                    received = sock.recv_into(first)
                 else:
-                    blocks = list(islice(incoming, MOST_BLOCKS))
+                    blocks = _first(incoming, _RECEIVE_BYTES)
                     wanted = sum(map(len, blocks))
                     received = sock.recvmsg_into(blocks)[0]
                 if received == 0:
@@ -272,16 +270,16 @@ class TcpMessages:
 
     def _credit(self, lane: _Lane, nbytes: int) -> None:
         """Note that the first bytes of what a lane is to receive have arrived."""
-        incoming, arrivals = lane.incoming, self._arrivals[lane]
+        _drop(lane.incoming, nbytes)
+        arrivals = lane.arrivals
         while nbytes:
-            first = incoming[0]
-            part = min(nbytes, len(first))
-            arrivals[0].left -= part
-            if part == len(first):
-                incoming.popleft()
+            arrival, left = arrivals[0]
+            part = min(nbytes, left)
+            arrival.left -= part
+            if part == left:
                 arrivals.popleft()
             else:
-                incoming[0] = first[part:]
+                arrivals[0] = arrival, left - part
             nbytes -= part
 
     def _doze(self, milliseconds: float) -> bool:
@@ -302,6 +300,18 @@ class TcpMessages:
                 lane.interest = 0
                 del watched[descriptor]
         return bool(poll.poll(milliseconds))
+
+
+def _first(views: Iterable[memoryview], nbytes: int, most: int = MOST_BLOCKS) -> list[memoryview]:
+    """The first ``nbytes`` bytes of a queue of views, or what ``most`` of the views have of them."""
+    first = []
+    for view in islice(views, most):
+        if nbytes <= len(view):
+            first.append(view[:nbytes])
+            break
+        first.append(view)
+        nbytes -= len(view)
+    return first
 
 
 def _drop(views: deque[memoryview], nbytes: int) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 
 from collectives.base.errors import CollectiveTimeoutError, InvalidArgumentError, RankFailedError, in_words
 from collectives.transport import backoff
-from collectives.transport.base import WINDOW_BYTES, Array, Blocks
+from collectives.transport.base import WINDOW_BYTES, Array, Blocks, as_bytes
 from collectives.transport.board import Board, board_bytes
 from collectives.transport.board_control import BoardControl
 from collectives.transport.group import Group
@@ -150,26 +150,33 @@ class ThreadMemory:
 
 
 class ThreadMessages:
-    """`base.MessageTransport` among threads: the receiver copies from the sender's block and marks it as read."""
+    """`base.ListTransport` among threads: the receiver copies from the sender's blocks and marks them as read."""
 
     name = "threads"
+    takes_lists = True
 
     def __init__(self, rank: int, mailboxes: _Mailboxes, board: Board, timeout: float) -> None:
         self._rank = rank
         self._mailboxes = mailboxes
         self._board = board
         self._timeout = timeout
-        self._receives: deque[tuple[int, Array]] = deque()
+        self._receives: deque[tuple[int, Sequence[memoryview]]] = deque()
         self._posted = self._received = 0
         self._sends: list[_Message] = []
 
     def post_receive(self, peer: int, into: Array) -> int:
-        self._receives.append((peer, into))
+        return self.post_receive_list(peer, (as_bytes(into),))
+
+    def post_receive_list(self, peer: int, blocks: Sequence[memoryview]) -> int:
+        self._receives.append((peer, blocks))
         self._posted += 1
         return self._posted
 
     def post_send(self, peer: int, block: Array) -> None:
-        message = _Message(block)
+        self.post_send_list(peer, (as_bytes(block),))
+
+    def post_send_list(self, peer: int, blocks: Sequence[memoryview]) -> None:
+        message = _Message(blocks)
         self._sends.append(message)
         self._mailboxes.boxes[self._rank][peer].append(message)
 
@@ -179,7 +186,7 @@ class ThreadMessages:
             box = self._mailboxes.boxes[peer][self._rank]
             self._until(peer, lambda box=box: bool(box))  # type: ignore[misc]
             sent = box.popleft()
-            np.copyto(into, sent.block)
+            _copy(sent.blocks, into)
             sent.read = True
             self._received += 1
 
@@ -244,11 +251,20 @@ def run(
 
 
 class _Message:
-    __slots__ = ("block", "read")
+    __slots__ = ("blocks", "read")
 
-    def __init__(self, block: Array) -> None:
-        self.block = block
+    def __init__(self, blocks: Sequence[memoryview]) -> None:
+        self.blocks = blocks
         self.read = False
+
+
+def _copy(blocks: Sequence[memoryview], into: Sequence[memoryview]) -> None:
+    """Copy blocks into others that have as many bytes in all."""
+    data, at = memoryview(b"".join(blocks)), 0
+    for block in into:
+        block[:] = data[at : at + len(block)]
+        at += len(block)
+    assert at == len(data)
 
 
 class _Mailboxes:

@@ -376,6 +376,20 @@ def results_are_independent(world: World) -> None:
         np.testing.assert_array_equal(result, sum(k + rank for rank in range(world.size)))
 
 
+def groups_of_large_and_tiny_tensors(world: World) -> None:
+    sizes = (20_000, 3, 0, 150_000, 4096, 100, 5000)
+    total = sum(rank + 1 for rank in range(world.size))
+    for name, scale in (("plain", 1), ("scaled", 2)):
+        tensors = [np.arange(size, dtype=np.float64) * (world.rank + 1) for size in sizes]
+        for _ in range(2):
+            results = world.grouped_allreduce(tensors, op=Op.SUM, prescale_factor=scale, name=name)
+            for size, result in zip(sizes, results, strict=True):
+                np.testing.assert_array_equal(result, np.arange(size) * float(total * scale))
+        world.grouped_allreduce_(tensors, op=Op.SUM, prescale_factor=scale, name=f"{name} in place")
+        for tensor, result in zip(tensors, results, strict=True):
+            np.testing.assert_array_equal(tensor, result)
+
+
 def a_set_of_one_rank_takes_every_transport(world: World) -> None:
     child = world.add_process_set([0])
     if child is not None:
@@ -417,6 +431,7 @@ SCENARIOS: list[Callable[[World], None]] = [
     mistakes,
     refusals,
     results_are_independent,
+    groups_of_large_and_tiny_tensors,
     many_calls_in_a_row,
     a_set_of_one_rank_takes_every_transport,
 ]

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING
 from collectives import fusion
 from collectives.base.errors import OutOfMemoryError
 from collectives.base.reduce_op import Op
-from collectives.engine.buckets import BufferBucket, ListBucket, WindowBucket
+from collectives.engine.buckets import ListBucket, WindowBucket
 from collectives.engine.context import Context
 from collectives.engine.handles import Handle
 from collectives.engine.located import one_tensor
+from collectives.engine.message_buckets import BufferBucket, MessageBucket, sends_lists
 from collectives.engine.negotiation import STARVING
 from collectives.engine.request_cache import CachedRequest
 from collectives.engine.tasks import AdasumTensor, Task, Words
@@ -66,7 +67,12 @@ class Batch:
         for members in fusion.plan(keys, [entry.nbytes for entry in entries], threshold):
             self._plan(members)
         self.nbytes = sum(entry.nbytes for entry in entries)
-        self._packed = sum(entries[number].nbytes for task, members in self.tasks if task.packs for number in members)
+        self._packed = sum(
+            entries[number].nbytes
+            for task, members in self.tasks
+            for number in members
+            if entries[number].nbytes < task.packs_below
+        )
 
     def _plan(self, members: tuple[int, ...]) -> None:
         entries, context = [self.entries[number] for number in members], self._context
@@ -85,6 +91,8 @@ class Batch:
             self.tasks.append((WindowBucket(context, entries, choice), members))
         elif one_host and choice.medium is Medium.DIRECT and pushes and first.prescale is None:
             self.tasks.append((self._list_bucket(context, entries, choice), members))
+        elif sends_lists(context, entries, choice):
+            self.tasks.append((MessageBucket(context, entries, choice), members))
         else:
             for number in members:
                 if self.entries[number].nbytes >= _ALONE_FROM:
@@ -127,7 +135,7 @@ class Batch:
         task, members = self.tasks[0]
         timeline, begun = self._context.timeline, time.monotonic()
         words = task.prepare_handles([handles[number] for number in members])
-        if timeline is not None and task.packs:
+        if timeline is not None and task.packs_below:
             timeline.span("engine", "pack", begun, time.monotonic())
         return words
 
@@ -181,7 +189,7 @@ class Batch:
             def note() -> None:
                 nonlocal packed
                 packed = time.monotonic()
-                if task.packs:
+                if task.packs_below:
                     timeline.span("engine", "pack", begun, packed)
 
             self._meet(task, handles, note)

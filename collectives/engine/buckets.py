@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -10,8 +10,7 @@ import numpy as np
 from collectives import fusion
 from collectives.engine.context import Context
 from collectives.engine.handles import Handle
-from collectives.engine.inline import Inline
-from collectives.engine.request_cache import CachedRequest, Reduce
+from collectives.engine.request_cache import CachedRequest
 from collectives.engine.tasks import HostTask, Words
 from collectives.plan.binder import Plan
 from collectives.plan.mapped_loops import BucketViews
@@ -55,7 +54,7 @@ class Bucket(HostTask):
 class WindowBucket(Bucket):
     """A bucket through windows: packing is sending."""
 
-    packs = True
+    packs_below = math.inf
 
     def __init__(self, context: Context, entries: Sequence[CachedRequest], choice: Choice) -> None:
         super().__init__(context, entries, choice)
@@ -160,65 +159,3 @@ class ListBucket(Bucket):
         found = [mapped.view_of(peer, word, dtype) for word in (*inputs, *words[count:])]
         arrays = [array for array in found if array is not None]
         return (arrays[:count], arrays[count:]) if len(arrays) == len(words) else None
-
-
-class BufferBucket(Bucket):
-    """A bucket of small tensors, copied into a buffer where neither windows nor direct reads reach every rank."""
-
-    packs = True
-    description = "copied"
-
-    def __init__(self, context: Context, entries: Sequence[CachedRequest], choice: Choice) -> None:
-        super().__init__(context, entries, choice)
-        self._native: Reduce | None = None
-        self._inline: Inline | None = None
-        self._plan: Plan | None = None
-        first, total = self.entry, self._pieces.total
-        assert first.kernel is not None
-        if choice.inline:
-            self._inline = context.entries.inline(first, total)
-            context.plans.tell("allreduce", total, first.dtype, choice, "fused inline")
-        elif choice.native:
-            self._native = context.entries.natively(first)
-            context.plans.tell("allreduce", total, first.dtype, choice, "fused native over mpi")
-        else:
-            self._plan = context.plans.allreduce((total,), first.dtype, choice, first.kernel, first.finish)
-            self.description = self._plan.description
-        self._buffer: Array = np.empty(0)
-
-    def prepare_handles(self, handles: Sequence[Handle]) -> Words:
-        context, pieces, entry, plan = self._context, self._pieces, self.entry, self._plan
-        pieces.sources = [handle.source for handle in handles]
-        pieces.scale = None if context.joined else entry.prescale
-        buffer = context.buffer(pieces.total, entry.dtype)
-        if self._buffer.base is not buffer.base:
-            self._buffer = buffer
-        with reduction.quiet():
-            pieces.gather(0, pieces.total, self._buffer)
-        if self._inline is not None:
-            return self._inline.words(self._buffer)
-        addresses = self._set_arrays(self._buffer, self._buffer)
-        if plan is not None and plan.needs_addresses:
-            return addresses
-        if plan is not None and plan.staged:
-            context.executor.stage(plan)
-        return ()
-
-    def run_handles(self, handles: Sequence[Handle]) -> None:
-        context, plan, pieces = self._context, self._plan, self._pieces
-        if plan is not None:
-            self._learn_places(plan, self.entry.dtype)
-            context.run_plan(plan, plan.staged, True)
-        elif self._inline is not None:
-            context.quietly(self._inline.reduce, context.control.words_of, self._buffer)
-        elif self._native is not None:
-            self._native(self._buffer, self._buffer)
-            if self.entry.finish is not None:
-                context.scale(self.entry.finish, self._buffer, self._buffer)
-        pieces.outs = [handle.out for handle in handles]
-        begun = time.monotonic()
-        pieces.scatter(self._buffer)
-        if context.timeline is not None:
-            context.timeline.span("engine", "unpack", begun, time.monotonic())
-        self._release_pieces()
-        self._clear_arrays()

@@ -39,11 +39,11 @@ class Task:
 
     Attributes:
         token: enters the round in which the ranks meet for this task.
-        packs: whether `prepare_handles` copies the tensors into a buffer or window.
+        packs_below: bytes below which `prepare_handles` copies a tensor into a buffer or window.
         description: how it is carried out, for the timeline.
     """
 
-    packs = False
+    packs_below: float = 0
     description = ""
 
     def __init__(self, entry: CachedRequest) -> None:

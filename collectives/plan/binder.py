@@ -23,7 +23,7 @@ from collectives.plan.program import Action, Medium, Program, RoundProgram, Spac
 from collectives.transport.base import Array
 from collectives.transport.group import Group
 
-_PART_BYTES = 128 << 10
+PART_BYTES = 128 << 10
 """Bytes of a message that are reduced while the next ones arrive; so many are still in the cache that they came to."""
 
 
@@ -400,7 +400,7 @@ class Binder:
         length, finish = self._blocks.length(action.size), self._finish if action.finish else None
         operand, target, also = self._blocks.own(action.operand), self._blocks.own(action.target), self._second(action)
         arrival, await_arrival, itemsize = self._arrivals[id(action)], messages.await_arrival, self._itemsize
-        part = max(1, _PART_BYTES // itemsize)
+        part = max(1, PART_BYTES // itemsize)
 
         def reduce(segment: int) -> None:
             n = length(segment)

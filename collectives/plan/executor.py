@@ -27,6 +27,7 @@ from collectives.plan.binder import Binder, BoundRound, Plan
 from collectives.plan.direct_allreduce import DirectAllreduce
 from collectives.plan.fast_paths import ExecutorState, Kernel, Scale
 from collectives.plan.mapped_loops import MappedBucket, make_loop
+from collectives.plan.message_lists import ListBinder, ListPieces
 from collectives.plan.one_block import OneBlock, OneReduction, Quietly
 from collectives.plan.program import Program
 from collectives.transport.base import SLOTS, WINDOW_BYTES, Array
@@ -96,21 +97,11 @@ class Executor:
         """
         self._grow_scratch((program.messages + (kernel is not None)) * block * dtype.itemsize)
         scratch = self._scratch_as(dtype)
-        binder = Binder(
-            self.state,
-            self._group,
-            self._windows,
-            scratch,
-            dtype,
-            block,
-            segments,
-            stride,
-            staged,
-            kernel,
-            finish,
-            pieces,
-            lists,
-        )
+        common = self.state, self._group, self._windows, scratch, dtype, block, segments, stride, staged, kernel, finish
+        if isinstance(pieces, ListPieces):
+            binder: Binder = ListBinder(*common, pieces=pieces)
+        else:
+            binder = Binder(*common, pieces, lists)
         rounds = [binder.round(r) for r in program.rounds]
         combination = binder.combination(program)
         plan = Plan(program, rounds, segments, stride, staged, description, reads_outputs, combination)

@@ -12,8 +12,8 @@ from collectives.engine.context import Context
 from collectives.engine.handles import Handle
 from collectives.engine.request_cache import CachedRequest
 from collectives.engine.tasks import HostTask, Words
-from collectives.plan.binder import Plan
 from collectives.plan.mapped_loops import BucketViews
+from collectives.plan.plan import Plan
 from collectives.plan.planner import Choice
 from collectives.tensors import reduction
 from collectives.tensors.arena import MAPPED

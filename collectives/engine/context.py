@@ -12,9 +12,9 @@ import numpy as np
 from collectives.base.errors import TransportError
 from collectives.engine.host_requests import HostRequestCache
 from collectives.engine.request_cache import CachedRequest
-from collectives.plan.binder import Plan
 from collectives.plan.builder import Plans
 from collectives.plan.executor import Executor
+from collectives.plan.plan import Plan
 from collectives.plan.planner import Planner
 from collectives.tensors import reduction
 from collectives.tensors.result_pool import ResultPool

@@ -17,8 +17,8 @@ from collectives.engine import arguments
 from collectives.engine.inline import Inline
 from collectives.engine.negotiation import Request
 from collectives.engine.request_cache import CachedRequest, Reduce, RequestCache
-from collectives.plan.binder import Plan
 from collectives.plan.builder import Plans
+from collectives.plan.plan import Plan
 from collectives.plan.planner import Choice, Placement, Planner
 from collectives.tensors import reduction
 from collectives.tensors.arrays import View

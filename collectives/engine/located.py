@@ -20,9 +20,9 @@ from collectives.engine.handles import Handle
 from collectives.engine.request_cache import CachedRequest
 from collectives.engine.rows import Rows
 from collectives.engine.tasks import OneTensor, Words
-from collectives.plan.binder import Plan
 from collectives.plan.mapped_loops import Loop
 from collectives.plan.one_block import OneBlock
+from collectives.plan.plan import Plan
 from collectives.tensors.arena import MAPPED, arena
 from collectives.tensors.arrays import address
 from collectives.transport.base import Array

@@ -17,8 +17,8 @@ from collectives.engine.handles import Handle
 from collectives.engine.inline import Inline
 from collectives.engine.request_cache import CachedRequest, Reduce
 from collectives.engine.tasks import HostTask, Words
-from collectives.plan.binder import Plan
 from collectives.plan.message_lists import ListPieces
+from collectives.plan.plan import Plan
 from collectives.plan.planner import Choice
 from collectives.plan.program import Medium
 from collectives.tensors import reduction

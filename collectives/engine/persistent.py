@@ -25,7 +25,7 @@ from collectives.engine.host_handles import EMPTY
 from collectives.engine.request_cache import CachedRequest
 from collectives.engine.rows import exchanged_rows
 from collectives.engine.tasks import HostTask, OneTensor, Task, Words
-from collectives.plan.binder import Plan
+from collectives.plan.plan import Plan
 from collectives.tensors import arrays
 from collectives.tensors.arena import MAPPED
 from collectives.tensors.arrays import address

@@ -20,7 +20,7 @@ from collectives.base.reduce_op import Op
 from collectives.engine import arguments
 from collectives.engine.inline import Inline
 from collectives.engine.negotiation import Request
-from collectives.plan.binder import Plan
+from collectives.plan.plan import Plan
 from collectives.plan.planner import Planner
 from collectives.tensors import reduction
 from collectives.transport.base import Array

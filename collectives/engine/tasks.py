@@ -21,7 +21,7 @@ from collectives.engine import adasum
 from collectives.engine.context import Context
 from collectives.engine.handles import Handle
 from collectives.engine.request_cache import CachedRequest
-from collectives.plan.binder import Plan
+from collectives.plan.plan import Plan
 from collectives.schedules import partition
 from collectives.tensors import arrays, halves
 from collectives.tensors.arrays import address

@@ -12,109 +12,17 @@ from typing import Any
 
 import numpy as np
 
-from collectives.fusion import Lists, Pieces
-from collectives.plan import fast_paths, window_packing
+from collectives.plan import fast_paths
 from collectives.plan.blocks import BlockLookup, BlockOf
-from collectives.plan.direct_allreduce import DirectAllreduce
 from collectives.plan.fast_paths import Do, ExecutorState, Kernel, Scale
-from collectives.plan.mapped_loops import Loop, MappedBucket
 from collectives.plan.one_block import Combination, combination
+from collectives.plan.plan import BoundRound
 from collectives.plan.program import Action, Medium, Program, RoundProgram, Space, Verb
 from collectives.transport.base import Array
 from collectives.transport.group import Group
 
 PART_BYTES = 128 << 10
 """Bytes of a message that are reduced while the next ones arrive; so many are still in the cache that they came to."""
-
-
-class BoundRound:
-    """The closures of one round, in the order in which they run.
-
-    Attributes:
-        posts: post sends and receives.
-        pushes: write into peers' memory.
-        rest: the others.
-        drain_first: whether all messages must have arrived, and have been sent, before the rest.
-    """
-
-    __slots__ = ("drain_first", "has_messages", "posts", "pushes", "rest")
-
-    def __init__(self, posts: Sequence[Do], pushes: Sequence[Do], rest: Sequence[Do], drain_first: bool) -> None:
-        self.posts = posts
-        self.pushes = pushes
-        self.rest = rest
-        self.drain_first = drain_first
-        self.has_messages = bool(posts)
-
-
-class Plan:
-    """A program bound to a dtype, an operation and an executor: ready to run again and again.
-
-    Attributes:
-        staged: peers read windows only, so no addresses travel, and segment 0 may be staged before the call is entered.
-        needs_addresses: peers read or write private memory; on several hosts, whether those of any rank do.
-        partners: the peers whose private memory this rank reads or writes.
-        reads_outputs: peers read each other's outputs, not only inputs; the same on every rank.
-        loop, bucket_loop: carry out the whole plan where the tensors of all ranks are mapped, or None
-            (`collectives.plan.mapped_loops`).
-        takes_slots: whether any rank has segments in window slots, so that all count the slots that the plan takes.
-        rest: of a direct all-reduce of mapped tensors, what the peers read of this rank's input; None of any other.
-        direct_loop: carries out the whole plan where the tensors of all ranks are private, if it is the direct
-            all-reduce of a tensor by direct reads.
-        touched_by: the peers that read or write this rank's private memory, each with the step group, counted from
-            the call's beginning, after which it does so no more.
-        combination: what the plan combines, if that is all that it does; None otherwise.
-    """
-
-    __slots__ = (
-        "bucket_loop",
-        "combination",
-        "description",
-        "direct_loop",
-        "groups",
-        "loop",
-        "needs_addresses",
-        "partners",
-        "reads_outputs",
-        "rest",
-        "rounds",
-        "segments",
-        "staged",
-        "stride",
-        "takes_slots",
-        "touched_by",
-        "uses_window",
-    )
-
-    def __init__(
-        self,
-        program: Program,
-        rounds: Sequence[BoundRound],
-        segments: int,
-        stride: int,
-        staged: bool,
-        description: str,
-        reads_outputs: bool,
-        combination: Combination | None,
-    ) -> None:
-        self.rounds = rounds
-        self.segments = segments
-        self.stride = stride
-        self.staged = staged
-        self.touched_by = tuple((peer, (segments - 1) * stride + last + 1) for peer, last in program.touched_by)
-        self.uses_window = program.uses_window
-        actions = [action for r in program.rounds for action in (*r.pushes, *r.rest) if action.medium.in_place]
-        self.partners = tuple(sorted({action.peer for action in actions}))
-        self.needs_addresses = bool(actions or program.touched_by)
-        self.groups = (segments - 1) * stride + len(rounds)
-        self.description = description
-        self.reads_outputs = reads_outputs
-        self.takes_slots = True
-        self.loop: Loop | None = None
-        self.bucket_loop: MappedBucket | None = None
-        self.combination = combination
-        self.direct_loop: DirectAllreduce | None = None
-        self.rest: tuple[slice, ...] | None = None
 
 
 class Binder:
@@ -127,8 +35,6 @@ class Binder:
         scratch: one array of ``dtype``: block 0 takes what is read directly, the others messages that are reduced.
         dtype, block, segments, stride, staged: of the plan; the block in elements.
         kernel, finish: how two blocks combine, and what scales a finished one.
-        pieces: of a fused plan over windows, whose input is packed there; None otherwise.
-        lists: of a fused plan over direct reads, whose blocks are lists of pieces; None otherwise.
     """
 
     def __init__(
@@ -144,8 +50,6 @@ class Binder:
         staged: bool,
         kernel: Kernel | None,
         finish: Scale | None,
-        pieces: Pieces | None = None,
-        lists: Lists | None = None,
     ) -> None:
         self._state = state
         self._group = group
@@ -162,8 +66,6 @@ class Binder:
         self._buffers = 1
         """Blocks of the scratch memory in use; the first one takes what is read directly."""
         self._scratch = scratch
-        self._pieces = pieces
-        self._lists = lists
         self._arrivals: dict[int, list[Any]] = {}
         """The message that an action receives in the present segment, by the action's id."""
 
@@ -182,7 +84,7 @@ class Binder:
 
     def combination(self, program: Program) -> Combination | None:
         """What the plan combines, if that is all that it does: of a staged plan of one segment within this host."""
-        if self._board is None or not self._staged or self._segments > 1 or self._pieces is not None:
+        if self._board is None or not self._staged or self._segments > 1:
             return None
         return combination(program, self._group.rank, self._blocks, self._kernel, self._finish)
 
@@ -214,10 +116,6 @@ class Binder:
     def _push(self, action: Action) -> Do:
         memory, source = self._group.memory, action.source
         assert memory is not None and source is not None
-        if self._lists is not None:
-            return fast_paths.push_lists(
-                memory.store_list, self._group.rank, action, self._block, self._itemsize, self._lists
-            )
         if source.space is not Space.WINDOW:
             return fast_paths.push_directly(self._state, memory.store, action, self._block, self._itemsize)
         length, peer, itemsize, store = self._blocks.length(action.size), action.peer, self._itemsize, memory.store
@@ -241,10 +139,6 @@ class Binder:
         wait = self._wait(action)
         if action.verb is Verb.AWAIT:
             return wait
-        if self._lists is not None:
-            return self._reduce_lists(action)
-        if self._pieces is not None:
-            return self._act_on_pieces(action, self._pieces, wait)
         shortcut = self._shortcut(action, wait)
         if shortcut is not None:
             return shortcut
@@ -302,46 +196,6 @@ class Binder:
         finish = self._finish if action.finish else None
         return fast_paths.reduce_in_window(
             self._state, theirs, operand, also, action.size, wait, staged, self._kernel, finish
-        )
-
-    def _act_on_pieces(self, action: Action, pieces: Pieces, wait: Do) -> Do:
-        """An action of a fused plan over windows: inputs and outputs are pieces of many tensors, everything else is a
-        block."""
-        target, length, block = action.target, self._blocks.length(action.size), self._block
-        assert target is not None and action.source is not None
-        if action.verb is Verb.STAGE:
-            return window_packing.pack(pieces, action.source.offset, block, length, self._blocks.own(target))
-        outputs = next(
-            (place.offset for place in (target, action.also) if place is not None and place.space is Space.OUTPUT), None
-        )
-        value = self._value(action, None)
-        into = None
-        if target.space is Space.WINDOW:
-            into = value if action.returned else self._blocks.own(target)
-        if action.verb is Verb.TAKE:
-            return window_packing.unpack(pieces, value, into, outputs, block, length, wait)
-        operand, kernel = action.operand, self._kernel
-        assert operand is not None and kernel is not None
-        own = self._blocks.own(operand) if operand.space is Space.WINDOW else None
-        inputs = (operand.offset, operand.space is Space.INPUT)
-        finish = self._finish if action.finish else None
-        return window_packing.reduce(
-            pieces, value, own, inputs, into, outputs, block, length, wait, kernel, finish, self._scratch
-        )
-
-    def _reduce_lists(self, action: Action) -> Do:
-        """A block of the direct all-reduce over direct reads, the one algorithm that uses lists."""
-        memory, kernel, lists = self._group.memory, self._kernel, self._lists
-        assert (
-            memory is not None
-            and kernel is not None
-            and lists is not None
-            and action.verb is Verb.REDUCE
-            and action.after < 0
-        )
-        finish = self._finish if action.finish else None
-        return fast_paths.reduce_lists(
-            self._state, memory.fetch_list, self._scratch, action, self._block, self._itemsize, kernel, finish, lists
         )
 
     def _copy_own(self, action: Action) -> Do:

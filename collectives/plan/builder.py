@@ -14,9 +14,9 @@ import numpy as np
 from collectives.base import dtypes, logging
 from collectives.fusion import Lists, Pieces
 from collectives.plan import layouts
-from collectives.plan.binder import Plan
 from collectives.plan.executor import Executor, stride_for
 from collectives.plan.lowering import compile_program, window_blocks
+from collectives.plan.plan import Plan
 from collectives.plan.planner import MAPPED_BLOCK_BYTES, Choice, Placement, medium_between
 from collectives.plan.program import Layout, Medium
 from collectives.schedules import registry

@@ -23,12 +23,14 @@ from typing import Any
 import numpy as np
 
 from collectives.fusion import Lists, Pieces
-from collectives.plan.binder import Binder, BoundRound, Plan
+from collectives.plan.binder import Binder
 from collectives.plan.direct_allreduce import DirectAllreduce
 from collectives.plan.fast_paths import ExecutorState, Kernel, Scale
+from collectives.plan.fused_binders import AddressBinder, PackingBinder
 from collectives.plan.mapped_loops import MappedBucket, make_loop
 from collectives.plan.message_lists import ListBinder, ListPieces
 from collectives.plan.one_block import OneBlock, OneReduction, Quietly
+from collectives.plan.plan import BoundRound, Plan
 from collectives.plan.program import Program
 from collectives.transport.base import SLOTS, WINDOW_BYTES, Array
 from collectives.transport.group import Group
@@ -98,10 +100,15 @@ class Executor:
         self._grow_scratch((program.messages + (kernel is not None)) * block * dtype.itemsize)
         scratch = self._scratch_as(dtype)
         common = self.state, self._group, self._windows, scratch, dtype, block, segments, stride, staged, kernel, finish
-        if isinstance(pieces, ListPieces):
-            binder: Binder = ListBinder(*common, pieces=pieces)
+        binder: Binder
+        if lists is not None:
+            binder = AddressBinder(*common, lists=lists)
+        elif isinstance(pieces, ListPieces):
+            binder = ListBinder(*common, pieces=pieces)
+        elif pieces is not None:
+            binder = PackingBinder(*common, pieces=pieces)
         else:
-            binder = Binder(*common, pieces, lists)
+            binder = Binder(*common)
         rounds = [binder.round(r) for r in program.rounds]
         combination = binder.combination(program)
         plan = Plan(program, rounds, segments, stride, staged, description, reads_outputs, combination)

@@ -6,7 +6,7 @@ SHELL := /bin/bash
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-fast lint demo bench gpu-check wheel clean
+.PHONY: help setup test test-fast coverage lint demo bench gpu-check wheel clean
 
 # The first Python on PATH that is new enough and not too new. Override: make test PYTHON=/path/to/python
 PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11 python3.10; do \
@@ -46,13 +46,16 @@ test: setup lint  ## Set up, then ruff, mypy, and every test that this machine c
 	# time; those of a file mostly in one worker, which keeps their fixtures. What uses all cores, the adapters on several
 	# ranks, comes last.
 	@status=0; set -x; \
-	$(FAST) --cov --cov-report term || status=$$?; \
+	$(FAST) || status=$$?; \
 	.venv/bin/python -m pytest --numprocesses 3 --dist worksteal -m slow --ignore tests/test_adapters.py || status=$$?; \
 	.venv/bin/python -m pytest tests/test_adapters.py || status=$$?; \
 	exit $$status
 
 test-fast: .venv/.installed  ## The quick tests: pure, and with ranks as threads
 	$(FAST)
+
+coverage: .venv/.installed  ## The quick tests, and which lines they run
+	$(FAST) --cov --cov-report term
 
 lint: .venv/.installed  ## ruff and mypy
 	.venv/bin/ruff check .

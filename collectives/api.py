@@ -77,8 +77,8 @@ def allreduce(
         process_set: the ranks that take part; all by default.
         algorithm: "ring", "direct", "one-shot", "recursive-doubling", "hierarchical", "inline" or "native"; chosen by
             default.
-        transport: "window", "direct-read" or "mpi" for the ranks of one host; of GPU tensors "cuda-ipc", "nccl" or
-            "host"; chosen by default.
+        transport: "window", "direct-read", or messages, "mpi" (or "tcp", where TCP carries them), for the ranks of one
+            host; of GPU tensors "cuda-ipc", "nccl" or "host"; chosen by default.
         stream: of a GPU tensor: the CUDA stream after whose work it is read, and before whose later work the result is
             ready; the framework's current one by default. No synchronisation is needed.
 

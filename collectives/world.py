@@ -103,11 +103,12 @@ class World:
             reads_private=group.memory is not None and group.memory.reads_private,
             maps=group.memory is not None and group.memory.mapped is not None,
             carries=group.control.carries,
+            network=self.network,
         )
         self.planner = Planner(
             placement,
             algorithm=config.algorithm,
-            transport="mpi" if config.transport == "tcp" else config.transport,  # which messages, is the group's matter
+            transport=config.transport,
             segment=config.segment,
         )
         executor = Executor(group)

@@ -22,6 +22,8 @@ KIB, MIB = 1 << 10, 1 << 20
 MAPPED_BLOCK_BYTES = 256 * KIB
 """Bytes of a mapped tensor that are combined at once: so many of two tensors fit into a core's cache."""
 _SCRATCH_LIMIT = 24 * MIB
+_TCP = "tcp"
+"""Messages, as a transport of one call, where TCP carries them."""
 _PACKED_PIECE = 16 * KIB
 """Bytes per tensor of a bucket, on average, up to which packing it into the window takes half of the time of reading it
 where it lies, for which the system pins the pages of each tensor."""
@@ -37,6 +39,7 @@ class Placement:
         reads_private: whether a process may read its peers' private memory.
         maps: whether the ranks of a host may map each other's arenas.
         carries: whether the control plane carries data along with the ranks' tokens.
+        network: what carries messages: "mpi", "tcp" or "threads"; empty where that is not known.
     """
 
     rank: int
@@ -46,6 +49,7 @@ class Placement:
     reads_private: bool
     maps: bool = False
     carries: bool = False
+    network: str = ""
 
     @property
     def one_host(self) -> bool:
@@ -253,16 +257,21 @@ class Planner:
             if not placement.reads_private:
                 return Medium.WINDOW, "window, because this system lets no process read its peers' memory"
             return Medium.DIRECT, f"direct reads above {limit} bytes"
-        medium = next((medium for medium in Medium if medium.value == forced), None)
-        if medium is None:
-            raise InvalidArgumentError(
-                f"transport={forced!r}: expected one of auto, {', '.join(medium.value for medium in Medium)}"
+        if forced == _TCP and placement.size > 1 and placement.network not in ("", _TCP):
+            raise TransportError(
+                f"transport='tcp': the messages of these ranks are carried by {placement.network}: set "
+                "COLLECTIVES_TRANSPORT=tcp on all ranks before init(), or use 'mpi', which is any messages"
             )
+        by_name = {medium.value: medium for medium in Medium} | {_TCP: Medium.MESSAGE}
+        medium = by_name.get(forced)
+        if medium is None:
+            raise InvalidArgumentError(f"transport={forced!r}: expected one of auto, {', '.join(by_name)}")
         if placement.size == 1:
             return medium, "one rank"
         if medium is Medium.WINDOW and not placement.shares_memory:
             raise TransportError(
-                "transport='window': the ranks of a host cannot share memory here; use 'mpi' or 'auto'"
+                "transport='window': the ranks of a host cannot share memory here; use 'mpi', which is any messages, "
+                "or 'auto'"
             )
         if medium is Medium.DIRECT and not placement.reads_private:
             raise TransportError(

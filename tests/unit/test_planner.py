@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from collectives.base.errors import InvalidArgumentError
+from collectives.base.errors import InvalidArgumentError, TransportError
 from collectives.plan.planner import KIB, MIB, Placement, Planner
 from collectives.plan.program import Medium
 from collectives.schedules.registry import COLLECTIVES, on_host
@@ -14,7 +14,7 @@ ALONE = Placement(0, 1, ((0,),), shares_memory=False, reads_private=False)
 
 
 @pytest.mark.parametrize("collective", COLLECTIVES)
-@pytest.mark.parametrize("transport", ["auto", "window", "direct-read", "mpi"])
+@pytest.mark.parametrize("transport", ["auto", "window", "direct-read", "mpi", "tcp"])
 def test_one_rank_may_ask_for_any_transport_and_algorithm(collective: str, transport: str) -> None:
     """By the environment, which holds for every process set, and for one call."""
     Planner(ALONE, transport=transport).choose(collective, 1 << 20)
@@ -28,6 +28,15 @@ def test_one_rank_may_not_ask_for_what_does_not_exist() -> None:
         Planner(ALONE).choose("allreduce", 64, transport="pigeon")
     with pytest.raises(InvalidArgumentError, match="quick"):
         Planner(ALONE).choose("allreduce", 64, algorithm="quick")
+
+
+def test_tcp_may_be_asked_for_where_it_carries_the_messages() -> None:
+    both = [Placement(0, 2, ((0, 1),), True, True, network=network) for network in ("tcp", "mpi")]
+    by_tcp, by_mpi = (Planner(placement) for placement in both)
+    assert by_tcp.choose("allreduce", 64, transport="tcp").medium is Medium.MESSAGE
+    assert by_mpi.choose("allreduce", 64, transport="mpi").medium is Medium.MESSAGE
+    with pytest.raises(TransportError, match=r"are carried by mpi: set COLLECTIVES_TRANSPORT=tcp on all ranks"):
+        by_mpi.choose("allreduce", 64, transport="tcp")
 
 
 @pytest.mark.parametrize("size", [2, 4])

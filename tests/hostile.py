@@ -171,7 +171,7 @@ def _half_open(attacker: Attacker, sock: socket.socket) -> None:
 def _wrong_key(attacker: Attacker, sock: socket.socket) -> None:
     """The whole protocol, with another key."""
     theirs = _receive(sock, GREETED)[-_NONCE:]
-    mine, hello = attacker.random.randbytes(_NONCE), b'["job", 0, "words"]'
+    mine, hello = attacker.random.randbytes(_NONCE), b'["job", 1, 0, "words"]'
     key = attacker.random.choice((b"", bytes(KEY_BYTES), attacker.random.randbytes(KEY_BYTES)))
     proof = hmac.digest(key, b"dials\0" + theirs + mine + hello, "sha256")
     sock.sendall(mine + struct.pack("<H", len(hello)) + hello + proof)

@@ -110,7 +110,7 @@ class Mesh:
                 f"rank {rank}: COLLECTIVES_NETWORK_INTERFACE={interface}: {address} is loopback, which the other hosts "
                 "cannot reach"
             )
-        service, inbox = Service(), Inbox(job)
+        service, inbox = Service(), Inbox(job, rank)
         try:
             listener = Listener(service, address, 0, key, inbox.put)
             everywhere = [(host, int(port)) for host, port in exchange(listener.address)]
@@ -162,7 +162,7 @@ class Mesh:
 
     async def reach(self, peer: int, channel: str, seconds: float) -> socket.socket:
         """`dial` in the service's thread."""
-        hello = json.dumps([self._job, self.rank, channel]).encode()
+        hello = json.dumps([self._job, self.rank, peer, channel]).encode()
         loop = asyncio.get_running_loop()
         begun, pause, attempt = loop.time(), _FIRST_PAUSE, _FIRST_ATTEMPT
         while True:
@@ -267,10 +267,12 @@ class Inbox:
 
     Args:
         job: of whose connections alone are let in: those of an earlier job of the same key are closed.
+        rank: this process's: what was dialled as another rank is closed. Somebody else who listens where a rank has
+            ended could otherwise pass its connections on, proofs and all, and be between two ranks.
     """
 
-    def __init__(self, job: str) -> None:
-        self._job = job
+    def __init__(self, job: str, rank: int) -> None:
+        self._job, self._rank = job, rank
         self._arrived: dict[tuple[int, str], socket.socket] = {}
         self._awaited: dict[tuple[int, str], WakeUp] = {}
         self._served: dict[str, Served] = {}
@@ -278,10 +280,10 @@ class Inbox:
     def put(self, hello: bytes, sock: socket.socket) -> None:
         """Take in a connection that has proved the key; called in the service's thread."""
         try:
-            job, peer, channel = json.loads(hello)
-        except ValueError:
-            job = channel = None
-        if job != self._job or channel == _PING:
+            job, peer, dialled, channel = json.loads(hello)
+        except (ValueError, TypeError):
+            job = dialled = channel = None
+        if (job, dialled) != (self._job, self._rank) or channel == _PING:
             sock.close()
             return
         for prefix, served in self._served.items():

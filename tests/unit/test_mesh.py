@@ -301,6 +301,18 @@ def receive(sock: socket.socket) -> bytes:
         return b""
 
 
+def test_a_connection_that_is_passed_on_to_another_rank_is_closed() -> None:
+    """Proofs of both sides do not help somebody who listens in place of a rank, and passes on what it hears."""
+    ranks = meshes(3, KEY)
+    ranks[2].addresses = [ranks[0].addresses[0]] * 2 + [ranks[2].addresses[2]]
+    with ranks[2].dial(1, "words", 10) as passed_on:
+        passed_on.settimeout(10)
+        assert passed_on.recv(1) == b""
+    assert ranks[0].take(2, "words") is None
+    for mesh in ranks:
+        mesh.close()
+
+
 def test_a_forked_child_holds_no_connection_open() -> None:
     ranks = meshes(2, KEY)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:

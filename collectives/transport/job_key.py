@@ -51,8 +51,9 @@ def of_user(environment: Mapping[str, str], job: str) -> bytes:
     try:
         if not path.exists():
             _make(path)
-        status = path.stat()
-        text = path.read_text(encoding="ascii").strip()
+        with path.open(encoding="ascii") as file:
+            status = os.fstat(file.fileno())  # of what is read, and not of what has taken its place
+            text = file.read().strip()
     except (OSError, ValueError) as error:
         raise TransportError(f"the user's key cannot be read or made: {error}; set {VARIABLE} on all ranks") from None
     if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:

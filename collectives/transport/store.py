@@ -48,6 +48,7 @@ _FRAME_WITHIN = 30.0
 _WAIT_AT_ONCE = 10.0
 """Longest time of one request; a longer wait is several requests, so that the server forgets clients that ended."""
 _CONNECT_WITHIN = 10.0
+_FIRST_NAP, _LONGEST_NAP = 0.02, 0.5
 """Seconds after which a waiting thread handles interrupts."""
 
 
@@ -165,7 +166,7 @@ class Store:
         """
         with self._lock:
             if self._sock is None:
-                self._sock = self._service.run(dial(self._service, *self.address, self._key, _HELLO), timeout)
+                self._sock = self._dial(timeout)
 
     def set(self, key: str, value: bytes) -> None:
         """Set a key; replaces an earlier value.
@@ -227,10 +228,23 @@ class Store:
             with suppress(OSError, EOFError):
                 answer = self._service.run(_exchange(sock, request), seconds)
         if answer is None:
-            sock = self._service.run(dial(self._service, *self.address, self._key, _HELLO), _CONNECT_WITHIN)
+            sock = self._dial(_CONNECT_WITHIN)
             answer = self._service.run(_exchange(sock, request), seconds)
         self._sock = sock
         return answer
+
+    def _dial(self, seconds: float) -> socket.socket:
+        """Connect; anew where the server drops the connection because it has too many."""
+        end, nap = time.monotonic() + seconds, _FIRST_NAP
+        while True:
+            try:
+                dialling = dial(self._service, *self.address, self._key, _HELLO)
+                return self._service.run(dialling, end - time.monotonic())
+            except (ConnectionResetError, BrokenPipeError):
+                if time.monotonic() + nap > end:
+                    raise
+            time.sleep(nap)
+            nap = min(2 * nap, _LONGEST_NAP)
 
     def _where(self) -> str:
         return network.joined(*self.address)
@@ -249,6 +263,8 @@ async def _exchange(sock: socket.socket, request: bytes) -> tuple[bytes, bytes]:
     try:
         await asyncio.get_running_loop().sock_sendall(sock, request)
         outcome, length = _ANSWER.unpack(await receive(sock, _ANSWER.size))
+        if length > MOST_VALUE:
+            raise ConnectionError(f"it has announced an answer of {length} bytes")
         return outcome, await receive(sock, length)
     except BaseException:
         sock.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import socket
+import struct
 import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -12,7 +13,7 @@ import pytest
 
 from collectives.base.errors import CollectiveTimeoutError, InvalidArgumentError, TransportError
 from collectives.transport import store as module
-from collectives.transport.authentication import make_key
+from collectives.transport.authentication import Verification, make_key
 from collectives.transport.listener import dial
 from collectives.transport.service import Service
 from collectives.transport.store import MOST_VALUE, Store, StoreServer
@@ -153,6 +154,26 @@ def test_a_lost_connection_is_made_anew(server: StoreServer, client: Callable[..
     assert one._sock is not None
     one._sock.shutdown(socket.SHUT_RDWR)
     assert one.get("a") == b"1"
+
+
+def test_dropped_connections_and_huge_answers(service: Service) -> None:
+    """A server that drops a connection because it has too many is dialled again; an answer has a bound."""
+    with socket.create_server(("127.0.0.1", 0)) as flooded, concurrent.futures.ThreadPoolExecutor(1) as pool:
+        store = Store(*flooded.getsockname()[:2], KEY, 10.0, service)
+        asking = pool.submit(store.get, "key")
+        sock, _ = flooded.accept()
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        sock.close()
+        sock, _ = flooded.accept()
+        with sock:
+            verification = Verification(KEY)
+            sock.sendall(verification.greeting)
+            while verification.missing:
+                verification.take(sock.recv(verification.missing))
+            sock.sendall(verification.proof + struct.pack("<cI", b"d", MOST_VALUE + 1))
+            with pytest.raises(TransportError, match=f"announced an answer of {MOST_VALUE + 1} bytes"):
+                asking.result(20)
+        store.close()
 
 
 def test_an_ended_server_is_named(client: Callable[..., Store], server: StoreServer, service: Service) -> None:

@@ -252,6 +252,7 @@ def test_a_rank_whose_connections_are_dropped_dials_until_it_gets_in(monkeypatch
     monkeypatch.setattr("collectives.transport.mesh._ANSWER_WITHIN", 0.0)
     ranks = meshes(2, KEY)
     with socket.create_server(("127.0.0.1", 0)) as flooded:
+        flooded.settimeout(20)
         ranks[1].addresses = [flooded.getsockname()[:2], ranks[1].addresses[1]]
         dialling = ranks[1].service.start(ranks[1].reach(0, "words", 60.0))
         for when in ("before the greeting", "after it", "after the proof"):

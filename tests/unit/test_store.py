@@ -159,6 +159,7 @@ def test_a_lost_connection_is_made_anew(server: StoreServer, client: Callable[..
 def test_dropped_connections_and_huge_answers(service: Service) -> None:
     """A server that drops a connection because it has too many is dialled again; an answer has a bound."""
     with socket.create_server(("127.0.0.1", 0)) as flooded, concurrent.futures.ThreadPoolExecutor(1) as pool:
+        flooded.settimeout(20)
         store = Store(*flooded.getsockname()[:2], KEY, 10.0, service)
         asking = pool.submit(store.get, "key")
         sock, _ = flooded.accept()

@@ -16,13 +16,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
+from collectives import memory
 from collectives.base.config import Config
 from collectives.base.errors import ForkedProcessError, RankFailedError
 from collectives.engine.matching import ANY_SOURCE, ANY_TAG
 from collectives.transport.memory_endpoint import MemoryEndpoint
 from collectives.world import World
 from tests import processes
-from tests.point_to_point_scenarios import LARGE, SCENARIOS, Program, programs, run_program
+from tests.point_to_point_scenarios import LARGE, SCENARIOS, Program, programs, run_program, values
 
 BOUND = 5.0
 """Seconds from a death to the survivors' errors."""
@@ -58,6 +59,33 @@ def test_scenarios_where_no_rank_may_read_anothers_memory() -> None:
         assert isinstance(endpoint, MemoryEndpoint) and endpoint._reader is None
 
     processes.run(3, program)
+
+
+def test_mapped_tensors_are_read_where_they_lie() -> None:
+    """In the call, by a receive posted before, and beside operations that map the same pieces."""
+
+    def program(world: World) -> None:
+        peer, count = 1 - world.rank, 3 * LARGE
+        mine, into = memory.empty(count, np.float32), np.zeros(count, np.float32)
+        endpoint = world._transfers._delivery.opened()
+        assert isinstance(endpoint, MemoryEndpoint) and endpoint._reader is not None
+        endpoint._reader.fetch = _no_system_call  # type: ignore[method-assign]
+        for number in range(4):
+            mine[...] = values(world.rank, number, count)
+            reduced = world.allreduce_async(mine, average=False)
+            receiving = world.irecv(into, peer) if number % 2 else None
+            world.sendrecv(mine, peer, into, peer, 1) if receiving is None else world.send(mine, peer)
+            if receiving is not None:
+                receiving.wait()
+            np.testing.assert_array_equal(into, values(peer, number, count))
+            np.testing.assert_array_equal(reduced.wait(), values(0, number, count) + values(1, number, count))
+            world.barrier()
+
+    processes.run(2, program)
+
+
+def _no_system_call(peer: int, at: int, into: int, nbytes: int) -> None:
+    raise AssertionError("mapped memory was read by a system call")
 
 
 @given(programs(4))

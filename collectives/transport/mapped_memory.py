@@ -8,6 +8,7 @@ owner has ended the piece. From then on a tensor in it is a NumPy array for the 
 from __future__ import annotations
 
 import os
+import threading
 import weakref
 from typing import Any
 
@@ -38,7 +39,7 @@ _mappings: weakref.WeakValueDictionary[tuple[int, int], _Mapping] = weakref.Weak
 
 
 class MappedMemory:
-    """The tensors of one group's ranks that lie in arenas. Not thread-safe, as the board.
+    """The tensors of one group's ranks that lie in arenas. Methods may be called from any thread, but `close`.
 
     Args:
         board: of the ranks of this host.
@@ -54,6 +55,8 @@ class MappedMemory:
         """Whether the log says that a piece was not mapped."""
         self._views: dict[tuple[int, int, int], Array] = {}
         """What `view_of` has returned, by peer, word and dtype."""
+        self._lock = threading.Lock()
+        """Held while a piece is announced or mapped."""
 
     def word_of(self, address: int, nbytes: int) -> int:
         """What tells the peers where this rank's memory lies: its place in the arena, or its address."""
@@ -84,9 +87,10 @@ class MappedMemory:
         if known is not None:
             return known
         number, offset = word - MAPPED >> OFFSET_BITS, word & OFFSET_MASK
-        if (peer, number) not in self._mapped:
-            self._map(peer, number)
-        mapping = self._mapped[peer, number]
+        with self._lock:
+            if (peer, number) not in self._mapped:
+                self._map(peer, number)
+            mapping = self._mapped[peer, number]
         if mapping is None:
             return None
         if len(self._views) >= _MOST_VIEWS:
@@ -115,18 +119,18 @@ class MappedMemory:
 
     def _announce(self, number: int) -> bool:
         """Enter a piece into the table; returns False if its place is taken."""
-        live = arena.numbers()
-        for place, known in list(self._announced.items()):
-            if known not in live:
-                self._board.announce_piece(place, _NO_PIECE)
-                del self._announced[place]
         place = number % PIECES
-        if place in self._announced:
-            return False
-        piece = arena.piece(number)
-        self._board.announce_piece(place, (number, piece.descriptor, piece.nbytes, piece.address))
-        self._announced[place] = number
-        return True
+        with self._lock:
+            live = arena.numbers()
+            for entry, known in list(self._announced.items()):
+                if known not in live:
+                    self._board.announce_piece(entry, _NO_PIECE)
+                    del self._announced[entry]
+            if place not in self._announced:
+                piece = arena.piece(number)
+                self._board.announce_piece(place, (number, piece.descriptor, piece.nbytes, piece.address))
+                self._announced[place] = number
+            return self._announced[place] == number
 
     def _map(self, peer: int, number: int) -> None:
         """Map a piece of a peer, and drop the mappings of pieces that the peer has ended."""

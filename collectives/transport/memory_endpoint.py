@@ -1,7 +1,8 @@
 """Point-to-point messages of the ranks of one host, through shared memory.
 
 Envelopes and small payloads travel through rings (`collectives.transport.rings`). Of a large payload the envelope says
-where it lies: the receiver copies it from there, once, and tells the sender, who need not be in a call meanwhile. Where
+where it lies: the receiver copies it from there, once, and tells the sender, who need not be in a call meanwhile. It is
+copied as an array where it lies in the sender's arena, which the receiver maps, and by system calls otherwise. Where
 the system allows no rank to read another's memory, large payloads pass through the ring in parts.
 """
 
@@ -19,12 +20,14 @@ from collectives.transport.at_once import RingsAtOnce
 from collectives.transport.base import Array
 from collectives.transport.board import ALIVE, Board
 from collectives.transport.direct_read import DirectRead
+from collectives.transport.mapped_memory import MappedMemory
 from collectives.transport.point_to_point import DTYPE_CODE, AtOnce, Incoming, Outgoing
 from collectives.transport.rings import DONE, EAGER, PART, READY, Post, Reader, Writer
 
 _BLOCK_BYTES = 1 << 20
 """Bytes that one system call copies: it keeps the interpreter lock."""
 _REFUSAL_BYTES = 1000
+_BYTE = np.dtype(np.uint8)
 
 
 class _Parts:
@@ -51,12 +54,15 @@ class MemoryEndpoint:
         board: of the group.
         posts: the post of each rank of the group; None for ranks on other hosts.
         reader: reads the peers' memory; None where the system does not allow that.
+        mapped: the ranks' arenas; None where they cannot be mapped.
     """
 
-    def __init__(self, board: Board, posts: Sequence[Post | None], reader: DirectRead | None) -> None:
+    def __init__(
+        self, board: Board, posts: Sequence[Post | None], reader: DirectRead | None, mapped: MappedMemory | None
+    ) -> None:
         self.arrived: Callable[[Incoming], object] = lambda message: None
         self._board = board
-        self._reader = reader
+        self._reader, self._mapped = reader, mapped
         self._posts = [post for post in posts if post is not None]
         rank = board.rank
         mine = posts[rank]
@@ -92,7 +98,8 @@ class MemoryEndpoint:
                 self._push(message.peer, _in_parts(writer, message, numbers))
                 return
             self._ready[self._numbers] = message
-            numbers[5] = address(array)
+            at = address(array)
+            numbers[5] = at if self._mapped is None else self._mapped.word_of(at, array.nbytes)
             self._push(message.peer, lambda: writer.push(READY, numbers, message.shape))
             return
 
@@ -192,10 +199,15 @@ class MemoryEndpoint:
 
     def _fetch(self, peer: int, where: int, into: Array, nbytes: int) -> None:
         """Copy from the peer's memory, which is its message's as long as the peer has neither failed nor left."""
-        assert self._reader is not None
-        to = address(into)
-        for start in range(0, nbytes, _BLOCK_BYTES):
-            self._reader.fetch(peer, where + start, to + start, min(_BLOCK_BYTES, nbytes - start))
+        mapped = self._mapped
+        view = None if mapped is None else mapped.view_of(peer, where, _BYTE)
+        if view is not None:
+            into[:nbytes] = view[:nbytes]
+        else:
+            assert self._reader is not None
+            to, at = address(into), where if mapped is None else mapped.address_of(peer, where)
+            for start in range(0, nbytes, _BLOCK_BYTES):
+                self._reader.fetch(peer, at + start, to + start, min(_BLOCK_BYTES, nbytes - start))
         if self._board.marked(peer) != ALIVE:
             self._board.check(peer)
             names = self._board.names
@@ -221,6 +233,7 @@ class MemoryEndpoint:
             reader.release()
         for post in self._posts:
             post.release()
+        self.at_once = None
         self._writers.clear()
         self._readers.clear()
 

@@ -68,7 +68,7 @@ class SharedMemory:
             reader = DirectRead(pids)  # one of its own: the engine's is its driving thread's
             reader.explain = board.explain
         posts = [None if post is None else Post(post, ranks) for post in self._posts]
-        return MemoryEndpoint(board, posts, reader)
+        return MemoryEndpoint(board, posts, reader, self.mapped)
 
     def close(self) -> None:
         self.windows = ()

@@ -19,6 +19,7 @@ from collectives.engine.message_handles import MessageHandle, Posted, Status
 from collectives.engine.point_to_point import PointToPoint
 from collectives.tensors import arrays
 from collectives.tensors.arrays import View
+from collectives.transport.base import Array
 from collectives.transport.point_to_point import Outgoing
 
 MOST_TAG = (1 << 31) - 1
@@ -44,9 +45,12 @@ class Messages:
     # ---- sending
 
     def send(self, tensor: Any, dst: int, tag: int = 0, *, stream: Any = None) -> None:
-        if stream is None and self._is_plain(tensor, dst, tag) and self._transfers.send_at_once(tensor, dst, tag):
-            return
-        message, _ = self._outgoing(tensor, dst, tag, stream)
+        if stream is None and self._is_plain(tensor, dst, tag):
+            if self._transfers.send_at_once(tensor, dst, tag):
+                return
+            message = _plain_message(tensor, dst, tag)
+        else:
+            message, _ = self._outgoing(tensor, dst, tag, stream)
         if message.peer == self._rank:  # its recv comes later, if at all
             message.array = message.array.copy()
             message.end()
@@ -149,34 +153,48 @@ class Messages:
             and self._is_plain(tensor, dst, tag)
             and self._is_plain(into, src, expected)
         )
+        posted: Posted | None = None
         if plain:
             done = transfers.sendrecv_at_once(tensor, dst, tag, into, src, expected)
             if done:
                 return into if done == 2 else self._recv(into, src, expected)
-        if into is None and like is None:
-            like = tensor
-        message, _ = self._outgoing(tensor, dst, tag, stream)
-        posted, finish, _ = self._posted(into, src, expected, like, shape, dtype, stream)
+            message = _plain_message(tensor, dst, tag)
+        else:
+            if into is None and like is None:
+                like = tensor
+            message, _ = self._outgoing(tensor, dst, tag, stream)
+            posted, finish, _ = self._posted(into, src, expected, like, shape, dtype, stream)
         transfers.send(message)
         try:
-            received = plain and transfers.receive_at_once(into, src, expected)
-            if not received:
+            if plain and not transfers.receive_at_once(into, src, expected):
+                posted, finish, _ = self._posted(into, src, expected)
+            if posted is not None:
                 transfers.receive(posted)
             self._complete(message)
         except BaseException as error:
             transfers.abandon(message, error)
-            transfers.abandon(posted, error)
+            if posted is not None:
+                transfers.abandon(posted, error)
             raise
-        if not received:
+        if posted is not None:
             self._complete(posted)
         if message.refused:
             transfers.words.check_refused(message)
+        if posted is None:
+            return into
         if status is not None:
             transfers.words.status_of(posted, status)
-        return into if received else finish()
+        return finish()
 
     def _posted(
-        self, tensor: Any, src: Any, tag: Any, like: Any, shape: Any, dtype: Any, stream: Any
+        self,
+        tensor: Any,
+        src: Any,
+        tag: Any,
+        like: Any = None,
+        shape: Any = None,
+        dtype: Any = None,
+        stream: Any = None,
     ) -> tuple[Posted, _Finish, Any]:
         """A receive that has not begun; what makes its result; and the view of the memory that it writes."""
         try:
@@ -311,6 +329,11 @@ class _ToDevice:
     def passed(self) -> bool:
         """As `collectives.cuda.completion.Fence`."""
         return True
+
+
+def _plain_message(array: Array, peer: int, tag: int) -> Outgoing:
+    """A message that has not been sent, of arguments that `Messages._is_plain` is true of."""
+    return Outgoing(peer, tag, array if array.ndim == 1 else array.reshape(-1), array.shape)
 
 
 def _tag(tag: Any) -> int:

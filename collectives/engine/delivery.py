@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -66,25 +66,28 @@ class Delivery:
 
     def send(self, message: Outgoing) -> None:
         """Begin to send."""
-        with self.exclusive():
-            if message.peer == self._rank:
-                array = message.array
-                dtype = dtypes.SUPPORTED[array.dtype]
-                self._arrived(Incoming(message.peer, message.tag, dtype, message.shape, array.nbytes, message))
-            else:
-                self.opened().send(message)
-            self._note(message)
+        self.use(self._send, message)
+
+    def _send(self, message: Outgoing) -> None:
+        if message.peer == self._rank:
+            array = message.array
+            dtype = dtypes.SUPPORTED[array.dtype]
+            self._arrived(Incoming(message.peer, message.tag, dtype, message.shape, array.nbytes, message))
+        else:
+            self.opened().send(message)
+        self._note(message)
 
     def receive(self, posted: Posted) -> None:
         """Begin to receive."""
-        with self.exclusive():
-            endpoint = self.opened() if self._size > 1 else None
-            if endpoint is not None:
-                endpoint.poll()  # in the order in which the messages have come
-            message = self.matching.post(posted)
-            if message is not None:
-                self._take(posted, message)
-            self._note(posted)
+        self.use(self._receive, posted)
+
+    def _receive(self, posted: Posted) -> None:
+        if self._size > 1:
+            self.opened().poll()  # in the order in which the messages have come
+        message = self.matching.post(posted)
+        if message is not None:
+            self._take(posted, message)
+        self._note(posted)
 
     def _note(self, transfer: Transfer) -> None:
         """Note a transfer that has begun."""
@@ -165,9 +168,8 @@ class Delivery:
 
     # ---- one thread at a time
 
-    @contextmanager
-    def exclusive(self) -> Iterator[None]:
-        """Use the matching and the endpoint.
+    def use(self, do: Callable[..., Found], *arguments: Any) -> Found:
+        """``do(*arguments)``, which uses the endpoint or the matching.
 
         Raises:
             CollectivesError: calls are refused.
@@ -177,33 +179,24 @@ class Delivery:
             if self._engine.refusal is not None:  # looked at here: another thread may have closed the endpoint
                 raise self._engine.refusal()
             self.refuse_reentry()
-            self._inside = True
-            try:
-                yield
-            except Exception:
-                raise
-            except BaseException as error:  # an interrupt: a record may have been handled in part
-                self._fail(in_words(self._words.rank, error))
-                raise
-            finally:
-                self._inside = False
+            return self._use(do, arguments)
 
     def attempt(self, do: Callable[..., Found], *arguments: Any) -> Found | Literal[False]:
-        """``do(*arguments)``, which uses the endpoint or the matching; False, without a call, where calls are refused,
-        or this thread uses them already."""
+        """`use`; False, without a call, where that would raise."""
         with self._lock:
-            if self._inside or self._engine.refusal is not None:
-                return False
-            self._inside = True
-            try:
-                return do(*arguments)
-            except Exception:
-                raise
-            except BaseException as error:  # as in `exclusive`
-                self._fail(in_words(self._words.rank, error))
-                raise
-            finally:
-                self._inside = False
+            return False if self._inside or self._engine.refusal is not None else self._use(do, arguments)
+
+    def _use(self, do: Callable[..., Found], arguments: Sequence[Any]) -> Found:
+        self._inside = True
+        try:
+            return do(*arguments)
+        except Exception:
+            raise
+        except BaseException as error:  # an interrupt: a record may have been handled in part
+            self._fail(in_words(self._words.rank, error))
+            raise
+        finally:
+            self._inside = False
 
     def drives(self) -> bool:
         """Whether this thread is in the middle of using the endpoint."""
@@ -222,6 +215,10 @@ class Delivery:
         endpoint = self._endpoint
         if endpoint is not None and not self._inside:
             self.attempt(endpoint.poll)
+
+    def poll(self) -> None:
+        """`Endpoint.poll`. Raises as `use`."""
+        self.use(lambda: self.opened().poll())
 
     def idle(self) -> bool:
         """Whether there is nothing to advance."""

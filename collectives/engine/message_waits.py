@@ -142,8 +142,7 @@ class MessageWaits:
             peers = [peer] if peer >= 0 else [other for other in range(self._size) if other != self._rank]
             if peer == self._rank or not peers or not all(self._control.has_left(other) for other in peers):
                 return
-            with self._delivery.exclusive():
-                self._delivery.opened().poll()  # what they sent before they left
+            self._delivery.poll()  # what they sent before they left
             now = time.monotonic()
             if not (self._local.issuperset(peers) or now - self._left.setdefault(peer, now) > _LAST_MESSAGES_WITHIN):
                 return

@@ -88,31 +88,46 @@ class MemoryEndpoint:
         )
 
     def send(self, message: Outgoing) -> None:
-        array = message.array
-        writer = self._writers[message.peer]
+        array, peer = message.array, message.peer
+        nbytes = array.nbytes
+        writer = self._writers[peer]
+        self._numbers = number = self._numbers + 1
         code = DTYPE_CODE[SUPPORTED[array.dtype]]
-        self._numbers += 1
-        numbers = [message.tag, self._numbers, array.nbytes, code, len(message.shape), 0]
-        if array.nbytes > writer.most_payload:
-            if self._reader is None:
-                self._push(message.peer, _in_parts(writer, message, numbers))
-                return
-            self._ready[self._numbers] = message
+        if nbytes <= writer.most_payload:
+            numbers = (message.tag, number, nbytes, code, len(message.shape), 0)
+            self._push(peer, EAGER, numbers, message.shape, array.view(np.uint8), message.end)
+        elif self._reader is None:
+            numbers = (message.tag, number, nbytes, code, len(message.shape), writer.most_payload)
+            self._put(peer, _in_parts(writer, message, numbers))
+        else:
+            self._ready[number] = message
             at = address(array)
-            numbers[5] = at if self._mapped is None else self._mapped.word_of(at, array.nbytes)
-            self._push(message.peer, lambda: writer.push(READY, numbers, message.shape))
-            return
+            where = at if self._mapped is None else self._mapped.word_of(at, nbytes)
+            self._push(peer, READY, (message.tag, number, nbytes, code, len(message.shape), where), message.shape)
+
+    def _push(
+        self,
+        peer: int,
+        kind: int,
+        numbers: Sequence[int],
+        further: Sequence[int] = (),
+        payload: bytes | Array = b"",
+        then: Callable[[], object] | None = None,
+    ) -> None:
+        """Put a record into the ring of a peer, behind what waits, and then call ``then``."""
+        push_record = self._writers[peer].push
 
         def push() -> bool:
-            if not writer.push(EAGER, numbers, message.shape, array.view(np.uint8)):
+            if not push_record(kind, numbers, further, payload):
                 return False
-            message.end()
+            if then is not None:
+                then()
             return True
 
-        self._push(message.peer, push)
+        self._put(peer, push)
 
-    def _push(self, peer: int, attempt: Callable[[], bool]) -> None:
-        """Put a record into the ring of a peer, behind those that wait."""
+    def _put(self, peer: int, attempt: Callable[[], bool]) -> None:
+        """Have ``attempt`` called, behind what waits for that peer, until it returns True."""
         waiting = self._waiting.get(peer)
         if waiting is not None:
             waiting.append(attempt)
@@ -214,10 +229,8 @@ class MemoryEndpoint:
             raise RankFailedError(f"rank {names[self._board.rank]}: rank {names[peer]} has left")
 
     def _tell(self, peer: int, number: int, refused: str = "") -> None:
-        writer = self._writers[peer]
         text = refused.encode()[:_REFUSAL_BYTES]
-        numbers = (0, number, len(text), 0, 0, 0)
-        self._push(peer, lambda: writer.push(DONE, numbers, (), text))
+        self._push(peer, DONE, (0, number, len(text), 0, 0, 0), (), text)
 
     @property
     def busy(self) -> bool:
@@ -238,11 +251,11 @@ class MemoryEndpoint:
         self._readers.clear()
 
 
-def _in_parts(writer: Writer, message: Outgoing, numbers: list[int]) -> Callable[[], bool]:
+def _in_parts(writer: Writer, message: Outgoing, numbers: Sequence[int]) -> Callable[[], bool]:
     """What sends a payload in parts: a function that returns whether all have been sent."""
     payload = message.array.view(np.uint8)
     sent = 0
-    first = numbers[5] = writer.most_payload
+    first = writer.most_payload
 
     def push() -> bool:
         nonlocal sent

@@ -23,7 +23,7 @@ from collectives.transport.base import Array
 _LINE = 64
 _MOST_FURTHER = 64
 """As many as NumPy's arrays have dimensions."""
-_MOST_RING_BYTES, _LEAST_RING_BYTES = 64 << 10, 8 << 10
+_MOST_RING_BYTES, _LEAST_RING_BYTES = 128 << 10, 8 << 10
 _POST_BYTES = 4 << 20
 """All rings of a rank, where there are so many ranks that each ring is smaller than the largest."""
 

@@ -242,11 +242,14 @@ def test_a_signal_handler_in_the_middle_of_a_message() -> None:
 
     def program(world: World) -> None:
         transfers, handle = world._transfers, world.irecv(np.zeros(3), 0, 1)
-        with transfers._delivery.exclusive():
+
+        def handler() -> None:
             with pytest.raises(InvalidArgumentError, match="waited for within a call of the same thread"):
                 handle.wait()
             world.shutdown()
             assert transfers._delivery.unfinished
+
+        transfers._delivery.use(handler)
         with pytest.raises(RankFailedError, match="shut down in the middle of a call"):
             handle.wait()
 

@@ -59,5 +59,5 @@ def test_a_full_ring_refuses_until_a_record_was_taken() -> None:
 
 
 def test_rings_are_bounded_together() -> None:
-    assert ring_bytes(1) == ring_bytes(64) > ring_bytes(128) > ring_bytes(512) == ring_bytes(100_000)
+    assert ring_bytes(1) == ring_bytes(32) > ring_bytes(64) > ring_bytes(512) == ring_bytes(100_000)
     assert all(post_bytes(ranks) % 4096 == 0 for ranks in (1, 3, 64, 1000))

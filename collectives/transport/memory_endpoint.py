@@ -142,7 +142,8 @@ class MemoryEndpoint:
                 if not waiting:
                     del self._waiting[peer]
         for peer, reader in self._readers.items():
-            while (header := reader.next()) is not None:
+            there = reader.written()  # what comes meanwhile is left for the next time
+            while reader.count < there and (header := reader.next()) is not None:
                 self._read(peer, reader, header)
                 reader.take()
 

@@ -151,12 +151,17 @@ class Reader:
         self._bytes = len(self._ring)
         self._words, self._read = mine.words, Post.read(peer)
         self._their_words, self._written = theirs.words, Post.written(place)
-        self._count = self._words[self._read]
+        self.count = self._words[self._read]
+        """Bytes of records that were taken."""
         self._start = self._length = 0
+
+    def written(self) -> int:
+        """Bytes of records that the peer has put in so far; of them `count` were taken."""
+        return int(self._their_words[self._written])
 
     def spin(self, looks: int) -> bool:
         """Whether there is anything that was not taken, at one of so many looks."""
-        words, at, count = self._their_words, self._written, self._count
+        words, at, count = self._their_words, self._written, self.count
         for _ in range(looks):  # noqa: SIM110  # a generator takes three times as long
             if words[at] != count:
                 return True
@@ -164,7 +169,7 @@ class Reader:
 
     def next(self) -> tuple[int, ...] | None:
         """The header of the first record that was not taken; None if there is none."""
-        read = self._count
+        read = self.count
         while self._their_words[self._written] != read:
             start = read % self._bytes
             header = HEADER.unpack_from(self._ring, start)
@@ -172,7 +177,7 @@ class Reader:
             if header[0] != SKIP:
                 self._start = start + HEADER.size
                 return header
-            self._count = self._words[self._read] = read = read + self._length
+            self.count = self._words[self._read] = read = read + self._length
         return None
 
     def further(self, count: int) -> tuple[int, ...]:
@@ -186,7 +191,7 @@ class Reader:
 
     def take(self) -> None:
         """Free its place."""
-        self._count = self._words[self._read] = self._count + self._length
+        self.count = self._words[self._read] = self.count + self._length
 
     def release(self) -> None:
         """Release the views, so that the memory can be unmapped."""

@@ -10,6 +10,7 @@ import signal
 import time
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from hypothesis import given, settings
 from collectives import memory
 from collectives.base.config import Config
 from collectives.base.errors import ForkedProcessError, RankFailedError
+from collectives.engine import timeline
 from collectives.engine.matching import ANY_SOURCE, ANY_TAG
 from collectives.transport.memory_endpoint import MemoryEndpoint
 from collectives.world import World
@@ -86,6 +88,36 @@ def test_mapped_tensors_are_read_where_they_lie() -> None:
 
 def _no_system_call(peer: int, at: int, into: int, nbytes: int) -> None:
     raise AssertionError("mapped memory was read by a system call")
+
+
+def test_the_timeline_shows_messages(tmp_path: Path) -> None:
+    """Each with its peer, tag and bytes, also those that would take no transfer without a timeline."""
+    path = tmp_path / "trace.json"
+
+    def program(world: World) -> None:
+        mine, peer = np.ones(5), 1 - world.rank
+        world.sendrecv(mine, peer, mine.copy(), peer)  # before the timeline
+        world.start_timeline(path)
+        world.sendrecv(mine, peer, mine.copy(), peer, 1)
+        sending, receiving = world.isend(np.ones((2, LARGE)), peer, 2), world.irecv(None, ANY_SOURCE, ANY_TAG)
+        sending.wait()
+        receiving.wait()
+        world.send(mine, world.rank, 3)
+        world.recv(None, world.rank, 3)
+        world.stop_timeline()
+        world.sendrecv(mine, peer, mine.copy(), peer)  # and after it
+
+    processes.run(2, program)
+    spans = [event for event in timeline.read(path) if event["ph"] == "X" and event["cat"] == "messages"]
+    for rank in range(2):
+        found = sorted(
+            (event["name"], event["args"]["peer"], event["args"]["tag"], event["args"]["bytes"])
+            for event in spans
+            if event["pid"] == rank
+        )
+        messages = [(1 - rank, 1, 40), (1 - rank, 2, 16 * LARGE), (rank, 3, 40)]
+        assert found == sorted((name, *message) for name in ("send", "recv") for message in messages)
+    assert all(event["dur"] >= 0 for event in spans)
 
 
 @given(programs(4))

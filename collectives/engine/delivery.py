@@ -16,6 +16,7 @@ import numpy as np
 
 from collectives.base import dtypes
 from collectives.base.errors import InvalidArgumentError, MismatchError, TransportError, in_words
+from collectives.engine import message_spans
 from collectives.engine.engine import Engine
 from collectives.engine.matching import Matching
 from collectives.engine.message_handles import Posted
@@ -50,11 +51,11 @@ class Delivery:
         self.matching: Matching[Posted, Incoming] = Matching()
         self.unfinished: dict[Transfer, None] = {}
         self.at_once: AtOnce | None = None
-        self._rank, self._size = group.rank, group.size
+        self._rank, self._size, self._names = group.rank, group.size, group.ranks
         self._open_endpoint = group.open_endpoint
         self._endpoint: Endpoint | None = None
         self._control = group.control
-        self._engine = engine
+        self._engine, self._context = engine, engine.context
         self._pool = pool
         self._words = words
         self._fail = fail
@@ -66,6 +67,8 @@ class Delivery:
 
     def send(self, message: Outgoing) -> None:
         """Begin to send."""
+        if self._context.timeline is not None:
+            message_spans.record(self._context.timeline, self._names, message)
         self.use(self._send, message)
 
     def _send(self, message: Outgoing) -> None:
@@ -79,6 +82,8 @@ class Delivery:
 
     def receive(self, posted: Posted) -> None:
         """Begin to receive."""
+        if self._context.timeline is not None:
+            message_spans.record(self._context.timeline, self._names, posted)
         self.use(self._receive, posted)
 
     def _receive(self, posted: Posted) -> None:

@@ -47,7 +47,7 @@ class PointToPoint:
     ) -> None:
         self.in_flight = engine.in_flight
         self.words = MessageWords(group.rank, group.ranks)
-        self._engine = engine
+        self._engine, self._context = engine, engine.context
         self._delivery = delivery = Delivery(group, engine, pool, self.words, fail)
         self._waits = MessageWaits(group, engine, delivery, self.words, timeout, fail)
         self.send, self.receive, self.abandon = delivery.send, delivery.receive, delivery.abandon
@@ -59,20 +59,24 @@ class PointToPoint:
 
     def send_at_once(self, array: Array, peer: int, tag: int) -> bool:
         """`AtOnce.send`. Returns whether it was sent; raises nothing of its own."""
-        at_once = self._delivery.at_once
+        at_once = self._at_once()
         return at_once is not None and self._attempt(at_once.send, peer, tag, array)
 
     def receive_at_once(self, array: Array, source: int, tag: int) -> bool:
         """`AtOnce.receive`. Returns whether it was received; raises nothing of its own."""
-        at_once = self._delivery.at_once
+        at_once = self._at_once()
         return at_once is not None and self._attempt(self._receive, at_once, array, source, tag)
+
+    def _at_once(self) -> AtOnce | None:
+        """Of the endpoint; None while the timeline shows transfers."""
+        return self._delivery.at_once if self._context.timeline is None else None
 
     def _receive(self, at_once: AtOnce, array: Array, source: int, tag: int) -> bool:
         return self._delivery.matching.is_free(source, tag) and at_once.receive(source, tag, array, self._waits.looks)
 
     def sendrecv_at_once(self, array: Array, peer: int, tag: int, into: Array, source: int, expected: int) -> int:
         """`AtOnce.send`, then `AtOnce.receive`. Returns how many of the two were done; raises nothing of its own."""
-        at_once = self._delivery.at_once
+        at_once = self._at_once()
         if at_once is None:
             return 0
         return self._attempt(self._exchange, at_once, array, peer, tag, into, source, expected)

@@ -4,6 +4,7 @@ Pure functions of a trace's events. Times are in microseconds, as in the trace. 
 
     span "engine"            pack, unpack, "wait for ranks [1]" with ``missing``; others are communication, with
                              ``bytes`` and ``tensors``
+    span "messages"          "send" or "recv", with ``peer``, ``tag`` and ``bytes``: drawn
     span on other tracks     details, such as the rounds of a schedule: drawn, but not counted again
     async span "negotiate"   a tensor, from its submission until all ranks have agreed on it
 """

@@ -7,20 +7,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from collectives.base import dtypes
 from collectives.base.errors import CollectivesError, InvalidArgumentError, InvalidTypeError
+from collectives.base.options import MessageOptions, NewTensorOptions, ReceiveOptions, refuse_unknown
 from collectives.engine.handles import Handle
 from collectives.engine.matching import ANY_SOURCE, ANY_TAG
-from collectives.engine.message_handles import MessageHandle, Posted, Status
+from collectives.engine.message_handles import MessageHandle, Posted
 from collectives.engine.point_to_point import PointToPoint
 from collectives.tensors import arrays
 from collectives.tensors.arrays import View
 from collectives.transport.base import Array
 from collectives.transport.point_to_point import Outgoing
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 MOST_TAG = (1 << 31) - 1
 """The largest tag."""
@@ -29,8 +33,9 @@ _Finish = Callable[[], Any]
 
 
 class Messages:
-    """What a rank of a world sends and receives. The methods are those of `collectives.point_to_point` that they are
-    named for, without ``process_set``; ranks are those of the world, but in a `Status`.
+    """What a rank of a world sends and receives. The methods take the arguments of the functions of
+    `collectives.point_to_point` that they are named for, without ``process_set``; ranks are those of the world, but in
+    a `Status`.
 
     Args:
         rank: of the world.
@@ -44,13 +49,14 @@ class Messages:
 
     # ---- sending
 
-    def send(self, tensor: Any, dst: int, tag: int = 0, *, stream: Any = None) -> None:
-        if stream is None and self._is_plain(tensor, dst, tag):
+    def send(self, tensor: Any, dst: int, tag: int = 0, **options: Unpack[MessageOptions]) -> None:
+        if not options and self._is_plain(tensor, dst, tag):
             if self._transfers.send_at_once(tensor, dst, tag):
                 return
             message = _plain_message(tensor, dst, tag)
         else:
-            message, _ = self._outgoing(tensor, dst, tag, stream)
+            refuse_unknown(options, MessageOptions)
+            message, _ = self._outgoing(tensor, dst, tag, options.get("stream"))
         if message.peer == self._rank:  # its recv comes later, if at all
             message.array = message.array.copy()
             message.end()
@@ -58,8 +64,9 @@ class Messages:
         if message.refused:
             self._transfers.words.check_refused(message)
 
-    def isend(self, tensor: Any, dst: int, tag: int = 0, *, stream: Any = None) -> Handle[None]:
-        message, view = self._outgoing(tensor, dst, tag, stream)
+    def isend(self, tensor: Any, dst: int, tag: int = 0, **options: Unpack[MessageOptions]) -> Handle[None]:
+        refuse_unknown(options, MessageOptions)
+        message, view = self._outgoing(tensor, dst, tag, options.get("stream"))
         transfers = self._transfers
         reads = view if isinstance(view, View) and not view.copied else None
         handle = transfers.handle_of(message, lambda handle: transfers.words.check_refused(message), reads=reads)
@@ -77,55 +84,16 @@ class Messages:
 
     # ---- receiving
 
-    def recv(
-        self,
-        tensor: Any,
-        src: int,
-        tag: int = 0,
-        *,
-        like: Any = None,
-        shape: Any = None,
-        dtype: Any = None,
-        status: Status | None = None,
-        stream: Any = None,
-    ) -> Any:
-        if (
-            like is shape is dtype is status is stream is None
-            and self._is_plain(tensor, src, tag)
-            and self._transfers.receive_at_once(tensor, src, tag)
-        ):
+    def recv(self, tensor: Any, src: int, tag: int = 0, **options: Unpack[ReceiveOptions]) -> Any:
+        if not options and self._is_plain(tensor, src, tag) and self._transfers.receive_at_once(tensor, src, tag):
             return tensor
-        return self._recv(tensor, src, tag, like, shape, dtype, status, stream)
-
-    def _recv(
-        self,
-        tensor: Any,
-        src: int,
-        tag: int,
-        like: Any = None,
-        shape: Any = None,
-        dtype: Any = None,
-        status: Status | None = None,
-        stream: Any = None,
-    ) -> Any:
-        posted, finish, _ = self._posted(tensor, src, tag, like, shape, dtype, stream)
+        posted, finish, _ = self._posted(tensor, src, tag, options)
         self._complete(posted, self._transfers.receive)
-        if status is not None:
-            self._transfers.words.status_of(posted, status)
+        self._tell(posted, options)
         return finish()
 
-    def irecv(
-        self,
-        tensor: Any,
-        src: int,
-        tag: int = 0,
-        *,
-        like: Any = None,
-        shape: Any = None,
-        dtype: Any = None,
-        stream: Any = None,
-    ) -> MessageHandle:
-        posted, finish, writes = self._posted(tensor, src, tag, like, shape, dtype, stream)
+    def irecv(self, tensor: Any, src: int, tag: int = 0, **options: Unpack[NewTensorOptions]) -> MessageHandle:
+        posted, finish, writes = self._posted(tensor, src, tag, options, NewTensorOptions)
         on_device = isinstance(finish, _ToDevice)
         handle = self._transfers.handle_of(posted, lambda handle: None if on_device else finish(), writes=writes)
         if on_device:
@@ -140,34 +108,25 @@ class Messages:
         src: int,
         tag: int = 0,
         recv_tag: int | None = None,
-        *,
-        like: Any = None,
-        shape: Any = None,
-        dtype: Any = None,
-        status: Status | None = None,
-        stream: Any = None,
+        **options: Unpack[ReceiveOptions],
     ) -> Any:
         transfers, expected = self._transfers, tag if recv_tag is None else recv_tag
-        plain = (
-            like is shape is dtype is status is stream is None
-            and self._is_plain(tensor, dst, tag)
-            and self._is_plain(into, src, expected)
-        )
         posted: Posted | None = None
+        plain = not options and self._is_plain(tensor, dst, tag) and self._is_plain(into, src, expected)
         if plain:
             done = transfers.sendrecv_at_once(tensor, dst, tag, into, src, expected)
             if done:
-                return into if done == 2 else self._recv(into, src, expected)
+                return into if done == 2 else self.recv(into, src, expected)
             message = _plain_message(tensor, dst, tag)
         else:
-            if into is None and like is None:
-                like = tensor
-            message, _ = self._outgoing(tensor, dst, tag, stream)
-            posted, finish, _ = self._posted(into, src, expected, like, shape, dtype, stream)
+            if into is None and options.get("like") is None:
+                options["like"] = tensor
+            message, _ = self._outgoing(tensor, dst, tag, options.get("stream"))
+            posted, finish, _ = self._posted(into, src, expected, options)
         transfers.send(message)
         try:
             if plain and not transfers.receive_at_once(into, src, expected):
-                posted, finish, _ = self._posted(into, src, expected)
+                posted, finish, _ = self._posted(into, src, expected, {})
             if posted is not None:
                 transfers.receive(posted)
             self._complete(message)
@@ -182,30 +141,31 @@ class Messages:
             transfers.words.check_refused(message)
         if posted is None:
             return into
-        if status is not None:
-            transfers.words.status_of(posted, status)
+        self._tell(posted, options)
         return finish()
 
+    def _tell(self, posted: Posted, options: ReceiveOptions) -> None:
+        """Fill the status of a receive that is done, if the caller has given one."""
+        status = options.get("status")
+        if status is not None:
+            self._transfers.words.status_of(posted, status)
+
     def _posted(
-        self,
-        tensor: Any,
-        src: Any,
-        tag: Any,
-        like: Any = None,
-        shape: Any = None,
-        dtype: Any = None,
-        stream: Any = None,
+        self, tensor: Any, src: Any, tag: Any, options: NewTensorOptions, accepted: type[Any] = ReceiveOptions
     ) -> tuple[Posted, _Finish, Any]:
         """A receive that has not begun; what makes its result; and the view of the memory that it writes."""
+        refuse_unknown(options, accepted)
         try:
             source = ANY_SOURCE if src == ANY_SOURCE else self._peer(src, "src")
             tag = ANY_TAG if tag == ANY_TAG else _tag(tag)
             if tensor is None:
-                return self._posted_new(source, tag, like, shape, dtype, stream)
-            for name, value in (("like", like), ("shape", shape), ("dtype", dtype)):
-                if value is not None:
-                    raise InvalidArgumentError(f"{name}: expected None where a tensor is given, got {value!r}")
-            view = arrays.view(tensor, writable=True, stream=stream)
+                return self._posted_new(source, tag, options)
+            for name in ("like", "shape", "dtype"):
+                if options.get(name) is not None:
+                    raise InvalidArgumentError(
+                        f"{name}: expected None where a tensor is given, got {options.get(name)!r}"
+                    )
+            view = arrays.view(tensor, writable=True, stream=options.get("stream"))
         except CollectivesError as error:
             raise self._named(error) from None
         name = dtypes.name(view.dtype)
@@ -221,12 +181,11 @@ class Messages:
         posted = Posted(source, tag, np.empty(view.array.size, view.dtype), name, None)
         return posted, _ToDevice(posted, view, tensor), view
 
-    def _posted_new(
-        self, source: int, tag: int, like: Any, shape: Any, dtype: Any, stream: Any
-    ) -> tuple[Posted, _Finish, Any]:
+    def _posted_new(self, source: int, tag: int, options: NewTensorOptions) -> tuple[Posted, _Finish, Any]:
         """`_posted`, of a new tensor."""
-        view = None if like is None else arrays.view(like, argument="like", stream=stream)
-        posted = Posted(source, tag, None, None if dtype is None else _dtype(dtype), _shape(shape))
+        like, dtype = options.get("like"), options.get("dtype")
+        view = None if like is None else arrays.view(like, argument="like", stream=options.get("stream"))
+        posted = Posted(source, tag, None, None if dtype is None else _dtype(dtype), _shape(options.get("shape")))
         if view is not None and not isinstance(view, View):
             return posted, _ToDevice(posted, view), None
 

@@ -9,13 +9,11 @@ threads. Tensors on GPUs pass through host memory.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
-import numpy.typing as npt
-
-from collectives.base.options import ProcessSetLike
+from collectives.base.options import MessageOptions, NewTensorOptions, ReceiveOptions, spelled_out
 from collectives.engine.handles import Handle
-from collectives.engine.message_handles import MessageHandle, Status
+from collectives.engine.message_handles import MessageHandle
 from collectives.runtime import default, peer_in, world, world_of
 from collectives.world import World
 
@@ -25,23 +23,21 @@ if TYPE_CHECKING:
 Tensor = TypeVar("Tensor")
 
 
-class _Options(TypedDict, total=False):
-    process_set: ProcessSetLike | int | None
-    stream: Any
+def _with_peer(rank: int, argument: str, options: MessageOptions) -> tuple[World, int]:
+    """The world of a call, and a rank of all ranks as a rank of that world. Takes ``process_set`` out of the keywords.
+
+    Args:
+        rank: the other side of the message.
+        argument: its name in messages.
+    """
+    process_set = options.pop("process_set", None) if options else None
+    if process_set is None:
+        return default.world or world(), rank
+    return world_of(process_set), peer_in(process_set, rank, argument)
 
 
-class _NewOptions(_Options, total=False):
-    shape: Any
-    dtype: Any
-
-
-def _world(process_set: ProcessSetLike | int | None) -> World:
-    return default.world or world() if process_set is None else world_of(process_set)
-
-
-def send(
-    tensor: Any, dst: int, tag: int = 0, *, process_set: ProcessSetLike | int | None = None, stream: Any = None
-) -> None:
+@spelled_out(MessageOptions)
+def send(tensor: Any, dst: int, tag: int = 0, **options: Unpack[MessageOptions]) -> None:
     """Send a tensor to a rank. Returns when the tensor may be changed: at once if it is small, and otherwise when the
     receiver has it, or has called `recv`.
 
@@ -59,50 +55,31 @@ def send(
         RankFailedError: a rank has failed or died, or the receiver has shut down.
         CollectiveTimeoutError: the receiver has not called `recv` within COLLECTIVES_TIMEOUT; the world has failed.
     """
-    _world(process_set).send(tensor, peer_in(process_set, dst, "dst"), tag, stream=stream)
+    world, peer = _with_peer(dst, "dst", options)
+    world.send(tensor, peer, tag, **options)
 
 
-def isend(
-    tensor: Any, dst: int, tag: int = 0, *, process_set: ProcessSetLike | int | None = None, stream: Any = None
-) -> Handle[None]:
+@spelled_out(MessageOptions)
+def isend(tensor: Any, dst: int, tag: int = 0, **options: Unpack[MessageOptions]) -> Handle[None]:
     """Begin to `send` and return at once.
 
     Returns a handle for `collectives.synchronize` and `collectives.poll`, or ``handle.wait()`` and ``handle.poll()``.
     The tensor must not change until it is done; meanwhile it may be read, and sent by other calls.
     """
-    return _world(process_set).isend(tensor, peer_in(process_set, dst, "dst"), tag, stream=stream)
+    world, peer = _with_peer(dst, "dst", options)
+    return world.isend(tensor, peer, tag, **options)
 
 
 @overload
-def recv(
-    tensor: Tensor, src: int, tag: int = 0, *, status: Status | None = None, **options: Unpack[_Options]
-) -> Tensor: ...
+def recv(tensor: None, src: int, tag: int = 0, **options: Unpack[ReceiveOptions]) -> Any: ...
 
 
 @overload
-def recv(
-    tensor: None, src: int, tag: int = 0, *, like: Tensor, status: Status | None = None, **options: Unpack[_NewOptions]
-) -> Tensor: ...
+def recv(tensor: Tensor, src: int, tag: int = 0, **options: Unpack[ReceiveOptions]) -> Tensor: ...
 
 
-@overload
-def recv(
-    tensor: None, src: int, tag: int = 0, *, status: Status | None = None, **options: Unpack[_NewOptions]
-) -> npt.NDArray[Any]: ...
-
-
-def recv(
-    tensor: Tensor | None,
-    src: int,
-    tag: int = 0,
-    *,
-    like: Any = None,
-    shape: Any = None,
-    dtype: Any = None,
-    status: Status | None = None,
-    process_set: ProcessSetLike | int | None = None,
-    stream: Any = None,
-) -> Tensor | npt.NDArray[Any]:
+@spelled_out(ReceiveOptions, like=None, shape=None, dtype=None, status=None)
+def recv(tensor: Any, src: int, tag: int = 0, **options: Unpack[ReceiveOptions]) -> Any:
     """Receive a message from a rank.
 
     Args:
@@ -126,112 +103,39 @@ def recv(
         RankFailedError: a rank has failed or died, or the sender has shut down.
         CollectiveTimeoutError: no message has come within COLLECTIVES_TIMEOUT; the world has failed.
     """
-    received: Tensor | npt.NDArray[Any] = _world(process_set).recv(
-        tensor,
-        peer_in(process_set, src, "src"),
-        tag,
-        like=like,
-        shape=shape,
-        dtype=dtype,
-        status=status,
-        stream=stream,
-    )
-    return received
+    world, peer = _with_peer(src, "src", options)
+    return world.recv(tensor, peer, tag, **options)
 
 
 @overload
-def irecv(tensor: Tensor, src: int, tag: int = 0, **options: Unpack[_Options]) -> MessageHandle[Tensor]: ...
+def irecv(tensor: None, src: int, tag: int = 0, **options: Unpack[NewTensorOptions]) -> MessageHandle[Any]: ...
 
 
 @overload
-def irecv(
-    tensor: None, src: int, tag: int = 0, *, like: Tensor, **options: Unpack[_NewOptions]
-) -> MessageHandle[Tensor]: ...
+def irecv(tensor: Tensor, src: int, tag: int = 0, **options: Unpack[NewTensorOptions]) -> MessageHandle[Tensor]: ...
 
 
-@overload
-def irecv(tensor: None, src: int, tag: int = 0, **options: Unpack[_NewOptions]) -> MessageHandle[npt.NDArray[Any]]: ...
-
-
-def irecv(
-    tensor: Tensor | None,
-    src: int,
-    tag: int = 0,
-    *,
-    like: Any = None,
-    shape: Any = None,
-    dtype: Any = None,
-    process_set: ProcessSetLike | int | None = None,
-    stream: Any = None,
-) -> MessageHandle[Tensor] | MessageHandle[npt.NDArray[Any]]:
+@spelled_out(NewTensorOptions, like=None, shape=None, dtype=None)
+def irecv(tensor: Any, src: int, tag: int = 0, **options: Unpack[NewTensorOptions]) -> MessageHandle[Any]:
     """Begin to `recv` and return at once.
 
     Returns a handle as `isend` does, whose result is that of `recv`, and whose ``status`` tells what was received. The
     tensor may not be used until it is done. Receives that fit the same message get theirs in the order of the calls.
     """
-    return _world(process_set).irecv(
-        tensor, peer_in(process_set, src, "src"), tag, like=like, shape=shape, dtype=dtype, stream=stream
-    )
+    world, peer = _with_peer(src, "src", options)
+    return world.irecv(tensor, peer, tag, **options)
 
 
-@overload
+@spelled_out(ReceiveOptions, like=None, shape=None, dtype=None, status=None)
 def sendrecv(
     tensor: Any,
     dst: int,
-    into: Tensor,
+    into: Any,
     src: int,
     tag: int = 0,
     recv_tag: int | None = None,
-    *,
-    status: Status | None = None,
-    **options: Unpack[_Options],
-) -> Tensor: ...
-
-
-@overload
-def sendrecv(
-    tensor: Any,
-    dst: int,
-    into: None,
-    src: int,
-    tag: int = 0,
-    recv_tag: int | None = None,
-    *,
-    like: Tensor,
-    status: Status | None = None,
-    **options: Unpack[_NewOptions],
-) -> Tensor: ...
-
-
-@overload
-def sendrecv(
-    tensor: Tensor,
-    dst: int,
-    into: None,
-    src: int,
-    tag: int = 0,
-    recv_tag: int | None = None,
-    *,
-    status: Status | None = None,
-    **options: Unpack[_NewOptions],
-) -> Tensor: ...
-
-
-def sendrecv(
-    tensor: Any,
-    dst: int,
-    into: Tensor | None,
-    src: int,
-    tag: int = 0,
-    recv_tag: int | None = None,
-    *,
-    like: Any = None,
-    shape: Any = None,
-    dtype: Any = None,
-    status: Status | None = None,
-    process_set: ProcessSetLike | int | None = None,
-    stream: Any = None,
-) -> Tensor:
+    **options: Unpack[ReceiveOptions],
+) -> Any:
     """`send` one tensor and `recv` another at the same time, so that ranks in a ring do not wait for each other.
 
     Args:
@@ -243,17 +147,7 @@ def sendrecv(
     Returns:
         What `recv` returns.
     """
-    received: Tensor = _world(process_set).sendrecv(
-        tensor,
-        peer_in(process_set, dst, "dst"),
-        into,
-        peer_in(process_set, src, "src"),
-        tag,
-        recv_tag,
-        like=like,
-        shape=shape,
-        dtype=dtype,
-        status=status,
-        stream=stream,
-    )
-    return received
+    process_set = options.get("process_set") if options else None
+    world, following = _with_peer(dst, "dst", options)
+    before = src if process_set is None else peer_in(process_set, src, "src")
+    return world.sendrecv(tensor, following, into, before, tag, recv_tag, **options)

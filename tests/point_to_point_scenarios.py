@@ -238,6 +238,9 @@ def refused_arguments(world: World) -> None:
         world.recv(tensor, 0, shape=(3,))
     with pytest.raises(InvalidTypeError, match="shape: expected non-negative"):
         world.recv(None, 0, shape="x")
+    for call in (world.send, world.isend, world.recv, world.irecv):
+        with pytest.raises(TypeError, match=rf"{call.__name__}\(\) got an unexpected keyword argument 'name'"):
+            call(tensor, 0, name="x")  # type: ignore[operator]
 
 
 def memory_in_flight(world: World) -> None:

@@ -67,6 +67,27 @@ class ReduceOptions(ScaleOptions, total=False):
     compression: Any
 
 
+class MessageOptions(TypedDict, total=False):
+    """Keywords of every message from one rank to another."""
+
+    process_set: ProcessSetLike | int | None
+    stream: Any
+
+
+class NewTensorOptions(MessageOptions, total=False):
+    """Keywords of a receive, whose result may be a new tensor."""
+
+    like: Any
+    shape: Any
+    dtype: Any
+
+
+class ReceiveOptions(NewTensorOptions, total=False):
+    """Keywords of a receive that waits; ``status`` is a `collectives.Status`."""
+
+    status: Any
+
+
 class Options(NamedTuple):
     """All keywords of one call, with their defaults, in the order of signatures."""
 
@@ -91,10 +112,15 @@ def complete(options: Mapping[str, Any], accepted: type[Any]) -> Options:
     Raises:
         TypeError: the function has no such keyword; names the function of this package that the program called.
     """
+    refuse_unknown(options, accepted)
+    return Options(**options)
+
+
+def refuse_unknown(options: Mapping[str, Any], accepted: type[Any]) -> None:
+    """Raise TypeError as `complete` does."""
     unknown = [keyword for keyword in options if keyword == "process_set" or keyword not in accepted.__optional_keys__]
     if unknown:
         raise TypeError(f"{_called_function()}() got an unexpected keyword argument {unknown[0]!r}")
-    return Options(**options)
 
 
 def spelled_out(accepted: type[Any], **defaults: Any) -> Callable[[Function], Function]:
@@ -102,8 +128,8 @@ def spelled_out(accepted: type[Any], **defaults: Any) -> Callable[[Function], Fu
     `typing.get_type_hints`.
 
     Args:
-        accepted: `CallOptions` or a subclass: the keywords that the function takes, as parameters of its own or in
-            ``**options``.
+        accepted: `CallOptions`, `MessageOptions`, or a subclass: the keywords that the function takes, as parameters of
+            its own or in ``**options``.
         defaults: replace those of `Options`, and supply those of keywords that `Options` lacks.
     """
     types = accepted.__annotations__

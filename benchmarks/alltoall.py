@@ -6,8 +6,6 @@ what a rank receives from its peers; the block that it keeps is left out.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 import collectives
@@ -18,6 +16,7 @@ from benchmarks.collective import (
     Forced,
     Result,
     bytes_of_peers,
+    fills,
     per_rank,
     share_of_peers,
 )
@@ -42,32 +41,17 @@ def persistent(case: Case, mode: str) -> Result:
 
 def mpi(peer: Mpi, case: Case, mode: str) -> Result:
     send, work = peer.plain(case.send), peer.plain(case.work)
-
-    def call() -> Any:
-        peer.comm.Alltoall(send, work)
-        return case.work
-
-    return call
+    return fills(case.work, peer.comm.Alltoall, send, work)
 
 
 def torch(peer: Torch, case: Case, mode: str) -> Result:
     send, work = peer.tensor(case.send), peer.tensor(case.work)
-
-    def call() -> Any:
-        peer.distributed.all_to_all_single(work, send)
-        return case.work
-
-    return call
+    return fills(case.work, peer.distributed.all_to_all_single, work, send)
 
 
 def cupyx(peer: Cupyx, case: Case, mode: str) -> Result:
     send, work = (peer.plain(array).reshape(case.size, -1) for array in (case.send, case.work))
-
-    def call() -> Any:
-        peer.backend.all_to_all(send, work)
-        return case.work
-
-    return call
+    return fills(case.work, peer.backend.all_to_all, send, work)
 
 
 ALLTOALL = Collective(

@@ -6,8 +6,6 @@ all n ranks can share that work.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 import collectives
@@ -20,6 +18,7 @@ from benchmarks.collective import (
     Result,
     Unavailable,
     bytes_of_peers,
+    fills,
     whole,
 )
 from benchmarks.peers import Cupyx, Mpi, Torch
@@ -47,36 +46,21 @@ def mpi(peer: Mpi, case: Case, mode: str) -> Result:
     if mode == OUT_OF_PLACE:
         raise Unavailable("mpi: Bcast works in place only")
     work = peer.plain(case.work)
-
-    def call() -> Any:
-        peer.comm.Bcast(work, case.root)
-        return case.work
-
-    return call
+    return fills(case.work, peer.comm.Bcast, work, case.root)
 
 
 def torch(peer: Torch, case: Case, mode: str) -> Result:
     if mode == OUT_OF_PLACE:
         raise Unavailable(f"{peer.name}: broadcast works in place only")
     tensor = peer.tensor(case.work)
-
-    def call() -> Any:
-        peer.distributed.broadcast(tensor, case.root)
-        return case.work
-
-    return call
+    return fills(case.work, peer.distributed.broadcast, tensor, case.root)
 
 
 def cupyx(peer: Cupyx, case: Case, mode: str) -> Result:
     if mode == OUT_OF_PLACE:
         raise Unavailable("cupyx: broadcast works in place only")
     work = peer.plain(case.work)
-
-    def call() -> Any:
-        peer.backend.broadcast(work, case.root)
-        return case.work
-
-    return call
+    return fills(case.work, peer.backend.broadcast, work, case.root)
 
 
 BROADCAST = Collective(

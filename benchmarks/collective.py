@@ -51,6 +51,25 @@ Result = Callable[[], Any]
 writing."""
 
 
+def fills(work: Any, call: Callable[..., Any], *arguments: Any) -> Result:
+    """``call(*arguments)``, which leaves this rank's result in ``work``."""
+
+    def run() -> Any:
+        call(*arguments)
+        return work
+
+    return run
+
+
+def unavailable(text: str) -> Callable[..., Result]:
+    """A contestant that can do no row of a collective, for the reason that ``text`` says."""
+
+    def refuse(*_: Any) -> Result:
+        raise Unavailable(text)
+
+    return refuse
+
+
 def _allreduce_only(peer: Any, case: Case, mode: str) -> Result:
     raise Unavailable(f"{peer.name}: all-reduce only")
 

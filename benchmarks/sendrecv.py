@@ -11,8 +11,18 @@ from typing import Any
 import numpy as np
 
 import collectives
-from benchmarks.collective import OUT_OF_PLACE, Case, Collective, Forced, Result, Unavailable, whole
-from benchmarks.peers import Cupyx, Mpi, Torch
+from benchmarks.collective import (
+    OUT_OF_PLACE,
+    Case,
+    Collective,
+    Forced,
+    Result,
+    Unavailable,
+    fills,
+    unavailable,
+    whole,
+)
+from benchmarks.peers import Mpi, Torch
 from benchmarks.run import main
 from benchmarks.values import Values
 
@@ -33,19 +43,10 @@ def ours(forced: Forced, case: Case, mode: str) -> Result:
     return lambda: collectives.sendrecv(case.send, following, case.work, before)
 
 
-def persistent(case: Case, mode: str) -> Result:
-    raise Unavailable("persistent: messages between two ranks have no persistent form")
-
-
 def mpi(peer: Mpi, case: Case, mode: str) -> Result:
     following, before = neighbours(case)
     send, work = peer.plain(case.send), peer.plain(case.work)
-
-    def call() -> Any:
-        peer.comm.Sendrecv(send, following, 0, work, before, 0)
-        return case.work
-
-    return call
+    return fills(case.work, peer.comm.Sendrecv, send, following, 0, work, before, 0)
 
 
 def torch(peer: Torch, case: Case, mode: str) -> Result:
@@ -64,10 +65,6 @@ def torch(peer: Torch, case: Case, mode: str) -> Result:
     return call
 
 
-def cupyx(peer: Cupyx, case: Case, mode: str) -> Result:
-    raise Unavailable("cupyx: no exchange with two different ranks")
-
-
 SENDRECV = Collective(
     name="sendrecv",
     reduces=False,
@@ -80,10 +77,10 @@ SENDRECV = Collective(
     limit_text="S bytes on every rank at once",
     wrong=wrong,
     ours=ours,
-    persistent=persistent,
+    persistent=unavailable("persistent: messages between two ranks have no persistent form"),
     mpi=mpi,
     torch=torch,
-    cupyx=cupyx,
+    cupyx=unavailable("cupyx: no exchange with two different ranks"),
 )
 
 if __name__ == "__main__":

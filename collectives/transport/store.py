@@ -49,7 +49,6 @@ _WAIT_AT_ONCE = 10.0
 """Longest time of one request; a longer wait is several requests, so that the server forgets clients that ended."""
 _CONNECT_WITHIN = 10.0
 _FIRST_NAP, _LONGEST_NAP = 0.02, 0.5
-"""Seconds after which a waiting thread handles interrupts."""
 
 
 class StoreServer:

@@ -222,7 +222,7 @@ class Agents:
         if one.ready:
             return f"lost {one.place}: the connection by ssh {how}"
         advice = (
-            f"'ssh -o BatchMode=yes {one.place.host} true' must succeed without a password"
+            f"'ssh -o BatchMode=yes {one.place.host.strip('[]')} true' must succeed without a password"
             if code == 255
             else f"{sys.executable} and {agent.__file__} must be there as here"
         )

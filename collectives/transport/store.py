@@ -42,7 +42,6 @@ _REQUEST = struct.Struct("<cdII")
 _ANSWER = struct.Struct("<cI")
 _SET, _GET, _WAIT = b"s", b"g", b"w"
 _DONE, _ABSENT, _REFUSED = b"d", b"a", b"r"
-_HELLO = b"store"
 _FRAME_WITHIN = 30.0
 """Seconds in which the rest of a frame must come, or an answer be taken."""
 _WAIT_AT_ONCE = 10.0
@@ -76,7 +75,7 @@ class StoreServer:
         self.address = self._listener.address
 
     def _accepted(self, hello: bytes, sock: socket.socket) -> None:
-        if hello != _HELLO:
+        if hello != _hello(sock.getsockname()[1]):
             sock.close()
             return
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -237,7 +236,7 @@ class Store:
         end, nap = time.monotonic() + seconds, _FIRST_NAP
         while True:
             try:
-                dialling = dial(self._service, *self.address, self._key, _HELLO)
+                dialling = dial(self._service, *self.address, self._key, _hello(self.address[1]))
                 return self._service.run(dialling, end - time.monotonic())
             except (ConnectionResetError, BrokenPipeError):
                 if time.monotonic() + nap > end:
@@ -256,6 +255,12 @@ class Store:
                 self._sock = None
             if self._own:
                 self._service.close()
+
+
+def _hello(port: int) -> bytes:
+    """Names the port that was dialled: who listens on another one where the store could be cannot pass connections on
+    to it, and change what is said."""
+    return f"store {port}".encode()
 
 
 async def _exchange(sock: socket.socket, request: bytes) -> tuple[bytes, bytes]:

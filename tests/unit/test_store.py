@@ -132,7 +132,8 @@ def test_half_open_and_slow_clients_harm_nobody(
 ) -> None:
     monkeypatch.setattr(module, "_FRAME_WITHIN", 0.2)
     silent = socket.create_connection(server.address)
-    socks = [service.run(dial(service, *server.address, KEY, b"store"), 10) for _ in range(3)]
+    hello = f"store {server.address[1]}".encode()
+    socks = [service.run(dial(service, *server.address, KEY, hello), 10) for _ in range(3)]
     half, endless, unknown = socks
     half.send(b"s")
     endless.send(module._REQUEST.pack(b"s", 1.0, 1, 100) + b"a")
@@ -146,6 +147,13 @@ def test_half_open_and_slow_clients_harm_nobody(
         assert sock.recv(1) == b""
     for sock in (silent, *socks):
         sock.close()
+
+
+def test_a_connection_that_is_passed_on_from_another_port_is_closed(server: StoreServer, service: Service) -> None:
+    """Proofs of both sides do not help somebody who listens on a port where ranks look for the store."""
+    with service.run(dial(service, *server.address, KEY, f"store {server.address[1] + 1}".encode()), 10) as passed_on:
+        passed_on.settimeout(10)
+        assert passed_on.recv(1) == b""
 
 
 def test_a_lost_connection_is_made_anew(server: StoreServer, client: Callable[..., Store]) -> None:

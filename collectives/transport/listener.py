@@ -159,7 +159,7 @@ async def dial(
         The connected socket, non-blocking, TCP_NODELAY.
 
     Raises:
-        asyncio.TimeoutError: no answer within ``connect_within`` seconds.
+        TimeoutError: no answer within ``connect_within`` seconds.
         ConnectionRefusedError: nobody listens there.
         ConnectionError: the connection has ended, or has stood still, before the key was proved: the listener may have
             too many.
@@ -186,7 +186,7 @@ async def _connect(service: Service, host: str, port: int, seconds: float) -> so
     loop = asyncio.get_running_loop()
     *others, last = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     for family, kind, protocol, _, address in others:
-        with suppress(OSError, asyncio.TimeoutError):
+        with suppress(OSError):
             return await _connect_to(service, socket.socket(family, kind, protocol), address, seconds)
     family, kind, protocol, _, address = last
     return await _connect_to(service, socket.socket(family, kind, protocol), address, seconds)
@@ -199,6 +199,9 @@ async def _connect_to(service: Service, sock: socket.socket, address: tuple[Any,
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         await asyncio.wait_for(asyncio.get_running_loop().sock_connect(sock, address), seconds)
         return sock
+    except asyncio.TimeoutError:  # is no OSError before Python 3.11
+        sock.close()
+        raise TimeoutError(f"no answer within {seconds:g} s") from None
     except BaseException:
         sock.close()
         raise

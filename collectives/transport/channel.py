@@ -19,7 +19,7 @@ from collectives.transport.bounded_mpi import Waiter
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from collectives.transport.heart import Notices
+    from collectives.transport.notices import Notices
 
 FAILURE_TAG, LEAVE_TAG, BLOCK_TAG, HERE_TAG = 1, 2, 3, 4
 _NOTICES = (FAILURE_TAG, HERE_TAG, LEAVE_TAG)

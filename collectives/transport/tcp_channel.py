@@ -44,7 +44,7 @@ class Links(Protocol):
 
 
 class Notices(Protocol):
-    """What is needed of `heart.Notices`."""
+    """What is needed of `notices.Notices`."""
 
     failed: dict[int, str]
     left: dict[int, int]

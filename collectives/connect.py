@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import functools
 import os
 import sys
@@ -19,9 +18,7 @@ from collectives.base.errors import (
     InvalidArgumentError,
     InvalidTypeError,
     MissingDependencyError,
-    RankFailedError,
     TransportError,
-    in_words,
 )
 from collectives.transport import rendezvous, threads
 from collectives.transport.bounded_call import imported
@@ -154,12 +151,10 @@ def _meet(
     try:
         exchange = rendezvous.exchange_of(place, config.timeout)
         try:
-            group: Group = tcp.connect(exchange, place.rank, place.key, config)
+            group: Group = tcp.connect(exchange, place.rank, place.key, config, exchange.look_for_failures)
             return group
         except BaseException as error:
-            if not isinstance(error, RankFailedError):  # which that rank has told itself
-                with contextlib.suppress(TransportError):  # the store may be what failed
-                    exchange.leave(in_words(place.rank, error))
+            exchange.leave(error)
             raise
     finally:
         place.close()

@@ -133,7 +133,8 @@ def by_rendezvous(rank: int, size: int, links: Links, config: Config) -> Group:
     place = rendezvous.find(environment, config)
     assert place is not None
     try:
-        return tcp.connect(rendezvous.exchange_of(place, config.timeout), rank, place.key, config)
+        exchange = rendezvous.exchange_of(place, config.timeout)
+        return tcp.connect(exchange, rank, place.key, config, exchange.look_for_failures)
     finally:
         place.close()
 

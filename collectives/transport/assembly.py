@@ -70,7 +70,7 @@ def make_group(
     check: Callable[[], object] = lambda: None,
     begun: Callable[[], object] = lambda: None,
 ) -> Group:
-    """Make a group that owns its wiring; called on all ranks.
+    """Make a group that owns its wiring, which is closed if that fails; called on all ranks.
 
     Args:
         config: this rank's settings.
@@ -111,6 +111,7 @@ def make_group(
         if memory is not None:
             memory.board.mark(FAILED, text)
         channel.tell(FAILURE_TAG, text)
+        wiring.close(quiet=False)
         raise
 
 

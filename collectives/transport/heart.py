@@ -27,6 +27,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from collectives.base.errors import RankFailedError, TransportError
+from collectives.transport import backoff
 from collectives.transport.notices import Notices
 
 if TYPE_CHECKING:
@@ -46,6 +47,10 @@ _DIED = (
     "has died, or its init() was interrupted: its connection has ended without a word; see its output, and whether the "
     "system has killed it"
 )
+_TOLD_WITHIN = 1.0
+"""Seconds for which connections that are closed may wait until the system has taken all notices."""
+_MOST_EARLY = 256
+"""Groups that other ranks have made already, and this one has not. Ranks make one group after the other."""
 _TEXT_BYTES = 16 << 10
 _NAME_BYTES = 1 << 10
 _READ_BYTES = 64 << 10
@@ -72,9 +77,9 @@ class _Peer:
         self._outbox: deque[memoryview] = deque()
         self._sending = threading.Lock()
 
-    @property
     def pending(self) -> bool:
-        """Whether the system has not taken everything yet."""
+        """Give the system what it takes. Returns whether that was not everything."""
+        self.flush()
         return bool(self._outbox)
 
     def send(self, frame: bytes) -> None:
@@ -181,7 +186,7 @@ class Heart:
 
     def has_told(self, notices: Notices) -> bool:
         """Whether the system has taken all that was told to the other members."""
-        return not any(peer.pending for peer in self._others(notices))
+        return not any(peer.pending() for peer in self._others(notices))
 
     def _others(self, notices: Notices) -> list[_Peer]:
         return [self._peers[member] for member in notices.members if member != self.rank]
@@ -192,8 +197,15 @@ class Heart:
             if notices.closed and notices.all_left():
                 self._groups.pop(notices.group, None)
 
+    def abandon(self, group: str, members: Sequence[int], error: BaseException) -> None:
+        """Close the connections, because this rank fails to make a group. Its other members are told why."""
+        self.notices(group, members).tell("failed", f"{type(error).__name__}: {error}")
+        self.close()
+
     def close(self) -> None:
-        """Close the connections; groups that this rank has not left see its death. Does not wait."""
+        """Close the connections, once the system has taken what was told; groups that this rank has not left see its
+        death."""
+        backoff.poll(lambda: not any(peer.pending() and not peer.lost for peer in self._peers.values()), _TOLD_WITHIN)
         serving, self._serving = self._serving, None
         if serving is not None:
             serving.cancel()
@@ -287,6 +299,8 @@ class Heart:
         with self._lock:
             notices = self._groups.get(group)
             if notices is None:
+                if group not in self._early and len(self._early) >= _MOST_EARLY:
+                    raise ValueError(f"of a further group, {group}, besides {_MOST_EARLY} that this rank has not made")
                 self._early.setdefault(group, {})[rank, kind] = said
                 return
             notices.deliver(rank, kind, said)

@@ -45,12 +45,13 @@ class MpiHeart:
             os._exit(0)
 
     def close(self) -> None:
-        """Close the connections, also those of earlier attempts, whose ranks have come again. Does not wait for the
-        other ranks."""
+        """Close the connections, unless a rank has died, of which `end_if_lost` must know; and those of earlier
+        attempts, whose ranks have come again. Does not wait for the other ranks."""
         for one in [one for one in _watching if one is self or one.mesh.size <= self.mesh.size]:
-            _watching.remove(one)
-            one.heart.close()
-            one.mesh.close()
+            if one is not self or not one.notices.died:
+                _watching.remove(one)
+                one.heart.close()
+                one.mesh.close()
 
 
 _watching: list[MpiHeart] = []
@@ -101,9 +102,12 @@ def watch(channel: Channel, config: Config, *, needed: bool = False) -> MpiHeart
             # The other ranks are in the next exchange, or come to it.
             exchange(None, str(error) or type(error).__name__)
         exchange(None)
+        assert mesh is not None and heart is not None
+        heart.start()
+        return MpiHeart(mesh, heart, channel, config.timeout)
     except BaseException as error:
         if heart is not None:
-            heart.close()
+            heart.abandon(OUTERMOST, channel.names, error)
         if mesh is not None:
             mesh.close()
         if not isinstance(error, _ProblemElsewhereError):
@@ -117,6 +121,3 @@ def watch(channel: Channel, config: Config, *, needed: bool = False) -> MpiHeart
                 error,
             )
         return None
-    assert mesh is not None and heart is not None
-    heart.start()
-    return MpiHeart(mesh, heart, channel, config.timeout)

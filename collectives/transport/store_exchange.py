@@ -44,6 +44,8 @@ _AT_ONCE = 0.0
 """Seconds for a key that is there, or is not."""
 _SHORTEST = 1e-3
 """Seconds of a wait; to some stores 0 means for ever."""
+_LOOK_EVERY = 0.2
+"""Seconds between two looks for ranks that have left."""
 
 
 class KeyValueStore(Protocol):
@@ -77,6 +79,7 @@ class StoreExchange:
         self._count = 0
         self._place = _FIRST
         self._end = 0.0
+        self._looked_at = 0.0
 
     def __call__(self, value: Any) -> list[Any]:
         """Give a value that JSON can carry, and get those of all ranks.
@@ -90,24 +93,37 @@ class StoreExchange:
         if self._size == 1:
             return [value]
         self._end = time.monotonic() + self._timeout
-        try:
-            self._set(_SIZE, self._size)
-            while (following := self._found("concluded")) is not None:
-                self._place = following
-            self._set(self._key("offer", self._rank), {**self._offer, "count": self._count, "value": value})
-            offers = self._propose() if self._rank == 0 else self._agree()
-        except BaseException as error:
-            if self._count and not isinstance(error, RankFailedError):  # which another rank has told already
-                with suppress(TransportError):
-                    self.leave(in_words(self._rank, error))
-            raise
+        self._set(_SIZE, self._size)
+        while (following := self._found("concluded")) is not None:
+            self._place = following
+        self._set(self._key("offer", self._rank), {**self._offer, "count": self._count, "value": value})
+        offers = self._propose() if self._rank == 0 else self._agree()
         self._nonces = [offer["nonce"] for offer in offers]
         self._count += 1
         return [offer["value"] for offer in offers]
 
-    def leave(self, why: str) -> None:
-        """Tell the ranks that wait in a later exchange than the first that this rank will not come."""
-        self._set(_LEFT, {"rank": self._rank, "nonce": self._offer["nonce"], "why": why})
+    def leave(self, error: BaseException) -> None:
+        """Tell the ranks that have ended the first exchange, and wait for this one, that it will not come because of an
+        error."""
+        if not isinstance(error, RankFailedError):  # which another rank has told already
+            with suppress(TransportError):  # the store may be what failed
+                why = in_words(self._rank, error)
+                self._set(_LEFT, {"rank": self._rank, "nonce": self._offer["nonce"], "why": why})
+
+    def look_for_failures(self) -> None:
+        """Raise RankFailedError if a rank has left since the first exchange; for ranks that wait for it elsewhere."""
+        if time.monotonic() > self._looked_at + _LOOK_EVERY:
+            self._look()
+            self._looked_at = time.monotonic()
+
+    def _look(self) -> None:
+        if self._count and self._arrived([_LEFT], _AT_ONCE):
+            left = self._get(_LEFT)
+            if left["rank"] != self._rank and left["nonce"] == self._nonces[left["rank"]]:
+                raise RankFailedError(
+                    f"rank {self._rank}: rank {left['rank']} failed in init(): {left['why']}; mend that, and call "
+                    "init() again on every rank"
+                )
 
     def _propose(self) -> list[dict[str, Any]]:
         """Rank 0's part."""
@@ -174,13 +190,7 @@ class StoreExchange:
 
     def _check(self) -> None:
         """Raise if a rank has left, or the time is over."""
-        if self._count and self._arrived([_LEFT], _AT_ONCE):
-            left = self._get(_LEFT)
-            if left["rank"] != self._rank and left["nonce"] == self._nonces[left["rank"]]:
-                raise RankFailedError(
-                    f"rank {self._rank}: rank {left['rank']} failed in init(): {left['why']}; mend that, and call "
-                    "init() again on every rank"
-                )
+        self._look()
         if time.monotonic() <= self._end:
             return
         missing = self._missing()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from collectives.base.config import Config
@@ -18,9 +19,17 @@ from collectives.transport.tcp_messages import TcpMessages
 from collectives.transport.tcp_words import TcpWords
 
 _FEW_SPINS = 2
+_OUTERMOST = "0"
+"""The name of the group of all ranks."""
 
 
-def connect(exchange: Callable[[Any], list[Any]], rank: int, key: bytes | None, config: Config) -> Group:
+def connect(
+    exchange: Callable[[Any], list[Any]],
+    rank: int,
+    key: bytes | None,
+    config: Config,
+    check: Callable[[], object] = lambda: None,
+) -> Group:
     """Make the group of the processes that call ``exchange`` together.
 
     A rank that raises leaves no other rank waiting: those that wait for it raise RankFailedError.
@@ -28,6 +37,7 @@ def connect(exchange: Callable[[Any], list[Any]], rank: int, key: bytes | None, 
     Args:
         exchange, rank, key: of `Mesh.join`.
         config: this rank's settings.
+        check: raises if a rank has failed that has not connected yet.
 
     Raises:
         TransportError: a rank cannot be reached.
@@ -37,30 +47,24 @@ def connect(exchange: Callable[[Any], list[Any]], rank: int, key: bytes | None, 
         InvalidArgumentError: there is no such network interface.
     """
     mesh = Mesh.join(exchange, rank, key, interface=config.network_interface)
+    heart, everybody = None, range(mesh.size)
     try:
-        wiring = wire(mesh, config)
-    except BaseException:
+        heart = Heart(mesh, config.peer_timeout, config.timeout, check)
+        wiring = TcpWiring(mesh, heart, _OUTERMOST, everybody, config, partial(_end, mesh, heart), check)
+        wiring.watch(check)  # the heart does not listen yet: a rank that cannot connect is no rank that has died
+        wiring.channel.exchange(None)
+        heart.start()
+        return make_group(wiring, config, everybody)
+    except BaseException as error:
+        if heart is not None:
+            heart.abandon(_OUTERMOST, everybody, error)
         mesh.close()
         raise
-    return make_group(wiring, config, range(mesh.size))
 
 
-def wire(mesh: Mesh, config: Config) -> TcpWiring:
-    """Connect all ranks of a mesh; called by all of them. The wiring owns the mesh."""
-    heart = Heart(mesh, config.peer_timeout, config.timeout)
-    try:
-
-        def end() -> None:
-            heart.close()
-            mesh.close()
-
-        wiring = TcpWiring(mesh, heart, "0", range(mesh.size), config, end)
-        wiring.channel.exchange(None)  # a rank that cannot connect is no rank that has died
-        heart.start()
-        return wiring
-    except BaseException:
-        heart.close()
-        raise
+def _end(mesh: Mesh, heart: Heart) -> None:
+    heart.close()
+    mesh.close()
 
 
 class TcpWiring:

@@ -185,3 +185,22 @@ def test_a_rank_that_hears_of_a_death_from_another_names_the_dead(ranks: Callabl
     assert soon(lambda: 1 in mine.failed)
     with pytest.raises(RankFailedError, match=r"^rank 0: rank 2 on \S+ has been silent for 3 s$"):
         mine.look_for_failures()
+
+
+def test_a_rank_that_gives_a_group_up_says_why(ranks: Callable[..., list[Heart]]) -> None:
+    zero, one, two = ranks(LONG, LONG, LONG)
+    mine = zero.notices("all", range(3))
+    two.abandon("all", range(3), KeyboardInterrupt("in init()"))
+    late = one.notices("all", range(3))
+    for notices in (mine, late):
+        assert soon(lambda notices=notices: notices.gone == {2})
+        assert notices.failed == {2: "KeyboardInterrupt: in init()"} and not notices.died
+
+
+def test_notices_of_groups_that_are_not_made_yet_are_bounded(ranks: Callable[..., list[Heart]]) -> None:
+    zero, one = ranks(LONG, LONG)
+    mine = zero.notices("all", range(2))
+    for number in range(300):
+        one.notices(f"all.{number}", range(2)).tell("here", "1")
+    assert soon(lambda: mine.died)
+    assert "has sent what is no notice" in mine.died[1] and len(zero._early) == 256

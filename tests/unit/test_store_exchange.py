@@ -12,8 +12,11 @@ from typing import Any
 
 import pytest
 
+from collectives.base.config import Config
 from collectives.base.errors import CollectiveTimeoutError, InvalidArgumentError, RankFailedError, TransportError
+from collectives.transport import tcp
 from collectives.transport.authentication import make_key
+from collectives.transport.mesh import Mesh
 from collectives.transport.service import Service
 from collectives.transport.store import Store, StoreServer
 from collectives.transport.store_exchange import StoreExchange
@@ -191,7 +194,7 @@ def test_a_rank_that_fails_between_two_exchanges_leaves_nobody_waiting(
     exchanges = [StoreExchange(store, rank, 3, 20, "here") for rank in range(3)]
     list(pool.map(lambda exchange: exchange(0), exchanges))
     waiting = [pool.submit(exchange, 1) for exchange in exchanges[:2]]
-    exchanges[2].leave("InvalidArgumentError: no such interface")
+    exchanges[2].leave(InvalidArgumentError("no such interface"))
     for rank, one in enumerate(waiting):
         with pytest.raises(RankFailedError, match=f"rank {rank}: rank 2 failed in init.*no such interface"):
             one.result(20)
@@ -199,6 +202,23 @@ def test_a_rank_that_fails_between_two_exchanges_leaves_nobody_waiting(
     again = [StoreExchange(store, rank, 3, 20, "here") for rank in range(3)]
     for _ in range(2):
         assert list(pool.map(lambda exchange: exchange(2), again)) == [[2, 2, 2]] * 3
+
+
+def test_a_rank_that_fails_before_it_has_connected_leaves_nobody_waiting(
+    pool: concurrent.futures.ThreadPoolExecutor,
+) -> None:
+    store = LocalStore()
+    exchanges = [StoreExchange(store, rank, 2, 20, "here") for rank in range(2)]
+
+    def fail() -> None:
+        mesh = Mesh.join(exchanges[1], 1, None)
+        exchanges[1].leave(KeyboardInterrupt())
+        mesh.close()
+
+    failed = pool.submit(fail)
+    with pytest.raises(RankFailedError, match=r"rank 0: rank 1 failed in init.*KeyboardInterrupt"):
+        tcp.connect(exchanges[0], 0, None, Config(timeout=20), exchanges[0].look_for_failures)
+    failed.result(20)
 
 
 @pytest.mark.parametrize("again", range(3))

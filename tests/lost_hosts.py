@@ -1,8 +1,8 @@
 """Let ranks and hosts die in the middle of operations between hosts, and look at the others.
 
     python -m tests.lost_hosts 0 60               the deaths of seeds 0 to 59, over TCP
-    python -m tests.lost_hosts 0 10 --mpi         under Open MPI's mpirun
-    python -m tests.lost_hosts 0 10 --how silent  only hosts whose cable is pulled
+    python -m tests.lost_hosts 0 10 --mpi         under Open MPI's mpirun; --mpi mpich: under MPICH's
+    python -m tests.lost_hosts 0 10 --how cut     only hosts whose cable is pulled
 
 The hosts are made on this machine (`tests.clusters`). Without MPI nobody ends the survivors. Each of them must raise
 RankFailedError in time, name a rank that was lost, and end; on the hosts that are left no process and no memory may
@@ -34,7 +34,7 @@ from collectives.base.errors import RankFailedError
 from collectives.transport import backoff
 from tests.clusters import Cluster, cluster
 from tests.killed_ranks import OPERATIONS, calls
-from tests.mpirun import ROOT, environment, rank_environment
+from tests.mpirun import IMPLEMENTATIONS, ROOT, python_for, rank_environment
 
 HOWS = ("killed", "off", "cut", "stopped", "cut for a moment", "stopped for a moment")
 """A rank is killed; a host is switched off, or its cable is pulled; a rank is stopped; the last two end in time."""
@@ -52,7 +52,7 @@ _COUNTS = (1000, 20_000, 300_000, 1_000_000)
 _PORT = 29411
 _MARK = "tests.lost_hosts"
 _PASSED = ("PATH", "PYTHONPATH", "PYTHONFAULTHANDLER", "OMPI_MCA_btl")
-"""Variables that mpirun passes on to other hosts."""
+"""Variables that Open MPI's mpirun passes on to other hosts; MPICH's passes all of them."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,8 @@ class Plan:
     operation: str
     count: int
     delay: float
-    mpi: bool
+    mpi: str = ""
+    """Whose mpirun starts the ranks; empty: they meet by TCP."""
 
     @property
     def hosts(self) -> list[str]:
@@ -85,12 +86,12 @@ class Plan:
 
     def __str__(self) -> str:
         return (
-            f"seed {self.seed}, {'mpirun' if self.mpi else 'TCP'}, ranks {self.per_host}, {self.operation} of "
+            f"seed {self.seed}, {self.mpi or 'TCP'}, ranks {self.per_host}, {self.operation} of "
             f"{self.count} elements, rank {self.victim} on {self.hosts[self.victim]} {self.how}"
         )
 
 
-def draw(seed: int, how: str | None = None, mpi: bool = False) -> Plan:
+def draw(seed: int, how: str | None = None, mpi: str = "") -> Plan:
     """The death of a seed."""
     random = Random(f"lost {seed}")
     per_host = tuple(random.choice((1, 1, 2)) for _ in range(random.choice((2, 2, 3, 4))))
@@ -117,9 +118,8 @@ def lose(plan: Plan) -> list[str]:
 @contextmanager
 def _started(plan: Plan, hosts: Cluster, folder: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
     """The ranks: a process of each, or mpirun's."""
-    prefix = environment("openmpi")
-    python = str(prefix / "bin" / "python") if prefix is not None else sys.executable
-    program = [python, "-m", _MARK, "0", "0", "--rank", str(folder)]
+    python = python_for(plan.mpi) if plan.mpi else Path(sys.executable)
+    program = [str(python), "-m", _MARK, "0", "0", "--rank", str(folder)]
     program += ["--operation", plan.operation, "--count", str(plan.count)]
     if plan.survives:
         program += ["--until-stopped"]
@@ -127,11 +127,11 @@ def _started(plan: Plan, hosts: Cluster, folder: Path) -> Iterator[list[subproce
     common = rank_environment(variables)
     if plan.mpi:
         del common["PRTE_MCA_rmaps_default_mapping_policy"]  # it would place all ranks on the first host
-        assert prefix is not None, "Open MPI is not installed"
-        common["PATH"] = f"{prefix / 'bin'}{os.pathsep}{common['PATH']}"
-        passed = [part for name in (*variables, *_PASSED) for part in ("-x", name)]
+        common["PATH"] = f"{python.parent}{os.pathsep}{common['PATH']}"
+        passed = [part for name in (*variables, *_PASSED) for part in ("-x", name)] if plan.mpi == "openmpi" else []
         places = ",".join(f"host{number + 1}:{ranks}" for number, ranks in enumerate(plan.per_host))
-        commands = [(common, ["host1", "mpirun", *passed, "-H", places, "-n", str(len(plan.hosts)), *program])]
+        mpirun = [str(python.parent / "mpirun"), *passed, "-H" if plan.mpi == "openmpi" else "-hosts", places]
+        commands = [(common, ["host1", *mpirun, "-n", str(len(plan.hosts)), *program])]
     else:
         meeting = {"COLLECTIVES_RENDEZVOUS": f"tcp://host1:{_PORT}", "COLLECTIVES_SIZE": str(len(plan.hosts))}
         meeting["COLLECTIVES_KEY"] = secrets.token_hex(32)
@@ -248,8 +248,7 @@ def _left(plan: Plan, hosts: Cluster, started: Sequence[subprocess.Popen[bytes]]
         for host in up:
             lines = _on(hosts, host, "ps", "-eo", "stat,args").splitlines()
             # mpirun and its daemons wait for the host that is gone: they are no business of the ranks.
-            ranks = [line for line in lines if f"-m {_MARK}" in line and line[0] != "Z" and "mpirun" not in line]
-            shown[host] = [line for line in ranks if "prte" not in line]
+            shown[host] = [line for line in lines if re.match(rf"[^Z]\S*\s+\S*python\S* -m {re.escape(_MARK)}", line)]
         return not any(shown.values())
 
     problems = []
@@ -301,7 +300,7 @@ def main() -> None:
     flags.add_argument("first", type=int)
     flags.add_argument("number", type=int)
     flags.add_argument("--how", choices=HOWS, help="only so")
-    flags.add_argument("--mpi", action="store_true", help="under mpirun")
+    flags.add_argument("--mpi", nargs="?", const="openmpi", default="", choices=IMPLEMENTATIONS, help="under mpirun")
     flags.add_argument("--within", type=float, default=float("inf"), help="seconds after which no more are started")
     flags.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
     flags.add_argument("--operation", help=argparse.SUPPRESS)

@@ -7,6 +7,9 @@ import pytest
 from tests.lost_hosts import draw, lose
 
 
-@pytest.mark.parametrize(("seed", "how"), [(5, "killed"), (2, "off"), (7, "cut for a moment")])
-def test_every_survivor_is_told_who_was_lost(seed: int, how: str) -> None:
-    assert lose(draw(seed, how, False)) == []
+@pytest.mark.parametrize(
+    ("seed", "how", "mpi"),
+    [(5, "killed", ""), (2, "off", ""), (7, "cut for a moment", ""), (4, "off", "openmpi"), (4, "cut", "mpich")],
+)
+def test_every_survivor_is_told_who_was_lost(seed: int, how: str, mpi: str) -> None:
+    assert lose(draw(seed, how, mpi)) == []

@@ -43,10 +43,7 @@ _KINDS = ("beat", "lost", "failed", "left", "here")
 """Of frames, by number. The last three are those of notices, which have the group's name, a zero byte, and a text."""
 _HEAD = struct.Struct("<HB")
 """Of a frame: the number of bytes that follow, and its kind."""
-_DIED = (
-    "has died, or its init() was interrupted: its connection has ended without a word; see its output, and whether the "
-    "system has killed it"
-)
+_DIED = "has died: its connection has ended without a word; see its output, and whether the system has killed it"
 _TOLD_WITHIN = 1.0
 """Seconds for which connections that are closed may wait until the system has taken all notices."""
 _MOST_EARLY = 256

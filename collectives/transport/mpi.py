@@ -136,9 +136,10 @@ class MpiWiring:
         """A wiring by TCP, for which MPI was the place to meet."""
         from collectives.transport.tcp import TcpWiring
 
-        def end() -> None:
+        def end(quiet: bool) -> None:
             watched.close()
-            self.channel.close()
+            if quiet:
+                self.channel.close()
 
         ranks = range(self.channel.size)
         return TcpWiring(watched.mesh, watched.heart, watched.notices.group, ranks, config, end)

@@ -62,7 +62,7 @@ def connect(
         raise
 
 
-def _end(mesh: Mesh, heart: Heart) -> None:
+def _end(mesh: Mesh, heart: Heart, quiet: bool) -> None:
     heart.close()
     mesh.close()
 
@@ -75,7 +75,7 @@ class TcpWiring:
         group: the group's name, different from any other group's of the job.
         members: the group's ranks, as ranks of the mesh.
         config: the settings.
-        end: called when the group is closed.
+        end: called with `close`'s argument when the group is closed.
         check: looks for failures while the group's ranks connect; by default among its own notices.
     """
 
@@ -86,7 +86,7 @@ class TcpWiring:
         group: str,
         members: Sequence[int],
         config: Config,
-        end: Callable[[], object] = lambda: None,
+        end: Callable[[bool], object] = lambda quiet: None,
         check: Callable[[], object] | None = None,
     ) -> None:
         self._mesh, self._heart, self._group, self._members = mesh, heart, group, tuple(members)
@@ -130,7 +130,7 @@ class TcpWiring:
     def close(self, quiet: bool) -> None:
         self.messages.close()
         self.channel.close()
-        self._end()
+        self._end(quiet)
 
     def disconnect(self) -> None:
         """Close the connections of a wiring that is not used, and leave mesh, heart and notices alone."""

@@ -69,6 +69,25 @@ def test_a_function_runs_when_all_have_come() -> None:
     assert barrier_then(lambda: request, lambda: request.looks) == 3  # type: ignore[arg-type,return-value]
 
 
+def test_a_barrier_is_tested_often_between_naps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As often as Open MPI needs to look at a connection that is not established yet, and soon again."""
+    naps: list[float] = []
+
+    class Request:
+        tests = 0
+
+        def Test(self) -> bool:
+            self.tests += 1
+            return len(naps) == 300
+
+    clock = iter(range(1000))
+    monkeypatch.setattr(bounded_mpi.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(bounded_mpi.time, "sleep", naps.append)
+    request = Request()
+    assert barrier_then(lambda: request, lambda: request.tests) == 8 * 300 + 1  # type: ignore[arg-type,return-value]
+    assert max(naps) <= 0.01
+
+
 def test_an_interrupt_anywhere_in_a_wait_leaves_its_call_to_finish() -> None:
     """An interrupt comes between any two steps of Python, also while a lock of the standard library is taken."""
 

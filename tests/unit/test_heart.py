@@ -93,7 +93,7 @@ def test_a_closed_connection_is_a_death_in_every_group_that_the_rank_has_not_lef
         assert b.left == {2: 4} and not b.failed and b.gone == {2}
         b.look_for_failures()
         assert c.failed == {2: "ValueError: no good"} and not c.died
-        with pytest.raises(RankFailedError, match=r"^rank [01]: rank 2 on \S+ has died, or its init"):
+        with pytest.raises(RankFailedError, match=r"^rank [01]: rank 2 on \S+ has died: its connection"):
             a.look_for_failures()
     assert zero.notices("d", (0, 2)).failed.keys() == {1}, "a death shows in groups that are made later"
     assert not zero.notices("e", (0, 1)).failed

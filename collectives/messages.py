@@ -20,7 +20,6 @@ from collectives.engine.message_handles import MessageHandle, Posted
 from collectives.engine.point_to_point import PointToPoint
 from collectives.tensors import arrays
 from collectives.tensors.arrays import View
-from collectives.transport.base import Array
 from collectives.transport.point_to_point import Outgoing
 
 if TYPE_CHECKING:
@@ -50,17 +49,19 @@ class Messages:
     # ---- sending
 
     def send(self, tensor: Any, dst: int, tag: int = 0, **options: Unpack[MessageOptions]) -> None:
-        if not options and self._is_plain(tensor, dst, tag):
-            if self._transfers.send_at_once(tensor, dst, tag):
-                return
-            message = _plain_message(tensor, dst, tag)
-        else:
+        plain = not options and self._is_plain(tensor, dst, tag)
+        message = self._transfers.send_at_once(tensor, dst, tag) if plain else False
+        if message is True:
+            return
+        if message is False:
             refuse_unknown(options, MessageOptions)
             message, _ = self._outgoing(tensor, dst, tag, options.get("stream"))
-        if message.peer == self._rank:  # its recv comes later, if at all
-            message.array = message.array.copy()
-            message.end()
-        self._complete(message, self._transfers.send)
+            if message.peer == self._rank:  # its recv comes later, if at all
+                message.array = message.array.copy()
+                message.end()
+            self._complete(message, self._transfers.send)
+        else:
+            self._complete(message)
         if message.refused:
             self._transfers.words.check_refused(message)
 
@@ -111,22 +112,22 @@ class Messages:
         **options: Unpack[ReceiveOptions],
     ) -> Any:
         transfers, expected = self._transfers, tag if recv_tag is None else recv_tag
-        posted: Posted | None = None
         plain = not options and self._is_plain(tensor, dst, tag) and self._is_plain(into, src, expected)
-        if plain:
-            done = transfers.sendrecv_at_once(tensor, dst, tag, into, src, expected)
-            if done:
-                return into if done == 2 else self.recv(into, src, expected)
-            message = _plain_message(tensor, dst, tag)
-        else:
+        message, received = (
+            transfers.sendrecv_at_once(tensor, dst, tag, into, src, expected) if plain else (False, False)
+        )
+        if message is True:
+            return into if received else self.recv(into, src, expected)
+        posted: Posted | None = None
+        if message is False:
             if into is None and options.get("like") is None:
                 options["like"] = tensor
             message, _ = self._outgoing(tensor, dst, tag, options.get("stream"))
             posted, finish, _ = self._posted(into, src, expected, options)
-        transfers.send(message)
+            transfers.send(message)
         try:
-            if plain and not transfers.receive_at_once(into, src, expected):
-                posted, finish, _ = self._posted(into, src, expected, {})
+            if posted is None and not received:
+                posted, finish, _ = self._posted(into, src, expected, options)
             if posted is not None:
                 transfers.receive(posted)
             self._complete(message)
@@ -288,11 +289,6 @@ class _ToDevice:
     def passed(self) -> bool:
         """As `collectives.cuda.completion.Fence`."""
         return True
-
-
-def _plain_message(array: Array, peer: int, tag: int) -> Outgoing:
-    """A message that has not been sent, of arguments that `Messages._is_plain` is true of."""
-    return Outgoing(peer, tag, array if array.ndim == 1 else array.reshape(-1), array.shape)
 
 
 def _tag(tag: Any) -> int:

@@ -78,7 +78,7 @@ class Delivery:
             self._arrived(Incoming(message.peer, message.tag, dtype, message.shape, array.nbytes, message))
         else:
             self.opened().send(message)
-        self._note(message)
+        self.note(message)
 
     def receive(self, posted: Posted) -> None:
         """Begin to receive."""
@@ -92,10 +92,10 @@ class Delivery:
         message = self.matching.post(posted)
         if message is not None:
             self._take(posted, message)
-        self._note(posted)
+        self.note(posted)
 
-    def _note(self, transfer: Transfer) -> None:
-        """Note a transfer that has begun."""
+    def note(self, transfer: Transfer) -> None:
+        """Note a transfer that has begun, while the endpoint is used."""
         if not transfer.done:
             self.unfinished[transfer] = None
             transfer.among = self.unfinished

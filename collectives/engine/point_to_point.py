@@ -22,6 +22,8 @@ from collectives.transport.base import Array
 from collectives.transport.group import Group
 from collectives.transport.point_to_point import AtOnce, Outgoing
 
+_NEITHER: tuple[Outgoing | bool, bool] = (False, False)
+
 
 class PointToPoint:
     """The messages of one rank. Methods may be called from any thread.
@@ -57,10 +59,16 @@ class PointToPoint:
 
     # ---- within one call
 
-    def send_at_once(self, array: Array, peer: int, tag: int) -> bool:
-        """`AtOnce.send`. Returns whether it was sent; raises nothing of its own."""
+    def send_at_once(self, array: Array, peer: int, tag: int) -> Outgoing | bool:
+        """`AtOnce.send`: whether it was sent, or what is yet to be waited for. Raises nothing of its own."""
         at_once = self._at_once()
-        return at_once is not None and self._attempt(at_once.send, peer, tag, array)
+        return at_once is not None and self._attempt(self._send, at_once, array, peer, tag)
+
+    def _send(self, at_once: AtOnce, array: Array, peer: int, tag: int) -> Outgoing | bool:
+        message = at_once.send(peer, tag, array)
+        if type(message) is Outgoing:
+            self._delivery.note(message)
+        return message
 
     def receive_at_once(self, array: Array, source: int, tag: int) -> bool:
         """`AtOnce.receive`. Returns whether it was received; raises nothing of its own."""
@@ -74,17 +82,25 @@ class PointToPoint:
     def _receive(self, at_once: AtOnce, array: Array, source: int, tag: int) -> bool:
         return self._delivery.matching.is_free(source, tag) and at_once.receive(source, tag, array, self._waits.looks)
 
-    def sendrecv_at_once(self, array: Array, peer: int, tag: int, into: Array, source: int, expected: int) -> int:
-        """`AtOnce.send`, then `AtOnce.receive`. Returns how many of the two were done; raises nothing of its own."""
+    def sendrecv_at_once(
+        self, array: Array, peer: int, tag: int, into: Array, source: int, expected: int
+    ) -> tuple[Outgoing | bool, bool]:
+        """`send_at_once`, and, unless that has returned False, `receive_at_once`."""
         at_once = self._at_once()
         if at_once is None:
-            return 0
-        return self._attempt(self._exchange, at_once, array, peer, tag, into, source, expected)
+            return _NEITHER
+        return self._attempt(self._exchange, at_once, array, peer, tag, into, source, expected) or _NEITHER
 
     def _exchange(
         self, at_once: AtOnce, array: Array, peer: int, tag: int, into: Array, source: int, expected: int
-    ) -> int:
-        return at_once.send(peer, tag, array) and 1 + self._receive(at_once, into, source, expected)
+    ) -> tuple[Outgoing | bool, bool]:
+        message = self._send(at_once, array, peer, tag)
+        if message is False:
+            return _NEITHER
+        received = self._receive(at_once, into, source, expected)
+        if message is not True:
+            at_once.confirm(message, self._waits.looks)
+        return message, received
 
     # ---- handles
 

@@ -26,6 +26,7 @@ class RingsAtOnce:
     Args:
         writers, readers: by peer.
         waiting: is empty if nothing waits for room in a ring.
+        begin: begins to send a large message.
         fetch: copies a payload from where its sender has it: source, place, memory of uint8, bytes.
         tell: tells a source that its message with this number was fetched.
         end: ends the message that a DONE record is about: its source, the reader, the record's header.
@@ -36,22 +37,27 @@ class RingsAtOnce:
         writers: Mapping[int, Writer],
         readers: Mapping[int, Reader],
         waiting: Sized,
+        begin: Callable[[Outgoing], None],
         fetch: Callable[[int, int, Array, int], None],
         tell: Callable[[int, int], None],
         end: Callable[[int, Reader, tuple[int, ...]], None],
     ) -> None:
         self._writers, self._readers = writers, readers
-        self._waiting = waiting
+        self._waiting, self._begin = waiting, begin
         self._fetch, self._tell, self._end = fetch, tell, end
 
-    def send(self, peer: int, tag: int, array: Array) -> bool:
+    def send(self, peer: int, tag: int, array: Array) -> Outgoing | bool:
         writer = self._writers.get(peer)
-        nbytes = array.nbytes
-        if writer is None or nbytes > writer.most_payload or self._waiting:
+        if writer is None or self._waiting:
             return False
-        shape = array.shape
+        shape, nbytes = array.shape, array.nbytes
+        flat = array if len(shape) == 1 else array.reshape(-1)
+        if nbytes > writer.most_payload:
+            message = Outgoing(peer, tag, flat, shape)
+            self._begin(message)
+            return message
         numbers = (tag, 0, nbytes, DTYPE_CODE[SUPPORTED[array.dtype]], len(shape), 0)
-        payload = array.tobytes() if nbytes <= _LONGEST_COPY else array.reshape(-1).view(np.uint8)
+        payload = array.tobytes() if nbytes <= _LONGEST_COPY else flat.view(np.uint8)
         return writer.push(EAGER, numbers, shape, payload)
 
     def receive(self, source: int, tag: int, into: Array, looks: int) -> bool:

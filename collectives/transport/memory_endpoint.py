@@ -84,7 +84,7 @@ class MemoryEndpoint:
         self._partial: dict[int, Incoming] = {}
         """By source: the message whose further parts are to come."""
         self.at_once: AtOnce | None = RingsAtOnce(
-            self._writers, self._readers, self._waiting, self._fetch, self._tell, self._read
+            self._writers, self._readers, self._waiting, self.send, self._fetch, self._tell, self._read
         )
 
     def send(self, message: Outgoing) -> None:

@@ -96,9 +96,12 @@ class AtOnce(Protocol):
     """Sends and receives within one call, without the objects of a transfer. A method that returns False has done
     nothing, but for records on the way that it may have handled as `Endpoint.poll` does."""
 
-    def send(self, peer: int, tag: int, array: Array) -> bool:
-        """Send a C-contiguous array of a supported dtype, which may change afterwards; not where it is too large for
-        that, or has to wait for others."""
+    def send(self, peer: int, tag: int, array: Array) -> Outgoing | bool:
+        """Send a C-contiguous array of a supported dtype, unless it would have to wait for other messages.
+
+        Returns:
+            True if it was sent, and may change; where it is large, the message that has begun, as by `Endpoint.send`.
+        """
 
     def receive(self, source: int, tag: int, into: Array, looks: int) -> bool:
         """Receive the next message of a rank into the first elements of such an array, if it comes within so many looks

@@ -28,9 +28,12 @@ class Ends:
         self.waiting: dict[int, Any] = {}
         self.told: list[tuple[int, int]] = []
         self.ended: list[int] = []
+        self.begun: list[Outgoing] = []
         self.lent: Array | None = None
-        self.sender = RingsAtOnce({1: self.writer}, {}, self.waiting, self.fetch, self.tell, self.end)
-        self.receiver = RingsAtOnce({}, {0: self.reader}, {}, self.fetch, self.tell, self.end)
+        self.sender = RingsAtOnce(
+            {1: self.writer}, {}, self.waiting, self.begun.append, self.fetch, self.tell, self.end
+        )
+        self.receiver = RingsAtOnce({}, {0: self.reader}, {}, self.begun.append, self.fetch, self.tell, self.end)
 
     def fetch(self, source: int, where: int, into: Array, nbytes: int) -> None:
         if self.lent is None:
@@ -71,7 +74,6 @@ def test_what_does_not_fit_stays_first_in_the_ring() -> None:
 
 def test_a_message_is_not_sent_where_it_would_wait_or_overtake() -> None:
     ends = Ends()
-    assert not ends.sender.send(1, 0, np.zeros(ends.writer.most_payload + 1, np.uint8))
     assert not ends.sender.send(0, 0, np.zeros(1)), "this rank has no ring for itself"
     ends.waiting[1] = "a message that waits for room"
     assert not ends.sender.send(1, 0, np.zeros(1))
@@ -97,6 +99,15 @@ def test_a_payload_that_lies_with_its_sender_is_fetched_and_confirmed() -> None:
     assert ends.receiver.receive(0, 7, into, LOOKS)
     np.testing.assert_array_equal(into, [*range(10), 0, 0])
     assert ends.told == [(0, 3)]
+
+
+def test_a_large_message_is_begun() -> None:
+    ends = Ends()
+    large = np.zeros((2, ends.writer.most_payload), np.uint8)
+    message = ends.sender.send(1, 7, large)
+    assert isinstance(message, Outgoing) and ends.begun == [message]
+    assert (message.peer, message.tag, message.shape) == (1, 7, large.shape)
+    assert np.shares_memory(message.array, large) and message.array.ndim == 1
 
 
 def test_parts_are_left_to_the_ordinary_way() -> None:

@@ -13,7 +13,7 @@ import numpy as np
 
 from collectives.base import dtypes
 from collectives.base.errors import CollectivesError, InvalidArgumentError, InvalidTypeError
-from collectives.base.options import MessageOptions, NewTensorOptions, ReceiveOptions, refuse_unknown
+from collectives.base.options import IreceiveOptions, MessageOptions, ReceiveOptions, refuse_unknown
 from collectives.engine.handles import Handle
 from collectives.engine.matching import ANY_SOURCE, ANY_TAG
 from collectives.engine.message_handles import MessageHandle, Posted
@@ -93,8 +93,8 @@ class Messages:
         self._tell(posted, options)
         return finish()
 
-    def irecv(self, tensor: Any, src: int, tag: int = 0, **options: Unpack[NewTensorOptions]) -> MessageHandle:
-        posted, finish, writes = self._posted(tensor, src, tag, options, NewTensorOptions)
+    def irecv(self, tensor: Any, src: int, tag: int = 0, **options: Unpack[IreceiveOptions]) -> MessageHandle:
+        posted, finish, writes = self._posted(tensor, src, tag, options, IreceiveOptions)
         on_device = isinstance(finish, _ToDevice)
         handle = self._transfers.handle_of(posted, lambda handle: None if on_device else finish(), writes=writes)
         if on_device:
@@ -152,7 +152,7 @@ class Messages:
             self._transfers.words.status_of(posted, status)
 
     def _posted(
-        self, tensor: Any, src: Any, tag: Any, options: NewTensorOptions, accepted: type[Any] = ReceiveOptions
+        self, tensor: Any, src: Any, tag: Any, options: IreceiveOptions, accepted: type[Any] = ReceiveOptions
     ) -> tuple[Posted, _Finish, Any]:
         """A receive that has not begun; what makes its result; and the view of the memory that it writes."""
         refuse_unknown(options, accepted)
@@ -182,7 +182,7 @@ class Messages:
         posted = Posted(source, tag, np.empty(view.array.size, view.dtype), name, None)
         return posted, _ToDevice(posted, view, tensor), view
 
-    def _posted_new(self, source: int, tag: int, options: NewTensorOptions) -> tuple[Posted, _Finish, Any]:
+    def _posted_new(self, source: int, tag: int, options: IreceiveOptions) -> tuple[Posted, _Finish, Any]:
         """`_posted`, of a new tensor."""
         like, dtype = options.get("like"), options.get("dtype")
         view = None if like is None else arrays.view(like, argument="like", stream=options.get("stream"))

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
-from collectives.base.options import MessageOptions, NewTensorOptions, ReceiveOptions, spelled_out
+import numpy.typing as npt
+
+from collectives.base.options import IreceiveOptions, MessageOptions, NewTensorOptions, ReceiveOptions, spelled_out
 from collectives.engine.handles import Handle
-from collectives.engine.message_handles import MessageHandle
+from collectives.engine.message_handles import MessageHandle, Status
 from collectives.runtime import default, peer_in, world, world_of
 from collectives.world import World
 
@@ -71,15 +73,31 @@ def isend(tensor: Any, dst: int, tag: int = 0, **options: Unpack[MessageOptions]
 
 
 @overload
-def recv(tensor: None, src: int, tag: int = 0, **options: Unpack[ReceiveOptions]) -> Any: ...
+def recv(
+    tensor: None,
+    src: int,
+    tag: int = 0,
+    *,
+    like: Tensor,
+    status: Status | None = None,
+    **options: Unpack[NewTensorOptions],
+) -> Tensor: ...
 
 
 @overload
-def recv(tensor: Tensor, src: int, tag: int = 0, **options: Unpack[ReceiveOptions]) -> Tensor: ...
+def recv(
+    tensor: None, src: int, tag: int = 0, *, status: Status | None = None, **options: Unpack[NewTensorOptions]
+) -> npt.NDArray[Any]: ...
+
+
+@overload
+def recv(
+    tensor: Tensor, src: int, tag: int = 0, *, status: Status | None = None, **options: Unpack[MessageOptions]
+) -> Tensor: ...
 
 
 @spelled_out(ReceiveOptions, like=None, shape=None, dtype=None, status=None)
-def recv(tensor: Any, src: int, tag: int = 0, **options: Unpack[ReceiveOptions]) -> Any:
+def recv(tensor: Tensor | None, src: int, tag: int = 0, **options: Unpack[ReceiveOptions]) -> Tensor | npt.NDArray[Any]:
     """Receive a message from a rank.
 
     Args:
@@ -104,19 +122,30 @@ def recv(tensor: Any, src: int, tag: int = 0, **options: Unpack[ReceiveOptions])
         CollectiveTimeoutError: no message has come within COLLECTIVES_TIMEOUT; the world has failed.
     """
     world, peer = _with_peer(src, "src", options)
-    return world.recv(tensor, peer, tag, **options)
+    received: Tensor | npt.NDArray[Any] = world.recv(tensor, peer, tag, **options)
+    return received
 
 
 @overload
-def irecv(tensor: None, src: int, tag: int = 0, **options: Unpack[NewTensorOptions]) -> MessageHandle[Any]: ...
+def irecv(
+    tensor: None, src: int, tag: int = 0, *, like: Tensor, **options: Unpack[NewTensorOptions]
+) -> MessageHandle[Tensor]: ...
 
 
 @overload
-def irecv(tensor: Tensor, src: int, tag: int = 0, **options: Unpack[NewTensorOptions]) -> MessageHandle[Tensor]: ...
+def irecv(
+    tensor: None, src: int, tag: int = 0, **options: Unpack[NewTensorOptions]
+) -> MessageHandle[npt.NDArray[Any]]: ...
 
 
-@spelled_out(NewTensorOptions, like=None, shape=None, dtype=None)
-def irecv(tensor: Any, src: int, tag: int = 0, **options: Unpack[NewTensorOptions]) -> MessageHandle[Any]:
+@overload
+def irecv(tensor: Tensor, src: int, tag: int = 0, **options: Unpack[MessageOptions]) -> MessageHandle[Tensor]: ...
+
+
+@spelled_out(IreceiveOptions, like=None, shape=None, dtype=None)
+def irecv(
+    tensor: Tensor | None, src: int, tag: int = 0, **options: Unpack[IreceiveOptions]
+) -> MessageHandle[Tensor] | MessageHandle[npt.NDArray[Any]]:
     """Begin to `recv` and return at once.
 
     Returns a handle as `isend` does, whose result is that of `recv`, and whose ``status`` tells what was received. The
@@ -126,16 +155,59 @@ def irecv(tensor: Any, src: int, tag: int = 0, **options: Unpack[NewTensorOption
     return world.irecv(tensor, peer, tag, **options)
 
 
+@overload
+def sendrecv(
+    tensor: Any,
+    dst: int,
+    into: None,
+    src: int,
+    tag: int = 0,
+    recv_tag: int | None = None,
+    *,
+    like: Tensor,
+    status: Status | None = None,
+    **options: Unpack[NewTensorOptions],
+) -> Tensor: ...
+
+
+@overload
+def sendrecv(
+    tensor: Tensor,
+    dst: int,
+    into: None,
+    src: int,
+    tag: int = 0,
+    recv_tag: int | None = None,
+    *,
+    status: Status | None = None,
+    **options: Unpack[NewTensorOptions],
+) -> Tensor: ...
+
+
+@overload
+def sendrecv(
+    tensor: Any,
+    dst: int,
+    into: Tensor,
+    src: int,
+    tag: int = 0,
+    recv_tag: int | None = None,
+    *,
+    status: Status | None = None,
+    **options: Unpack[MessageOptions],
+) -> Tensor: ...
+
+
 @spelled_out(ReceiveOptions, like=None, shape=None, dtype=None, status=None)
 def sendrecv(
     tensor: Any,
     dst: int,
-    into: Any,
+    into: Tensor | None,
     src: int,
     tag: int = 0,
     recv_tag: int | None = None,
     **options: Unpack[ReceiveOptions],
-) -> Any:
+) -> Tensor:
     """`send` one tensor and `recv` another at the same time, so that ranks in a ring do not wait for each other.
 
     Args:
@@ -150,4 +222,5 @@ def sendrecv(
     process_set = options.get("process_set") if options else None
     world, following = _with_peer(dst, "dst", options)
     before = src if process_set is None else peer_in(process_set, src, "src")
-    return world.sendrecv(tensor, following, into, before, tag, recv_tag, **options)
+    received: Tensor = world.sendrecv(tensor, following, into, before, tag, recv_tag, **options)
+    return received

@@ -42,6 +42,17 @@ if TYPE_CHECKING:
         assert_type(collectives.broadcast_object("text"), str)
         assert_type(collectives.allgather_object("text"), list[str])
 
+    def messages(array: Float, tensor: Tensor, status: collectives.Status) -> None:
+        assert_type(collectives.recv(array, 1, status=status), Float)
+        assert_type(collectives.recv(None, 1, like=tensor, shape=(3,)), Tensor)
+        assert_type(collectives.recv(None, collectives.ANY_SOURCE), npt.NDArray[Any])
+        assert_type(collectives.irecv(tensor, 1).wait(), Tensor)
+        assert_type(collectives.irecv(None, 1, like=array).wait(), Float)
+        assert_type(collectives.irecv(None, 1, dtype="int32").wait(), npt.NDArray[Any])
+        assert_type(collectives.sendrecv(array, 1, tensor, 1), Tensor)
+        assert_type(collectives.sendrecv(array, 1, None, 1), Float)
+        assert_type(collectives.sendrecv(array, 1, None, 1, like=tensor), Tensor)
+
     def handles(array: Float, any_handle: Handle) -> None:
         assert_type(collectives.synchronize(collectives.allreduce_async(array)), Float)
         assert_type(collectives.grouped_allreduce_async([array]).wait(), list[Float])

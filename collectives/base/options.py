@@ -75,14 +75,19 @@ class MessageOptions(TypedDict, total=False):
 
 
 class NewTensorOptions(MessageOptions, total=False):
-    """Keywords of a receive, whose result may be a new tensor."""
+    """Keywords of a receive whose result is a new tensor."""
 
-    like: Any
     shape: Any
     dtype: Any
 
 
-class ReceiveOptions(NewTensorOptions, total=False):
+class IreceiveOptions(NewTensorOptions, total=False):
+    """Keywords of `collectives.irecv`."""
+
+    like: Any
+
+
+class ReceiveOptions(IreceiveOptions, total=False):
     """Keywords of a receive that waits; ``status`` is a `collectives.Status`."""
 
     status: Any

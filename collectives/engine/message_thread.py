@@ -1,4 +1,4 @@
-"""The background thread of a rank's point-to-point messages: it moves them while the program computes or is in a
+"""The background thread of a rank's point-to-point messages, which moves them while the program computes or is in a
 collective."""
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ class MessageThread:
         self._watched, self._rank = weakref.ref(watched), rank
         self._work = WakeUp()
         self._thread: threading.Thread | None = None
-        weakref.finalize(watched, self._work.set)
 
     def wake(self) -> None:
-        """Have unfinished transfers advanced while no thread waits; or let the thread end."""
+        """Have unfinished transfers advanced while no thread waits."""
         if self._work.is_set():
             return
         self._work.set()
         if self._thread is None:
+            weakref.finalize(self._watched(), self._work.set)
             self._thread = threading.Thread(
                 target=_run,
                 args=(self._watched, self._work),

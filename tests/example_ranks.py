@@ -2,14 +2,12 @@
 
 Starting a framework takes longer than most examples, so that they share one process. JOBS is a list in JSON of lists of
 commands, each a script and its flags: the first one is run by all ranks together, and then the second one, if there is
-one, by each of them alone. What a script's ``main()`` has trained is kept in FOLDER: ``NAME-SIZE-RANK.npz`` holds the
-parameters in their order. Alone, only rank 0 prints.
+one, by rank 0 alone. What a script's ``main()`` has trained is kept in FOLDER: ``NAME-SIZE-RANK.npz`` holds the
+parameters in their order.
 """
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import runpy
 import sys
@@ -32,11 +30,10 @@ def parameters(trained: Any) -> list[np.ndarray]:
 
 def run(command: list[str], rank: int, folder: Path) -> None:
     name, size = Path(command[0]).stem, collectives.size()
-    with contextlib.redirect_stdout(io.StringIO() if rank and size == 1 else sys.stdout):
-        if rank == 0:
-            print(f"### {name} {size}", flush=True)
-        sys.argv = command
-        trained = runpy.run_path(command[0])["main"]()
+    if rank == 0:
+        print(f"### {name} {size}", flush=True)
+    sys.argv = command
+    trained = runpy.run_path(command[0])["main"]()
     np.savez(folder / f"{name}-{size}-{rank}.npz", *parameters(trained))
 
 
@@ -49,10 +46,11 @@ def main() -> None:
         run(together, rank, folder)
         for command in alone:
             collectives.shutdown()
-            collectives.init(comm=MPI.COMM_SELF)
-            run(command, rank, folder)
-            collectives.shutdown()
-            collectives.init()
+            if rank == 0:
+                collectives.init(comm=MPI.COMM_SELF)
+                run(command, rank, folder)
+                collectives.shutdown()
+            collectives.init()  # where the other ranks wait, and use no core
 
 
 if __name__ == "__main__":

@@ -31,11 +31,16 @@ for operation in operations:
 @pytest.mark.parametrize("death", ["os.kill(os.getpid(), signal.SIGKILL)", "raise ValueError('the model exploded')"])
 def test_a_rank_that_dies_between_two_starts_is_named(death: str, medium: str, tmp_path: Path) -> None:
     for which in range(0, 5, 2):
+        folder = tmp_path / str(which)
+        folder.mkdir()
         program = (
             PREAMBLE
             + OPERATIONS
             + f"""
+mark(f"ready {{rank}}")
 if rank == 1:
+    until_marked("ready 0")  # a failure ends the call that a peer is in
+    until_marked("ready 2")
     {death}
 operation = operations[{which}]
 try:
@@ -54,7 +59,7 @@ for call in (operation, operation.start):
         print("refused", flush=True)
 """
         )
-        result = run_ranks(3, program, env=MEDIA[medium], timeout=60, expect=None, args=[str(tmp_path)])
+        result = run_ranks(3, program, env=MEDIA[medium], timeout=60, expect=None, args=[str(folder)])
         assert result.returncode != 0
         if "SIGKILL" not in death:  # mpirun itself ends the others when one is killed
             assert all("told" in result.ranks[each] and "refused" in result.ranks[each] for each in (0, 2)), str(result)

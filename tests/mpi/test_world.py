@@ -11,6 +11,7 @@ from collectives.world import World
 from tests.scenarios import SCENARIOS
 
 pytestmark = pytest.mark.mpi
+RANKS = {"openmpi": (1, 2, 3, 4), "mpich": (1, 3)}
 
 
 @pytest.fixture(scope="module")

@@ -60,7 +60,7 @@ coverage: .venv/.installed  ## The quick tests, and which lines they run
 lint: .venv/.installed  ## ruff and mypy
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
-	.venv/bin/mypy
+	MYPY_NUM_WORKERS=2 .venv/bin/mypy
 
 demo: .venv/.installed  ## All-reduce real gradients on 2 ranks; table and plots in demo-output/
 	.venv/bin/python -m benchmarks.demo

@@ -6,24 +6,13 @@ import pytest
 
 from tests.adapter_runs import ENVIRONMENTS, run_adapter
 
-DEPENDS_ON_THE_NUMBER = (
-    "operations",
-    "autograd",
-    "gradients",
-    "transforms",
-    "sparse",
-    "s*_norm",
-    "tape",
-    "training",
-    "optimizer",
-)
+DEPENDS_ON_THE_NUMBER = ("operations", "autograd", "gradients", "transforms", "sparse", "s*_norm")
 """What is not the same on any number of ranks beyond one. Rings, trees and hosts of more ranks are the engine's, whose
 own tests need no framework."""
 ON_THREE = {
-    **dict.fromkeys(("tensorflow", "jax"), DEPENDS_ON_THE_NUMBER),
-    # Recipes come to what one rank comes to with the whole batch: here with thirds of it.
-    "torch": (*DEPENDS_ON_THE_NUMBER, "recipes*"),
-    "keras on jax": ("*",),
+    **dict.fromkeys(("torch", "tensorflow", "jax"), DEPENDS_ON_THE_NUMBER),
+    # Its recipes come to what one rank comes to with the whole batch: here with thirds of it.
+    "keras on torch": ("*",),
 }
 """By adapter, what runs on three ranks; all else runs on two."""
 RUNS = [

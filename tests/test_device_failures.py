@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import pytest
 
 from tests.mpirun import run_ranks
+from tests.test_engine_failures import MARKS
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
@@ -55,18 +57,22 @@ MEDIA = pytest.mark.parametrize(
 
 
 @MEDIA
-def test_the_others_are_told_when_a_rank_raises(way: str, mpi: str) -> None:
+def test_the_others_are_told_when_a_rank_raises(way: str, mpi: str, tmp_path: Path) -> None:
     """Between operations that are in flight: all handles of the others that wait for it carry its traceback."""
     program = (
         PREAMBLE
+        + MARKS
         + """
 started = time.monotonic()
 both = [hvd.allreduce_async_(full(rank, 10 ** k), op=hvd.Sum, name=f"both {k}") for k in range(6)]
 if rank == 1:
     hvd.synchronize(both[0])
+    until_marked("submitted 0")
+    until_marked("submitted 2")
     raise ValueError("the model exploded")
 tensor = full(rank)
 late = [hvd.allreduce_async_(tensor, op=hvd.Sum, name="late"), hvd.allgather_async(full(rank), name="late too")]
+mark(f"submitted {rank}")
 for handle in late:
     try:
         hvd.synchronize(handle)
@@ -81,7 +87,7 @@ except hvd.RankFailedError as error:
     print("told", flush=True)
 """
     )
-    result = run_ranks(3, program, mpi=mpi, env=WAYS[way], timeout=60, expect=None)
+    result = run_ranks(3, program, mpi=mpi, env=WAYS[way], timeout=60, expect=None, args=[str(tmp_path)])
     assert result.returncode != 0
     assert all("told" in result.ranks[rank] for rank in (0, 2)), str(result)
     assert "the model exploded" in result.ranks[1]

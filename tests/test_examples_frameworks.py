@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.adapter_runs import XLA_FLAGS
 from tests.mpirun import ROOT, python_for, run_command
 
 pytest.importorskip("sklearn")
@@ -186,6 +187,7 @@ def test_keras_on_another_backend(backend: str, others: list[Job], tmp_path: Pat
     needs(backend, "keras", *(["optax"] if backend == "jax" else []))
     jobs = [KERAS, *others]
     commands = [[f"{as_it_is(name)} {given}" for given in (flags, alone)] for name, flags, alone in jobs]
-    outputs = together(commands, tmp_path, plainly(), 160, KERAS_BACKEND=backend)
+    flags = {"XLA_FLAGS": XLA_FLAGS} if backend == "jax" else {}
+    outputs = together(commands, tmp_path, plainly(), 160, KERAS_BACKEND=backend, **flags)
     for job in jobs:
         assert_alike(job, tmp_path, outputs)

@@ -92,14 +92,19 @@ else:
     assert "named" in result.ranks[0]
 
 
-def test_a_failure_reaches_a_rank_that_waits_for_another() -> None:
+def test_a_failure_reaches_a_rank_that_waits_for_another(tmp_path: Path) -> None:
     program = (
         PREAMBLE
+        + MARKS
         + """
 if rank == 2:
+    for waiting in (0, 1):
+        until_marked(f"ready {waiting}")
     hvd.world().fail("the disk is full")
-    time.sleep(1)
+    for waiting in (0, 1):
+        until_marked(f"refused {waiting}")
 else:
+    mark(f"ready {rank}")
     try:
         hvd.barrier()
     except hvd.RankFailedError as error:
@@ -109,9 +114,10 @@ else:
         hvd.barrier()
     except hvd.RankFailedError as error:
         print("still refused")
+    mark(f"refused {rank}")
 """
     )
-    result = run_ranks(3, program, timeout=40)
+    result = run_ranks(3, program, timeout=40, args=[str(tmp_path)])
     assert all("told" in result.ranks[r] and "still refused" in result.ranks[r] for r in (0, 1)), str(result)
 
 

@@ -134,8 +134,9 @@ class ListBinder(Binder):
         assert action.medium is Medium.MESSAGE and action.also is None
         if action.verb is Verb.REDUCE:
             return self._combine(action, self._value(action, buffer))
-        wait = self._wait(action)
-        return wait if buffer is None else self._scatter(action, self._value(action, buffer), wait)
+        # No all-reduce replaces, by a message, a block that it sends in the same round: it arrives where it belongs.
+        assert action.verb is Verb.TAKE and buffer is None
+        return self._wait(action)
 
     def _combine(self, action: Action, value: BlockOf) -> Do:
         """Combine a message with pieces of the tensors, part by part, while the next parts arrive."""
@@ -160,23 +161,6 @@ class ListBinder(Binder):
                         finish(out, out)
 
         return combine
-
-    def _scatter(self, action: Action, value: BlockOf, wait: Do) -> Do:
-        """Copy a message that could not be received into the tensors, because what it replaces was being sent."""
-        tensors, block, length = self._tensors, self._block, self._blocks.length(action.size)
-        assert action.target is not None
-        start = action.target.offset
-
-        def scatter(segment: int) -> None:
-            n = length(segment)
-            if n <= 0:
-                return
-            wait(segment)
-            theirs = value(segment, n)
-            for number, first, last, begin, end in tensors.cut(start + segment * block, n):
-                tensors.outs[number][first:last] = theirs[begin:end]
-
-        return scatter
 
     def _bytes(self, place: Place) -> Callable[[int, int], list[memoryview]]:
         """The block of a segment at a place, as a list."""

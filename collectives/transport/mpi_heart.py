@@ -59,10 +59,11 @@ _watching: list[MpiHeart] = []
 
 
 def end_if_lost() -> None:
-    """End this process, with exit code 0, if a rank has died: finalising MPI waits for all ranks, without a bound. For
-    the exit of a program that has handled the failure."""
+    """End this process if a rank has died: finalising MPI waits for all ranks, without a bound. For the exit of a
+    program that has handled the failure: one that ends by an exception or by `sys.exit` has ended the job before. The
+    exit code is 0, because no exit handler can know that of a bare ``raise SystemExit(3)``."""
     for place, one in enumerate(list(_watching)):
-        # A rank whose init() was interrupted looks dead in that attempt, and comes again in a later one.
+        # A rank that seemed dead in an attempt may have come again in a later one.
         if not any(later.mesh.size >= one.mesh.size for later in _watching[place + 1 :]):
             one.end_if_lost()
 

@@ -128,9 +128,12 @@ def _started(plan: Plan, hosts: Cluster, folder: Path) -> Iterator[list[subproce
     if plan.mpi:
         del common["PRTE_MCA_rmaps_default_mapping_policy"]  # it would place all ranks on the first host
         common["PATH"] = f"{python.parent}{os.pathsep}{common['PATH']}"
-        passed = [part for name in (*variables, *_PASSED) for part in ("-x", name)] if plan.mpi == "openmpi" else []
+        passed = [part for name in (*variables, *_PASSED) for part in ("-x", name)]
         places = ",".join(f"host{number + 1}:{ranks}" for number, ranks in enumerate(plan.per_host))
-        mpirun = [str(python.parent / "mpirun"), *passed, "-H" if plan.mpi == "openmpi" else "-hosts", places]
+        # Open MPI binds the first rank of each host to the first core, which all of these hosts have in common: ranks
+        # that spin in MPI keep each other from running.
+        own = ["--bind-to", "none", *passed, "-H"] if plan.mpi == "openmpi" else ["-hosts"]
+        mpirun = [str(python.parent / "mpirun"), *own, places]
         commands = [(common, ["host1", *mpirun, "-n", str(len(plan.hosts)), *program])]
     else:
         meeting = {"COLLECTIVES_RENDEZVOUS": f"tcp://host1:{_PORT}", "COLLECTIVES_SIZE": str(len(plan.hosts))}

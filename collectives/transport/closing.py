@@ -48,11 +48,11 @@ def close_all(sockets: Iterable[socket.socket], within: float) -> None:
 
 
 def _is_done(sock: socket.socket) -> bool:
-    """Drop what has arrived. Returns whether the peer's system has everything, or wants nothing any more."""
+    """Drop some of what has arrived: a peer that goes on sending must not keep this rank here. Returns whether the
+    peer's system has everything, or wants nothing any more."""
     try:
         with suppress(BlockingIOError):
-            while sock.recv(_SCRAP):
-                pass
+            sock.recv(_SCRAP)
         unsent: int = struct.unpack("i", fcntl.ioctl(sock, _UNSENT, bytes(4)))[0]
     except OSError:
         return True

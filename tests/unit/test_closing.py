@@ -64,3 +64,17 @@ def test_connections_that_have_ended_are_closed_at_once(pair: tuple[socket.socke
     close_all([mine, gone], 20.0)
     close_all([mine], 20.0)
     assert mine.fileno() == gone.fileno() == -1
+
+
+def test_a_peer_that_goes_on_sending_is_not_listened_to(pair: tuple[socket.socket, socket.socket]) -> None:
+    class Endless(socket.socket):
+        heard = 0
+
+        def recv(self, nbytes: int, flags: int = 0) -> bytes:
+            self.heard += nbytes
+            assert self.heard < 1 << 24
+            return bytes(nbytes)
+
+    mine = Endless(fileno=pair[0].detach())
+    close_all([mine], 20.0)
+    assert mine.fileno() == -1

@@ -136,7 +136,13 @@ class ListBinder(Binder):
             return self._combine(action, self._value(action, buffer))
         # No all-reduce replaces, by a message, a block that it sends in the same round: it arrives where it belongs.
         assert action.verb is Verb.TAKE and buffer is None
-        return self._wait(action)
+        wait, length = self._wait(action), self._blocks.length(action.size)
+
+        def take(segment: int) -> None:
+            if length(segment) > 0:  # otherwise no message was posted
+                wait(segment)
+
+        return take
 
     def _combine(self, action: Action, value: BlockOf) -> Do:
         """Combine a message with pieces of the tensors, part by part, while the next parts arrive."""

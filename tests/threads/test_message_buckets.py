@@ -99,6 +99,17 @@ def test_more_blocks_than_a_system_call_takes_and_more_segments_than_one(lists: 
     assert set(lists) == {1024, 1500 - 1024, 3}
 
 
+def test_fewer_elements_than_ranks(lists: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(message_buckets, "JOINED_BELOW", 1)
+
+    def scenario(world: World) -> None:
+        for algorithm in ("direct", "ring", "recursive-doubling", "hierarchical"):
+            check(world, np.dtype(np.float32), [1, 1], op=Op.SUM, algorithm=algorithm, transport="mpi")
+
+    threads.run(3, scenario, hosts=alone(3), make_world=World)
+    assert set(lists) == {2}
+
+
 def test_a_rank_that_has_joined_contributes_zeros(lists: list[int]) -> None:
     def scenario(world: World) -> None:
         if world.rank == 1:

@@ -312,7 +312,8 @@ class Inbox:
     def serve(self, prefix: str, served: Served) -> None:
         """See `Mesh.serve`."""
         self._served[prefix] = served
-        for peer, channel in [key for key in self._arrived if key[1].startswith(prefix)]:
+        # Copied at once: other threads take connections meanwhile.
+        for peer, channel in [key for key in list(self._arrived) if key[1].startswith(prefix)]:
             served(peer, channel, self._arrived.pop((peer, channel)))
 
     def end_serving(self, prefix: str) -> None:

@@ -26,7 +26,7 @@ from collectives.base.errors import (
 from collectives.transport import listener, network
 from collectives.transport.authentication import Verification, make_key
 from collectives.transport.listener import MOST_UNPROVED, Listener, dial
-from collectives.transport.mesh import Mesh
+from collectives.transport.mesh import Inbox, Mesh
 from collectives.transport.service import Service
 
 KEY = make_key()
@@ -114,6 +114,27 @@ def test_connections_that_nobody_awaits_are_served_with_their_channel() -> None:
     early.close()
     for mesh in ranks:
         mesh.close()
+
+
+def test_connections_are_taken_while_others_begin_to_be_served() -> None:
+    inbox, served = Inbox("job", 0), []
+
+    class Channel(str):
+        def startswith(self, *prefix: Any) -> bool:
+            taken = inbox.take(1, "words", 0.0)  # as another thread does between two steps of `serve`
+            if taken is not None:
+                taken.close()
+            return super().startswith(*prefix)
+
+    for channel in ("words", Channel("post/0"), "post/1"):
+        inbox._arrived[1, channel] = socket.socket()
+
+    def serve(peer: int, channel: str, sock: socket.socket) -> None:
+        sock.close()
+        served.append(channel)
+
+    inbox.serve("post/", serve)
+    assert served == ["post/0", "post/1"]
 
 
 def test_a_rank_that_has_ended_and_one_that_does_not_come_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

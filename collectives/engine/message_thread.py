@@ -46,18 +46,18 @@ class MessageThread:
 
     def wake(self) -> None:
         """Have unfinished transfers advanced while no thread waits."""
-        if self._work.is_set():
-            return
-        self._work.set()
         if self._thread is None:
             weakref.finalize(self._watched(), self._work.set)
-            self._thread = threading.Thread(
+            thread = threading.Thread(
                 target=_run,
                 args=(self._watched, self._work),
                 name=f"{THREAD_NAME} {self._rank}, messages",
                 daemon=True,
             )
-            self._thread.start()
+            thread.start()
+            self._thread = thread
+        if not self._work.is_set():
+            self._work.set()
 
     def end(self) -> None:
         """Have the thread, if there is one, see that what it watches has ended."""
@@ -71,6 +71,7 @@ def _run(reference: weakref.ref[Watched], work: WakeUp) -> None:
         work.wait()
         watched = reference()
         if watched is None or watched.ended:
+            work.set()  # for a second thread, which is started if an interrupt cuts `MessageThread.wake` short
             return
         if watched.idle():
             pause = _FIRST_PAUSE

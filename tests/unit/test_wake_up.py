@@ -13,6 +13,7 @@ import pytest
 
 from collectives.base.wake_up import WakeUp
 from collectives.engine.callers import Callers
+from collectives.engine.message_thread import MessageThread
 from collectives.transport.service import Service
 
 
@@ -96,6 +97,42 @@ def test_an_interrupted_follower_is_no_follower_any_more(
         interrupted(follow)
         assert not callers.followers
         assert elsewhere(callers.notify)
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_an_interrupted_start_of_the_thread_of_messages_is_made_up_for(
+    monkeypatch: pytest.MonkeyPatch, after: bool
+) -> None:
+    class Messages:
+        def __init__(self) -> None:
+            self.ended, self.looks = False, threading.Semaphore(0)
+
+        def idle(self) -> bool:
+            return False
+
+        def look(self, deep: bool) -> None:
+            self.looks.release()
+
+    messages, start, threads = Messages(), threading.Thread.start, list[threading.Thread]()
+
+    def interrupted_start(thread: threading.Thread) -> None:
+        if after:
+            start(thread)
+            threads.append(thread)
+        raise Interrupt
+
+    background = MessageThread(messages, 0)
+    with monkeypatch.context() as patch, pytest.raises(Interrupt):
+        patch.setattr(threading.Thread, "start", interrupted_start)
+        background.wake()
+    background.wake()
+    assert messages.looks.acquire(timeout=10)
+    messages.ended = True
+    background.end()
+    assert background._thread is not None
+    for thread in (background._thread, *threads):
+        thread.join(10)
+        assert not thread.is_alive()
 
 
 @pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")

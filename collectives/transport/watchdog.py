@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -160,8 +161,10 @@ class _WorkInFlight:
         while not self._events and not self.closed:
             self._changed.wait()
         self._asleep = False
-        if not self.closed:
-            self._changed.wait(interval)
+        end = time.monotonic() + interval
+        # No late wake-up ends the pause: a peer that has left counts as missing if the next look still finds work.
+        while not self.closed and (left := end - time.monotonic()) > 0:
+            self._changed.wait(left)
         return not self.closed
 
 

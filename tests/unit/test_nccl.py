@@ -584,6 +584,22 @@ def test_the_watch_sleeps_while_nothing_is_under_way() -> None:
     thread.join(SECONDS)
 
 
+def test_what_is_added_ends_no_pause_between_two_looks() -> None:
+    flight = _WorkInFlight(FakeDevice())  # type: ignore[arg-type]
+    flight.add(1)
+
+    class Woken:
+        calls = 0
+
+        def wait(self, seconds: float) -> bool:
+            self.calls += 1
+            flight.closed = self.calls == 3  # the others are wake-ups of what has been seen already
+            return True
+
+    flight._changed = woken = Woken()  # type: ignore[assignment]
+    assert not flight.wait(SECONDS) and woken.calls == 3
+
+
 def test_a_peer_that_died_ends_the_work_once(watched: Watched) -> None:
     watched.watch.add(1)
     look(watched)

@@ -129,14 +129,17 @@ class Progress:
     @contextlib.contextmanager
     def paused(self, within: float = -1) -> Iterator[None]:
         """Stop the driving thread between two rounds and drive in its place; without it after ``within`` seconds."""
-        with self._callers.following():  # the background thread stops for followers
-            self.stopping = True
-            taken = self.lock.acquire(timeout=within)
-        if taken:
-            self.driving = True
+        paused = False
         try:
+            with self._callers.following():  # the background thread stops for followers
+                self.stopping = True
+                if self.lock.acquire(timeout=within):
+                    self.driving = True
+            paused = True
             yield
         finally:
+            if not paused:  # but interrupted: the engine goes on
+                self.stopping = False
             self.release()
             self.hand_over()
 

@@ -188,6 +188,32 @@ def test_a_wait_ends_at_its_timeout_and_may_be_repeated() -> None:
     assert handle.done
 
 
+@pytest.mark.parametrize("held", [False, True])
+def test_waits_go_on_after_an_interrupt_in_the_end_of_the_engine(monkeypatch: pytest.MonkeyPatch, held: bool) -> None:
+    progress, submissions, _ = driven()
+    lock = progress.lock
+
+    class Interrupted:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(lock, name)
+
+        def acquire(self, timeout: float) -> bool:
+            if held:
+                lock.acquire(timeout=timeout)
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(progress, "lock", Interrupted())
+        with progress.paused():
+            raise AssertionError("it was interrupted before")
+    handle = operation("a")
+    submissions.add(handle)
+    thread = threading.Thread(target=lambda: progress.wait(handle, 10), daemon=True)
+    thread.start()
+    thread.join(2)
+    assert handle.done and not lock._is_owned()
+
+
 def test_the_background_thread_drives_while_no_thread_waits() -> None:
     progress, submissions, coordinator = driven()
     handle = operation("a")

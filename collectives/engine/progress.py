@@ -155,9 +155,9 @@ class Progress:
         self.refuse_reentry()
         deadline = None if timeout is None else time.monotonic() + timeout
         awaited = self._callers.awaited
-        if deadline is None:
-            awaited.append(handle)
         try:
+            if deadline is None:
+                awaited.append(handle)
             while not handle.done:
                 try:
                     if self.stopping:

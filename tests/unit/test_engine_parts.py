@@ -214,6 +214,22 @@ def test_waits_go_on_after_an_interrupt_in_the_end_of_the_engine(monkeypatch: py
     assert handle.done and not lock._is_owned()
 
 
+def test_a_wait_that_is_interrupted_at_its_beginning_is_none_any_more() -> None:
+    progress, submissions, _ = driven()
+
+    class Interrupted(list[Handle]):
+        def append(self, handle: Handle) -> None:
+            super().append(handle)
+            raise KeyboardInterrupt
+
+    progress._callers.awaited = awaited = Interrupted()
+    handle = operation("a")
+    submissions.add(handle)
+    with pytest.raises(KeyboardInterrupt):
+        progress.wait(handle)
+    assert not awaited
+
+
 def test_the_background_thread_drives_while_no_thread_waits() -> None:
     progress, submissions, coordinator = driven()
     handle = operation("a")

@@ -61,7 +61,11 @@ class Messages:
                 message.end()
             self._complete(message, self._transfers.send)
         else:
-            self._complete(message)
+            try:
+                self._complete(message)
+            except BaseException as error:  # an interrupt as the call begins
+                self._transfers.abandon(message, error)
+                raise
         if message.refused:
             self._transfers.words.check_refused(message)
 
@@ -70,8 +74,7 @@ class Messages:
         message, view = self._outgoing(tensor, dst, tag, options.get("stream"))
         transfers = self._transfers
         reads = view if isinstance(view, View) and not view.copied else None
-        handle = transfers.handle_of(message, lambda handle: transfers.words.check_refused(message), reads=reads)
-        return self._begin(handle, message, transfers.send)
+        return self._begin(message, transfers.send, lambda handle: transfers.words.check_refused(message), reads=reads)
 
     def _outgoing(self, tensor: Any, dst: Any, tag: Any, stream: Any) -> tuple[Outgoing, Any]:
         """A message that has not been sent, and the view of its tensor."""
@@ -95,11 +98,10 @@ class Messages:
 
     def irecv(self, tensor: Any, src: int, tag: int = 0, **options: Unpack[IreceiveOptions]) -> MessageHandle:
         posted, finish, writes = self._posted(tensor, src, tag, options, IreceiveOptions)
-        on_device = isinstance(finish, _ToDevice)
-        handle = self._transfers.handle_of(posted, lambda handle: None if on_device else finish(), writes=writes)
-        if on_device:
-            handle.fence = finish
-        return self._begin(handle, posted, self._transfers.receive)
+        fence = finish if isinstance(finish, _ToDevice) else None
+        return self._begin(
+            posted, self._transfers.receive, lambda handle: finish() if fence is None else None, fence, writes=writes
+        )
 
     def sendrecv(
         self,
@@ -124,20 +126,21 @@ class Messages:
                 options["like"] = tensor
             message, _ = self._outgoing(tensor, dst, tag, options.get("stream"))
             posted, finish, _ = self._posted(into, src, expected, options)
-            transfers.send(message)
         try:
+            if message.among is None and not message.done:
+                transfers.send(message)
             if posted is None and not received:
                 posted, finish, _ = self._posted(into, src, expected, options)
             if posted is not None:
                 transfers.receive(posted)
             self._complete(message)
+            if posted is not None:
+                self._complete(posted)
         except BaseException as error:
             transfers.abandon(message, error)
             if posted is not None:
                 transfers.abandon(posted, error)
             raise
-        if posted is not None:
-            self._complete(posted)
         if message.refused:
             transfers.words.check_refused(message)
         if posted is None:
@@ -213,22 +216,33 @@ class Messages:
 
     def _complete(self, transfer: Outgoing | Posted, begin: Callable[[Any], None] | None = None) -> None:
         """Begin a transfer, if it has not begun, and wait for it. Raises its error."""
-        if begin is not None:
-            begin(transfer)
-        if not transfer.done:
-            try:
+        try:
+            if begin is not None:
+                begin(transfer)
+            if not transfer.done:
                 self._transfers.wait_for(transfer)
-            except BaseException as error:  # an interrupt: a later message must not be received for this call
-                self._transfers.abandon(transfer, error)
-                raise
+        except BaseException as error:  # an interrupt: a later message must not be received for this call
+            self._transfers.abandon(transfer, error)
+            raise
         if transfer.error is not None:
             raise transfer.error
 
-    def _begin(self, handle: MessageHandle, transfer: Outgoing | Posted, begin: Callable[[Any], None]) -> MessageHandle:
+    def _begin(
+        self,
+        transfer: Outgoing | Posted,
+        begin: Callable[[Any], None],
+        deliver: Callable[[Handle], Any],
+        fence: _ToDevice | None = None,
+        **memory: Any,
+    ) -> MessageHandle:
+        """Begin a transfer, and return its handle; arguments as of `PointToPoint.handle_of`."""
         try:
+            handle = self._transfers.handle_of(transfer, deliver, **memory)
+            if fence is not None:
+                handle.fence = fence
             begin(transfer)
         except BaseException as error:
-            transfer.end(error)  # its memory is free again
+            self._transfers.abandon(transfer, error)  # its memory is free again
             raise
         if not transfer.done:
             self._transfers.in_background()

@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 
 from collectives.base import dtypes
-from collectives.base.errors import InvalidArgumentError, MismatchError, TransportError, in_words
+from collectives.base.errors import CollectivesError, InvalidArgumentError, MismatchError, TransportError, in_words
 from collectives.engine import message_spans
 from collectives.engine.engine import Engine
 from collectives.engine.matching import Matching
@@ -160,16 +160,20 @@ class Delivery:
             self._endpoint.refuse(message, why)
 
     def abandon(self, transfer: Outgoing | Posted, error: BaseException) -> None:
-        """Fail a transfer that is waited for no longer. A send fails the world unless its receiver has left: its memory
-        may be used again, and the receiver would read it without knowing."""
+        """Fail a transfer that is waited for no longer. The world fails, unless the other rank has left, where a send
+        has begun, or a payload is on its way: the memory may be used again, and the receiver would read it, or the
+        endpoint would write there, without knowing."""
         with self._lock:
-            if isinstance(transfer, Posted):
-                self.matching.withdraw(transfer)
-            elif not (
-                transfer.done or transfer.peer == self._rank or self.ended or self._control.has_left(transfer.peer)
-            ):
+            peer = transfer.peer if isinstance(transfer, Outgoing) else self._withdraw(transfer)
+            begun = transfer.among is not None and not transfer.done
+            if begun and peer not in (None, self._rank) and not (self.ended or self._control.has_left(peer)):
                 self._fail(in_words(self._words.rank, error))
             transfer.end(error)
+
+    def _withdraw(self, posted: Posted) -> int | None:
+        """Have a receive take no message; returns the source of the one that it takes already."""
+        self.matching.withdraw(posted)
+        return None if posted.message is None else posted.message.source
 
     # ---- one thread at a time
 
@@ -195,9 +199,9 @@ class Delivery:
         self._inside = True
         try:
             return do(*arguments)
-        except Exception:
+        except CollectivesError:
             raise
-        except BaseException as error:  # an interrupt: a record may have been handled in part
+        except BaseException as error:  # such as an interrupt: a record may have been handled in part
             self._fail(in_words(self._words.rank, error))
             raise
         finally:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from collectives.base.errors import CollectivesError, InvalidArgumentError
+from collectives.base.errors import CollectivesError, InvalidArgumentError, in_words
 from collectives.engine.delivery import Delivery
 from collectives.engine.engine import Engine
 from collectives.engine.handles import Handle
@@ -50,6 +50,7 @@ class PointToPoint:
         self.in_flight = engine.in_flight
         self.words = MessageWords(group.rank, group.ranks)
         self._engine, self._context = engine, engine.context
+        self._fail = fail
         self._delivery = delivery = Delivery(group, engine, pool, self.words, fail)
         self._waits = MessageWaits(group, engine, delivery, self.words, timeout, fail)
         self.send, self.receive, self.abandon = delivery.send, delivery.receive, delivery.abandon
@@ -62,7 +63,11 @@ class PointToPoint:
     def send_at_once(self, array: Array, peer: int, tag: int) -> Outgoing | bool:
         """`AtOnce.send`: whether it was sent, or what is yet to be waited for. Raises nothing of its own."""
         at_once = self._at_once()
-        return at_once is not None and self._attempt(self._send, at_once, array, peer, tag)
+        try:
+            return at_once is not None and self._attempt(self._send, at_once, array, peer, tag)
+        except BaseException as error:
+            self._fail_for(error)
+            raise
 
     def _send(self, at_once: AtOnce, array: Array, peer: int, tag: int) -> Outgoing | bool:
         message = at_once.send(peer, tag, array)
@@ -89,7 +94,15 @@ class PointToPoint:
         at_once = self._at_once()
         if at_once is None:
             return _NEITHER
-        return self._attempt(self._exchange, at_once, array, peer, tag, into, source, expected) or _NEITHER
+        try:
+            return self._attempt(self._exchange, at_once, array, peer, tag, into, source, expected) or _NEITHER
+        except BaseException as error:
+            self._fail_for(error)
+            raise
+
+    def _fail_for(self, error: BaseException) -> None:
+        """After an interrupt: a message has perhaps begun, which nobody would wait for."""
+        self._fail(in_words(self.words.rank, error))
 
     def _exchange(
         self, at_once: AtOnce, array: Array, peer: int, tag: int, into: Array, source: int, expected: int
@@ -114,10 +127,10 @@ class PointToPoint:
         """
         handle = MessageHandle(self, transfer, deliver, reads, writes)
         handle.locate()
+        transfer.notify = handle.settle
         overlap = self.in_flight.claim(handle)
         if overlap is not None:
             raise InvalidArgumentError(f"rank {self.words.rank}: {overlap}")
-        transfer.notify = handle.settle
         return handle
 
     def wait(self, handle: Handle, timeout: float | None = None) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -17,10 +18,12 @@ import collectives
 from collectives.base.errors import RankFailedError
 from collectives.base.reduce_op import Op
 from collectives.engine import failure
+from collectives.engine.message_thread import MessageThread
 from collectives.transport.base import WINDOW_BYTES
 from collectives.transport.board import Board, board_bytes
 from collectives.transport.board_control import BoardControl
 from collectives.transport.group import Group
+from collectives.transport.point_to_point import Incoming, Outgoing
 from collectives.transport.threads import ThreadMemory
 from collectives.world import World
 
@@ -117,3 +120,65 @@ def test_a_thread_whose_first_call_is_interrupted_is_known_by_the_next(monkeypat
         if world._engine.refusal is None:
             world.allreduce_(np.zeros(2))
             assert threading.current_thread() in callers._known
+
+
+class Slow:
+    """An endpoint whose every third poll lets one message come from rank 1, and ends what was begun before."""
+
+    def __init__(self, *, at_once: bool) -> None:
+        self.at_once: Any = self if at_once else None
+        self.arrived: Callable[[Incoming], object] = lambda message: None
+        self.moving: list[Incoming | Outgoing] = []
+        self.polls = 0
+
+    def send(self, *what: Any) -> Outgoing:
+        message: Outgoing = what[0] if len(what) == 1 else Outgoing(*what[:2], what[2], what[2].shape)
+        self.moving.append(message)
+        return message
+
+    def receive(self, *what: Any) -> bool:
+        if len(what) == 2:
+            self.moving.append(what[0])
+        return False  # of `AtOnce`
+
+    def confirm(self, message: Outgoing, looks: int) -> bool:
+        return message.done
+
+    def poll(self) -> None:
+        self.polls += 1
+        if self.polls % 3 == 0:
+            while self.moving:
+                self.moving.pop().end()
+            if self.polls == 3:
+                self.arrived(Incoming(1, 0, "float32", (5,), 20, None))
+
+    busy = False
+
+    def close(self) -> None:
+        self.moving.clear()
+
+
+@pytest.mark.parametrize("at_once", (False, True), ids=("ordinary", "at-once"))
+@pytest.mark.parametrize("call", ("send", "isend", "recv", "irecv", "sendrecv"))
+def test_an_interrupt_at_any_moment_of_a_message(call: str, at_once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No endpoint reads or writes the memory of a call that has ended, and no later message is received for it."""
+    monkeypatch.setattr(failure, "_ACKNOWLEDGE_WITHIN", 0.0)
+    monkeypatch.setattr(MessageThread, "wake", lambda self: None)
+    went_on = 0
+    for at in range(1, 1000):
+        world = mirrored()
+        transfers, mine, into = world._transfers, np.ones(5, np.float32), np.zeros(5, np.float32)
+        delivery = transfers._delivery
+        delivery._open_endpoint = partial(Slow, at_once=at_once)
+        endpoint: Any = delivery.opened()
+        method = getattr(world, call)
+        arguments = (mine, 1, into, 1) if call == "sendrecv" else (into if call.endswith("recv") else mine, 1)
+        if not interrupted(partial(method, *arguments), at):
+            break
+        if world._engine.refusal is None:
+            went_on += 1
+            assert not [message for message in endpoint.moving if not message.done]
+            assert not delivery.matching._posted.of and not delivery.unfinished
+            assert not transfers.in_flight.operations
+        assert not delivery._lock._is_owned() and not delivery._inside and not transfers._waits._waiting
+    assert went_on and at > 20

@@ -96,11 +96,11 @@ class MessageWaits:
 
     def _wait_for(self, transfer: Outgoing | Posted, timeout: float | None) -> None:
         delivery = self._delivery
-        advance, relax = delivery.advance, self._control.relax
+        advance, relax, at_once = delivery.advance, self._control.relax, delivery.at_once
         self._waiting += 1
         try:
-            if delivery.at_once is not None and isinstance(transfer, Outgoing):
-                delivery.attempt(delivery.at_once.confirm, transfer, self.looks)
+            if at_once is not None and isinstance(transfer, Outgoing):  # which another thread may close meanwhile
+                delivery.attempt(at_once.confirm, transfer, self.looks)
                 if transfer.done:
                     return
             for _ in range(self._spins):

@@ -38,8 +38,7 @@ class PointToPoint:
     Attributes:
         in_flight: the memory of this rank's operations in flight.
         words: describe messages.
-        send, receive: begin a transfer; see `Delivery`.
-        abandon, advance, drives, held: see `Delivery`.
+        send, abandon, advance, drives, held: see `Delivery`.
         wait_for: see `MessageWaits`.
         in_background: see `MessageThread.wake`.
     """
@@ -53,10 +52,16 @@ class PointToPoint:
         self._fail = fail
         self._delivery = delivery = Delivery(group, engine, pool, self.words, fail)
         self._waits = MessageWaits(group, engine, delivery, self.words, timeout, fail)
-        self.send, self.receive, self.abandon = delivery.send, delivery.receive, delivery.abandon
+        self.send, self.abandon = delivery.send, delivery.abandon
         self.advance, self.drives, self.held = delivery.advance, delivery.drives, delivery.held
         self._attempt = delivery.attempt
         self.wait_for, self.in_background = self._waits.wait_for, self._waits.background.wake
+
+    def receive(self, posted: Posted) -> None:
+        """`Delivery.receive`."""
+        self._delivery.receive(posted)
+        if posted.done and not self._delivery.idle():  # such as a word for the sender, for which there was no room
+            self.in_background()
 
     # ---- within one call
 

@@ -92,8 +92,8 @@ class RingsAtOnce:
             else:
                 into[: values.size] = values
             return True
-        if kind != READY:
-            return False
+        if kind != READY or self._waiting or not self._writers[source].has_room():
+            return False  # where the source cannot be told at once, nobody might do it later
         try:
             self._fetch(source, where, into.view(np.uint8), nbytes)
         except CollectivesError:  # the ordinary way meets it again, and tells both sides

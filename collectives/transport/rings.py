@@ -137,6 +137,13 @@ class Writer:
         self._count = self._words[self._written] = written + need
         return True
 
+    def has_room(self) -> bool:
+        """Whether a record without further numbers and payload, which never wraps around, can be published now."""
+        most = self._bytes - HEADER.size
+        if self._count - self._seen > most:
+            self._seen = self._their_words[self._read]
+        return self._count - self._seen <= most
+
     def release(self) -> None:
         """Release the views, so that the memory can be unmapped."""
         self._ring.release()

@@ -20,7 +20,9 @@ from collectives.base.errors import (
     RankFailedError,
 )
 from collectives.engine.matching import ANY_SOURCE
+from collectives.engine.message_thread import MessageThread
 from collectives.transport import threads
+from collectives.transport.thread_endpoint import ThreadEndpoint
 from collectives.world import World
 from tests.point_to_point_scenarios import LARGE, SCENARIOS, Program, programs, run_program
 
@@ -273,3 +275,18 @@ def test_a_receiver_without_memory() -> None:
                 world.recv(None, 0)
 
     threads.run(2, program, make_world=with_timeout(5))
+
+
+def test_what_a_receive_leaves_to_be_sent_is_sent_in_the_background(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as a word for the sender, for which there was no room."""
+    woken: list[bool] = []
+    monkeypatch.setattr(MessageThread, "wake", lambda self: woken.append(True))
+
+    def program(world: World) -> None:
+        world.send(np.ones(3), 1 - world.rank)
+        world.barrier()
+        if world.rank == 0:
+            monkeypatch.setattr(ThreadEndpoint, "busy", True)
+            assert (world.recv(None, 1) == 1).all() and woken == [True]
+
+    threads.run(2, program, make_world=World)

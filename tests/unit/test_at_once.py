@@ -33,7 +33,10 @@ class Ends:
         self.sender = RingsAtOnce(
             {1: self.writer}, {}, self.waiting, self.begun.append, self.fetch, self.tell, self.end
         )
-        self.receiver = RingsAtOnce({}, {0: self.reader}, {}, self.begun.append, self.fetch, self.tell, self.end)
+        self.back = Writer(second, first, 1, 0)
+        self.receiver = RingsAtOnce(
+            {0: self.back}, {0: self.reader}, {}, self.begun.append, self.fetch, self.tell, self.end
+        )
 
     def fetch(self, source: int, where: int, into: Array, nbytes: int) -> None:
         if self.lent is None:
@@ -99,6 +102,17 @@ def test_a_payload_that_lies_with_its_sender_is_fetched_and_confirmed() -> None:
     assert ends.receiver.receive(0, 7, into, LOOKS)
     np.testing.assert_array_equal(into, [*range(10), 0, 0])
     assert ends.told == [(0, 3)]
+
+
+def test_no_payload_is_fetched_whose_sender_cannot_be_told() -> None:
+    ends = Ends()
+    ends.lent, into = np.arange(10.0), np.zeros(10)
+    assert ends.writer.push(READY, (7, 3, 80, DTYPE_CODE["float64"], 1, 1 << 62), (10,))
+    while ends.back.has_room():
+        assert ends.back.push(EAGER, (0, 0, 0, 0, 0, 0))
+    assert not ends.back.push(DONE, (0, 3, 0, 0, 0, 0))
+    assert not ends.receiver.receive(0, 7, into, LOOKS)
+    assert not into.any() and not ends.told
 
 
 def test_a_large_message_is_begun() -> None:

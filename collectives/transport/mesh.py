@@ -111,11 +111,15 @@ class Mesh:
                 "cannot reach"
             )
         service, inbox = Service(), Inbox(job, rank)
+        listener: Listener | None = None
         try:
             listener = Listener(service, address, 0, key, inbox.put)
             everywhere = [(host, int(port)) for host, port in exchange(listener.address)]
         except BaseException:
+            if listener is not None:
+                listener.close()
             service.close()
+            inbox.close()
             raise
         return cls(rank, key, job, service, listener, inbox, hosts, everywhere)
 

@@ -105,6 +105,23 @@ def test_ranks_of_one_host_listen_on_loopback_alone() -> None:
         mesh.close()
 
 
+def test_a_rank_that_fails_to_join_listens_no_more() -> None:
+    """Also while its exception is kept: a peer that dials is refused, and does not wait for an answer."""
+    said: list[Any] = []
+
+    def exchange(value: Any) -> list[Any]:
+        said.append(value)
+        if len(said) == 2:
+            raise ZeroDivisionError
+        return [value]
+
+    with pytest.raises(ZeroDivisionError) as kept:
+        Mesh.join(exchange, 0, None)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(said[1])
+    assert kept
+
+
 def test_connections_that_nobody_awaits_are_served_with_their_channel() -> None:
     ranks = meshes(2, KEY)
     arrived: concurrent.futures.Future[tuple[int, str]] = concurrent.futures.Future()

@@ -119,7 +119,7 @@ class StoreExchange:
     def _look(self) -> None:
         if self._count and self._arrived([_LEFT], _AT_ONCE):
             left = self._get(_LEFT)
-            if left["rank"] != self._rank and left["nonce"] == self._nonces[left["rank"]]:
+            if left["rank"] != self._rank and left["nonce"] in self._nonces:  # else it was in an earlier attempt
                 raise RankFailedError(
                     f"rank {self._rank}: rank {left['rank']} failed in init(): {left['why']}; mend that, and call "
                     "init() again on every rank"

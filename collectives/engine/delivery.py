@@ -130,8 +130,8 @@ class Delivery:
                 dtype = dtypes.resolve(message.dtype)
                 into = posted.into = self._pool.empty(math.prod(message.shape), dtype)
             self._copy(message, into.view(np.uint8))
-        except Exception as error:
-            if not (message.done or isinstance(error, MismatchError)):  # such as for lack of memory
+        except (CollectivesError, MemoryError) as error:
+            if not (message.done or isinstance(error, MismatchError)):
                 self._refuse(message, f"{type(error).__name__}: {error}")
             posted.end(error)
             return

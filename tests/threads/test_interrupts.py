@@ -55,7 +55,7 @@ def mirrored() -> World:
     return World(Group(0, 2, ((0, 1),), control, memory, None, lambda members: None, (0, 1), memory.close))
 
 
-def interrupted(call: Callable[[], object], at: int) -> bool:
+def interrupted(call: Callable[[], object], at: int, error: type[BaseException] = Interrupt) -> bool:
     """Make a call, and interrupt it at the ``at``-th moment at which Python looks for signals: when a function of the
     package begins, or when it has called one of C. Returns whether there was such a moment."""
     moments = 0
@@ -65,13 +65,13 @@ def interrupted(call: Callable[[], object], at: int) -> bool:
         if event in ("call", "c_return") and Path(frame.f_code.co_filename).is_relative_to(PACKAGE):
             moments += 1
             if moments == at:
-                raise Interrupt
+                raise error
 
     before = sys.getprofile()
     sys.setprofile(count)
     try:
         call()
-    except (Interrupt, RankFailedError):
+    except (error, RankFailedError):
         return True
     finally:
         sys.setprofile(before)
@@ -141,6 +141,9 @@ class Slow:
             self.moving.append(what[0])
         return False  # of `AtOnce`
 
+    def refuse(self, message: Incoming, why: str) -> None:
+        assert message not in self.moving, "its payload is on its way"
+
     def confirm(self, message: Outgoing, looks: int) -> bool:
         return message.done
 
@@ -158,9 +161,11 @@ class Slow:
         self.moving.clear()
 
 
-@pytest.mark.parametrize("at_once", (False, True), ids=("ordinary", "at-once"))
+@pytest.mark.parametrize(("at_once", "error"), [(False, Interrupt), (True, TimeoutError)], ids=("ordinary", "at-once"))
 @pytest.mark.parametrize("call", ("send", "isend", "recv", "irecv", "sendrecv"))
-def test_an_interrupt_at_any_moment_of_a_message(call: str, at_once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_at_any_moment_of_a_message(
+    call: str, at_once: bool, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No endpoint reads or writes the memory of a call that has ended, and no later message is received for it."""
     monkeypatch.setattr(failure, "_ACKNOWLEDGE_WITHIN", 0.0)
     monkeypatch.setattr(MessageThread, "wake", lambda self: None)
@@ -173,7 +178,7 @@ def test_an_interrupt_at_any_moment_of_a_message(call: str, at_once: bool, monke
         endpoint: Any = delivery.opened()
         method = getattr(world, call)
         arguments = (mine, 1, into, 1) if call == "sendrecv" else (into if call.endswith("recv") else mine, 1)
-        if not interrupted(partial(method, *arguments), at):
+        if not interrupted(partial(method, *arguments), at, error):
             break
         if world._engine.refusal is None:
             went_on += 1

@@ -35,6 +35,8 @@ class Cluster:
     def power_off(self, host: str) -> None:
         """End all processes of a host at once, and pull its cable: its peers get no word of it."""
         self._do("power-off", host)
+        # The program's `down` kills the process of this number, too. That has ended: it may be another test's then.
+        Path(self._state, f"{host}.outer").unlink(missing_ok=True)
 
     def cut(self, host: str) -> None:
         """Pull a host's network cable."""

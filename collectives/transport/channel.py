@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 FAILURE_TAG, LEAVE_TAG, BLOCK_TAG, HERE_TAG = 1, 2, 3, 4
 _NOTICES = (FAILURE_TAG, HERE_TAG, LEAVE_TAG)
+AFTER_EVERY_CALL = 1 << 62
+"""The number of the last call of a rank that leaves after a failure: it must not look as if it had left early."""
 _LEAVE_BYTES = 32
 _NOTICE_BYTES = 2000
 """Few enough that every MPI sends them eagerly, whether or not the receiver is inside MPI."""

@@ -9,11 +9,10 @@ from typing import Any, Protocol
 from collectives.base.errors import RankFailedError
 from collectives.transport import backoff
 from collectives.transport.board import CALL_MASK, FAILED, LEFT, Board
-from collectives.transport.channel import FAILURE_TAG, HERE_TAG
+from collectives.transport.channel import AFTER_EVERY_CALL, FAILURE_TAG, HERE_TAG
 
 _SAY_HERE_AFTER = 0.4
 """Seconds after which a rank that waits in a call tells the others, which then know who is missing."""
-_AFTER_EVERY_CALL = 1 << 62
 
 
 class Notices(Protocol):
@@ -169,8 +168,8 @@ class NetworkControl:
     def leave(self) -> None:
         if self._board is not None:
             self._board.mark(LEFT)
-        # Messages of two tags may overtake each other: a rank that has failed must not look as if it had left early.
-        self._channel.leave(_AFTER_EVERY_CALL if self._has_failed else self._call)
+        # Messages of two tags may overtake each other: this one the word of the failure.
+        self._channel.leave(AFTER_EVERY_CALL if self._has_failed else self._call)
 
     def has_left(self, peer: int) -> bool:
         board = self._board

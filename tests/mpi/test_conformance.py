@@ -26,6 +26,7 @@ def group(request: pytest.FixtureRequest) -> Iterator[Group]:
     comm = MPI.COMM_WORLD
     group = mpi.connect(comm, CONFIGS[request.param]) if comm.size > 1 else threads.connect(1)[0]
     yield group
+    group.control.leave()  # or its end would be a death
     group.close()
 
 

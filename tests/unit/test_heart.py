@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import concurrent.futures
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from collectives.base.errors import RankFailedError, TransportError
-from collectives.transport import backoff
+from collectives.transport import backoff, mpi_heart
 from collectives.transport.heart import Heart
 from collectives.transport.mesh import Mesh
+from collectives.transport.mpi_heart import MpiHeart
 
 LONG = 30.0
 """A timeout that no test outlasts."""
@@ -97,6 +100,27 @@ def test_a_closed_connection_is_a_death_in_every_group_that_the_rank_has_not_lef
             a.look_for_failures()
     assert zero.notices("d", (0, 2)).failed.keys() == {1}, "a death shows in groups that are made later"
     assert not zero.notices("e", (0, 1)).failed
+
+
+def test_survivors_that_end_wait_only_until_all_of_them_do(
+    ranks: Callable[..., list[Heart]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None of them has left its world, as where `init` has failed."""
+    zero, one, two = ranks(LONG, LONG, LONG)
+    channel: Any = SimpleNamespace(names=range(3))
+    survivors = [MpiHeart(heart._mesh, heart, channel, LONG) for heart in (zero, one)]
+    ended: list[int] = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    try:
+        two.close()
+        assert soon(lambda: all(survivor.notices.died for survivor in survivors))
+        ending = [threading.Thread(target=survivor.end_if_lost) for survivor in survivors]
+        for thread in ending:
+            thread.start()
+        assert soon(lambda: not any(thread.is_alive() for thread in ending)) and ended == [0, 0]
+    finally:
+        for survivor in survivors:
+            mpi_heart._watching.remove(survivor)
 
 
 def test_silence_is_a_death_unless_a_new_connection_is_answered(

@@ -1,9 +1,9 @@
 """A listening socket that hands over the connections of processes that have proved that they hold the job's key.
 
 Everything else is refused: it has a few seconds and a few bytes. Where there is a crowd, a connection of the source
-that has most of them is dropped, at random: who opens more drops its own, and of one source's all have the same chance,
-however long their packets travel. A connection that is dropped for want of room or time is reset, and one whose proof
-is wrong is closed, so that who dials knows whether to try again.
+that has most of them is dropped, at random: a source that opens more loses its own, and all connections of a source
+have the same chance, however long their packets travel. A connection that is dropped for want of room or time is reset,
+and one whose proof is wrong is closed, so that the side that dials knows whether to try again.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Listener:
         self.address: tuple[str, int] = self._socket.getsockname()[:2]
         self._service, self._loop, self._key, self._accepted = service, service.loop, key, accepted
         self._paused: asyncio.TimerHandle | None = None
-        self._guests: dict[socket.socket, _Guest] = {}
+        self._unproved: dict[socket.socket, _Unproved] = {}
         self._refused = 0
         service.owns(self._socket)
         service.call(service.loop.add_reader, self._socket, self._accept)
@@ -78,19 +78,19 @@ class Listener:
             return
         self._service.owns(sock)
         sock.setblocking(False)
-        if len(self._guests) >= MOST_UNPROVED:
+        if len(self._unproved) >= MOST_UNPROVED:
             self._make_room()
         timer = self._loop.call_later(PROVE_WITHIN, self._drop, sock)
-        guest = self._guests[sock] = _Guest(_source(address[0]), Verification(self._key), timer)
-        self._loop.add_reader(sock, self._read, sock, guest.verification)
+        unproved = self._unproved[sock] = _Unproved(_source(address[0]), Verification(self._key), timer)
+        self._loop.add_reader(sock, self._read, sock, unproved.verification)
         with suppress(OSError):  # it has ended, which reading tells
-            sock.send(guest.verification.greeting)
+            sock.send(unproved.verification.greeting)
 
     def _make_room(self) -> None:
         """Drop one of the connections of the source that has most of them."""
-        crowds = Counter(guest.source for guest in self._guests.values())
+        crowds = Counter(one.source for one in self._unproved.values())
         most = max(crowds.values())
-        self._drop(random.choice([sock for sock, guest in self._guests.items() if crowds[guest.source] == most]))
+        self._drop(random.choice([sock for sock, one in self._unproved.items() if crowds[one.source] == most]))
 
     def _drop(self, sock: socket.socket) -> None:
         with suppress(OSError):
@@ -125,7 +125,7 @@ class Listener:
 
     def _forget(self, sock: socket.socket) -> None:
         self._loop.remove_reader(sock)
-        self._guests.pop(sock).timer.cancel()
+        self._unproved.pop(sock).timer.cancel()
 
     def close(self) -> None:
         """Stop listening. Connections that were handed over stay open."""
@@ -137,12 +137,12 @@ class Listener:
             self._paused.cancel()
         self._loop.remove_reader(self._socket)
         self._socket.close()
-        for sock in list(self._guests):
+        for sock in list(self._unproved):
             self._forget(sock)
             sock.close()
 
 
-class _Guest(NamedTuple):
+class _Unproved(NamedTuple):
     """What is known of a connection that has not proved the key."""
 
     source: str

@@ -296,7 +296,7 @@ class Inbox:
                 return
         known = self._arrived.pop((peer, channel), None)
         if known is not None:
-            known.close()  # who dialled has given it up, and has dialled again
+            known.close()  # the peer has given it up, and has dialled again
         self._arrived[peer, channel] = sock
         awaited = self._awaited.get((peer, channel))
         if awaited is not None:

@@ -14,9 +14,8 @@ from collectives.transport import backoff
 from collectives.transport.channel import AFTER_EVERY_CALL, Channel
 from collectives.transport.heart import Heart
 from collectives.transport.mesh import Mesh
+from collectives.transport.notices import OUTERMOST
 
-OUTERMOST = "0"
-"""The name of the group of all ranks."""
 _CONNECT_WITHIN = 15.0
 
 

@@ -11,6 +11,9 @@ from collectives.transport import backoff
 if TYPE_CHECKING:
     from collectives.transport.heart import Heart
 
+OUTERMOST = "0"
+"""The name of the group of all ranks."""
+
 
 class Notices:
     """What the other members of one group have said about themselves, or what is known of their ends.

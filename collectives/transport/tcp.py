@@ -13,14 +13,13 @@ from collectives.transport.assembly import blocks_of, make_group
 from collectives.transport.group import Group
 from collectives.transport.heart import Heart
 from collectives.transport.mesh import Links, Mesh
+from collectives.transport.notices import OUTERMOST
 from collectives.transport.tcp_channel import SPINS, TcpChannel
 from collectives.transport.tcp_endpoint import TcpEndpoint
 from collectives.transport.tcp_messages import TcpMessages
 from collectives.transport.tcp_words import TcpWords
 
 _FEW_SPINS = 2
-_OUTERMOST = "0"
-"""The name of the group of all ranks."""
 
 
 def connect(
@@ -50,14 +49,14 @@ def connect(
     heart, everybody = None, range(mesh.size)
     try:
         heart = Heart(mesh, config.peer_timeout, config.timeout, check)
-        wiring = TcpWiring(mesh, heart, _OUTERMOST, everybody, config, partial(_end, mesh, heart), check)
+        wiring = TcpWiring(mesh, heart, OUTERMOST, everybody, config, partial(_end, mesh, heart), check)
         wiring.watch(check)  # the heart does not listen yet: a rank that cannot connect is no rank that has died
         wiring.channel.exchange(None)
         heart.start()
         return make_group(wiring, config, everybody)
     except BaseException as error:
         if heart is not None:
-            heart.abandon(_OUTERMOST, everybody, error)
+            heart.abandon(OUTERMOST, everybody, error)
         mesh.close()
         raise
 

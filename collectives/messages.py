@@ -67,14 +67,16 @@ class Messages:
                 self._transfers.abandon(message, error)
                 raise
         if message.refused:
-            self._transfers.words.check_refused(message)
+            self._transfers.describer.check_refused(message)
 
     def isend(self, tensor: Any, dst: int, tag: int = 0, **options: Unpack[MessageOptions]) -> Handle[None]:
         refuse_unknown(options, MessageOptions)
         message, view = self._outgoing(tensor, dst, tag, options.get("stream"))
         transfers = self._transfers
         reads = view if isinstance(view, View) and not view.copied else None
-        return self._begin(message, transfers.send, lambda handle: transfers.words.check_refused(message), reads=reads)
+        return self._begin(
+            message, transfers.send, lambda handle: transfers.describer.check_refused(message), reads=reads
+        )
 
     def _outgoing(self, tensor: Any, dst: Any, tag: Any, stream: Any) -> tuple[Outgoing, Any]:
         """A message that has not been sent, and the view of its tensor."""
@@ -142,7 +144,7 @@ class Messages:
                 transfers.abandon(posted, error)
             raise
         if message.refused:
-            transfers.words.check_refused(message)
+            transfers.describer.check_refused(message)
         if posted is None:
             return into
         self._tell(posted, options)
@@ -152,7 +154,7 @@ class Messages:
         """Fill the status of a receive that is done, if the caller has given one."""
         status = options.get("status")
         if status is not None:
-            self._transfers.words.status_of(posted, status)
+            self._transfers.describer.status_of(posted, status)
 
     def _posted(
         self, tensor: Any, src: Any, tag: Any, options: IreceiveOptions, accepted: type[Any] = ReceiveOptions

@@ -19,8 +19,8 @@ from collectives.base.errors import CollectivesError, InvalidArgumentError, Mism
 from collectives.engine import message_spans
 from collectives.engine.engine import Engine
 from collectives.engine.matching import Matching
+from collectives.engine.message_describer import MessageDescriber, refusal_of
 from collectives.engine.message_handles import Posted
-from collectives.engine.message_words import MessageWords, refusal_of
 from collectives.tensors.result_pool import ResultPool
 from collectives.transport.base import Array
 from collectives.transport.group import Group
@@ -36,7 +36,7 @@ class Delivery:
         group: of the ranks.
         engine: of the world.
         pool: where new tensors come from.
-        words: describe messages.
+        describer: of messages, for errors.
         fail: tells the other ranks that this one has failed.
 
     Attributes:
@@ -46,7 +46,7 @@ class Delivery:
     """
 
     def __init__(
-        self, group: Group, engine: Engine, pool: ResultPool, words: MessageWords, fail: Callable[[str], None]
+        self, group: Group, engine: Engine, pool: ResultPool, describer: MessageDescriber, fail: Callable[[str], None]
     ) -> None:
         self.matching: Matching[Posted, Incoming] = Matching()
         self.unfinished: dict[Transfer, None] = {}
@@ -57,7 +57,7 @@ class Delivery:
         self._control = group.control
         self._engine, self._context = engine, engine.context
         self._pool = pool
-        self._words = words
+        self._describer = describer
         self._fail = fail
         self._lock: Any = threading.RLock()
         """Held while the matching, or the endpoint, is used."""
@@ -105,7 +105,7 @@ class Delivery:
         if self._endpoint is None:
             if self._open_endpoint is None:
                 raise TransportError(
-                    f"rank {self._words.rank}: the ranks of this world have no means of point-to-point messages"
+                    f"rank {self._describer.rank}: the ranks of this world have no means of point-to-point messages"
                 )
             self._endpoint = self._open_endpoint()
             self.at_once = self._endpoint.at_once
@@ -124,7 +124,7 @@ class Delivery:
             why = refusal_of(posted, message)
             if why:
                 self._refuse(message, why)
-                raise MismatchError(f"rank {self._words.rank}: {self._words.describe(posted)}: {why}")
+                raise MismatchError(self._describer.sentence(posted, why))
             into = posted.into
             if into is None:
                 dtype = dtypes.resolve(message.dtype)
@@ -167,7 +167,7 @@ class Delivery:
             peer = transfer.peer if isinstance(transfer, Outgoing) else self._withdraw(transfer)
             begun = transfer.among is not None and not transfer.done
             if begun and peer not in (None, self._rank) and not (self.ended or self._control.has_left(peer)):
-                self._fail(in_words(self._words.rank, error))
+                self._fail(in_words(self._describer.rank, error))
             transfer.end(error)
 
     def _withdraw(self, posted: Posted) -> int | None:
@@ -202,7 +202,7 @@ class Delivery:
         except CollectivesError:
             raise
         except BaseException as error:  # such as an interrupt: a record may have been handled in part
-            self._fail(in_words(self._words.rank, error))
+            self._fail(in_words(self._describer.rank, error))
             raise
         finally:
             self._inside = False

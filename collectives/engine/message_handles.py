@@ -102,7 +102,7 @@ class MessageHandle(Handle[Result]):
         reads: Any = None,
         writes: Any = None,
     ) -> None:
-        name = owner.words.describe(transfer)
+        name = owner.describer.describe(transfer)
         entry: Any = _Entry(_Request(name.partition(" ")[0], name))
         super().__init__(entry, None, None, deliver, reads=reads, writes=writes)
         self.engine = self._owner = owner
@@ -135,4 +135,4 @@ class MessageHandle(Handle[Result]):
         """Of a receive that is done: what it has received."""
         if isinstance(self.transfer, Outgoing):
             raise InvalidArgumentError(f"status: {self._title} receives nothing")
-        return self._owner.words.status_of(self.transfer)
+        return self._owner.describer.status_of(self.transfer)

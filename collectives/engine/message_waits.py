@@ -15,9 +15,9 @@ from collectives.base.errors import (
 )
 from collectives.engine.delivery import Delivery
 from collectives.engine.engine import Engine
+from collectives.engine.message_describer import MessageDescriber
 from collectives.engine.message_handles import Posted
 from collectives.engine.message_thread import MessageThread
-from collectives.engine.message_words import MessageWords
 from collectives.transport import backoff
 from collectives.transport.backoff import YIELDS, Backoff
 from collectives.transport.group import Group
@@ -41,7 +41,7 @@ class MessageWaits:
         group: of the ranks.
         engine: of the world.
         delivery: of the rank.
-        words: describe messages.
+        describer: of messages, for errors.
         timeout: seconds that a wait may last while all ranks are alive.
         fail: tells the other ranks that this one has failed.
 
@@ -55,7 +55,7 @@ class MessageWaits:
         group: Group,
         engine: Engine,
         delivery: Delivery,
-        words: MessageWords,
+        describer: MessageDescriber,
         timeout: float,
         fail: Callable[[str], None],
     ) -> None:
@@ -68,12 +68,12 @@ class MessageWaits:
         self._control = group.control
         self._engine = engine
         self._delivery = delivery
-        self._words = words
+        self._describer = describer
         self._timeout = timeout
         self._fail = fail
         self._waiting = 0
         """Threads that wait, and therefore advance the endpoint."""
-        self.background = MessageThread(self, words.rank)
+        self.background = MessageThread(self, describer.rank)
 
     def wait_for(self, transfer: Outgoing | Posted, timeout: float | None = None) -> None:
         """Return when a transfer is done. Its error is not raised.
@@ -122,10 +122,8 @@ class MessageWaits:
                 if deep:
                     self._inspect(transfer)
                 if deadline is not None and pause.now >= deadline:
-                    raise CollectiveTimeoutError(
-                        f"rank {self._words.rank}: {self._words.describe(transfer)}: not done after {timeout:g} s; it "
-                        f"goes on, and synchronize may be called again"
-                    )
+                    text = f"not done after {timeout:g} s; it goes on, and synchronize may be called again"
+                    raise CollectiveTimeoutError(self._describer.sentence(transfer, text))
                 if deadline is None and pause.now - pause.begun > self._timeout:
                     self._time_out(transfer)
                 pause.nap(until=deadline)
@@ -148,10 +146,8 @@ class MessageWaits:
                 return
             if not transfer.done:
                 who = "every other rank has" if peer < 0 else f"rank {self._names[peer]} has"
-                raise RankFailedError(
-                    f"rank {self._words.rank}: {self._words.describe(transfer)}: {who} shut down or ended; every "
-                    f"message needs a send and a recv"
-                )
+                text = f"{who} shut down or ended; every message needs a send and a recv"
+                raise RankFailedError(self._describer.sentence(transfer, text))
         except CollectivesError as error:
             self._delivery.abandon(transfer, error)
 
@@ -165,13 +161,9 @@ class MessageWaits:
             )
             who = "no other rank" if transfer.source < 0 else "the sender is alive, but"
             missing = f"{who} has sent none; messages that wait for a recv: {waiting or 'none'}"
-        rank = self._words.rank
-        text = (
-            f"{self._words.describe(transfer)}: waited {self._timeout:g} s: {missing}; see what the ranks are doing, "
-            f"or raise COLLECTIVES_TIMEOUT"
-        )
-        error = CollectiveTimeoutError(f"rank {rank}: {text}")
-        self._fail(in_words(rank, error))
+        text = f"waited {self._timeout:g} s: {missing}; see what the ranks are doing, or raise COLLECTIVES_TIMEOUT"
+        error = CollectiveTimeoutError(self._describer.sentence(transfer, text))
+        self._fail(in_words(self._describer.rank, error))
         self._delivery.abandon(transfer, error)
 
     # ---- in the background

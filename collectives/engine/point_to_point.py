@@ -14,9 +14,9 @@ from collectives.base.errors import CollectivesError, InvalidArgumentError, in_w
 from collectives.engine.delivery import Delivery
 from collectives.engine.engine import Engine
 from collectives.engine.handles import Handle
+from collectives.engine.message_describer import MessageDescriber
 from collectives.engine.message_handles import MessageHandle, Posted
 from collectives.engine.message_waits import MessageWaits
-from collectives.engine.message_words import MessageWords
 from collectives.tensors.result_pool import ResultPool
 from collectives.transport.base import Array
 from collectives.transport.group import Group
@@ -37,7 +37,7 @@ class PointToPoint:
 
     Attributes:
         in_flight: the memory of this rank's operations in flight.
-        words: describe messages.
+        describer: of messages, for errors.
         send, abandon, advance, drives, held: see `Delivery`.
         wait_for: see `MessageWaits`.
         in_background: see `MessageThread.wake`.
@@ -47,11 +47,11 @@ class PointToPoint:
         self, group: Group, engine: Engine, pool: ResultPool, timeout: float, fail: Callable[[str], None]
     ) -> None:
         self.in_flight = engine.in_flight
-        self.words = MessageWords(group.rank, group.ranks)
+        self.describer = MessageDescriber(group.rank, group.ranks)
         self._engine, self._context = engine, engine.context
         self._fail = fail
-        self._delivery = delivery = Delivery(group, engine, pool, self.words, fail)
-        self._waits = MessageWaits(group, engine, delivery, self.words, timeout, fail)
+        self._delivery = delivery = Delivery(group, engine, pool, self.describer, fail)
+        self._waits = MessageWaits(group, engine, delivery, self.describer, timeout, fail)
         self.send, self.abandon = delivery.send, delivery.abandon
         self.advance, self.drives, self.held = delivery.advance, delivery.drives, delivery.held
         self._attempt = delivery.attempt
@@ -107,7 +107,7 @@ class PointToPoint:
 
     def _fail_for(self, error: BaseException) -> None:
         """After an interrupt: a message has perhaps begun, which nobody would wait for."""
-        self._fail(in_words(self.words.rank, error))
+        self._fail(in_words(self.describer.rank, error))
 
     def _exchange(
         self, at_once: AtOnce, array: Array, peer: int, tag: int, into: Array, source: int, expected: int
@@ -135,7 +135,7 @@ class PointToPoint:
         transfer.notify = handle.settle
         overlap = self.in_flight.claim(handle)
         if overlap is not None:
-            raise InvalidArgumentError(f"rank {self.words.rank}: {overlap}")
+            raise InvalidArgumentError(f"rank {self.describer.rank}: {overlap}")
         return handle
 
     def wait(self, handle: Handle, timeout: float | None = None) -> None:

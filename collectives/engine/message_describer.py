@@ -1,4 +1,4 @@
-"""What messages of errors and handles say of point-to-point messages."""
+"""Descriptions of point-to-point messages, for the texts of errors and for what a receive reports."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collectives.engine.message_handles import Posted, Status
 from collectives.transport.point_to_point import Incoming, Outgoing, Transfer
 
 
-class MessageWords:
+class MessageDescriber:
     """Describes the messages of one rank.
 
     Args:
@@ -27,7 +27,7 @@ class MessageWords:
         self._names = names
 
     def describe(self, transfer: Transfer) -> str:
-        """A transfer in messages: ``recv from rank 2, tag 5``."""
+        """A transfer in the text of an error: ``recv from rank 2, tag 5``."""
         if isinstance(transfer, Outgoing):
             return f"send to rank {self._names[transfer.peer]}, tag {transfer.tag}"
         assert isinstance(transfer, Posted)
@@ -37,12 +37,16 @@ class MessageWords:
         whom = "any rank" if source == ANY_SOURCE else f"rank {self._names[source]}"
         return f"recv from {whom}, {'any tag' if tag == ANY_TAG else f'tag {tag}'}"
 
+    def sentence(self, transfer: Transfer, text: str) -> str:
+        """The text of an error: ``rank 1: recv from rank 2, tag 5: ...``."""
+        return f"rank {self.rank}: {self.describe(transfer)}: {text}"
+
     def status_of(self, posted: Posted, status: Status | None = None) -> Status:
         """What a receive that is done has received."""
         status = status or Status()
         message = posted.message
         if message is None:
-            raise InvalidArgumentError(f"rank {self.rank}: {self.describe(posted)}: nothing has been received yet")
+            raise InvalidArgumentError(self.sentence(posted, "nothing has been received yet"))
         status.source, status.tag = self._names[message.source], message.tag
         status.shape, status.dtype, status.count = message.shape, message.dtype, math.prod(message.shape)
         return status
@@ -50,9 +54,7 @@ class MessageWords:
     def check_refused(self, message: Outgoing) -> None:
         """Raise MismatchError if the receiver has refused a message."""
         if message.refused:
-            raise MismatchError(
-                f"rank {self.rank}: {self.describe(message)}: the receiver has refused it: {message.refused}"
-            )
+            raise MismatchError(self.sentence(message, f"the receiver has refused it: {message.refused}"))
 
 
 def refusal_of(posted: Posted, message: Incoming) -> str:

@@ -157,7 +157,13 @@ class Mesh:
         self, peer: int, channel: str, timeout: float, check: Callable[[], object] = lambda: None
     ) -> socket.socket:
         """A new connection to ``peer``, which takes it by `open` or `serve`. Raises as `open`."""
-        return self.service.run(self.reach(peer, channel, timeout), timeout + 3 * DIAL_WITHIN, check)
+        try:
+            return self.service.run(self.reach(peer, channel, timeout), timeout + 3 * DIAL_WITHIN, check)
+        except TimeoutError:  # `reach` ends earlier, and with an error of its own, if it is carried out at all
+            raise CollectiveTimeoutError(
+                f"rank {self.rank}: waited {timeout:g} s for a connection to {self._called(peer)}: this process has "
+                "not run its network's thread; see what keeps Python's lock for so long"
+            ) from None
 
     async def ping(self, peer: int, seconds: float) -> None:
         """Connect to ``peer``, and close the connection; in the service's thread. Shows that it lives, even if packets

@@ -165,6 +165,17 @@ def test_a_rank_that_has_ended_and_one_that_does_not_come_are_named(monkeypatch:
     ranks[1].close()
 
 
+def test_a_dial_is_bounded_where_the_network_s_thread_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("collectives.transport.mesh.DIAL_WITHIN", 0.01)
+    ranks, gate = meshes(2), threading.Event()
+    ranks[1].service.call(gate.wait, 20)
+    with pytest.raises(CollectiveTimeoutError, match=r"rank 1: waited 0.05 s for a connection to rank 0 on "):
+        ranks[1].dial(0, "words", 0.05)
+    gate.set()
+    for rank in ranks:
+        rank.close()
+
+
 def test_the_check_of_a_wait_ends_it() -> None:
     ranks = meshes(2, KEY)
 

@@ -12,7 +12,6 @@ gradients makes it work with any optimizer, since what is orthogonal or parallel
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -50,8 +49,8 @@ class AdasumSteps:
         """Nothing: gradients add up on the rank until ``step()``."""
 
     @untraced
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step on this rank, and combine the steps of all.
+    def step(self, *arguments: Any, **keywords: Any) -> Any:
+        """Step on this rank, as the optimizer's own ``step``, which gets every argument; and combine the steps of all.
 
         Raises:
             MismatchError, RankFailedError, CollectiveTimeoutError: as for `collectives.allreduce`; the parameters are
@@ -62,7 +61,7 @@ class AdasumSteps:
         starts = [self._starts.setdefault(id(param), torch.empty_like(param, requires_grad=False)) for param in trained]
         with torch.no_grad():
             torch._foreach_copy_(starts, params)
-        loss = super().step(closure)  # type: ignore[misc]
+        loss = super().step(*arguments, **keywords)  # type: ignore[misc]
         with torch.no_grad():
             try:
                 torch._foreach_sub_(params, starts)

@@ -189,8 +189,8 @@ class GradientSteps:
             self._reducer.wait_for(passes)
 
     @untraced
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Combine the gradients, and apply them; as ``torch.optim.Optimizer.step``."""
+    def step(self, closure: Any = None, *arguments: Any, **keywords: Any) -> Any:
+        """Combine the gradients, and apply them; as the optimizer's own ``step``, which gets every further argument."""
         if self._should_synchronize and self._synchronized:
             warnings.warn(
                 "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). "
@@ -200,18 +200,20 @@ class GradientSteps:
             )
         self._synchronized = False
         reducer = self._reducer
+        positional = () if closure is None and not arguments else (closure, *arguments)
+        step = functools.partial(super().step, **keywords)  # type: ignore[misc]
         if reducer is None:
-            return super().step(closure)  # type: ignore[misc]
+            return step(*positional)
         try:
             if not self._should_synchronize:
-                return super().step(closure)  # type: ignore[misc]
-            if closure is not None:
+                return step(*positional)
+            if callable(closure):
                 if reducer.any_in_flight():
                     reducer.synchronize(applies=True)
-                return super().step(functools.partial(self._evaluate, closure))  # type: ignore[misc]
+                return step(functools.partial(self._evaluate, closure), *arguments)
             if not reducer.combined:
                 reducer.synchronize(applies=True)
-            return super().step()  # type: ignore[misc]
+            return step(*positional)
         finally:
             reducer.end_step()
 

@@ -414,3 +414,51 @@ def test_memory_formats_that_differ_between_ranks(hvd: Any) -> None:
         for weight, factor in zip(weights, factors, strict=True):
             assert weight.grad.stride() == weight.stride()
             assert torch.equal(weight.grad, factor * hvd.size())
+
+
+class Scaled(torch.optim.SGD):
+    """An optimizer of a user's own, whose ``step`` takes more than a closure."""
+
+    def step(self, closure: Any = None, times: int = 1, *, factor: float) -> Any:
+        for group in self.param_groups:
+            group["lr"] = factor
+        for _ in range(times):
+            loss = super().step(closure)
+        return loss
+
+
+class Unclosed(torch.optim.SGD):
+    """Another, whose ``step`` takes no closure and whose first argument is a number."""
+
+    def step(self, factor: float = 1.0) -> Any:
+        for group in self.param_groups:
+            group["lr"] = factor
+        return super().step()
+
+
+@pytest.mark.parametrize("op", ["Average", "Adasum"])
+def test_a_users_step_gets_its_own_arguments(hvd: Any, op: str) -> None:
+    size = hvd.size()
+
+    def stepped(optimizer_class: Any, *arguments: Any, closed: bool = False, **keywords: Any) -> float:
+        weight = torch.nn.Parameter(torch.zeros(()))
+        optimizer = hvd.DistributedOptimizer(optimizer_class([weight], lr=1.0), op=getattr(hvd, op))
+
+        def closure() -> Any:
+            optimizer.zero_grad()
+            loss = weight * (1.0 + (hvd.rank() if op == "Average" else 0))
+            loss.backward()
+            return loss
+
+        if not closed:
+            closure()
+        optimizer.step(*((closure,) if closed else ()), *arguments, **keywords)
+        return weight.item()
+
+    slope = (size + 1) / 2 if op == "Average" else 1.0  # Adasum of parallel vectors of one length is their average
+    assert stepped(Scaled, factor=0.5) == -0.5 * slope
+    assert stepped(Scaled, None, 3, factor=0.5) == -1.5 * slope
+    assert stepped(Scaled, factor=0.25, closed=True) == -0.25 * slope
+    assert stepped(Scaled, 2, factor=0.25, closed=True) == -0.5 * slope
+    assert stepped(Unclosed) == -slope
+    assert stepped(Unclosed, 0.5) == stepped(Unclosed, factor=0.5) == -0.5 * slope

@@ -114,6 +114,7 @@ class Mesh:
         listener: Listener | None = None
         try:
             listener = Listener(service, address, 0, key, inbox.put)
+            inbox.address = listener.address
             everywhere = [(host, int(port)) for host, port in exchange(listener.address)]
         except BaseException:
             if listener is not None:
@@ -172,7 +173,7 @@ class Mesh:
 
     async def reach(self, peer: int, channel: str, seconds: float) -> socket.socket:
         """`dial` in the service's thread."""
-        hello = json.dumps([self._job, self.rank, peer, channel]).encode()
+        hello = json.dumps([self._job, self.rank, [peer, *self.addresses[peer]], channel]).encode()
         loop = asyncio.get_running_loop()
         begun, pause, attempt = loop.time(), _FIRST_PAUSE, _FIRST_ATTEMPT
         while True:
@@ -277,12 +278,17 @@ class Inbox:
 
     Args:
         job: of whose connections alone are let in: those of an earlier job of the same key are closed.
-        rank: this process's: what was dialled as another rank is closed. Somebody else who listens where a rank has
-            ended could otherwise pass its connections on, proofs and all, and be between two ranks.
+        rank: this process's: what was dialled as another rank, or elsewhere than at ``address``, is closed. Somebody
+            else who listens where a rank has ended, or has others believe that it listens there, could otherwise pass
+            its connections on, proofs and all, and be between two ranks.
+
+    Attributes:
+        address: what this process has told the others to dial, whatever is between the hosts.
     """
 
     def __init__(self, job: str, rank: int) -> None:
         self._job, self._rank = job, rank
+        self.address: tuple[str, int] | None = None
         self._arrived: dict[tuple[int, str], socket.socket] = {}
         self._awaited: dict[tuple[int, str], WakeUp] = {}
         self._served: dict[str, Served] = {}
@@ -293,7 +299,7 @@ class Inbox:
             job, peer, dialled, channel = json.loads(hello)
         except (ValueError, TypeError):
             job = dialled = channel = None
-        if (job, dialled) != (self._job, self._rank) or channel == _PING:
+        if job != self._job or dialled != [self._rank, *(self.address or ())] or channel == _PING:
             sock.close()
             return
         for prefix, served in self._served.items():

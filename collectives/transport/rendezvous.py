@@ -72,7 +72,7 @@ class Place:
 def exchange_of(place: Place, timeout: float) -> StoreExchange:
     """The exchange of a place: called with a rank's value, it returns those of all ranks."""
     assert place.store is not None
-    return StoreExchange(place.store, place.rank, place.size, timeout, place.how)
+    return StoreExchange(place.store, place.rank, place.size, timeout, place.how, place.key)
 
 
 def asked(

@@ -11,11 +11,17 @@ exchange is in the way. A rank whose attempt failed may try again, with a new no
 with an older offer is not agreed to, and rank 0 proposes another one as soon as it sees the new offer. Each rank makes
 some ten calls of the store, and rank 0 some ten for each rank.
 
-Values travel as JSON: the store may be anybody's, and what it says is not unpickled.
+Values travel as JSON: the store may be anybody's, and what it says is not unpickled. Where the job has a key, each
+value has an HMAC over its own key in the store, which says exchange, kind and rank, and over its text, with the nonce
+or the number that makes it new. So whoever can write to the store can end the job, and not more:
+
+    a value that is made up, or moved from another key    has no HMAC of this key: every rank raises
+    an older value of the same key                        has a nonce or a number that no rank waits for
 """
 
 from __future__ import annotations
 
+import hmac
 import json
 import os
 import secrets
@@ -29,6 +35,7 @@ from typing import Any, Protocol
 from collectives.base.errors import (
     CollectiveTimeoutError,
     InvalidArgumentError,
+    MismatchError,
     RankFailedError,
     TransportError,
     in_words,
@@ -46,6 +53,8 @@ _SHORTEST = 1e-3
 """Seconds of a wait; to some stores 0 means for ever."""
 _LOOK_EVERY = 0.2
 """Seconds between two looks for ranks that have left."""
+_SIGNED = b"sha256 "
+"""Begins a value that has an HMAC, which follows in hexadecimal; no JSON begins so."""
 
 
 class KeyValueStore(Protocol):
@@ -69,10 +78,14 @@ class StoreExchange:
         rank, size: of this process.
         timeout: seconds.
         how: where the ranks meet; for messages.
+        key: the job's, with which values are signed; None where the ranks have none yet.
     """
 
-    def __init__(self, store: KeyValueStore, rank: int, size: int, timeout: float, how: str) -> None:
+    def __init__(
+        self, store: KeyValueStore, rank: int, size: int, timeout: float, how: str, key: bytes | None = None
+    ) -> None:
         self._store = store
+        self._job_key = key
         self._rank, self._size, self._timeout, self._how = rank, size, timeout, how
         self._offer = {"nonce": secrets.token_hex(8), "by": f"process {os.getpid()} on {socket.gethostname()}"}
         self._nonces: list[str] = []
@@ -88,6 +101,7 @@ class StoreExchange:
             CollectiveTimeoutError: not every rank came; names those that did not.
             RankFailedError: a rank has left, after the first exchange.
             InvalidArgumentError: another process has this rank's number.
+            MismatchError: a value was not signed with this job's key.
             TransportError: the store failed.
         """
         if self._size == 1:
@@ -97,10 +111,35 @@ class StoreExchange:
         while (following := self._found("concluded")) is not None:
             self._place = following
         self._set(self._key("offer", self._rank), {**self._offer, "count": self._count, "value": value})
-        offers = self._propose() if self._rank == 0 else self._agree()
+        try:
+            offers = self._propose() if self._rank == 0 else self._agree()
+        except MismatchError as error:
+            self._refuse(error)
+            raise
         self._nonces = [offer["nonce"] for offer in offers]
         self._count += 1
         return [offer["value"] for offer in offers]
+
+    def _refuse(self, error: MismatchError) -> None:
+        """Tell the ranks that wait for this one that it does not believe what the store says."""
+        refusal: dict[str, Any] = {"number": secrets.token_hex(8), "refused": str(error)}
+        if self._rank == 0:
+            nonces = [self._nonce_of(rank) for rank in range(self._size)]
+            self._set(self._key("list"), {**refusal, "nonces": nonces})
+            self._set(self._key("proposed"), refusal["number"])
+        else:
+            self._set(self._key("agreed", self._rank), {**refusal, "nonces": [self._offer["nonce"]]})
+
+    def _nonce_of(self, rank: int) -> str:
+        """The nonce that a rank's offer has, whoever has signed it; empty if it is no offer."""
+        with suppress(ValueError, KeyError, TypeError):
+            return str(json.loads(_divided(self._read(self._key("offer", rank)))[1])["nonce"])
+        return ""
+
+    def _check_refusal(self, said: Any, nonce: str) -> None:
+        """Raise if a rank has refused what it read in the attempt of which a nonce is."""
+        if isinstance(said, dict) and nonce in said.get("nonces", ()):
+            raise MismatchError(f"rank {self._rank}: told by another rank: {said['refused']}")
 
     def leave(self, error: BaseException) -> None:
         """Tell the ranks that have ended the first exchange, and wait for this one, that it will not come because of an
@@ -142,9 +181,13 @@ class StoreExchange:
                 self._set(self._key("list"), {"number": number, "offers": offers})
                 self._set(self._key("proposed"), number)
             self._check_counts(offers)
-            if self._arrived(agreed) and all(self._get(key) == number for key in agreed):
-                self._set(self._key("concluded"), number)
-                return proposed
+            if self._arrived(agreed):
+                said = [self._get(key) for key in agreed]
+                if all(one == number for one in said):
+                    self._set(self._key("concluded"), number)
+                    return proposed
+                for one, offer in zip(said, offers[1:], strict=True):
+                    self._check_refusal(one, offer["nonce"])
             self._check()
             naps.nap()
 
@@ -158,7 +201,8 @@ class StoreExchange:
                 proposed = self._get(self._key("proposed"))
                 if proposed != number:
                     found = self._get(self._key("list"))
-                    if found["number"] == proposed:  # else rank 0 is about to propose another one
+                    self._check_refusal(found, self._offer["nonce"])
+                    if found["number"] == proposed and "offers" in found:  # else rank 0 is about to propose another one
                         number, offers = proposed, found["offers"]
                         mine = offers[self._rank] if len(offers) == self._size else None
                         agreed = mine is not None and mine["nonce"] == self._offer["nonce"]
@@ -224,17 +268,45 @@ class StoreExchange:
 
     def _set(self, key: str, value: Any) -> None:
         text = json.dumps(value).encode()
+        if self._job_key is not None:
+            text = b"%b%b %b" % (_SIGNED, self._signature(key, text), text)
         try:
             self._store.set(key, text)
         except Exception as error:
             raise self._failed(error) from error
 
     def _get(self, key: str) -> Any:
-        """The value of a key that is there."""
+        """The value of a key that is there.
+
+        Raises:
+            MismatchError: it was not signed with the job's key.
+        """
+        signature, text = _divided(self._read(key))
+        if signature and self._job_key is None:
+            raise MismatchError(
+                f"rank {self._rank}: COLLECTIVES_KEY is set on some ranks, but not on {self._rank}: set it on all, or "
+                "on none"
+            )
+        if self._job_key is not None and not hmac.compare_digest(signature, self._signature(key, text)):
+            raise MismatchError(
+                f"rank {self._rank}: {key} in the store at which the ranks meet ({self._how}) was not signed with this "
+                "job's key: COLLECTIVES_KEY is another one on some rank, or is not set there, or somebody else writes "
+                "to that store"
+            )
         try:
-            return json.loads(self._store.get(key))
+            return json.loads(text)
+        except ValueError as error:
+            raise self._failed(error) from error
+
+    def _read(self, key: str) -> bytes:
+        try:
+            return bytes(self._store.get(key))
         except Exception as error:
             raise self._failed(error) from error
+
+    def _signature(self, key: str, text: bytes) -> bytes:
+        assert self._job_key is not None
+        return hmac.digest(self._job_key, b"in a store\0%b\0%b" % (key.encode(), text), "sha256").hex().encode()
 
     def _arrived(self, keys: Sequence[str], seconds: float = _PIECE) -> bool:
         """Whether all keys are there within some seconds."""
@@ -259,6 +331,14 @@ class StoreExchange:
 
     def _failed(self, error: Exception) -> TransportError:
         return TransportError(f"rank {self._rank}: the store at which the ranks meet ({self._how}) failed: {error}")
+
+
+def _divided(value: bytes) -> tuple[bytes, bytes]:
+    """The signature of a value, empty if it has none, and its text."""
+    if not value.startswith(_SIGNED):
+        return b"", value
+    signature, _, text = value[len(_SIGNED) :].partition(b" ")
+    return signature, text
 
 
 class _Naps:

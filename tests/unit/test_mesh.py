@@ -7,6 +7,7 @@ import concurrent.futures
 import hmac
 import json
 import os
+import select
 import socket
 import struct
 import threading
@@ -361,6 +362,35 @@ def test_a_connection_that_is_passed_on_to_another_rank_is_closed() -> None:
     assert ranks[0].take(2, "words") is None
     for mesh in ranks:
         mesh.close()
+
+
+def test_a_connection_that_was_dialled_elsewhere_is_closed() -> None:
+    """Somebody who has a rank dial another address passes on what it hears, proofs of both sides and all."""
+    ranks = meshes(2, KEY)
+    with socket.create_server(("127.0.0.1", 0)) as relay:
+        address, ranks[1].addresses = ranks[1].addresses[0], [relay.getsockname(), ranks[1].addresses[1]]
+        passing_on = threading.Thread(target=pass_on, args=(relay, address))
+        passing_on.start()
+        with ranks[1].dial(0, "words", 10) as passed_on:
+            passed_on.settimeout(10)
+            assert passed_on.recv(1) == b""
+        passing_on.join(10)
+    assert ranks[0].take(1, "words") is None
+    for mesh in ranks:
+        mesh.close()
+
+
+def pass_on(relay: socket.socket, address: tuple[str, int]) -> None:
+    """Pass one connection on to an address, both ways, until it ends there."""
+    near, _ = relay.accept()
+    with near, socket.create_connection(address) as far:
+        ends = {near: far, far: near}
+        while True:
+            for source in select.select(list(ends), [], [], 10)[0]:
+                data = source.recv(4096)
+                if not data:
+                    return
+                ends[source].sendall(data)
 
 
 def test_a_forked_child_holds_no_connection_open() -> None:

@@ -13,7 +13,13 @@ from typing import Any
 import pytest
 
 from collectives.base.config import Config
-from collectives.base.errors import CollectiveTimeoutError, InvalidArgumentError, RankFailedError, TransportError
+from collectives.base.errors import (
+    CollectiveTimeoutError,
+    InvalidArgumentError,
+    MismatchError,
+    RankFailedError,
+    TransportError,
+)
 from collectives.transport import tcp
 from collectives.transport.authentication import make_key
 from collectives.transport.mesh import Mesh
@@ -247,3 +253,93 @@ def test_a_store_that_fails_is_an_error_at_once() -> None:
 
     with pytest.raises(TransportError, match=r"rank 0: the store at which the ranks meet.*has ended"):
         StoreExchange(Broken(), 0, 2, 20, "here")(None)
+
+
+class Abused(LocalStore):
+    """A store to which somebody else writes, too, without the job's key."""
+
+    def __init__(self, forge: Callable[[str, bytes], bytes]) -> None:
+        super().__init__()
+        self._forge = forge
+
+    def set(self, key: str, value: bytes) -> None:
+        super().set(key, self._forge(key, value))
+
+
+FORGERIES: dict[str, Callable[[bytes], bytes]] = {
+    "unsigned": lambda value: value.split(b" ", 2)[2],
+    "changed": lambda value: value.replace(b"127.0.0.1", b"127.0.0.2").replace(b'"number": "', b'"number": "0'),
+    "another key's": lambda value: b"sha256 " + b"0" * 64 + b" " + value.split(b" ", 2)[2],
+    "junk": lambda value: b"sha256 \xff",
+}
+
+
+@pytest.mark.parametrize("kind", ["offer/2", "list", "proposed", "agreed/1", "concluded", "offer/0"])
+@pytest.mark.parametrize("how", FORGERIES)
+def test_a_value_that_somebody_else_has_written_is_refused(
+    kind: str, how: str, pool: concurrent.futures.ThreadPoolExecutor
+) -> None:
+    """On every rank, with the reason; none goes on with it, and none waits for those that have raised."""
+
+    def forge(key: str, value: bytes) -> bytes:
+        forged = FORGERIES[how](value) if key.endswith(kind) and b"refused" not in value else value
+        changed.append(forged != value)
+        return forged
+
+    changed: list[bool] = []
+    store, key = Abused(forge), make_key()
+    exchanges = [StoreExchange(store, rank, 3, 3.0, "here", key) for rank in range(3)]
+    joining = [pool.submit(exchange, ["127.0.0.1", rank]) for rank, exchange in enumerate(exchanges)]
+    if how == "changed" and kind in ("proposed", "agreed/1", "concluded"):
+        assert all(join.result(10) for join in joining) and not any(changed)  # nothing of it was changed
+        return
+    refused = [join.exception(10) for join in joining]
+    assert any(changed)
+    if kind == "concluded":  # rank 0 has all that it waits for
+        assert joining[0].result() and refused.pop(0) is None
+    for error in refused:
+        assert isinstance(error, MismatchError), error
+        assert f"{kind} in the store" in str(error) and "was not signed with this job's key" in str(error)
+
+
+def test_a_value_that_was_moved_from_another_place_is_refused(pool: concurrent.futures.ThreadPoolExecutor) -> None:
+    """As of another rank, or of an earlier exchange."""
+    key, first = make_key(), LocalStore()
+    list(pool.map(lambda rank: StoreExchange(first, rank, 2, 20, "here", key)(rank), range(2)))
+    for moved in ("collectives/first/offer/0", "collectives/first/list"):
+        store = Abused(
+            lambda name, value, moved=moved: first.values[moved] if name.endswith("offer/1") else value  # type: ignore[misc]
+        )
+        joining = [pool.submit(StoreExchange(store, rank, 2, 3.0, "here", key), rank) for rank in range(2)]
+        for join in joining:
+            assert "was not signed with this job's key" in str(join.exception(10))
+
+
+@pytest.mark.parametrize("kind", ["offer/1", "list", "proposed", "agreed/1", "concluded"])
+def test_a_value_of_an_earlier_job_of_the_same_key_is_not_used(
+    kind: str, pool: concurrent.futures.ThreadPoolExecutor
+) -> None:
+    """Which an attacker has kept, and puts where it has been: no rank goes on with it."""
+    key, earlier = make_key(), LocalStore()
+    list(pool.map(lambda rank: StoreExchange(earlier, rank, 2, 20, "here", key)(f"old {rank}"), range(2)))
+    kept = earlier.values[f"collectives/first/{kind}"]
+    store = Abused(lambda name, value: kept if name == f"collectives/first/{kind}" else value)
+    joining = [pool.submit(StoreExchange(store, rank, 2, 0.5, "here", key), f"new {rank}") for rank in range(2)]
+    for join in joining:
+        error = join.exception(10)
+        if error is None:
+            assert join.result() == ["new 0", "new 1"]
+        else:
+            assert isinstance(error, CollectiveTimeoutError | InvalidArgumentError), error
+
+
+@pytest.mark.parametrize("without", [0, 1, 2])
+def test_a_rank_without_the_key_is_an_error_on_all_ranks(
+    without: int, pool: concurrent.futures.ThreadPoolExecutor
+) -> None:
+    store, key = LocalStore(), make_key()
+    keys = [None if rank == without else key for rank in range(3)]
+    joining = [pool.submit(StoreExchange(store, rank, 3, 5.0, "here", keys[rank]), rank) for rank in range(3)]
+    for join in joining:
+        error = join.exception(10)
+        assert isinstance(error, MismatchError) and "COLLECTIVES_KEY" in str(error)

@@ -56,9 +56,6 @@ class Messages:
         if message is False:
             refuse_unknown(options, MessageOptions)
             message, _ = self._outgoing(tensor, dst, tag, options.get("stream"))
-            if message.peer == self._rank:  # its recv comes later, if at all
-                message.array = message.array.copy()
-                message.end()
             self._complete(message, self._transfers.send)
         else:
             try:

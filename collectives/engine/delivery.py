@@ -66,7 +66,9 @@ class Delivery:
     # ---- sending and receiving
 
     def send(self, message: Outgoing) -> None:
-        """Begin to send."""
+        """Begin to send. To this rank itself a copy is sent, because its receive may be posted later, if at all."""
+        if message.peer == self._rank:
+            message.array = message.array.copy()
         if self._context.timeline is not None:
             message_spans.record(self._context.timeline, self._names, message)
         self.use(self._send, message)
@@ -76,6 +78,7 @@ class Delivery:
             array = message.array
             dtype = dtypes.SUPPORTED[array.dtype]
             self._arrived(Incoming(message.peer, message.tag, dtype, message.shape, array.nbytes, message))
+            message.end()
         else:
             self.opened().send(message)
         self.note(message)
@@ -145,7 +148,6 @@ class Delivery:
         if type(origin) is Outgoing:  # of this rank
             into[: message.nbytes] = origin.array.view(np.uint8)
             message.end()
-            origin.end()
         else:
             assert self._endpoint is not None
             self._endpoint.receive(message, into)
@@ -153,8 +155,8 @@ class Delivery:
     def _refuse(self, message: Incoming, why: str) -> None:
         origin = message.payload
         if type(origin) is Outgoing:
-            origin.refused = why
-            origin.end()
+            if not origin.done:
+                origin.refused = why
         else:
             assert self._endpoint is not None
             self._endpoint.refuse(message, why)

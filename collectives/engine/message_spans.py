@@ -21,7 +21,7 @@ def record(timeline: Timeline, names: Sequence[int], transfer: Outgoing | Posted
     Args:
         timeline: of this rank.
         names: the ranks' numbers in the outermost world, by which the span names the peer.
-        transfer: one that is done already is shown at once.
+        transfer: has not begun.
     """
     begun, then = time.monotonic(), transfer.notify
 
@@ -41,11 +41,7 @@ def record(timeline: Timeline, names: Sequence[int], transfer: Outgoing | Posted
         if then is not None:
             then(transfer)
 
-    if transfer.done:
-        then = None  # it was called
-        note(transfer)
-    else:
-        transfer.notify = note
+    transfer.notify = note
 
 
 def _of(transfer: Outgoing | Posted) -> tuple[str, int, int, int]:

@@ -312,8 +312,9 @@ class Heart:
             return
         while not lost.closed and self._read(lost):
             pass  # what it has said itself comes first, and so does the end of its connection
-        if int(silent):
-            self._lose(lost, how, silent=True, first=False)
+        # Also where that is to end yet: the system closes the connections of a process one after the other, and the
+        # ranks that have noticed fail meanwhile.
+        self._lose(lost, how, bool(int(silent)), first=False)
 
     def _lose(self, peer: _Peer, how: str, silent: bool = False, first: bool = True) -> None:
         """Note the end of a peer; ``first``: this rank has found it out, and tells the others if it is a death."""

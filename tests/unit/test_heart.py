@@ -200,14 +200,18 @@ def test_groups_that_are_over_are_forgotten(ranks: Callable[..., list[Heart]]) -
     assert not zero._early and not one._early
 
 
-def test_a_rank_that_hears_of_a_death_from_another_names_the_dead(ranks: Callable[..., list[Heart]]) -> None:
+@pytest.mark.parametrize("silent", [True, False])
+def test_a_rank_that_hears_of_a_death_from_another_names_the_dead(
+    ranks: Callable[..., list[Heart]], silent: bool
+) -> None:
+    """Also where the connection of the dead with another rank has ended, and that with this one has not yet."""
     zero, one, two = ranks(LONG, LONG, LONG)
     mine, ones, _ = (heart.notices("all", range(3)) for heart in (zero, one, two))
-    one._service.call(one._lose, one._peers[2], "has been silent for 3 s", True)
+    one._service.call(one._lose, one._peers[2], "has been lost", silent)
     assert soon(lambda: ones.died)
-    ones.tell("failed", "RankFailedError: rank 2 has been silent")
+    ones.tell("failed", "RankFailedError: rank 2 has been lost")
     assert soon(lambda: 1 in mine.failed)
-    with pytest.raises(RankFailedError, match=r"^rank 0: rank 2 on \S+ has been silent for 3 s$"):
+    with pytest.raises(RankFailedError, match=r"^rank 0: rank 2 on \S+ has been lost$"):
         mine.look_for_failures()
 
 

@@ -33,6 +33,7 @@ _INTERNAL = (
     "COLLECTIVES_LOCAL_RANK",
     "COLLECTIVES_SIZE",
     "COLLECTIVES_KEY",
+    "COLLECTIVES_TORCHS_PLACE",
 )
 """Prefixes of variables that are no settings: launchers state a rank's place with them, programs and tests of the
 package tell each other things."""

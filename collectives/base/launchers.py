@@ -58,6 +58,7 @@ class _Row(NamedTuple):
 _Family = Mapping[str, tuple[_Row, ...]]
 """Rows by launcher; the first row that implies a number decides for the whole family."""
 
+_TORCHS_PLACE = "COLLECTIVES_TORCHS_PLACE"
 _MPIRUN: _Family = {
     "Open MPI's mpirun": (_Row("OMPI_COMM_WORLD_SIZE", _size), _Row("OMPI_COMM_WORLD_RANK", _rank)),
     "a launcher with PMI (MPICH's or Intel MPI's mpirun, srun)": (_Row("PMI_SIZE", _size), _Row("PMI_RANK", _rank)),
@@ -109,8 +110,18 @@ VARIABLES = tuple(row.variable for family in _FAMILIES for rows in family.values
 
 def several(environment: Mapping[str, str]) -> Sign | None:
     """The first variable that says this process is one of several; None if there is none."""
-    signs = (_first(environment, family) for family in _FAMILIES)
+    families = [family for family in _FAMILIES if family is not _TORCH or not torchs_are_ours(environment)]
+    signs = (_first(environment, family) for family in families)
     return next((sign for sign in signs if sign is not None and sign.processes > 1), None)
+
+
+def torchs_are_ours(environment: Mapping[str, str]) -> bool:
+    """Whether torch's variables are those that ``collectivesrun`` has set, for programs that read no others: they tell
+    `init` nothing, and their address is free for torch."""
+    place = environment.get(_TORCHS_PLACE, "").split()
+    return "TORCHELASTIC_RUN_ID" not in environment and place == [
+        environment.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT")
+    ]
 
 
 def mpi_may_join(environment: Mapping[str, str]) -> bool:

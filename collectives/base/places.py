@@ -15,6 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from collectives.base.launchers import torchs_are_ours
+
 CANDIDATES = 8
 """Ports of which rank 0 takes the first that is free."""
 _FIRST_PORT, _PORTS = 20000, 12000
@@ -45,7 +47,7 @@ def detect(environment: Mapping[str, str], *, without_mpi: bool = False) -> Spot
     A process that it has started as the only one has a spot of size 1. With ``without_mpi``, for a process that cannot
     load MPI, what MPI launchers say counts; a spot of theirs has no host unless all ranks are on this one.
     """
-    spot = _read(_torchrun, environment)
+    spot = None if torchs_are_ours(environment) else _read(_torchrun, environment)
     if spot is not None:
         return spot
     mpi, slurm = _read(_open_mpi, environment) or _read(_pmi, environment), _read(_slurm, environment)

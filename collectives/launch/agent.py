@@ -11,7 +11,8 @@ Its standard streams connect it with the launcher:
     stdin     lines: first the task, in JSON (environment, folder, command, ranks; nothing of it is on a command line);
               then orders: ``alive``, ``pause`` (silence follows), ``signal N`` (forwarded to the ranks), ``end``
               (SIGTERM, then SIGKILL), ``kill``
-    stdout    lines that begin with DLE: ``ready``, ``alive``, ``ended RANK CODE``, ``done``
+    stdout    lines that begin with DLE: ``ready PORT ADDRESS`` (a port that is free here, and this host's address,
+              where ssh tells it), ``alive``, ``ended RANK CODE``, ``done``
     stderr    the frames of ``rank.py``, and plain messages
 
 The end of stdin means that the launcher or the connection is gone, and ends the ranks; so does silence, because a
@@ -27,6 +28,7 @@ import json
 import os
 import select
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -47,7 +49,7 @@ _READ = 64 << 10
 def main() -> int:
     """Run the ranks of the task that stdin describes; return the exit code of the first that failed, or 0."""
     signals, orders = _Signals(), _Orders()
-    _say("ready")
+    _say(f"ready {free_port()} {' '.join(os.environ.get('SSH_CONNECTION', '').split()[2:3])}")
     while (line := orders.take()) is None:
         if orders.closed or any(number in _ENDING for number in signals.take()):
             return 0
@@ -90,6 +92,17 @@ def _watch(ranks: _Ranks, orders: _Orders, signals: _Signals, patience: float) -
         if now - spoken >= ALIVE_EVERY:
             _say("alive")
             spoken = now
+
+
+def free_port() -> int:
+    """Return a port of this host that nobody has, below those that Linux gives to whoever asks for any."""
+    with socket.socket() as probe:
+        for _ in range(100):
+            port = 20000 + int.from_bytes(os.urandom(4), "big") % 12000
+            with contextlib.suppress(OSError):
+                probe.bind(("", port))
+                break
+        return int(probe.getsockname()[1])
 
 
 class _Orders:

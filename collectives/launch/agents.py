@@ -183,7 +183,8 @@ class Agents:
         self._sent, self._spoken = True, time.monotonic()
 
     def _serve(self) -> dict[str, str]:
-        """Serve the store at which the ranks meet; return the variables that lead there."""
+        """Serve the store at which the ranks meet; return the variables that lead there, and to where rank 0 serves
+        torch's, if a program makes torch's process groups."""
         from collectives.transport import network
         from collectives.transport.authentication import make_key  # imports asyncio, as do the others
         from collectives.transport.service import Service
@@ -194,7 +195,11 @@ class Agents:
         service, key = Service(), make_key()
         self._close_store = service.close
         server = StoreServer(service, address, 0, key)
+        first = next(one for one in self._agents if 0 in one.place.ranks)
+        torchs_host = (first.address or self.remote.address(first.place.host)) if first.place.host else address
         return {
+            "MASTER_ADDR": self.environment.get("MASTER_ADDR", torchs_host),
+            "MASTER_PORT": self.environment.get("MASTER_PORT", first.free_port),
             "COLLECTIVES_RENDEZVOUS": f"tcp://{network.joined(*server.address)}",
             "COLLECTIVES_KEY": key.hex(),
         }
@@ -247,6 +252,7 @@ class _Agent:
         died: records of ranks that have ended with a failure; ``died_at``: when the first has, on the monotonic clock.
         heard: when it last said anything.
         pending: orders that are not written yet.
+        free_port, address: of its host, once it is ready; the address is empty where ssh does not tell it.
     """
 
     def __init__(self, place: HostRanks, environment: Mapping[str, str], remote: ssh.Ssh) -> None:
@@ -257,6 +263,7 @@ class _Agent:
         self.died_at = float("inf")
         self.heard = 0.0
         self.pending = bytearray()
+        self.free_port = self.address = ""
         self._received = b""
         command = [sys.executable, "-I", "-S", agent.__file__]
         self._command = remote.command(place.host, command) if place.host else command
@@ -296,6 +303,7 @@ class _Agent:
                     "COLLECTIVES_RANK": str(rank),
                     "COLLECTIVES_SIZE": str(size),
                     "COLLECTIVES_LOCAL_RANK": str(local_rank),
+                    "LOCAL_WORLD_SIZE": str(len(self.place.ranks)),
                 }
                 for local_rank, rank in enumerate(self.place.ranks)
             ],
@@ -328,8 +336,9 @@ class _Agent:
             self.closed = True
 
     def _take(self, words: Sequence[str], now: float) -> None:
-        if words == ["ready"]:
+        if words[:1] == ["ready"]:
             self.ready = True
+            self.free_port, self.address = (*words[1:], "")[:2]
         elif words == ["done"]:
             self.done = True
         elif len(words) == 3 and words[0] == "ended":

@@ -9,6 +9,7 @@ import os
 import shlex
 import shutil
 import signal
+import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +20,7 @@ from collectives.base.config import Config
 from collectives.base.errors import CollectivesError, InvalidArgumentError
 from collectives.launch import config_file, job, rank_environment, report
 from collectives.launch import rank as before_rank
+from collectives.launch.agent import free_port
 from collectives.launch.agents import Agents, HostRanks
 from collectives.launch.command import JobSpec, build
 from collectives.launch.command_line import chosen, make_parser, split
@@ -27,7 +29,7 @@ from collectives.launch.mpi_ranks import MpiRanks
 from collectives.launch.mpirun import Launcher, Vendor, find
 from collectives.launch.options import REACHES
 from collectives.launch.output import Output
-from collectives.launch.ssh import Ssh, is_here
+from collectives.launch.ssh import Ssh, address_for, is_here
 
 _HOROVOD = Path(__file__).parents[1] / "horovod" / "site"
 """The folder from which a rank imports ``horovod``; see `collectives.horovod`."""
@@ -256,10 +258,22 @@ def _start(wanted: _Job, *, stay: bool = False) -> int:
         root=os.geteuid() == 0,
         cores=cores(),
     )
-    command = build(launcher, spec, wanted.environment)
+    environment = {**_torchs_address(wanted), **wanted.environment} if ranks > 1 else wanted.environment
+    command = build(launcher, spec, environment)
     if wanted.verbose:
         print(f"collectivesrun: {shlex.join(command)}", file=sys.stderr, flush=True)
-    return job.run(MpiRanks(command, wanted.environment), shown)
+    return job.run(MpiRanks(command, environment), shown)
+
+
+def _torchs_address(wanted: _Job) -> dict[str, str]:
+    """Return the variables that say where torch's ranks meet, as ``Agents`` says it to theirs: on rank 0's host."""
+    first, *others = [host.name for host in wanted.hosts] or ["localhost"]
+    if is_here(first):
+        try:
+            first = address_for(others, wanted.config.network_interface, wanted.remote)
+        except InvalidArgumentError:
+            first = socket.gethostname()  # MPI may find a way to the others that we do not
+    return {"MASTER_ADDR": first.rpartition("@")[2].strip("[]"), "MASTER_PORT": str(free_port())}
 
 
 def _places(ranks: int, hosts: Sequence[Host]) -> list[HostRanks]:

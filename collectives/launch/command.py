@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from collectives.launch.hosts import Host
 from collectives.launch.mpirun import Launcher, Vendor
 
-_OURS = ("COLLECTIVES_", "HOROVOD_")
+_OURS = ("COLLECTIVES_", "HOROVOD_", "MASTER_")
 _TO_OTHER_HOSTS = (*_OURS, "CUDA_", "NCCL_", "OMP_NUM_THREADS", "LD_LIBRARY_PATH", "PATH", "PYTHON", "VIRTUAL_ENV")
 
 

@@ -30,16 +30,25 @@ import signal
 import sys
 import termios
 import time
+from collections.abc import Mapping
 
 RANK_VARIABLES = ("COLLECTIVES_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
-HOROVOD_VARIABLES = {
-    "HOROVOD_RANK": RANK_VARIABLES,
-    "HOROVOD_SIZE": ("COLLECTIVES_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"),
-    "HOROVOD_LOCAL_RANK": ("COLLECTIVES_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID"),
-    "HOROVOD_LOCAL_SIZE": ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"),
+_LAUNCHERS_VARIABLES = {
+    "RANK": RANK_VARIABLES,
+    "SIZE": ("COLLECTIVES_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"),
+    "LOCAL_RANK": ("COLLECTIVES_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID"),
+    "LOCAL_SIZE": ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"),
 }
-"""Variables that ``horovodrun`` sets and programs read, with those of ``agents.py``, Open MPI and MPICH that have the
-same value."""
+"""Variables of ``agents.py``, Open MPI and MPICH that say a rank's place."""
+_TORCHS_VARIABLES = {
+    "RANK": "RANK",
+    "WORLD_SIZE": "SIZE",
+    "LOCAL_RANK": "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE": "LOCAL_SIZE",
+}
+"""Variables that torchrun sets and programs read, with those of `_LAUNCHERS_VARIABLES`."""
+_TORCHS_PLACE = "COLLECTIVES_TORCHS_PLACE"
+"""The variable that says that torch's are set by this program; see ``collectives.base.launchers``."""
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 RECORDS = "COLLECTIVES_RECORDS"
 """The variable with the path to which the rank writes its record, as in ``collectives.failures``."""
@@ -100,8 +109,10 @@ def main(output: str, width: int, placement: str, terminal: str, command: list[s
     """
     launcher = os.getppid()
     rank = next((os.environ[name] for name in RANK_VARIABLES if name in os.environ), "0")
+    place = _place()
     if placement:
-        os.environ.update(_places([int(number) for number in placement.split(",")]))
+        os.environ.update(_in_horovods_words(place, [int(number) for number in placement.split(",")]))
+    os.environ.update(_in_torchs_words(place, os.environ))
     folder = os.path.join(output, f"rank.{rank.zfill(width)}")
     copies = {b"o": _Copy(rank, folder, "stdout"), b"e": _Copy(rank, folder, "stderr")} if output else {}
     records = _Records(rank)
@@ -149,30 +160,45 @@ def main(output: str, width: int, placement: str, terminal: str, command: list[s
     return code
 
 
-def _places(placement: list[int]) -> dict[str, str]:
-    """Return Horovod's variables for this rank, as far as the MPI provides their values.
+def _place() -> dict[str, str]:
+    """Return this rank's place, as far as its launcher tells it: RANK, SIZE, LOCAL_RANK, LOCAL_SIZE."""
+    place = {
+        word: next((os.environ[name] for name in names if name in os.environ), "")
+        for word, names in _LAUNCHERS_VARIABLES.items()
+    }
+    return {word: text for word, text in place.items() if text}
+
+
+def _in_horovods_words(place: dict[str, str], placement: list[int]) -> dict[str, str]:
+    """Return Horovod's variables for this rank's place.
 
     The cross rank and size follow from the requested placement, if the rank is where that has it.
     """
-    found = {
-        ours: next((os.environ[name] for name in names if name in os.environ), "")
-        for ours, names in HOROVOD_VARIABLES.items()
-    }
-    told = {name: text for name, text in found.items() if text}
-    if "HOROVOD_RANK" not in told or "HOROVOD_LOCAL_RANK" not in told:
-        return told
-    rank, local_rank = int(told["HOROVOD_RANK"]), int(told["HOROVOD_LOCAL_RANK"])
-    first = 0
-    for host, number in enumerate(placement):
-        if rank < first + number:
-            local_size = told.get("HOROVOD_LOCAL_SIZE", str(number))
-            if local_rank == rank - first and local_size == str(number):
-                peers = [other for other, ranks in enumerate(placement) if ranks > local_rank]
-                cross = {"HOROVOD_CROSS_RANK": str(peers.index(host)), "HOROVOD_CROSS_SIZE": str(len(peers))}
-                told |= {"HOROVOD_LOCAL_SIZE": local_size, **cross}
-            break
-        first += number
-    return {"HOROVOD_HOSTNAME": os.uname().nodename, **told}
+    place = dict(place)
+    if "RANK" in place and "LOCAL_RANK" in place:
+        place["HOSTNAME"] = os.uname().nodename
+        rank, local_rank = int(place["RANK"]), int(place["LOCAL_RANK"])
+        first = 0
+        for host, number in enumerate(placement):
+            if rank < first + number:
+                local_size = place.get("LOCAL_SIZE", str(number))
+                if local_rank == rank - first and local_size == str(number):
+                    peers = [other for other, ranks in enumerate(placement) if ranks > local_rank]
+                    cross = {"CROSS_RANK": str(peers.index(host)), "CROSS_SIZE": str(len(peers))}
+                    place |= {"LOCAL_SIZE": local_size, **cross}
+                break
+            first += number
+    return {f"HOROVOD_{word}": text for word, text in place.items()}
+
+
+def _in_torchs_words(place: dict[str, str], environment: Mapping[str, str]) -> dict[str, str]:
+    """Return torch's variables for this rank's place that the environment lacks, where the launcher has said where
+    torch's ranks meet."""
+    if place.get("SIZE", "1") == "1" or "MASTER_PORT" not in environment:
+        return {}
+    told = {name: place[word] for name, word in _TORCHS_VARIABLES.items() if word in place}
+    told[_TORCHS_PLACE] = f"{place['RANK']} {place['SIZE']} {environment['MASTER_PORT']}"
+    return {name: text for name, text in told.items() if name == _TORCHS_PLACE or name not in environment}
 
 
 class _Records:

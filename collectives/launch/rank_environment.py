@@ -23,15 +23,25 @@ _OF_RANKS = (
     "COLLECTIVES_LOCAL_RANK",
     "COLLECTIVES_KEY",
 )
+_OF_TORCH = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK"),
+    *("ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "COLLECTIVES_TORCHS_PLACE"),
+)
 _OF_MPI = ("OMPI_COMM_", "PMI_", "PMIX_", "MPI_LOCAL")
 
 
 def of_no_rank(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment without the place in a job that an outer launcher of this package has given this process.
+    """Return an environment without the place in a job that an outer launcher of this package, or torchrun, has given
+    this process.
 
-    An MPI launcher replaces its own variables.
+    An MPI launcher replaces its own variables. ``MASTER_ADDR`` and ``MASTER_PORT`` without a rank are the user's.
     """
-    return {name: text for name, text in environment.items() if name not in _OF_RANKS}
+    is_rank = "RANK" in environment or "WORLD_SIZE" in environment
+    return {
+        name: text
+        for name, text in environment.items()
+        if name not in _OF_RANKS and not (is_rank and (name in _OF_TORCH or name.startswith("TORCHELASTIC_")))
+    }
 
 
 def of_no_process(environment: Mapping[str, str]) -> dict[str, str]:

@@ -49,8 +49,8 @@ class Ssh:
 
     def address(self, host: str) -> str:
         """Return the name or address to which ssh connects for a host, whose configuration may call it otherwise."""
-        command = [self._program(), "-G", *self._options(), "--", _bare(host)]
-        with suppress(OSError, subprocess.TimeoutExpired):
+        with suppress(OSError, subprocess.TimeoutExpired, MissingDependencyError):
+            command = [self._program(), "-G", *self._options(), "--", _bare(host)]
             shown = subprocess.run(
                 command, capture_output=True, text=True, timeout=_PATIENCE, check=False, stdin=subprocess.DEVNULL
             )

@@ -16,7 +16,7 @@ import pytest
 
 from collectives.base.config import ALGORITHMS, Config
 from collectives.base.errors import InvalidArgumentError
-from collectives.launch import cli, command_line, job, mpirun, options, report
+from collectives.launch import cli, command_line, job, mpirun, options, rank_environment, report
 from collectives.launch.agents import Agents, HostRanks
 from collectives.launch.mpi_ranks import MpiRanks
 from collectives.launch.mpirun import Launcher, Vendor
@@ -85,6 +85,13 @@ def test_the_users_command_is_untouched(started: list[list[str]]) -> None:
     words = started[0][-len(program) :]
     assert unpack(words) == program
     assert all(re.fullmatch("=[A-Za-z0-9./_=,+%-]*", word) for word in words)
+
+
+def test_the_place_that_an_outer_torchrun_has_given_is_not_the_ranks() -> None:
+    theirs = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
+    assert rank_environment.of_no_rank({**theirs, "TORCHELASTIC_RUN_ID": "none", "HOME": "/"}) == {"HOME": "/"}
+    address = {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}  # the user's
+    assert rank_environment.of_no_rank(address) == address
 
 
 def test_any_bytes_of_an_argument_come_back() -> None:

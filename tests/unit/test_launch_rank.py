@@ -185,6 +185,32 @@ def test_a_rank_is_told_its_place_in_horovods_words(placement: str, told: dict[s
     assert found == ({"HOSTNAME": os.uname().nodename, **told} if told else {})
 
 
+TORCHS_ADDRESS = {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
+TORCHS_PLACE = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "COLLECTIVES_TORCHS_PLACE": "3 8 29500"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "told"),
+    [
+        ({}, {}),
+        (TORCHS_ADDRESS, TORCHS_PLACE),
+        ({**TORCHS_ADDRESS, "MPI_LOCALNRANKS": "4"}, {**TORCHS_PLACE, "LOCAL_WORLD_SIZE": "4"}),
+        ({**TORCHS_ADDRESS, "PMI_SIZE": "1", "PMI_RANK": "0"}, {}),
+        ({**TORCHS_ADDRESS, "RANK": "5"}, {**TORCHS_PLACE, "RANK": "5"}),  # somebody else's
+    ],
+)
+def test_a_rank_is_told_its_place_in_torchs_words(environment: dict[str, str], told: dict[str, str]) -> None:
+    program = "import json, os; print(json.dumps(dict(os.environ)))"
+    command = before(sys.executable, "-c", program)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**PLACE, **environment})
+    shown = re.sub(r"^\x10\do", "", process.communicate(timeout=60)[1].decode().splitlines()[0]).removesuffix("\x10n")
+    inherited = {**PLACE, **environment}
+    found = {name: text for name, text in json.loads(shown).items() if inherited.get(name) != text}
+    del found[rank.RECORDS]
+    found.pop("LC_CTYPE", None)
+    assert found == {name: text for name, text in told.items() if inherited.get(name) != text}
+
+
 @pytest.mark.parametrize(
     ("terminal", "out", "err"), [("", False, False), ("30 70 2", False, True), ("30 70 1 2", True, True)]
 )

@@ -100,6 +100,14 @@ def test_mpi_is_asked_where_its_launcher_may_have_started_several(environment: d
     assert launchers.mpi_may_join(environment) is expected
 
 
+def test_torchs_variables_of_collectivesrun_say_nothing() -> None:
+    ours = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "29500", "COLLECTIVES_TORCHS_PLACE": "1 2 29500"}
+    assert launchers.torchs_are_ours(ours) and launchers.several(ours) is None
+    # A torchrun, or a program, that collectivesrun has started starts others.
+    for theirs in ({"RANK": "0"}, {"WORLD_SIZE": "8"}, {"MASTER_PORT": "1"}, {"TORCHELASTIC_RUN_ID": "none"}):
+        assert not launchers.torchs_are_ours({**ours, **theirs}) and launchers.several({**ours, **theirs})
+
+
 def test_a_long_text_is_cut() -> None:
     sign = launchers.several({"TF_CONFIG": cluster(worker=100)})
     assert sign is not None and len(str(sign)) < 200

@@ -84,6 +84,7 @@ def test_detect(environment: dict[str, str], rank: int, size: int, host: str) ->
         {},
         {"WORLD_SIZE": "2", "RANK": "0"},
         {**TORCH, "RANK": "4"},
+        {**TORCH, "COLLECTIVES_TORCHS_PLACE": "1 4 29500"},  # collectivesrun's, whose ranks meet elsewhere
         {**TORCH, "RANK": "x"},
         {key: value for key, value in SLURM.items() if key != "SLURM_STEP_ID"},  # the script of a batch job
         {"TF_CONFIG": "{"},

@@ -152,7 +152,15 @@ def streams(world: World, victim: int) -> None:
         world.sendrecv(block, victim, block.copy(), victim)
 
 
-@pytest.mark.parametrize("waits", (waits_in_recv, waits_for_anybody, waits_in_send, waits_for_a_handle, streams))
+def sends_on(world: World, victim: int) -> None:
+    """Small messages that nobody receives, until one finds the connection closed."""
+    while True:
+        world.send(np.ones(3), victim)
+
+
+@pytest.mark.parametrize(
+    "waits", (waits_in_recv, waits_for_anybody, waits_in_send, waits_for_a_handle, streams, sends_on)
+)
 @pytest.mark.parametrize("connect", (processes.by_pipes, processes.by_tcp), ids=("one-host", "hosts"))
 def test_a_rank_that_is_killed(waits: Callable[[World, int], None], connect: Any) -> None:
     victim = 1
@@ -167,7 +175,8 @@ def test_a_rank_that_is_killed(waits: Callable[[World, int], None], connect: Any
                     world.sendrecv(block, 0, block.copy(), 0)
             os.kill(os.getpid(), signal.SIGKILL)
         begun = time.monotonic()
-        with pytest.raises(RankFailedError, match=f"rank {victim}"):
+        death = r"has failed \(it died" if connect is processes.by_pipes else r"on \S+ has died: its connection"
+        with pytest.raises(RankFailedError, match=f"^rank {world.rank}: rank {victim} {death}"):
             waits(world, victim) if waits is not streams or world.rank == 0 else waits_in_recv(world, victim)
         return time.monotonic() - begun
 

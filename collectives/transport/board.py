@@ -301,7 +301,7 @@ class Board:
         for peer in self.peers:
             state = self.state_of(peer) if processes else self._words[peer][_STATE]
             if state == FAILED:
-                raise self._failure_of(peer, self.text_of(peer))
+                raise self._failure_of(peer)
             if state == LEFT and peer == waiting_for and not (arrived and arrived()):
                 raise RankFailedError(
                     f"rank {self.names[self.rank]}: waits for rank {self.names[peer]}, which has shut down or ended; "
@@ -316,15 +316,30 @@ class Board:
         """
         self.check(peer)
         if gone:
-            raise self._failure_of(peer, "")
+            raise self._failure_of(peer)
         backoff.poll(lambda: self.check(peer), _DEATH_SHOWS_WITHIN)
 
-    def _failure_of(self, peer: int, text: str) -> RankFailedError:
-        """The error for a peer that has failed with a text; with none, it has died. Raises the network's instead where
-        that comes soon: it knows whether a rank elsewhere is the cause, and tells the ranks elsewhere of a death before
-        they hear that this rank has failed because of it."""
-        if self.also_check is not None and (not text or RankFailedError.__name__ in text):
-            backoff.poll(self.also_check, _CAUSE_SHOWS_WITHIN if text else _DEATH_SHOWS_WITHIN)
+    def _failure_of(self, peer: int) -> RankFailedError:
+        """The error for a peer that has failed, or for the one that is the cause of its failure. Raises the network's
+        instead where that comes soon: it knows whether a rank elsewhere is the cause, and tells the ranks elsewhere of
+        a death before they hear that this rank has failed because of it."""
+
+        def is_consequence(other: int) -> bool:
+            return RankFailedError.__name__ in self.text_of(other)
+
+        def has_cause() -> bool:
+            nonlocal peer
+            if self.also_check is not None:
+                self.also_check()
+            failed = [other for other in self.peers if self.state_of(other) == FAILED]
+            peer = min([peer, *failed], key=is_consequence)
+            return not is_consequence(peer)
+
+        if is_consequence(peer):
+            backoff.poll(has_cause, _CAUSE_SHOWS_WITHIN)
+        text = self.text_of(peer)
+        if not text and self.also_check is not None:
+            backoff.poll(self.also_check, _DEATH_SHOWS_WITHIN)
         detail = f":\n{text}" if text else " (it died without a word)"
         return RankFailedError(f"rank {self.names[self.rank]}: rank {self.names[peer]} has failed{detail}")
 

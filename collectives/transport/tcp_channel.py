@@ -22,7 +22,7 @@ SPINS = 60
 """Looks at a connection, between which the core is yielded, before this rank sleeps until something arrives."""
 _FIRST_DOZE, _LONGEST_DOZE = 1.0, 50.0
 """Milliseconds of a sleep that an arrival ends; afterwards the peers are looked at."""
-_DEATH_SHOWS_WITHIN = 1.0
+CAUSE_SHOWS_WITHIN = 5.0
 """Seconds that it may take until it is known why a connection has ended."""
 _SAY_GOODBYE_WITHIN = 1.0
 CLOSE_WITHIN = 1.0
@@ -173,7 +173,7 @@ class TcpChannel:
 
     def lost(self, peer: int) -> NoReturn:
         """Raise the cause for which a connection with ``peer`` has ended."""
-        backoff.poll(self.check, _DEATH_SHOWS_WITHIN)
+        backoff.poll(self.check, CAUSE_SHOWS_WITHIN)
         raise RankFailedError(
             f"rank {self.names[self.rank]}: rank {self.names[peer]} has failed (its connection was closed without a "
             f"word: it died, or left while it was waited for)"

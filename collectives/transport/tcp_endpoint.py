@@ -11,8 +11,9 @@ from __future__ import annotations
 import select
 import socket
 import struct
+import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from itertools import islice
 from typing import Protocol
@@ -22,8 +23,9 @@ import numpy as np
 from collectives.base.dtypes import NAMES, SUPPORTED
 from collectives.base.errors import CollectivesError, RankFailedError, TransportError
 from collectives.transport.base import Array
-from collectives.transport.point_to_point import DTYPE_CODE, AtOnce, Incoming, Outgoing
+from collectives.transport.point_to_point import DTYPE_CODE, AtOnce, Incoming, Outgoing, Transfer
 from collectives.transport.service import Running
+from collectives.transport.tcp_channel import CAUSE_SHOWS_WITHIN
 
 EAGER, READY, DATA, ACCEPT, REFUSE = 1, 2, 3, 4, 5
 """The kinds of frames: an envelope with its payload; an envelope of a payload that waits; such a payload; and what the
@@ -107,6 +109,9 @@ class TcpEndpoint:
         """Connections that the network's thread has accepted."""
         self._by_descriptor: dict[int, _Connection] = {}
         self._poll = select.poll()
+        self._lost: deque[tuple[float, int, list[Transfer]]] = deque()
+        """What connections that have ended were to carry: until when whoever waits may end it with the cause, and the
+        peer."""
         self._numbers = 0
         links.serve(_CHANNEL, lambda peer, channel, sock: self._accepted.append((peer, sock)))
 
@@ -119,7 +124,7 @@ class TcpEndpoint:
             connection.dialling = self._links.begin_dial(message.peer, _CHANNEL)
             self._dialling.append(connection)
         if connection.closed:
-            message.end(self._lost(message.peer))
+            self._lose_transfers(message.peer, [message])
             return
         array, shape = message.array, message.shape
         self._numbers += 1
@@ -176,6 +181,10 @@ class TcpEndpoint:
                 self._read(connection)
             if connection is not None and events & select.POLLOUT:
                 self._write(connection)
+        while self._lost and time.monotonic() > self._lost[0][0]:
+            _, peer, transfers = self._lost.popleft()
+            me, lost = f"rank {self._names[self._links.rank]}", f"rank {self._names[peer]}"
+            _end(transfers, RankFailedError(f"{me}: {lost} has closed its connection: it has ended or shut down"))
 
     def _has_dialled(self, connection: _Connection) -> bool:
         assert connection.dialling is not None
@@ -289,7 +298,8 @@ class TcpEndpoint:
         if isinstance(payload, tuple):
             connection, number = payload
             if connection.closed:
-                raise self._lost(connection.peer)
+                self._lose_transfers(connection.peer, [message])
+                return
             connection.accepted[number] = message, into[: message.nbytes].data
             self._say(connection, ACCEPT, number)
         else:
@@ -306,31 +316,29 @@ class TcpEndpoint:
 
     # ---- the end
 
-    def _lost(self, peer: int) -> CollectivesError:
-        return RankFailedError(
-            f"rank {self._names[self._links.rank]}: rank {self._names[peer]} has closed its connection: it has "
-            f"ended or shut down"
-        )
-
     def _lose(self, connection: _Connection, error: Exception | None = None) -> None:
-        """The connection has ended: all that it was to carry fails."""
+        """The connection has ended: all that it was to carry fails, with the error if there is one."""
         if connection.closed:
             return
         self._release(connection)
-        error = error or self._lost(connection.peer)
-        for _, outgoing in connection.outgoing:
-            if outgoing is not None:
-                outgoing.end(error)
-        for announced in list(connection.announced.values()):
-            announced.end(error)
-        for incoming, _ in list(connection.accepted.values()):
-            incoming.end(error)
+        transfers: list[Transfer] = [message for _, message in connection.outgoing if message is not None]
+        transfers += connection.announced.values()
+        transfers += [message for message, _ in connection.accepted.values()]
         if connection.arriving is not None:
-            connection.arriving.end(error)
+            transfers.append(connection.arriving)
         connection.outgoing.clear()
         connection.announced.clear()
         connection.accepted.clear()
         connection.arriving = None
+        if error is None:
+            self._lose_transfers(connection.peer, transfers)
+        else:
+            _end(transfers, error)
+
+    def _lose_transfers(self, peer: int, transfers: list[Transfer]) -> None:
+        """Leave transfers to those who wait for them, and learn from the other ranks' notices what has become of the
+        peer."""
+        self._lost.append((time.monotonic() + CAUSE_SHOWS_WITHIN, peer, transfers))
 
     def _release(self, connection: _Connection) -> None:
         connection.closed = True
@@ -344,7 +352,7 @@ class TcpEndpoint:
     @property
     def busy(self) -> bool:
         return (
-            bool(self._dialling or self._accepted)
+            bool(self._dialling or self._accepted or self._lost)
             or any(connection.busy for connection in self._dialled.values())
             or any(connection.busy for connection in self._by_descriptor.values())
         )
@@ -357,3 +365,8 @@ class TcpEndpoint:
             self._release(connection)
         while self._accepted:
             self._accepted.popleft()[1].close()
+
+
+def _end(transfers: Iterable[Transfer], error: BaseException) -> None:
+    for transfer in transfers:
+        transfer.end(error)

@@ -15,16 +15,19 @@ from collectives.transport.board import FAILED, Board, board_bytes
 _PID = 2
 
 
-def boards() -> tuple[Board, Board]:
-    """Of ranks 0 and 1 of this host; rank 2 is on another one."""
-    pages = [memoryview(bytearray(board_bytes(3))) for _ in range(2)]
-    zero, one = (Board([*pages, None], rank, timeout=20, spins=1) for rank in range(2))
-    return zero, one
+def boards(here: int) -> list[Board]:
+    """Of the first ranks of three: those of this host."""
+    pages = [memoryview(bytearray(board_bytes(3))) for _ in range(here)]
+    return [Board([*pages, *[None] * (3 - here)], rank, timeout=20, spins=1) for rank in range(here)]
+
+
+def die(rank: Board) -> None:
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        rank._mine[_PID] = process.pid
 
 
 def died(zero: Board, one: Board) -> Callable[[], object]:
-    with subprocess.Popen([sys.executable, "-c", ""]) as process:
-        one._mine[_PID] = process.pid
+    die(one)
     return zero.check
 
 
@@ -41,7 +44,7 @@ def failed_because_of_another(zero: Board, one: Board) -> Callable[[], object]:
 def test_what_the_network_knows_of_a_death_is_raised_though_the_board_shows_it_first(
     end: Callable[[Board, Board], Any],
 ) -> None:
-    zero, one = boards()
+    zero, one = boards(2)
     looks = 0
 
     def look_for_failures() -> None:
@@ -57,3 +60,13 @@ def test_what_the_network_knows_of_a_death_is_raised_though_the_board_shows_it_f
     zero.also_check = None
     with pytest.raises(RankFailedError, match=r"^rank 0: rank 1 has failed"):
         check()
+
+
+@pytest.mark.parametrize("said", ["", "ValueError: no good"])
+def test_a_rank_that_failed_because_of_another_is_not_named(said: str) -> None:
+    """Also where its failure is seen first: whether processes live is looked at now and then."""
+    zero, one, two = boards(3)
+    one.mark(FAILED, "RankFailedError: rank 2 has failed")
+    two.mark(FAILED, said) if said else die(two)
+    with pytest.raises(RankFailedError, match="^rank 0: rank 2 has failed" + (f":\n{said}" if said else r" \(it died")):
+        zero.check(processes=False)

@@ -6,9 +6,11 @@ import concurrent.futures
 import select
 import socket
 import struct
+import time
 from collections.abc import Callable
 
 import numpy as np
+import pytest
 
 from collectives.base.errors import RankFailedError
 from collectives.transport import tcp_endpoint
@@ -37,7 +39,7 @@ class Links:
         pass
 
 
-def test_a_peer_that_is_killed_while_it_is_sent_a_payload() -> None:
+def test_a_peer_that_is_killed_while_it_is_sent_a_payload(monkeypatch: pytest.MonkeyPatch) -> None:
     """The connection is then ready for writing, and has an error."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         mine = socket.create_connection(server.getsockname())
@@ -53,5 +55,11 @@ def test_a_peer_that_is_killed_while_it_is_sent_a_payload() -> None:
     theirs.close()
     select.select([mine], [], [], 10)
     endpoint.poll()
-    assert isinstance(message.error, RankFailedError)
+    late = Outgoing(1, 0, np.zeros(3, np.uint8), (3,))
+    endpoint.send(late)
+    assert not message.done and not late.done and endpoint.busy, "whoever waits may know why the peer has ended"
+    monkeypatch.setattr(time, "monotonic", lambda: float("inf"))
+    endpoint.poll()
+    assert isinstance(message.error, RankFailedError) and isinstance(late.error, RankFailedError)
+    assert not endpoint.busy
     endpoint.close()

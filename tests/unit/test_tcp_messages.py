@@ -179,7 +179,7 @@ def test_ranks_that_open_their_lanes_in_a_circle_do_not_wait_for_each_other() ->
 
 
 def test_a_rank_whose_connections_end_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tcp_channel, "_DEATH_SHOWS_WITHIN", 0.05)
+    monkeypatch.setattr(tcp_channel, "CAUSE_SHOWS_WITHIN", 0.05)
 
     def rank(channel: TcpChannel, links: LoopbackLinks, sends: bool) -> None:
         messages, peer = TcpMessages(channel, links), 1 - channel.rank

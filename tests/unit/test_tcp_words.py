@@ -88,7 +88,7 @@ def test_more_than_the_buffers_take_travels_both_ways() -> None:
 
 
 def test_a_connection_that_ends_without_a_word_is_a_failure_of_that_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tcp_channel, "_DEATH_SHOWS_WITHIN", 0.05)
+    monkeypatch.setattr(tcp_channel, "CAUSE_SHOWS_WITHIN", 0.05)
 
     def rank(channel: TcpChannel, links: Any) -> None:
         control = control_of(channel)

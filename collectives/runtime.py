@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from collectives import connect, summary
@@ -51,6 +52,7 @@ class _Default:
         hooks: watch how the process ends.
         lock: of `init` and `shutdown`; reentrant, because a signal handler may shut down while its thread is in `init`.
         joining: whether `init` is connecting the ranks.
+        told: the rank and size that the program has told `init`, under one key.
         known: its process sets.
         comm: as given to `init`.
         was_shut_down: for the message of calls without a world.
@@ -62,10 +64,33 @@ class _Default:
         self.hooks: Hooks | None = None
         self.lock = threading.RLock()
         self.joining = False
+        self.told: dict[str, tuple[int | None, int | None]] = {}
         self.known = KnownSets(global_process_set)
         self.comm: Any = None
         self.was_shut_down = False
         self.interrupted = False
+
+    @contextmanager
+    def as_one_rank(self, asked: Asked) -> Iterator[None]:
+        """Have this process be the rank that the program tells `init`, and no other.
+
+        Raises:
+            InvalidArgumentError: it is another one already, perhaps in another thread, for which the lock would wait.
+        """
+        if asked.rank is not None:
+            world, told = self.world, (asked.rank, asked.size)
+            rank, size = self.told.setdefault("", told) if world is None else (world.rank, world.size)
+            if (rank, size) != told:
+                raise InvalidArgumentError(
+                    f"init: rank={asked.rank}, size={asked.size}: this process is rank {rank} of {size} already, and a "
+                    "process is one rank, whatever its threads: start each rank in a process of its own (under Dask: "
+                    "workers with one thread each, and one task for each worker), or call shutdown() first"
+                )
+        try:
+            yield
+        finally:
+            if self.world is None and not self.joining:
+                self.told.clear()
 
 
 default = _Default()
@@ -110,7 +135,8 @@ def init(
             MPI that it belongs to, so that this process finds itself alone (``COLLECTIVES_ALLOW_SINGLE=1`` makes a
             world of one rank instead); or what is where the ranks meet is no store of this job.
         InvalidArgumentError: an invalid setting in the environment, or ranks in ``comm``; arguments that do not go
-            together; or two process sets have the same ranks, or one has all: then the world and the other sets exist.
+            together; this process is another rank already, perhaps in another thread; or two process sets have the same
+            ranks, or one has all: then the world and the other sets exist.
         CollectiveTimeoutError: not every rank has called in time.
         RankFailedError: a rank raised in the middle of its `init`.
         ForkedProcessError: this process was started by a rank, and is not a rank itself.
@@ -121,7 +147,7 @@ def init(
             raise InvalidArgumentError(f'process_sets: expected process sets or "dynamic", got {process_sets!r}')
         process_sets = ()
     sets = [members if isinstance(members, ProcessSet) else ProcessSet(members) for members in process_sets or ()]
-    with default.lock:
+    with default.as_one_rank(asked), default.lock:
         if default.world is not None:
             default.known.recognize(sets, default.world, default.comm)
             return
@@ -185,6 +211,7 @@ def shutdown() -> None:
                 world.shutdown()
             finally:
                 default.world = None
+                default.told.clear()
                 default.was_shut_down = True
                 logging.place(None)
             # Last: if an exception ends this rank on the way here, the others may already wait in their next `init`.

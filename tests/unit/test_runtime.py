@@ -1,7 +1,10 @@
-"""The default world: what an interrupt in the middle of leaving it does not undo."""
+"""The default world: what an interrupt in the middle of leaving it does not undo, and that it is one rank's."""
 
 from __future__ import annotations
 
+import concurrent.futures
+import threading
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -37,3 +40,46 @@ def test_an_interrupt_in_shutdown_leaves_the_exit_watched(monkeypatch: pytest.Mo
     collectives.init()
     assert collectives.size() == 1
     collectives.shutdown()
+
+
+class LonelyStore:
+    """A store of which one process has a client, until it is closed."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {}
+        self.waits, self.closed = threading.Event(), threading.Event()
+
+    def set(self, key: str, value: Any) -> None:
+        self.values[key] = value
+
+    def get(self, key: str) -> Any:
+        return self.values[key]
+
+    def wait(self, keys: list[str], timeout: timedelta) -> None:
+        if not all(key in self.values for key in keys):
+            self.waits.set()
+            closed = self.closed.wait(min(timeout.total_seconds(), 60))
+            raise OSError("closed") if closed else TimeoutError
+
+
+def test_a_second_rank_in_another_thread_is_refused_at_once() -> None:
+    """As under Dask, with two threads a worker. The other thread is in init(), and waits for rank 1."""
+    store = LonelyStore()
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        try:
+            first = pool.submit(collectives.init, store=store, rank=0, size=2)
+            assert store.waits.wait(60)
+            with pytest.raises(collectives.InvalidArgumentError, match="this process is rank 0 of 2 already") as caught:
+                collectives.init(store=store, rank=1, size=2)
+            assert "rank=1, size=2" in str(caught.value) and "in a process of its own" in str(caught.value)
+        finally:
+            store.closed.set()
+        with pytest.raises(collectives.TransportError, match="closed"):
+            first.result(60)
+    collectives.init(store=store, rank=0, size=1)  # what has failed binds nobody
+    try:
+        collectives.init(store=store, rank=0, size=1)
+        with pytest.raises(collectives.InvalidArgumentError, match="this process is rank 0 of 1 already"):
+            collectives.init(store=store, rank=1, size=2)
+    finally:
+        collectives.shutdown()

@@ -7,7 +7,6 @@ from typing import Any, TypedDict, TypeVar
 import torch
 from torch.autograd.graph import increment_version
 
-from collectives.base.errors import InvalidArgumentError
 from collectives.base.reduce_op import Op
 from collectives.engine import arguments
 from collectives.torch.autograd import tracks
@@ -57,14 +56,6 @@ def operation(world: World, average: Any, op: Op | None, name: str | None) -> Op
         return arguments.operation(op, average)
     except Exception as error:
         raise world.refused(error, name) from None
-
-
-def refuse_in_graph(choices: Any) -> None:
-    """Refuse `Choices` in a compiled graph, whose operators have none of them."""
-    if any(value is not None for value in choices.values()):
-        raise InvalidArgumentError(
-            "algorithm, transport, stream: expected None inside of torch.compile; set COLLECTIVES_ALGORITHM instead"
-        )
 
 
 def any_tracked(tensors: Any) -> bool:

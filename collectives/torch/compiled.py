@@ -37,15 +37,20 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
+from collectives.base.errors import InvalidArgumentError
 from collectives.base.reduce_op import Op
 from collectives.frontends import adjoints
 from collectives.process_sets import ProcessSet
 from collectives.runtime import world_of
 from collectives.tensors.compression import BUILT_IN, BF16Compressor, FP16Compressor, NoneCompressor
 from collectives.torch import operators
+from collectives.torch.arguments import Choices
 
 Arguments = ParamSpec("Arguments")
 Returned = TypeVar("Returned")
+
+_HELD = ("algorithm", "transport")
+_NONE: Choices = {}
 
 _WIRES: dict[Any, str | None] = {
     None: None,
@@ -63,6 +68,7 @@ def allreduce(
     postscale: float = 1.0,
     compressor: Any = None,
     process_set: ProcessSet | int = 0,
+    choices: Choices = _NONE,
 ) -> Any:
     """`collectives.torch.allreduce` in a graph.
 
@@ -71,15 +77,16 @@ def allreduce(
         op, name, prescale, postscale: as there, except that ``op`` says all: there is no ``average``.
         compressor: None, a built-in one, or any other whose methods can be traced.
         process_set: the ranks that take part, or their set's number.
+        choices: further keywords of the call.
 
     Returns:
         A new contiguous tensor.
     """
-    how = op.value, name, prescale, postscale
+    how, where = (op.value, name, prescale, postscale), _where(process_set, choices)
     if _is_built_in(compressor):
-        return torch.ops.collectives.allreduce(tensor, *how, _WIRES[compressor], _number(process_set))
+        return torch.ops.collectives.allreduce(tensor, *how, _WIRES[compressor], *where)
     compressed, context = compressor.compress(tensor)
-    return compressor.decompress(torch.ops.collectives.allreduce(compressed, *how, None, _number(process_set)), context)
+    return compressor.decompress(torch.ops.collectives.allreduce(compressed, *how, None, *where), context)
 
 
 def grouped_allreduce(
@@ -90,17 +97,14 @@ def grouped_allreduce(
     postscale: float = 1.0,
     compressor: Any = None,
     process_set: ProcessSet | int = 0,
+    choices: Choices = _NONE,
 ) -> list[Any]:
     """`collectives.torch.grouped_allreduce` in a graph, as one node; arguments as for `allreduce`."""
-    how = op.value, name, prescale, postscale
+    how, where = (op.value, name, prescale, postscale), _where(process_set, choices)
     if _is_built_in(compressor):
-        return list(
-            torch.ops.collectives.grouped_allreduce(list(tensors), *how, _WIRES[compressor], _number(process_set))
-        )
+        return list(torch.ops.collectives.grouped_allreduce(list(tensors), *how, _WIRES[compressor], *where))
     pairs = [compressor.compress(tensor) for tensor in tensors]
-    reduced = torch.ops.collectives.grouped_allreduce(
-        [compressed for compressed, _ in pairs], *how, None, _number(process_set)
-    )
+    reduced = torch.ops.collectives.grouped_allreduce([compressed for compressed, _ in pairs], *how, None, *where)
     return [compressor.decompress(result, context) for result, (_, context) in zip(reduced, pairs, strict=True)]
 
 
@@ -111,27 +115,35 @@ def reducescatter(
     prescale: float = 1.0,
     postscale: float = 1.0,
     process_set: ProcessSet | int = 0,
+    choices: Choices = _NONE,
 ) -> Any:
     """`collectives.torch.reducescatter` in a graph: this rank's rows of the reduced tensor."""
     world = world_of(process_set)
     rows = (
         tensor.shape[0] + world.size - 1 - world.rank
     ) // world.size  # as `partition.rows`, of a number that may be a symbol
-    return torch.ops.collectives.reducescatter(tensor, op.value, name, prescale, postscale, rows, _number(process_set))
+    how = op.value, name, prescale, postscale
+    return torch.ops.collectives.reducescatter(tensor, *how, rows, *_where(process_set, choices))
 
 
-def allgather(tensor: Any, name: str | None = None, process_set: ProcessSet | int = 0) -> Any:
+def allgather(tensor: Any, name: str | None = None, process_set: ProcessSet | int = 0, choices: Choices = _NONE) -> Any:
     """`collectives.torch.allgather` in a graph: every rank's rows."""
-    return torch.ops.collectives.allgather(tensor, name, None, _number(process_set))
+    return torch.ops.collectives.allgather(tensor, name, None, *_where(process_set, choices))
 
 
-def broadcast(tensor: Any, root: int, name: str | None = None, process_set: ProcessSet | int = 0) -> Any:
+def broadcast(
+    tensor: Any, root: int, name: str | None = None, process_set: ProcessSet | int = 0, choices: Choices = _NONE
+) -> Any:
     """`collectives.torch.broadcast` in a graph; ``root`` is a number within the process set."""
-    return torch.ops.collectives.broadcast(tensor, root, name, _number(process_set))
+    return torch.ops.collectives.broadcast(tensor, root, name, *_where(process_set, choices))
 
 
 def alltoall(
-    tensor: Any, splits: Any = None, name: str | None = None, process_set: ProcessSet | int = 0
+    tensor: Any,
+    splits: Any = None,
+    name: str | None = None,
+    process_set: ProcessSet | int = 0,
+    choices: Choices = _NONE,
 ) -> tuple[Any, Any]:
     """`collectives.torch.alltoall` in a graph.
 
@@ -144,7 +156,7 @@ def alltoall(
     size = world_of(process_set).size
     if splits is not None and not isinstance(splits, torch.Tensor):
         splits = torch.tensor(list(splits), dtype=torch.int64)
-    rows, received = torch.ops.collectives.alltoall(tensor, splits, name, None, size, _number(process_set))
+    rows, received = torch.ops.collectives.alltoall(tensor, splits, name, None, size, *_where(process_set, choices))
     return rows, received
 
 
@@ -174,13 +186,23 @@ def _is_built_in(compressor: Any) -> bool:
     return compressor is None or any(compressor is known for known in BUILT_IN)
 
 
-def _number(process_set: ProcessSet | int) -> int:
-    """A process set as a graph can hold it."""
-    if isinstance(process_set, int):
-        return process_set
-    world_of(process_set)  # refuses one that was not added
-    assert process_set.process_set_id is not None
-    return process_set.process_set_id
+def _where(process_set: ProcessSet | int, choices: Choices) -> tuple[int, str | None, str | None]:
+    """A process set's number, an algorithm and a transport, which a graph can hold.
+
+    Raises:
+        InvalidArgumentError: any other keyword, which it cannot.
+    """
+    others = [keyword for keyword, value in choices.items() if keyword not in _HELD and value is not None]
+    if others:
+        raise InvalidArgumentError(
+            f"{others[0]}: expected None inside of torch.compile, whose graph holds {' and '.join(_HELD)} alone; "
+            "call the function outside of the graph (torch.compiler.disable)"
+        )
+    if not isinstance(process_set, int):
+        world_of(process_set)  # refuses one that was not added
+        assert process_set.process_set_id is not None
+        process_set = process_set.process_set_id
+    return process_set, choices.get("algorithm"), choices.get("transport")
 
 
 # ---- autograd
@@ -188,21 +210,21 @@ def _number(process_set: ProcessSet | int) -> int:
 
 
 def _note_reduction(ctx: Any, inputs: Any, output: Any) -> None:
-    x, op, name, prescale, postscale, last, process_set = inputs
+    x, op, name, prescale, postscale, ctx.last, *ctx.where = inputs
     ctx.how = op, name and f"{name}.gradient", prescale, postscale
-    ctx.last, ctx.process_set, ctx.grouped = last, process_set, isinstance(x, (list, tuple))
+    ctx.grouped = isinstance(x, (list, tuple))
     if not adjoints.is_linear(Op(op)):
         ctx.save_for_backward(*(x if ctx.grouped else [x]))
 
 
 def _back_through_allreduce(ctx: Any, gradient: Any) -> Any:
     ops = torch.ops.collectives
-    if operators.repeats_in_backward(ctx.how[0], ctx.process_set):
+    if operators.repeats_in_backward(ctx.how[0], ctx.where[0]):
         run = ops.grouped_allreduce if ctx.grouped else ops.allreduce
-        return run(gradient, *ctx.how, ctx.last, ctx.process_set), *_NO_GRADIENTS
+        return run(gradient, *ctx.how, ctx.last, *ctx.where), *(None,) * 8
     gradients = gradient if ctx.grouped else [gradient]
-    results = ops.adjoint_of_allreduce(gradients, list(ctx.saved_tensors), *ctx.how, ctx.process_set)
-    return results if ctx.grouped else results[0], *_NO_GRADIENTS
+    results = ops.adjoint_of_allreduce(gradients, list(ctx.saved_tensors), *ctx.how, ctx.where[0])
+    return results if ctx.grouped else results[0], *(None,) * 8
 
 
 def _note_reducescatter(ctx: Any, inputs: Any, output: Any) -> None:
@@ -213,38 +235,35 @@ def _note_reducescatter(ctx: Any, inputs: Any, output: Any) -> None:
 def _back_through_reducescatter(ctx: Any, gradient: Any) -> Any:
     x = None if adjoints.is_linear(Op(ctx.how[0])) else ctx.saved_tensors[0]
     run = torch.ops.collectives.adjoint_of_reducescatter
-    return run(gradient, x, *ctx.how, ctx.rows, ctx.process_set), *_NO_GRADIENTS
+    return run(gradient, x, *ctx.how, ctx.rows, ctx.where[0]), *(None,) * 8
 
 
 def _note_allgather(ctx: Any, inputs: Any, output: Any) -> None:
-    x, name, _, process_set = inputs
+    x, name, _, process_set, *_ = inputs
     ctx.how = name and f"{name}.gradient", x.shape[0], process_set
 
 
 def _back_through_allgather(ctx: Any, gradient: Any) -> Any:
-    return torch.ops.collectives.own_rows(gradient, *ctx.how), None, None, None
+    return torch.ops.collectives.own_rows(gradient, *ctx.how), *(None,) * 5
 
 
 def _note_broadcast(ctx: Any, inputs: Any, output: Any) -> None:
-    _, root, name, process_set = inputs
+    _, root, name, process_set, *_ = inputs
     ctx.how = root, name and f"{name}.gradient", process_set
 
 
 def _back_through_broadcast(ctx: Any, gradient: Any) -> Any:
-    return torch.ops.collectives.at_root(gradient, *ctx.how), None, None, None
+    return torch.ops.collectives.at_root(gradient, *ctx.how), *(None,) * 5
 
 
 def _note_alltoall(ctx: Any, inputs: Any, output: Any) -> None:
-    x, _, name, _, ranks, process_set = inputs
-    ctx.how = name and f"{name}.gradient", x.shape[0], ranks, process_set
+    x, _, name, _, ranks, process_set, *_ = inputs
+    ctx.how = name and f"{name}.gradient", x.shape[0], ranks, process_set, None, None
     ctx.save_for_backward(output[1])
 
 
 def _back_through_alltoall(ctx: Any, gradients: Any) -> Any:
-    return torch.ops.collectives.alltoall(gradients[0], ctx.saved_tensors[0], *ctx.how)[0], None, None, None, None, None
-
-
-_NO_GRADIENTS = (None,) * 6
+    return torch.ops.collectives.alltoall(gradients[0], ctx.saved_tensors[0], *ctx.how)[0], *(None,) * 7
 
 
 # ---- registration
@@ -284,37 +303,38 @@ def _define(
 
 
 _REDUCES = "str op, str? name, float prescale, float postscale"
+_WHERE = "int process_set, str? algorithm, str? transport"
 
 _define(
-    f"allreduce(Tensor x, {_REDUCES}, str? wire, int process_set) -> Tensor",
+    f"allreduce(Tensor x, {_REDUCES}, str? wire, {_WHERE}) -> Tensor",
     operators.allreduce,
     _like,
     _note_reduction,
     _back_through_allreduce,
 )
 _define(
-    f"grouped_allreduce(Tensor[] xs, {_REDUCES}, str? wire, int process_set) -> Tensor[]",
+    f"grouped_allreduce(Tensor[] xs, {_REDUCES}, str? wire, {_WHERE}) -> Tensor[]",
     operators.grouped_allreduce,
     lambda xs, *_: [_like(x) for x in xs],
     _note_reduction,
     _back_through_allreduce,
 )
 _define(
-    f"reducescatter(Tensor x, {_REDUCES}, SymInt rows, int process_set) -> Tensor",
+    f"reducescatter(Tensor x, {_REDUCES}, SymInt rows, {_WHERE}) -> Tensor",
     operators.reducescatter,
-    lambda x, op, name, prescale, postscale, rows, process_set: _with_rows(x, rows),
+    lambda x, op, name, prescale, postscale, rows, *_: _with_rows(x, rows),
     _note_reducescatter,
     _back_through_reducescatter,
 )
 _define(
-    "allgather(Tensor x, str? name, SymInt? rows, int process_set) -> Tensor",
+    f"allgather(Tensor x, str? name, SymInt? rows, {_WHERE}) -> Tensor",
     operators.allgather,
-    lambda x, name, rows, process_set: _with_rows(x, rows),
+    lambda x, name, rows, *_: _with_rows(x, rows),
     _note_allgather,
     _back_through_allgather,
 )
 _define(
-    "broadcast(Tensor x, int root, str? name, int process_set) -> Tensor",
+    f"broadcast(Tensor x, int root, str? name, {_WHERE}) -> Tensor",
     operators.broadcast,
     _like,
     _note_broadcast,
@@ -322,9 +342,9 @@ _define(
 )
 _define(
     # A list, and not a pair: Inductor (2.13) loses sight of the unknown rows in a pair that has an effect.
-    "alltoall(Tensor x, Tensor? splits, str? name, SymInt? rows, SymInt ranks, int process_set) -> Tensor[]",
+    f"alltoall(Tensor x, Tensor? splits, str? name, SymInt? rows, SymInt ranks, {_WHERE}) -> Tensor[]",
     operators.alltoall,
-    lambda x, splits, name, rows, ranks, process_set: [
+    lambda x, splits, name, rows, ranks, *_: [
         _with_rows(x, rows),
         x.new_empty((ranks,), dtype=torch.int64, device="cpu"),
     ],

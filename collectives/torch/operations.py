@@ -18,7 +18,7 @@ from collectives.engine.handles import Handle
 from collectives.process_sets import ProcessSet
 from collectives.runtime import global_process_set, root_in, world_of
 from collectives.torch import autograd, compiled
-from collectives.torch.arguments import Choices, Tensor, any_tracked, given, refuse_in_graph, written
+from collectives.torch.arguments import Choices, Tensor, any_tracked, given, written
 from collectives.torch.autograd import DifferentiableCall, tracks
 from collectives.torch.compiled import untraced
 from collectives.torch.handles import Derived
@@ -52,8 +52,7 @@ def allgather(
         InvalidArgumentError (a ValueError): the tensor has no dimension; and all that `collectives.allgather` raises.
     """
     if is_compiling():
-        refuse_in_graph(choices)
-        return compiled.allgather(tensor, name, process_set)
+        return compiled.allgather(tensor, name, process_set, choices)
     world = world_of(process_set)
     if tracks(tensor):
         return autograd.allgather(DifferentiableCall(world, name, False, {**choices}), [tensor])[0]
@@ -82,7 +81,7 @@ def grouped_allgather(
     """`allgather` of several tensors that complete together; the results in order. Differentiable, as `allgather` of
     each."""
     if is_compiling():
-        return [allgather(tensor, name and f"{name}.{i}", process_set) for i, tensor in enumerate(tensors)]
+        return [allgather(tensor, name and f"{name}.{i}", process_set, **choices) for i, tensor in enumerate(tensors)]
     return _grouped_allgather(tensors, name, process_set, choices)
 
 
@@ -138,8 +137,7 @@ def broadcast(
     """
     root = root_in(process_set, root_rank, name)
     if is_compiling():
-        refuse_in_graph(choices)
-        return compiled.broadcast(tensor, root, name, process_set)
+        return compiled.broadcast(tensor, root, name, process_set, choices)
     world = world_of(process_set)
     if tracks(tensor):
         return autograd.broadcast(DifferentiableCall(world, name, False, {**choices}), tensor, root)
@@ -156,7 +154,7 @@ def broadcast_(
 ) -> Tensor:
     """`broadcast` in place, also of a leaf that requires grad; returns the very tensor. Not differentiable."""
     if is_compiling():
-        return compiled.stored(tensor, broadcast(tensor, root_rank, name, process_set))
+        return compiled.stored(tensor, broadcast(tensor, root_rank, name, process_set, **choices))
     root = root_in(process_set, root_rank, name)
     return written(world_of(process_set).broadcast_(tensor, root, **given(choices, name)))
 
@@ -243,8 +241,7 @@ def alltoall(
             `collectives.alltoall` raises.
     """
     if is_compiling():
-        refuse_in_graph(choices)
-        rows, received = compiled.alltoall(tensor, splits, name, process_set)
+        rows, received = compiled.alltoall(tensor, splits, name, process_set, choices)
         return rows if splits is None else (rows, _received(received, splits))
     world = world_of(process_set)
     counts = _counts(splits, tensor, world.size)

@@ -1,7 +1,7 @@
 """The bodies of the operators of `collectives.torch.compiled`: blocking calls of the engine, and adjoints.
 
-Arguments are what a graph can hold: tensors, numbers, strings; a process set is its number, an operation its name.
-Autograd is off. Results are new tensors.
+Arguments are what a graph can hold: tensors, numbers, strings; an operation is its name, and ``where`` a process set's
+number, an algorithm and a transport. Autograd is off. Results are new tensors.
 """
 
 from __future__ import annotations
@@ -17,55 +17,53 @@ from collectives.frontends import adjoints
 from collectives.runtime import world_of
 from collectives.tensors.compression import named
 from collectives.torch.autograd import DifferentiableCall
+from collectives.world import World
 
 
 def allreduce(
-    x: Any, op: str, name: str | None, prescale: float, postscale: float, wire: str | None, process_set: int
+    x: Any, op: str, name: str | None, prescale: float, postscale: float, wire: str | None, *where: Any
 ) -> Any:
-    how: dict[str, Any] = {
-        "name": name,
-        "prescale_factor": prescale,
-        "postscale_factor": postscale,
-        "compression": named(wire),
-    }
-    return world_of(process_set).allreduce(x, op=Op(op), **how)
+    world, keywords = _call(name, *where, prescale, postscale)
+    return world.allreduce(x, op=Op(op), compression=named(wire), **keywords)
 
 
 def grouped_allreduce(
-    xs: Sequence[Any], op: str, name: str | None, prescale: float, postscale: float, wire: str | None, process_set: int
+    xs: Sequence[Any], op: str, name: str | None, prescale: float, postscale: float, wire: str | None, *where: Any
 ) -> list[Any]:
-    how: dict[str, Any] = {
-        "name": name,
-        "prescale_factor": prescale,
-        "postscale_factor": postscale,
-        "compression": named(wire),
-    }
-    return world_of(process_set).grouped_allreduce(xs, op=Op(op), **how)
+    world, keywords = _call(name, *where, prescale, postscale)
+    return world.grouped_allreduce(xs, op=Op(op), compression=named(wire), **keywords)
 
 
-def reducescatter(
-    x: Any, op: str, name: str | None, prescale: float, postscale: float, rows: int, process_set: int
-) -> Any:
-    return world_of(process_set).reducescatter(
-        x, Op(op), name=name, prescale_factor=prescale, postscale_factor=postscale
-    )
+def reducescatter(x: Any, op: str, name: str | None, prescale: float, postscale: float, rows: int, *where: Any) -> Any:
+    world, keywords = _call(name, *where, prescale, postscale)
+    return world.reducescatter(x, Op(op), **keywords)
 
 
-def allgather(x: Any, name: str | None, rows: int | None, process_set: int) -> Any:
-    return world_of(process_set).allgather(x, name=name)
+def allgather(x: Any, name: str | None, rows: int | None, *where: Any) -> Any:
+    world, keywords = _call(name, *where)
+    return world.allgather(x, **keywords)
 
 
-def broadcast(x: Any, root: int, name: str | None, process_set: int) -> Any:
-    return world_of(process_set).broadcast(x, root, name=name)
+def broadcast(x: Any, root: int, name: str | None, *where: Any) -> Any:
+    world, keywords = _call(name, *where)
+    return world.broadcast(x, root, **keywords)
 
 
-def alltoall(x: Any, splits: Any, name: str | None, rows: int | None, ranks: int, process_set: int) -> list[Any]:
+def alltoall(x: Any, splits: Any, name: str | None, rows: int | None, ranks: int, *where: Any) -> list[Any]:
+    world, keywords = _call(name, *where)
     if splits is not None:
         splits = splits.cpu().numpy()
     elif x.dim() and x.shape[0] % ranks == 0:  # else it is the engine's to refuse
         splits = np.full(ranks, x.shape[0] // ranks)
-    result, received = world_of(process_set).alltoall(x, splits, name=name)
+    result, received = world.alltoall(x, splits, **keywords)
     return [result, torch.from_numpy(received.astype(np.int64))]
+
+
+def _call(
+    name: str | None, process_set: int, algorithm: str | None, transport: str | None, *factors: float
+) -> tuple[World, dict[str, Any]]:
+    scales = dict(zip(("prescale_factor", "postscale_factor"), factors, strict=False))
+    return world_of(process_set), {"name": name, "algorithm": algorithm, "transport": transport, **scales}
 
 
 # ---- adjoints

@@ -21,7 +21,7 @@ from collectives.runtime import global_process_set, world_of
 from collectives.tensors import compression as compressors
 from collectives.tensors.compression import Compression
 from collectives.torch import autograd, compiled
-from collectives.torch.arguments import Choices, Tensor, any_tracked, given, operation, refuse_in_graph, written
+from collectives.torch.arguments import Choices, Tensor, any_tracked, given, operation, written
 from collectives.torch.autograd import DifferentiableCall, tracks
 from collectives.torch.compiled import untraced
 from collectives.world import World
@@ -71,8 +71,8 @@ def allreduce(
         InvalidArgumentError (a ValueError): both ``average`` and ``op``; and all that `collectives.allreduce` raises.
     """
     if is_compiling():
-        how = _in_graph(process_set, average, op, name, choices), name, prescale_factor, postscale_factor
-        return compiled.allreduce(tensor, *how, compression, process_set)
+        how = operation(world_of(process_set), average, op, name), name, prescale_factor, postscale_factor
+        return compiled.allreduce(tensor, *how, compression, process_set, choices)
     world = world_of(process_set)
     options = given(choices, name, op, prescale_factor, postscale_factor)
     if tracks(tensor):
@@ -123,7 +123,7 @@ def allreduce_(
     """
     if is_compiling():
         how = average, name, Compression.none, op, prescale_factor, postscale_factor, process_set
-        return compiled.stored(tensor, allreduce(tensor, *how))
+        return compiled.stored(tensor, allreduce(tensor, *how, **choices))
     options = given(choices, name, op, prescale_factor, postscale_factor)
     return written(world_of(process_set).allreduce_(tensor, average, **options))
 
@@ -170,8 +170,8 @@ def grouped_allreduce(
         The results in order.
     """
     if is_compiling():
-        how = _in_graph(process_set, average, op, name, choices), name, prescale_factor, postscale_factor
-        return compiled.grouped_allreduce(tensors, *how, compression, process_set)
+        how = operation(world_of(process_set), average, op, name), name, prescale_factor, postscale_factor
+        return compiled.grouped_allreduce(tensors, *how, compression, process_set, choices)
     world = world_of(process_set)
     options = given(choices, name, op, prescale_factor, postscale_factor)
     if any_tracked(tensors):
@@ -212,7 +212,7 @@ def grouped_allreduce_(
     """`grouped_allreduce` in place, as `allreduce_`; returns the very tensors."""
     if is_compiling():
         how = average, name, Compression.none, op, prescale_factor, postscale_factor, process_set
-        results = grouped_allreduce(tensors, *how)
+        results = grouped_allreduce(tensors, *how, **choices)
         return [compiled.stored(tensor, result) for tensor, result in zip(tensors, results, strict=True)]
     options = given(choices, name, op, prescale_factor, postscale_factor)
     return [written(tensor) for tensor in world_of(process_set).grouped_allreduce_(tensors, average, **options)]
@@ -271,9 +271,9 @@ def reducescatter(
             raises.
     """
     if is_compiling():
-        how = _in_graph(process_set, None, op, name, choices), name, prescale_factor, postscale_factor
+        how = operation(world_of(process_set), None, op, name), name, prescale_factor, postscale_factor
         packed, context = (compression or Compression.none).compress(tensor)
-        result = compiled.reducescatter(packed, *how, process_set)
+        result = compiled.reducescatter(packed, *how, process_set, choices)
         return (compression or Compression.none).decompress(result, context)
     options = given(choices, name, Average if op is None else op, prescale_factor, postscale_factor)
     run = autograd.reducescatter if tracks(tensor) else _reducescatter
@@ -312,7 +312,7 @@ def grouped_reducescatter(
     `reducescatter` of each."""
     if is_compiling():
         how = compression, op, process_set, prescale_factor, postscale_factor
-        return [reducescatter(tensor, name and f"{name}.{i}", *how) for i, tensor in enumerate(tensors)]
+        return [reducescatter(tensor, name and f"{name}.{i}", *how, **choices) for i, tensor in enumerate(tensors)]
     options = given(choices, name, Average if op is None else op, prescale_factor, postscale_factor)
     run = autograd.reducescatter if any_tracked(tensors) else _reducescatter
     return _compressed(_call(world_of(process_set), True, options), compression, tensors, run)
@@ -335,12 +335,6 @@ def grouped_reducescatter_async(
 
 
 # ---- autograd and compression
-
-
-def _in_graph(process_set: ProcessSet, average: bool | None, op: Op | None, name: str | None, choices: Choices) -> Op:
-    """The operation of a call in a compiled graph."""
-    refuse_in_graph(choices)
-    return operation(world_of(process_set), average, op, name)
 
 
 def _call(world: World, grouped: bool, options: dict[str, Any]) -> DifferentiableCall:

@@ -249,14 +249,14 @@ def test_a_mismatch_is_raised_and_the_next_call_works(hvd: Any) -> None:
 def test_operators_are_what_torch_expects(hvd: Any) -> None:
     size = hvd.size()
     x = torch.rand(2 * size, 3, requires_grad=True)
-    reduces = ("average", None, 1.0, 1.0)
+    reduces, where = ("average", None, 1.0, 1.0), (0, None, None)
     samples: dict[str, tuple[Any, ...]] = {
-        "allreduce": (x, *reduces, None, 0),
-        "grouped_allreduce": ([x, x * 2], *reduces, None, 0),
-        "reducescatter": (x, *reduces, 2, 0),
-        "allgather": (x, None, None, 0),
-        "broadcast": (x, 0, None, 0),
-        "alltoall": (x, None, None, None, size, 0),
+        "allreduce": (x, *reduces, None, *where),
+        "grouped_allreduce": ([x, x * 2], *reduces, None, *where),
+        "reducescatter": (x, *reduces, 2, *where),
+        "allgather": (x, None, None, *where),
+        "broadcast": (x, 0, None, *where),
+        "alltoall": (x, None, None, None, size, *where),
         "own_rows": (x.detach(), None, 2, 0),
         "at_root": (x.detach(), 0, None, 0),
         "adjoint_of_allreduce": ([x.detach()], [x.detach()], "max", None, 1.0, 1.0, 0),

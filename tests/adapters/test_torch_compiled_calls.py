@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,6 +11,8 @@ import pytest
 import torch
 
 import collectives.torch as public
+from collectives.base.options import Options
+from collectives.runtime import world_of
 
 pytestmark = pytest.mark.mpi
 
@@ -18,6 +22,10 @@ def fresh() -> Iterator[None]:
     torch._dynamo.reset()
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         yield
+
+
+def whole(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(lambda *given: function(*given), backend="aot_eager", fullgraph=True)  # type: ignore[no-any-return]
 
 
 CALLS: dict[str, Callable[[Any], Any]] = {
@@ -73,25 +81,78 @@ def test_splits(hvd: Any) -> None:
     assert torch.equal(got[:, 0], torch.arange(hvd.size()).repeat_interleave(hvd.rank()).float())
 
 
-def test_what_a_graph_cannot_hold_is_refused(hvd: Any) -> None:
-    with pytest.raises(Exception, match="expected None inside of"):
-        torch.compile(lambda x: hvd.allreduce(x, algorithm="ring"), backend="aot_eager", fullgraph=True)(torch.ones(3))
-
-
-IGNORING: dict[str, Callable[[Any], Any]] = {
-    "allreduce_": lambda x: public.allreduce_(x, algorithm="ring"),
-    "grouped_allreduce_": lambda x: public.grouped_allreduce_([x], algorithm="ring")[0],
-    "broadcast_": lambda x: public.broadcast_(x, 0, algorithm="direct"),
-    "grouped_allgather": lambda x: public.grouped_allgather([x], algorithm="ring")[0],
-    "grouped_reducescatter": lambda x: public.grouped_reducescatter([x], algorithm="ring")[0],
+KEYWORDS = {
+    name: inspect.signature(getattr(public, name)).parameters
+    for name in public.__all__
+    if "algorithm" in getattr(getattr(getattr(public, name), "__signature__", None), "parameters", ())
 }
+"""By collective, its arguments."""
+REFUSED = ("stream",)
+"""Keywords that a graph cannot hold."""
 
 
-@pytest.mark.parametrize("call", IGNORING.values(), ids=IGNORING)
-def test_a_graph_of_other_operations_leaves_the_choice_to_the_engine(hvd: Any, call: Callable[[Any], Any]) -> None:
-    x = torch.full((4,), float(hvd.rank()))
-    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
-    assert torch.equal(compiled(x.clone()), call(x.clone()))
+@pytest.fixture
+def every_keyword(hvd: Any) -> Iterator[dict[str, Any]]:
+    """A value for each keyword of `collectives.base.options`, other than its default."""
+    everybody = hvd.add_process_set(range(hvd.size()))
+    values = {
+        "op": hvd.Max,
+        "name": "called",
+        "prescale_factor": 0.5,
+        "postscale_factor": 3.0,
+        "compression": hvd.Compression.bf16,
+        "process_set": everybody,
+        "algorithm": "an algorithm",
+        "transport": "a transport",
+        "stream": 5,
+    }
+    assert values.keys() == set(Options._fields)
+    yield values
+    hvd.remove_process_set(everybody)
+
+
+@pytest.mark.parametrize("name", KEYWORDS)
+def test_no_keyword_is_dropped(
+    hvd: Any, monkeypatch: pytest.MonkeyPatch, every_keyword: dict[str, Any], name: str
+) -> None:
+    function = getattr(hvd, name)
+    calls: list[tuple[Any, Any, dict[str, Any]]] = []
+
+    def record(world: Any, method: str) -> None:
+        run = getattr(world, method)
+
+        def recorded(tensor: Any, *arguments: Any, **keywords: Any) -> Any:
+            given = {**inspect.signature(run).bind(tensor, *arguments).arguments, **keywords}
+            calls.append((world, tensor, given))
+            chosen = ("algorithm", "transport", "stream")
+            return run(tensor, *arguments, **{each: keywords[each] for each in keywords if each not in chosen})
+
+        monkeypatch.setattr(world, method, recorded)
+
+    for world in map(world_of, (0, every_keyword["process_set"])):
+        for method in KEYWORDS:
+            record(world, method)
+    begins = "async" in name  # which ends a graph
+    rows = torch.ones(hvd.size(), 1)
+    wants = ([rows] if name.startswith("grouped") else rows, *(0,) * name.startswith("broadcast"))
+    passed = {keyword: value for keyword, value in every_keyword.items() if keyword in KEYWORDS[name]}
+    if not begins:
+        for keyword in REFUSED:
+            with pytest.raises(Exception, match=f"{keyword}: expected None inside of torch.compile"):
+                whole(functools.partial(function, **{keyword: passed.pop(keyword)}))(*wants)
+    call = functools.partial(function, **passed)
+    result = (torch.compile(lambda *given: call(*given), backend="aot_eager") if begins else whole(call))(*wants)
+    if begins:
+        hvd.synchronize(result)
+    assert calls
+    for world, tensor, given in calls:
+        found = {"process_set": every_keyword["process_set"], **given}
+        assert world is world_of(every_keyword["process_set"])
+        if "reducescatter" in name and "compression" in passed:
+            assert (tensor[0] if isinstance(tensor, list) else tensor).dtype is torch.bfloat16
+            found["compression"] = passed["compression"]
+        assert found.pop("name").startswith(passed["name"])
+        assert found.items() >= {keyword: passed[keyword] for keyword in passed if keyword != "name"}.items()
 
 
 STATE: dict[str, Callable[[Any], Any]] = {

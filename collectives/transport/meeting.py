@@ -7,7 +7,6 @@ import socket
 import time
 
 from collectives.base.errors import CollectivesError, CollectiveTimeoutError, TransportError
-from collectives.base.logging import logger
 from collectives.base.places import Spot
 from collectives.transport import network
 from collectives.transport.service import Service
@@ -17,7 +16,6 @@ _ATTEMPT = 5.0
 """Seconds for a connection to a store."""
 _SERVE_WITHIN = 5.0
 """Seconds for which rank 0 tries: a port may be free again soon."""
-_WARN_AFTER = 10.0
 _FIRST_NAP, _LONGEST_NAP = 0.02, 0.5
 _served: list[StoreServer] = []
 """Stores that this process serves until it ends: the ranks meet there again."""
@@ -48,24 +46,20 @@ class Meeting:
     def connect(self) -> Store:
         """Connect to the store. Rank 0 serves it where nobody does."""
         first = self._spot.rank == 0
-        begun, nap, warned = time.monotonic(), _FIRST_NAP, False
-        end = begun + (min(self._timeout, _SERVE_WITHIN) if first else self._timeout)
+        nap, end = _FIRST_NAP, time.monotonic() + (min(self._timeout, _SERVE_WITHIN) if first else self._timeout)
         try:
             while not any(self._try(port) or (first and self._serve(port)) for port in self._spot.ports):
                 late = time.monotonic() > end
                 if late and first:
                     raise TransportError(
-                        f"rank 0: cannot serve a store ({self.how}): {self._reasons()}; name a free port with "
+                        f"rank 0: cannot serve a store ({self.how}): {self.reasons()}; name a free port with "
                         f"COLLECTIVES_RENDEZVOUS=tcp://{self._spot.host}:port on all ranks"
                     )
                 if late:
                     raise CollectiveTimeoutError(
                         f"rank {self._spot.rank}: waited {self._timeout:g} s for rank 0 to serve a store ({self.how}): "
-                        f"{self._reasons()}; rank 0 must call init() on that host"
+                        f"{self.reasons()}; rank 0 must call init() on that host"
                     )
-                if not warned and time.monotonic() > begun + _WARN_AFTER:
-                    warned = True
-                    logger.warning("waiting for rank 0 to serve a store (%s): %s", self.how, self._reasons())
                 time.sleep(min(nap, max(0.0, end - time.monotonic())))
                 nap = min(2 * nap, _LONGEST_NAP)
         except BaseException:
@@ -135,9 +129,10 @@ class Meeting:
             )
         return reached
 
-    def _reasons(self) -> str:
+    def reasons(self) -> str:
+        """Why there is no connection yet."""
         reasons: dict[str, list[int]] = {}
-        for port, why in self._why.items():
+        for port, why in list(self._why.items()):  # to which another thread may add
             reasons.setdefault(why, []).append(port)
         return "; ".join(f"port {', '.join(map(str, ports))}: {why}" for why, ports in reasons.items())
 

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from collectives.base import places
 from collectives.base.config import Config
 from collectives.base.errors import InvalidArgumentError, InvalidTypeError, TransportError
+from collectives.base.logging import saying_what_is_tried
 from collectives.transport import bounded_call, job_key
 from collectives.transport.store_exchange import KeyValueStore, StoreExchange
 
@@ -222,7 +223,11 @@ def _at(spot: places.Spot, environment: Mapping[str, str], config: Config) -> Pl
     """The place at a spot: connect to the store there, or serve it."""
     key = job_key.given(environment)
     if spot.torch and _has_torch():
-        store = _torch_store(spot, environment, config.timeout)
+        with saying_what_is_tried(
+            lambda: f"rank {spot.rank}: waiting for torch's store at {spot.host}:{spot.ports[0]} ({spot.launcher})",
+            config.timeout,
+        ):
+            store = _torch_store(spot, environment, config.timeout)
         return Place(spot.rank, spot.size, store, key, spot.launcher)
     make = bounded_call.imported("collectives.transport.meeting").Meeting  # with asyncio, which not all need
     if key is None:
@@ -230,7 +235,11 @@ def _at(spot: places.Spot, environment: Mapping[str, str], config: Config) -> Pl
         meeting = make(spot, key, config.timeout, str(job_key.path_of_user(environment)))
     else:
         meeting = make(spot, key, config.timeout)
-    return Place(spot.rank, spot.size, meeting.connect(), key, meeting.how, meeting.close)
+    with saying_what_is_tried(
+        lambda: f"rank {spot.rank}: waiting for rank 0 to serve a store ({meeting.how}): {meeting.reasons()}",
+        config.timeout,
+    ):
+        return Place(spot.rank, spot.size, meeting.connect(), key, meeting.how, meeting.close)
 
 
 def _has_torch() -> bool:

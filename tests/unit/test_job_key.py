@@ -63,3 +63,14 @@ def test_a_foreign_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(os, "getuid", lambda: 1)
     with pytest.raises(TransportError, match="others can read or change"):
         job_key.of_user(environment, "job")
+
+
+def test_a_user_without_a_home_gets_no_folder_of_that_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container that runs under a number that the system does not know."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    with pytest.raises(TransportError, match="is not set: set it, or COLLECTIVES_KEY on all ranks"):
+        job_key.of_user({}, "job")
+    assert not list(tmp_path.iterdir())
+    job_key.of_user({"XDG_CONFIG_HOME": str(tmp_path)}, "job")

@@ -108,6 +108,25 @@ def test_torchs_variables_of_collectivesrun_say_nothing() -> None:
         assert not launchers.torchs_are_ours({**ours, **theirs}) and launchers.several({**ours, **theirs})
 
 
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        # sbatch with plain python
+        ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, "start these by srun"),
+        ({"SLURM_NTASKS": "4", "SLURM_STEP_ID": "0"}, ""),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "set also MASTER_ADDR and MASTER_PORT"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, "set also MASTER_PORT"),
+        ({"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}, "set also JAX_COORDINATOR_ADDRESS"),
+        ({"HOROVOD_SIZE": "2"}, ""),
+    ],
+)
+def test_the_remedy_is_the_launchers(environment: dict[str, str], expected: str) -> None:
+    sign = launchers.several(environment)
+    assert sign is not None
+    remedy = launchers.remedy(environment, sign)
+    assert expected in remedy and bool(remedy) == bool(expected)
+
+
 def test_a_long_text_is_cut() -> None:
     sign = launchers.several({"TF_CONFIG": cluster(worker=100)})
     assert sign is not None and len(str(sign)) < 200

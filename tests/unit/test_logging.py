@@ -7,6 +7,7 @@ import platform
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -91,3 +92,20 @@ def test_what_is_alike_everywhere_is_a_warning_on_one_rank(
 def test_a_programs_own_handler_is_the_only_one(logger: str) -> None:
     own = f"logging.getLogger({logger!r}).addHandler(logging.StreamHandler())"
     assert shown(f"logs.configure('info')\n{own}") == shown(f"{own}\nlogs.configure('info')") == ["one", "two"]
+
+
+def test_what_a_wait_tries_is_said_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    twice, counted = threading.Event(), iter(range(1, 1000))
+
+    class Notes(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+            if len(said) == 2:
+                twice.set()
+
+    monkeypatch.setattr(logs, "SAY_EVERY", 0.01)
+    monkeypatch.setattr(logs.logger, "handlers", [Notes()])
+    with logs.saying_what_is_tried(lambda: f"attempt {next(counted)}", 60):
+        assert twice.wait(60)
+    assert said[0].startswith("attempt 1; trying for another ") and said[1].startswith("attempt 2; ")

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -264,6 +265,33 @@ def test_nobody_serves_the_store(home: dict[str, str], port: int) -> None:
         CollectiveTimeoutError, match=r"rank 1: waited 0\.2 s for rank 0 to serve a store .*nobody listens"
     ):
         find(home, config, told)
+
+
+@pytest.mark.parametrize("by_torch", [False, True])
+def test_a_wait_at_a_wrong_address_says_what_is_tried(
+    by_torch: bool, home: dict[str, str], port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+
+    @contextmanager
+    def saying(describe: Callable[[], str], seconds: float) -> Iterator[None]:
+        assert seconds == 0.2
+        try:
+            yield
+        finally:
+            said.append(describe())
+
+    monkeypatch.setattr(rendezvous, "saying_what_is_tried", saying)
+    monkeypatch.setattr(rendezvous, "_has_torch", lambda: by_torch)
+    monkeypatch.setattr(rendezvous, "_torch_store", lambda *arguments: LocalStore())
+    torchrun = {**home, "RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    with nullcontext() if by_torch else pytest.raises(CollectiveTimeoutError):
+        find(torchrun, replace(CONFIG, timeout=0.2))
+    if by_torch:
+        assert said[0].startswith(f"rank 1: waiting for torch's store at 127.0.0.1:{port} (torchrun, ")
+    else:
+        assert said[0].startswith("rank 1: waiting for rank 0 to serve a store (torchrun, ")
+        assert said[0].endswith(f"port {port}: nobody listens there")
 
 
 def test_rank_0_is_on_another_host_than_the_address(home: dict[str, str], port: int) -> None:

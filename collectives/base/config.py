@@ -55,6 +55,14 @@ def parse_bytes(text: str) -> int:
     return int(value)
 
 
+def in_units(count: int) -> str:
+    """A number of bytes in words, such as ``300 B`` or ``64 KiB``."""
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if count >= size:
+            return f"{count / size:.4g} {unit}"
+    return f"{count} B"
+
+
 def _choice(*words: str) -> Callable[[str], str]:
     def parse(text: str) -> str:
         if text not in words:

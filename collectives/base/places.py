@@ -74,10 +74,21 @@ def ports_of(job: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(ports))
 
 
-def first_host(nodelist: str) -> str:
-    """The first host of a list of Slurm's such as ``node[01-03,07],login``: node01."""
-    first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodelist.strip())
-    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first[0]) if first else ""
+def nodes(nodelist: str) -> list[str]:
+    """The hosts of a list of Slurm's such as ``node[01-03,07],login``."""
+    return [node for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", nodelist.strip()) for node in _expanded(part)]
+
+
+def _expanded(part: str) -> list[str]:
+    head, bracket, rest = part.partition("[")
+    if not bracket:
+        return [part]
+    inside, _, tail = rest.partition("]")
+    numbers: list[str] = []
+    for span in inside.split(","):
+        first, dash, last = span.partition("-")
+        numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)] if dash else [first]
+    return [f"{head}{number}{end}" for number in numbers for end in _expanded(tail)]
 
 
 def _torchrun(said: Mapping[str, str]) -> Spot:
@@ -96,9 +107,10 @@ def _slurm(said: Mapping[str, str]) -> Spot:
     # Without a step this is the script of a batch job, which is not one of its tasks.
     job = f"slurm {said['SLURM_JOB_ID']}.{said['SLURM_STEP_ID']}.{said.get('SLURM_RESTART_COUNT', '0')}"
     size = said.get("SLURM_STEP_NUM_TASKS") or said["SLURM_NTASKS"]
-    nodes = said["SLURM_STEP_NODELIST"]
     launcher = "srun (SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_STEP_NODELIST)"
-    return Spot(int(said["SLURM_PROCID"]), int(size), launcher, first_host(nodes), ports_of(job), job)
+    return Spot(
+        int(said["SLURM_PROCID"]), int(size), launcher, nodes(said["SLURM_STEP_NODELIST"])[0], ports_of(job), job
+    )
 
 
 def _tensorflow(said: Mapping[str, str]) -> Spot:

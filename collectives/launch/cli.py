@@ -18,7 +18,7 @@ from pathlib import Path
 
 from collectives.base.config import Config
 from collectives.base.errors import CollectivesError, InvalidArgumentError
-from collectives.launch import config_file, job, rank_environment, report
+from collectives.launch import allotment, config_file, job, rank_environment, report
 from collectives.launch import rank as before_rank
 from collectives.launch.agent import free_port
 from collectives.launch.agents import Agents, HostRanks
@@ -26,7 +26,7 @@ from collectives.launch.command import JobSpec, build
 from collectives.launch.command_line import chosen, make_parser, split
 from collectives.launch.hosts import Host, parse_hosts, read_hostfile
 from collectives.launch.mpi_ranks import MpiRanks
-from collectives.launch.mpirun import Launcher, Vendor, find
+from collectives.launch.mpirun import Launcher, Vendor, find, with_tools
 from collectives.launch.options import REACHES
 from collectives.launch.output import Output
 from collectives.launch.ssh import Ssh, address_for, is_here
@@ -125,7 +125,8 @@ def _run(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> int:
     if not program:
         raise InvalidArgumentError("no program given: collectivesrun -np N python train.py")
     if not hosts and shutil.which(program[0]) is None:
-        print(f"collectivesrun: cannot find the program {program[0]!r}", file=sys.stderr)
+        meant = f"; did you mean: python {program[0]}?" if program[0].endswith(".py") else ""
+        print(f"collectivesrun: cannot find the program {program[0]!r}{meant}", file=sys.stderr)
         return 127
     if asked.as_horovod:
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_HOROVOD), environment.get("PYTHONPATH")]))
@@ -163,9 +164,15 @@ def _folder(path: str | None) -> str:
 def _ranks_and_hosts(asked: argparse.Namespace) -> tuple[int, Sequence[Host]]:
     hosts = read_hostfile(asked.hostfile) if asked.hostfile else parse_hosts(asked.hosts) if asked.hosts else ()
     ranks: int | None = asked.ranks
-    slots = sum(host.slots for host in hosts)
     if ranks is None and not hosts:
-        raise InvalidArgumentError("-np is missing: expected the number of ranks, such as -np 4")
+        hosts = allotment.hosts(os.environ)
+        if not hosts:
+            raise InvalidArgumentError(
+                "-np is missing: expected the number of ranks, such as -np 4 (Slurm, LSF and PBS say nothing here)"
+            )
+        if len(hosts) == 1 and is_here(hosts[0].name):
+            return hosts[0].slots, ()
+    slots = sum(host.slots for host in hosts)
     if hosts and ranks is not None and ranks > slots:
         listed = ", ".join(map(str, hosts))
         raise InvalidArgumentError(
@@ -258,7 +265,9 @@ def _start(wanted: _Job, *, stay: bool = False) -> int:
         root=os.geteuid() == 0,
         cores=cores(),
     )
-    environment = {**_torchs_address(wanted), **wanted.environment} if ranks > 1 else wanted.environment
+    environment = with_tools(launcher.path, wanted.environment)
+    if ranks > 1:
+        environment = {**_torchs_address(wanted), **environment}
     command = build(launcher, spec, environment)
     if wanted.verbose:
         print(f"collectivesrun: {shlex.join(command)}", file=sys.stderr, flush=True)
@@ -267,7 +276,9 @@ def _start(wanted: _Job, *, stay: bool = False) -> int:
 
 def _torchs_address(wanted: _Job) -> dict[str, str]:
     """Return the variables that say where torch's ranks meet, as ``Agents`` says it to theirs: on rank 0's host."""
-    first, *others = [host.name for host in wanted.hosts] or ["localhost"]
+    allotted = allotment.hosts(os.environ)  # where mpirun starts the ranks if it is told no hosts
+    hosts = wanted.hosts or (allotted if len(allotted) > 1 else ())
+    first, *others = [host.name for host in hosts] or ["localhost"]
     if is_here(first):
         try:
             first = address_for(others, wanted.config.network_interface, wanted.remote)

@@ -58,7 +58,15 @@ def make_parser(program: str = "collectivesrun") -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("-np", "-n", "--num-proc", dest="ranks", metavar="N", type=_positive, help="number of ranks")
+    parser.add_argument(
+        "-np",
+        "-n",
+        "--num-proc",
+        dest="ranks",
+        metavar="N",
+        type=_positive,
+        help="number of ranks (default: what the hosts take, or Slurm, LSF or PBS has allotted)",
+    )
     where = parser.add_mutually_exclusive_group()
     where.add_argument(
         "-H", "--hosts", metavar="HOST:N,...", help="hosts and the ranks that each takes, such as host1:4,host2:4"

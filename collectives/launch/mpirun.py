@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
@@ -48,6 +49,13 @@ def recognise(text: str) -> tuple[Vendor, str] | None:
     return None
 
 
+def with_tools(path: str, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment with the folder of an ``mpirun`` at the end of PATH, where Intel MPI's looks for its
+    programs."""
+    folders = [folder for folder in (environment.get("PATH"), os.path.dirname(path)) if folder]
+    return {**environment, "PATH": os.pathsep.join(folders)}
+
+
 def find() -> Launcher | None:
     """Find the ``mpirun`` to use: the one beside this Python (an MPI wheel's) before the first one on PATH.
 
@@ -69,6 +77,7 @@ def find() -> Launcher | None:
             timeout=_PATIENCE,
             check=False,
             stdin=subprocess.DEVNULL,
+            env=with_tools(path, os.environ),
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise InvalidArgumentError(f"{path} --version: {error}; or start the ranks with --launcher ssh") from None

@@ -11,12 +11,19 @@ from importlib import metadata
 from importlib.util import find_spec
 
 from collectives import __version__, capabilities
-from collectives.base.config import Config
+from collectives.base.config import Config, in_units
 from collectives.base.errors import InvalidArgumentError
 from collectives.launch.hosts import Host
 from collectives.launch.mpirun import Launcher, Vendor, find
 
 _SIZES = (4, 4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20, 256 << 20)
+_MEDIA = {
+    "window": "copies through shared memory (window)",
+    "mapped": "use of mapped tensors (mapped)",
+    "direct-read": "reads of the peer's memory (direct-read)",
+    "mpi": "messages (mpi or tcp)",
+}
+"""Words for media, each with the name that ``--transport`` takes."""
 _PACKAGES = {
     "half precision": ("numkong", "ml_dtypes"),
     "frameworks": ("torch", "tensorflow", "jax"),
@@ -54,8 +61,8 @@ def check_build(*, as_horovod: bool = False) -> tuple[str, bool]:
     for title, packages in _PACKAGES.items():
         present = [f"{name} {version(name)}" for name in packages if version(name)]
         lines.append(_line(title, ", ".join(present), f"none of {', '.join(packages)} installed"))
-    if not version("numkong"):
-        lines.append("        float16 and bfloat16 are slow without numkong: pip install numkong")
+        if "numkong" in packages and not version("numkong"):
+            lines.append("        float16 and bfloat16 are slow without numkong: pip install numkong")
     from collectives.device import diagnosis
 
     rows = diagnosis.report()
@@ -125,14 +132,16 @@ def show_plan(ranks: int, hosts: Sequence[Host], config: Config) -> str:
     placed = _placed(ranks, hosts)
     placement = planner.Placement(0, ranks, placed, shares_memory=True, reads_private=sys.platform == "linux")
     chooser = planner.Planner(placement, algorithm=config.algorithm, transport=config.transport, segment=config.segment)
-    rows = [("collective", "bytes", "algorithm", "medium", "block")]
+    rows = [("collective", "tensor", "algorithm", "within a host by", "in blocks of")]
     for collective, nbytes, choice in planner.describe(placement, _SIZES, chooser):
-        block = "" if choice.native or choice.inline else str(choice.block_bytes)
-        rows.append((collective, str(nbytes), choice.algorithm, choice.medium.value, block))
+        block = "" if choice.native or choice.inline else in_units(choice.block_bytes)
+        rows.append((collective, in_units(nbytes), choice.algorithm, _MEDIA[choice.medium.value], block))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     on = "1 host" if len(placed) == 1 else f"{len(placed)} hosts"
     table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join([f"{ranks} ranks on {on}; media within a host, between hosts: MPI or TCP", "", *table])
+    between = "" if len(placed) == 1 else ", between hosts connected by MPI or TCP"
+    what = "tensors that no other rank has mapped (docs/glossary.md has the words)"
+    return "\n".join([f"What {ranks} ranks on {on}{between} would do with {what}:", "", *table])
 
 
 def version(package: str) -> str:

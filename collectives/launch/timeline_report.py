@@ -20,6 +20,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from collectives.base.config import in_units
 from collectives.base.errors import CollectivesError, InvalidArgumentError
 from collectives.engine import timeline
 from collectives.launch import timeline_summary as summary
@@ -166,7 +167,7 @@ def _fusion_table(trace: Trace) -> str:
         rate = f"{bucket.nbytes / each / 1e3:.2f} GB/s" if bucket.nbytes and each else ""
         cells = (
             str(len(bucket.tensors) or ""),
-            _bytes(bucket.nbytes) if bucket.nbytes else "",
+            in_units(bucket.nbytes) if bucket.nbytes else "",
             str(bucket.times),
             _time(each),
             rate,
@@ -321,7 +322,7 @@ def _detail(args: Mapping[str, Any]) -> str:
     shown = []
     for key, value in args.items():
         if key == "bytes" and isinstance(value, int):
-            shown.append(f"{_bytes(value)}")
+            shown.append(f"{in_units(value)}")
         elif isinstance(value, list):
             shown.append(f"{key} ({len(value)}): {_some(value)}" if len(value) > 1 else f"{key}: {_some(value)}")
         else:
@@ -359,13 +360,6 @@ def _time(microseconds: float) -> str:
 
 def _percent(part: float, whole: float) -> str:
     return f"{100 * part / whole:.0f} %" if part >= 0.1 * whole else f"{100 * part / whole:.1f} %"
-
-
-def _bytes(count: int) -> str:
-    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if count >= size:
-            return f"{count / size:.4g} {unit}"
-    return f"{count} B"
 
 
 def _count(number: int, what: str) -> str:

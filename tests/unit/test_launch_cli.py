@@ -227,6 +227,23 @@ def test_a_mistake_is_named(
     assert not started
 
 
+def test_a_python_file_alone_is_no_program(started: list[list[str]], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["-np", "2", "train.py"]) == 127
+    assert "cannot find the program 'train.py'; did you mean: python train.py?" in capsys.readouterr().err
+
+
+def test_a_batch_system_gives_hosts_and_ranks(started: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LSB_MCPU_HOSTS", "h1 4 h2 2")
+    assert cli.main(["train"]) == 0
+    assert started[-1][1:5] == ["-n", "6", "-hosts", "h1:4,h2:2"]
+    assert cli.main(["-np", "2", sys.executable]) == 0
+    assert started[-1][1:3] == ["-n", "2"] and "-hosts" not in started[-1]  # mpirun asks the batch system itself
+    assert "h1" in started[-1][started[-1].index("MASTER_ADDR") + 1]
+    monkeypatch.setenv("LSB_MCPU_HOSTS", f"{socket.gethostname()} 3")
+    assert cli.main([sys.executable]) == 0
+    assert started[-1][1:3] == ["-n", "3"] and "-hosts" not in started[-1]
+
+
 def test_a_program_that_does_not_exist(started: list[list[str]], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["-np", "2", "no-such-program"]) == 127
     assert "cannot find the program 'no-such-program'" in capsys.readouterr().err
@@ -403,7 +420,9 @@ def test_how_several_ranks_can_be_started(
     text, complete = report.check_build()
     assert f"\nSeveral ranks: {said}" in text and complete == said.startswith("yes")
     monkeypatch.setattr(report, "version", lambda package: "")
-    assert "\nSeveral ranks: yes, without MPI\n" in report.check_build()[0]
+    text = report.check_build()[0]
+    assert "\nSeveral ranks: yes, without MPI\n" in text
+    assert re.search(r"half precision .*\n +float16 and bfloat16 are slow without numkong", text), text
 
 
 class Reports:
@@ -486,6 +505,15 @@ def test_the_mpirun_beside_this_python_comes_first(monkeypatch: pytest.MonkeyPat
     assert mpirun.find() == Launcher(str(tmp_path / "beside" / "mpirun"), Vendor.OPEN_MPI, "5.0.1")
     (tmp_path / "beside" / "mpirun").unlink()
     assert mpirun.find() == Launcher(str(tmp_path / "path" / "mpirun"), Vendor.OPEN_MPI, "4.1.0")
+    # Intel MPI's looks for its own programs on PATH, on which a virtual environment need not be.
+    (tmp_path / "beside" / "mpiexec.hydra").write_text(
+        "#!/bin/sh\necho 'Intel(R) MPI Library for Linux* OS, Version 2021.19.0 Build 1'\n"
+    )
+    (tmp_path / "beside" / "mpirun").write_text("#!/bin/sh\nmpiexec.hydra $@\n")
+    for file in (tmp_path / "beside").iterdir():
+        file.chmod(0o755)
+    assert mpirun.find() == Launcher(str(tmp_path / "beside" / "mpirun"), Vendor.INTEL_MPI, "2021.19.0")
+    (tmp_path / "beside" / "mpirun").unlink()
     (tmp_path / "path" / "mpirun").write_text("#!/bin/sh\necho 'something else 1.0'\n")
     with pytest.raises(
         InvalidArgumentError, match=r"expected one of Open MPI, MPICH, Intel MPI, got 'something else 1\.0'"
@@ -504,6 +532,8 @@ def test_version_help_and_plan() -> None:
     assert "collectivesrun -np N [options] PROGRAM" in shown("--help")
     plan = shown("-np", "4", "--show-plan")
     assert "4 ranks on 1 host" in plan and "allreduce" in plan
+    assert re.search(r"^allreduce +4 B +one-shot +copies through shared memory \(window\) +1 MiB$", plan, re.M), plan
+    assert re.search(r"^broadcast +256 MiB +direct +reads of the peer's memory \(direct-read\) +32 MiB$", plan, re.M)
     assert "hierarchical" in shown("-H", "a:2,b:2", "--show-plan")
 
 

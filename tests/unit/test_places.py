@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from collectives.base import places
-from collectives.base.places import LOOPBACK, detect, first_host, ports_of
+from collectives.base.places import LOOPBACK, detect, nodes, ports_of
 
 TORCH = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "node1", "MASTER_PORT": "29500", "LOCAL_RANK": "1"}
 SLURM = {
@@ -36,18 +36,17 @@ def tensorflow(role: str, index: int, **roles: int) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("nodelist", "first"),
+    ("nodelist", "expected"),
     [
         ("node1", "node1"),
-        ("node[01-03,07],x[1-2]-y", "node01"),
-        ("x[1-2]-y,node[01-03]", "x1-y"),
-        ("a,b[1-3]", "a"),
-        ("rack[2,4]n[08-16].lan", "rack2n08.lan"),
+        ("node[01-03,07],x[1-2]-y", "node01 node02 node03 node07 x1-y x2-y"),
+        ("a,b[1-3]", "a b1 b2 b3"),
+        ("rack[2,4]n[08-10].lan", "rack2n08.lan rack2n09.lan rack2n10.lan rack4n08.lan rack4n09.lan rack4n10.lan"),
         ("", ""),
     ],
 )
-def test_the_first_host_of_a_nodelist(nodelist: str, first: str) -> None:
-    assert first_host(nodelist) == first
+def test_the_hosts_of_a_nodelist(nodelist: str, expected: str) -> None:
+    assert nodes(nodelist) == expected.split()
 
 
 @pytest.mark.parametrize(

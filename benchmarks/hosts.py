@@ -26,7 +26,7 @@ from benchmarks.session import say, session
 from collectives import connect
 from collectives.base.config import NETWORKS, Config
 from collectives.base.reduce_op import Op
-from collectives.world import World
+from collectives.worlds import World
 
 SIZES = "4,64K,1M,4M,16M,64M"
 PEERS = ("mpi", "gloo", "sockets")

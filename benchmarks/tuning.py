@@ -25,7 +25,7 @@ from benchmarks.ranks import Ranks
 from benchmarks.session import say, session
 from collectives.base.config import ALGORITHMS, Config
 from collectives.transport import mpi
-from collectives.world import World
+from collectives.worlds import World
 
 TUNED, DEFAULTS, START = "tuned", "defaults", "start"
 

@@ -29,7 +29,7 @@ from collectives.engine.handles import Handle
 from collectives.persistent import PersistentOperation
 from collectives.process_sets import ProcessSet
 from collectives.runtime import default, root_in, world, world_of
-from collectives.world import World
+from collectives.worlds import World
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from collectives.base.errors import InvalidArgumentError, MismatchError
 from collectives.process_sets import ProcessSet
-from collectives.world import World
+from collectives.worlds import World
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -9,7 +9,7 @@ from typing import Any
 from collectives import initial_process_sets
 from collectives.base.errors import InvalidArgumentError, InvalidTypeError
 from collectives.process_sets import ProcessSet
-from collectives.world import World
+from collectives.worlds import World
 
 
 class KnownSets:

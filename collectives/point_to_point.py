@@ -17,7 +17,7 @@ from collectives.base.options import IreceiveOptions, MessageOptions, NewTensorO
 from collectives.engine.handles import Handle
 from collectives.engine.message_handles import MessageHandle, Status
 from collectives.runtime import default, peer_in, world, world_of
-from collectives.world import World
+from collectives.worlds import World
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

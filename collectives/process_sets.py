@@ -15,7 +15,7 @@ from collectives.base.errors import InvalidArgumentError, InvalidTypeError, NotI
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from collectives.world import World
+    from collectives.worlds import World
 
 
 class ProcessSet:

@@ -29,7 +29,7 @@ from collectives.known_sets import KnownSets
 from collectives.process_sets import ProcessSet
 from collectives.transport.rendezvous import Asked
 from collectives.transport.rendezvous import asked as check_asked
-from collectives.world import World
+from collectives.worlds import World
 
 if TYPE_CHECKING:
     from mpi4py import MPI

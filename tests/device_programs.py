@@ -41,7 +41,7 @@ from collectives.engine import adasum
 from collectives.tensors.compression import Compression
 from collectives.transport import threads
 from collectives.transport.group import Group
-from collectives.world import World
+from collectives.worlds import World
 from tests import programs
 from tests.emulated_array import EmulatedArray
 from tests.emulated_cuda import EmulatedDevice

@@ -18,7 +18,7 @@ from collectives.base.config import Config
 from collectives.device import selection
 from collectives.transport import nccl, threads
 from collectives.transport.group import Group
-from collectives.world import World
+from collectives.worlds import World
 from tests.emulated_cuda import EmulatedDevice, EmulatedProvider
 from tests.emulated_nccl import EmulatedNccl
 from tests.gpu_makers import EmulatedMaker

@@ -37,7 +37,7 @@ from collectives.base.reduce_op import Op
 from collectives.transport.authentication import KEY_BYTES
 from collectives.transport.listener import dial
 from collectives.transport.service import Service
-from collectives.world import World
+from collectives.worlds import World
 from tests import processes
 
 Address = tuple[str, int]

@@ -26,7 +26,7 @@ from collectives.base.config import Config
 from collectives.base.errors import RankFailedError
 from collectives.base.reduce_op import Op
 from collectives.tensors.arena import arena
-from collectives.world import World
+from collectives.worlds import World
 from tests import processes
 
 BOUND = 5.0

@@ -18,7 +18,7 @@ from collectives.base.reduce_op import Op
 from collectives.persistent import BoundOperation, PersistentOperation
 from collectives.tensors.arena import arena
 from collectives.tensors.compression import Compression
-from collectives.world import World
+from collectives.worlds import World
 from tests.engine_scenarios import works
 from tests.scenarios import DTYPES, assert_close, choices, expected, ops_for, sample
 

@@ -19,7 +19,7 @@ from collectives.base.dtypes import SUPPORTED
 from collectives.base.errors import InvalidArgumentError, InvalidTypeError, MismatchError
 from collectives.engine.matching import ANY_SOURCE, ANY_TAG
 from collectives.engine.message_handles import Status
-from collectives.world import World
+from collectives.worlds import World
 
 COUNTS = (0, 1, 1000, 5000, 70_000, 700_000)
 """Elements of four bytes."""

@@ -34,7 +34,7 @@ from collectives.transport import shared_memory
 from collectives.transport.authentication import make_key
 from collectives.transport.board_control import BoardControl
 from collectives.transport.group import Group
-from collectives.world import World
+from collectives.worlds import World
 
 KEY = make_key()
 """Of the jobs whose ranks are connected by TCP."""

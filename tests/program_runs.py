@@ -26,7 +26,7 @@ from typing import Any
 from collectives.base.config import TRANSPORTS, Config
 from collectives.base.errors import in_words
 from collectives.transport import threads
-from collectives.world import World
+from collectives.worlds import World
 from tests import processes
 from tests.mpirun import IMPLEMENTATIONS, run_ranks
 from tests.programs import SETS, Menu, draw, make_sets, run

@@ -23,7 +23,7 @@ from collectives.base.errors import ForkedProcessError, RankFailedError
 from collectives.engine import timeline
 from collectives.engine.matching import ANY_SOURCE, ANY_TAG
 from collectives.transport.memory_endpoint import MemoryEndpoint
-from collectives.world import World
+from collectives.worlds import World
 from tests import processes
 from tests.point_to_point_scenarios import LARGE, SCENARIOS, Program, programs, run_program, values
 

@@ -119,7 +119,7 @@ def launches(cupy: Any) -> list[float]:
 
     from collectives.base.reduce_op import Op
     from collectives.transport import threads
-    from collectives.world import World
+    from collectives.worlds import World
 
     device_class = importlib.import_module("collectives.device.cupy_device").CupyDevice
     launch, lock, counted = device_class.launch, threading.Lock(), [0]

@@ -20,7 +20,7 @@ from benchmarks.gpu.figures import Figure, attempt, publish, skip
 from benchmarks.measure import Summary, alternate, bandwidth
 from collectives.device.diagnosis import why_not
 from collectives.transport import threads
-from collectives.world import World
+from collectives.worlds import World
 
 _SIZES = (64 << 20, 256 << 20, 1 << 30)
 _RANKS = 2

@@ -88,3 +88,21 @@ class ForkedProcessError(CollectivesError, RuntimeError):
 
 class MissingDependencyError(CollectivesError, ImportError):
     """A package that this call needs is not installed; the message names the extra that provides it."""
+
+
+for _public in (
+    CollectivesError,
+    CollectiveTimeoutError,
+    ForkedProcessError,
+    InvalidArgumentError,
+    InvalidTypeError,
+    MismatchError,
+    MissingDependencyError,
+    NotInitializedError,
+    OperationError,
+    OutOfMemoryError,
+    RankFailedError,
+    TransportError,
+):
+    _public.__module__ = "collectives"  # tracebacks name what users import
+del _public

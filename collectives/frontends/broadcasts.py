@@ -18,7 +18,7 @@ from collectives.frontends.agreement import agree
 from collectives.process_sets import ProcessSet
 from collectives.runtime import root_in, world_of
 from collectives.tensors.arena import arena
-from collectives.world import World
+from collectives.worlds import World
 
 Prepared = TypeVar("Prepared")
 

@@ -22,7 +22,7 @@ from collectives.frontends import joined
 from collectives.runtime import world_of
 from collectives.schedules import partition
 from collectives.tensors.compression import named
-from collectives.world import World
+from collectives.worlds import World
 
 Shaped = tuple[tuple[int, ...], np.dtype[Any]]
 Shape = tuple[int, ...]

@@ -16,7 +16,7 @@ from collectives.jax import compat, eager, primitive, small_tensors
 from collectives.jax.collective_call import CollectiveCall
 from collectives.process_sets import ProcessSet
 from collectives.runtime import world_of
-from collectives.world import World
+from collectives.worlds import World
 
 
 class ProgramOptions(TypedDict, total=False):

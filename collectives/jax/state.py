@@ -21,7 +21,7 @@ from collectives.jax.operations import Tree
 from collectives.process_sets import ProcessSet
 from collectives.runtime import global_process_set, world_of
 from collectives.tensors import detection
-from collectives.world import World
+from collectives.worlds import World
 
 _LABEL = "broadcast_parameters"
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from importlib import metadata
 from importlib.util import find_spec
 
-from collectives import __version__, capabilities
+from collectives import __version__
 from collectives.base.config import Config, in_units
 from collectives.base.errors import InvalidArgumentError
 from collectives.launch.hosts import Host
@@ -36,6 +36,8 @@ def check_build(*, as_horovod: bool = False) -> tuple[str, bool]:
     Args:
         as_horovod: append the table that ``horovodrun --check-build`` prints.
     """
+    from collectives import capabilities  # brings NumPy and the engine, which starting ranks does without
+
     lines = [
         f"collectives {__version__}, Python {platform.python_version()}, {platform.system()} {platform.machine()}",
         f"    NumPy {version('numpy')}, mpi4py {version('mpi4py')}",
@@ -100,6 +102,8 @@ def _several(launcher: Launcher | None, usable: bool, library: str) -> str:
 
 def _horovods_table() -> list[str]:
     """Return the lines of ``horovodrun --check-build`` that programs look for."""
+    from collectives import capabilities
+
     mpi = capabilities.mpi_built()
     table: dict[str, dict[str, bool]] = {
         "Frameworks": {

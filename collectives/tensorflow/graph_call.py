@@ -21,7 +21,7 @@ from collectives.schedules import partition
 from collectives.tensorflow import graph, packed_callbacks, sparse_rows
 from collectives.tensorflow.errors import raises_tensorflow
 from collectives.tensors import detection
-from collectives.world import World
+from collectives.worlds import World
 
 
 @dataclass(frozen=True)

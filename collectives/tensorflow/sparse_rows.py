@@ -17,7 +17,7 @@ import numpy as np
 
 from collectives.base import dtypes
 from collectives.base.reduce_op import Op
-from collectives.world import World
+from collectives.worlds import World
 
 
 def allreduce(world: World, arrays: Sequence[Any], average: bool, name: str | None) -> list[Any]:

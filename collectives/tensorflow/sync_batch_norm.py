@@ -24,7 +24,7 @@ from collectives.tensorflow import autograd
 from collectives.tensorflow.autograph import unconverted
 from collectives.tensorflow.graph_call import GraphCall
 from collectives.tensorflow.keras_version import LEGACY
-from collectives.world import World
+from collectives.worlds import World
 
 
 class _LayerNumbers:

@@ -37,7 +37,7 @@ from collectives.torch.compiled import untraced
 from collectives.torch.guard import Guard, grad_of, graph_task, in_backward_elsewhere
 from collectives.torch.step_operation import StepOperation, holds_back
 from collectives.torch.tally import Tally
-from collectives.world import World
+from collectives.worlds import World
 
 _DENSE = 255
 """Code of a dense gradient where the ranks compare; a sparse one's is its number of sparse dimensions, 0 is none."""

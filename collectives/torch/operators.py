@@ -17,7 +17,7 @@ from collectives.frontends import adjoints
 from collectives.runtime import world_of
 from collectives.tensors.compression import named
 from collectives.torch.autograd import DifferentiableCall
-from collectives.world import World
+from collectives.worlds import World
 
 
 def allreduce(

@@ -22,7 +22,7 @@ from collectives.torch.adasum import AdasumSteps
 from collectives.torch.backward_reducer import BackwardReducer
 from collectives.torch.compiled import untraced
 from collectives.torch.state import refuse_unreachable
-from collectives.world import World
+from collectives.worlds import World
 
 Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
 

@@ -24,7 +24,7 @@ from collectives.torch import autograd, compiled
 from collectives.torch.arguments import Choices, Tensor, any_tracked, given, operation, written
 from collectives.torch.autograd import DifferentiableCall, tracks
 from collectives.torch.compiled import untraced
-from collectives.world import World
+from collectives.worlds import World
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -16,7 +16,7 @@ from collectives.runtime import global_process_set
 from collectives.tensors import detection
 from collectives.torch import memory
 from collectives.torch.compiled import untraced
-from collectives.world import World
+from collectives.worlds import World
 
 Object = TypeVar("Object")
 

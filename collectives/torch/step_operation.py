@@ -24,7 +24,7 @@ from collectives.base.errors import MismatchError
 from collectives.frontends.gradient_options import GradientOptions
 from collectives.persistent import PersistentOperation
 from collectives.torch.buckets import GradientBucket
-from collectives.world import World
+from collectives.worlds import World
 
 
 def holds_back(world: World) -> bool:

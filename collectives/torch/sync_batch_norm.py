@@ -22,7 +22,7 @@ from collectives.process_sets import ProcessSet
 from collectives.runtime import global_process_set, world_of
 from collectives.torch import compiled
 from collectives.torch.batch_norm import Cpu, Gpu, channels, dense, traced_statistics
-from collectives.world import World
+from collectives.worlds import World
 
 
 class SyncBatchNorm(_BatchNorm):

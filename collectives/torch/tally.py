@@ -13,7 +13,7 @@ import numpy as np
 
 from collectives.base.errors import MismatchError
 from collectives.base.reduce_op import Op
-from collectives.world import World
+from collectives.worlds import World
 
 
 class Tally:

@@ -11,7 +11,7 @@ import pytest
 from collectives.base.errors import TransportError
 from collectives.device.diagnosis import why_not
 from collectives.transport import threads
-from collectives.world import World
+from collectives.worlds import World
 from tests.gpu_makers import CupyMaker
 from tests.gpu_scenarios import SCENARIOS, Scenario
 

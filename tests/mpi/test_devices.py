@@ -16,7 +16,7 @@ from collectives.base.reduce_op import Op
 from collectives.cuda import backend
 from collectives.device import selection
 from collectives.transport import mpi
-from collectives.world import World
+from collectives.worlds import World
 from tests import gpu_scenarios as scenarios
 from tests.emulated_cuda import EmulatedDevice
 from tests.emulated_memory import SPACE

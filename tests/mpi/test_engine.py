@@ -10,7 +10,7 @@ import pytest
 
 import collectives as hvd
 from collectives.base.config import Config
-from collectives.world import World
+from collectives.worlds import World
 from tests.engine_scenarios import SCENARIOS, STEADY
 from tests.mpi.worlds import configs
 

@@ -18,7 +18,7 @@ import pytest
 import collectives
 from collectives import InvalidArgumentError, MismatchError, ProcessSet, runtime
 from collectives.base.reduce_op import Op
-from collectives.world import World
+from collectives.worlds import World
 
 pytestmark = pytest.mark.mpi
 RANKS = (2,)

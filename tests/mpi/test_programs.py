@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from collectives.world import World
+from collectives.worlds import World
 from tests.mpi.worlds import configs
 from tests.programs import SETS, draw, make_sets, run
 

@@ -15,7 +15,7 @@ import pytest
 from collectives.base.config import Config
 from collectives.base.errors import RankFailedError
 from collectives.transport.tcp import TcpWiring
-from collectives.world import World
+from collectives.worlds import World
 from tests import engine_scenarios, persistent_scenarios, scenarios
 from tests.every_scenario import mapped
 from tests.processes import by_tcp, run

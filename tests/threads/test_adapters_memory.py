@@ -13,7 +13,7 @@ from collectives.base.reduce_op import Op
 from collectives.frontends.agreement import agree
 from collectives.tensors.compression import Compression
 from collectives.transport import threads
-from collectives.world import World
+from collectives.worlds import World
 
 PARTS = [((2, 3), (4,)), ()]
 

@@ -15,7 +15,7 @@ from collectives.base.reduce_op import Op
 from collectives.engine import adasum
 from collectives.tensors.compression import Compression
 from collectives.transport import threads
-from collectives.world import World
+from collectives.worlds import World
 from tests.scenarios import sample
 
 TOLERANCE = {"float16": 4e-3, "bfloat16": 3e-2, "float32": 2e-6, "float64": 1e-13}

@@ -19,7 +19,7 @@ from collectives.base.reduce_op import Op
 from collectives.tensors.result_pool import ResultPool
 from collectives.transport import threads
 from collectives.transport.group import Group
-from collectives.world import World
+from collectives.worlds import World
 
 ODD = 1
 """The rank on which something fails."""
@@ -126,7 +126,7 @@ def test_a_process_set_that_one_rank_cannot_make_is_an_error_on_all(monkeypatch:
 
     def program(world: World) -> None:
         world.barrier()
-        monkeypatch.setattr(sys.modules["collectives.world"], "World", refuse)
+        monkeypatch.setattr(sys.modules["collectives.worlds"], "World", refuse)
         world.barrier()
         with pytest.raises(TransportError, match=rf"\[0, 1\] cannot be made: rank {ODD}: MemoryError: nothing left"):
             world.add_process_set([0, 1])

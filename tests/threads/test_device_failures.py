@@ -23,7 +23,7 @@ from collectives.cuda import connection
 from collectives.device import selection
 from collectives.device.protocol import active
 from collectives.transport import threads
-from collectives.world import World
+from collectives.worlds import World
 from tests.emulated_cuda import EmulatedProvider
 from tests.emulated_nccl import EmulatedCommunicator, EmulatedNccl
 from tests.emulated_ranks import PATIENCE, emulated, on_threads, own_stream

@@ -17,7 +17,7 @@ from collectives.base.errors import TransportError
 from collectives.base.reduce_op import Op
 from collectives.device.protocol import active
 from collectives.transport import threads
-from collectives.world import World
+from collectives.worlds import World
 from tests.device_programs import check, run_seed
 from tests.emulated_nccl import EmulatedNccl
 from tests.emulated_ranks import PATIENCE, emulated, on_threads, own_stream

@@ -9,7 +9,7 @@ import pytest
 
 from collectives.base.config import Config
 from collectives.transport import threads
-from collectives.world import World
+from collectives.worlds import World
 from tests.engine_scenarios import SCENARIOS, STEADY
 
 Scenario = Callable[[World], None]

@@ -19,7 +19,7 @@ import collectives
 from collectives.base.errors import InvalidArgumentError, InvalidTypeError, MismatchError
 from collectives.base.reduce_op import Op
 from collectives.transport import threads
-from collectives.world import World
+from collectives.worlds import World
 
 PACKAGE = Path(collectives.__file__).parent
 TRIES = 300

@@ -11,7 +11,7 @@ import pytest
 
 from collectives.base.errors import MismatchError, OperationError
 from collectives.transport import threads
-from collectives.world import World
+from collectives.worlds import World
 
 
 def total(world: World) -> float:

@@ -25,7 +25,7 @@ from collectives.transport.board_control import BoardControl
 from collectives.transport.group import Group
 from collectives.transport.point_to_point import Incoming, Outgoing
 from collectives.transport.threads import ThreadMemory
-from collectives.world import World
+from collectives.worlds import World
 
 PACKAGE = Path(collectives.__file__).parent
 Call = Callable[[World, Any], object]

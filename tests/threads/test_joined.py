@@ -12,7 +12,7 @@ from collectives.base.errors import MismatchError
 from collectives.base.reduce_op import Op
 from collectives.frontends import joined
 from collectives.transport import threads
-from collectives.world import World
+from collectives.worlds import World
 
 SHAPES = ((3,), (), (0, 4), (100, 41), (7,), (20_000,))
 

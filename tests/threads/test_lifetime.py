@@ -17,7 +17,7 @@ from collectives.engine.callers import THREAD_NAME
 from collectives.engine.handles import Handle
 from collectives.tensors.arena import Arena
 from collectives.transport import threads
-from collectives.world import World
+from collectives.worlds import World
 
 
 def test_twenty_worlds_leave_nothing_behind() -> None:
@@ -81,7 +81,7 @@ def test_a_handle_that_outlives_its_world_keeps_its_result_and_no_window() -> No
 @pytest.mark.parametrize("end", ["empty_cache", "shutdown"])
 def test_dropped_results_memory_goes_back(end: str, monkeypatch: pytest.MonkeyPatch) -> None:
     arena = Arena()
-    for module in ("collectives.tensors.result_pool", "collectives.world"):
+    for module in ("collectives.tensors.result_pool", "collectives.worlds"):
         monkeypatch.setattr(sys.modules[module], "arena", arena)
     world = World(threads.connect(1)[0])
     tensor = np.full(1_000_000, 1.0, np.float32)

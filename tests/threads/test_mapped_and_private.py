@@ -13,7 +13,7 @@ from collectives.plan.mapped_loops import MappedMoves, MappedReduction
 from collectives.plan.planner import Crossovers
 from collectives.tensors.arena import arena
 from collectives.transport import threads
-from collectives.world import World
+from collectives.worlds import World
 
 
 @pytest.mark.parametrize("size", [2, 3, pytest.param(4, marks=pytest.mark.slow)])

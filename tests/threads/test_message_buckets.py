@@ -13,7 +13,7 @@ from collectives.base.reduce_op import Op
 from collectives.engine import message_buckets
 from collectives.engine.message_buckets import MessageBucket
 from collectives.transport import threads
-from collectives.world import World
+from collectives.worlds import World
 from tests.scenarios import assert_close, ops_for, sample
 
 SIZES = (1, 0, 5, 63, 64, 1000, 7, 40_000, 0, 200, 3)

@@ -11,7 +11,7 @@ import pytest
 from collectives.base.config import Config
 from collectives.base.errors import CollectivesError, InvalidArgumentError
 from collectives.transport import threads
-from collectives.world import World
+from collectives.worlds import World
 
 
 def said(call: Callable[[], object]) -> str:

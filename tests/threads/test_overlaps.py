@@ -16,7 +16,7 @@ from collectives.base.reduce_op import Op
 from collectives.engine.handles import Handle
 from collectives.tensors.compression import Compression
 from collectives.transport import threads
-from collectives.world import World
+from collectives.worlds import World
 from tests.conformance import until
 
 WAYS: dict[str, tuple[Config, Any]] = {

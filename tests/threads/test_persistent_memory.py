@@ -20,7 +20,7 @@ from collectives.base.errors import InvalidArgumentError, InvalidTypeError, Mism
 from collectives.persistent import BoundOperation
 from collectives.plan.planner import Crossovers
 from collectives.transport import backoff, threads
-from collectives.world import World
+from collectives.worlds import World
 from tests.engine_scenarios import works
 from tests.threads.test_fast_path import calls_of
 

@@ -23,7 +23,7 @@ from collectives.engine.matching import ANY_SOURCE
 from collectives.engine.message_thread import MessageThread
 from collectives.transport import threads
 from collectives.transport.thread_endpoint import ThreadEndpoint
-from collectives.world import World
+from collectives.worlds import World
 from tests.point_to_point_scenarios import LARGE, SCENARIOS, Program, programs, run_program
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from collectives.base.errors import InvalidArgumentError, MismatchError
 from collectives.transport import threads
-from collectives.world import World
+from collectives.worlds import World
 from tests.emulated_ranks import emulated, on_threads
 from tests.gpu_makers import EmulatedMaker
 

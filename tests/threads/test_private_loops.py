@@ -10,7 +10,7 @@ import collectives
 from collectives.base.reduce_op import Op
 from collectives.plan.direct_allreduce import DirectAllreduce
 from collectives.transport import threads
-from collectives.world import World
+from collectives.worlds import World
 
 BLOCK = 256 << 10
 """Elements of float32 in a block of 1 MiB, which each rank reads at once."""

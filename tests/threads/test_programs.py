@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from collectives.transport import threads
-from collectives.world import World
+from collectives.worlds import World
 from tests.programs import Menu, Program, draw, run
 
 SEVERAL_HOSTS = (((0,), (1,)), ((0, 2), (1,)), ((0, 1), (2, 3)), ((0, 1, 2), (3,)))

@@ -22,7 +22,7 @@ from collectives.base.errors import (
 from collectives.engine import timeline
 from collectives.transport import threads
 from collectives.transport.group import Group
-from collectives.world import World
+from collectives.worlds import World
 
 
 def test_what_is_submitted_during_a_blocking_call_needs_nobody_to_wait_for_it() -> None:

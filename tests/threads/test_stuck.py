@@ -15,7 +15,7 @@ import pytest
 from collectives.base.errors import MismatchError
 from collectives.engine import callers, stall
 from collectives.transport import threads
-from collectives.world import World
+from collectives.worlds import World
 
 
 def until_told(world: World, told: list[BaseException]) -> None:

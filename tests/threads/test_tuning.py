@@ -16,7 +16,7 @@ from collectives.engine import timeline
 from collectives.transport import threads
 from collectives.transport.group import Group
 from collectives.tuning.search import TunedSettings
-from collectives.world import World
+from collectives.worlds import World
 
 
 def train(world: World, steps: int) -> list[tuple[TunedSettings, bool]]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from collectives.transport import threads
-from collectives.world import World
+from collectives.worlds import World
 from tests.scenarios import SCENARIOS
 
 ONE_HOST = (1, 2, 3, *(pytest.param(size, marks=pytest.mark.slow) for size in (4, 7)))

@@ -14,7 +14,7 @@ from collectives.frontends import ADAPTERS
 
 PACKAGE = Path(collectives.__file__).parent
 PUBLIC = (
-    "collectives",
+    "collectives.public",
     *(f"collectives.{adapter}" for adapter in ADAPTERS),
     "collectives.tensorflow.keras",
     "collectives.launch",

@@ -437,13 +437,13 @@ def test_refused_memory_is_private_and_told_once(
 def test_the_systems_limits_mean_private_memory_and_one_line(limit: str, value: str, shapes: tuple[int, ...]) -> None:
     program = f"""
 import os, resource
-import collectives
+from collectives import is_mapped, zeros
 def mapped():
     with open("/proc/self/statm") as file:
         return int(file.read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.{limit}, ({value}, resource.getrlimit(resource.{limit})[1]))
-arrays = [collectives.zeros(shape) for shape in {shapes}]
-print({{collectives.is_mapped(array) for array in arrays}}, sum(array.sum() for array in arrays))
+arrays = [zeros(shape) for shape in {shapes}]
+print({{is_mapped(array) for array in arrays}}, sum(array.sum() for array in arrays))
 """
     done = subprocess.run([sys.executable, "-c", program], check=True, timeout=60, capture_output=True, text=True)
     assert done.stdout == "{False} 0.0\n"

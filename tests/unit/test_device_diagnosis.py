@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from collectives import capabilities
 from collectives.device import diagnosis, libcuda
 from collectives.launch import report
 from tests.fake_cupy import FakeCupy, build_library
@@ -243,7 +244,7 @@ def test_an_older_nccl_does_less(code: int, number: str, old: bool, machine: Mac
 
 def test_check_build_prints_the_rows(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report, "find", lambda: None)
-    monkeypatch.setattr(report.capabilities, "mpi_library", lambda: "")
+    monkeypatch.setattr(capabilities, "mpi_library", lambda: "")
     text, complete = report.check_build()
     assert complete
     assert "[X] GPU: device     2 x NVIDIA H200\n" in text

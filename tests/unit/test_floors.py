@@ -119,9 +119,9 @@ def test_there_are_no_cycles() -> None:
 
 def test_a_breach_is_seen(tmp_path: Path) -> None:
     file = tmp_path / "low.py"
-    late = "def late():\n    from collectives import world\n    import collectives.launch.job\n"
+    late = "def late():\n    from collectives import worlds\n    import collectives.launch.job\n"
     file.write_text(late + "from collectives.base.errors import CollectivesError\n")
-    assert set(imports(file, for_types=False)) == {"world", "launch.job", "base.errors"}
+    assert set(imports(file, for_types=False)) == {"worlds", "launch.job", "base.errors"}
 
 
 @pytest.mark.parametrize("script", ["launch.rank", "launch.agent"])
@@ -143,7 +143,7 @@ import json, sys
 import numpy
 import collectives
 from collectives.transport.threads import run
-from collectives.world import World
+from collectives.worlds import World
 
 def of_a_rank(world):
     tensor = numpy.ones(1000, numpy.float32)

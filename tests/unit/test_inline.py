@@ -18,7 +18,7 @@ from collectives.transport.group import Group
 from collectives.transport.network_control import NetworkControl
 from collectives.transport.tcp_messages import TcpMessages
 from collectives.transport.tcp_words import TcpWords
-from collectives.world import World
+from collectives.worlds import World
 from tests import loopback_links
 from tests.loopback_links import LoopbackLinks, raised
 from tests.scenarios import assert_close, expected, ops_for, sample

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from collectives import capabilities
 from collectives.base.config import ALGORITHMS, Config
 from collectives.base.errors import InvalidArgumentError
 from collectives.launch import cli, command_line, job, mpirun, options, rank_environment, report
@@ -416,7 +417,7 @@ def test_how_several_ranks_can_be_started(
         return installed
 
     monkeypatch.setattr(report, "find", find)
-    monkeypatch.setattr(report.capabilities, "mpi_library", lambda: library)
+    monkeypatch.setattr(capabilities, "mpi_library", lambda: library)
     text, complete = report.check_build()
     assert f"\nSeveral ranks: {said}" in text and complete == said.startswith("yes")
     monkeypatch.setattr(report, "version", lambda package: "")

@@ -55,6 +55,12 @@ def _read_torch(tensor: Any, argument: str) -> Read | None:
         half = plain.dtype is torch.bfloat16
         array = plain.view(torch.int16).numpy().view(dtypes.resolve("bfloat16")) if half else plain.numpy()
     except (RuntimeError, TypeError) as error:
+        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            raise InvalidTypeError(
+                f"{argument}: expected a tensor with elements, got one inside of a transform of torch.func (grad, "
+                "vmap, jvp, ...): call there the functions of collectives.torch that block and return a new tensor, "
+                "such as collectives.torch.allreduce, and all others outside"
+            ) from None
         raise InvalidTypeError(f"{argument}: a torch tensor of dtype {tensor.dtype} cannot be read: {error}") from error
     return frozen(array) if lazy else array, _wrap_torch
 

@@ -1,4 +1,5 @@
 """Gradients through the collectives in eager mode: the engine runs each collective, and its adjoint in backward.
+Within `torch.func` and forward mode, torch carries a collective out by rules (`_Transformable`).
 
 The adjoints are those of `collectives.frontends.adjoints`; complex tensors follow torch's convention.
 
@@ -15,8 +16,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch._C import _are_functorch_transforms_active as _transforms_active
+from torch._C import _functorch as functorch
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
+from collectives.base.errors import UnsupportedError
 from collectives.base.reduce_op import Op
+from collectives.engine import arguments
 from collectives.engine.handles import Handle
 from collectives.frontends import adjoints
 from collectives.schedules import partition
@@ -153,8 +160,10 @@ class DifferentiableCall:
 
 
 def tracks(tensor: Any) -> bool:
-    """Whether autograd records operations on a tensor."""
-    return isinstance(tensor, torch.Tensor) and tensor.requires_grad and torch.is_grad_enabled()
+    """Whether autograd records operations on a tensor, or a transform may."""
+    return isinstance(tensor, torch.Tensor) and (
+        (tensor.requires_grad and torch.is_grad_enabled()) or _transforms_active() or forward_ad._current_level >= 0
+    )
 
 
 # ---- the collectives
@@ -162,6 +171,8 @@ def tracks(tensor: Any) -> bool:
 
 def allreduce(call: DifferentiableCall, tensors: Sequence[Any]) -> list[Any]:
     """`collectives.torch.allreduce` of one tensor, or of a group; ``op`` is among the options."""
+    if _in_transform():
+        return _transformed("allreduce", call, tensors)
     results, backward = call.run_all("allreduce", tensors)
     keeps = not (adjoints.is_linear(call.op) or call.as_horovod)
     return _attach(lambda *about: adjoints.allreduce(backward, *about), results, tensors, keeps)
@@ -169,6 +180,8 @@ def allreduce(call: DifferentiableCall, tensors: Sequence[Any]) -> list[Any]:
 
 def reducescatter(call: DifferentiableCall, tensors: Sequence[Any]) -> list[Any]:
     """`collectives.torch.reducescatter` of one tensor, or of a group; ``op`` is among the options."""
+    if _in_transform():
+        return _transformed("reducescatter", call, tensors)
     results, backward = call.run_all("reducescatter", tensors)
     keeps = not adjoints.is_linear(call.op)
     return _attach(lambda *about: adjoints.reducescatter(backward, *about), results, tensors, keeps)
@@ -176,6 +189,8 @@ def reducescatter(call: DifferentiableCall, tensors: Sequence[Any]) -> list[Any]
 
 def allgather(call: DifferentiableCall, tensors: Sequence[Any]) -> list[Any]:
     """`collectives.torch.allgather` of one tensor, or of a group."""
+    if _in_transform():
+        return _transformed("allgather", call, tensors)
     results, backward = call.run_all("allgather", tensors)
     backward = replace(backward, rows=[tensor.shape[0] for tensor in tensors if _has_gradient(tensor)])
     return _attach(lambda gradients, _: adjoints.allgather(backward, gradients), results, tensors)
@@ -183,6 +198,8 @@ def allgather(call: DifferentiableCall, tensors: Sequence[Any]) -> list[Any]:
 
 def broadcast(call: DifferentiableCall, tensor: Any, root: int) -> Any:
     """`collectives.torch.broadcast`; the root by its number in the world."""
+    if _in_transform():
+        return _transformed("broadcast", replace(call, root=root), [tensor], root)[0]
     result, backward = call.run("broadcast", tensor, root)
     backward = replace(backward, root=root)
     return _attach(lambda gradients, _: adjoints.broadcast(backward, gradients), [result], [tensor])[0]
@@ -190,6 +207,9 @@ def broadcast(call: DifferentiableCall, tensor: Any, root: int) -> Any:
 
 def alltoall(call: DifferentiableCall, tensor: Any, splits: Any) -> tuple[Any, list[int]]:
     """`collectives.torch.alltoall`, with splits; the rows received, and how many from each rank."""
+    if _in_transform():
+        call = replace(call, received=_received(call, tensor, splits))
+        return _transformed("alltoall", call, [tensor], splits)[0], list(call.received)
     (result, received), backward = call.run("alltoall", tensor, splits)
     counts: list[int] = received.tolist()
     backward = replace(backward, received=counts)
@@ -233,6 +253,125 @@ def _attach(adjoint: _Adjoint, results: list[Any], tensors: Sequence[Any], keeps
 
 def _has_gradient(tensor: Any) -> bool:
     return isinstance(tensor, torch.Tensor) and (tensor.is_floating_point() or tensor.is_complex())
+
+
+# ---- torch.func's transforms, and forward mode
+
+
+def _in_transform() -> bool:
+    return _transforms_active() or forward_ad._current_level >= 0
+
+
+def refuse_transforms_in_graph() -> None:
+    """Refuse a transform that a compiler traces: torch has no rules there for operators of others."""
+    if _in_transform():
+        raise UnsupportedError(
+            "torch.compile does not look into the transforms of torch.func where they hold a collective: keep the "
+            "transformed function out of the graph (torch.compiler.disable)"
+        )
+
+
+@dataclass(frozen=True)
+class _Transformed:
+    """A collective that a transform sees as one function of its tensors.
+
+    Calls without a name are matched by their order, in adjoints too: every rank applies the same transforms.
+
+    Attributes:
+        collective: the world's method.
+        call, arguments: of the collective.
+    """
+
+    collective: str
+    call: DifferentiableCall
+    arguments: tuple[Any, ...]
+
+    def run(self, tensors: Sequence[Any]) -> list[Any]:
+        """Carry it out, on tensors that have elements."""
+        given = list(tensors) if self.call.grouped else tensors[0]
+        result, _ = self.call.run(self.collective, given, *self.arguments)
+        return list(result) if self.call.grouped else [result[0] if self.collective == "alltoall" else result]
+
+    def differentiated(self, gradients: list[Any], inputs: Sequence[Any]) -> Sequence[Any]:
+        rows = [x.shape[0] for x in inputs] if self.collective == "allgather" else ()
+        call = replace(self.call, name=self.call._derived(".gradient"), rows=rows)
+        if self.collective in ("allreduce", "reducescatter"):
+            return getattr(adjoints, self.collective)(call, gradients, inputs)
+        return getattr(adjoints, self.collective)(call, gradients)
+
+    def refused(self, problem: str) -> Exception:
+        op = "" if self.call.op is None else f" with op={self.call.op!r}"
+        return self.call.world.refused(UnsupportedError(f"{self.collective}{op}: {problem}"), self.call.name)
+
+
+class _Transformable(torch.autograd.Function):
+    """The rules by which torch takes a collective through the levels of its transforms."""
+
+    @staticmethod
+    def forward(this: _Transformed, *tensors: Any) -> tuple[Any, ...]:
+        # torch calls this from C++, where a compiler that has given up a graph may begin another.
+        run = torch.compiler.disable(this.run) if torch.compiler.is_compiling() else this.run
+        return tuple(run(tensors))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.this, *tensors = inputs
+        ctx.save_for_backward(*tensors)
+        ctx.save_for_forward(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+        inputs = ctx.saved_tensors
+        chosen = [i for i, x in enumerate(inputs) if _has_gradient(x)]
+        results = ctx.this.differentiated([gradients[i] for i in chosen], [inputs[i] for i in chosen])
+        spread = dict(zip(chosen, results, strict=True))
+        return None, *map(spread.get, range(len(inputs)))
+
+    @staticmethod
+    def jvp(ctx: Any, _: Any, *tangents: Any) -> tuple[Any, ...]:
+        this, inputs = ctx.this, ctx.saved_tensors
+        if not adjoints.is_linear(this.call.op):
+            raise this.refused("has no forward derivative; use a reverse one (torch.func.grad, vjp, jacrev)")
+        chosen = [i for i, x in enumerate(inputs) if _has_gradient(x)]
+        given = [torch.zeros_like(inputs[i]) if tangents[i] is None else tangents[i] for i in chosen]
+        call = replace(this.call, name=this.call._derived(".tangent"))
+        spread = dict(zip(chosen, _apply(replace(this, call=call), *given), strict=True))
+        return tuple(map(spread.get, range(len(inputs))))
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, this: _Transformed, *tensors: Any) -> tuple[Any, Any]:
+        """One collective of all examples, whose dimension becomes the last: rows stay the first."""
+        if this.call.op is Op.ADASUM:
+            raise this.refused("cannot be vectorised, since it combines whole tensors; call it outside of vmap")
+        batched = [dim is not None for dim in in_dims[1:]]
+        moved = [x.movedim(dim, -1) if at else x for x, dim, at in zip(tensors, in_dims[1:], batched, strict=True)]
+        results = _apply(this, *moved)
+        return results, tuple(y.dim() - 1 if at else None for y, at in zip(results, batched, strict=True))
+
+
+_apply: Any = _Transformable.apply
+
+
+def _transformed(collective: str, call: DifferentiableCall, tensors: Sequence[Any], *arguments: Any) -> list[Any]:
+    this = _Transformed(collective, call, arguments)
+    if torch.compiler.is_compiling():
+        refuse_transforms_in_graph()
+    if get_proxy_mode() is not None:  # a recorded result would be used again in place of a call
+        raise this.refused("cannot be recorded by torch.func.linearize or make_fx; use torch.func.jvp or torch.compile")
+    if _transforms_active() and functorch.peek_interpreter_stack().key() == functorch.TransformType.Functionalize:
+        raise this.refused("torch.func.functionalize has no rule for it; call it outside")
+    return list(_apply(this, *tensors))
+
+
+def _received(call: DifferentiableCall, tensor: Any, splits: Any) -> list[int]:
+    """The rows that each rank sends here, which a transform cannot return: of an exchange of their own."""
+    world, name = call.world, call._derived(".splits")
+    try:
+        counts = arguments.splits(splits, tensor.shape[0], world.size)
+    except Exception as error:
+        raise world.refused(error, name) from None
+    received: Any = world.alltoall(np.array(counts, np.int64), name=name)
+    return received.tolist()
 
 
 def _name_of_gradient(handle: Handle) -> str:

@@ -45,6 +45,7 @@ from collectives.runtime import world_of
 from collectives.tensors.compression import BUILT_IN, BF16Compressor, FP16Compressor, NoneCompressor
 from collectives.torch import operators
 from collectives.torch.arguments import Choices
+from collectives.torch.autograd import refuse_transforms_in_graph
 
 Arguments = ParamSpec("Arguments")
 Returned = TypeVar("Returned")
@@ -191,7 +192,9 @@ def _where(process_set: ProcessSet | int, choices: Choices) -> tuple[int, str | 
 
     Raises:
         InvalidArgumentError: any other keyword, which it cannot.
+        UnsupportedError: the call is within a transform of torch.func.
     """
+    refuse_transforms_in_graph()
     others = [keyword for keyword, value in choices.items() if keyword not in _HELD and value is not None]
     if others:
         raise InvalidArgumentError(

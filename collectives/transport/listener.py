@@ -2,8 +2,9 @@
 
 Everything else is refused: it has a few seconds and a few bytes. Where there is a crowd, a connection of the source
 that has most of them is dropped, at random: a source that opens more loses its own, and all connections of a source
-have the same chance, however long their packets travel. A connection that is dropped for want of room or time is reset,
-and one whose proof is wrong is closed, so that the side that dials knows whether to try again.
+have the same chance, however long their packets travel. A connection that is dropped for want of room or time, or since
+the listener ends, is reset, and one whose proof is wrong is closed, so that the side that dials knows whether to try
+again.
 """
 
 from __future__ import annotations
@@ -93,8 +94,7 @@ class Listener:
         self._drop(random.choice([sock for sock, one in self._unproved.items() if crowds[one.source] == most]))
 
     def _drop(self, sock: socket.socket) -> None:
-        with suppress(OSError):
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+        _reset_when_closed(sock)
         self._refuse(sock, "too many, or no proof in time")
 
     def _read(self, sock: socket.socket, verification: Verification) -> None:
@@ -139,6 +139,7 @@ class Listener:
         self._socket.close()
         for sock in list(self._unproved):
             self._forget(sock)
+            _reset_when_closed(sock)
             sock.close()
 
 
@@ -148,6 +149,11 @@ class _Unproved(NamedTuple):
     source: str
     verification: Verification
     timer: asyncio.TimerHandle
+
+
+def _reset_when_closed(sock: socket.socket) -> None:
+    with suppress(OSError):
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
 
 
 async def dial(

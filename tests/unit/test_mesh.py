@@ -199,6 +199,17 @@ def test_another_key_is_refused_on_both_sides(service: Service) -> None:
     server.close()
 
 
+def test_a_listener_that_ends_refuses_nobody(service: Service) -> None:
+    """A rank that gives up `init` closes its listener while others dial: they must look for its notice, or try again,
+    and not take the end for a refusal of their key."""
+    listening = Listener(service, "127.0.0.1", 0, KEY, lambda hello, sock: sock.close())
+    with socket.create_connection(listening.address, timeout=10) as dialling:
+        assert dialling.recv(64)
+        listening.close()
+        with pytest.raises(ConnectionResetError):
+            dialling.recv(64)
+
+
 def test_a_listener_of_another_kind_is_named(service: Service) -> None:
     with socket.create_server((network.LOOPBACK, 0)) as other:
         dialling = service.start(dial(service, *other.getsockname()[:2], KEY, b"hello"))

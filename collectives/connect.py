@@ -23,7 +23,6 @@ from collectives.base.errors import (
     TransportError,
 )
 from collectives.transport import rendezvous, threads
-from collectives.transport.bounded_call import imported
 from collectives.transport.group import Group
 
 if TYPE_CHECKING:
@@ -156,13 +155,12 @@ def _meet(
     if place is None or place.size == 1:
         return None
     before()
-    tcp = imported("collectives.transport.tcp")  # with asyncio, which not all need
+    from collectives.transport import tcp  # with asyncio, which not all need
 
     try:
         exchange = rendezvous.exchange_of(place, config.timeout)
         try:
-            group: Group = tcp.connect(exchange, place.rank, place.key, config, exchange.look_for_failures)
-            return group
+            return tcp.connect(exchange, place.rank, place.key, config, exchange.look_for_failures)
         except BaseException as error:
             exchange.leave(error)
             raise

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from collectives.base import interrupts
 from collectives.base.errors import InvalidTypeError
 from collectives.operations import Operations
 from collectives.tensors import consistency
@@ -63,11 +64,12 @@ class Objects:
         consistency.compare(operations.ranks[operations.rank], self.allgather_object(mine), operations.ranks)
 
     def _pickled(self, value: Any, name: str | None) -> bytes:
-        try:
-            return _dumps(value)
-        except Exception as error:
-            text = f"object: {type(value).__name__} cannot be pickled: {error}"
-            raise self._operations.refused(InvalidTypeError(text), name and f"{name}.length") from error
+        with interrupts.deferred():  # what a signal handler raises is no fault of the value
+            try:
+                return _dumps(value)
+            except Exception as error:
+                text = f"object: {type(value).__name__} cannot be pickled: {error}"
+                raise self._operations.refused(InvalidTypeError(text), name and f"{name}.length") from error
 
 
 def _dumps(value: Any) -> bytes:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from collectives import connect, summary
-from collectives.base import launchers, logging
+from collectives.base import interrupts, launchers, logging
 from collectives.base.config import Config, unknown
 from collectives.base.errors import (
     CollectivesError,
@@ -92,6 +92,25 @@ class _Default:
             if self.world is None and not self.joining:
                 self.told.clear()
 
+    def forget(self) -> None:
+        """Drop the world and its process sets."""
+        self.known.forget()
+        self.told.clear()
+        self.world = self.comm = global_process_set.mpi_comm = None
+        self.was_shut_down = True
+        logging.place(None)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Hold the lock, and let signal handlers raise only while this thread waits: so an interrupt leaves `init` with
+        a world or without one, and `shutdown` with the world or without it."""
+        with interrupts.deferred():
+            interrupts.acquire(self.lock)
+            try:
+                yield
+            finally:
+                self.lock.release()
+
 
 default = _Default()
 
@@ -147,7 +166,7 @@ def init(
             raise InvalidArgumentError(f'process_sets: expected process sets or "dynamic", got {process_sets!r}')
         process_sets = ()
     sets = [members if isinstance(members, ProcessSet) else ProcessSet(members) for members in process_sets or ()]
-    with default.as_one_rank(asked), default.lock:
+    with interrupts.deferred(), default.as_one_rank(asked), default.held():
         if default.world is not None:
             default.known.recognize(sets, default.world, default.comm)
             return
@@ -171,7 +190,8 @@ def init(
     if world.config.timeline:
         world.start_timeline(world.config.timeline, world.config.timeline_mark_cycles)
     if sets:
-        default.known.add_first(sets, world, default.comm)
+        with interrupts.deferred():
+            default.known.add_first(sets, world, default.comm)
 
 
 def _join(comm: MPI.Intracomm | Sequence[int] | None, config: Config, asked: Asked) -> World:
@@ -200,21 +220,20 @@ def _join(comm: MPI.Intracomm | Sequence[int] | None, config: Config, asked: Ask
 
 
 def shutdown() -> None:
-    """Leave the other ranks. Does nothing before `init`. Does not finalise MPI, which the program may still use."""
-    with default.lock:
+    """Leave the other ranks. Does nothing before `init`. Does not finalise MPI, which the program may still use.
+
+    An interrupt while another thread's call has to end first leaves the world as it was: call it again. Later ones are
+    raised when this rank has left.
+    """
+    with default.held():
         # Without a world the hooks stay: `init` may have been interrupted, and the others wait in it for this rank.
-        world = default.world
-        if world is not None:
-            default.known.forget()
-            default.comm = global_process_set.mpi_comm = None
+        if default.world is not None:
             try:
-                world.shutdown()
-            finally:
-                default.world = None
-                default.told.clear()
-                default.was_shut_down = True
-                logging.place(None)
-            # Last: if an exception ends this rank on the way here, the others may already wait in their next `init`.
+                default.world.shutdown()
+            except Exception:
+                default.forget()
+                raise
+            default.forget()
             if default.hooks is not None:
                 default.hooks.remove()
                 default.hooks = None
@@ -374,7 +393,8 @@ def add_process_set(process_set: ProcessSet | Iterable[int], *, unlike: bool = F
         members = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
     except (InvalidTypeError, InvalidArgumentError) as error:
         raise root.refused(error, None) from None
-    default.known.add(members, root, unlike)
+    with interrupts.deferred():
+        default.known.add(members, root, unlike)
     return members
 
 
@@ -387,7 +407,11 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     Raises:
         MismatchError: the ranks' sets differ; all of them stay.
     """
-    return default.known.remove(process_set, world()) if process_set.process_set_id else False
+    if not process_set.process_set_id:
+        return False
+    root = world()
+    with interrupts.deferred():
+        return default.known.remove(process_set, root)
 
 
 def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:

@@ -8,6 +8,7 @@ import time
 import weakref
 from typing import Protocol
 
+from collectives.base import interrupts
 from collectives.base.wake_up import WakeUp
 from collectives.engine.callers import THREAD_NAME
 
@@ -47,15 +48,16 @@ class MessageThread:
     def wake(self) -> None:
         """Have unfinished transfers advanced while no thread waits."""
         if self._thread is None:
-            weakref.finalize(self._watched(), self._work.set)
-            thread = threading.Thread(
-                target=_run,
-                args=(self._watched, self._work),
-                name=f"{THREAD_NAME} {self._rank}, messages",
-                daemon=True,
-            )
-            thread.start()
-            self._thread = thread
+            with interrupts.deferred():
+                weakref.finalize(self._watched(), self._work.set)
+                thread = threading.Thread(
+                    target=_run,
+                    args=(self._watched, self._work),
+                    name=f"{THREAD_NAME} {self._rank}, messages",
+                    daemon=True,
+                )
+                thread.start()
+                self._thread = thread
         if not self._work.is_set():
             self._work.set()
 
@@ -71,7 +73,6 @@ def _run(reference: weakref.ref[Watched], work: WakeUp) -> None:
         work.wait()
         watched = reference()
         if watched is None or watched.ended:
-            work.set()  # for a second thread, which is started if an interrupt cuts `MessageThread.wake` short
             return
         if watched.idle():
             pause = _FIRST_PAUSE

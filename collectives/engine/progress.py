@@ -10,12 +10,14 @@ The driving thread runs negotiation rounds (`collectives.engine.coordinator`) un
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
+from collectives.base import interrupts
 from collectives.base.config import Config
 from collectives.base.errors import CollectiveTimeoutError, InvalidArgumentError, RankFailedError
 from collectives.base.wake_up import WakeUp
@@ -127,13 +129,13 @@ class Progress:
             raise
 
     @contextlib.contextmanager
-    def paused(self, within: float = -1) -> Iterator[None]:
+    def paused(self, within: float = math.inf) -> Iterator[None]:
         """Stop the driving thread between two rounds and drive in its place; without it after ``within`` seconds."""
         paused = False
         try:
             with self._callers.following():  # the background thread stops for followers
                 self.stopping = True
-                if self.lock.acquire(timeout=within):
+                if interrupts.acquire(self.lock, within):
                     self.driving = True
             paused = True
             yield
@@ -194,6 +196,7 @@ class Progress:
             if self.lock.acquire(False):
                 self.lock.release()
                 return
+            interrupts.check()
             stopped.wait(1.0 if deadline is None else max(0.0, min(1.0, deadline - time.monotonic())))
 
     # ---- the background thread
@@ -201,7 +204,7 @@ class Progress:
     def wake(self) -> None:
         """Have the background thread drive, which is started if need be."""
         if self._background is None:
-            with self._starting:
+            with interrupts.deferred(), self._starting:
                 if self._background is None:
                     thread = threading.Thread(
                         target=_run_background,
@@ -364,7 +367,6 @@ def _run_background(reference: weakref.ref[Progress], woken: list[Progress], wor
         work.wait()
         progress = woken.pop() if woken else reference()
         if progress is None or progress.ended:
-            work.set()  # for a second thread, which is started if an interrupt cuts `Progress.wake` short
             return
         progress.gather()
         progress.drive_in_background()

@@ -35,6 +35,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from collectives.base import interrupts
 from collectives.base.config import Config
 from collectives.base.logging import logger
 from collectives.tensors.arena_piece import HUGE_PAGE, REMOVE, Piece, huge_pages_must_be_asked_for, madvise
@@ -257,12 +258,11 @@ class Arena:
             for piece in self._open:
                 start = piece.free.take(size, align)
                 if start is not None:
-                    try:
-                        piece.touch(start, start + size, self._reserve)
-                    except OSError as error:
+                    if self._reserve and (problem := piece.reserve(start, start + size)) is not None:
                         piece.free.give_back(start, start + size)
-                        self._tell(error)
+                        self._tell(problem)
                         return None
+                    piece.touch(start, start + size)
                     return piece, start, size
             if self._quick_bytes:
                 self._merge()
@@ -336,16 +336,17 @@ class Arena:
         )
         if need <= room and len(self._pieces) < MOST_PIECES and self._numbers < _MOST_NUMBERS - 1:
             for whole in (usual, need) if usual > need else (need,):
-                try:
-                    piece = Piece(self._numbers + 1, whole, self._asks)
-                except (OSError, ValueError, OverflowError) as error:
-                    problem = error
-                    continue
-                self._numbers += 1
-                self._pieces[piece.number] = piece
-                self._open.append(piece)
-                self._list_ranges()
-                return piece
+                with interrupts.deferred():  # a handler's TimeoutError is no refusal of the system
+                    try:
+                        piece = Piece(self._numbers + 1, whole, self._asks)
+                    except (OSError, ValueError, OverflowError) as error:
+                        problem = error
+                        continue
+                    self._numbers += 1
+                    self._pieces[piece.number] = piece
+                    self._open.append(piece)
+                    self._list_ranges()
+                    return piece
         self._ceiling, self._skips = need, _SKIPS
         if self._limit:
             self._tell(problem)

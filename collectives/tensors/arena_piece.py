@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from collectives.base import interrupts
 from collectives.tensors.free_ranges import FreeRanges
 
 HUGE_PAGE = 2 << 20
@@ -126,20 +127,23 @@ class Piece:
         self._touched = bytearray(nbytes // HUGE_PAGE)
         """For each huge page whether it may have physical memory."""
 
-    def touch(self, start: int, end: int, reserve: bool) -> None:
-        """Note that bytes may be written.
+    def reserve(self, start: int, end: int) -> OSError | None:
+        """Have the system set memory aside for some bytes now. Where it does not overcommit memory, it would kill the
+        process at the first write that it has no memory for.
 
-        Args:
-            start, end: the bytes.
-            reserve: whether to have the system set memory aside for them now. Where it does not overcommit memory, it
-                would kill the process at the first write that it has no memory for.
-
-        Raises:
-            OSError: there is no memory to reserve.
+        Returns:
+            Why it has refused; None if it has not.
         """
+        with interrupts.deferred():  # a handler's TimeoutError is no refusal of the system
+            try:
+                os.posix_fallocate(self.descriptor, start, end - start)
+            except OSError as error:
+                return error
+        return None
+
+    def touch(self, start: int, end: int) -> None:
+        """Note that bytes may be written."""
         first, last = start // HUGE_PAGE, -(-end // HUGE_PAGE)
-        if reserve:
-            os.posix_fallocate(self.descriptor, start, end - start)
         if self._asks:
             self._ask(first, last)
         self._touched[first:last] = b"\1" * (last - first)

@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Callable
 
+from collectives.base import interrupts
 from collectives.base.errors import CollectiveTimeoutError
 
 YIELDS = 200
@@ -46,10 +47,12 @@ class Backoff:
         return True
 
     def nap(self, longest: float = LONGEST_NAP, until: float | None = None) -> None:
-        """Sleep for 20 microseconds at first, then longer each time, up to ``longest`` seconds.
+        """Sleep for 20 microseconds at first, then longer each time, up to ``longest`` seconds. Signal handlers that
+        were deferred run before.
 
         Does not sleep beyond ``until``, a time of `time.monotonic`, measured from the latest `look`.
         """
+        interrupts.check()
         time.sleep(self._nap if until is None else min(self._nap, max(0.0, until - self.now)))
         self._nap = min(self._nap * _GROWTH, longest)
 

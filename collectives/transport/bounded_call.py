@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import _thread
 import concurrent.futures
-import importlib
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
+
+from collectives.base import interrupts
 
 _Result = TypeVar("_Result")
 
-_LOOK_EVERY = 1e-3
+_LOOK_EVERY = 0.05
 
 
 class Call(Generic[_Result]):
@@ -50,18 +51,6 @@ class Call(Generic[_Result]):
         self.finished = True
 
 
-def imported(name: str) -> Any:
-    """A module, imported where no interrupt reaches the import: one that is cut short within asyncio, for instance,
-    leaves a package that this process can never import again."""
-    call = Call(lambda: importlib.import_module(name))
-    call.start()
-    while not call.finished:
-        time.sleep(_LOOK_EVERY)
-    if call.error is not None:
-        raise call.error
-    return call.result
-
-
 class TimeIsUpError(Exception):
     """A call did not return in time; it continues in its thread."""
 
@@ -94,12 +83,16 @@ def within(
         else:
             future.set_result(result)
 
-    threading.Thread(target=work, name=name, daemon=True).start()
-    try:
-        concurrent.futures.wait((future,), seconds)
-        if not future.done():
-            raise TimeIsUpError
-    except BaseException:  # also an interrupt
-        future.add_done_callback(release)
-        raise
-    return future.result()
+    end = time.monotonic() + seconds
+    with interrupts.deferred():
+        threading.Thread(target=work, name=name, daemon=True).start()
+        try:
+            while not future.done():
+                concurrent.futures.wait((future,), max(0.0, min(_LOOK_EVERY, end - time.monotonic())))
+                interrupts.check()
+                if time.monotonic() > end and not future.done():
+                    raise TimeIsUpError
+        except BaseException:
+            future.add_done_callback(release)
+            raise
+        return future.result()

@@ -6,6 +6,7 @@ import errno
 import socket
 import time
 
+from collectives.base import interrupts
 from collectives.base.errors import CollectivesError, CollectiveTimeoutError, TransportError
 from collectives.base.places import Spot
 from collectives.transport import network
@@ -60,6 +61,7 @@ class Meeting:
                         f"rank {self._spot.rank}: waited {self._timeout:g} s for rank 0 to serve a store ({self.how}): "
                         f"{self.reasons()}; rank 0 must call init() on that host"
                     )
+                interrupts.check()
                 time.sleep(min(nap, max(0.0, end - time.monotonic())))
                 nap = min(2 * nap, _LONGEST_NAP)
         except BaseException:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
+from collectives.base import interrupts
 from collectives.base.errors import (
     CollectiveTimeoutError,
     InvalidArgumentError,
@@ -141,6 +142,7 @@ class Mesh:
             return self.dial(peer, channel, timeout, check)
         end = time.monotonic() + timeout
         while (sock := self._inbox.take(peer, channel, _LOOK_EVERY)) is None:
+            interrupts.check()
             check()
             if time.monotonic() > end:
                 raise CollectiveTimeoutError(

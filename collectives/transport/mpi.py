@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 from collectives.base.config import Config
 from collectives.base.errors import InvalidTypeError, TransportError
 from collectives.transport.assembly import Wiring, blocks_of, make_group
-from collectives.transport.bounded_call import imported
 from collectives.transport.bounded_mpi import Waiter, barrier_then, forget
 from collectives.transport.channel import Channel
 from collectives.transport.group import Group
@@ -109,7 +108,8 @@ class MpiWiring:
         if self._watched is not None:
             self.channel.hear(self._watched.heart.notices(self._group, self.channel.names))
         elif not self._group and (len(hosts) > 1 or by_tcp):
-            mpi_heart = imported("collectives.transport.mpi_heart")  # with asyncio, which ranks of one host do not need
+            from collectives.transport import mpi_heart  # with asyncio, which ranks of one host do not need
+
             self._watched = watched = mpi_heart.watch(self.channel, config, needed=by_tcp)
             if watched is not None:
                 self.channel.hear(watched.notices)

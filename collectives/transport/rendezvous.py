@@ -229,12 +229,13 @@ def _at(spot: places.Spot, environment: Mapping[str, str], config: Config) -> Pl
         ):
             store = _torch_store(spot, environment, config.timeout)
         return Place(spot.rank, spot.size, store, key, spot.launcher)
-    make = bounded_call.imported("collectives.transport.meeting").Meeting  # with asyncio, which not all need
+    from collectives.transport.meeting import Meeting  # with asyncio, which not all need
+
     if key is None:
         key = job_key.of_user(environment, spot.job)
-        meeting = make(spot, key, config.timeout, str(job_key.path_of_user(environment)))
+        meeting = Meeting(spot, key, config.timeout, str(job_key.path_of_user(environment)))
     else:
-        meeting = make(spot, key, config.timeout)
+        meeting = Meeting(spot, key, config.timeout)
     with saying_what_is_tried(
         lambda: f"rank {spot.rank}: waiting for rank 0 to serve a store ({meeting.how}): {meeting.reasons()}",
         config.timeout,

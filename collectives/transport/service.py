@@ -16,6 +16,7 @@ from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
+from collectives.base import interrupts
 from collectives.base.wake_up import WakeUp
 
 T = TypeVar("T")
@@ -91,7 +92,8 @@ class Service:
         """Of the coroutines that run: the loop refers to them weakly."""
         self._thread = threading.Thread(target=self._run, name=_THREAD_NAME, daemon=True)
         self._process = os.getpid()
-        self._thread.start()
+        with interrupts.deferred():  # an interrupted start leaves a thread that ends with a KeyError
+            self._thread.start()
         _services.add(self)
 
     def _run(self) -> None:
@@ -104,11 +106,12 @@ class Service:
     def start(self, coroutine: Coroutine[Any, Any, T]) -> Running[T]:
         """Start a coroutine in the thread."""
         running = Running(self, coroutine)
-        try:
-            self.call(running.begin)
-        except BaseException:
-            coroutine.close()
-            raise
+        with interrupts.deferred():
+            try:
+                self.call(running.begin)
+            except RuntimeError:  # the service has ended
+                coroutine.close()
+                raise
         return running
 
     def run(self, coroutine: Coroutine[Any, Any, T], seconds: float, check: Callable[[], object] = lambda: None) -> T:
@@ -125,6 +128,7 @@ class Service:
         end = time.monotonic() + seconds
         try:
             while not running.wait(_LOOK_EVERY):
+                interrupts.check()
                 check()
                 if time.monotonic() > end:
                     raise TimeoutError(f"no answer within {seconds:g} s")

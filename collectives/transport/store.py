@@ -22,6 +22,7 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import TypeVar
 
+from collectives.base import interrupts
 from collectives.base.errors import CollectiveTimeoutError, InvalidArgumentError, TransportError
 from collectives.transport import network
 from collectives.transport.authentication import receive
@@ -241,6 +242,7 @@ class Store:
             except (ConnectionResetError, BrokenPipeError):
                 if time.monotonic() + nap > end:
                     raise
+            interrupts.check()
             time.sleep(nap)
             nap = min(2 * nap, _LONGEST_NAP)
 

@@ -32,6 +32,7 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Protocol
 
+from collectives.base import interrupts
 from collectives.base.errors import (
     CollectiveTimeoutError,
     InvalidArgumentError,
@@ -348,5 +349,6 @@ class _Naps:
         self._seconds = _FIRST_NAP
 
     def nap(self) -> None:
+        interrupts.check()
         time.sleep(self._seconds)
         self._seconds = min(_GROWTH * self._seconds, _LONGEST_NAP)

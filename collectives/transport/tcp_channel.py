@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Protocol
 
+from collectives.base import interrupts
 from collectives.base.errors import CollectiveTimeoutError, RankFailedError
 from collectives.transport import backoff
 from collectives.transport.bruck import HEADER, Bruck, Memory, padded, partners
@@ -163,6 +164,7 @@ class TcpChannel:
             doze(nap)
             if done():
                 return
+            interrupts.check()
             self.check()
             if time.monotonic() - begun > self.timeout:
                 raise CollectiveTimeoutError(

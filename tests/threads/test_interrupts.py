@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import collectives
+from collectives.base import interrupts
 from collectives.base.errors import RankFailedError
 from collectives.base.reduce_op import Op
 from collectives.engine import failure
@@ -57,12 +58,14 @@ def mirrored() -> World:
 
 def interrupted(call: Callable[[], object], at: int, error: type[BaseException] = Interrupt) -> bool:
     """Make a call, and interrupt it at the ``at``-th moment at which Python looks for signals: when a function of the
-    package begins, or when it has called one of C. Returns whether there was such a moment."""
+    package begins, or when it has called one of C, unless handlers are deferred. Returns whether there was such a
+    moment."""
     moments = 0
 
     def count(frame: FrameType, event: str, _: Any) -> None:
         nonlocal moments
-        if event in ("call", "c_return") and Path(frame.f_code.co_filename).is_relative_to(PACKAGE):
+        may_raise = event in ("call", "c_return") and interrupts._deferral is None
+        if may_raise and Path(frame.f_code.co_filename).is_relative_to(PACKAGE):
             moments += 1
             if moments == at:
                 raise error

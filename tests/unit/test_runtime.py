@@ -13,11 +13,15 @@ import collectives
 from collectives import runtime
 
 
-class Interrupted:
-    """A world whose shutdown is interrupted."""
+class InterruptedOnce:
+    """A world in which another thread's call has to end first, and an interrupt ends that wait the first time."""
+
+    shutdowns = 0
 
     def shutdown(self) -> None:
-        raise KeyboardInterrupt
+        self.shutdowns += 1
+        if self.shutdowns == 1:
+            raise KeyboardInterrupt
 
 
 class Hooks:
@@ -27,16 +31,17 @@ class Hooks:
         self.removed = True
 
 
-def test_an_interrupt_in_shutdown_leaves_the_exit_watched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others may wait for this rank in their next init(): its end must end the job."""
-    world: Any = Interrupted()
+def test_an_interrupted_shutdown_may_be_called_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until then the exit is watched: the others may wait for this rank, whose end must end the job."""
+    world: Any = InterruptedOnce()
     hooks: Any = Hooks()
     monkeypatch.setattr(runtime.default, "world", world)
     monkeypatch.setattr(runtime.default, "hooks", hooks)
     with pytest.raises(KeyboardInterrupt):
         collectives.shutdown()
-    assert not hooks.removed and not collectives.is_initialized()
-    monkeypatch.setattr(runtime.default, "hooks", None)
+    assert not hooks.removed and collectives.is_initialized()
+    collectives.shutdown()
+    assert hooks.removed and not collectives.is_initialized() and world.shutdowns == 2
     collectives.init()
     assert collectives.size() == 1
     collectives.shutdown()

@@ -20,6 +20,7 @@ that another rank has, and a gradient that is sparse somewhere and dense nowhere
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -28,7 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from collectives.base.errors import InvalidArgumentError
+from collectives.base.errors import InvalidArgumentError, MismatchError
 from collectives.base.reduce_op import Op
 from collectives.frontends.gradient_options import GradientOptions
 from collectives.runtime import world_of
@@ -279,9 +280,12 @@ class BackwardReducer:
                 [functools.partial(self._send, bucket) for bucket in deferred if self._may_submit(bucket)]
             )
             first = _first_error([lambda: self._count(reads, applies and not self.begun)], first)
-            first = _first_error([self._start], first)
-            if first is not None or not self._tally.all_submitted:
-                first = _first_error([self._compare], first)
+            if not self._tally.same_layouts:
+                first = _first_error([self._disagree], first)
+            else:
+                first = _first_error([self._start], first)
+                if first is not None or not self._tally.all_submitted:
+                    first = _first_error([self._compare], first)
             first = _first_error(
                 [*(bucket.finish for bucket in self._buckets), lambda: self._tally.check(self._world.rank)], first
             )
@@ -330,7 +334,7 @@ class BackwardReducer:
         """Set gradients that are views of their buckets to zeros, for autograd to add to."""
         for bucket in self._buckets:
             if isinstance(bucket, ViewedBucket):
-                bucket.lay_out()
+                bucket.reset()
 
     def mean(self, number: float) -> float:
         """The mean of a number over the ranks. A collective call."""
@@ -343,9 +347,38 @@ class BackwardReducer:
             self._arrange(thawed)
 
     def _count(self, reads: bool, idle: bool) -> None:
-        remaining = sum(len(bucket.slots) for bucket in self._buckets if not bucket.in_flight)
+        remaining = [bucket for bucket in self._buckets if not bucket.in_flight]
+        for bucket in remaining:
+            bucket.refit()
+        missing = sum(len(bucket.slots) for bucket in remaining)
+        layout = sum(bucket.fingerprint for bucket in self._buckets)
         bound, steady = self._together.look(self._world, self._buckets)
-        self._tally.sum(self._world, f"{self._options.name}gradients missing", remaining, reads, idle, bound, steady)
+        self._tally.sum(
+            self._world, f"{self._options.name}gradients missing", missing, reads, idle, bound, steady, layout
+        )
+
+    def _disagree(self) -> None:
+        """Name the first gradient that the ranks' buckets do not have alike.
+
+        Raises:
+            MismatchError: always.
+        """
+        world, prefix = self._world, self._options.name
+        lines = [line for bucket in self._buckets for line in bucket.describe()]
+        in_flight = {bucket.name for bucket in self._buckets if bucket.handle is not None}
+        layouts = world.allgather_object((lines, in_flight), name=f"{prefix}layouts")
+        rank, here, there = next(
+            (rank, here, there)
+            for rank, (others, _) in enumerate(layouts)
+            for here, there in itertools.zip_longest(lines, others, fillvalue="no further gradients")
+            if here != there
+        )
+        submitted: set[str] = set().union(*(names for _, names in layouts))
+        with world.composed(prefix + name for name in sorted(submitted - in_flight)):  # ranks need not wait for these
+            raise MismatchError(
+                f"rank {world.rank}: expected the same gradients on every rank: rank {world.rank} has {here}; rank "
+                f"{rank} has {there}; change, add and unfreeze parameters between the same steps on every rank"
+            )
 
     def _start(self) -> None:
         """Combine the gathered buckets by one operation if every rank can, or submit them."""

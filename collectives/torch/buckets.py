@@ -11,6 +11,9 @@
 Hooks of the parameters submit a bucket once all of its gradients are complete, during the backward pass; or gather it,
 where all buckets leave together when the program waits (`collectives.torch.step_operation`).
 
+A bucket is laid out for the dtypes, shapes and devices that its gradients have when it takes them, and anew when these
+have changed: by ``model.double()``, ``grad_dtype``, a resized parameter.
+
 The memory of a gradient in flight belongs to the engine. Reading it through its parameter waits for it
 (`collectives.torch.guard`). A change through a tensor kept from an earlier step is refused afterwards: torch's version
 counter shows it.
@@ -18,6 +21,7 @@ counter shows it.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -43,6 +47,9 @@ GROUPED_BYTES = 16 << 20
 """Bytes of other gradients that share a bucket. Submitting each separately makes fusion depend on timing and
 invalidates cached plans."""
 
+Layout = list[tuple[torch.dtype, torch.Size, torch.device]]
+"""Of several gradients."""
+
 
 class GradientSlot:
     """A parameter's place in a bucket.
@@ -53,7 +60,8 @@ class GradientSlot:
         deferred: whether its bucket is.
         hook: the number of its hook.
         place: memory of the arena that its gradients are moved to; None if they stay where autograd has put them.
-        blank: the gradient is zeros of its bucket to which no backward pass has added yet; it counts as missing.
+        blank: the zeros of its bucket that the parameter has got as its gradient, for autograd to add to; None once the
+            bucket has taken the gradient. While they are zeros, the gradient counts as missing.
         sparse_dim: the agreed number of sparse dimensions; 0 of a dense gradient, or while none has been seen.
         was_sparse: the number of sparse dimensions of a gradient that was made dense to be combined, else 0.
         kind: the ranks' gradient in this step: 0 for none, else its number of sparse dimensions, or 255 for dense.
@@ -81,13 +89,19 @@ class GradientSlot:
         self.bucket: GradientBucket | None = None
         self.hook: int
         self.place: GradientPlace | None = None
-        self.blank = self.deferred = False
+        self.blank: Any = None
+        self.deferred = False
         self.sparse_dim = self.was_sparse = 0
         self.kind = 255
 
     @property
     def nbytes(self) -> int:
-        return int(self.param.numel() * self.param.element_size())
+        return int(self.param.numel() * self.dtype.itemsize)
+
+    @property
+    def dtype(self) -> Any:
+        """Of the gradient that autograd would make now."""
+        return getattr(self.param, "grad_dtype", None) or self.param.dtype
 
     def is_last_hook(self) -> bool:
         """Whether no hook of the program follows ours."""
@@ -102,7 +116,8 @@ class GradientSlot:
     @property
     def empty(self) -> bool:
         """Whether this rank has no gradient."""
-        return self.param.grad is None or (self.blank and self.left == self.passes)
+        grad = grad_of(self.param)
+        return grad is None or (grad is self.blank and self.left == self.passes and not grad.any())
 
 
 class GradientBucket:
@@ -120,6 +135,8 @@ class GradientBucket:
         pending: the number of gradients that are not complete yet.
         missing: slots without a gradient on this rank; zeros stand in for it.
         handle: of the operation in flight, or None.
+        layout: dtype, shape and device of each gradient.
+        fingerprint: of what must be alike on all ranks.
     """
 
     deferred = False
@@ -141,13 +158,40 @@ class GradientBucket:
         self._params = [slot.param for slot in self.slots]
         self._gradients: list[Any] = []
         self._versions: list[int] = []
+        self._addresses: list[int] = []
         for slot in self.slots:
             slot.bucket, slot.deferred = self, self.deferred
+        self.lay_out([(slot.dtype, slot.param.shape, slot.param.device) for slot in self.slots])
 
     @property
     def in_flight(self) -> bool:
         """Whether its gradients belong to the engine."""
         return self.gathered or self.handle is not None
+
+    def lay_out(self, layout: Layout) -> None:
+        """Prepare for gradients of these dtypes, shapes and devices."""
+        self.layout = layout
+        self.fingerprint = zlib.crc32(repr(self.describe()).encode())
+
+    def describe(self) -> list[str]:
+        """What must be alike on all ranks, of each gradient: not its device, nor its strides where it is copied."""
+        return [
+            f"{slot.name!r}, of {dtype} and shape {tuple(shape)}, combined as {self.name!r}"
+            for slot, (dtype, shape, _) in zip(self.slots, self.layout, strict=True)
+        ]
+
+    def refit(self) -> None:
+        """Lay out anew if the gradients that the parameters have, or would get, are not what the bucket is for."""
+        layout: Layout = []
+        for slot in self.slots:
+            grad = grad_of(slot.param)
+            layout.append(
+                (slot.dtype, slot.param.shape, slot.param.device)
+                if grad is None
+                else (grad.dtype, grad.shape, grad.device)
+            )
+        if layout != self.layout:
+            self.lay_out(layout)
 
     def gather(self) -> None:
         """Take the gradients from the program, to combine them later."""
@@ -155,12 +199,16 @@ class GradientBucket:
         self.missing = [slot for slot, grad in zip(self.slots, gradients, strict=True) if grad is None]
         for at, grad in enumerate(gradients):
             if grad is None:
-                gradients[at] = torch.zeros_like(self._params[at], requires_grad=False)
+                gradients[at] = torch.zeros_like(self._params[at], dtype=self.slots[at].dtype, requires_grad=False)
             elif grad.requires_grad:
                 gradients[at] = grad.detach()  # of backward(create_graph=True)
+        layout = [(grad.dtype, grad.shape, grad.device) for grad in gradients]
+        if layout != self.layout:
+            self.lay_out(layout)
         self._gradients = gradients
         self.pack(gradients)
         self._versions = [grad._version for grad in gradients]
+        self._addresses = [grad.data_ptr() for grad in gradients]
         self.gathered = True
 
     def submit(self) -> None:
@@ -205,9 +253,11 @@ class GradientBucket:
         """Copy the results into the gradients, if they are elsewhere."""
 
     def _look_for_changes(self) -> InvalidArgumentError | None:
-        for slot, grad, version in zip(self.slots, self._gradients, self._versions, strict=True):
+        for slot, grad, version, address in zip(
+            self.slots, self._gradients, self._versions, self._addresses, strict=True
+        ):
             now = slot.param.grad
-            if now is not grad and slot not in self.missing and (now is None or now.data_ptr() != grad.data_ptr()):
+            if (now is None or now.data_ptr() != address) and slot not in self.missing:
                 return _refusal(slot, "dropped")
             if grad._version != version:
                 return _refusal(slot, "changed")
@@ -252,32 +302,41 @@ class GroupedBucket(GradientBucket):
 
 
 class PackedBucket(GradientBucket):
-    """Small gradients of one dtype and device, copied into one tensor and back."""
+    """Small gradients, copied into one tensor and back: one for each dtype and device, should these have parted."""
 
-    def __init__(self, slots: Sequence[GradientSlot], name: str, options: GradientOptions) -> None:
-        super().__init__(slots, name, options)
-        first = self.slots[0].param
-        count = sum(slot.param.numel() for slot in self.slots)
-        zeros = memory.zeros if first.is_cpu else torch.zeros
-        self.flat = zeros(count, dtype=first.dtype, device=first.device)
-        self.binds = first.is_cpu and options.compression is Compression.none
-        pieces = self.flat.split([slot.param.numel() for slot in self.slots])
-        self.views = [self._shaped(piece, slot.param) for piece, slot in zip(pieces, self.slots, strict=True)]
+    def lay_out(self, layout: Layout) -> None:
+        kinds: dict[Any, list[int]] = {}
+        for at, (dtype, _, device) in enumerate(layout):
+            kinds.setdefault((dtype, device), []).append(at)
+        self.flats: list[Any] = []
+        self.views: list[Any] = [None] * len(layout)
+        for (dtype, device), members in kinds.items():
+            counts = [layout[at][1].numel() for at in members]
+            zeros = memory.zeros if device.type == "cpu" else torch.zeros
+            flat = zeros(sum(counts), dtype=dtype, device=device)
+            for at, piece in zip(members, flat.split(counts), strict=True):
+                self.views[at] = self._shaped(piece, self._params[at], layout[at][1])
+            self.flats.append(flat)
+        self.binds = self.options.compression is Compression.none and all(flat.is_cpu for flat in self.flats)
+        super().lay_out(layout)
 
-    def _shaped(self, piece: Any, param: Any) -> Any:
-        """A view of a flat tensor with the parameter's shape; in C order, as other ranks' parameters may have other
+    def _shaped(self, piece: Any, param: Any, shape: Any) -> Any:
+        """A view of a flat tensor with a gradient's shape; in C order, as other ranks' parameters may have other
         strides."""
-        return piece.view(param.shape)
+        return piece.view(shape)
 
     def pack(self, gradients: list[Any]) -> None:
         with torch.no_grad():
             torch._foreach_copy_(self.views, gradients)
 
     def begin(self, gradients: list[Any]) -> Any:
-        return world_of(self.options.process_set).allreduce_async_(self.flat, **self._keywords)
+        world = world_of(self.options.process_set)
+        if len(self.flats) == 1:
+            return world.allreduce_async_(self.flats[0], **self._keywords)
+        return world.grouped_allreduce_async_(self.flats, **self._keywords)
 
     def places(self) -> list[Any] | None:
-        return [self.flat]
+        return self.flats
 
     def unpack(self, gradients: list[Any]) -> None:
         with torch.no_grad():
@@ -291,57 +350,86 @@ class DeferredBucket(PackedBucket):
 
 
 class ViewedBucket(PackedBucket):
-    """Gradients of one dtype and device that are views of one tensor; their strides are alike on all ranks."""
+    """Gradients that are views of one tensor; their strides are alike on all ranks.
+
+    The parameters get aliases of the views: the program may move a gradient elsewhere, as ``p.grad.data = other`` does.
+    """
 
     def __init__(self, slots: Sequence[GradientSlot], name: str, options: GradientOptions) -> None:
         super().__init__(slots, name, options)
-        for slot, view in zip(self.slots, self.views, strict=True):
-            slot.blank = slot.param.grad is None
-            if not slot.blank:
-                view.copy_(slot.param.grad.detach())
-            slot.param.grad = view
+        for at, slot in enumerate(self.slots):
+            if slot.param.grad is None:
+                slot.blank = self._aliases[at]
+            else:
+                self.views[at].copy_(slot.param.grad.detach())
+            slot.param.grad = self._aliases[at]
+
+    def lay_out(self, layout: Layout) -> None:
+        super().lay_out(layout)
+        self._aliases = [view.view(view.shape) for view in self.views]
+        self._places = [view.data_ptr() for view in self.views]
+
+    def describe(self) -> list[str]:
+        return [
+            f"{line} with strides {view.stride()}" for line, view in zip(super().describe(), self.views, strict=True)
+        ]
 
     def pack(self, gradients: list[Any]) -> None:
-        strangers = [at for at, (grad, view) in enumerate(zip(gradients, self.views, strict=True)) if grad is not view]
-        if strangers:  # the program has set them to None, so that autograd has made new ones
+        moved = [at for at, grad in enumerate(gradients) if not self._lies_in_place(grad, at)]
+        if moved:
             with torch.no_grad():
-                torch._foreach_copy_([self.views[at] for at in strangers], [gradients[at] for at in strangers])
-        for at in strangers:
-            gradients[at] = self.views[at]
+                torch._foreach_copy_([self.views[at] for at in moved], [gradients[at] for at in moved])
+        empty = [slot for slot in self.slots if slot.blank is not None and slot.empty and slot not in self.missing]
+        for at in moved:
+            gradients[at] = self._alias(at)
             if self.slots[at] not in self.missing:
-                self._params[at].grad = self.views[at]
-            self.slots[at].blank = False
-        self.missing += [slot for slot in self.slots if slot.blank and slot.left == slot.passes]
+                self._params[at].grad = gradients[at]
+        self.missing += empty
         for slot in self.slots:
-            slot.blank = False
+            slot.blank = None
 
     def unpack(self, gradients: list[Any]) -> None:
         """The results are in the views."""
 
-    def _shaped(self, piece: Any, param: Any) -> Any:
-        """With the parameter's strides if these have no gaps, as autograd's gradients have."""
-        return piece.as_strided(param.shape, torch.empty_like(param, device="meta").stride(), piece.storage_offset())
+    def _lies_in_place(self, grad: Any, at: int) -> bool:
+        return grad.data_ptr() == self._places[at] and bool(grad.is_set_to(self.views[at]))
 
-    def lay_out(self) -> None:
-        """Set the parameters' gradients to zeros, for autograd to add to."""
-        self.flat.zero_()
-        for slot, view in zip(self.slots, self.views, strict=True):
-            slot.blank = True
-            slot.param.grad = view
+    def _alias(self, at: int) -> Any:
+        """A tensor for the parameter: always the same, unless the program has moved it elsewhere."""
+        if not self._lies_in_place(self._aliases[at], at):
+            self._aliases[at] = self.views[at].view(self.views[at].shape)
+        return self._aliases[at]
+
+    def _shaped(self, piece: Any, param: Any, shape: Any) -> Any:
+        """With the parameter's strides if these have no gaps, as autograd's gradients have."""
+        return piece.as_strided(shape, torch.empty_like(param, device="meta").stride(), piece.storage_offset())
+
+    def reset(self) -> None:
+        """Set the parameters' gradients, which are None, to zeros for autograd to add to."""
+        for flat in self.flats:
+            flat.zero_()
+        try:
+            self._assign()
+        except RuntimeError:  # torch refuses gradients that do not go with a parameter's dtype, shape and device
+            self.refit()
+            self._assign()
+
+    def _assign(self) -> None:
+        for at, slot in enumerate(self.slots):
+            slot.param.grad = slot.blank = self._alias(at)
 
 
 class SparseBucket(GradientBucket):
     """One sparse gradient: every rank's indices and values are gathered and added up."""
 
     def submit(self) -> None:
+        self.refit()
         slot = self.slots[0]
         grad = grad_of(slot.param)
         self.missing = [slot] if grad is None else []
         if grad is None:
             indices = torch.empty((slot.sparse_dim, 0), dtype=torch.int64, device=slot.param.device)
-            values = torch.empty(
-                (0, *slot.param.shape[slot.sparse_dim :]), dtype=slot.param.dtype, device=slot.param.device
-            )
+            values = torch.empty((0, *slot.param.shape[slot.sparse_dim :]), dtype=slot.dtype, device=slot.param.device)
             grad = torch.sparse_coo_tensor(indices, values, slot.param.shape, check_invariants=False)
         elif not grad.is_sparse:
             grad = grad.to_sparse(slot.sparse_dim)
@@ -372,7 +460,7 @@ def arrange(
         if id(slot) in grouped:
             continue
         kind = _kind(slot, options, as_views)
-        which = kind if kind is GroupedBucket else (kind, slot.param.dtype, slot.param.device)
+        which = kind if kind is GroupedBucket else (kind, slot.dtype, slot.param.device)
         members = filling.setdefault(which, [])
         if members and sum(member.nbytes for member in members) + slot.nbytes > (
             PACKED_BYTES if kind in (PackedBucket, DeferredBucket) else GROUPED_BYTES

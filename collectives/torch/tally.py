@@ -1,10 +1,11 @@
-"""The tally: eight integers that the ranks sum in every step, to learn what one rank alone cannot know.
+"""The tally: ten integers that the ranks sum in every step, to learn what one rank alone cannot know.
 
 It shows whether any rank has gradients that were not submitted in its backward pass; whether all ranks are in the same
 step, because a rank that has combined its gradients more often (it alone read them between two backward passes) would
 combine them with those of another step; and whether a rank without a backward pass combines gradients in its ``step()``
-while others have read theirs, so that changes such as clipping would not be made there. And it shows whether all ranks
-can start, or bind, the persistent operation of a step (`collectives.torch.step_operation`).
+while others have read theirs, so that changes such as clipping would not be made there. It shows ranks whose gradients
+are not alike, so that elements would be added to others. And it shows whether all ranks can start, or bind, the
+persistent operation of a step (`collectives.torch.step_operation`).
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ import numpy as np
 from collectives.base.errors import MismatchError
 from collectives.base.reduce_op import Op
 from collectives.worlds import World
+
+_LAYOUT = (1 << 24) - 1
+"""Bits of a fingerprint that are kept, so that sums of squares do not overflow."""
 
 
 class Tally:
@@ -25,10 +29,18 @@ class Tally:
 
     def __init__(self) -> None:
         self.combined = 0
-        self._sums = np.zeros(8, np.int64)
+        self._sums = np.zeros(10, np.int64)
 
     def sum(
-        self, world: World, name: str, not_submitted: int, reads: bool, idle: bool, bound: bool, steady: bool
+        self,
+        world: World,
+        name: str,
+        not_submitted: int,
+        reads: bool,
+        idle: bool,
+        bound: bool,
+        steady: bool,
+        layout: int,
     ) -> None:
         """Sum over the ranks; a joined rank adds zeros.
 
@@ -38,15 +50,24 @@ class Tally:
             idle: this rank applies gradients without having run a backward pass.
             bound: all gradients of this rank lie where the step's persistent operation is bound to.
             steady: they lie where those of the step before did.
+            layout: a fingerprint of what this rank combines.
         """
         combined = self.combined
-        self._sums[:] = not_submitted, 1, combined, combined * combined, reads, idle, bound, steady
+        layout &= _LAYOUT
+        counts = not_submitted, 1, combined, combined * combined
+        self._sums[:] = *counts, reads, idle, bound, steady, layout, layout * layout
         world.allreduce_(self._sums, op=Op.SUM, name=name)
 
     @property
     def all_submitted(self) -> bool:
         """Whether all ranks have submitted all gradients."""
         return not self._sums[0]
+
+    @property
+    def same_layouts(self) -> bool:
+        """Whether all ranks' fingerprints are alike."""
+        sums = self._sums.tolist()
+        return bool(sums[1] * sums[9] == sums[8] * sums[8])  # the variance is 0
 
     def all_bound(self, world: World) -> bool:
         """Whether all gradients of all ranks lie where the step's persistent operation is bound to."""
@@ -62,7 +83,7 @@ class Tally:
         Raises:
             MismatchError: see above.
         """
-        _, ranks, combined, squares, reading, idle, _, _ = self._sums.tolist()
+        _, ranks, combined, squares, reading, idle, *_ = self._sums.tolist()
         if ranks * squares != combined * combined:  # the variance is not 0
             raise MismatchError(
                 f"rank {rank}: gradients were combined with those of another step on another rank, which has combined "

@@ -13,6 +13,7 @@ import platform
 import threading
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from collectives import forks
@@ -31,6 +32,7 @@ from collectives.base.errors import (
 from collectives.engine import timeline
 from collectives.engine.context import Context, Statistics
 from collectives.engine.engine import Engine
+from collectives.engine.failure import release_settled
 from collectives.engine.handles import Handle
 from collectives.engine.host_handles import HostHandles
 from collectives.engine.host_requests import HostRequestCache, NativeTransport
@@ -79,6 +81,7 @@ class World:
     def __init__(
         self, group: Group, config: Config | None = None, *, turn: Turn | None = None, in_flight: InFlight | None = None
     ) -> None:
+        release_settled()
         config = config or Config()
         self.config = config
         self.rank = group.rank
@@ -392,26 +395,29 @@ class World:
             self.stop_timeline()
             if self._tuning is not None:
                 self._tuning.close()
-            if failed:
-                if may_speak:
-                    self._control.leave()
+            if not may_speak:
                 self._transfers.close()
                 return
             # The GPU's work for the peers must be done before they see that this rank has left.
-            settled = self._devices is not None and self._devices.settle(_SETTLE_WITHIN)
+            settled = self._devices is not None and not failed and self._devices.settle(_SETTLE_WITHIN)
             if self._devices is not None and settled:
                 self._devices.close()
             self._control.leave()
             self._transfers.close()
-            self._pool.clear()
-            engine.release()
-            # Peers that have left have this rank's device memory mapped no more.
-            if self._devices is not None and settled and backoff.poll(self._control.all_left, _LEAVE_WITHIN):
-                self._devices.free()
-            self._persistent.close()
-            self.operations.close()  # drops its views into the windows, so that they can be unmapped
-            self._group.close()
-            arena.release()
+            if self._devices is None or not failed:  # the GPU may still work on what has failed
+                engine.when_settled(partial(self._release, settled))
+
+    def _release(self, settled: bool) -> None:
+        """Give everything back; no peer touches this rank's memory any more. ``settled``: nor does this rank's GPU."""
+        self._pool.clear()
+        self._engine.release()
+        # Peers that have left have this rank's device memory mapped no more.
+        if self._devices is not None and settled and backoff.poll(self._control.all_left, _LEAVE_WITHIN):
+            self._devices.free()
+        self._persistent.close()
+        self.operations.close()  # drops its views into the windows, so that they can be unmapped
+        self._group.close()
+        arena.release()
 
     def fail(self, text: str) -> None:
         """Tell the other ranks that this one is about to end; their waits raise a RankFailedError with ``text``."""

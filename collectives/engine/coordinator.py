@@ -24,6 +24,7 @@ from collectives.engine.context import Context
 from collectives.engine.handles import Handle
 from collectives.engine.negotiation import Frame, Key, Ledger, Request
 from collectives.engine.submissions import Submissions
+from collectives.engine.tasks import HostTask
 
 LIST_BYTES = 32 << 20
 """Bytes at which a list of new operations is complete: enough for throughput, few enough to begin early."""
@@ -175,8 +176,17 @@ class Coordinator:
         return batch
 
     def forget_batches(self) -> None:
-        """Drop the cached tasks, because settings change or windows are about to be unmapped."""
+        """Drop the cached tasks, because settings change."""
         self._batches.clear()
+
+    def release(self) -> None:
+        """Drop all tasks, because windows are about to be unmapped."""
+        for batch in self._batches.values():
+            for task, _ in batch.tasks:
+                if isinstance(task, HostTask):
+                    task.release()
+        self._batches.clear()
+        self.open = None
 
     def _neutral(self, key: Key, request: Request) -> Handle:
         """What this rank contributes to an operation of the others after it has joined."""

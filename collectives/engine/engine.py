@@ -70,6 +70,7 @@ class Engine:
         self.wait, self.guarded, self.drives = self._progress.wait, self._progress.guarded, self._progress.drives
         self.paused, self.await_background = self._progress.paused, self._progress.await_background
         self.refuse, self.abandon = self._failure.refuse, self._failure.abandon
+        self.when_settled = self._failure.when_settled
         self._acquire, self._release = self._progress.lock.acquire, self._progress.lock.release
         self._owns, self._work_is_set = self._progress.lock._is_owned, submissions.work.is_set
         self._enter_and_look = context.control.enter_and_look
@@ -345,7 +346,7 @@ class Engine:
 
     def release(self) -> None:
         """Drop what refers to shared memory, so that it can be unmapped."""
-        self._coordinator.forget_batches()
+        self._coordinator.release()
         self.context.release()
 
     def after_fork(self, refusal: Callable[[], CollectivesError]) -> None:

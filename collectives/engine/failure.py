@@ -1,7 +1,9 @@
-"""The end of a world: calls are refused, what is in flight fails, and the peers are told of a failure in mid-call."""
+"""The end of a world: calls are refused, what is in flight fails, the peers are told of a failure in mid-call, and
+memory is given back when nobody touches it any more."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -14,8 +16,14 @@ from collectives.transport import backoff
 _ACKNOWLEDGE_WITHIN = 1.0
 """Seconds; fewer than the rank whose failure it is gives the others until it ends the job (`collectives.failures`)."""
 
-_abandoned: list[Any] = []
-"""Memory that a failed call may still use on behalf of a peer or MPI: never freed."""
+_keeping: set[FailureHandler] = set()
+"""Those that keep what a peer may still touch, or have yet to release their world."""
+
+
+def release_settled() -> None:
+    """Give back what worlds that have failed kept for their peers, where these have noticed, left or died since."""
+    for handler in list(_keeping):
+        handler.settle()
 
 
 class FailureHandler:
@@ -31,6 +39,10 @@ class FailureHandler:
         self._submissions = submissions
         self._callers = callers
         self._rank = rank
+        self._process = os.getpid()
+        self._kept: list[Any] = []
+        """What failed calls have read and written: a peer that has not noticed the failure may still do so."""
+        self._release: Callable[[], object] | None = None
 
     def refuse(self, refusal: Callable[[], CollectivesError], error: CollectivesError | None = None) -> None:
         """Refuse further calls; what is in flight fails, with ``error`` or with the refusal."""
@@ -52,8 +64,8 @@ class FailureHandler:
         refused = submissions.refusal
         if refused is not None and memory is None and not submissions.has_work():
             return
-        keeping = (memory or coordinator.open, list(submissions.pending.values()), coordinator)
-        _abandoned.append(keeping)
+        self._kept.append((memory or coordinator.open, list(submissions.pending.values())))
+        _keeping.add(self)
         if refused is not None:
             self.refuse(refused)  # fails what is in flight: the thread that refused calls was not driving
             return
@@ -64,12 +76,31 @@ class FailureHandler:
             ),
             error if isinstance(error, (RankFailedError, CollectiveTimeoutError)) else None,
         )
-        control = coordinator.control
-        control.fail(text, in_call=True)
-        if not backoff.poll(control.acknowledged, _ACKNOWLEDGE_WITHIN):
-            return
-        if not getattr(coordinator.context.group.messages, "busy", False):
-            _abandoned[:] = [kept for kept in _abandoned if kept is not keeping]
+        coordinator.control.fail(text, in_call=True)
+        backoff.poll(self.settle, _ACKNOWLEDGE_WITHIN)
+
+    def settle(self) -> bool:
+        """Give back what is kept if no peer touches it any more: all have failed, left or died. Returns whether nothing
+        is kept."""
+        if self._process != os.getpid():  # a forked child's copy, which is the parent's business
+            return True
+        if self._kept and not self._coordinator.control.acknowledged():
+            return False
+        try:
+            _keeping.remove(self)
+        except KeyError:
+            return True
+        self._kept.clear()
+        release, self._release = self._release, None
+        if release is not None:
+            release()
+        return True
+
+    def when_settled(self, release: Callable[[], object]) -> None:
+        """Have ``release`` called once no peer touches this rank's memory: now, or when a world begins or ends."""
+        self._release = release
+        _keeping.add(self)
+        release_settled()
 
     def abandon(self) -> bool:
         """Leave for good; called by the driving thread.

@@ -196,6 +196,8 @@ class CachedRequest:
 
     def release(self) -> None:
         """Drop the plans, which refer to the windows."""
+        if self.step is not None:
+            self.step.release()
         self._make_plan = self._make_mapped = self._plan = self._mapped = self._native = self.step = None
         self._inline = None
         self._plans.clear()

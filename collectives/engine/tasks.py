@@ -103,6 +103,11 @@ class HostTask(Task):
     def withdraw(self) -> None:
         self._clear_arrays()
 
+    def release(self) -> None:
+        """Drop what refers to windows and to the peers' tensors, for good: a task refers to itself too, by its bound
+        methods, and would keep them until garbage is collected."""
+        vars(self).clear()
+
     def _learn_places(self, plan: Plan, dtype: np.dtype[Any]) -> None:
         """Take from the words of a plan's partners where their tensors are: arrays if they are mapped, or addresses."""
         state, words_of, mapped = self._state, self._context.control.words_of, self._mapped

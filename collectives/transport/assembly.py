@@ -108,9 +108,9 @@ def make_group(
         return _assemble(wiring, words, hosts, memory, config, tuple(numbers))
     except BaseException as error:
         text = f"{type(error).__name__}: {error}"
-        if memory is not None:
-            memory.board.mark(FAILED, text)
         channel.tell(FAILURE_TAG, text)
+        if memory is not None:
+            memory.board.mark(FAILED, text)  # last: who sees it may close its channel, and finds the notice there
         wiring.close(quiet=False)
         raise
 

@@ -228,10 +228,12 @@ class Control(Protocol):
         """Whether ``peer`` is known to have announced with `leave` that it left. Any thread may call it."""
 
     def acknowledged(self) -> bool:
-        """Whether every other rank has failed, left or died too, so that none accesses this rank's memory any more."""
+        """Whether every other rank of this host has failed, left or died too, so that none accesses this rank's memory
+        any more."""
 
     def all_left(self) -> bool:
         """Whether every other rank has announced with `leave` that it left, or died; a failure alone does not count."""
 
     def close(self) -> bool:
-        """Drain control messages for a bounded time. Returns True if none remain in flight."""
+        """Drain control messages for a bounded time. Returns True if none remain in flight, and no rank waits in a
+        call."""

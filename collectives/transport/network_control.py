@@ -178,12 +178,8 @@ class NetworkControl:
         )
 
     def acknowledged(self) -> bool:
-        channel, board = self._channel, self._board
-        channel.read_notices()
-        on_board = (
-            {peer for peer in board.peers if board.state_of(peer) in (LEFT, FAILED)} if board is not None else set()
-        )
-        return len(channel.failed.keys() | channel.left.keys() | on_board) == self.size - 1
+        board = self._board  # ranks of other hosts reach no memory
+        return board is None or all(board.state_of(peer) in (LEFT, FAILED) for peer in board.peers)
 
     def all_left(self) -> bool:
         channel, board = self._channel, self._board
@@ -210,4 +206,5 @@ class NetworkControl:
             channel.tell(HERE_TAG, str(self._call))
 
     def close(self) -> bool:
-        return self._channel.quiet()
+        quiet = self._channel.quiet()
+        return quiet and not (self._has_failed or self._channel.failed)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from collectives.base.reduce_op import Op
+from collectives.engine import failure
 from collectives.engine.callers import THREAD_NAME
 from collectives.engine.handles import Handle
 from collectives.tensors.arena import Arena
@@ -36,6 +37,35 @@ def test_twenty_worlds_leave_nothing_behind() -> None:
     assert background() <= before  # those of earlier tests may end meanwhile
     gc.collect()
     assert not [world for world in worlds if world() is not None]
+
+
+def test_a_world_that_has_failed_is_released_once_no_peer_touches_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until then its memory stays, also that of a call in which it failed."""
+    monkeypatch.setattr(failure, "_ACKNOWLEDGE_WITHIN", 0.0)
+    worlds = [World(group) for group in threads.connect(2)]
+    memory = worlds[0]._group.memory
+    assert memory is not None
+    tensor = np.ones(1000)
+    mine = weakref.ref(tensor)
+
+    def interrupted() -> None:
+        assert worlds[0]._engine._coordinator.propose()
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), worlds[0]._engine.paused():
+        worlds[0].allreduce_async_(tensor)
+        worlds[0]._engine.guarded(interrupted)
+    worlds[0].shutdown()
+    del tensor
+    gc.collect()
+    World(threads.connect(1)[0]).shutdown()
+    assert memory.windows and mine() is not None, "the other rank has not noticed yet"
+    worlds[1].shutdown()
+    World(threads.connect(1)[0])
+    assert not memory.windows
+    worlds.clear()
+    gc.collect()
+    assert mine() is None
 
 
 def test_an_interrupt_is_not_lost_when_a_world_ends(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -309,3 +309,27 @@ def test_a_stopped_launcher_is_waited_for(hosts: Cluster, tmp_path: Path) -> Non
             process.send_signal(signal.SIGCONT)
 
     across(hosts, "host2", *program, patience=1.5, interrupt=(tmp_path / "ready", interrupt))
+
+
+def test_a_stopped_launcher_whose_host_is_lost_leaves_no_ranks(hosts: Cluster, tmp_path: Path) -> None:
+    seen: list[psutil.Process] = []
+
+    def interrupt(processes: list[psutil.Process]) -> None:
+        stopped = launcher(processes)
+        seen.extend(one for one in agents(processes) if one.parent().name().startswith("sshd"))
+        ranks = [child for one in seen for child in one.children(recursive=True)]
+        stopped.send_signal(signal.SIGTSTP)
+        while stopped.status() != psutil.STATUS_STOPPED:
+            time.sleep(0.01)
+        hosts.cut("host2")
+        assert len(seen) == 1 and all_end(seen + ranks)
+        for process in (stopped, stopped.parent()):  # nsenter stops with it
+            process.send_signal(signal.SIGCONT)
+
+    program = script(tmp_path, WAITING + FOREVER)
+    try:
+        at_ready = (tmp_path / "ready", interrupt)
+        shown = across(hosts, "host2", *program, patience=1, expect=1, interrupt=at_ready).output
+        assert "collectivesrun: lost ranks 2, 3 on host2: no sign of life for " in shown
+    finally:
+        hosts.heal("host2")

@@ -9,8 +9,7 @@ script, run without site-packages, that imports only the standard library.
 Its standard streams connect it with the launcher:
 
     stdin     lines: first the task, in JSON (environment, folder, command, ranks; nothing of it is on a command line);
-              then orders: ``alive``, ``pause`` (silence follows), ``signal N`` (forwarded to the ranks), ``end``
-              (SIGTERM, then SIGKILL), ``kill``
+              then orders: ``alive``, ``signal N`` (forwarded to the ranks), ``end`` (SIGTERM, then SIGKILL), ``kill``
     stdout    lines that begin with DLE: ``ready PORT ADDRESS`` (a port that is free here, and this host's address,
               where ssh tells it), ``alive``, ``ended RANK CODE``, ``done``
     stderr    the frames of ``rank.py``, and plain messages
@@ -80,16 +79,14 @@ def _watch(ranks: _Ranks, orders: _Orders, signals: _Signals, patience: float) -
             orders.read()
             heard = now
         while (order := orders.take()) is not None:
-            if order == "pause":
-                heard = float("inf")
-            else:
-                ranks.obey(*order.split())
+            ranks.obey(*order.split())
         if orders.closed or now - heard > patience or any(number in _ENDING for number in signals.take()):
             ranks.obey("end")
         ranks.reap()
         if now >= ranks.kill_at:
             ranks.obey("kill")
-        if now - spoken >= ALIVE_EVERY:
+        # A launcher that is stopped reads nothing, and must not block this process.
+        if now - spoken >= ALIVE_EVERY and select.select([], [1], [], 0)[1]:
             _say("alive")
             spoken = now
 

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO
 
@@ -33,6 +33,17 @@ _PATIENT_LAUNCHER, _PATIENT_AGENT = 2, 3
 """Times of the setting ``peer_timeout`` for which silence is borne: the ranks notice before the launcher, and say more.
 """
 _LATE = 4 * ALIVE_EVERY
+_SAY_ALIVE = """
+import os, sys, time
+while True:
+    for sink in map(int, sys.argv[2:]):
+        try:
+            os.write(sink, b"alive\\n")
+        except OSError:
+            continue
+    time.sleep(float(sys.argv[1]))
+"""
+"""A program that gives agents signs of life: its arguments are seconds, and file descriptors."""
 _READ = 64 << 10
 
 
@@ -140,10 +151,24 @@ class Agents:
         else:
             self.end()
 
-    def before_stop(self) -> None:
-        self._order("pause")
+    @contextlib.contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Have a child give the signs of life: it ends with this host, when the agents must end their ranks."""
         for one in self._agents:
             one.write()
+        sinks = [one.orders.fileno() for one in self._agents if not one.closed and not one.pending]
+        child = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", _SAY_ALIVE, str(ALIVE_EVERY), *map(str, sinks)],
+            pass_fds=sinks,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            preexec_fn=agent.die_with_parent(),
+        )
+        try:
+            yield
+        finally:
+            child.kill()
+            child.wait()
 
     def end(self) -> None:
         self._ending = True

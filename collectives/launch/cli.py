@@ -107,6 +107,12 @@ def _run(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> int:
         text, complete = report.check_build(as_horovod=asked.as_horovod)
         print(text)
         return 0 if complete else 1
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise InvalidArgumentError(
+            f"the current folder, in which the ranks start, is gone ({error.strerror}): change to another one"
+        ) from None
     ranks, hosts = _ranks_and_hosts(asked)
     file = config_file.read(asked.config_file) if asked.config_file else config_file.ConfigFile()
     flags, outer = chosen(asked), rank_environment.of_no_rank(os.environ)

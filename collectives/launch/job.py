@@ -67,8 +67,8 @@ class Ranks(Protocol):
     def send_signal(self, number: int) -> None:
         """Forward a signal to the ranks."""
 
-    def before_stop(self) -> None:
-        """Be ready for this process to be stopped, as by Ctrl-Z; does not wait."""
+    def stopped(self) -> contextlib.AbstractContextManager[None]:
+        """Keep the ranks running in the body, in which this process is stopped, as by Ctrl-Z."""
 
     def end(self) -> None:
         """End the ranks; does not wait."""
@@ -122,8 +122,8 @@ def _watch(ranks: Ranks, notices: _Notices, output: Output) -> tuple[int, float]
             numbers = [signal.SIGPIPE]
         for number in numbers:
             if number == signal.SIGTSTP:
-                ranks.before_stop()
-                os.kill(os.getpid(), signal.SIGSTOP)
+                with ranks.stopped():
+                    os.kill(os.getpid(), signal.SIGSTOP)
                 continue
             if ended_by == number == signal.SIGINT:
                 deadline, ending = 0.0, True  # a second Ctrl-C ends the job at once

@@ -5,15 +5,21 @@ MPI launchers do not end reliably: Open MPI's was seen to hang, ignoring SIGTERM
 
 from __future__ import annotations
 
+import contextlib
+import os
+import shutil
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from collectives.launch.agent import die_with_parent
 from collectives.launch.output import Output
 from collectives.launch.records import Record
 
 _AFTER_FAILURE = 6.0
+_CLOCKS_DIFFER = 1.0
+"""Seconds by which a file system's clock may be behind."""
 
 
 class MpiRanks:
@@ -28,7 +34,7 @@ class MpiRanks:
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         self.command, self.environment = list(command), dict(environment)
         self.processes: list[subprocess.Popen[bytes]] = []
-        self._failed_at = 0.0
+        self._began = self._failed_at = 0.0
 
     @property
     def code(self) -> int:
@@ -36,6 +42,7 @@ class MpiRanks:
         return code if code >= 0 else 128 - code
 
     def start(self, output: Output) -> None:
+        self._began = time.time() - _CLOCKS_DIFFER
         process = subprocess.Popen(
             self.command,
             env=self.environment,
@@ -68,8 +75,8 @@ class MpiRanks:
     def send_signal(self, number: int) -> None:
         self.processes[0].send_signal(number)
 
-    def before_stop(self) -> None:
-        """Nothing: the launcher goes on, in a session of its own."""
+    def stopped(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()  # the launcher goes on, in a session of its own
 
     def end(self) -> None:
         self._output.say("the MPI launcher goes on although the job has ended; ending it")
@@ -83,3 +90,13 @@ class MpiRanks:
             assert process.stdout is not None and process.stderr is not None
             process.stdout.close()
             process.stderr.close()
+            self._remove_session(process.pid)
+
+    def _remove_session(self, pid: int) -> None:
+        """Remove the folder of Open MPI's launcher, which leaves it behind where it is killed."""
+        base = next((self.environment[name] for name in ("TMPDIR", "TEMP", "TMP") if name in self.environment), "/tmp")
+        folder = Path(base, f"ompi.{pid}")
+        with contextlib.suppress(OSError):
+            status = folder.stat()
+            if status.st_uid == os.geteuid() and status.st_mtime >= self._began:  # else another container's
+                shutil.rmtree(folder, ignore_errors=True)

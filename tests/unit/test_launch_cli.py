@@ -228,6 +228,17 @@ def test_a_mistake_is_named(
     assert not started
 
 
+def test_a_folder_that_is_gone_is_said(
+    started: list[list[str]], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert cli.main(["-np", "2", "--launcher", "ssh", sys.executable]) == 2
+    assert "the current folder, in which the ranks start, is gone" in capsys.readouterr().err
+    assert not started
+
+
 def test_a_python_file_alone_is_no_program(started: list[list[str]], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["-np", "2", "train.py"]) == 127
     assert "cannot find the program 'train.py'; did you mean: python train.py?" in capsys.readouterr().err

@@ -61,7 +61,8 @@ def _compile(source: str, options: tuple[str, ...], *, exact: bool) -> bytes:
     program = nvrtc.createProgram(source, "collectives.cu", (), ())
     try:
         nvrtc.compileProgram(program, options)
-        code: bytes = nvrtc.getCUBIN(program) if exact else nvrtc.getPTX(program)
+        # CuPy cuts off the last byte of both, as of a string that ends in a zero.
+        code: bytes = (nvrtc.getCUBIN(program) if exact else nvrtc.getPTX(program)) + b"\0"
     except nvrtc.NVRTCError as error:
         log = nvrtc.getProgramLog(program)
         if "open source file" in log:

@@ -362,7 +362,7 @@ def test_a_kernel_is_compiled_once(device: Any, cupy: FakeCupy) -> None:
     assert device.function(SOURCE, "other") != function
     assert cupy.called("createProgram") == [(SOURCE, "collectives.cu", (), ())]
     assert [options for _, options in cupy.called("compileProgram")] == [("--std=c++17", "--fmad=false", "-arch=sm_90")]
-    assert cupy.called("moduleLoadData") == [(b"\x7fELF and so on",)]
+    assert cupy.called("moduleLoadData") == [(b"\x7fELF and so on\0",)]
     assert len(cupy.called("destroyProgram")) == 1
 
 
@@ -388,7 +388,7 @@ def test_the_next_process_finds_the_kernel_on_disk(device: Any, cupy: FakeCupy, 
     (kept,) = (tmp_path / "kernels").iterdir()
     module.CupyDevice(0).function(SOURCE, "scale")
     assert len(cupy.called("compileProgram")) == 1
-    assert cupy.called("moduleLoadData") == [(b"\x7fELF and so on",)] * 2
+    assert cupy.called("moduleLoadData") == [(b"\x7fELF and so on\0",)] * 2
     kept.write_bytes(kept.read_bytes()[:-1])
     module.CupyDevice(0).function(SOURCE, "scale")
     assert len(cupy.called("compileProgram")) == 2
@@ -400,14 +400,14 @@ def test_the_next_process_finds_the_kernel_on_disk(device: Any, cupy: FakeCupy, 
 def test_nothing_needs_to_be_kept(device: Any, cupy: FakeCupy, tmp_path: Path) -> None:
     (tmp_path / "kernels").write_text("a file where the folder should be")
     assert device.function(SOURCE, "scale")
-    assert cupy.called("moduleLoadData") == [(b"\x7fELF and so on",)]
+    assert cupy.called("moduleLoadData") == [(b"\x7fELF and so on\0",)]
 
 
 def test_a_newer_gpu_gets_portable_code(device: Any, cupy: FakeCupy) -> None:
     cupy.results["deviceGetAttribute"] = lambda attribute, index: {75: 15, 76: 1}[attribute]
     device.function(SOURCE, "scale")
     assert cupy.called("compileProgram")[0][1][-1] == "-arch=compute_100"
-    assert cupy.called("moduleLoadData") == [(b"// PTX",)]
+    assert cupy.called("moduleLoadData") == [(b"// PTX\0",)]
 
 
 def test_an_older_gpu_needs_an_older_cupy(device: Any, cupy: FakeCupy) -> None:

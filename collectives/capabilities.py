@@ -64,9 +64,10 @@ def mpi_threads_supported() -> bool:
 
 
 def nccl_built() -> int:
-    """NCCL's version as a number, such as 22304 for 2.23.4, if CuPy can load it; else 0."""
+    """NCCL's version as a number, such as 22304 for 2.23.4, if its binding can load it; else 0."""
+    cuda_built()  # has CuPy imported without its warnings
     try:
-        return int(_import("cupy.cuda.nccl").get_version())
+        return int(_import("collectives.device.nccl_binding").load().get_version())
     except Exception:
         return 0
 

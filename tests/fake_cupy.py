@@ -1,14 +1,16 @@
 """A CuPy without a GPU, and a driver's library without a driver: what the real device calls, held to the real
 signatures.
 
-The signatures are those of CuPy 14.2, word for word as its functions' docstrings begin; where CuPy is installed a test
-compares them.
+The signatures are those of CuPy 14.2, nccl4py 0.6 and CUDA 13.5, word for word as `signature` and the driver's header
+give them; where the packages are installed a test compares them. `tests/unit/test_calls.py` holds every call to them.
 """
 
 from __future__ import annotations
 
 import ctypes
+import inspect
 import itertools
+import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +18,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 SIGNATURES = {
-    "runtime": """
+    "cupy.cuda.runtime": """
         check_status(int status)
         deviceCanAccessPeer(int device, int peerDevice) -> int
         deviceEnablePeerAccess(int peerDevice)
@@ -52,14 +54,14 @@ SIGNATURES = {
         streamSynchronize(intptr_t stream)
         streamWaitEvent(intptr_t stream, intptr_t event, unsigned int flags=0)
     """,
-    "driver": """
+    "cupy.cuda.driver": """
         launchKernel(intptr_t f, unsigned int grid_dim_x, unsigned int grid_dim_y, unsigned int grid_dim_z,\
  unsigned int block_dim_x, unsigned int block_dim_y, unsigned int block_dim_z, unsigned int shared_mem_bytes,\
  intptr_t stream, intptr_t kernel_params, intptr_t extra)
         moduleGetFunction(intptr_t module, str funcname) -> intptr_t
         moduleLoadData(bytes image) -> intptr_t
     """,
-    "nvrtc": """
+    "cupy.cuda.nvrtc": """
         compileProgram(intptr_t prog, options)
         createProgram(str src, str name, headers, include_names) -> intptr_t
         destroyProgram(intptr_t prog)
@@ -69,9 +71,74 @@ SIGNATURES = {
         getSupportedArchs() -> tuple
         getVersion() -> tuple
     """,
-    "stream": """
+    "cupy.cuda.stream": """
         get_current_stream(int device_id=-1)
         Stream.from_external(cls, obj)
+    """,
+    "cupy": """
+        ascontiguousarray(a, dtype=None)
+        empty(shape, dtype=<class 'float'>, order='C')
+        ndarray(shape, dtype=float, memptr=None, strides=None, order='C')
+    """,
+    "cupy.cuda": """
+        MemoryPointer(BaseMemory mem, ptrdiff_t offset)
+        UnownedMemory(intptr_t ptr, size_t size, owner, int device_id=-1)
+        get_current_stream(int device_id=-1)
+    """,
+    "cupy.cuda.nccl": """
+        NcclCommunicator(int ndev, bytes commId, int rank, NcclConfig config=None)
+        NcclCommunicator.abort(self)
+        NcclCommunicator.allGather(self, intptr_t sendbuf, intptr_t recvbuf, size_t count, int datatype,\
+ intptr_t stream)
+        NcclCommunicator.allReduce(self, intptr_t sendbuf, intptr_t recvbuf, size_t count, int datatype, int op,\
+ intptr_t stream)
+        NcclCommunicator.broadcast(self, intptr_t sendbuff, intptr_t recvbuff, size_t count, int datatype, int root,\
+ intptr_t stream)
+        NcclCommunicator.check_async_error(self)
+        NcclCommunicator.destroy(self)
+        NcclCommunicator.recv(self, intptr_t recvbuf, size_t count, int datatype, int peer, intptr_t stream)
+        NcclCommunicator.reduceScatter(self, intptr_t sendbuf, intptr_t recvbuf, size_t recvcount, int datatype,\
+ int op, intptr_t stream)
+        NcclCommunicator.send(self, intptr_t sendbuf, size_t count, int datatype, int peer, intptr_t stream)
+        get_unique_id()
+        get_version()
+        groupEnd()
+        groupStart()
+    """,
+    "nccl.bindings.nccl": """
+        NCCLError(status)
+        UniqueId.from_buffer(buffer)
+        all_gather(intptr_t sendbuff, intptr_t recvbuff, size_t sendcount, int datatype, comm, intptr_t stream)
+        all_reduce(intptr_t sendbuff, intptr_t recvbuff, size_t count, int datatype, int op, comm, intptr_t stream)
+        broadcast(intptr_t sendbuff, intptr_t recvbuff, size_t count, int datatype, int root, comm, intptr_t stream)
+        comm_abort(comm)
+        comm_destroy(comm)
+        comm_get_async_error(comm) -> int
+        comm_init_rank(int nranks, comm_id, int rank)
+        get_unique_id()
+        get_version() -> int
+        group_end()
+        group_start()
+        recv(intptr_t recvbuff, size_t count, int datatype, int peer, comm, intptr_t stream)
+        reduce_scatter(intptr_t sendbuff, intptr_t recvbuff, size_t recvcount, int datatype, int op, comm,\
+ intptr_t stream)
+        send(intptr_t sendbuff, size_t count, int datatype, int peer, comm, intptr_t stream)
+    """,
+    "cuda.pathfinder": """
+        find_nvidia_header_directory(libname)
+    """,
+    "libcuda": """
+        cuDeviceGet(CUdevice *device, int ordinal)
+        cuDeviceGetCount(int *count)
+        cuDeviceGetName(char *name, int len, CUdevice dev)
+        cuDeviceGetUuid_v2(CUuuid *uuid, CUdevice dev)
+        cuDevicePrimaryCtxGetState(CUdevice dev, unsigned int *flags, int *active)
+        cuDriverGetVersion(int *driverVersion)
+        cuGetErrorName(CUresult error, const char **pStr)
+        cuInit(unsigned int Flags)
+        cuMemGetAddressRange_v2(CUdeviceptr *pbase, size_t *psize, CUdeviceptr dptr)
+        cuPointerGetAttribute(void *data, CUpointer_attribute attribute, CUdeviceptr ptr)
+        cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode *mode)
     """,
 }
 CONSTANTS = {
@@ -87,8 +154,24 @@ CONSTANTS = {
 }
 
 
+def signature(function: Any) -> str:
+    """A real function's signature: as its docstring begins, if it is compiled, without its annotations otherwise."""
+    name, first = function.__name__, (function.__doc__ or "").strip().partition("\n")[0]
+    if first.startswith("__init__("):
+        return name + first.removeprefix("__init__")
+    if re.match(rf"(\w+\.)?{name}\(", first):
+        return first
+    parameters = inspect.signature(function).parameters.values()
+    return f"{name}({', '.join(str(parameter.replace(annotation=parameter.empty)) for parameter in parameters)})"
+
+
+def parameters(text: str) -> list[str]:
+    """The parameters of a signature."""
+    return [parameter for parameter in text.partition("(")[2].rpartition(")")[0].split(", ") if parameter]
+
+
 def signatures(module: str) -> dict[str, str]:
-    """By the function's name, what its docstring begins with."""
+    """By the function's name."""
     return {line.partition("(")[0]: line for line in map(str.strip, SIGNATURES[module].splitlines()) if line}
 
 
@@ -101,8 +184,7 @@ class Call(NamedTuple):
 
 def checked(signature: str, arguments: tuple[Any, ...]) -> None:
     """Refuse arguments that the real function would refuse."""
-    name, _, rest = signature.partition("(")
-    expected = [parameter for parameter in rest.rpartition(")")[0].split(", ") if parameter]
+    name, expected = signature.partition("(")[0], [text for text in parameters(signature) if text != "self"]
     needed = [parameter for parameter in expected if "=" not in parameter]
     assert len(needed) <= len(arguments) <= len(expected), f"{signature}: got {arguments}"
     for parameter, value in zip(expected, arguments, strict=False):
@@ -168,7 +250,7 @@ class FakeCupy:
         return [call.arguments for call in self.calls if call.name in names]
 
     def _functions(self, module: str) -> dict[str, Callable[..., Any]]:
-        return {name: self._function(name, text) for name, text in signatures(module).items()}
+        return {name: self._function(name, text) for name, text in signatures(f"cupy.cuda.{module}").items()}
 
     def _function(self, name: str, signature: str) -> Callable[..., Any]:
         def call(*arguments: Any) -> Any:

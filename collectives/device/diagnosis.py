@@ -8,7 +8,7 @@ import warnings
 from typing import Any, NamedTuple
 
 from collectives.base.errors import TransportError
-from collectives.device import libcuda
+from collectives.device import libcuda, nccl_binding
 
 _OLDEST_CUDA = 12
 _OLDEST_CUPY = 14
@@ -144,11 +144,11 @@ def _headers(extra: str) -> Row:
 
 
 def _nccl(package: str, *, loaded: bool) -> Row:
-    """NCCL as ``loaded`` by CuPy, which may be another than pip has installed."""
+    """NCCL as ``loaded`` by its binding, which may be another than pip has installed."""
     try:
         if loaded:
             # 23203 is 2.32.3.
-            code = int(_import("cupy.cuda.nccl").get_version())
+            code = int(nccl_binding.load().get_version())
             number: tuple[int, ...] = (code // 10000, code // 100 % 100, code % 100)
         else:
             found = next(found for name in _NCCL if (found := _version(name)))

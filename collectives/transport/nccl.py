@@ -1,7 +1,7 @@
 """NCCL's interface to the engine: communicators, the library that makes them, and their first exchange.
 
-CuPy's binding (`collectives.transport.nccl_cupy`) implements these protocols; no other module depends on the binding,
-so NVIDIA's own can replace it.
+`collectives.transport.nccl_library` implements these protocols by the binding that is installed, CuPy's or nccl4py;
+no other module depends on it.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import numpy as np
 from collectives.base.errors import CollectiveTimeoutError, TransportError
 from collectives.base.reduce_op import Op
 from collectives.transport.bounded_call import TimeIsUpError, within
-from collectives.transport.nccl_cupy import CupyNccl
 from collectives.transport.nccl_elements import Dtype
+from collectives.transport.nccl_library import NcclLibrary
 
 if TYPE_CHECKING:
     from collectives.device.protocol import Device
@@ -126,16 +126,16 @@ class Library(Protocol):
         """
 
 
-_library: Library = CupyNccl()
+_library: Library = NcclLibrary()
 
 
 def library() -> Library:
-    """The library in use: CuPy's, unless replaced by `use`."""
+    """The library in use: that of the installed binding, unless replaced by `use`."""
     return _library
 
 
 def use(library: Library) -> Library:
-    """Replace the library, for tests and other bindings. Returns the previous one."""
+    """Replace the library, for tests. Returns the previous one."""
     global _library
     before, _library = _library, library
     return before

@@ -32,7 +32,7 @@ def cupy(monkeypatch: pytest.MonkeyPatch, *, is_hip: bool = False, nccl: int | N
     for name, part in {
         "cupy": module,
         "cupy.cuda": module.cuda,
-        "cupy.cuda.nccl": SimpleNamespace(get_version=get_version),
+        "cupy.cuda.nccl": SimpleNamespace(get_version=get_version, available=True, NcclConfig=object),
     }.items():
         monkeypatch.setitem(sys.modules, name, part)  # type: ignore[arg-type]
 

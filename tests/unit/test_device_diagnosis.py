@@ -82,8 +82,9 @@ class Machine:
     def nccl(self, code: int | None) -> None:
         # CuPy's module is there without NCCL too, but then lacks its functions.
         module = ModuleType("cupy.cuda.nccl")
+        vars(module)["available"] = code is not None
         if code is not None:
-            vars(module).update(get_version=lambda: code)
+            vars(module).update(get_version=lambda: code, NcclConfig=object)
         self._patch.setitem(sys.modules, "cupy.cuda.nccl", module)
 
     def _version(self, package: str) -> str:

@@ -9,7 +9,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,10 +26,12 @@ from collectives.base.errors import (
 from collectives.base.reduce_op import Op
 from collectives.cuda.launches import Message, Stage
 from collectives.cuda.messages import NcclMessages
-from collectives.transport import nccl, nccl_cupy, nccl_elements
+from collectives.device import nccl_binding
+from collectives.transport import nccl, nccl_elements, nccl_library
 from collectives.transport.watchdog import Watch, _WorkInFlight
 from tests.emulated_cuda import EmulatedDevice
 from tests.emulated_nccl import EmulatedCommunicator, EmulatedNccl
+from tests.fake_cupy import checked, signatures
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -106,7 +108,7 @@ def test_cupy_raises_what_is_expected_of_it() -> None:
     for status in range(1, 10):
         with pytest.raises((RuntimeError, KeyError)) as raised:
             cupy_nccl.check_status(status)
-        told[status] = str(nccl_cupy.failure("allReduce", 3, raised.value))
+        told[status] = str(nccl_library.failure("allReduce", 3, raised.value))
     assert all(f"({status})" in text and "rank 3" in text and "allReduce" in text for status, text in told.items())
     assert "ncclInvalidUsage" in told[5] and "ncclRemoteError" in told[6] and "ncclInProgress" in told[7]
     methods = (
@@ -121,12 +123,12 @@ def test_cupy_raises_what_is_expected_of_it() -> None:
         "destroy",
     )
     assert all(hasattr(cupy_nccl.NcclCommunicator, name) for name in methods)
-    library = nccl_cupy.CupyNccl()
+    library = nccl_library.NcclLibrary()
     assert library.why_not() is None
     assert library.version() >= (2, 20, 0)
     first, second = library.make_id(), library.make_id()
     assert len(first) == len(second) == 128 and first != second
-    unconnected = nccl_cupy.CupyCommunicator(
+    unconnected = nccl_library.NcclCommunicator(
         cupy_nccl, cupy_nccl.NcclCommunicator.__new__(cupy_nccl.NcclCommunicator), 0, 2, FakeDevice()
     )
     for call in (
@@ -137,6 +139,28 @@ def test_cupy_raises_what_is_expected_of_it() -> None:
             call()
     with pytest.raises(TransportError, match="ncclInvalidArgument"):
         unconnected.check()
+
+
+def test_nccl4py_raises_what_is_expected_of_it() -> None:
+    bindings = pytest.importorskip("nccl.bindings.nccl")
+    for status in range(1, 9):
+        told = str(nccl_library.failure("allReduce", 3, bindings.NCCLError(status)))
+        assert f"({status})" in told and "nccl" in told and "does not know" not in told
+    binding = nccl_binding.Nccl4py(bindings)
+    library = nccl_library.NcclLibrary(binding)
+    assert library.version() >= (2, 20, 0)
+    first, second = library.make_id(), library.make_id()
+    assert len(first) == len(second) == 128 and first != second
+    handle = nccl_binding.Nccl4pyCommunicator.__new__(nccl_binding.Nccl4pyCommunicator)
+    handle._bindings, handle._handle = bindings, bindings.Comm()
+    unconnected = nccl_library.NcclCommunicator(binding, handle, 0, 2, FakeDevice())
+    for call in (
+        lambda: unconnected.all_reduce(0, 0, 1, dtype("int32"), Op.SUM, 0),
+        lambda: unconnected.send(0, 1, dtype("int16"), 1, 0),
+        unconnected.check,
+    ):
+        with pytest.raises(TransportError, match="ncclInvalidArgument"):
+            call()
 
 
 # ---- a binding that raises as CuPy's does
@@ -165,6 +189,7 @@ class FakeCommunicator:
             raise AttributeError(name)
 
         def call(*arguments: int) -> None:
+            checked(signatures("cupy.cuda.nccl")[f"NcclCommunicator.{name}"], arguments)
             self.calls.append((name, *arguments))
             self.entered.set()
             if self.hold is not None and not self.hold.wait(SECONDS):
@@ -205,13 +230,82 @@ class FakeModule:
             raise FakeNcclError(self.group_status)
 
 
-def adapter(rank: int = 1, size: int = 4) -> tuple[nccl_cupy.CupyCommunicator, FakeCommunicator, FakeModule]:
+class FakeNccl4pyError(Exception):
+    def __init__(self, status: int) -> None:
+        super().__init__(f"status {status}")
+        self.status = status
+
+
+class FakeNccl4py:
+    """``nccl.bindings.nccl``, whose one communicator notes down as CuPy's what it is asked."""
+
+    NCCLError = FakeNccl4pyError
+    UniqueId = SimpleNamespace(from_buffer=lambda buffer: ("id", bytes(buffer)))
+    CUPYS = MappingProxyType(
+        {
+            "all_reduce": "allReduce",
+            "reduce_scatter": "reduceScatter",
+            "all_gather": "allGather",
+            "broadcast": "broadcast",
+            "send": "send",
+            "recv": "recv",
+        }
+    )
+
+    def __init__(self, communicator: FakeCommunicator, module: FakeModule) -> None:
+        self._communicator, self._handle, self._module = communicator, object(), module
+        self.met: list[Any] = []
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        text = signatures("nccl.bindings.nccl")[name]
+
+        def call(*arguments: Any) -> Any:
+            checked(text, arguments)
+            if text.startswith(f"{name}(comm)") or name in self.CUPYS:
+                assert arguments[0 if "(comm)" in text else -2] is self._handle
+            try:
+                return self._do(name, arguments)
+            except (FakeNcclError, KeyError) as error:
+                raise FakeNccl4pyError(error.args[0] if isinstance(error, KeyError) else error.status) from None
+
+        return call
+
+    def _do(self, name: str, arguments: tuple[Any, ...]) -> Any:
+        if name in self.CUPYS:
+            getattr(self._communicator, self.CUPYS[name])(*arguments[:-2], arguments[-1])
+        elif name.startswith("group"):
+            {"group_start": self._module.groupStart, "group_end": self._module.groupEnd}[name]()
+        elif name == "comm_init_rank":
+            self.met.append(arguments)
+            return self._handle
+        elif name == "comm_get_async_error":
+            return self._communicator.status
+        elif name == "get_unique_id":
+            return bytearray(range(128))
+        elif name == "get_version":
+            return self._module.get_version()
+        else:
+            getattr(self._communicator, name.removeprefix("comm_"))()
+        return None
+
+
+BINDINGS = ("cupy", "nccl4py")
+
+
+def adapter(
+    rank: int = 1, size: int = 4, binding: str = "cupy"
+) -> tuple[nccl_library.NcclCommunicator, FakeCommunicator, FakeModule]:
     module, fake = FakeModule(), FakeCommunicator()
-    return nccl_cupy.CupyCommunicator(module, fake, rank, size, FakeDevice()), fake, module
+    if binding == "cupy":
+        return nccl_library.NcclCommunicator(module, fake, rank, size, FakeDevice()), fake, module
+    nccl4py = nccl_binding.Nccl4py(FakeNccl4py(fake, module))
+    communicator = nccl4py.NcclCommunicator(size, bytes(128), rank)
+    return nccl_library.NcclCommunicator(nccl4py, communicator, rank, size, FakeDevice()), fake, module
 
 
-def test_operations_arrive_with_counts_in_words() -> None:
-    communicator, fake, module = adapter()
+@pytest.mark.parametrize("binding", BINDINGS)
+def test_operations_arrive_with_counts_in_words(binding: str) -> None:
+    communicator, fake, module = adapter(binding=binding)
     communicator.begin_group()
     communicator.all_reduce(10, 20, 5, dtype("complex64"), Op.AVERAGE, 7)
     communicator.reduce_scatter(10, 20, 5, dtype("bool"), Op.SUM, 7)
@@ -253,8 +347,9 @@ def test_what_nccl_reduces_otherwise_is_refused_before_it_is_asked() -> None:
         (42, r"does not know \(42\)"),
     ],
 )
-def test_errors_name_rank_call_status_and_remedy(status: int, expected: str) -> None:
-    communicator, fake, module = adapter(rank=2)
+@pytest.mark.parametrize("binding", BINDINGS)
+def test_errors_name_rank_call_status_and_remedy(status: int, expected: str, binding: str) -> None:
+    communicator, fake, module = adapter(2, binding=binding)
     fake.status = status
     with pytest.raises(TransportError, match=rf"rank 2: NCCL's send failed: .*{expected}.*NCCL_DEBUG=INFO"):
         communicator.send(0, 1, dtype("int8"), 1, 0)
@@ -267,13 +362,14 @@ def test_errors_name_rank_call_status_and_remedy(status: int, expected: str) -> 
 
 
 def test_errors_without_a_status_are_told_as_they_are() -> None:
-    assert "RuntimeError: odd" in str(nccl_cupy.failure("send", 0, RuntimeError("odd")))
-    assert "KeyError" in str(nccl_cupy.failure("send", 0, KeyError("name")))
+    assert "RuntimeError: odd" in str(nccl_library.failure("send", 0, RuntimeError("odd")))
+    assert "KeyError" in str(nccl_library.failure("send", 0, KeyError("name")))
 
 
+@pytest.mark.parametrize("binding", BINDINGS)
 @pytest.mark.parametrize("end", ["abort", "close"])
-def test_after_the_end_everything_is_refused_and_the_end_comes_once(end: str) -> None:
-    communicator, fake, _ = adapter()
+def test_after_the_end_everything_is_refused_and_the_end_comes_once(end: str, binding: str) -> None:
+    communicator, fake, _ = adapter(binding=binding)
     getattr(communicator, end)()
     communicator.abort()
     communicator.close()
@@ -298,7 +394,7 @@ def test_a_group_is_ended_when_a_call_in_it_raises(group_status: int) -> None:
 
 
 def test_an_abort_waits_for_a_group_and_ends_a_call_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nccl_cupy, "_GRACE_SECONDS", 0.05)
+    monkeypatch.setattr(nccl_library, "_GRACE_SECONDS", 0.05)
     communicator, fake, _ = adapter()
     fake.hold = threading.Event()
     call = threading.Thread(target=communicator.send, args=(0, 1, dtype("int8"), 1, 0), daemon=True)
@@ -310,7 +406,7 @@ def test_an_abort_waits_for_a_group_and_ends_a_call_that_hangs(monkeypatch: pyte
     call.join(SECONDS)
     assert not call.is_alive() and fake.gone == ["abort"]
 
-    monkeypatch.setattr(nccl_cupy, "_GRACE_SECONDS", 10 * SECONDS)
+    monkeypatch.setattr(nccl_library, "_GRACE_SECONDS", 10 * SECONDS)
     communicator, fake, module = adapter()
     communicator.begin_group()
     abort = threading.Thread(target=communicator.abort, daemon=True)
@@ -323,8 +419,8 @@ def test_an_abort_waits_for_a_group_and_ends_a_call_that_hangs(monkeypatch: pyte
 
 
 def test_an_abort_and_a_close_that_hang_are_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nccl_cupy, "_ABORT_SECONDS", 0.02)
-    monkeypatch.setattr(nccl_cupy, "_CLOSE_SECONDS", 0.02)
+    monkeypatch.setattr(nccl_library, "_ABORT_SECONDS", 0.02)
+    monkeypatch.setattr(nccl_library, "_CLOSE_SECONDS", 0.02)
     never, begun = threading.Event(), threading.Semaphore(0)
 
     def hang() -> None:
@@ -333,7 +429,7 @@ def test_an_abort_and_a_close_that_hang_are_left_behind(monkeypatch: pytest.Monk
 
     for end in ("abort", "close"):
         stuck = SimpleNamespace(abort=hang, destroy=hang)
-        getattr(nccl_cupy.CupyCommunicator(FakeModule(), stuck, 0, 2, FakeDevice()), end)()
+        getattr(nccl_library.NcclCommunicator(FakeModule(), stuck, 0, 2, FakeDevice()), end)()
         assert begun.acquire(timeout=SECONDS)
     never.set()
 
@@ -364,7 +460,7 @@ def test_connecting_activates_the_device_in_the_thread_that_connects() -> None:
         asked.append((size, unique_id, rank, threading.get_ident() in device.active))
         return FakeCommunicator()
 
-    communicator = nccl_cupy.CupyNccl(FakeModule(meet)).connect(2, 3, b"i" * 128, SECONDS, device)
+    communicator = nccl_library.NcclLibrary(FakeModule(meet)).connect(2, 3, b"i" * 128, SECONDS, device)
     assert (communicator.rank, communicator.size) == (2, 3)
     assert asked == [(3, b"i" * 128, 2, True)]
 
@@ -374,7 +470,23 @@ def test_connecting_tells_nccls_error() -> None:
         raise FakeNcclError(5)
 
     with pytest.raises(TransportError, match=r"rank 1: .*ncclInvalidUsage.*two ranks use the same GPU"):
-        nccl_cupy.CupyNccl(FakeModule(meet)).connect(1, 2, bytes(128), SECONDS, FakeDevice())
+        nccl_library.NcclLibrary(FakeModule(meet)).connect(1, 2, bytes(128), SECONDS, FakeDevice())
+
+
+def test_connecting_by_nccl4py() -> None:
+    """With NCCL's own check of what the settings allow: calls of a communicator that does not block would return too
+    early."""
+    fake, module = FakeCommunicator(), FakeModule()
+    bindings = FakeNccl4py(fake, module)
+    library = nccl_library.NcclLibrary(nccl_binding.Nccl4py(bindings))
+    assert library.make_id() == bytes(range(128)) and library.version() == (2, 32, 3)
+    communicator = library.connect(2, 3, library.make_id(), SECONDS, FakeDevice())
+    assert (communicator.rank, communicator.size) == (2, 3)
+    assert bindings.met == [(3, ("id", bytes(range(128))), 2)]
+    fake.status = 7
+    with pytest.raises(TransportError, match=r"rank 1: .*ncclInProgress.*unset NCCL_COMM_BLOCKING"):
+        library.connect(1, 2, bytes(128), SECONDS, FakeDevice())
+    assert fake.gone == ["abort"]
 
 
 def test_connecting_is_bounded_and_what_comes_too_late_is_aborted() -> None:
@@ -385,7 +497,7 @@ def test_connecting_is_bounded_and_what_comes_too_late_is_aborted() -> None:
         return SimpleNamespace(abort=aborted.set)
 
     with pytest.raises(CollectiveTimeoutError, match="rank 0: the 2 ranks did not all connect"):
-        nccl_cupy.CupyNccl(FakeModule(meet)).connect(0, 2, bytes(128), 0.02, FakeDevice())
+        nccl_library.NcclLibrary(FakeModule(meet)).connect(0, 2, bytes(128), 0.02, FakeDevice())
     assert not aborted.is_set()
     proceed.set()
     assert aborted.wait(SECONDS)
@@ -423,7 +535,7 @@ def test_ranks_that_share_a_gpu_leave_room_for_each_other(
             patched.setenv(name, value)
         device = FakeDevice()
         device.multiprocessors = multiprocessors
-        nccl_cupy.CupyNccl(FakeModule(meet)).connect(0, 4, bytes(128), SECONDS, device, sharers=sharers)
+        nccl_library.NcclLibrary(FakeModule(meet)).connect(0, 4, bytes(128), SECONDS, device, sharers=sharers)
     assert seen == [expected]
 
 
@@ -447,34 +559,58 @@ def test_gpus_are_shared_only_where_nccl_can_and_may(monkeypatch: pytest.MonkeyP
         ("yes", 23203, False),
         (None, 23203, False),
     ):
-        monkeypatch.delenv(nccl_cupy.SHARE_VARIABLE, raising=False)
+        monkeypatch.delenv(nccl_library.SHARE_VARIABLE, raising=False)
         if setting is not None:
-            monkeypatch.setenv(nccl_cupy.SHARE_VARIABLE, setting)
-        assert nccl_cupy.CupyNccl(FakeModule(version=version)).shares_gpus() is expected, (setting, version)
+            monkeypatch.setenv(nccl_library.SHARE_VARIABLE, setting)
+        assert nccl_library.NcclLibrary(FakeModule(version=version)).shares_gpus() is expected, (setting, version)
 
 
 def test_versions_are_read_as_nccl_writes_them() -> None:
-    assert nccl_cupy.CupyNccl(FakeModule(version=23203)).version() == (2, 32, 3)
+    assert nccl_library.NcclLibrary(FakeModule(version=23203)).version() == (2, 32, 3)
+
+
+class Installed:
+    """What can be imported; everything else that has to do with NCCL cannot."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **modules: Any) -> None:
+        runtime = SimpleNamespace(runtimeGetVersion=lambda: 12090)
+        self._modules = {"cupy": SimpleNamespace(cuda=SimpleNamespace(runtime=runtime))}
+        self._modules |= {name.replace("_", "."): module for name, module in modules.items()}
+        monkeypatch.setattr(nccl_binding.importlib, "import_module", self._find)
+
+    def _find(self, name: str) -> Any:
+        if name not in self._modules:
+            raise ImportError(f"no module {name}")
+        return self._modules[name]
+
+
+def test_the_binding_is_cupys_or_else_nccl4pys(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = FakeModule()
+    nccl4py = FakeNccl4py(FakeCommunicator(), FakeModule(version=22905))
+    Installed(monkeypatch, cupy_cuda_nccl=module, nccl_bindings_nccl=nccl4py)
+    assert nccl_binding.load() is module
+    for cupys in ({}, {"cupy_cuda_nccl": SimpleNamespace(available=False)}):
+        Installed(monkeypatch, nccl_bindings_nccl=nccl4py, **cupys)
+        assert nccl_library.NcclLibrary().why_not() is None
+        assert nccl_library.NcclLibrary().version() == (2, 29, 5)
 
 
 def test_what_is_missing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    old = nccl_cupy.CupyNccl(SimpleNamespace(available=True))
-    assert "too old" in str(old.why_not())
-    cupy = SimpleNamespace(cuda=SimpleNamespace(runtime=SimpleNamespace(runtimeGetVersion=lambda: 12090)))
+    library = nccl_library.NcclLibrary()
+    Installed(monkeypatch, cupy_cuda_nccl=SimpleNamespace(available=True))
+    assert "too old" in str(library.why_not())
 
-    def find(name: str) -> Any:
-        if name == "cupy":
-            return cupy
-        raise ImportError(f"no module {name}")
+    def no_nccl() -> int:
+        raise RuntimeError("libnccl.so.2: cannot open shared object file")
 
-    monkeypatch.setattr(nccl_cupy.importlib, "import_module", find)
-    absent = nccl_cupy.CupyNccl(SimpleNamespace(available=False))
-    assert "pip install nvidia-nccl-cu12" in str(absent.why_not())
-    assert not absent.shares_gpus()
-    without_cupy = nccl_cupy.CupyNccl()
-    assert "no module cupy.cuda.nccl" in str(without_cupy.why_not())
+    without = SimpleNamespace(get_version=no_nccl)
+    Installed(monkeypatch, cupy_cuda_nccl=SimpleNamespace(available=False), nccl_bindings_nccl=without)
+    assert "pip install nvidia-nccl-cu12" in str(library.why_not())
+    assert not library.shares_gpus()
+    Installed(monkeypatch)
+    assert "no module cupy.cuda.nccl" in str(library.why_not())
     with pytest.raises(MissingDependencyError, match="CuPy"):
-        without_cupy.make_id()
+        library.make_id()
 
 
 def test_the_library_can_be_replaced() -> None:

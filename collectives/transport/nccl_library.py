@@ -1,4 +1,4 @@
-"""CuPy's binding of NCCL as a library of `collectives.transport.nccl`, with bounded waits and explained errors.
+"""The installed binding of NCCL as a library of `collectives.transport.nccl`, with bounded waits and explained errors.
 
 NCCL waits for its peers without a bound, and a thread inside NCCL cannot be interrupted: calls that may wait run in a
 separate thread (`collectives.transport.bounded_call`).
@@ -7,7 +7,6 @@ separate thread (`collectives.transport.bounded_call`).
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
 import threading
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from collectives.base.errors import CollectiveTimeoutError, MissingDependencyError, TransportError
 from collectives.base.reduce_op import Op
+from collectives.device import nccl_binding
 from collectives.transport.bounded_call import TimeIsUpError, within
 from collectives.transport.nccl_elements import Dtype, required_reduction, word
 
@@ -62,7 +62,7 @@ def failure(call: str, rank: int, error: Exception) -> TransportError:
     """The error of ``call`` for the user, from an exception of the binding.
 
     CuPy raises NcclError with a ``status``, or KeyError with the status as its argument if its table of names lacks it
-    (14.2: from 7 on, 13: from 6 on).
+    (14.2: from 7 on, 13: from 6 on); nccl4py NCCLError with a ``status``, or ValueError.
     """
     found: Any = error.args[0] if isinstance(error, KeyError) and error.args else getattr(error, "status", None)
     if not isinstance(found, int):
@@ -73,26 +73,22 @@ def failure(call: str, rank: int, error: Exception) -> TransportError:
     )
 
 
-_BINDING_ERRORS = (RuntimeError, KeyError)
-"""NcclError is a RuntimeError."""
-
-
-class CupyCommunicator:
-    """A `Communicator` over ``cupy.cuda.nccl.NcclCommunicator``.
+class NcclCommunicator:
+    """A `Communicator` over the binding's.
 
     A lock is held during every call, and from the beginning to the end of a group: an abort frees resources that calls
     use, so it waits for them to finish. The wait is short, because the purpose of an abort is to end a call that hangs.
 
     Args:
-        module: ``cupy.cuda.nccl``.
+        binding: of `nccl_binding.load`.
         communicator: its communicator, connected.
         device: of this rank.
     """
 
-    def __init__(self, module: Any, communicator: Any, rank: int, size: int, device: Device) -> None:
+    def __init__(self, binding: Any, communicator: Any, rank: int, size: int, device: Device) -> None:
         self.rank = rank
         self.size = size
-        self._module = module
+        self._binding = binding
         self._communicator = communicator
         self._device = device
         self._calls = threading.RLock()
@@ -126,7 +122,7 @@ class CupyCommunicator:
         self._calls.acquire()
         try:
             self._present("groupStart")
-            self._told("groupStart", self._module.groupStart)
+            self._told("groupStart", self._binding.groupStart)
         except BaseException:
             self._calls.release()
             raise
@@ -134,7 +130,7 @@ class CupyCommunicator:
     def end_group(self) -> None:
         # Also after an abort: the group belongs to the thread, and would defer all its later calls.
         try:
-            self._told("groupEnd", self._module.groupEnd)
+            self._told("groupEnd", self._binding.groupEnd)
         finally:
             self._calls.release()
 
@@ -153,7 +149,7 @@ class CupyCommunicator:
         idle = self._calls.acquire(timeout=_GRACE_SECONDS)
         try:
             # Nothing remains to be done if it fails.
-            with contextlib.suppress(TimeIsUpError, *_BINDING_ERRORS):
+            with contextlib.suppress(Exception):
                 within(_ABORT_SECONDS, "collectives-nccl-abort", self._on_device(communicator.abort))
         finally:
             if idle:
@@ -182,7 +178,7 @@ class CupyCommunicator:
     def _told(self, call: str, function: Callable[..., object], *arguments: int) -> None:
         try:
             function(*arguments)
-        except _BINDING_ERRORS as error:
+        except Exception as error:
             raise failure(call, self.rank, error) from error
 
     def _present(self, call: str) -> Any:
@@ -200,37 +196,25 @@ class CupyCommunicator:
         return communicator
 
 
-class CupyNccl:
-    """The `Library` of ``cupy.cuda.nccl``, which is imported at its first use.
+class NcclLibrary:
+    """The `Library` of the installed binding.
 
     Args:
-        module: replaces ``cupy.cuda.nccl``.
+        binding: replaces that of `nccl_binding.load`.
     """
 
-    def __init__(self, module: Any = None) -> None:
-        self._given = module
+    def __init__(self, binding: Any = None) -> None:
+        self._given = binding
 
     def why_not(self) -> str | None:
         try:
-            module = self._module
-        except ImportError as error:
-            return (
-                f"NCCL is reached through CuPy, which cannot be imported ({error}): pip install cupy-cuda13x, or "
-                f"cupy-cuda12x"
-            )
-        if not module.available:
-            # The CUDA version that CuPy was built for; this call needs no GPU.
-            major = importlib.import_module("cupy").cuda.runtime.runtimeGetVersion() // 1000
-            return f"NCCL is not installed, or cannot be loaded: pip install nvidia-nccl-cu{major}"
-        if not hasattr(module, "NcclConfig"):
-            return (
-                "this CuPy is too old for its NCCL binding to be used: pip install --upgrade cupy-cuda13x, or "
-                "cupy-cuda12x"
-            )
+            self._binding()
+        except MissingDependencyError as error:
+            return str(error)
         return None
 
     def version(self) -> tuple[int, int, int]:
-        code: int = self._usable().get_version()
+        code: int = self._binding().get_version()
         return code // 10000, code // 100 % 100, code % 100
 
     def shares_gpus(self) -> bool:
@@ -241,15 +225,16 @@ class CupyNccl:
         return allowed and self.why_not() is None and self.version() >= _SHARES_SINCE
 
     def make_id(self) -> bytes:
+        binding = self._binding()
         try:
-            return bytes(self._usable().get_unique_id())
-        except _BINDING_ERRORS as error:
+            return bytes(binding.get_unique_id())
+        except Exception as error:
             raise failure("get_unique_id", 0, error) from error
 
     def connect(
         self, rank: int, size: int, unique_id: bytes, timeout: float, device: Device, *, sharers: int = 1
     ) -> Communicator:
-        module = self._usable()
+        binding = self._binding()
         # Otherwise NCCL connects the ranks at the first call of each of its algorithms, without a bound, within a
         # collective.
         os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
@@ -264,8 +249,8 @@ class CupyNccl:
         def meet() -> Any:
             device.activate()
             try:
-                return module.NcclCommunicator(size, unique_id, rank)
-            except _BINDING_ERRORS as error:
+                return binding.NcclCommunicator(size, unique_id, rank)
+            except Exception as error:
                 raise failure("NcclCommunicator", rank, error) from error
 
         try:
@@ -278,14 +263,7 @@ class CupyNccl:
                 f"or the wrong network "
                 f"(NCCL_SOCKET_IFNAME), keep them apart? NCCL_DEBUG=INFO shows who is there"
             ) from None
-        return CupyCommunicator(module, communicator, rank, size, device)
+        return NcclCommunicator(binding, communicator, rank, size, device)
 
-    @property
-    def _module(self) -> Any:
-        return importlib.import_module("cupy.cuda.nccl") if self._given is None else self._given
-
-    def _usable(self) -> Any:
-        reason = self.why_not()
-        if reason is not None:
-            raise MissingDependencyError(reason)
-        return self._module
+    def _binding(self) -> Any:
+        return nccl_binding.load() if self._given is None else self._given

@@ -6,7 +6,7 @@ SHELL := /bin/bash
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-fast coverage lint demo bench gpu-check wheel clean
+.PHONY: help setup test test-fast coverage lint demo bench gpu-compile gpu-check wheel clean
 
 # The first Python on PATH that is new enough and not too new. Override: make test PYTHON=/path/to/python
 PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11 python3.10; do \
@@ -20,7 +20,7 @@ FAST := .venv/bin/python -m pytest --numprocesses 2 -m "not slow"
 BENCH ?= -b 4K -e 64M -f 4 --peers mpi
 
 help:  ## Show this list
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/make \1\t\2/' | expand -t 16
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/make \1\t\2/' | expand -t 20
 
 .venv/.installed: pyproject.toml
 	@test -n "$(PYTHON)" || { echo "make: no Python 3.10 to 3.13 on PATH; name one: make PYTHON=/path/to/python" >&2; exit 1; }
@@ -68,6 +68,16 @@ demo: .venv/.installed  ## All-reduce real gradients on 2 ranks; table and plots
 bench: .venv/.installed  ## All-reduce bandwidth on 2 ranks beside MPI's own (options: BENCH="-b 1M -e 64M")
 	.venv/bin/collectivesrun -np 2 .venv/bin/python -m benchmarks.allreduce $(BENCH)
 
+.venv-gpu/.installed: pyproject.toml
+	@test -n "$(PYTHON)" || { echo "make: no Python 3.10 to 3.13 on PATH; name one: make PYTHON=/path/to/python" >&2; exit 1; }
+	@echo "installing CuPy, NVRTC, NCCL and what disassembles into .venv-gpu, 0.9 GB ($(PYTHON))"
+	$(PYTHON) -m venv --clear .venv-gpu
+	.venv-gpu/bin/python $(PIP) --editable '.[cuda13,test-mpi]' nccl4py nvidia-cuda-nvrtc nvidia-cuda-nvdisasm nvidia-cuda-runtime ml_dtypes
+	@touch $@
+
+gpu-compile: .venv-gpu/.installed  ## Compile every kernel for four kinds of GPUs, and compare our calls with CuPy's and NCCL's own (needs no GPU)
+	.venv-gpu/bin/python -m tests.gpu.compile
+
 gpu-check:  ## Check and measure everything on a GPU, in under 6 minutes (needs CuPy and an MPI; see docs/gpu.md)
 	$(PYTHON) -m benchmarks.gpu
 
@@ -76,5 +86,5 @@ wheel: .venv/.installed  ## Build dist/*.whl
 	@ls dist
 
 clean:  ## Remove everything that is not source
-	rm -rf .venv .venv-mpich .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist demo-output scaling-output
+	rm -rf .venv .venv-mpich .venv-gpu .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist demo-output scaling-output
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -231,7 +231,7 @@ template <class Dtype, class Operation, class Scale, int LIMIT, int N>
 INLINE void sweep(const Int64 *at, int sources, int targets, Int64 groups, Int64 before, Int64 gap,
                   const Scaling &scaling) {
     typedef typename Dtype::Item Item;
-    const int UNROLL = LIMIT < 4 ? 4 / LIMIT : 1;  // with more, registers are spilled
+    const int UNROLL = LIMIT < 4 ? (sizeof(Item) == 1 ? 2 : 4) / LIMIT : 1;  // with more, registers are spilled
     const Int64 stride = Int64(gridDim.x) * blockDim.x;
     for (Int64 first = Int64(blockIdx.x) * blockDim.x + threadIdx.x; first < groups; first += UNROLL * stride) {
         Group<Item, N> loaded[UNROLL][LIMIT];
@@ -269,11 +269,11 @@ INLINE void sweep(const Int64 *at, int sources, int targets, Int64 groups, Int64
 }
 
 // One job, in 16-byte words where all pointers are aligned alike; items before the first word and after the last are
-// handled one by one. Single-byte items of many sources use 8-byte words, because 16 items of each source, widened,
-// would not fit the registers.
+// handled one by one. Single-byte items of more than two sources use 8-byte words, because 16 items of each source,
+// widened, would not fit the registers.
 template <class Dtype, class Operation, class Scale, int LIMIT>
 INLINE void combine_job(const Int64 *at, int sources, int targets, Int64 count, const Scaling &scaling) {
-    const int SIZE = sizeof(typename Dtype::Item), N = SIZE == 1 && LIMIT == WAYS ? 8 : 16 / SIZE;
+    const int SIZE = sizeof(typename Dtype::Item), N = SIZE == 1 && LIMIT > 2 ? 8 : 16 / SIZE;
     Int64 differences = 0;
 #pragma unroll
     for (int s = 1; s < LIMIT; ++s)

@@ -1,14 +1,10 @@
-"""The device kernels, compiled for the CPU, against NumPy and `collectives.tensors.reduction`; and compiled for a GPU,
-if there is a compiler."""
+"""The device kernels, compiled for the CPU, against NumPy and `collectives.tensors.reduction`. (`make gpu-compile`
+compiles them for GPUs.)"""
 
 from __future__ import annotations
 
 import math
-import re
-import shutil
-import subprocess
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,7 +27,6 @@ DTYPES = [dtypes.resolve(name) for name in dtypes.NAMES]
 HALVES = [dtype for dtype in DTYPES if dtypes.is_half(dtype)]
 OPS = [Op.SUM, Op.AVERAGE, Op.MIN, Op.MAX, Op.PRODUCT]
 UFUNCS = {Op.SUM: np.add, Op.AVERAGE: np.add, Op.MIN: np.minimum, Op.MAX: np.maximum, Op.PRODUCT: np.multiply}
-NVCC = shutil.which("nvcc")
 
 needs_compiler = pytest.mark.skipif(host_kernels.COMPILER is None, reason=host_kernels.MISSING)
 
@@ -434,66 +429,3 @@ def test_a_complex_infinity_keeps_its_other_part(device: Device) -> None:
     source, target = np.array([complex(math.inf, 1.0)], np.complex64), np.empty(1, np.complex64)
     run(Kernels(device), Op.SUM, [([source], [target])], kernels.prescale(source.dtype, 2.0))
     assert target[0].real == math.inf and target[0].imag == 2.0
-
-
-# ---- compiled for a GPU
-
-
-def widest_kernels() -> list[kernel_sources.Kernel]:
-    """Of every dtype those that need the most registers, and one of each other kind."""
-    found = []
-    for name, dtype in zip(dtypes.NAMES, DTYPES, strict=True):
-        operation = "Or" if name == "bool" else "Product" if dtypes.is_complex(dtype) else "Sum"
-        scaling = "Divide" if dtypes.is_floating(dtype) else "Quotient" if dtypes.is_integer(dtype) else "Unscaled"
-        found.append(kernel_sources.combine(operation, name, scaling))
-    for operation in ("Sum", "Product", "Min", "Max"):
-        found.append(kernel_sources.combine(operation, "bfloat16", "Unscaled"))
-    found += [kernel_sources.combine("Sum", "int8", "Truncate"), kernel_sources.combine("And", "bool", "Truncate")]
-    found += [
-        kernel_sources.copy("uint8", "Unscaled"),
-        kernel_sources.copy("uint8", "Quotient"),
-        kernel_sources.copy("float16", "Multiply"),
-    ]
-    found += [kernel_sources.pack("uint8", "uint8", "Unscaled"), kernel_sources.pack("float64", "float16", "Multiply")]
-    found += [kernel_sources.unpack("float32", "bfloat16", "Divide"), kernel_sources.unpack("int8", "int8", "Quotient")]
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(NVCC is None, reason="needs nvcc, which compiles the kernels for a GPU")
-def test_the_kernels_compile_for_a_gpu_within_its_registers(tmp_path: Path) -> None:
-    every = widest_kernels()
-    source = tmp_path / "kernels.cu"
-    source.write_text(kernel_sources.source(*every))
-    command = [NVCC, "-arch=sm_90", "-cubin", "-Xptxas", "-v", "-Werror", "all-warnings", "-o", "kernels.cubin", source]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=250, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    spills = re.findall(
-        r"Function properties for (\w+)\s+(\d+) bytes stack frame, (\d+) bytes spill stores", done.stdout + done.stderr
-    )
-    assert {name for name, *_ in spills} == {kernel.name for kernel in every}
-    assert [(name, stack, spilled) for name, stack, spilled in spills if (stack, spilled) != ("0", "0")] == []
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(NVCC is None, reason="needs nvcc, which compiles the kernels for a GPU")
-def test_words_of_16_bytes_are_loaded_and_stored_at_once(tmp_path: Path) -> None:
-    source = tmp_path / "kernels.cu"
-    for kernel, loads in (
-        (kernel_sources.combine("Sum", "bfloat16", "Unscaled"), 2 * 2 + 4 + 8),
-        (kernel_sources.copy("uint8", "Unscaled"), 4),
-        (kernel_sources.pack("uint32", "uint32", "Unscaled"), 4),
-        (kernel_sources.pack("float32", "float16", "Multiply"), 4),
-    ):
-        source.write_text(kernel_sources.source(kernel))
-        subprocess.run(
-            [NVCC, "-arch=sm_90", "-ptx", "-o", "kernels.ptx", source],
-            check=True,
-            capture_output=True,
-            timeout=100,
-            cwd=tmp_path,
-        )
-        text = (tmp_path / "kernels.ptx").read_text()
-        assert len(re.findall(r"ld\.global\.v4\.[bu]32", text)) == loads
-        # What is read may be written by the same kernel: never through the read-only cache.
-        assert "ld.global.nc" not in text

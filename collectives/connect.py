@@ -158,7 +158,7 @@ def _meet(
     from collectives.transport import tcp  # with asyncio, which not all need
 
     try:
-        exchange = rendezvous.exchange_of(place, config.timeout)
+        exchange = rendezvous.exchange_of(place, config)
         try:
             return tcp.connect(exchange, place.rank, place.key, config, exchange.look_for_failures)
         except BaseException as error:

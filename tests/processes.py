@@ -133,7 +133,7 @@ def by_rendezvous(rank: int, size: int, links: Links, config: Config) -> Group:
     place = rendezvous.find(environment, config)
     assert place is not None
     try:
-        exchange = rendezvous.exchange_of(place, config.timeout)
+        exchange = rendezvous.exchange_of(place, config)
         return tcp.connect(exchange, rank, place.key, config, exchange.look_for_failures)
     finally:
         place.close()

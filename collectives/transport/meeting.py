@@ -70,6 +70,11 @@ class Meeting:
         assert self._store is not None
         return self._store
 
+    @property
+    def serves(self) -> bool:
+        """Whether this process serves the store."""
+        return self._store is not None and any(self._store.address[1] == server.address[1] for server in _served)
+
     def close(self) -> None:
         """End the connection."""
         if self._store is not None:

@@ -56,6 +56,7 @@ class Place:
         key: the job's; None: rank 0 makes one, and the first exchange tells it to the others. Who can read a store that
             somebody else serves can join.
         how: what said so; for messages.
+        serves: whether this process serves the store.
     """
 
     rank: int
@@ -64,16 +65,21 @@ class Place:
     key: bytes | None = field(repr=False)
     how: str
     release: Callable[[], None] = field(default=lambda: None, repr=False)
+    serves: bool = False
 
     def close(self) -> None:
         """End the connection to the store. A store that this process serves stays."""
         self.release()
 
 
-def exchange_of(place: Place, timeout: float) -> StoreExchange:
+def exchange_of(place: Place, config: Config) -> StoreExchange:
     """The exchange of a place: called with a rank's value, it returns those of all ranks."""
     assert place.store is not None
-    return StoreExchange(place.store, place.rank, place.size, timeout, place.how, place.key)
+    return StoreExchange(
+        *(place.store, place.rank, place.size, config.timeout, place.how, place.key),
+        peer_timeout=config.peer_timeout,
+        serves=place.serves,
+    )
 
 
 def asked(
@@ -223,12 +229,13 @@ def _at(spot: places.Spot, environment: Mapping[str, str], config: Config) -> Pl
     """The place at a spot: connect to the store there, or serve it."""
     key = job_key.given(environment)
     if spot.torch and _has_torch():
+        serves = spot.rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         with saying_what_is_tried(
             lambda: f"rank {spot.rank}: waiting for torch's store at {spot.host}:{spot.ports[0]} ({spot.launcher})",
             config.timeout,
         ):
-            store = _torch_store(spot, environment, config.timeout)
-        return Place(spot.rank, spot.size, store, key, spot.launcher)
+            store = _torch_store(spot, serves, config.timeout)
+        return Place(spot.rank, spot.size, store, key, spot.launcher, serves=serves)
     from collectives.transport.meeting import Meeting  # with asyncio, which not all need
 
     if key is None:
@@ -240,7 +247,8 @@ def _at(spot: places.Spot, environment: Mapping[str, str], config: Config) -> Pl
         lambda: f"rank {spot.rank}: waiting for rank 0 to serve a store ({meeting.how}): {meeting.reasons()}",
         config.timeout,
     ):
-        return Place(spot.rank, spot.size, meeting.connect(), key, meeting.how, meeting.close)
+        store = meeting.connect()
+    return Place(spot.rank, spot.size, store, key, meeting.how, meeting.close, meeting.serves)
 
 
 def _has_torch() -> bool:
@@ -249,7 +257,7 @@ def _has_torch() -> bool:
     return bool(importlib.import_module("torch.distributed").is_available())
 
 
-def _torch_store(spot: places.Spot, environment: Mapping[str, str], timeout: float) -> Any:
+def _torch_store(spot: places.Spot, serves: bool, timeout: float) -> Any:
     """torch's store at a spot: that of torchrun's agent, or one that rank 0 serves, which a later
     ``init_process_group`` shares."""
     distributed: Any = importlib.import_module("torch.distributed")
@@ -257,7 +265,6 @@ def _torch_store(spot: places.Spot, environment: Mapping[str, str], timeout: flo
     if address in _of_torch and not _answers(_of_torch[address]):
         del _of_torch[address]  # the process that served it has ended; another may have taken its place
     if address not in _of_torch:
-        serves = spot.rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         limit = timedelta(seconds=timeout)
         try:
             _of_torch[address] = bounded_call.within(

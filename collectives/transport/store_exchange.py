@@ -9,7 +9,7 @@ The number is where the keys of the next exchange lie, of the same `init` or of 
 numbers to the exchange that is not concluded. So all meet there, whoever has failed in which, and nothing of an earlier
 exchange is in the way. A rank whose attempt failed may try again, with a new nonce, while others still wait: a list
 with an older offer is not agreed to, and rank 0 proposes another one as soon as it sees the new offer. Each rank makes
-some ten calls of the store, and rank 0 some ten for each rank.
+some twenty calls of the store, and rank 0 some ten for each rank.
 
 Values travel as JSON: the store may be anybody's, and what it says is not unpickled. Where the job has a key, each
 value has an HMAC over its own key in the store, which says exchange, kind and rank, and over its text, with the nonce
@@ -34,6 +34,7 @@ from typing import Any, Protocol
 
 from collectives.base import interrupts
 from collectives.base.errors import (
+    CollectivesError,
     CollectiveTimeoutError,
     InvalidArgumentError,
     MismatchError,
@@ -41,10 +42,12 @@ from collectives.base.errors import (
     TransportError,
     in_words,
 )
+from collectives.transport import backoff
+from collectives.transport.store_beats import StoreBeats
 
 _PREFIX = "collectives"
 _FIRST = "first"
-_SIZE, _LEFT = f"{_PREFIX}/size", f"{_PREFIX}/left"
+_LEFT, _BEAT = f"{_PREFIX}/left", f"{_PREFIX}/beat"
 _PIECE = 0.5
 """Longest seconds of a wait in a store, which no interrupt may end."""
 _FIRST_NAP, _LONGEST_NAP, _GROWTH = 2e-3, 0.1, 1.5
@@ -54,8 +57,14 @@ _SHORTEST = 1e-3
 """Seconds of a wait; to some stores 0 means for ever."""
 _LOOK_EVERY = 0.2
 """Seconds between two looks for ranks that have left."""
+_HEARD_WITHIN = 1.5
+"""Seconds for which a store is still served when its rank fails: the others wait in pieces, and then look."""
 _SIGNED = b"sha256 "
 """Begins a value that has an HMAC, which follows in hexadecimal; no JSON begins so."""
+
+
+class _SizesDifferError(Exception):
+    """Ranks disagree about their number."""
 
 
 class KeyValueStore(Protocol):
@@ -80,15 +89,38 @@ class StoreExchange:
         timeout: seconds.
         how: where the ranks meet; for messages.
         key: the job's, with which values are signed; None where the ranks have none yet.
+        peer_timeout: seconds of silence after which a rank counts as dead.
+        serves: whether this process serves the store, which then ends with it.
     """
 
     def __init__(
-        self, store: KeyValueStore, rank: int, size: int, timeout: float, how: str, key: bytes | None = None
+        self,
+        store: KeyValueStore,
+        rank: int,
+        size: int,
+        timeout: float,
+        how: str,
+        key: bytes | None = None,
+        *,
+        peer_timeout: float = 10.0,
+        serves: bool = False,
     ) -> None:
         self._store = store
         self._job_key = key
         self._rank, self._size, self._timeout, self._how = rank, size, timeout, how
+        self._serves, self._peer_timeout = serves, peer_timeout
         self._offer = {"nonce": secrets.token_hex(8), "by": f"process {os.getpid()} on {socket.gethostname()}"}
+        self._beats = StoreBeats(
+            *(rank, size, peer_timeout, self._offer),
+            lambda peer: self._found_at(f"{_BEAT}/{peer}"),
+            lambda beat: self._set(f"{_BEAT}/{rank}", beat),
+        )
+        self._server: str | None = None
+        """Which process of rank 0 serves the store; empty if it does not, None if that is unknown."""
+        self._left_before: Any = None
+        """Which rank had left when this one came."""
+        self._sizes: dict[str, Any] = {}
+        """What was said about the number of ranks when this exchange began."""
         self._nonces: list[str] = []
         self._count = 0
         self._place = _FIRST
@@ -100,26 +132,61 @@ class StoreExchange:
 
         Raises:
             CollectiveTimeoutError: not every rank came; names those that did not.
-            RankFailedError: a rank has left, after the first exchange.
+            RankFailedError: a rank has died, or has left after the first exchange.
             InvalidArgumentError: another process has this rank's number.
-            MismatchError: a value was not signed with this job's key.
-            TransportError: the store failed.
+            MismatchError: a value was not signed with this job's key, or the ranks disagree about their number.
+            TransportError: the store failed, and it is not known that rank 0 serves it.
         """
         if self._size == 1:
             return [value]
         self._end = time.monotonic() + self._timeout
-        self._set(_SIZE, self._size)
         while (following := self._found("concluded")) is not None:
             self._place = following
-        self._set(self._key("offer", self._rank), {**self._offer, "count": self._count, "value": value})
+        if self._count == 0:
+            self._left_before = self._found_at(_LEFT)
+        offer = {**self._offer, "count": self._count, "serves": self._serves, "value": value}
+        self._set(self._key("offer", self._rank), offer)
+        self._beats.look(self._nonces)
         try:
+            self._say_size()
             offers = self._propose() if self._rank == 0 else self._agree()
+        except _SizesDifferError as error:
+            raise MismatchError(str(error)) from None  # which all ranks see for themselves
         except MismatchError as error:
             self._refuse(error)
             raise
         self._nonces = [offer["nonce"] for offer in offers]
         self._count += 1
         return [offer["value"] for offer in offers]
+
+    def _say_size(self) -> None:
+        """Say how many ranks there are, unless somebody has said the same."""
+        self._sizes = self._found("size") or {}
+        if self._sizes.get("size") != self._size:
+            self._contradict(self._sizes)
+
+    def _contradict(self, said: dict[str, Any]) -> None:
+        """Say how many ranks there are, to those who wait for a rank that has said something else, if there is one."""
+        known = {"other": {name: what for name, what in said.items() if name != "other"}} if said else {}
+        new = {"number": secrets.token_hex(8)}  # others may have seen the same of this rank before
+        self._sizes = {**self._offer, "rank": self._rank, "size": self._size, **new, **known}
+        self._set(self._key("size"), self._sizes)
+
+    def _compare_sizes(self) -> None:
+        """Raise if ranks disagree about their number. Whoever spoke before this rank may have been in an earlier
+        attempt, but who has contradicted it or another rank since then is here, and hears the same of this rank."""
+        said = self._get(self._key("size"))
+        if said["size"] == self._size and said.get("other") in (None, self._sizes.get("other")):
+            return
+        self._contradict(said if said["size"] != self._size else said["other"])
+        one, other = (
+            f"rank {each['rank']} ({each['by']}) says that there are {each['size']} ranks"
+            for each in (self._sizes, self._sizes["other"])
+        )
+        raise _SizesDifferError(
+            f"rank {self._rank}: {one}, and {other} ({self._how}); give every rank the same number, with "
+            "COLLECTIVES_SIZE, WORLD_SIZE, or init(size=...)"
+        )
 
     def _refuse(self, error: MismatchError) -> None:
         """Tell the ranks that wait for this one that it does not believe what the store says."""
@@ -132,9 +199,11 @@ class StoreExchange:
             self._set(self._key("agreed", self._rank), {**refusal, "nonces": [self._offer["nonce"]]})
 
     def _nonce_of(self, rank: int) -> str:
-        """The nonce that a rank's offer has, whoever has signed it; empty if it is no offer."""
+        """The nonce that a rank's offer has, whoever has signed it; empty if there is none, or it is no offer."""
+        key = self._key("offer", rank)
         with suppress(ValueError, KeyError, TypeError):
-            return str(json.loads(_divided(self._read(self._key("offer", rank)))[1])["nonce"])
+            if self._arrived([key], _AT_ONCE):
+                return str(json.loads(_divided(self._read(key))[1])["nonce"])
         return ""
 
     def _check_refusal(self, said: Any, nonce: str) -> None:
@@ -145,10 +214,13 @@ class StoreExchange:
     def leave(self, error: BaseException) -> None:
         """Tell the ranks that have ended the first exchange, and wait for this one, that it will not come because of an
         error."""
-        if not isinstance(error, RankFailedError):  # which another rank has told already
-            with suppress(TransportError):  # the store may be what failed
+        with suppress(CollectivesError):  # the store may be what failed
+            if not isinstance(error, RankFailedError):  # which another rank has told already
                 why = in_words(self._rank, error)
                 self._set(_LEFT, {"rank": self._rank, "nonce": self._offer["nonce"], "why": why})
+            self._beats.end()
+        if self._serves and isinstance(error, CollectivesError):
+            backoff.poll(lambda: False, _HEARD_WITHIN, 0.05)
 
     def look_for_failures(self) -> None:
         """Raise RankFailedError if a rank has left since the first exchange; for ranks that wait for it elsewhere."""
@@ -157,13 +229,30 @@ class StoreExchange:
             self._looked_at = time.monotonic()
 
     def _look(self) -> None:
-        if self._count and self._arrived([_LEFT], _AT_ONCE):
-            left = self._get(_LEFT)
-            if left["rank"] != self._rank and left["nonce"] in self._nonces:  # else it was in an earlier attempt
-                raise RankFailedError(
-                    f"rank {self._rank}: rank {left['rank']} failed in init(): {left['why']}; mend that, and call "
-                    "init() again on every rank"
-                )
+        """Raise if a rank has died, or has left since the first exchange. What was told before this rank came is of an
+        earlier attempt."""
+        if self._server is None and self._rank != 0:
+            self._note_server(self._found("offer", 0))
+        dead = self._beats.look(self._nonces)
+        if dead is not None:
+            rank, beat = dead
+            why = (
+                f"{beat['by']} has been silent for {self._peer_timeout:g} s: it has died or is stopped, or its host or "
+                "network is down (COLLECTIVES_PEER_TIMEOUT sets how long a rank may be silent)"
+            )
+            self._set(_LEFT, {"rank": rank, "nonce": beat["nonce"], "died": True, "why": why})
+        left = self._found_at(_LEFT)
+        if left is None or not ("died" in left or left["nonce"] in self._nonces) or left == self._left_before:
+            return
+        raise RankFailedError(
+            f"rank {self._rank}: rank {left['rank']} failed in init(): {left['why']}; mend that, and call init() again "
+            "on every rank"
+        )
+
+    def _note_server(self, offer: dict[str, Any] | None) -> None:
+        """Note from rank 0's offer whether it serves the store."""
+        if offer is not None:
+            self._server = offer["by"] if offer["serves"] else ""
 
     def _propose(self) -> list[dict[str, Any]]:
         """Rank 0's part."""
@@ -185,6 +274,8 @@ class StoreExchange:
             if self._arrived(agreed):
                 said = [self._get(key) for key in agreed]
                 if all(one == number for one in said):
+                    # Who was contradicted looks in between.
+                    backoff.poll(self._compare_sizes, 2 * _PIECE if "other" in self._sizes else 0.0, _LONGEST_NAP)
                     self._set(self._key("concluded"), number)
                     return proposed
                 for one, offer in zip(said, offers[1:], strict=True):
@@ -205,6 +296,7 @@ class StoreExchange:
                     self._check_refusal(found, self._offer["nonce"])
                     if found["number"] == proposed and "offers" in found:  # else rank 0 is about to propose another one
                         number, offers = proposed, found["offers"]
+                        self._note_server(offers[0])
                         mine = offers[self._rank] if len(offers) == self._size else None
                         agreed = mine is not None and mine["nonce"] == self._offer["nonce"]
                         if agreed:
@@ -234,17 +326,16 @@ class StoreExchange:
                 )
 
     def _check(self) -> None:
-        """Raise if a rank has left, or the time is over."""
+        """Raise if a rank has left, if the ranks disagree about their number, or if the time is over."""
         self._look()
+        self._compare_sizes()
         if time.monotonic() <= self._end:
             return
         missing = self._missing()
         named = ", ".join(str(rank) for rank in missing[:16]) + (", ..." if len(missing) > 16 else "")
-        size = self._get(_SIZE)
-        other = f"; another process says that there are {size} ranks, not {self._size}" if size != self._size else ""
         raise CollectiveTimeoutError(
             f"rank {self._rank}: waited {self._timeout:g} s for rank{'s' * (len(missing) > 1)} {named} of {self._size} "
-            f"to call init() ({self._how}){other}; see what {'they are' if len(missing) > 1 else 'it is'} doing, or "
+            f"to call init() ({self._how}); see what {'they are' if len(missing) > 1 else 'it is'} doing, or "
             "raise COLLECTIVES_TIMEOUT"
         )
 
@@ -263,8 +354,11 @@ class StoreExchange:
         return "/".join([_PREFIX, self._place, name, *([] if rank is None else [str(rank)])])
 
     def _found(self, name: str, rank: int | None = None) -> Any:
+        """The value of a key of this exchange; None if there is none."""
+        return self._found_at(self._key(name, rank))
+
+    def _found_at(self, key: str) -> Any:
         """The value of a key; None if there is none."""
-        key = self._key(name, rank)
         return self._get(key) if self._arrived([key], _AT_ONCE) else None
 
     def _set(self, key: str, value: Any) -> None:
@@ -330,8 +424,14 @@ class StoreExchange:
                 return False
             raise self._failed(error) from error
 
-    def _failed(self, error: Exception) -> TransportError:
-        return TransportError(f"rank {self._rank}: the store at which the ranks meet ({self._how}) failed: {error}")
+    def _failed(self, error: Exception) -> CollectivesError:
+        failed = f"the store at which the ranks meet ({self._how}) failed: {error}"
+        if self._server and self._rank != 0:
+            return RankFailedError(
+                f"rank {self._rank}: rank 0 ({self._server}) has ended in init(), or its host or network is down; see "
+                f"its output; {failed}"
+            )
+        return TransportError(f"rank {self._rank}: {failed}")
 
 
 def _divided(value: bytes) -> tuple[bytes, bytes]:

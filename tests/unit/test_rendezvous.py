@@ -58,7 +58,7 @@ def port() -> int:
 def meet(environment: Mapping[str, str], config: Config = CONFIG, told: Asked = NOTHING) -> tuple[Place, list[Any]]:
     place = find(environment, config, told)
     assert place is not None
-    exchange = exchange_of(place, config.timeout)
+    exchange = exchange_of(place, config)
     said = exchange(place.rank)
     assert exchange(str(place.rank)) == [str(rank) for rank in said]
     place.close()
@@ -164,7 +164,7 @@ def test_ranks_of_an_mpi_launcher_meet_without_mpi(
     def of_a_rank(rank: int) -> list[Any]:
         place = find({**here, "OMPI_COMM_WORLD_RANK": str(rank)}, CONFIG, without_mpi=True)
         assert place is not None
-        said = exchange_of(place, 20)(rank)
+        said = exchange_of(place, CONFIG)(rank)
         place.close()
         return said
 
@@ -340,8 +340,8 @@ GROUP = dict(backend="gloo", init_method="env://")
 if sys.argv[1] == "before":
     dist.init_process_group(**GROUP)
 for _ in range(2):
-    place = find(os.environ, Config(timeout=20.0))
-    print(place.rank, place.key, exchange_of(place, 20)(place.rank), place.how, flush=True)
+    place = find(os.environ, config := Config(timeout=20.0))
+    print(place.rank, place.key, exchange_of(place, config)(place.rank), place.how, flush=True)
 if sys.argv[1] == "after":
     dist.init_process_group(**GROUP)
 dist.barrier()

@@ -7,11 +7,13 @@ the function's signature.
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import CodeType
 from typing import Any, NamedTuple, Protocol, TypedDict, TypeVar
 
 from collectives.base.reduce_op import Op
@@ -125,7 +127,11 @@ def refuse_unknown(options: Mapping[str, Any], accepted: type[Any]) -> None:
     """Raise TypeError as `complete` does."""
     unknown = [keyword for keyword in options if keyword == "process_set" or keyword not in accepted.__optional_keys__]
     if unknown:
-        raise TypeError(f"{_called_function()}() got an unexpected keyword argument {unknown[0]!r}")
+        function = _called_function()
+        own = function.co_varnames[: function.co_argcount + function.co_kwonlyargcount]
+        near = difflib.get_close_matches(unknown[0], {*own, *accepted.__optional_keys__}, 1)
+        meant = f"; did you mean {near[0]!r}?" if near else ""
+        raise TypeError(f"{function.co_name}() got an unexpected keyword argument {unknown[0]!r}{meant}")
 
 
 def spelled_out(accepted: type[Any], **defaults: Any) -> Callable[[Function], Function]:
@@ -165,9 +171,9 @@ def spelled_out(accepted: type[Any], **defaults: Any) -> Callable[[Function], Fu
     return decorate
 
 
-def _called_function() -> str:
-    """The name of the outermost calling function of this package, which the program called."""
+def _called_function() -> CodeType:
+    """The outermost calling function of this package, which the program called."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_back.f_code.co_filename.startswith(_PACKAGE):
         frame = frame.f_back
-    return frame.f_code.co_name
+    return frame.f_code

@@ -10,6 +10,7 @@ from typing import Any, TypedDict
 import numpy as np
 
 from collectives.base.errors import InvalidArgumentError, InvalidTypeError, UnsupportedError
+from collectives.base.options import refuse_unknown
 from collectives.base.reduce_op import Op
 from collectives.engine import arguments
 from collectives.jax import compat, eager, primitive, small_tensors
@@ -42,13 +43,6 @@ def refusing(world: World, name: str | None) -> Iterator[None]:
         raise world.refused(error, name) from None
 
 
-def check_keywords(function: str, options: ProgramOptions) -> None:
-    """Raise the `TypeError` of a function that is called with an unknown keyword."""
-    unknown = [keyword for keyword in options if keyword not in ProgramOptions.__annotations__]
-    if unknown:
-        raise TypeError(f"{function}() got an unexpected keyword argument {unknown[0]!r}")
-
-
 def begin(
     collective: str, process_set: ProcessSet | int, name: str | None, options: ProgramOptions
 ) -> tuple[World, CollectiveCall]:
@@ -58,7 +52,7 @@ def begin(
         InvalidTypeError, InvalidArgumentError: ``name`` is not a string, or is missing with ``ordered=False``.
         TypeError: an unknown keyword.
     """
-    check_keywords(collective, options)
+    refuse_unknown(options, ProgramOptions)
     world = world_of(process_set)
     ordered = bool(options.get("ordered", True))
     with refusing(world, name):

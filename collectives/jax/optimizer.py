@@ -18,10 +18,10 @@ import jax
 import jax.numpy as jnp
 
 from collectives.base.errors import InvalidArgumentError, InvalidTypeError
-from collectives.base.options import spelled_out
+from collectives.base.options import refuse_unknown, spelled_out
 from collectives.base.reduce_op import Op
 from collectives.frontends.gradient_options import GradientOptions
-from collectives.jax.dispatch import ProgramOptions, check_keywords
+from collectives.jax.dispatch import ProgramOptions
 from collectives.jax.operations import allreduce
 from collectives.process_sets import ProcessSet
 from collectives.runtime import global_process_set
@@ -92,7 +92,7 @@ def distributed_gradients(
     Raises:
         InvalidArgumentError: a factor without Average.
     """
-    check_keywords("distributed_gradients", options)
+    refuse_unknown(options, ProgramOptions)
     factors: Any = GradientOptions(
         op=op, compression=compression, gradient_predivide_factor=gradient_predivide_factor
     ).factors

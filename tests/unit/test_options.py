@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -50,6 +52,24 @@ def test_keywords_are_completed_by_their_defaults() -> None:
 def test_an_unknown_keyword_is_refused(keyword: str) -> None:
     with pytest.raises(TypeError, match=rf"\(\) got an unexpected keyword argument '{keyword}'"):
         gather(1, **{keyword: None})
+
+
+@pytest.mark.parametrize(("keyword", "meant"), [("avrage", "average"), ("postscal_factor", "postscale_factor")])
+def test_a_misspelt_keyword_is_told_what_was_meant(keyword: str, meant: str) -> None:
+    collectives.init()
+    with pytest.raises(TypeError, match=rf"^allreduce\(\) got an unexpected .* '{keyword}'; did you mean '{meant}'\?$"):
+        collectives.allreduce(1.0, **{keyword: 1})
+    with pytest.raises(TypeError, match=r"^allreduce\(\) got an unexpected keyword argument 'colour'$"):
+        collectives.allreduce(1.0, **{"colour": 1})
+    collectives.shutdown()
+
+
+@pytest.mark.parametrize("before", ["", "hvd.init(); "])
+def test_a_misspelt_function_is_told_what_was_meant(before: str) -> None:
+    """By Python, for which a module must have its names, and no error of its own may come between."""
+    program = f"import collectives as hvd; {before}hvd.alreduce(1.0)"
+    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert "no attribute 'alreduce'. Did you mean: 'allreduce'?" in shown.stderr
 
 
 def test_the_types_of_all_keywords_can_be_looked_up() -> None:

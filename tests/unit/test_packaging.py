@@ -78,7 +78,9 @@ def commands(target: str) -> str:
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
-@pytest.mark.parametrize(("target", "environments"), [("demo", 1), ("bench", 1), ("wheel", 1), ("gpu-compile", 1), ("test", 2)])
+@pytest.mark.parametrize(
+    ("target", "environments"), [("demo", 1), ("bench", 1), ("wheel", 1), ("gpu-compile", 1), ("test", 2)]
+)
 def test_make_says_what_it_installs_and_installs_what_it_runs(target: str, environments: int) -> None:
     shown = commands(target)
     said = re.findall(r'echo "installing [^"]+ into (\S+): [\d.]+ (?:MB|GB), [^"]*(?:seconds|minutes?)"', shown)

@@ -317,7 +317,7 @@ def _tag(tag: Any) -> int:
 def _dtype(dtype: Any) -> str:
     """The name of a dtype of NumPy or of a framework."""
     name = str(getattr(dtype, "name", dtype)).rpartition(".")[2]
-    return dtypes.name(dtypes.resolve(name if name in dtypes.NAMES else dtype))
+    return dtypes.name(dtypes.resolve(name if name in (*dtypes.NAMES, *dtypes.FLOAT8) else dtype))
 
 
 def _shape(shape: Any) -> tuple[int, ...] | None:

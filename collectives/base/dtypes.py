@@ -1,7 +1,7 @@
 """The supported dtypes: their names, and the dtypes in which they are accumulated.
 
-bfloat16 is ``ml_dtypes.bfloat16``. An array of it exists only in a program that has imported ml_dtypes, so this module
-imports it only for the *name* "bfloat16" (such as a benchmark's flag).
+bfloat16 and float8 are those of ml_dtypes. An array of them exists only in a program that has imported ml_dtypes, so
+this module imports it only for their *names* (such as a benchmark's flag).
 """
 
 from __future__ import annotations
@@ -18,10 +18,20 @@ NAMES = (
     "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
     "float16", "bfloat16", "float32", "float64", "complex64", "complex128",
 )  # fmt: skip
-"""Every supported dtype by name, in the order of messages."""
+"""Every dtype that can be reduced by name, in the order of messages."""
+
+FLOAT8 = (
+    "float8_e3m4", "float8_e4m3", "float8_e4m3b11fnuz", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2",
+    "float8_e5m2fnuz", "float8_e8m0fnu",
+)  # fmt: skip
+"""Every dtype whose elements are moved, on the CPU, and not reduced: sums of eight bits would mean little."""
+
+OFFER = f"expected one of {', '.join(NAMES)}; or a float8, which is moved and not reduced"
+"""What is served, in messages."""
 
 SUPPORTED: dict[np.dtype[Any], str] = {np.dtype(name): name for name in NAMES if name != "bfloat16"}
-"""Names by native dtype; bfloat16 is added at its first use. A lookup also rejects byte-swapped dtypes."""
+"""Names by native dtype; bfloat16 and float8 are added at their first use. A lookup also rejects byte-swapped
+dtypes."""
 
 _FLOAT16 = np.dtype(np.float16)
 
@@ -30,30 +40,30 @@ def resolve(dtype: Any, *, argument: str = "dtype") -> np.dtype[Any]:
     """The supported dtype, in native byte order, that ``dtype`` denotes.
 
     Args:
-        dtype: anything that ``numpy.dtype`` accepts, or the name ``"bfloat16"``.
+        dtype: anything that ``numpy.dtype`` accepts, or the name of bfloat16 or a float8.
         argument: its name in messages.
 
     Raises:
         InvalidTypeError: not a dtype, or an unsupported one (objects, strings, dates, structures, longdouble).
-        MissingDependencyError: the name "bfloat16" was given and ml_dtypes is not installed.
+        MissingDependencyError: a name of one of ml_dtypes' was given, which is not installed or has no such dtype.
     """
     if isinstance(dtype, np.dtype):
         found = dtype
-    elif isinstance(dtype, str) and dtype == "bfloat16":
-        return _bfloat16()
+    elif isinstance(dtype, str) and dtype in _OF_ML_DTYPES:
+        return _of_ml_dtypes(dtype)
     else:
         try:
             found = np.dtype(dtype)
         except (TypeError, ValueError, SyntaxError):  # SyntaxError: strings such as "f4,,"
-            raise InvalidTypeError(f"{argument}: expected one of {', '.join(NAMES)}; got {dtype!r}") from None
+            raise InvalidTypeError(f"{argument}: {OFFER}; got {dtype!r}") from None
     # A structure has several byte orders; it is rejected below under its own name.
     native = found if found.isnative or found.kind == "V" else found.newbyteorder("=")
     if native in SUPPORTED:
         return native
-    if _is_bfloat16(native):
-        SUPPORTED[native] = "bfloat16"
+    if native.name in _OF_ML_DTYPES and _is_of_ml_dtypes(native, native.name):
+        SUPPORTED[native] = native.name
         return native
-    raise InvalidTypeError(f"{argument}: dtype {found} is not supported; expected one of {', '.join(NAMES)}")
+    raise InvalidTypeError(f"{argument}: dtype {found} is not supported; {OFFER}")
 
 
 def name(dtype: Any) -> str:
@@ -68,7 +78,7 @@ def name(dtype: Any) -> str:
 
 def is_half(dtype: np.dtype[Any]) -> bool:
     """Whether it is float16 or bfloat16, which are accumulated in float32."""
-    return dtype.itemsize == 2 and (dtype == _FLOAT16 or _is_bfloat16(dtype))
+    return dtype.itemsize == 2 and (dtype == _FLOAT16 or _is_of_ml_dtypes(dtype, "bfloat16"))
 
 
 def is_bool(dtype: np.dtype[Any]) -> bool:
@@ -86,7 +96,12 @@ def is_complex(dtype: np.dtype[Any]) -> bool:
 
 def is_floating(dtype: np.dtype[Any]) -> bool:
     """Whether it is float16, bfloat16, float32 or float64."""
-    return dtype.kind == "f" or is_half(dtype)
+    return (dtype.kind == "f" and dtype.itemsize > 1) or is_half(dtype)
+
+
+def is_float8(dtype: np.dtype[Any]) -> bool:
+    """Whether it is of `FLOAT8`."""
+    return dtype.itemsize == 1 and dtype.name in FLOAT8
 
 
 def accumulator(dtype: np.dtype[Any]) -> np.dtype[Any]:
@@ -94,16 +109,18 @@ def accumulator(dtype: np.dtype[Any]) -> np.dtype[Any]:
     return np.dtype(np.float32) if is_half(dtype) else dtype
 
 
-def _is_bfloat16(dtype: np.dtype[Any]) -> bool:
+_OF_ML_DTYPES = ("bfloat16", *FLOAT8)
+
+
+def _is_of_ml_dtypes(dtype: np.dtype[Any], name: str) -> bool:
     module = sys.modules.get("ml_dtypes")
-    return module is not None and dtype.type is getattr(module, "bfloat16", None)
+    return module is not None and dtype.type is getattr(module, name, None)
 
 
-def _bfloat16() -> np.dtype[Any]:
+def _of_ml_dtypes(name: str) -> np.dtype[Any]:
     try:
-        module = importlib.import_module("ml_dtypes")
-    except ImportError:
-        raise MissingDependencyError("bfloat16 needs the package ml_dtypes: pip install ml_dtypes") from None
-    dtype: np.dtype[Any] = np.dtype(module.bfloat16)
-    SUPPORTED[dtype] = "bfloat16"
+        dtype: np.dtype[Any] = np.dtype(getattr(importlib.import_module("ml_dtypes"), name))
+    except (ImportError, AttributeError):
+        raise MissingDependencyError(f"{name} needs the package ml_dtypes: pip install --upgrade ml_dtypes") from None
+    SUPPORTED[dtype] = name
     return dtype

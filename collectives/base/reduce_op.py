@@ -91,11 +91,17 @@ def check(op: Op, dtype: np.dtype[Any]) -> None:
     """Reject an operation that is not defined for a dtype.
 
     Raises:
-        InvalidTypeError: Adasum, which is not element by element; Min or Max of complex numbers, which have no order.
+        InvalidTypeError: Adasum, which is not element by element; Min or Max of complex numbers, which have no order;
+            float8.
     """
     if not op.elementwise:
         raise InvalidTypeError(
             f"op={op!r} combines whole tensors and not elements: allreduce has it, other collectives do not"
+        )
+    if dtypes.is_float8(dtype):
+        raise InvalidTypeError(
+            f"op={op!r} is not defined for dtype {dtypes.name(dtype)}, which is moved and not reduced; convert it to "
+            "float16, bfloat16 or float32 first"
         )
     if dtypes.is_complex(dtype) and _TRAITS[op].needs_order:
         raise InvalidTypeError(

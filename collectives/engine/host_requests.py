@@ -105,8 +105,11 @@ class HostRequestCache(RequestCache[CachedRequest]):
             raise UnsupportedError(f"op=Adasum: {collective} has no Adasum; allreduce has")
         if options.algorithm is not None or options.transport is not None:
             raise InvalidArgumentError("op=Adasum: has an algorithm of its own; leave algorithm and transport out")
-        if dtypes.is_integer(view.dtype) or dtypes.is_bool(view.dtype) or dtypes.is_complex(view.dtype):
-            raise InvalidTypeError(f"op=Adasum: expected real floating-point numbers, got {dtypes.name(view.dtype)}")
+        if not dtypes.is_floating(view.dtype):
+            raise InvalidTypeError(
+                f"op=Adasum: expected real floating-point numbers, got {dtypes.name(view.dtype)}; convert it to "
+                "float16, bfloat16 or float32 first"
+            )
         prescale, postscale = options.prescale_factor, options.postscale_factor
         request = replace(_request(collective, view, options), op="adasum", prescale=prescale, postscale=postscale)
         entry = _of_tensor(CachedRequest(request, self._planner), view)

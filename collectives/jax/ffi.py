@@ -109,6 +109,14 @@ _DTYPES = {
     15: "complex64",
     16: "bfloat16",
     18: "complex128",
+    19: "float8_e5m2",
+    20: "float8_e4m3fn",
+    23: "float8_e4m3b11fnuz",
+    24: "float8_e5m2fnuz",
+    25: "float8_e4m3fnuz",
+    28: "float8_e4m3",
+    29: "float8_e3m4",
+    33: "float8_e8m0fnu",
 }
 _TOKEN = 17
 

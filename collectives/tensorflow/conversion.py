@@ -58,10 +58,8 @@ def _tensor(given: Any) -> Any:
     except (TypeError, ValueError) as error:
         text = f"tensor: expected a tensor, a variable, an array or a number, got {detection.describe(given)}: {error}"
         raise InvalidTypeError(text) from None
-    if tensor.dtype.name not in dtypes.NAMES:
-        raise InvalidTypeError(
-            f"tensor: dtype {tensor.dtype.name} is not supported; expected one of {', '.join(dtypes.NAMES)}"
-        )
+    if tensor.dtype.name not in (*dtypes.NAMES, *dtypes.FLOAT8):
+        raise InvalidTypeError(f"tensor: dtype {tensor.dtype.name} is not supported; {dtypes.OFFER}")
     return tensor
 
 

@@ -81,10 +81,8 @@ def _read(variable: Any, number: int) -> Any:
             f"variables: expected variables, got a {detection.describe(variable)} as number {number}"
         )
     value = tf.convert_to_tensor(_value(variable))
-    if value.dtype.name not in dtypes.NAMES:
-        raise InvalidTypeError(
-            f"variables: {variable.name} has dtype {value.dtype.name}; expected one of {', '.join(dtypes.NAMES)}"
-        )
+    if value.dtype.name not in (*dtypes.NAMES, *dtypes.FLOAT8):
+        raise InvalidTypeError(f"variables: {variable.name} has dtype {value.dtype.name}; {dtypes.OFFER}")
     return value
 
 

@@ -169,7 +169,10 @@ class Torch(Framework):
 def _from_torch(dtype: Any, argument: str) -> np.dtype[Any]:
     name = str(dtype).removeprefix("torch.")
     if name not in dtypes.NAMES:
-        raise InvalidTypeError(f"{argument}: dtype {dtype} is not supported; expected one of {', '.join(dtypes.NAMES)}")
+        raise InvalidTypeError(
+            f"{argument}: dtype {dtype} is not supported on a GPU; expected one of {', '.join(dtypes.NAMES)}: convert "
+            "it, or pass what it is made of, such as tensor.view(torch.uint8)"
+        )
     return dtypes.resolve(name)
 
 

@@ -34,11 +34,20 @@ def plain_torch(tensor: Any, argument: str) -> tuple[Any, bool]:
     The memory of a lazy tensor holds other values than the tensor.
     """
     if tensor.layout is not sys.modules["torch"].strided:
+        _refuse_nested(tensor, argument)
         raise InvalidTypeError(
             f"{argument}: expected a dense tensor, got layout {tensor.layout}; pass {argument}.to_dense()"
         )
     plain = tensor.detach() if tensor.requires_grad else tensor
     return plain, plain.is_conj() or plain.is_neg()
+
+
+def _refuse_nested(tensor: Any, argument: str) -> None:
+    if tensor.is_nested:
+        raise InvalidTypeError(
+            f"{argument}: expected one tensor, got a nested one; pass each of {argument}.unbind(), or "
+            f"{argument}.to_padded_tensor(...)"
+        )
 
 
 def _read_torch(tensor: Any, argument: str) -> Read | None:
@@ -54,21 +63,37 @@ def _read_torch(tensor: Any, argument: str) -> Read | None:
         # NumPy lacks bfloat16, also through DLPack: the same bits are passed as int16.
         half = plain.dtype is torch.bfloat16
         array = plain.view(torch.int16).numpy().view(dtypes.resolve("bfloat16")) if half else plain.numpy()
-    except (RuntimeError, TypeError) as error:
+    except (RuntimeError, TypeError):
+        _refuse_nested(tensor, argument)
         if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
             raise InvalidTypeError(
                 f"{argument}: expected a tensor with elements, got one inside of a transform of torch.func (grad, "
                 "vmap, jvp, ...): call there the functions of collectives.torch that block and return a new tensor, "
                 "such as collectives.torch.allreduce, and all others outside"
             ) from None
-        raise InvalidTypeError(f"{argument}: a torch tensor of dtype {tensor.dtype} cannot be read: {error}") from error
+        array = _read_float8(plain, argument)
     return frozen(array) if lazy else array, _wrap_torch
+
+
+def _read_float8(tensor: Any, argument: str) -> Array:
+    """The memory of a torch tensor that NumPy cannot read, if it is of a float8."""
+    name = str(tensor.dtype).removeprefix("torch.")
+    if name in dtypes.FLOAT8:
+        array: Array = tensor.view(sys.modules["torch"].uint8).numpy().view(dtypes.resolve(name))
+        return array
+    raise InvalidTypeError(
+        f"{argument}: a {detection.describe(tensor)} of dtype {tensor.dtype} is not supported; {dtypes.OFFER}. Convert "
+        "it, or pass what it is made of, as by tensor.view(torch.uint8), torch.view_as_real or tensor.int_repr()"
+    )
 
 
 def _wrap_torch(array: Array) -> Any:
     torch: Any = sys.modules["torch"]
-    if dtypes.name(array.dtype) == "bfloat16":
+    name = dtypes.name(array.dtype)
+    if name == "bfloat16":
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    if name in dtypes.FLOAT8:
+        return torch.from_numpy(array.view(np.uint8)).view(getattr(torch, name))
     return torch.from_numpy(array)
 
 
@@ -124,6 +149,8 @@ _TENSORFLOW_ALIGNMENT = 64
 def wrap_tensorflow(array: Array) -> Any:
     """Convert an array to an eager tensor; without a copy if aligned to 64 bytes, as TensorFlow's kernels require."""
     tensorflow: Any = sys.modules["tensorflow"]
+    if dtypes.is_float8(array.dtype):  # neither DLPack nor a bitcast knows it
+        return tensorflow.convert_to_tensor(array)
     if array.__array_interface__["data"][0] % _TENSORFLOW_ALIGNMENT or not array.flags.carray or array.size == 0:
         return tensorflow.convert_to_tensor(array)
     if dtypes.name(array.dtype) == "bfloat16":  # NumPy cannot export it through DLPack

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from collectives.base.dtypes import NAMES, SUPPORTED
+from collectives.base.dtypes import SUPPORTED
 from collectives.base.errors import RankFailedError
 from collectives.tensors.arrays import address
 from collectives.transport.at_once import RingsAtOnce
@@ -21,7 +21,7 @@ from collectives.transport.base import Array
 from collectives.transport.board import ALIVE, Board
 from collectives.transport.direct_read import DirectRead
 from collectives.transport.mapped_memory import MappedMemory
-from collectives.transport.point_to_point import DTYPE_CODE, AtOnce, Incoming, Outgoing
+from collectives.transport.point_to_point import DTYPE_CODE, DTYPE_NAMES, AtOnce, Incoming, Outgoing
 from collectives.transport.rings import DONE, EAGER, PART, READY, Post, Reader, Writer
 
 _BLOCK_BYTES = 1 << 20
@@ -158,7 +158,7 @@ class MemoryEndpoint:
             self._add_part(self._partial[peer], reader.payload(0, nbytes))
         else:
             shape = reader.further(count)
-            envelope = Incoming(peer, tag, NAMES[code], shape, nbytes, None)
+            envelope = Incoming(peer, tag, DTYPE_NAMES[code], shape, nbytes, None)
             if kind == READY:
                 envelope.payload = number, where
                 self.arrived(envelope)

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from collectives.base.dtypes import NAMES, SUPPORTED
+from collectives.base.dtypes import SUPPORTED
 from collectives.base.errors import TransportError
 from collectives.transport.base import Array
-from collectives.transport.point_to_point import DTYPE_CODE, AtOnce, Incoming, Outgoing
+from collectives.transport.point_to_point import DTYPE_CODE, DTYPE_NAMES, AtOnce, Incoming, Outgoing
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -118,7 +118,7 @@ class MpiEndpoint:
         shape = struct.unpack_from(f"<{dimensions}q", envelope, _HEADER.size)
         start = _HEADER.size + 8 * dimensions
         payload = payload_tag or np.frombuffer(envelope, np.uint8, nbytes, start)
-        self.arrived(Incoming(source, tag, NAMES[code], shape, nbytes, payload))
+        self.arrived(Incoming(source, tag, DTYPE_NAMES[code], shape, nbytes, payload))
 
     def receive(self, message: Incoming, into: Array) -> None:
         payload = message.payload

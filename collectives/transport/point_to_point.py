@@ -14,7 +14,8 @@ from typing import Any, Protocol
 from collectives.base import dtypes
 from collectives.transport.base import Array
 
-DTYPE_CODE = {name: code for code, name in enumerate(dtypes.NAMES)}
+DTYPE_NAMES = (*dtypes.NAMES, *dtypes.FLOAT8)
+DTYPE_CODE = {name: code for code, name in enumerate(DTYPE_NAMES)}
 """The numbers of the dtypes in envelopes."""
 
 

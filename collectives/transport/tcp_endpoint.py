@@ -20,10 +20,10 @@ from typing import Protocol
 
 import numpy as np
 
-from collectives.base.dtypes import NAMES, SUPPORTED
+from collectives.base.dtypes import SUPPORTED
 from collectives.base.errors import CollectivesError, RankFailedError, TransportError
 from collectives.transport.base import Array
-from collectives.transport.point_to_point import DTYPE_CODE, AtOnce, Incoming, Outgoing, Transfer
+from collectives.transport.point_to_point import DTYPE_CODE, DTYPE_NAMES, AtOnce, Incoming, Outgoing, Transfer
 from collectives.transport.service import Running
 from collectives.transport.tcp_channel import CAUSE_SHOWS_WITHIN
 
@@ -248,7 +248,7 @@ class TcpEndpoint:
         if connection.arriving is not None or end - start < _HEADER.size:
             return False
         kind, tag, number, nbytes, code, dimensions = _HEADER.unpack_from(buffer, start)
-        if not 0 <= dimensions <= _MOST_DIMENSIONS or not 0 <= code < len(NAMES) or nbytes < 0:
+        if not 0 <= dimensions <= _MOST_DIMENSIONS or not 0 <= code < len(DTYPE_NAMES) or nbytes < 0:
             raise TransportError(f"rank {self._names[connection.peer]} has sent what is no message")
         inside = nbytes if kind in (EAGER, REFUSE) else 0
         start += _HEADER.size
@@ -261,7 +261,7 @@ class TcpEndpoint:
         if kind in (EAGER, READY):
             shape = struct.unpack_from(f"<{dimensions}q", buffer, start)
             payload = (connection, number) if kind == READY else np.array(buffer[after : after + inside], np.uint8)
-            self.arrived(Incoming(connection.peer, tag, NAMES[code], shape, nbytes, payload))
+            self.arrived(Incoming(connection.peer, tag, DTYPE_NAMES[code], shape, nbytes, payload))
         elif kind == DATA:
             if number in connection.accepted:  # else the connection has just been lost
                 self._begin_payload(connection, number)

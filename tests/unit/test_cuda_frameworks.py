@@ -236,10 +236,11 @@ def test_overlapping_torch_tensors_are_read_and_not_written(torch: Torch) -> Non
 def test_torch_tensors_that_cannot_be_used_are_refused(torch: Torch, monkeypatch: pytest.MonkeyPatch) -> None:
     module = torch.module
     with pytest.raises(
-        InvalidTypeError, match=r"loss: dtype torch\.float8_e4m3fn is not supported; expected one of bool"
+        InvalidTypeError, match=r"loss: dtype torch\.float8_e4m3fn is not supported on a GPU; expected one of bool"
     ):
         view(torch.tensor(module.zeros(3, dtype=module.float8_e4m3fn)), argument="loss")
-    sparse = types.SimpleNamespace(is_cuda=True, device=module.device("cuda", 0), layout=module.sparse_coo)
+    about = {"is_cuda": True, "is_nested": False, "device": module.device("cuda", 0), "layout": module.sparse_coo}
+    sparse = types.SimpleNamespace(**about)
     monkeypatch.setattr("collectives.tensors.detection.framework", lambda kind: "torch")
     with pytest.raises(
         InvalidTypeError, match=r"loss: expected a dense tensor, got layout torch.sparse_coo; pass loss.to_dense\(\)"

@@ -77,3 +77,20 @@ def test_the_predicates_part_the_dtypes() -> None:
         assert kinds.count(True) == 1, name
         assert dtypes.is_half(dtype) == (name == "float16")
         assert dtypes.accumulator(dtype) == (np.float32 if name == "float16" else dtype)
+
+
+@pytest.mark.parametrize("name", dtypes.FLOAT8)
+def test_float8_is_found_and_belongs_to_no_other_kind(name: str) -> None:
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    dtype = np.dtype(getattr(ml_dtypes, name))
+    assert dtypes.resolve(dtype) == dtypes.resolve(name) == dtype and dtypes.name(dtype) == name
+    kinds = [dtypes.is_float8, dtypes.is_bool, dtypes.is_integer, dtypes.is_floating, dtypes.is_complex, dtypes.is_half]
+    assert [kind(dtype) for kind in kinds] == [True] + [False] * 5
+
+
+def test_a_dtype_that_is_smaller_than_a_byte_is_refused() -> None:
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    for name in ("int4", "uint4", "float4_e2m1fn"):
+        if hasattr(ml_dtypes, name):
+            with pytest.raises(InvalidTypeError, match=rf"{name} is not supported; expected one of bool.* float8"):
+                dtypes.resolve(getattr(ml_dtypes, name))

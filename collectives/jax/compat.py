@@ -242,8 +242,9 @@ def _on_one_device(ctx: Any, results: Sequence[Any]) -> dict[str, Any]:
     if not hasattr(ctx.module_context.axis_context, "device_assignment"):
         raise InvalidArgumentError(
             f"collectives.jax: a collective inside of pmap or shard_map over {several} devices: every one of them "
-            f"would call it, and a rank"
-            " calls once. Call it outside, on what pmap or shard_map returns; or start a rank for each device"
+            "would call it, and a rank calls once. Combine the devices' parts inside (jax.lax.pmean), and call it "
+            "outside: on one device's part (y[0] of pmap's result y), or within jax.jit on the whole result; or start "
+            "a rank for each device"
         )
     if (
         sharding_of is None

@@ -424,3 +424,14 @@ def test_a_group_of_no_tensors_on_one_rank_is_an_error_on_every_rank(
             jax.block_until_ready(call(tensors))
             jax.effects_barrier()  # the results of no tensors are there before the call is over
     same(hvd.allreduce({"a": jnp.ones(2)}), {"a": jnp.ones(2)})
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+def test_float8_is_moved_in_programs_too(hvd_jax: Any, dtype: str) -> None:
+    hvd, rank, size = hvd_jax, hvd_jax.rank(), hvd_jax.size()
+    x = jnp.full((size, 2), rank + 1.0).astype(dtype)
+    for run in (lambda function: function, jax.jit):
+        gathered = run(lambda x: hvd.allgather(x[:1]))(x)
+        assert gathered.dtype == x.dtype and gathered[:, 0].tolist() == [source + 1.0 for source in range(size)]
+        assert run(lambda x: hvd.broadcast(x, size - 1))(x).tolist() == [[float(size)] * 2] * size
+        assert run(lambda x: hvd.alltoall(x))(x)[:, 1].tolist() == [source + 1.0 for source in range(size)]

@@ -30,7 +30,7 @@ from collectives.device.kernel_sources import Kernel
 from collectives.device.packing import Packing
 
 ARCHITECTURES = (120, 100, 90, 80)
-"""Compute capabilities: of Blackwell's two, Hopper, Ampere; those that take longest to compile for come first."""
+"""Compute capabilities: Blackwell's two, Hopper's, Ampere's; those that take longest to compile for come first."""
 
 
 class _Asked(kernels.Kernels):
@@ -150,7 +150,6 @@ def calls() -> list[str]:
 def main() -> int:
     """Compare the calls, and examine every kernel for every architecture; returns the exit status."""
     begin = time.monotonic()
-    wrong_calls = calls()
     bundles: dict[str, list[str]] = {}
     seen: set[str] = set()
     for dtype in dtypes.NAMES:
@@ -162,6 +161,7 @@ def main() -> int:
         os.environ["CUPY_CACHE_DIR"] = folder  # inherited: what was compiled before must not hide what is compiled now
         for capability, said in pool.map(examine, *zip(*jobs, strict=True)):
             wrong[capability] += said
+    wrong_calls = calls()  # last, because processes are not forked from one that has loaded libraries and made threads
     print(f"calls: {len(wrong_calls)} faults", *wrong_calls, sep="\n    ")
     for capability, said in wrong.items():
         print(f"sm_{capability}: {len(seen)} kernels, {len(said)} faults", *said, sep="\n    ")

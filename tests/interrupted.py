@@ -113,7 +113,7 @@ class Rank:
         self.random = random.Random(seed)
         self.doing = ""
         self.problems: list[str] = []
-        self.longest = 0.0
+        self.longest = 0.0, ""
         self.before: dict[str, int] = {}
         signal.signal(signal.SIGALRM, self._on_alarm)
 
@@ -173,7 +173,7 @@ class Rank:
             call()
         finally:
             seconds = time.monotonic() - begun
-            self.longest = max(self.longest, seconds)
+            self.longest = max(self.longest, (seconds, doing))
             if seconds > LONGEST:
                 self.problems.append(f"{doing} took {seconds:.1f} s")
 
@@ -196,7 +196,8 @@ def be_a_rank(count: int, seed: int) -> None:
     grown = {what: (rank.before.get(what, 0), now) for what, now in held().items()}
     for problem in rank.problems:
         print(f"WRONG rank {number}: {problem}")
-    print(f"rank {number}: {count} interrupts, {rank.done} epochs, longest call {rank.longest:.2f} s, holds {grown}")
+    seconds, doing = rank.longest
+    print(f"rank {number}: {count} interrupts, {rank.done} epochs, at most {seconds:.2f} s ({doing}), holds {grown}")
 
 
 _NUMBERS = ("COLLECTIVES_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")

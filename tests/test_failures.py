@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.deaths import WHERES, Injection, inject
+from tests.interrupted import interrupt
 from tests.mpirun import IMPLEMENTATIONS, python_for, run_ranks
 from tests.test_engine_failures import MARKS
 
@@ -253,47 +254,14 @@ finally:
 
 
 @pytest.mark.parametrize(
-    ("env", "mpi"), [({}, "openmpi"), ({"COLLECTIVES_LOCAL_SIZE": "1"}, "mpich")], ids=["memory", "hosts"]
+    ("world", "env"),
+    [("openmpi", {}), ("mpich", {"COLLECTIVES_LOCAL_SIZE": "1"}), ("tcp", {})],
+    ids=["memory", "hosts", "without MPI"],
 )
-def test_init_may_be_interrupted_and_tried_again(env: dict[str, str], mpi: str) -> None:
-    """Rank 1 is interrupted at many moments of init(), while its peers wait for it in the middle of theirs."""
-    program = """
-import signal, sys
-import numpy as np
-import collectives as hvd
-from mpi4py import MPI
-
-class Interrupt(KeyboardInterrupt):
-    pass
-
-def on_alarm(number, frame):
-    raise Interrupt
-
-signal.signal(signal.SIGALRM, on_alarm)
-rank, interrupted = MPI.COMM_WORLD.Get_rank(), 0
-for attempt in range(0, 16, 3):
-    while True:
-        try:
-            if rank == 1:
-                signal.setitimer(signal.ITIMER_REAL, 0.0005 + 0.0015 * attempt)
-            hvd.init()
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            assert hvd.allreduce(np.ones(3), op=hvd.Sum)[0] == 3
-            hvd.barrier()
-            hvd.shutdown()
-            break
-        except Interrupt:
-            interrupted += 1
-            attempt += 8
-        except hvd.RankFailedError as error:
-            causes = "Interrupt", "RankFailedError", "shut down"
-            assert any(cause in str(error) for cause in causes), error
-        hvd.shutdown()
-print("joined, interrupted", interrupted)
-"""
-    result = run_ranks(3, program, env=env, mpi=mpi, timeout=60)
-    assert all("joined" in text for text in result.ranks), str(result)
-    assert "interrupted 0" not in result.ranks[1], str(result)
+def test_init_may_be_interrupted_and_tried_again(world: str, env: dict[str, str]) -> None:
+    """And calls and shutdown(): each rank is interrupted at random moments, while its peers wait for it."""
+    result = interrupt(world, 3, 8, seed=0, timeout=120, env=env)
+    assert "WRONG" not in f"{result.output}{result.ranks}", str(result)
 
 
 @pytest.mark.parametrize("mpi", IMPLEMENTATIONS)

@@ -171,7 +171,7 @@ class World:
         self.allgather_init, self.grouped_allgather_init = makes.allgather_init, makes.grouped_allgather_init
         self.alltoall_init = makes.alltoall_init
         self.barrier, self.join, self.poll, self.synchronize = does.barrier, does.join, does.poll, does.synchronize
-        objects = Objects(does)
+        objects = Objects(does, self._group.key)
         self.broadcast_object, self.allgather_object = objects.broadcast_object, objects.allgather_object
         self.broadcast_bytes, self.check_consistency = objects.broadcast_bytes, objects.check_consistency
         self.refused, self.ahead_of, self.composed = does.refused, does.ahead_of, does.composed

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from collectives.base.errors import InvalidArgumentError
+from collectives.base.interchange import exchangeable
 from collectives.schedules import registry
 
 ALGORITHMS = ("auto", *registry.NAMES)
@@ -213,6 +214,7 @@ def _setting(
     return field(default=default, metadata={"variable": variable, "sources": sources, **whose})
 
 
+@exchangeable
 @dataclass(frozen=True, slots=True)
 class Config:
     """All settings of the environment and of ``init()``. Sizes in bytes, times in seconds (except ``cycle_time``)."""

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from collectives.base.config import Config
 from collectives.base.errors import CollectivesError, TransportError, bare, of_rank
+from collectives.base.interchange import exchangeable
 from collectives.base.logging import logger
 from collectives.cuda.completion import Wait
 from collectives.cuda.executor import DeviceExecutor
@@ -35,6 +36,7 @@ class ConnectError(TransportError):
     """NCCL cannot connect the ranks. Raised on all of them, before any data was moved."""
 
 
+@exchangeable
 class _DeviceInfo(NamedTuple):
     """What each rank tells the others before they connect; ``no_ipc`` and ``no_nccl`` are reasons, empty if there are
     none."""

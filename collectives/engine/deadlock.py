@@ -31,6 +31,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 
 from collectives.base.errors import MismatchError
+from collectives.base.interchange import exchangeable
 from collectives.engine.handles import PACKAGE
 from collectives.engine.negotiation import UNNAMED, Key, Request
 
@@ -43,6 +44,7 @@ AGAIN = (
 )
 
 
+@exchangeable
 @dataclass(frozen=True, slots=True)
 class CallSite:
     """Where a function is in the program: one frame of a thread's stack.
@@ -75,6 +77,7 @@ Stack = tuple[CallSite, ...]
 """The functions that a thread is in, the outermost first, without the innermost ones, which are this package's."""
 
 
+@exchangeable
 @dataclass(frozen=True, slots=True)
 class BlockedCall:
     """An operation that a rank waits for, and where in the program; ``stack`` is empty where that is not known."""

@@ -18,11 +18,13 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 
 from collectives.base.errors import MismatchError
+from collectives.base.interchange import exchangeable
 
 _MOST_PASSED = 1024
 """The most names to remember that ranks have waited for in vain."""
 
 
+@exchangeable
 @dataclass(frozen=True, slots=True)
 class Request:
     """Everything that must be equal on all ranks for one operation.

@@ -26,7 +26,7 @@ class Channel(Notices, Protocol):
     """Notices, and exchanges of values."""
 
     def exchange(self, value: Any) -> list[Any]:
-        """Gather every rank's (small, picklable) value on every rank, in rank order."""
+        """Gather every rank's small value (see `interchange`) on every rank, in rank order."""
 
 
 class Wiring(Protocol):
@@ -39,6 +39,10 @@ class Wiring(Protocol):
     @property
     def messages(self) -> MessageTransport:
         """Messages between any two of the ranks."""
+
+    @property
+    def key(self) -> bytes | None:
+        """As of `Group`; the same on all ranks."""
 
     def endpoint(self) -> Endpoint:
         """This rank's end of the point-to-point messages between any two of the ranks; called once. Does not wait."""
@@ -178,7 +182,10 @@ def _assemble(
         local = next(host for host in hosts if rank in host)
         return Routes(memory.endpoint(), wiring.endpoint(), local)
 
-    return Group(rank, channel.size, hosts, control, memory, messages, split, numbers, close, config, open_endpoint)
+    key = None if words is None else wiring.key
+    return Group(
+        rank, channel.size, hosts, control, memory, messages, split, numbers, close, config, open_endpoint, key
+    )
 
 
 def _compare_settings(rank: int, configs: Sequence[Config]) -> None:

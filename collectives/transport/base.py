@@ -211,7 +211,7 @@ class Control(Protocol):
         """Whether peers entered the present call with these words: ``told`` has a peer and its first two words."""
 
     def exchange(self, value: Any) -> list[Any]:
-        """Gather every rank's (small, picklable) value on every rank, in rank order; for set-up and errors."""
+        """Gather every rank's small value (see `interchange`) on every rank, in rank order; for set-up and errors."""
 
     def fail(self, text: str, *, in_call: bool = False) -> None:
         """Announce that this rank has failed; the waits of its peers end with a RankFailedError that carries ``text``.

@@ -6,13 +6,13 @@ in a call) arrives at any time, and is read during every wait.
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from collectives.base.errors import RankFailedError
+from collectives.base.interchange import from_json, to_json
 from collectives.transport import backoff
 from collectives.transport.bounded_mpi import Waiter
 
@@ -95,10 +95,10 @@ class Channel:
         self.notices, self.failed, self.gone = notices, notices.failed, notices.gone
 
     def exchange(self, value: Any) -> list[Any]:
-        """Gather every rank's (small, picklable) value on every rank, in rank order; raises as `Waiter.wait`."""
+        """Gather every rank's small value (see `interchange`) on every rank, in rank order; raises as `Waiter.wait`."""
         from mpi4py import MPI
 
-        mine = pickle.dumps(value)
+        mine = to_json(value)
         self._length[0] = len(mine)
         self.waiter.wait(self.comm.Iallgather(self._length, self._lengths), "every rank to say what it has")
         everybody, counts = bytearray(int(self._lengths.sum())), self._lengths.copy()
@@ -109,7 +109,7 @@ class Channel:
         ends = np.cumsum(self._lengths).tolist()
         data = memoryview(everybody)
         return [
-            pickle.loads(data[end - length : end]) for end, length in zip(ends, self._lengths.tolist(), strict=True)
+            from_json(bytes(data[end - length : end])) for end, length in zip(ends, self._lengths.tolist(), strict=True)
         ]
 
     def tell(self, tag: int, text: str) -> None:

@@ -25,6 +25,7 @@ from typing import NamedTuple
 import numpy as np
 
 from collectives.base.errors import TransportError
+from collectives.base.interchange import exchangeable
 from collectives.device.kernel_sources import WAYS
 from collectives.device.kernels import Kernels
 from collectives.device.protocol import Allocation, Device
@@ -128,6 +129,7 @@ class _MappingUse:
         """The number of the latest lookup."""
 
 
+@exchangeable
 class Card(NamedTuple):
     """The description of a rank that its peers receive once."""
 

@@ -34,6 +34,9 @@ class Group:
     """The settings, with rank 0's where those hold for all ranks; None: as given."""
     open_endpoint: Callable[[], Endpoint] | None = None
     """Make this rank's end of the point-to-point messages, once. Does not wait. None without other ranks."""
+    key: bytes | None = None
+    """With which the ranks sign what a receiver unpickles, where that travels over connections of TCP; None elsewhere.
+    """
 
     @property
     def local(self) -> tuple[int, ...]:

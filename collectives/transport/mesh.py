@@ -9,6 +9,7 @@ higher ones.
 from __future__ import annotations
 
 import asyncio
+import hmac
 import json
 import secrets
 import socket
@@ -217,6 +218,10 @@ class Mesh:
         """End what `serve` has begun."""
         with suppress(RuntimeError):  # the service has ended
             self.service.call(self._inbox.end_serving, prefix)
+
+    def key_for(self, use: str) -> bytes:
+        """A key of this job alone, for one use, the same on all ranks."""
+        return hmac.digest(self._key, f"for\0{self._job}\0{use}".encode(), "sha256")
 
     def _called(self, peer: int) -> str:
         return f"rank {peer} on {self.names[peer]}"

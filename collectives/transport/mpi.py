@@ -92,6 +92,7 @@ class MpiWiring:
         self._parts = itertools.count()
         self._endpoint: MpiEndpoint | None = None
         self.messages = MpiMessages(channel.comm, channel.waiter)
+        self.key: bytes | None = None
 
     def endpoint(self) -> MpiEndpoint:
         self._endpoint = MpiEndpoint(self.channel)

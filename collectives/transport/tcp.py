@@ -97,6 +97,7 @@ class TcpWiring:
         spins = SPINS if here <= (os.cpu_count() or 1) else _FEW_SPINS
         self.channel = TcpChannel(self.links, config.timeout, members, notices, spins)
         self.messages = TcpMessages(self.channel, self.links, config.lanes)
+        self.key = mesh.key_for(f"objects of {group}")
 
     def endpoint(self) -> TcpEndpoint:
         return TcpEndpoint(self.links, self._members)

@@ -6,7 +6,6 @@ allgather. Notices come by the heart's connections (`collectives.transport.heart
 
 from __future__ import annotations
 
-import pickle
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -14,6 +13,7 @@ from typing import Any, NoReturn, Protocol
 
 from collectives.base import interrupts
 from collectives.base.errors import CollectiveTimeoutError, RankFailedError
+from collectives.base.interchange import from_json, to_json
 from collectives.transport import backoff
 from collectives.transport.bruck import HEADER, Bruck, Memory, padded, partners
 from collectives.transport.channel import FAILURE_TAG, HERE_TAG, LEAVE_TAG
@@ -106,8 +106,8 @@ class TcpChannel:
         self.bruck = Bruck(rank, size, self._connections, self.lost)
 
     def exchange(self, value: Any) -> list[Any]:
-        """Gather every rank's (small, picklable) value on every rank, in rank order; raises as `until`."""
-        data, memory, bruck = pickle.dumps(value), self._memory, self.bruck
+        """Gather every rank's small value (see `interchange`) on every rank, in rank order; raises as `until`."""
+        data, memory, bruck = to_json(value), self._memory, self.bruck
         needed = HEADER + padded(len(data))
         if needed > len(memory.bytes):
             memory.grow(needed, 0)
@@ -122,7 +122,7 @@ class TcpChannel:
                     f"rank {self.names[self.rank]}: rank {self.names[peer]} has entered a call where this rank "
                     f"exchanges a value: the ranks are at different places"
                 )
-            values.append(pickle.loads(memory.bytes[start:end]))
+            values.append(from_json(bytes(memory.bytes[start:end])))
         if len(memory.bytes) > _KEPT_BYTES:
             self._memory = Memory()
         return values

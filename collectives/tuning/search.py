@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from collectives.base.errors import InvalidArgumentError
+from collectives.base.interchange import exchangeable
 from collectives.tuning.gaussian import Array, Process, expected_improvement
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -38,6 +39,7 @@ _EQUAL = 1e-6
 """Relative differences below this are rounding, which may differ between processors."""
 
 
+@exchangeable
 @dataclass(frozen=True, slots=True)
 class TunedSettings:
     """The settings that the tuner may change."""

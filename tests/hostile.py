@@ -158,7 +158,7 @@ def _reset(attacker: Attacker, sock: socket.socket) -> None:
 def _reflection(attacker: Attacker, sock: socket.socket) -> None:
     """A good handshake, with the listener's own nonce, and one bit turned."""
     recorded = bytearray(attacker.random.choice(attacker.recorded))
-    recorded[:_NONCE] = _receive(sock, GREETED)[-_NONCE:]
+    recorded[:_NONCE] = receive(sock, GREETED)[-_NONCE:]
     recorded[attacker.random.randrange(len(recorded))] ^= 1 << attacker.random.randrange(8)
     sock.sendall(recorded)
     sock.shutdown(socket.SHUT_WR)
@@ -170,7 +170,7 @@ def _half_open(attacker: Attacker, sock: socket.socket) -> None:
 
 def _wrong_key(attacker: Attacker, sock: socket.socket) -> None:
     """The whole protocol, with another key."""
-    theirs = _receive(sock, GREETED)[-_NONCE:]
+    theirs = receive(sock, GREETED)[-_NONCE:]
     mine, hello = attacker.random.randbytes(_NONCE), b'["job", 1, 0, "words"]'
     key = attacker.random.choice((b"", bytes(KEY_BYTES), attacker.random.randbytes(KEY_BYTES)))
     proof = hmac.digest(key, b"dials\0" + theirs + mine + hello, "sha256")
@@ -222,7 +222,7 @@ ATTACKS: dict[str, Callable[[Attacker, socket.socket], bool]] = {
 """By name: what is sent."""
 
 
-def _receive(sock: socket.socket, nbytes: int) -> bytes:
+def receive(sock: socket.socket, nbytes: int) -> bytes:
     data = bytearray()
     while len(data) < nbytes:
         part = sock.recv(nbytes - len(data))
@@ -239,10 +239,10 @@ def record(service: Service, address: Address, key: bytes, hello: bytes) -> byte
         dialling = service.start(dial(service, *relay.getsockname()[:2], key, hello))
         near, _ = relay.accept()
         with near, socket.create_connection(address, _PATIENCE) as far:
-            near.sendall(_receive(far, GREETED))
-            said += _receive(near, _NONCE + 2 + len(hello) + _PROOF)
+            near.sendall(receive(far, GREETED))
+            said += receive(near, _NONCE + 2 + len(hello) + _PROOF)
             far.sendall(said)
-            near.sendall(_receive(far, _PROOF))
+            near.sendall(receive(far, _PROOF))
             dialling.wait(_PATIENCE)
             dialling.result().close()
     return bytes(said)

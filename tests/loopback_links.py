@@ -9,23 +9,27 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from collectives.base.errors import CollectiveTimeoutError, RankFailedError
+from collectives.transport.authentication import Connection, Seal
 from collectives.transport.tcp_channel import TcpChannel
 
 
 class LoopbackLinks:
     """One rank's end; as `collectives.transport.mesh.Links`, but a connection is made by the first to want it."""
 
-    def __init__(self, rank: int, size: int, made: dict[Any, socket.socket], lock: threading.Lock) -> None:
+    def __init__(self, rank: int, size: int, made: dict[Any, Connection], lock: threading.Lock) -> None:
         self.rank, self.size = rank, size
         self._made, self._lock = made, lock
 
-    def open(self, peer: int, channel: str) -> socket.socket:
+    def open(self, peer: int, channel: str) -> Connection:
         ends = tuple(sorted((self.rank, peer)))
         with self._lock:
             if (channel, ends, self.rank) not in self._made:
                 with socket.create_server(("127.0.0.1", 0)) as server:
                     pair = socket.create_connection(server.getsockname()), server.accept()[0]
-                for rank, sock in zip(ends, pair, strict=True):
+                for rank, each in zip(ends, pair, strict=True):
+                    sock = Connection(fileno=each.detach())
+                    keys = (b"up", b"down") if rank == ends[0] else (b"down", b"up")
+                    sock.sent, sock.received = map(Seal, keys)
                     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                     sock.setblocking(False)
                     self._made[channel, ends, rank] = sock
@@ -33,7 +37,7 @@ class LoopbackLinks:
 
     dial = open
 
-    def take(self, peer: int, channel: str) -> socket.socket | None:
+    def take(self, peer: int, channel: str) -> Connection | None:
         """None before the peer has dialled."""
         with self._lock:
             return self._made.pop((channel, (self.rank, peer), self.rank), None)
@@ -70,7 +74,7 @@ def run(
     size: int, function: Callable[[TcpChannel, LoopbackLinks], Any], *, timeout: float = 20.0, spins: int = 1
 ) -> list[Any]:
     """Call ``function(channel, mesh)`` on a thread for each rank. Returns results, or exceptions, in rank order."""
-    made: dict[Any, socket.socket] = {}
+    made: dict[Any, Connection] = {}
     lock = threading.Lock()
     everybody: list[SharedNotices] = []
     links = [LoopbackLinks(rank, size, made, lock) for rank in range(size)]

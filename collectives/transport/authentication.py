@@ -6,13 +6,19 @@
 
 HMAC is that of RFC 2104 with SHA-256; challenge and response as in ISO/IEC 9798-4. A recorded exchange is worth nothing
 later, because both nonces are new, and nothing can be reflected, because the proofs name the side. The *hello* says
-what the connection is for. What follows is neither encrypted nor signed: the network between the hosts is trusted to
-carry bytes unchanged, as MPI's is.
+what the connection is for.
+
+From key, nonces and hello both sides derive a key for each direction of this connection, with which they *seal* the
+frames of what controls the job: the words of a round, exchanges, notices, and what a store says. A seal is a MAC over
+the frame and its number, so that no frame is changed, inserted, repeated, left out or moved. It is BLAKE2b's keyed mode
+(RFC 7693), because a small all-reduce waits for it: it takes a third of an HMAC's time. Blocks of tensors and messages
+are not sealed, and nothing is encrypted.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import hmac
 import secrets
 import socket
@@ -29,16 +35,58 @@ _PROOF_BYTES = 32
 _LENGTH = struct.Struct("<H")
 
 
+SEAL_BYTES = 16
+_NUMBER = struct.Struct("<Q")
+
+
+class Seal:
+    """Seals the frames of one direction of a connection, or verifies them.
+
+    Attributes:
+        number: of the next frame.
+    """
+
+    __slots__ = ("_begin", "number")
+
+    def __init__(self, key: bytes) -> None:
+        self.number = 0
+        self._begin = hashlib.blake2b(key=key, digest_size=SEAL_BYTES).copy
+
+    def of(self, frame: bytes | memoryview, behind: int = 0) -> bytes:
+        """The seal of a frame as the next one, or so many before it."""
+        seal = self._begin()
+        seal.update(_NUMBER.pack(self.number - behind))
+        seal.update(frame)
+        return seal.digest()
+
+    def next(self, frame: bytes | memoryview) -> bytes:
+        """The seal of the next frame, which is counted."""
+        seal = self.of(frame)
+        self.number += 1
+        return seal
+
+
+class Connection(socket.socket):
+    """A socket whose other side has proved the key.
+
+    Attributes:
+        sent, received: the seals of the two directions.
+    """
+
+    sent: Seal
+    received: Seal
+
+
 def make_key() -> bytes:
     """A new key for a job."""
     return secrets.token_bytes(KEY_BYTES)
 
 
-async def prove(sock: socket.socket, key: bytes, hello: bytes) -> None:
+async def prove(sock: Connection, key: bytes, hello: bytes) -> None:
     """Prove the key to the side that was dialled, and have it prove the same.
 
     Args:
-        sock: connected, non-blocking.
+        sock: connected, non-blocking; gets its seals.
         hello: at most `MOST_HELLO` bytes.
 
     Raises:
@@ -58,6 +106,7 @@ async def prove(sock: socket.socket, key: bytes, hello: bytes) -> None:
         raise TransportError("the process there has refused this one: its key is another, or it has ended") from None
     if not hmac.compare_digest(proof, _proof(key, b"is dialled", theirs, mine, hello)):
         raise TransportError("the process there does not hold this job's key")
+    sock.sent, sock.received = _seals(key, theirs, mine, hello)
 
 
 class Verification:
@@ -68,6 +117,7 @@ class Verification:
         missing: bytes that are to be received next; 0: the other side holds the key, and gets `proof`. What comes after
             them belongs to whoever takes the connection over.
         hello: the other side's.
+        received, sent: the seals of the two directions.
     """
 
     def __init__(self, key: bytes) -> None:
@@ -99,6 +149,7 @@ class Verification:
         if not hmac.compare_digest(heard[said + length :], _proof(self._key, b"dials", self._nonce, theirs, hello)):
             raise TransportError("what dialled does not hold this job's key")
         self.hello, self.proof = hello, _proof(self._key, b"is dialled", self._nonce, theirs, hello)
+        self.received, self.sent = _seals(self._key, self._nonce, theirs, hello)
 
 
 async def receive(sock: socket.socket, nbytes: int) -> bytes:
@@ -121,3 +172,9 @@ async def receive(sock: socket.socket, nbytes: int) -> bytes:
 def _proof(key: bytes, side: bytes, first: bytes, second: bytes, hello: bytes) -> bytes:
     # All parts but the last are of fixed length, or end with a zero byte, so that no two exchanges sign the same text.
     return hmac.digest(key, side + b"\0" + first + second + hello, "sha256")
+
+
+def _seals(key: bytes, first: bytes, second: bytes, hello: bytes) -> tuple[Seal, Seal]:
+    """Of what the side that dials says, and of what the side that is dialled says."""
+    dialling = _proof(key, b"seals, dials", first, second, hello)
+    return Seal(dialling), Seal(_proof(key, b"seals, is dialled", first, second, hello))

@@ -9,6 +9,8 @@ In round k rank r sends to rank r - 2^k all that it has, and receives as much fr
 ceil(log2 n) rounds, one message each way in a round, (n - 1) records sent and received by every rank. Of two ranks, a
 call is one send and one receive.
 
+Behind the records of a message is their seal (see `authentication`); what is not as it was sent is not used.
+
 A record is a *token*, the number of bytes that follow, and these bytes. Ranks whose records differ in token and length
 still finish the call, and see that they differ. A peer may be one call ahead, never two: what it has sent for the next
 call stays in the connection, or is kept.
@@ -19,12 +21,13 @@ IEEE Transactions on Parallel and Distributed Systems 8(11), 1997.
 
 from __future__ import annotations
 
+import hmac
 import select
-import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, NoReturn
 
 from collectives.base.errors import TransportError
+from collectives.transport.authentication import SEAL_BYTES, Connection, Seal
 
 HEADER = 16
 """Bytes of a record's token and length."""
@@ -65,9 +68,11 @@ class Memory:
 
 class _Round(NamedTuple):
     to: int
-    send: Callable[[memoryview], int]
+    send: Callable[[Sequence[bytes | memoryview]], int]
+    sent: Seal
     source: int
     receive: Callable[[memoryview], int]
+    received: Seal
     records: int
     arrives: select.poll
 
@@ -86,7 +91,7 @@ class Bruck:
     """
 
     def __init__(
-        self, rank: int, size: int, connections: Mapping[int, socket.socket], lost: Callable[[int], NoReturn]
+        self, rank: int, size: int, connections: Mapping[int, Connection], lost: Callable[[int], NoReturn]
     ) -> None:
         self.rank, self.size = rank, size
         self.same = True
@@ -99,9 +104,11 @@ class Bruck:
             self._rounds.append(
                 _Round(
                     to,
-                    connections[to].send,
+                    connections[to].sendmsg,
+                    connections[to].sent,
                     source,
                     connections[source].recv_into,
+                    connections[source].received,
                     min(1 << k, size - (1 << k)),
                     arrives,
                 )
@@ -112,8 +119,11 @@ class Bruck:
         self._early: dict[int, bytes] = {}
         """What has been read of a peer's next call, by peer: only after records of unequal lengths."""
         self._memory = Memory()
-        self._token = self._own = self._have = self._parsed = self._number = self._missing = 0
-        self._leaving: memoryview | None = None
+        self._token = self._own = self._have = self._parsed = self._number = self._missing = self._begun = 0
+        self._leaving: list[bytes | memoryview] = []
+        """What is left to send of the round's records, and of their seal."""
+        self._sealed = True
+        """Whether all of the round's message has arrived, and is what was sent."""
 
     def begin(self, memory: Memory, token: int, nbytes: int) -> None:
         """Begin a call; the call before must have ended, and all ranks begin the same calls.
@@ -137,8 +147,11 @@ class Bruck:
         self._number = number = self._number + 1
         if number == len(self._rounds):
             return
-        self._missing = records = self._rounds[number].records
-        self._leaving = self._memory.bytes[: self._memory.starts[records]]
+        current = self._rounds[number]
+        self._missing = records = current.records
+        self._sealed, self._begun = False, self._parsed
+        leaving = self._memory.bytes[: self._memory.starts[records]]
+        self._leaving = [leaving, current.sent.next(leaving)]
         self._send()
         if self._early:
             self._take_early()
@@ -148,14 +161,14 @@ class Bruck:
 
         Raises:
             RankFailedError: from ``lost``.
-            TransportError: a peer sends what is no record.
+            TransportError: a peer sends what is no record, or something has changed what it has sent.
         """
         while self._number < len(self._rounds):
-            if self._leaving is not None:
+            if self._leaving:
                 self._send()
-            if self._missing and not self._receive():
+            if not self._sealed and not self._receive():
                 return False
-            if self._leaving is not None:
+            if self._leaving:
                 return False
             self._next_round()
         return True
@@ -165,7 +178,7 @@ class Bruck:
         if self._number == len(self._rounds):
             return
         current = self._rounds[self._number]
-        (current.arrives if self._missing else self._leaves[current.to]).poll(milliseconds)
+        (self._leaves[current.to] if self._sealed else current.arrives).poll(milliseconds)
 
     def record(self, peer: int) -> tuple[int, int, int]:
         """A rank's record of the call: its token, and where its payload begins and ends in the memory."""
@@ -174,21 +187,25 @@ class Bruck:
         return words[at], start + HEADER, start + HEADER + words[at + _LENGTH]
 
     def _send(self) -> None:
-        data = self._leaving
-        assert data is not None
         current = self._rounds[self._number]
         try:
-            sent = current.send(data)
+            sent = current.send(self._leaving)
         except BlockingIOError:
             return
         except OSError:
             self._lost(current.to)
-        self._leaving = data[sent:] if sent < len(data) else None
+        *records, seal = self._leaving
+        for data in records:
+            if sent < len(data):
+                self._leaving = [data[sent:], seal]
+                return
+            sent -= len(data)
+        self._leaving = [seal[sent:]] if sent < len(seal) else []
 
     def _receive(self) -> bool:
         """Receive what has arrived of the round's message. Returns whether that is all of it."""
         memory, current = self._memory, self._rounds[self._number]
-        while self._missing:
+        while not self._sealed:
             # Records are as long as this rank's, unless the ranks disagree.
             end = self._needed()
             if end > len(memory.bytes):
@@ -203,16 +220,16 @@ class Bruck:
                 self._lost(current.source)
             self._have += received
             self._parse()
-            if self._missing and self._have < end:
+            if not self._sealed and self._have < end:
                 return False
         return True
 
     def _needed(self) -> int:
         """Where the round's message ends, if the records that are not known yet are as long as this rank's."""
         at, missing, own = self._parsed, self._missing, HEADER + padded(self._own)
-        if self._have - at < HEADER:
-            return at + missing * own
-        return at + HEADER + padded(self._memory.words[(at >> 3) + _LENGTH]) + (missing - 1) * own
+        if not missing or self._have - at < HEADER:
+            return at + missing * own + SEAL_BYTES
+        return at + HEADER + padded(self._memory.words[(at >> 3) + _LENGTH]) + (missing - 1) * own + SEAL_BYTES
 
     def _parse(self) -> None:
         """Find the records that have arrived."""
@@ -235,10 +252,19 @@ class Bruck:
             at = end
             self._missing -= 1
         self._parsed = at
-        if not self._missing and have > at:
+        if self._missing or have - at < SEAL_BYTES:
+            return
+        current, end = self._rounds[self._number], at + SEAL_BYTES
+        if not hmac.compare_digest(memory.bytes[at:end], current.received.next(memory.bytes[self._begun : at])):
+            raise TransportError(
+                f"rank {self.rank} of its group: the seal of what rank {current.source} sends is wrong: something "
+                "between the hosts changes what ranks say"
+            )
+        self._sealed = True
+        if have > end:
             # A record was shorter than this rank's, and the peer is a call ahead.
-            self._early[self._rounds[self._number].source] = bytes(memory.bytes[at:have])
-            self._have = at
+            self._early[current.source] = bytes(memory.bytes[end:have])
+        self._have = at
 
     def _take_early(self) -> None:
         """Take over what has been read of the peer's message with the message before."""

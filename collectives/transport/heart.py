@@ -10,6 +10,8 @@ A notice (the rank has failed, leaves, or waits in a call) belongs to a group. I
 and is there before anything that this rank sends later on the same connection: a rank that fails and then leaves is
 never taken for one that has left only.
 
+Each frame is sealed (see `authentication`). An interrupt may have one sent twice, which alone is borne.
+
 A rank beats five times per timeout. Silence is counted in beats of the rank that listens: when it was stopped itself,
 its peers are not blamed for the time in which it did not listen. A silent rank is pinged by new connections: while the
 network is down, TCP waits twice as long before each attempt to send again, so that an old connection may stay silent
@@ -19,7 +21,7 @@ for twice as long as the network.
 from __future__ import annotations
 
 import asyncio
-import socket
+import hmac
 import struct
 import threading
 from collections import deque
@@ -28,9 +30,11 @@ from typing import TYPE_CHECKING
 
 from collectives.base.errors import RankFailedError, TransportError
 from collectives.transport import backoff
+from collectives.transport.authentication import SEAL_BYTES
 from collectives.transport.notices import Notices
 
 if TYPE_CHECKING:
+    from collectives.transport.authentication import Connection
     from collectives.transport.mesh import Mesh
     from collectives.transport.service import Running
 
@@ -42,7 +46,7 @@ _PINGED_FROM = 2
 _KINDS = ("beat", "lost", "failed", "left", "here")
 """Of frames, by number. The last three are those of notices, which have the group's name, a zero byte, and a text."""
 _HEAD = struct.Struct("<HB")
-"""Of a frame: the number of bytes that follow, and its kind."""
+"""Of a frame: the number of bytes that follow, and its kind. Its seal comes behind them."""
 _DIED = "has died: its connection has ended without a word; see its output, and whether the system has killed it"
 _TOLD_WITHIN = 1.0
 """Seconds for which connections that are closed may wait until the system has taken all notices."""
@@ -63,7 +67,7 @@ class _Peer:
         lost: a sentence about its death or its end; empty while the connection stands.
     """
 
-    def __init__(self, rank: int, connection: socket.socket) -> None:
+    def __init__(self, rank: int, connection: Connection) -> None:
         self.rank = rank
         self.socket = connection
         self.inbox = bytearray()
@@ -71,7 +75,9 @@ class _Peer:
         self.ping: asyncio.Task[None] | None = None
         self.lost = ""
         self.closed = False
-        self._outbox: deque[memoryview] = deque()
+        self._outbox: deque[bytes] = deque()
+        self._leaving = memoryview(b"")
+        """What the system has not taken of the first frame, and of its seal."""
         self._sending = threading.Lock()
 
     def pending(self) -> bool:
@@ -82,7 +88,7 @@ class _Peer:
     def send(self, frame: bytes) -> None:
         """Send a frame without waiting, from any thread, also from a signal handler that interrupts this method."""
         if not self.closed:
-            self._outbox.append(memoryview(frame))
+            self._outbox.append(frame)
             self.flush()
 
     def flush(self) -> None:
@@ -90,12 +96,14 @@ class _Peer:
         # Who finds the lock taken has put its frame where the owner will find it: the owner looks after its release.
         while self._outbox and self._sending.acquire(False):
             try:
+                seal = self.socket.sent
                 while self._outbox:
-                    rest = self._outbox[0]
-                    sent = self.socket.send(rest)
-                    if sent < len(rest):
-                        self._outbox[0] = rest[sent:]
-                    else:
+                    frame = self._outbox[0]
+                    if not self._leaving:
+                        self._leaving = memoryview(frame + seal.of(frame))
+                    self._leaving = self._leaving[self.socket.send(self._leaving) :]
+                    if not self._leaving:
+                        seal.number += 1  # first: a frame may come twice, but no number be left out
                         self._outbox.popleft()
             except BlockingIOError:
                 return
@@ -176,8 +184,7 @@ class Heart:
 
     def tell(self, notices: Notices, kind: str, text: str) -> None:
         """Send a notice to the other members of its group; see `Notices.tell`."""
-        body = notices.group.encode() + b"\0" + text.encode("utf-8", "replace")[-_TEXT_BYTES:]
-        frame = _HEAD.pack(len(body), _KINDS.index(kind)) + body
+        frame = _notice(notices, kind, text)
         for peer in self._others(notices):
             peer.send(frame)
 
@@ -267,6 +274,8 @@ class Heart:
             self._take(peer)
         except ValueError as error:
             self._lose(peer, f"has sent what is no notice ({error})")
+            for notices in list(self._groups.values()):  # it would take this rank for dead
+                peer.send(_notice(notices, "failed", f"RankFailedError: {peer.lost}"))
             data = b""
         if not data:
             self._close(peer)
@@ -279,10 +288,16 @@ class Heart:
         while len(inbox) >= _HEAD.size:
             length, kind = _HEAD.unpack_from(inbox)
             end = _HEAD.size + length
-            if len(inbox) < end:
+            if len(inbox) < end + SEAL_BYTES:
                 return
-            body = bytes(inbox[_HEAD.size : end])
-            del inbox[:end]  # before it is acted on, which may read this connection further
+            frame, seal = bytes(inbox[:end]), bytes(inbox[end : end + SEAL_BYTES])
+            body, sealed = frame[_HEAD.size :], peer.socket.received
+            del inbox[: end + SEAL_BYTES]  # before it is acted on, which may read this connection further
+            if not hmac.compare_digest(seal, sealed.of(frame)):
+                if sealed.number and hmac.compare_digest(seal, sealed.of(frame, 1)):
+                    continue  # the one before, again
+                raise ValueError("its seal is wrong: something between the hosts changes what ranks say")
+            sealed.number += 1
             if kind == _LOST:
                 self._adopt(body)
             elif kind:
@@ -337,3 +352,8 @@ class Heart:
         if not peer.closed:
             asyncio.get_running_loop().remove_reader(peer.socket)
             peer.close()
+
+
+def _notice(notices: Notices, kind: str, text: str) -> bytes:
+    body = notices.group.encode() + b"\0" + text.encode("utf-8", "replace")[-_TEXT_BYTES:]
+    return _HEAD.pack(len(body), _KINDS.index(kind)) + body

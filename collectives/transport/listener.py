@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 from collectives.base.errors import TransportError
 from collectives.base.logging import logger
 from collectives.transport import network
-from collectives.transport.authentication import Verification, prove
+from collectives.transport.authentication import Connection, Verification, prove
 from collectives.transport.service import Service
 
-Accepted = Callable[[bytes, socket.socket], None]
+Accepted = Callable[[bytes, Connection], None]
 
 MOST_UNPROVED = 128
 """Connections that have not proved the key; a further one takes the place of one of them."""
@@ -47,7 +47,7 @@ class Listener:
         host, port: to listen on; port 0: any that is free.
         key: the job's.
         accepted: called in the service's thread with the hello and the socket (non-blocking, TCP_NODELAY) of every
-            connection that has proved the key; owns the socket.
+            connection that has proved the key; owns it.
 
     Attributes:
         address: host and port that it listens on.
@@ -64,7 +64,7 @@ class Listener:
         self.address: tuple[str, int] = self._socket.getsockname()[:2]
         self._service, self._loop, self._key, self._accepted = service, service.loop, key, accepted
         self._paused: asyncio.TimerHandle | None = None
-        self._unproved: dict[socket.socket, _Unproved] = {}
+        self._unproved: dict[Connection, _Unproved] = {}
         self._refused = 0
         service.owns(self._socket)
         service.call(service.loop.add_reader, self._socket, self._accept)
@@ -72,11 +72,12 @@ class Listener:
     def _accept(self) -> None:
         """Accept one connection; the others wait, so that a flood of them leaves time for what else the loop does."""
         try:
-            sock, address = self._socket.accept()
+            accepted, address = self._socket.accept()
         except OSError:  # out of descriptors, or the connection has ended before it was accepted
             self._loop.remove_reader(self._socket)
             self._paused = self._loop.call_later(_PAUSE, self._loop.add_reader, self._socket, self._accept)
             return
+        sock = Connection(fileno=accepted.detach())
         self._service.owns(sock)
         sock.setblocking(False)
         if len(self._unproved) >= MOST_UNPROVED:
@@ -93,11 +94,11 @@ class Listener:
         most = max(crowds.values())
         self._drop(random.choice([sock for sock, one in self._unproved.items() if crowds[one.source] == most]))
 
-    def _drop(self, sock: socket.socket) -> None:
+    def _drop(self, sock: Connection) -> None:
         _reset_when_closed(sock)
         self._refuse(sock, "too many, or no proof in time")
 
-    def _read(self, sock: socket.socket, verification: Verification) -> None:
+    def _read(self, sock: Connection, verification: Verification) -> None:
         try:
             data = sock.recv(verification.missing)
             if not data:
@@ -112,10 +113,11 @@ class Listener:
         except (OSError, EOFError, TransportError) as error:
             self._refuse(sock, str(error))
             return
+        sock.sent, sock.received = verification.sent, verification.received
         self._forget(sock)
         self._accepted(verification.hello, sock)
 
-    def _refuse(self, sock: socket.socket, why: str) -> None:
+    def _refuse(self, sock: Connection, why: str) -> None:
         self._forget(sock)
         sock.close()
         self._refused += 1
@@ -123,7 +125,7 @@ class Listener:
             where = network.joined(*self.address)
             logger.info("refused %d connections to %s, lately because: %s", self._refused, where, why)
 
-    def _forget(self, sock: socket.socket) -> None:
+    def _forget(self, sock: Connection) -> None:
         self._loop.remove_reader(sock)
         self._unproved.pop(sock).timer.cancel()
 
@@ -158,11 +160,11 @@ def _reset_when_closed(sock: socket.socket) -> None:
 
 async def dial(
     service: Service, host: str, port: int, key: bytes, hello: bytes, connect_within: float = DIAL_WITHIN
-) -> socket.socket:
+) -> Connection:
     """Connect to a listener and prove the key; to be run in the service's thread.
 
     Returns:
-        The connected socket, non-blocking, TCP_NODELAY.
+        The connection, non-blocking, TCP_NODELAY.
 
     Raises:
         TimeoutError: no answer within ``connect_within`` seconds.
@@ -187,18 +189,18 @@ async def dial(
     return sock
 
 
-async def _connect(service: Service, host: str, port: int, seconds: float) -> socket.socket:
+async def _connect(service: Service, host: str, port: int, seconds: float) -> Connection:
     """A connection to the first address of a name at which somebody listens."""
     loop = asyncio.get_running_loop()
     *others, last = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     for family, kind, protocol, _, address in others:
         with suppress(OSError):
-            return await _connect_to(service, socket.socket(family, kind, protocol), address, seconds)
+            return await _connect_to(service, Connection(family, kind, protocol), address, seconds)
     family, kind, protocol, _, address = last
-    return await _connect_to(service, socket.socket(family, kind, protocol), address, seconds)
+    return await _connect_to(service, Connection(family, kind, protocol), address, seconds)
 
 
-async def _connect_to(service: Service, sock: socket.socket, address: tuple[Any, ...], seconds: float) -> socket.socket:
+async def _connect_to(service: Service, sock: Connection, address: tuple[Any, ...], seconds: float) -> Connection:
     try:
         service.owns(sock)
         sock.setblocking(False)

@@ -12,7 +12,6 @@ import asyncio
 import hmac
 import json
 import secrets
-import socket
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -28,11 +27,11 @@ from collectives.base.errors import (
 )
 from collectives.base.wake_up import WakeUp
 from collectives.transport import network
-from collectives.transport.authentication import make_key
+from collectives.transport.authentication import Connection, make_key
 from collectives.transport.listener import DIAL_WITHIN, Listener, dial
 from collectives.transport.service import Running, Service
 
-Served = Callable[[int, str, socket.socket], None]
+Served = Callable[[int, str, Connection], None]
 
 _ANSWER_WITHIN = 30.0
 """Seconds for which a rank is dialled that does not answer. One that answers, and drops the connection because it has
@@ -126,9 +125,7 @@ class Mesh:
             raise
         return cls(rank, key, job, service, listener, inbox, hosts, everywhere)
 
-    def open(
-        self, peer: int, channel: str, timeout: float, check: Callable[[], object] = lambda: None
-    ) -> socket.socket:
+    def open(self, peer: int, channel: str, timeout: float, check: Callable[[], object] = lambda: None) -> Connection:
         """The connection with ``peer`` on a channel: connected, proved, non-blocking, TCP_NODELAY. Both ranks call it,
         once for a channel.
 
@@ -152,14 +149,12 @@ class Mesh:
                 )
         return sock
 
-    def take(self, peer: int, channel: str) -> socket.socket | None:
+    def take(self, peer: int, channel: str) -> Connection | None:
         """The connection that ``peer`` has dialled on a channel; None if it has not arrived yet. Does not wait, for
         ranks that have something else to do meanwhile."""
         return self._inbox.take(peer, channel, 0.0)
 
-    def dial(
-        self, peer: int, channel: str, timeout: float, check: Callable[[], object] = lambda: None
-    ) -> socket.socket:
+    def dial(self, peer: int, channel: str, timeout: float, check: Callable[[], object] = lambda: None) -> Connection:
         """A new connection to ``peer``, which takes it by `open` or `serve`. Raises as `open`."""
         try:
             return self.service.run(self.reach(peer, channel, timeout), timeout + 3 * DIAL_WITHIN, check)
@@ -174,7 +169,7 @@ class Mesh:
         of older connections are lost and wait to be sent again. Raises as `open`."""
         (await self.reach(peer, _PING, seconds)).close()
 
-    async def reach(self, peer: int, channel: str, seconds: float) -> socket.socket:
+    async def reach(self, peer: int, channel: str, seconds: float) -> Connection:
         """`dial` in the service's thread."""
         hello = json.dumps([self._job, self.rank, [peer, *self.addresses[peer]], channel]).encode()
         loop = asyncio.get_running_loop()
@@ -251,19 +246,19 @@ class Links:
         self.check = check
         self._timeout = timeout
 
-    def open(self, peer: int, channel: str) -> socket.socket:
+    def open(self, peer: int, channel: str) -> Connection:
         """See `Mesh.open`."""
         return self.mesh.open(self.members[peer], f"{self.group}/{channel}", self._timeout, lambda: self.check())
 
-    def dial(self, peer: int, channel: str) -> socket.socket:
+    def dial(self, peer: int, channel: str) -> Connection:
         """See `Mesh.dial`."""
         return self.mesh.dial(self.members[peer], f"{self.group}/{channel}", self._timeout, lambda: self.check())
 
-    def begin_dial(self, peer: int, channel: str) -> Running[socket.socket]:
+    def begin_dial(self, peer: int, channel: str) -> Running[Connection]:
         """`dial` without waiting."""
         return self.mesh.service.start(self.mesh.reach(self.members[peer], f"{self.group}/{channel}", self._timeout))
 
-    def take(self, peer: int, channel: str) -> socket.socket | None:
+    def take(self, peer: int, channel: str) -> Connection | None:
         """See `Mesh.take`."""
         return self.mesh.take(self.members[peer], f"{self.group}/{channel}")
 
@@ -296,11 +291,11 @@ class Inbox:
     def __init__(self, job: str, rank: int) -> None:
         self._job, self._rank = job, rank
         self.address: tuple[str, int] | None = None
-        self._arrived: dict[tuple[int, str], socket.socket] = {}
+        self._arrived: dict[tuple[int, str], Connection] = {}
         self._awaited: dict[tuple[int, str], WakeUp] = {}
         self._served: dict[str, Served] = {}
 
-    def put(self, hello: bytes, sock: socket.socket) -> None:
+    def put(self, hello: bytes, sock: Connection) -> None:
         """Take in a connection that has proved the key; called in the service's thread."""
         try:
             job, peer, dialled, channel = json.loads(hello)
@@ -321,7 +316,7 @@ class Inbox:
         if awaited is not None:
             awaited.set()
 
-    def take(self, peer: int, channel: str, seconds: float) -> socket.socket | None:
+    def take(self, peer: int, channel: str, seconds: float) -> Connection | None:
         """Wait for a connection, and take it out; None if it has not come in time."""
         sock = self._arrived.pop((peer, channel), None)
         if sock is None and seconds > 0:

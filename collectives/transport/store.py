@@ -6,12 +6,14 @@ needs: ``set``, ``get`` and ``wait``.
     request     operation (1 byte), seconds (8, float64), bytes of the keys (4), bytes of the value (4), keys, value
     answer      outcome (1 byte), bytes (4), value or text
 
+Both end with their seal (see `authentication`).
 Keys are separated by line feeds. A request is repeated after a broken connection: all of them may be.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hmac
 import socket
 import struct
 import threading
@@ -25,7 +27,7 @@ from typing import TypeVar
 from collectives.base import interrupts
 from collectives.base.errors import CollectiveTimeoutError, InvalidArgumentError, TransportError
 from collectives.transport import network
-from collectives.transport.authentication import receive
+from collectives.transport.authentication import SEAL_BYTES, Connection, receive
 from collectives.transport.listener import Listener, dial
 from collectives.transport.service import Service
 
@@ -75,7 +77,7 @@ class StoreServer:
         self._listener = Listener(service, host, port, key, self._accepted)
         self.address = self._listener.address
 
-    def _accepted(self, hello: bytes, sock: socket.socket) -> None:
+    def _accepted(self, hello: bytes, sock: Connection) -> None:
         if hello != _hello(sock.getsockname()[1]):
             sock.close()
             return
@@ -83,18 +85,19 @@ class StoreServer:
         task = asyncio.get_running_loop().create_task(self._serve(sock))
         self._clients.add(task)
 
-    async def _serve(self, sock: socket.socket) -> None:
+    async def _serve(self, sock: Connection) -> None:
         loop = asyncio.get_running_loop()
         try:
             while True:
-                operation, seconds, key_bytes, value_bytes = _REQUEST.unpack(await receive(sock, _REQUEST.size))
+                head = await receive(sock, _REQUEST.size)
+                operation, seconds, key_bytes, value_bytes = _REQUEST.unpack(head)
                 if max(key_bytes, value_bytes) > MOST_VALUE:
                     return
-                rest = await asyncio.wait_for(receive(sock, key_bytes + value_bytes), _FRAME_WITHIN)
+                rest = await asyncio.wait_for(_unsealed(sock, head, key_bytes + value_bytes), _FRAME_WITHIN)
                 keys = rest[:key_bytes].decode().split("\n")
                 outcome, answer = await self._carry_out(operation, keys, rest[key_bytes:], seconds)
                 frame = _ANSWER.pack(outcome, len(answer)) + answer
-                await asyncio.wait_for(loop.sock_sendall(sock, frame), _FRAME_WITHIN)
+                await asyncio.wait_for(loop.sock_sendall(sock, frame + sock.sent.next(frame)), _FRAME_WITHIN)
         except (OSError, EOFError, UnicodeDecodeError, asyncio.TimeoutError):
             pass
         finally:
@@ -153,7 +156,7 @@ class Store:
         self._key = key
         self._own = service is None
         self._service = service or Service()
-        self._sock: socket.socket | None = None
+        self._sock: Connection | None = None
         self._lock = threading.Lock()
 
     def connect(self, timeout: float = _CONNECT_WITHIN) -> None:
@@ -232,7 +235,7 @@ class Store:
         self._sock = sock
         return answer
 
-    def _dial(self, seconds: float) -> socket.socket:
+    def _dial(self, seconds: float) -> Connection:
         """Connect; anew where the server drops the connection because it has too many."""
         end, nap = time.monotonic() + seconds, _FIRST_NAP
         while True:
@@ -265,13 +268,26 @@ def _hello(port: int) -> bytes:
     return f"store {port}".encode()
 
 
-async def _exchange(sock: socket.socket, request: bytes) -> tuple[bytes, bytes]:
+async def _exchange(sock: Connection, request: bytes) -> tuple[bytes, bytes]:
     try:
-        await asyncio.get_running_loop().sock_sendall(sock, request)
-        outcome, length = _ANSWER.unpack(await receive(sock, _ANSWER.size))
+        await asyncio.get_running_loop().sock_sendall(sock, request + sock.sent.next(request))
+        head = await receive(sock, _ANSWER.size)
+        outcome, length = _ANSWER.unpack(head)
         if length > MOST_VALUE:
             raise ConnectionError(f"it has announced an answer of {length} bytes")
-        return outcome, await receive(sock, length)
+        return outcome, await _unsealed(sock, head, length)
     except BaseException:
         sock.close()
         raise
+
+
+async def _unsealed(sock: Connection, head: bytes, nbytes: int) -> bytes:
+    """What follows the head of a frame.
+
+    Raises:
+        ConnectionError: something has changed the frame.
+    """
+    rest = await receive(sock, nbytes + SEAL_BYTES)
+    if not hmac.compare_digest(rest[nbytes:], sock.received.next(head + rest[:nbytes])):
+        raise ConnectionError("what arrived is not what was sent: something in between has changed it")
+    return rest[:nbytes]

@@ -6,7 +6,6 @@ allgather. Notices come by the heart's connections (`collectives.transport.heart
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Protocol
@@ -15,6 +14,7 @@ from collectives.base import interrupts
 from collectives.base.errors import CollectiveTimeoutError, RankFailedError
 from collectives.base.interchange import from_json, to_json
 from collectives.transport import backoff
+from collectives.transport.authentication import Connection
 from collectives.transport.bruck import HEADER, Bruck, Memory, padded, partners
 from collectives.transport.channel import FAILURE_TAG, HERE_TAG, LEAVE_TAG
 from collectives.transport.closing import close_all
@@ -41,7 +41,7 @@ class Links(Protocol):
     rank: int
     size: int
 
-    def open(self, peer: int, channel: str) -> socket.socket: ...
+    def open(self, peer: int, channel: str) -> Connection: ...
 
 
 class Notices(Protocol):
@@ -94,7 +94,7 @@ class TcpChannel:
         self._notices = notices
         self.failed, self.left, self.here, self.gone = notices.failed, notices.left, notices.here, notices.gone
         self.check: Callable[[], object] = notices.look_for_failures
-        self._connections: dict[int, socket.socket] = {}
+        self._connections: dict[int, Connection] = {}
         self._has_left = False
         self._memory = Memory()
         try:

@@ -22,6 +22,7 @@ import numpy as np
 
 from collectives.base.dtypes import SUPPORTED
 from collectives.base.errors import CollectivesError, RankFailedError, TransportError
+from collectives.transport.authentication import Connection
 from collectives.transport.base import Array
 from collectives.transport.point_to_point import DTYPE_CODE, DTYPE_NAMES, AtOnce, Incoming, Outgoing, Transfer
 from collectives.transport.service import Running
@@ -47,7 +48,7 @@ class Links(Protocol):
 
     rank: int
 
-    def begin_dial(self, peer: int, channel: str) -> Running[socket.socket]: ...
+    def begin_dial(self, peer: int, channel: str) -> Running[Connection]: ...
 
     def serve(self, prefix: str, served: Callable[[int, str, socket.socket], None]) -> None: ...
 
@@ -73,7 +74,7 @@ class _Connection:
     def __init__(self, peer: int, dialled: bool) -> None:
         self.peer, self.dialled = peer, dialled
         self.sock: socket.socket | None = None
-        self.dialling: Running[socket.socket] | None = None
+        self.dialling: Running[Connection] | None = None
         self.outgoing: deque[tuple[memoryview, Outgoing | None]] = deque()
         self.announced: dict[int, Outgoing] = {}
         self.accepted: dict[int, tuple[Incoming, memoryview]] = {}

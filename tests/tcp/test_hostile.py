@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import gc
 import socket
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -13,6 +16,8 @@ from collectives.base.config import Config
 from collectives.transport import listener
 from collectives.transport.authentication import Verification, make_key
 from collectives.transport.service import Service
+from collectives.transport.store import Store, StoreServer
+from tests import tampering
 from tests.hostile import ATTACKS, Attacker, Refusal, besiege, record, start_job
 from tests.processes import KEY
 
@@ -21,6 +26,34 @@ def test_nobody_gets_into_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listener, "PROVE_WITHIN", 1.0)  # the ranks inherit it
     report = besiege(start_job(2, Config(timeout=30, local_size=1)), KEY, 300)
     assert report.counts.keys() == ATTACKS.keys() and report.counts.total() == 300
+
+
+@pytest.mark.parametrize(
+    "name", ["none", "words, a bit", "words, pickle", "heart, invented", "store, old", "data, a bit"]
+)
+def test_what_is_changed_between_two_ranks_is_not_used(name: str, tmp_path: Path) -> None:
+    """`python -m tests.tampering` has more of it."""
+    attack = tampering.ATTACKS[name]
+    print(tampering.attacked(name, partial(tampering.on_path, attack, tmp_path), tmp_path, attack.borne))
+
+
+@pytest.mark.parametrize("kind", ["torch's", "own"])
+def test_who_reaches_the_store_gets_between_no_ranks(kind: str, tmp_path: Path) -> None:
+    """It says where rank 0 listens, and is not believed; it was, and relayed connections that were then trusted."""
+    service = Service()
+    try:
+        if kind == "own":
+            server = StoreServer(service, "127.0.0.1", 0, KEY)
+            store_of: Any = partial(Store, *server.address, KEY, 20)
+        else:
+            torch = pytest.importorskip("torch.distributed")
+            limit = timedelta(seconds=20)
+            served = torch.TCPStore("127.0.0.1", 0, None, True, limit, wait_for_workers=False)
+            store_of = partial(torch.TCPStore, "127.0.0.1", served.port, None, False, limit, wait_for_workers=False)
+        said = tampering.attacked("an address", partial(tampering.through_store, tmp_path, store_of), tmp_path)
+        assert "offer/0 in the store at which the ranks meet (an abused store) was not signed" in said
+    finally:
+        service.close()
 
 
 def test_refused_connections_leave_no_cycles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,7 +43,7 @@ def to_json(value: Any) -> bytes:
     Raises:
         TypeError: it is of another type.
     """
-    return json.dumps(_plain(value), separators=(",", ":")).encode()
+    return _encode(_plain(value)).encode()
 
 
 def from_json(text: bytes) -> Any:
@@ -53,7 +53,7 @@ def from_json(text: bytes) -> Any:
         ValueError: it is none of `to_json`.
     """
     try:
-        return json.loads(text, object_hook=_restored)
+        return _decode(text.decode())
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"not a value that ranks exchange: {error!r}") from None
 
@@ -96,3 +96,7 @@ def _restored(read: dict[str, Any]) -> Any:
     if kind == "bytes":
         return bytes.fromhex(content)
     return dict(content)
+
+
+_encode = json.JSONEncoder(separators=(",", ":")).encode
+_decode = json.JSONDecoder(object_hook=_restored).decode

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from collectives.base.config import Config
-from collectives.base.errors import OutOfMemoryError
+from collectives.base.errors import OutOfMemoryError, TransportError
 from collectives.base.logging import logger
 from collectives.engine import deadlock, negotiation
 from collectives.engine.batches import Batch
@@ -266,7 +266,11 @@ class Coordinator:
         joined = self.joining is not None and not submissions.pending
         self._told_stuck = stuck = self._is_stuck()
         mine = Frame(bits, bool(untold), joined, stuck, self._starving)
-        control.agree(_COMPARE, mine.to_words(self.ledger.capacity))
+        if not control.agree(_COMPARE, mine.to_words(self.ledger.capacity)):
+            raise TransportError(
+                f"rank {self._rank}: some ranks compare what they have submitted, and others do not: something between "
+                "the hosts changes what ranks say"
+            )
         frames = [
             mine if peer == self.context.rank else Frame.from_words(control.words_of(peer))
             for peer in range(self.context.size)

@@ -35,12 +35,12 @@ class Inline:
         if nbytes % WORD_BYTES:
             self._padded = np.zeros(-(-nbytes // WORD_BYTES) * WORD_BYTES, np.uint8)
             self._into = self._padded[:nbytes].view(dtype)
-            self._words = self._padded.data.cast("q")
+            self._words = self._padded.data
 
     def words(self, source: Array) -> memoryview:
-        """The words of a tensor, valid until it changes or this is called again."""
+        """A tensor as what its record carries (see `Control.enter`), valid until it changes or this is called again."""
         if self._padded is None:
-            return source.view(np.uint8).data.cast("q")
+            return source.view(np.uint8).data
         self._into[...] = source
         return self._words
 

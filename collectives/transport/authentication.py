@@ -11,8 +11,8 @@ what the connection is for.
 From key, nonces and hello both sides derive a key for each direction of this connection, with which they *seal* the
 frames of what controls the job: the words of a round, exchanges, notices, and what a store says. A seal is a MAC over
 the frame and its number, so that no frame is changed, inserted, repeated, left out or moved. It is BLAKE2b's keyed mode
-(RFC 7693), because a small all-reduce waits for it: it takes a third of an HMAC's time. Blocks of tensors and messages
-are not sealed, and nothing is encrypted.
+(RFC 7693), which takes a third of an HMAC's time for so few bytes. Tensors and messages are not sealed, and nothing is
+encrypted.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _LENGTH = struct.Struct("<H")
 
 
 SEAL_BYTES = 16
-_NUMBER = struct.Struct("<Q")
+_packed = struct.Struct("<Q").pack
 
 
 class Seal:
@@ -55,7 +55,7 @@ class Seal:
     def of(self, frame: bytes | memoryview, behind: int = 0) -> bytes:
         """The seal of a frame as the next one, or so many before it."""
         seal = self._begin()
-        seal.update(_NUMBER.pack(self.number - behind))
+        seal.update(_packed(self.number - behind))
         seal.update(frame)
         return seal.digest()
 

@@ -162,7 +162,8 @@ class Control(Protocol):
         Args:
             signature: 47 bits of a hash of the proposal.
             words: numbers that travel along, for `words_of`: at most `board.max_words` of 64 bits, equally many on
-                ranks with equal signatures; many of them as a memoryview of format "q".
+                ranks with equal signatures; many of them as a memoryview of format "q". Where words may be data (see
+                `carries`), these come as one of format "B", of whole words; they are not sealed.
         """
 
     def look(self, *, spin: bool = True) -> bool | None:

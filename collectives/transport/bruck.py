@@ -9,7 +9,10 @@ In round k rank r sends to rank r - 2^k all that it has, and receives as much fr
 ceil(log2 n) rounds, one message each way in a round, (n - 1) records sent and received by every rank. Of two ranks, a
 call is one send and one receive.
 
-Behind the records of a message is their seal (see `authentication`); what is not as it was sent is not used.
+Behind the records of a message is their seal (see `authentication`); what is not as it was sent is not used. A record
+that carries a tensor is not sealed, as no tensor is, and says so with its length; a message of such records alone has
+no seal. Whoever changes one has ranks get other numbers, or see that they differ, and not more: nothing else that a
+record says is read where the tokens differ.
 
 A record is a *token*, the number of bytes that follow, and these bytes. Ranks whose records differ in token and length
 still finish the call, and see that they differ. A peer may be one call ahead, never two: what it has sent for the next
@@ -21,9 +24,9 @@ IEEE Transactions on Parallel and Distributed Systems 8(11), 1997.
 
 from __future__ import annotations
 
-import hmac
 import select
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from hmac import compare_digest
 from typing import NamedTuple, NoReturn
 
 from collectives.base.errors import TransportError
@@ -34,6 +37,10 @@ HEADER = 16
 _LENGTH = HEADER // 8 - 1
 _FIRST_BYTES = 4096
 _MOST_BYTES = 1 << 31
+_DATA = 1 << 32
+"""Marks the length of a record that carries a tensor."""
+_SEND_JOINED = 1 << 10
+"""Bytes up to which copying a message is quicker than sending it in two parts."""
 
 
 def partners(rank: int, size: int) -> list[int]:
@@ -68,7 +75,7 @@ class Memory:
 
 class _Round(NamedTuple):
     to: int
-    send: Callable[[Sequence[bytes | memoryview]], int]
+    send: Callable[[bytes | memoryview], int]
     sent: Seal
     source: int
     receive: Callable[[memoryview], int]
@@ -104,7 +111,7 @@ class Bruck:
             self._rounds.append(
                 _Round(
                     to,
-                    connections[to].sendmsg,
+                    connections[to].send,
                     connections[to].sent,
                     source,
                     connections[source].recv_into,
@@ -119,23 +126,28 @@ class Bruck:
         self._early: dict[int, bytes] = {}
         """What has been read of a peer's next call, by peer: only after records of unequal lengths."""
         self._memory = Memory()
-        self._token = self._own = self._have = self._parsed = self._number = self._missing = self._begun = 0
-        self._leaving: list[bytes | memoryview] = []
-        """What is left to send of the round's records, and of their seal."""
-        self._sealed = True
+        self._token = self._own = self._nbytes = self._have = self._parsed = self._number = self._missing = 0
+        self._leaving: bytes | memoryview = b""
+        """What is left to send of the round's message, but for what comes behind it."""
+        self._behind = b""
+        self._whole = True
         """Whether all of the round's message has arrived, and is what was sent."""
+        self._seal_bytes = 0
+        """Of the round's message, as far as its records are known."""
 
-    def begin(self, memory: Memory, token: int, nbytes: int) -> None:
+    def begin(self, memory: Memory, token: int, nbytes: int, data: bool = False) -> None:
         """Begin a call; the call before must have ended, and all ranks begin the same calls.
 
         Args:
             memory: has ``nbytes`` of payload behind `HEADER` bytes, and room for as much of each rank.
             token: not 0.
+            data: whether the payload is a tensor, which is not sealed.
         """
+        own = nbytes | _DATA if data else nbytes
         words = memory.words
-        words[0], words[_LENGTH] = token, nbytes
-        self._memory, self._token, self._own = memory, token, nbytes
-        self._have = self._parsed = HEADER + padded(nbytes)
+        words[0], words[_LENGTH] = token, own
+        self._memory, self._token, self._own = memory, token, own
+        self._have = self._parsed = self._nbytes = HEADER + padded(nbytes)
         memory.starts.clear()
         memory.starts.append(0)
         memory.starts.append(self._have)
@@ -149,9 +161,17 @@ class Bruck:
             return
         current = self._rounds[number]
         self._missing = records = current.records
-        self._sealed, self._begun = False, self._parsed
-        leaving = self._memory.bytes[: self._memory.starts[records]]
-        self._leaving = [leaving, current.sent.next(leaving)]
+        self._whole = False
+        self._leaving = leaving = self._memory.bytes[: self._memory.starts[records]]
+        if self.same and self._own & _DATA:
+            self._seal_bytes = 0
+        else:
+            self._seal_bytes = SEAL_BYTES
+            sealed = self._sealed_part(0, records)
+            if sealed:
+                self._behind = current.sent.next(sealed)
+                if len(leaving) <= _SEND_JOINED:
+                    self._leaving, self._behind = leaving.tobytes() + self._behind, b""
         self._send()
         if self._early:
             self._take_early()
@@ -166,7 +186,7 @@ class Bruck:
         while self._number < len(self._rounds):
             if self._leaving:
                 self._send()
-            if not self._sealed and not self._receive():
+            if not self._whole and not self._receive():
                 return False
             if self._leaving:
                 return False
@@ -178,34 +198,40 @@ class Bruck:
         if self._number == len(self._rounds):
             return
         current = self._rounds[self._number]
-        (self._leaves[current.to] if self._sealed else current.arrives).poll(milliseconds)
+        (self._leaves[current.to] if self._whole else current.arrives).poll(milliseconds)
 
     def record(self, peer: int) -> tuple[int, int, int]:
         """A rank's record of the call: its token, and where its payload begins and ends in the memory."""
         start = self._memory.starts[(peer - self.rank) % self.size]
         words, at = self._memory.words, start >> 3
-        return words[at], start + HEADER, start + HEADER + words[at + _LENGTH]
+        return words[at], start + HEADER, start + HEADER + (words[at + _LENGTH] & ~_DATA)
+
+    def _sealed_part(self, first: int, end: int) -> bytes | memoryview:
+        """What is sealed of some of the records that this rank has: those that carry no tensor."""
+        memory, starts = self._memory, self._memory.starts
+        if self.same:
+            return memory.bytes[starts[first] : starts[end]]
+        words, records = memory.words, zip(starts[first:end], starts[first + 1 : end + 1], strict=True)
+        return b"".join(memory.bytes[at:after] for at, after in records if not words[(at >> 3) + _LENGTH] & _DATA)
 
     def _send(self) -> None:
         current = self._rounds[self._number]
-        try:
-            sent = current.send(self._leaving)
-        except BlockingIOError:
-            return
-        except OSError:
-            self._lost(current.to)
-        *records, seal = self._leaving
-        for data in records:
-            if sent < len(data):
-                self._leaving = [data[sent:], seal]
+        while self._leaving:
+            try:
+                sent = current.send(self._leaving)
+            except BlockingIOError:
                 return
-            sent -= len(data)
-        self._leaving = [seal[sent:]] if sent < len(seal) else []
+            except OSError:
+                self._lost(current.to)
+            if sent < len(self._leaving):
+                self._leaving = self._leaving[sent:]
+            else:
+                self._leaving, self._behind = self._behind, b""
 
     def _receive(self) -> bool:
         """Receive what has arrived of the round's message. Returns whether that is all of it."""
         memory, current = self._memory, self._rounds[self._number]
-        while not self._sealed:
+        while not self._whole:
             # Records are as long as this rank's, unless the ranks disagree.
             end = self._needed()
             if end > len(memory.bytes):
@@ -220,16 +246,17 @@ class Bruck:
                 self._lost(current.source)
             self._have += received
             self._parse()
-            if not self._sealed and self._have < end:
+            if not self._whole and self._have < end:
                 return False
         return True
 
     def _needed(self) -> int:
         """Where the round's message ends, if the records that are not known yet are as long as this rank's."""
-        at, missing, own = self._parsed, self._missing, HEADER + padded(self._own)
+        at, missing, own = self._parsed, self._missing, self._nbytes
         if not missing or self._have - at < HEADER:
-            return at + missing * own + SEAL_BYTES
-        return at + HEADER + padded(self._memory.words[(at >> 3) + _LENGTH]) + (missing - 1) * own + SEAL_BYTES
+            return at + missing * own + self._seal_bytes
+        first = HEADER + padded(self._memory.words[(at >> 3) + _LENGTH] & ~_DATA)
+        return at + first + (missing - 1) * own + self._seal_bytes
 
     def _parse(self) -> None:
         """Find the records that have arrived."""
@@ -240,31 +267,43 @@ class Bruck:
             length = words[word + _LENGTH]
             if words[word] != self._token or length != self._own:
                 self.same = False
-                if not 0 <= length < _MOST_BYTES:
+                if not length & _DATA:
+                    self._seal_bytes = SEAL_BYTES
+                if words[word] == self._token and (length ^ self._own) & _DATA:
+                    self._raise_changed()
+                if not 0 <= length & ~_DATA < _MOST_BYTES:
                     raise TransportError(
                         f"rank {self.rank} of its group: rank {self._rounds[self._number].source} sends a record of "
                         f"{length} bytes: the connection carries something else"
                     )
-            end = at + HEADER + padded(length)
+            end = at + HEADER + padded(length & ~_DATA)
             if have < end:
                 break
             starts.append(end)
             at = end
             self._missing -= 1
         self._parsed = at
-        if self._missing or have - at < SEAL_BYTES:
+        if self._missing:
             return
-        current, end = self._rounds[self._number], at + SEAL_BYTES
-        if not hmac.compare_digest(memory.bytes[at:end], current.received.next(memory.bytes[self._begun : at])):
-            raise TransportError(
-                f"rank {self.rank} of its group: the seal of what rank {current.source} sends is wrong: something "
-                "between the hosts changes what ranks say"
-            )
-        self._sealed = True
+        current, end = self._rounds[self._number], at
+        last = len(starts) - 1
+        if self._seal_bytes and (sealed := self._sealed_part(last - current.records, last)):
+            end += SEAL_BYTES
+            if have < end:
+                return
+            if not compare_digest(memory.bytes[at:end], current.received.next(sealed)):
+                self._raise_changed()
+        self._whole = True
         if have > end:
             # A record was shorter than this rank's, and the peer is a call ahead.
             self._early[current.source] = bytes(memory.bytes[end:have])
         self._have = at
+
+    def _raise_changed(self) -> NoReturn:
+        raise TransportError(
+            f"rank {self.rank} of its group: the seal of what rank {self._rounds[self._number].source} sends is wrong: "
+            "something between the hosts changes what ranks say"
+        )
 
     def _take_early(self) -> None:
         """Take over what has been read of the peer's message with the message before."""

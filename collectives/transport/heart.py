@@ -294,7 +294,7 @@ class Heart:
             body, sealed = frame[_HEAD.size :], peer.socket.received
             del inbox[: end + SEAL_BYTES]  # before it is acted on, which may read this connection further
             if not hmac.compare_digest(seal, sealed.of(frame)):
-                if sealed.number and hmac.compare_digest(seal, sealed.of(frame, 1)):
+                if sealed.number and hmac.compare_digest(seal, sealed.of(frame, behind=1)):
                     continue  # the one before, again
                 raise ValueError("its seal is wrong: something between the hosts changes what ranks say")
             sealed.number += 1

@@ -34,20 +34,23 @@ class TcpWords:
         memory = self._other
         self._other, self._memory = self._memory, memory
         count = len(words)
-        self._own = nbytes = 8 * count
+        data = type(words) is memoryview and words.format == "B"
+        self._own = nbytes = count if data else 8 * count
         if count:
             needed = (HEADER + nbytes) * self._channel.size
             if needed > len(memory.bytes):
                 memory.grow(needed, 0)
             into = memory.words
-            if type(words) is memoryview:
+            if data:
+                memory.bytes[HEADER : HEADER + nbytes] = words  # type: ignore[assignment]
+            elif type(words) is memoryview:
                 into[_FIRST : _FIRST + count] = words
             else:
                 at = _FIRST
                 for word in words:
                     into[at] = word
                     at += 1
-        self._bruck.begin(memory, token, nbytes)
+        self._bruck.begin(memory, token, nbytes, data)
 
     def test(self, spin: bool) -> bool:
         step = self._bruck.step

@@ -27,8 +27,9 @@ class AdasumSteps:
 
     param_groups: list[dict[str, Any]]
 
-    def begin(self, compression: Any, process_set: ProcessSet, named: list[tuple[str, Any]]) -> None:
-        """Set up."""
+    def begin(self, compression: Any, process_set: ProcessSet, named: list[tuple[str, Any]], label: str) -> None:
+        """Set up; ``label`` goes before the name of the operation."""
+        self._operation = f"{label}steps"
         self._parameter_names = {param: name for name, param in named}
         self._compression = compression
         self._process_set = process_set
@@ -66,7 +67,7 @@ class AdasumSteps:
             try:
                 torch._foreach_sub_(params, starts)
                 world_of(self._process_set).grouped_allreduce_(
-                    params, op=Op.ADASUM, name="steps", compression=self._compression
+                    params, op=Op.ADASUM, name=self._operation, compression=self._compression
                 )
             except BaseException:
                 torch._foreach_copy_(params, starts)

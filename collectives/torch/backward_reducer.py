@@ -23,7 +23,7 @@ import functools
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -81,6 +81,8 @@ class BackwardReducer:
         self._together = StepOperation(options)
         self._holds_back = False
         self._results: list[weakref.ref[Any]] = []
+        self._newer: weakref.WeakSet[Any] = weakref.WeakSet()
+        """What has taken over some of the parameters."""
         self._guard = Guard(self.combine_for_read, self.refuse)
         self._hooks: list[Any] = []
         weakref.finalize(self, _remove, self._hooks, self._guard)
@@ -89,6 +91,7 @@ class BackwardReducer:
     def add(self, named: Sequence[tuple[str, Any]], groups: Sequence[Sequence[Any]] = ()) -> None:
         """Add parameters. Frozen ones get hooks too, and buckets in the first `synchronize` in which they require
         gradients."""
+        take_over((param for _, param in named), self)
         slots = [
             GradientSlot(name, param, self._passes) for name, param in named if param.requires_grad or _may_thaw(param)
         ]
@@ -116,6 +119,12 @@ class BackwardReducer:
     def _world(self) -> World:
         return world_of(self._options.process_set)
 
+    def leave_to(self, newer: Any) -> None:
+        """Combine nothing as long as ``newer`` lives, except what is in flight."""
+        self._newer.add(newer)
+        if not self._guard.armed:
+            self._reset()
+
     def wait_for(self, passes: int) -> None:
         """Submit gradients after this many backward passes from now on."""
         self._passes = passes
@@ -129,12 +138,20 @@ class BackwardReducer:
 
         Raises:
             AssertionError: it was submitted before.
+            InvalidArgumentError: likewise, and a newer optimizer has taken over.
         """
         if self._guard.armed and slot.left == 1:  # the frequent case: the rest costs as much as a small gradient
             slot.left = 0
             if not slot.deferred:
                 self._complete(slot)
             return
+        if self._newer:
+            if self._guard.armed:
+                raise InvalidArgumentError(
+                    f"gradient of {slot.name!r}: expected the step() of an earlier DistributedOptimizer of it before "
+                    f"the next backward pass: its gradients are in flight; make a newer one after that step()"
+                )
+            return  # that combines it
         if self.combined:
             self._begin_again()
         self.begun = True
@@ -265,6 +282,12 @@ class BackwardReducer:
             MismatchError, RankFailedError, InvalidArgumentError: as for `collectives.allreduce`, or a gradient was
                 changed while it was in flight. All operations are complete by then, and the next step begins anew.
         """
+        if self._newer and not self.begun:
+            raise InvalidArgumentError(
+                f"optimizer of {(*self._slots, *self._frozen)[0].name!r}: expected step() of the newest "
+                f"DistributedOptimizer of its parameters, got that of an earlier one, which combines no gradients as "
+                f"long as the newer one exists; step the newer one, or delete it"
+            )
         with self._synchronizing:
             if not self.combined:  # another thread may have combined them
                 self._combine(reads, applies)
@@ -445,7 +468,18 @@ def _hook(reducer: weakref.ref[BackwardReducer], slot: GradientSlot) -> Callable
         if there is not None:
             there.arrived(slot)
 
+    hook.reducer = reducer  # type: ignore[attr-defined]
     return hook
+
+
+def take_over(params: Iterable[Any], newer: Any) -> None:
+    """Have the reducers of earlier optimizers leave the parameters that they share with these to ``newer``."""
+    for param in params:
+        for hook in (param._post_accumulate_grad_hooks or {}).values():
+            reference = getattr(hook, "reducer", None)  # of hooks of the program it may be anything
+            earlier = reference() if isinstance(reference, weakref.ref) else None
+            if isinstance(earlier, BackwardReducer) and earlier is not newer:
+                earlier.leave_to(newer)
 
 
 def _may_thaw(param: Any) -> bool:

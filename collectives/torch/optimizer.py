@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import threading
 import warnings
 import weakref
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,15 +21,16 @@ from collectives.process_sets import ProcessSet
 from collectives.runtime import global_process_set, world_of
 from collectives.tensors.compression import Compression
 from collectives.torch.adasum import AdasumSteps
-from collectives.torch.backward_reducer import BackwardReducer
+from collectives.torch.backward_reducer import BackwardReducer, take_over
 from collectives.torch.compiled import untraced
 from collectives.torch.state import refuse_unreachable
 from collectives.worlds import World
 
 Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
 
-_made: weakref.WeakKeyDictionary[World, Counter[tuple[str, ...]]] = weakref.WeakKeyDictionary()
+_made: weakref.WeakKeyDictionary[World, Counter[int]] = weakref.WeakKeyDictionary()
 """How many optimizers were made for parameters of these names: a GAN's two may both have theirs in flight."""
+_making = threading.Lock()
 
 
 def DistributedOptimizer(
@@ -59,6 +62,9 @@ def DistributedOptimizer(
 
     All ranks should read gradients, or none. Gradients that were changed on their way through a tensor kept from before
     are refused.
+
+    An optimizer of parameters that another one has takes over: the earlier one combines nothing as long as the newer
+    lives, and refuses to step.
 
     Parameters that no rank has used in a step keep ``grad = None``; those that some rank has used get the combined
     gradient everywhere. Frozen parameters may be unfrozen later, and ``add_param_group`` may bring new ones.
@@ -123,19 +129,21 @@ def DistributedOptimizer(
         # called before it is.
         vars(optimizer)["_opt_called"] = True
     if kind is AdasumSteps:
-        result.begin(compression, process_set, named)
+        result.begin(compression, process_set, named, _label(named, process_set))
+        take_over((param for _, param in named), result)
         return result
     result.begin(options.backward_passes_per_step, named)
     if together:
+        label = _label(named, process_set)
         if chosen:
-            named = _in_order_of_root(named, process_set)
+            named = _in_order_of_root(named, process_set, f"{label}order")
         trained = [param for _, param in named if param.requires_grad]
         lists = (
             evenly(trained, chosen)
             if isinstance(chosen, int)
             else [[param for param in trained if id(param) in group] for group in chosen]
         )
-        options = replace(options, name=_label(named, process_set))
+        options = replace(options, name=label)
         result.connect(BackwardReducer(named, options, lists, gradient_as_bucket_view))
     return result
 
@@ -308,11 +316,13 @@ def _named(optimizer: Any, named_parameters: Iterable[tuple[str, Any]] | None) -
 
 
 def _label(named: list[tuple[str, Any]], process_set: ProcessSet) -> str:
-    """What tells an optimizer's operations from those of an earlier one, made for parameters of the same names."""
-    names = tuple(name for name, _ in named)
-    made = _made.setdefault(world_of(process_set), Counter())
-    made[names] += 1
-    return f"optimizer {made[names]}: " if made[names] > 1 else ""
+    """What the names of an optimizer's operations begin with: another one's is different, and it is alike on all ranks,
+    though other threads may make optimizers of other names meanwhile."""
+    names = zlib.crc32(repr(sorted(name for name, _ in named)).encode())
+    with _making:
+        made = _made.setdefault(world_of(process_set), Counter())
+        made[names] += 1
+        return f"optimizer {names:08x}.{made[names]}: "
 
 
 def _numbered(group: int, params: Sequence[Any]) -> list[tuple[str, Any]]:
@@ -325,8 +335,8 @@ def _identity(param: Any) -> int:
     return id(param)
 
 
-def _in_order_of_root(named: list[tuple[str, Any]], process_set: ProcessSet) -> list[tuple[str, Any]]:
+def _in_order_of_root(named: list[tuple[str, Any]], process_set: ProcessSet, operation: str) -> list[tuple[str, Any]]:
     """The parameters as rank 0 has them ordered, so that all ranks form the same groups."""
-    names = world_of(process_set).broadcast_object([name for name, _ in named])
+    names = world_of(process_set).broadcast_object([name for name, _ in named], name=operation)
     order = {name: at for at, name in enumerate(names)}
     return sorted(named, key=lambda pair: order.get(pair[0], len(order)))

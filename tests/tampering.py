@@ -114,9 +114,7 @@ ATTACKS: dict[str, Attack] = {
     **{f"words, {change}": Attack("words", change) for change in ("a bit", "first bit", "old", "reflected", "pickle")},
     **{f"heart, {change}": Attack("heart", change) for change in ("a bit", "left out", "reflected", "invented")},
     "heart, twice": Attack("heart", "twice", borne=True),
-    **{
-        f"store, {change}": Attack("store", change, borne=True) for change in ("a bit", "first bit", "old", "reflected")
-    },
+    **{f"store, {change}": Attack("store", change, borne=True) for change in ("a bit", "first bit", "old")},
     "data, a bit": Attack("data", "a bit"),
 }
 

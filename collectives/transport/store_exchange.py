@@ -146,8 +146,10 @@ class StoreExchange:
             self._left_before = self._found_at(_LEFT)
         offer = {**self._offer, "count": self._count, "serves": self._serves, "value": value}
         self._set(self._key("offer", self._rank), offer)
-        self._beats.look(self._nonces)
         try:
+            self._beats.look(self._nonces)
+            if self._rank != 0 and self._server is None and self._arrived([self._key("offer", 0)]):
+                self._note_server(self._get(self._key("offer", 0)))  # at once: it may end any moment
             self._say_size()
             offers = self._propose() if self._rank == 0 else self._agree()
         except _SizesDifferError as error:

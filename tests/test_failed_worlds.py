@@ -34,6 +34,47 @@ def test_worlds_that_fail_leave_nothing_behind(network: str, settings: dict[str,
     assert all("nothing has grown" in text for text in result.ranks), str(result)
 
 
+@pytest.mark.parametrize("env", [{}, {"COLLECTIVES_LOCAL_SIZE": "1"}], ids=["memory", "hosts"])
+def test_an_init_that_fails_under_mpi_leaves_nothing_behind(env: dict[str, str]) -> None:
+    """Least of all a thread in MPI, which would go on there beside the calls of the worlds that follow."""
+    program = """
+import contextlib
+import os
+import collectives as hvd
+from collectives.transport import mpi, shared_memory
+from mpi4py import MPI
+from tests.failed_worlds import check, footprint
+
+wiring, interrupts = mpi.MpiWiring, None
+
+def interrupted(place, function):
+    def instead(*arguments):
+        if place == interrupts:
+            raise KeyboardInterrupt
+        return function(*arguments)
+    return instead
+
+wiring.hosts = interrupted("hosts", wiring.hosts)
+wiring.settled = interrupted("settled", wiring.settled)
+shared_memory._map_peer = interrupted("memory", shared_memory._map_peer)
+shared_memory._probe_direct_reads = interrupted("reads", shared_memory._probe_direct_reads)
+places = ("hosts", "memory", "settled", "reads")
+held = []
+for attempt in range(24):
+    interrupts = places[attempt % 4] if MPI.COMM_WORLD.Get_rank() == attempt % 3 else None
+    with contextlib.suppress(KeyboardInterrupt, hvd.RankFailedError):
+        hvd.init()
+    hvd.shutdown()
+    held.append(footprint())
+check(held, len(places))
+print("nothing has grown", flush=True)
+MPI.COMM_WORLD.Barrier()
+os._exit(0)  # requests are pending, which MPI's finalisation would wait for
+"""
+    result = run_ranks(3, program, env={**env, "COLLECTIVES_NETWORK": "mpi"}, timeout=90, expect=None)
+    assert all("nothing has grown" in text for text in result.ranks), str(result)
+
+
 def survivor(rank: int, deaths: int, place: str, told: Queue[Any]) -> None:
     held: list[Footprint] = []
     for _ in range(deaths):

@@ -115,6 +115,7 @@ def make_group(
         channel.tell(FAILURE_TAG, text)
         if memory is not None:
             memory.board.mark(FAILED, text)  # last: who sees it may close its channel, and finds the notice there
+            memory.close()
         wiring.close(quiet=False)
         raise
 
@@ -122,6 +123,14 @@ def make_group(
 def blocks_of(size: int, local_size: int) -> tuple[tuple[int, ...], ...]:
     """Hosts of ``local_size`` consecutive ranks each; the last may have fewer."""
     return tuple(tuple(range(first, min(first + local_size, size))) for first in range(0, size, local_size))
+
+
+def hosts_of(identities: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """The ranks of each host, from what each rank says of its own (`network.identity`)."""
+    ranks: dict[str, list[int]] = {}
+    for rank, identity in enumerate(identities):
+        ranks.setdefault(identity, []).append(rank)
+    return tuple(tuple(host) for host in ranks.values())
 
 
 def _assemble(

@@ -6,11 +6,12 @@ exception does not leave its peers inside a call of MPI.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from collectives.base.errors import TransportError
+from collectives.base.errors import CollectiveTimeoutError, TransportError
 from collectives.transport import backoff
 from collectives.transport.bounded_call import Call
 
@@ -43,6 +44,8 @@ class Waiter:
     def __init__(self, rank: int, timeout: float) -> None:
         self._rank = rank
         self._timeout = timeout
+        self._calls: list[Call[Any]] = []
+        """Without a key, whose results nobody has had."""
         self.check: Callable[[], object] = lambda: None
 
     def wait(self, request: MPI.Request, what: str) -> None:
@@ -91,12 +94,21 @@ class Waiter:
             call = Call(function)
             if key is not None:
                 _under_way[key] = call
+            else:
+                self._calls.append(call)
         call.start()
         self._wait(lambda: call.finished, what)
         if call.error is not None:
             forget(key)
             self._explain(call.error, what)
+        if key is None:
+            self._calls.remove(call)
         return call.result
+
+    @property
+    def busy(self) -> bool:
+        """Whether a call without a key may have left something pending: nobody waits for it any more, or it failed."""
+        return bool(self._calls)
 
     def _wait(self, done: Callable[[], bool], what: str) -> None:
         for _ in range(_SPINS):
@@ -123,12 +135,19 @@ def forget(key: Hashable) -> None:
     _under_way.pop(key, None)
 
 
-def barrier_then(barrier: Callable[[], MPI.Request], function: Callable[[], Any]) -> Any:
+def barrier_then(barrier: Callable[[], MPI.Request], function: Callable[[], Any], within: float = math.inf) -> Any:
     """Run ``function`` once every rank has entered the barrier; sleeps until then, where a blocking call of MPI would
-    occupy a core."""
+    occupy a core.
+
+    Raises:
+        CollectiveTimeoutError: ``within`` seconds have passed.
+    """
     request = barrier()
     begun = time.monotonic()
     while not any(request.Test() for _ in range(_TESTS)):
+        waited = time.monotonic() - begun
+        if waited > within:
+            raise CollectiveTimeoutError(f"not every rank came to the barrier within {within:g} s")
         # MPI does not notify: poll, less and less often, because a rank may never arrive.
-        time.sleep(min(max(_FIRST_NAP, (time.monotonic() - begun) / 50), _LONGEST_NAP))
+        time.sleep(min(max(_FIRST_NAP, waited / 50), _LONGEST_NAP))
     return function()

@@ -6,8 +6,8 @@ in a call) arrives at any time, and is read during every wait.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -34,13 +34,21 @@ _open: set[Channel] = set()
 """Channels whose memory MPI may still write to: posted requests may complete although they are not waited for."""
 
 
+class User(Protocol):
+    """What posts requests on the communicator of a channel."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether one of them may be pending."""
+
+
 class _Posted:
-    """A notice that is being sent or received. It is kept before it is posted, so that its memory outlives a request
-    that an interrupt keeps from being stored; without a request it never completes."""
+    """A notice that is being sent or received, or a collective. It is kept before it is posted, so that its memory
+    outlives a request that an interrupt keeps from being stored; without a request it never completes."""
 
     __slots__ = ("data", "peer", "request", "tag")
 
-    def __init__(self, data: bytes | bytearray, peer: int = -1, tag: int = -1) -> None:
+    def __init__(self, data: Any, peer: int = -1, tag: int = -1) -> None:
         self.data = data
         self.peer = peer
         self.tag = tag
@@ -65,6 +73,7 @@ class Channel:
         here: present call by waiting rank.
         gone: ranks whose processes are known to have ended.
         notices: the group's through the heart (see `hear`).
+        users: further ones of the communicator.
     """
 
     def __init__(self, comm: MPI.Intracomm, timeout: float, names: Sequence[int]) -> None:
@@ -79,6 +88,7 @@ class Channel:
         self.here: dict[int, int] = {}
         self.gone: set[int] = set()
         self.notices: Notices | None = None
+        self.users: list[User] = []
         self.kept: list[Any] = []
         """Further memory that requests on this communicator may write to."""
         self._has_left = False
@@ -86,8 +96,8 @@ class Channel:
         self._arriving: list[_Posted] = []
         self._length = np.zeros(1, np.int64)
         self._lengths = np.zeros(self.size, np.int64)
-        self.collective: Any = None
-        """The memory of the last collective, which an exception may have left incomplete."""
+        self._collectives: list[_Posted] = []
+        """Those that are not known to be complete: an exception may have ended the wait."""
         _open.add(self)
 
     def hear(self, notices: Notices) -> None:
@@ -100,17 +110,27 @@ class Channel:
 
         mine = to_json(value)
         self._length[0] = len(mine)
-        self.waiter.wait(self.comm.Iallgather(self._length, self._lengths), "every rank to say what it has")
-        everybody, counts = bytearray(int(self._lengths.sum())), self._lengths.copy()
-        # Kept before it is posted: an interrupt may come before there is a request to keep.
-        self.collective = (mine, everybody, counts)
-        request = self.comm.Iallgatherv((mine, MPI.BYTE), (everybody, counts, MPI.BYTE))
-        self.waiter.wait(request, "every rank to say what it has")
-        ends = np.cumsum(self._lengths).tolist()
+        length, lengths = self._length, self._lengths
+        self.gather((length, lengths), lambda: self.comm.Iallgather(length, lengths), "every rank to say what it has")
+        everybody, counts = bytearray(int(lengths.sum())), lengths.copy()
+        memory = (mine, MPI.BYTE), (everybody, counts, MPI.BYTE)
+        self.gather(memory, lambda: self.comm.Iallgatherv(*memory), "every rank to say what it has")
+        ends = np.cumsum(counts).tolist()
         data = memoryview(everybody)
-        return [
-            from_json(bytes(data[end - length : end])) for end, length in zip(ends, self._lengths.tolist(), strict=True)
-        ]
+        return [from_json(bytes(data[end - n : end])) for end, n in zip(ends, counts.tolist(), strict=True)]
+
+    @property
+    def in_step(self) -> bool:
+        """Whether every exchange has ended. Another one after that would meet what the other ranks have left behind."""
+        return not self._collectives
+
+    def gather(self, memory: Any, post: Callable[[], MPI.Request], what: str) -> None:
+        """Post a collective, which reads and writes this memory, and wait for it; raises as `Waiter.wait`."""
+        posted = _Posted(memory)
+        self._collectives.append(posted)
+        posted.request = post()
+        self.waiter.wait(posted.request, what)
+        self._collectives.remove(posted)
 
     def tell(self, tag: int, text: str) -> None:
         """Send a notice to every other rank. Does not wait."""
@@ -189,6 +209,22 @@ class Channel:
         return len(self.left.keys() | self.failed.keys()) == self.size - 1 and not self._sent and not self._arriving
 
     def close(self) -> None:
-        """Free the communicator, which must have no request pending; a local operation of MPI."""
-        _open.discard(self)
-        self.comm.Free()
+        """Free the communicator, a local operation of MPI, if nothing is pending on it; otherwise it stays for good.
+
+        Any call of MPI, in any thread, goes on with the collectives that are pending, whether or not somebody has their
+        requests, and would use a communicator that was freed. And what nobody has received would be received on a later
+        communicator to which MPI gives the same context number.
+        """
+        if self._is_idle():
+            _open.discard(self)
+            self.comm.Free()
+
+    def _is_idle(self) -> bool:
+        from mpi4py import MPI
+
+        self.read_notices()
+        if self._sent or self._arriving or self.waiter.busy or any(user.busy for user in self.users):
+            return False
+        if not all(posted.complete() for posted in self._collectives):
+            return False
+        return not self.comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)

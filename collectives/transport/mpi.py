@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING
 
 from collectives.base.config import Config
 from collectives.base.errors import InvalidTypeError, TransportError
-from collectives.transport.assembly import Wiring, blocks_of, make_group
+from collectives.transport import network
+from collectives.transport.assembly import Wiring, blocks_of, hosts_of, make_group
 from collectives.transport.bounded_mpi import Waiter, barrier_then, forget
 from collectives.transport.channel import Channel
 from collectives.transport.group import Group
-from collectives.transport.mpi_endpoint import MpiEndpoint, left_over
+from collectives.transport.mpi_endpoint import MpiEndpoint
 from collectives.transport.mpi_messages import MpiMessages
 from collectives.transport.mpi_words import MpiWords
 
@@ -90,19 +91,21 @@ class MpiWiring:
         self._group = group
         self._watched = watched
         self._parts = itertools.count()
-        self._endpoint: MpiEndpoint | None = None
-        self.messages = MpiMessages(channel.comm, channel.waiter)
+        self.messages = MpiMessages(channel)
         self.key: bytes | None = None
 
     def endpoint(self) -> MpiEndpoint:
-        self._endpoint = MpiEndpoint(self.channel)
-        return self._endpoint
+        return MpiEndpoint(self.channel)
 
     def words(self) -> MpiWords:
         return MpiWords(self.channel)
 
     def hosts(self, local_size: int) -> tuple[tuple[int, ...], ...]:
-        return blocks_of(self.channel.size, local_size) if local_size else _hosts(self.channel)
+        if local_size:
+            return blocks_of(self.channel.size, local_size)
+        # Told by the ranks themselves: MPI finds them by making a communicator, for which a rank that is interrupted
+        # leaves a thread of each rank waiting.
+        return hosts_of(self.channel.exchange(network.identity()))
 
     def settled(self, hosts: tuple[tuple[int, ...], ...], config: Config) -> Wiring:
         by_tcp = config.transport == "tcp" or (len(hosts) > 1 and config.network == "tcp")
@@ -156,7 +159,8 @@ class MpiWiring:
         group = f"{self._group or 0}.{next(self._parts)}"  # alike on all ranks, which divide the group together
         color = 0 if rank in members else MPI.UNDEFINED
         part = channel.waiter.call(
-            lambda: barrier_then(own.Ibarrier, lambda: own.Split(color, rank)), "every rank to divide the group"
+            lambda: barrier_then(own.Ibarrier, lambda: own.Split(color, rank), self._timeout),
+            "every rank to divide the group",
         )
         if rank not in members:
             return None
@@ -168,24 +172,5 @@ class MpiWiring:
             self.channel.notices.close()
         if self._watched is not None and not self._group:
             self._watched.close()
-        busy = self._endpoint is not None and self._endpoint.busy
-        if quiet and not busy and not left_over(self.channel.comm):
+        if quiet:
             self.channel.close()
-
-
-def _hosts(channel: Channel) -> tuple[tuple[int, ...], ...]:
-    """The ranks of each host, as MPI finds them."""
-    from mpi4py import MPI
-
-    rank, size, own = channel.rank, channel.size, channel.comm
-
-    def first_here() -> int:
-        shared = own.Split_type(MPI.COMM_TYPE_SHARED, rank)
-        first: int = shared.bcast(rank)
-        shared.Free()
-        return first
-
-    firsts = channel.exchange(
-        channel.waiter.call(lambda: barrier_then(own.Ibarrier, first_here), "every rank to name its host")
-    )
-    return tuple(tuple(r for r in range(size) if firsts[r] == f) for f in sorted(set(firsts)))

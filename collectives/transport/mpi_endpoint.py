@@ -46,6 +46,7 @@ class MpiEndpoint:
         self.arrived: Callable[[Incoming], object] = lambda message: None
         self.at_once: AtOnce | None = None
         self._channel = channel
+        channel.users.append(self)
         self._comm = channel.comm
         self._status = MPI.Status()
         self._any, self._byte = MPI.ANY_SOURCE, MPI.BYTE
@@ -151,11 +152,3 @@ class MpiEndpoint:
     def close(self) -> None:
         """Keep the memory of what is under way: MPI may still use it."""
         self._channel.kept += [self._sending, self._envelopes, self._receiving]
-
-
-def left_over(comm: MPI.Intracomm) -> bool:
-    """Whether messages have come that nobody received. When all ranks have left, it must not be freed then: they would
-    be received on a later communicator to which MPI gives the same context number."""
-    from mpi4py import MPI
-
-    return bool(comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG))

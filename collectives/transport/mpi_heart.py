@@ -100,6 +100,8 @@ def watch(channel: Channel, config: Config, *, needed: bool = False) -> MpiHeart
         except (InvalidArgumentError, _ProblemElsewhereError):
             raise
         except (CollectivesError, OSError) as error:
+            if not channel.in_step:  # a rank has failed, or not come
+                raise
             # The other ranks are in the next exchange, or come to it.
             exchange(None, str(error) or type(error).__name__)
         exchange(None)

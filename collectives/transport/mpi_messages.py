@@ -9,8 +9,7 @@ import numpy as np
 from collectives.base import dtypes
 from collectives.base.reduce_op import Op
 from collectives.transport.base import Array
-from collectives.transport.bounded_mpi import Waiter
-from collectives.transport.channel import BLOCK_TAG
+from collectives.transport.channel import BLOCK_TAG, Channel
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -24,17 +23,23 @@ class MpiMessages:
     name = "mpi"
     takes_lists = False
 
-    def __init__(self, comm: MPI.Intracomm, waiter: Waiter) -> None:
-        self._comm = comm
-        self._waiter = waiter
+    def __init__(self, channel: Channel) -> None:
+        self._comm = channel.comm
+        self._waiter = channel.waiter
         self._requests: list[MPI.Request] = []
+        self._memory: list[Array] = []
+        """What they access; noted before they are posted, because an interrupt may come before there is a request."""
+        channel.kept.append(self._memory)
+        channel.users.append(self)
 
     def post_receive(self, peer: int, into: Array) -> MPI.Request:
+        self._memory.append(into)
         request = self._comm.Irecv(into.view(np.uint8), peer, BLOCK_TAG)
         self._requests.append(request)
         return request
 
     def post_send(self, peer: int, block: Array) -> None:
+        self._memory.append(block)
         self._requests.append(self._comm.Isend(block.view(np.uint8), peer, BLOCK_TAG))
 
     def await_arrival(self, message: MPI.Request, nbytes: int | None = None) -> None:
@@ -44,6 +49,7 @@ class MpiMessages:
         if self._requests:
             self._waiter.wait_all(self._requests, "a block from or to another rank")
             self._requests.clear()
+            self._memory.clear()
 
     def close(self) -> None:
         self._requests.clear()
@@ -51,7 +57,7 @@ class MpiMessages:
     @property
     def busy(self) -> bool:
         """Whether MPI may still access posted memory."""
-        return bool(self._requests)
+        return bool(self._memory)
 
     def knows(self, op: Op, dtype: np.dtype[Any]) -> bool:
         """Whether MPI's own reduction gives the same results as `tensors.reduction`.
@@ -75,5 +81,6 @@ class MpiMessages:
 
         operation = getattr(MPI, _MPI_NAMES[op.combining(source.dtype)])
         send = MPI.IN_PLACE if source is out else source
+        self._memory += [source, out]
         self._requests.append(self._comm.Iallreduce(send, out, operation))
         self.drain()

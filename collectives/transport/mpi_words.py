@@ -32,15 +32,19 @@ class MpiWords:
         self._record = np.zeros(_RECORD, np.int64)
         self._records = np.zeros((channel.size, _RECORD), np.int64)
         channel.kept += [self._record, self._records]
+        channel.users.append(self)
         self._all_words: Array = self._records[:, 1:]
         self._posted: Sequence[int] | memoryview = ()
         self._request: MPI.Request | None = None
+        self.busy = False
+        """Whether this rank has entered a round that has not ended."""
 
     def post(self, token: int, words: Sequence[int] | memoryview) -> None:
         self._posted = words
         self._record[0] = token
         short = words[: _RECORD - 1]
         self._record[1 : 1 + len(short)] = short
+        self.busy = True  # an interrupt may come before there is a request
         self._request = self._channel.comm.Iallgather(self._record, self._records)
 
     def test(self, spin: bool) -> bool:
@@ -63,6 +67,7 @@ class MpiWords:
 
     def _read_records(self) -> None:
         """Compare the records of all ranks, and gather the words that do not fit into them."""
+        self.busy = False
         records, words = self._records, self._posted
         self.same = bool((records[:, 0] == self._record[0]).all())
         if not self.same:
@@ -71,7 +76,7 @@ class MpiWords:
         if len(words) > _RECORD - 1:
             mine = np.array(words, np.int64)
             everybody = np.empty((self._channel.size, len(mine)), np.int64)
-            self._channel.collective = (mine, everybody)  # before it is posted, as in `Channel.exchange`
-            request = self._channel.comm.Iallgather(mine, everybody)
-            self._channel.waiter.wait(request, "every rank's sizes")
+            self._channel.gather(
+                (mine, everybody), lambda: self._channel.comm.Iallgather(mine, everybody), "every rank's sizes"
+            )
             self._all_words = everybody

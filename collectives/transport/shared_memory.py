@@ -33,6 +33,10 @@ _SPINS = 2000
 _TOKEN_BYTES = 16
 
 
+_probed: list[tuple[Array, Array]] = []
+"""Memory that peers access to try direct reads. What an exception has ended stays: a peer may come to it later."""
+
+
 class SharedMemory:
     """`base.MemoryTransport` among processes of one host; made by `connect`."""
 
@@ -155,29 +159,31 @@ def _map_all(
     """Map every local rank's file, made with ``make``; None on every rank if any rank could not."""
     secret = secrets.token_bytes(_TOKEN_BYTES)
     handle, path, own = -1, "", None
-    # Only what the system raises is suppressed: a signal handler may raise anything, anywhere.
-    with suppress(OSError, AttributeError):
-        handle, path = make(nbytes)
-        own = _map(handle, nbytes, populate=True)
-        own[nbytes - _TOKEN_BYTES :] = secret
-    offers = exchange((path if own is not None else "", secret))
-    mappings: list[mmap.mmap | None] = [None] * len(offers)
-    works = own is not None
-    if works:
-        mappings[rank] = own
-        works = all([_map_peer(mappings, peer, offers[peer], nbytes, len(local)) for peer in local if peer != rank])
-    everywhere = all(exchange(works))
-    if handle >= 0:
-        if not path.startswith("/proc/"):
-            with suppress(OSError):
-                os.unlink(path)
-        os.close(handle)
-    if everywhere:
-        return mappings
-    for mapping in mappings:
-        if mapping is not None:
-            mapping.close()
-    return None
+    mappings: list[mmap.mmap | None] = []
+    everywhere = False
+    try:
+        # Only what the system raises is suppressed: a signal handler may raise anything, anywhere.
+        with suppress(OSError, AttributeError):
+            handle, path = make(nbytes)
+            own = _map(handle, nbytes, populate=True)
+            own[nbytes - _TOKEN_BYTES :] = secret
+        offers = exchange((path if own is not None else "", secret))
+        mappings = [None] * len(offers)
+        works = own is not None
+        if works:
+            mappings[rank] = own
+            works = all([_map_peer(mappings, peer, offers[peer], nbytes, len(local)) for peer in local if peer != rank])
+        everywhere = all(exchange(works))
+        return mappings if everywhere else None
+    finally:
+        if handle >= 0:
+            if not path.startswith("/proc/"):
+                with suppress(OSError):
+                    os.unlink(path)
+            os.close(handle)
+        for mapping in () if everywhere else (own, *mappings):
+            if mapping is not None:
+                mapping.close()
 
 
 def _map_peer(mappings: list[mmap.mmap | None], peer: int, offer: tuple[str, bytes], nbytes: int, ranks: int) -> bool:
@@ -209,6 +215,7 @@ def _probe_direct_reads(rank: int, local: Sequence[int], exchange: Exchange) -> 
     size = len(exchange(None))
     secret = np.frombuffer(secrets.token_bytes(8), np.int64).copy()
     inbox = np.zeros(size, np.int64)
+    _probed.append((secret, inbox))
     facts = exchange((os.getpid(), ancestors(os.getpid()), secret.ctypes.data, int(secret[0]), inbox.ctypes.data))
     admit([facts[peer][1] for peer in local])
     exchange(None)  # all have admitted their peers
@@ -228,4 +235,5 @@ def _probe_direct_reads(rank: int, local: Sequence[int], exchange: Exchange) -> 
         works = False
     exchange(None)  # all have written to their peers
     works = works and all(int(inbox[peer]) == facts[peer][3] for peer in local if peer != rank)
+    _probed.pop()
     return reader if all(exchange(works)) else None

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from collectives.base.config import Config
-from collectives.transport.assembly import blocks_of, make_group
+from collectives.transport.assembly import blocks_of, hosts_of, make_group
 from collectives.transport.group import Group
 from collectives.transport.heart import Heart
 from collectives.transport.mesh import Links, Mesh
@@ -108,10 +108,7 @@ class TcpWiring:
     def hosts(self, local_size: int) -> tuple[tuple[int, ...], ...]:
         if local_size:
             return blocks_of(len(self._members), local_size)
-        ranks: dict[str, list[int]] = {}
-        for rank, member in enumerate(self._members):
-            ranks.setdefault(self._mesh.hosts[member], []).append(rank)
-        return tuple(tuple(host) for host in ranks.values())
+        return hosts_of([self._mesh.hosts[member] for member in self._members])
 
     def settled(self, hosts: tuple[tuple[int, ...], ...], config: Config) -> TcpWiring:
         return self

@@ -69,6 +69,15 @@ def test_a_function_runs_when_all_have_come() -> None:
     assert barrier_then(lambda: request, lambda: request.looks) == 3  # type: ignore[arg-type,return-value]
 
 
+def test_a_barrier_that_a_rank_never_enters_is_given_up() -> None:
+    class Request:
+        def Test(self) -> bool:
+            return False
+
+    with pytest.raises(CollectiveTimeoutError, match="not every rank"):
+        barrier_then(Request, lambda: None, 0.01)  # type: ignore[arg-type]
+
+
 def test_a_barrier_is_tested_often_between_naps(monkeypatch: pytest.MonkeyPatch) -> None:
     """As often as Open MPI needs to look at a connection that is not established yet, and soon again."""
     naps: list[float] = []

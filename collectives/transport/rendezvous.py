@@ -180,7 +180,8 @@ def _at_told(environment: Mapping[str, str], config: Config, asked: Asked, addre
             f"init: rank={rank} of size={size}: expected also rendezvous='tcp://host:port', or a store"
         )
     host, port = _address(address)
-    return _at(places.Spot(rank, size, address, host, (port,), address), environment, config)
+    # The ranks may spell the host differently.
+    return _at(places.Spot(rank, size, address, host, (port,), f"tcp port {port}"), environment, config)
 
 
 def _rank_and_size(environment: Mapping[str, str], asked: Asked) -> tuple[int, int]:

@@ -40,6 +40,10 @@ def pool() -> Iterator[concurrent.futures.ThreadPoolExecutor]:
         yield made
 
 
+SPELLINGS = ("127.0.0.1", "localhost")
+"""Of this host."""
+
+
 @pytest.fixture
 def home(tmp_path: Path) -> Iterator[dict[str, str]]:
     """An environment with a home folder; stores that are served are closed afterwards."""
@@ -77,6 +81,14 @@ def test_ranks_meet_where_the_user_says(
             assert place.key is not None and len(place.key) == 32
             assert f"tcp://127.0.0.1:{port}" in place.how and repr(place.key) not in repr(place)
     assert len(meeting._served) == 1
+
+
+def test_ranks_that_spell_the_place_differently_have_one_key(
+    pool: concurrent.futures.ThreadPoolExecutor, home: dict[str, str], port: int
+) -> None:
+    told = [asked(rendezvous=f"tcp://{host}:{port}", rank=rank, size=2) for rank, host in enumerate(SPELLINGS)]
+    places = [place for place, said in pool.map(lambda told: meet(home, CONFIG, told), told) if said == [0, 1]]
+    assert len(places) == 2 and places[0].key == places[1].key
 
 
 @pytest.mark.parametrize("host", ["localhost", "[::1]"])

@@ -33,7 +33,9 @@ else:
         return sorted(globals())
 
     def _import_names() -> None:
-        public = importlib.import_module("collectives.public")
+        interrupts = importlib.import_module("collectives.base.interrupts")
+        with interrupts.deferred():  # an import that is cut short may leave a module that can never be imported again
+            public = importlib.import_module("collectives.public")
         if "__all__" not in globals():
             names = {name: getattr(public, name) for name in public.__all__}
             globals().update(names, __all__=["__version__", *names])

@@ -96,8 +96,9 @@ class Mesh:
             MismatchError: some ranks were given a key, and others were not.
         """
         mine = (make_key() if key is None else b"").hex() if rank == 0 else ""
-        said = exchange([network.identity(), network.addresses(), mine, secrets.token_hex(8), key is not None])
-        hosts, offers, made, nonces, given = zip(*said, strict=True)
+        here = [network.identity(), network.stack(), network.addresses()]
+        said = exchange([*here, mine, secrets.token_hex(8), key is not None])
+        hosts, stacks, offers, made, nonces, given = zip(*said, strict=True)
         if len(set(given)) > 1:
             without = ", ".join(str(peer) for peer, has in enumerate(given) if not has)
             raise MismatchError(
@@ -105,8 +106,8 @@ class Mesh:
             )
         key = key if key is not None else bytes.fromhex(made[0])
         job = nonces[0]
-        address = network.address_of(interface) if interface else network.choose(hosts, offers, rank)
-        if network.is_loopback(address) and len(set(hosts)) > 1:
+        address = network.address_of(interface) if interface else network.choose(stacks, offers, rank)
+        if network.is_loopback(address) and len(set(stacks)) > 1:
             raise InvalidArgumentError(
                 f"rank {rank}: COLLECTIVES_NETWORK_INTERFACE={interface}: {address} is loopback, which the other hosts "
                 "cannot reach"

@@ -16,6 +16,7 @@ from collectives.base.errors import InvalidArgumentError, TransportError
 LOOPBACK = "127.0.0.1"
 _GET_ADDRESS = 0x8915
 """SIOCGIFADDR"""
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
 _OF_IPV6 = Path("/proc/net/if_inet6")
 _ANY_PORT = 9
 
@@ -25,9 +26,18 @@ def identity() -> str:
     processes (containers on one machine count as hosts)."""
     parts = [socket.gethostname()]
     with suppress(OSError):
-        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip())
+        parts.append(_BOOT.read_text(encoding="ascii").strip())
         parts.append(os.readlink("/proc/self/ns/pid"))
     return " ".join(parts)
+
+
+def stack() -> str:
+    """A text that is equal in two processes that have the same interfaces, and reach each other by loopback: those of
+    one host, and containers of one machine that share its network."""
+    try:
+        return f"{_BOOT.read_text(encoding='ascii').strip()} {os.readlink('/proc/self/ns/net')}"
+    except OSError:
+        return identity()
 
 
 def addresses() -> dict[str, list[str]]:
@@ -99,7 +109,7 @@ def choose(hosts: Sequence[str], offers: Sequence[Mapping[str, Sequence[str]]], 
     """This rank's address for the others: loopback if all are on this host, else one that leads to another host.
 
     Args:
-        hosts: each rank's host, as `identity` has it.
+        hosts: each rank's host, as `stack` has it.
         offers: each rank's `addresses`.
 
     Raises:

@@ -437,9 +437,31 @@ def test_an_interface_is_named_by_name_address_or_network() -> None:
 
 
 def test_loopback_leads_to_no_other_host() -> None:
-    elsewhere = ["elsewhere", {"eth0": ["192.0.2.7"]}, "", "", True]
+    elsewhere = ["elsewhere", "elsewhere", {"eth0": ["192.0.2.7"]}, "", "", True]
     with pytest.raises(InvalidArgumentError, match=r"rank 0: .*=127\.0\.0\.0/8: 127\.0\.0\.1 is loopback"):
         Mesh.join(lambda value: [value, elsewhere], 0, KEY, interface="127.0.0.0/8")
+
+
+def test_containers_that_share_the_network_of_their_machine_meet_at_loopback() -> None:
+    """They count as hosts, because they share no memory, and each has the other's addresses."""
+
+    def join(rank: int, exchange: Callable[[Any], list[Any]]) -> Mesh:
+        def tell(value: Any) -> list[Any]:
+            inside = isinstance(value[0], str) and len(value) > 2
+            return exchange([f"container{rank}", *value[1:]] if inside else value)
+
+        return Mesh.join(tell, rank, KEY)
+
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        joining = [pool.submit(join, rank, exchange) for rank, exchange in enumerate(exchanges(2))]
+        ranks = [mesh.result(20) for mesh in joining]
+    try:
+        assert ranks[0].hosts == ("container0", "container1")
+        assert {host for host, _ in ranks[0].addresses} == {network.LOOPBACK}
+        ranks[1].dial(0, "words", 10).close()
+    finally:
+        for mesh in ranks:
+            mesh.close()
 
 
 def test_addresses_that_several_hosts_have_lead_nowhere() -> None:

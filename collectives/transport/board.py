@@ -23,6 +23,7 @@ import os
 import platform
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from collectives.base.errors import RankFailedError
@@ -373,8 +374,9 @@ def _process_lives(pid: int) -> bool:
         return True
     try:
         os.kill(pid, 0)
+        # The process table lists a process that has ended until its parent waits for it, which may never happen.
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
     except ProcessLookupError:
         return False
-    except PermissionError:
+    except OSError:  # another user's process, or a system without such files
         return True
-    return True

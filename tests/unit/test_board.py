@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -70,3 +71,14 @@ def test_a_rank_that_failed_because_of_another_is_not_named(said: str) -> None:
     two.mark(FAILED, said) if said else die(two)
     with pytest.raises(RankFailedError, match="^rank 0: rank 2 has failed" + (f":\n{said}" if said else r" \(it died")):
         zero.check(processes=False)
+
+
+def test_a_process_that_its_parent_does_not_wait_for_has_died() -> None:
+    zero, one = boards(2)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        one._mine[_PID] = process.pid
+        zero.check()
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and stays in the table
+        with pytest.raises(RankFailedError, match="rank 0: rank 1 has failed"):
+            zero.check()

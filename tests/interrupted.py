@@ -120,7 +120,7 @@ class Rank:
     def _on_alarm(self, number: int, frame: FrameType | None) -> None:
         self.left -= 1
         self.raised = self.random.choice(RAISED)(f"interrupted, {self.left} left")
-        self.where = "".join(traceback.format_stack(frame, 6))
+        self.where = "".join(traceback.format_stack(frame)[8:])
         raise self.raised
 
     def run(self) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import array as array_module
 import ctypes
+import sys
 from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
@@ -218,7 +219,8 @@ def _read(tensor: Any, argument: str) -> Read | None:
     """Return the memory of a tensor in any layout, read-only if in-place operations must not write; None on a GPU."""
     kind: Any = type(tensor)
     if isinstance(tensor, np.ndarray):
-        if isinstance(tensor, np.ma.MaskedArray):
+        masked = sys.modules.get("numpy.ma")  # which NumPy imports for whoever makes a masked array
+        if masked is not None and isinstance(tensor, masked.MaskedArray):
             raise InvalidTypeError(
                 f"{argument}: masked arrays are refused because their mask would be lost; pass tensor.filled(...) or "
                 f"tensor.data"

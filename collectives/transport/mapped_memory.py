@@ -74,7 +74,8 @@ class MappedMemory:
         located = np.flatnonzero(words)
         if not located.size:
             return addresses
-        for number in np.unique(words[located] - MAPPED >> OFFSET_BITS).tolist():
+        # No `numpy.unique`, which imports `numpy.ma`.
+        for number in set((words[located] - MAPPED >> OFFSET_BITS).tolist()):
             if self._announced.get(number % PIECES) != number and not self._announce(number):
                 return addresses
         return np.where(words, words, addresses)

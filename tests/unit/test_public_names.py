@@ -41,6 +41,21 @@ def test_what_starts_ranks_loads_neither_numpy_nor_the_engine() -> None:
     }
 
 
+def test_calls_load_no_masked_arrays() -> None:
+    """Their import suppresses errors, those of signal handlers too, and takes as long as a thousand calls."""
+    program = """
+import collectives, numpy as np
+from collectives.transport import threads
+from collectives.worlds import World
+own = np.arange(9).view(type("Own", (np.ndarray,), {}))
+def program(world):
+    world.grouped_allreduce([own, np.ones(3)])
+    world.grouped_allreduce_([collectives.zeros(9000), collectives.zeros(9000)])
+threads.run(2, program, make_world=World)
+print(json.dumps("numpy.ma" in sys.modules))"""
+    assert outcome(program) is False
+
+
 @pytest.mark.parametrize(
     "program",
     [

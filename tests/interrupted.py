@@ -109,6 +109,7 @@ class Rank:
     """
 
     def __init__(self, count: int, seed: int) -> None:
+        assert hvd.init  # the first use of a name imports the package: no import statement is safe from signals
         self.left = count
         self.random = random.Random(seed)
         self.doing = ""

@@ -84,7 +84,7 @@ def every_dtype(world: World) -> None:
             handle.wait()
             expected = values(before, tag, count, dtype).reshape(shape)
             assert (got.dtype, got.shape, status.dtype) == (dtype, shape, SUPPORTED[dtype])
-            np.testing.assert_array_equal(got, expected)
+            assert got.tobytes() == expected.tobytes()  # NumPy does not know the NaN of each float8
 
 
 def to_oneself(world: World) -> None:

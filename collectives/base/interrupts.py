@@ -64,18 +64,21 @@ class deferred:  # used as a function
                 for number in _NUMBERS:
                     handler = _signal.getsignal(number)
                     if callable(handler):
-                        self._handlers[number] = handler
+                        self._handlers[number] = _restored(number, handler)
                         _signal.signal(number, self._note)
             except BaseException:
-                self._end()
+                self._active, _deferral = False, None
+                self._restore()
                 raise
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        global _deferral
         if self._active:
+            self._active, _deferral = False, None
             try:
-                self._end()
+                self._restore()
             finally:
                 self._deliver()
             if isinstance(error, Interrupted):
@@ -87,20 +90,11 @@ class deferred:  # used as a function
         else:  # an interrupt has kept `_restore` from restoring this handler
             self._handlers[number](number, frame)
 
-    def _end(self) -> None:
-        global _deferral
-        self._active = False
-        _deferral = None
-        self._restore(list(self._handlers))
-
-    def _restore(self, numbers: list[int]) -> None:
-        if numbers:
-            try:
-                number = numbers.pop()
-                if _signal.getsignal(number) == self._note:  # else a handler has replaced it
-                    _signal.signal(number, self._handlers[number])
-            finally:
-                self._restore(numbers)
+    def _restore(self) -> None:
+        """Restore the handlers, but for those that a handler has replaced."""
+        own = [number for number in self._handlers if _signal.getsignal(number) == self._note]
+        # One call without an instruction of Python in it, between which the handlers that are restored could raise.
+        deque(map(_signal.signal, own, map(self._handlers.__getitem__, own)), maxlen=0)
 
     def check(self) -> None:
         """See `check`."""
@@ -120,6 +114,13 @@ class deferred:  # used as a function
                 self._handlers[number](number, sys._getframe())
             finally:
                 self._deliver()
+
+
+def _restored(number: int, handler: Any) -> Any:
+    """A signal's handler, or that of the program where one of an earlier block has stayed in its place."""
+    while getattr(handler, "__func__", None) is deferred._note:
+        handler = handler.__self__._handlers[number]
+    return handler
 
 
 def check() -> None:

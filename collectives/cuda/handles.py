@@ -188,6 +188,10 @@ class _Alone:
                 step.launch(stream)
                 source = out
 
+    def release(self) -> None:
+        """Drop the kernels; the packing belongs to the accelerator."""
+        self._packing, self._steps = None, []
+
 
 def _nothing(handle: Handle) -> None:
     """The fence makes the caller's result when it is fetched."""

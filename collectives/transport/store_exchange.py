@@ -121,6 +121,8 @@ class StoreExchange:
         """Which rank had left when this one came."""
         self._sizes: dict[str, Any] = {}
         """What was said about the number of ranks when this exchange began."""
+        self._agreed = False
+        """Whether the others may have ended the first exchange."""
         self._nonces: list[str] = []
         self._count = 0
         self._place = _FIRST
@@ -217,7 +219,9 @@ class StoreExchange:
         """Tell the ranks that have ended the first exchange, and wait for this one, that it will not come because of an
         error."""
         with suppress(CollectivesError):  # the store may be what failed
-            if not isinstance(error, RankFailedError):  # which another rank has told already
+            # Before that nobody waits elsewhere, and what an earlier attempt has told may not be read yet. What another
+            # rank's failure has caused was told already.
+            if self._agreed and not isinstance(error, RankFailedError):
                 why = in_words(self._rank, error)
                 self._set(_LEFT, {"rank": self._rank, "nonce": self._offer["nonce"], "why": why})
             self._beats.end()
@@ -278,6 +282,7 @@ class StoreExchange:
                 if all(one == number for one in said):
                     # Who was contradicted looks in between.
                     backoff.poll(self._compare_sizes, 2 * _PIECE if "other" in self._sizes else 0.0, _LONGEST_NAP)
+                    self._agreed = True
                     self._set(self._key("concluded"), number)
                     return proposed
                 for one, offer in zip(said, offers[1:], strict=True):
@@ -303,6 +308,7 @@ class StoreExchange:
                         agreed = mine is not None and mine["nonce"] == self._offer["nonce"]
                         if agreed:
                             self._check_counts(offers)
+                            self._agreed = True
                             self._set(self._key("agreed", self._rank), number)
                 if not agreed:
                     self._check_number(self._get(self._key("offer", self._rank)))

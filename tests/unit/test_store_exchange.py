@@ -226,6 +226,22 @@ def test_a_rank_that_fails_between_two_exchanges_leaves_nobody_waiting(
             again[0].look_for_failures()
 
 
+def test_an_attempt_that_nobody_has_joined_hides_no_failure_before_it(
+    pool: concurrent.futures.ThreadPoolExecutor,
+) -> None:
+    """A rank is interrupted again as soon as it has come again, before the others have looked."""
+    store = LocalStore()
+    exchanges = [StoreExchange(store, rank, 2, 20, "here") for rank in range(2)]
+    list(pool.map(lambda exchange: exchange(0), exchanges))
+    exchanges[0].leave(KeyboardInterrupt("first"))
+    again = StoreExchange(store, 0, 2, 0.1, "here")
+    with pytest.raises(CollectiveTimeoutError) as raised:
+        again(0)
+    again.leave(raised.value)
+    with pytest.raises(RankFailedError, match=r"rank 1: rank 0 failed in init.*first"):
+        exchanges[1].look_for_failures()
+
+
 def test_a_rank_that_fails_before_it_has_connected_leaves_nobody_waiting(
     pool: concurrent.futures.ThreadPoolExecutor,
 ) -> None:

@@ -99,9 +99,8 @@ def test_an_interrupted_follower_is_no_follower_any_more(
         assert elsewhere(callers.notify)
 
 
-@pytest.mark.parametrize("after", [False, True])
 def test_an_interrupted_start_of_the_thread_of_messages_is_made_up_for(
-    monkeypatch: pytest.MonkeyPatch, after: bool
+    interrupted: Callable[[Callable[[], object]], None],
 ) -> None:
     class Messages:
         def __init__(self) -> None:
@@ -113,26 +112,18 @@ def test_an_interrupted_start_of_the_thread_of_messages_is_made_up_for(
         def look(self, deep: bool) -> None:
             self.looks.release()
 
-    messages, start, threads = Messages(), threading.Thread.start, list[threading.Thread]()
-
-    def interrupted_start(thread: threading.Thread) -> None:
-        if after:
-            start(thread)
-            threads.append(thread)
-        raise Interrupt
-
-    background = MessageThread(messages, 0)
-    with monkeypatch.context() as patch, pytest.raises(Interrupt):
-        patch.setattr(threading.Thread, "start", interrupted_start)
+    for _ in range(100):
+        messages, before = Messages(), threading.active_count()
+        background = MessageThread(messages, 0)
+        interrupted(background.wake)
         background.wake()
-    background.wake()
-    assert messages.looks.acquire(timeout=10)
-    messages.ended = True
-    background.end()
-    assert background._thread is not None
-    for thread in (background._thread, *threads):
-        thread.join(10)
-        assert not thread.is_alive()
+        assert messages.looks.acquire(timeout=10)
+        assert threading.active_count() == before + 1
+        messages.ended = True
+        background.end()
+        assert background._thread is not None
+        background._thread.join(10)
+        assert not background._thread.is_alive()
 
 
 @pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")

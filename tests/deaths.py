@@ -97,6 +97,7 @@ if where == "before init":
     if rank == victim:
         forever()
 import collectives as hvd
+hvd.init  # whose first use imports the package
 if where.startswith("init"):
     import mpi4py.MPI  # what ends a rank while MPI starts is the launcher's business
     arm()

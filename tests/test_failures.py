@@ -244,6 +244,8 @@ import signal, sys, time
 from mpi4py import MPI
 import collectives as hvd
 
+hvd.init  # whose first use imports the package
+
 def on_alarm(number, frame):
     {ending}
 

@@ -1,6 +1,6 @@
 """The engine's own values that ranks exchange, as JSON: nothing that they say is unpickled.
 
-    None, bool, int, float, str    as JSON has them
+    None, bool, int, float, str    as JSON has them; a class of its own becomes the one that it is made of
     list                           an array
     tuple, frozenset               {"tuple": array}, {"frozenset": array}
     bytes, dict                    {"bytes": hexadecimal}, {"dict": array of pairs}
@@ -81,6 +81,10 @@ def _plain(value: Any) -> Any:
         return int(value)
     if isinstance(value, numbers.Real):
         return float(value)
+    if isinstance(value, str):  # of a class of its own, such as NumPy's
+        return str.__str__(value)
+    if isinstance(value, tuple):
+        return _plain(tuple(value))
     raise TypeError(f"ranks do not exchange values of {kind.__name__}: {value!r}")
 
 

@@ -16,7 +16,7 @@ from collectives.jax import compat, ffi, primitive
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(120)]
 
-FLOAT32, TOKEN, FLOAT8 = 11, 17, 20
+FLOAT32, TOKEN, INT4 = 11, 17, 21
 
 
 class Frame:
@@ -97,9 +97,9 @@ def test_what_cannot_be_read_is_an_error() -> None:
     array = np.ones((3, 1), np.float32)
     short, strange, tokenless = Frame([array], [array]), Frame([array], [array]), Frame([array], [array])
     short.frame.operands.struct_size = 8
-    strange.chosen[0].dtype = FLOAT8
+    strange.chosen[0].dtype = INT4
     tokenless.chosen[-1].dtype = FLOAT32
-    for frame, text in ((short, b"8 bytes"), (strange, b"20"), (tokenless, b"token")):
+    for frame, text in ((short, b"8 bytes"), (strange, b"21"), (tokenless, b"token")):
         assert frame.call(ffi.handler(lambda text: lambda *buffers: called.append(buffers), (0, 1))) == 4711
         assert text in frame.messages[0]
     assert not called

@@ -13,6 +13,7 @@ from collectives.base.config import Config
 from collectives.base.interchange import from_json, to_json
 from collectives.engine.deadlock import BlockedCall, CallSite
 from collectives.engine.negotiation import Request
+from collectives.frontends.joined import Shapes
 from collectives.tuning.search import TunedSettings
 
 SITE = CallSite(("a.py", "train", 3), 7, 12, (2, 40), frozenset({"step"}))
@@ -50,6 +51,13 @@ def test_what_is_read_is_what_was_written(value: Any) -> None:
 def test_numbers_of_numpy_become_pythons() -> None:
     read = from_json(to_json([np.int64(3), np.float32(0.5), np.float64(2.5)]))
     assert read == [3, 0.5, 2.5] and [type(one) for one in read] == [int, float, float]
+
+
+def test_classes_of_their_own_become_what_they_are_made_of() -> None:
+    """As shapes that are hashed once, and names that NumPy has made."""
+    read = from_json(to_json(Request("allreduce", np.str_("loss"), parts=Shapes(((2,), (3,))))))
+    assert read == Request("allreduce", "loss", parts=((2,), (3,)))
+    assert type(read.name) is str and type(read.parts) is tuple
 
 
 @pytest.mark.parametrize("value", [object(), {1}, np.zeros(2), 1j, len])

@@ -436,6 +436,9 @@ class World:
                 if self._devices is not None and not failed:
                     self._devices.settle(_SETTLE_WITHIN)
                 self._control.leave()
+                if engine.refusal is None:  # MPI is about to be finalised: nothing in flight may enter another round
+                    engine.refuse(_ShutDown(self.ranks[self.rank]))
+        engine.await_background(_LEAVE_WITHIN)
         for child in self._children:
             child.leave()
         self.stop_timeline()

@@ -312,3 +312,18 @@ def test_a_forked_child_does_not_speak_for_a_world_that_has_failed() -> None:
     world.leave()
     world.shutdown()
     assert not peer.all_left()
+
+
+def test_a_rank_that_has_left_begins_nothing() -> None:
+    """Otherwise its background thread would enter a round while MPI is finalised."""
+
+    def program(world: World) -> None:
+        if world.rank == 0:
+            handle = world.allreduce_async(np.ones(3), name="the other rank never calls it")
+            world.leave()
+            with pytest.raises(NotInitializedError, match="rank 0: this world was shut down"):
+                world.synchronize(handle, timeout=5)
+            with pytest.raises(NotInitializedError):
+                world.allreduce(np.ones(3))
+
+    threads.run(2, program, make_world=World, timeout=30)

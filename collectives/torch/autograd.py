@@ -360,6 +360,9 @@ def _transformed(collective: str, call: DifferentiableCall, tensors: Sequence[An
         raise this.refused("cannot be recorded by torch.func.linearize or make_fx; use torch.func.jvp or torch.compile")
     if _transforms_active() and functorch.peek_interpreter_stack().key() == functorch.TransformType.Functionalize:
         raise this.refused("torch.func.functionalize has no rule for it; call it outside")
+    # vmap would have a batch of numbers pass for rows.
+    if collective in ("allgather", "reducescatter") and not all(x.dim() for x in tensors):
+        raise this.refused("works along the first dimension, got a 0-d tensor; reshape it to (1,)")
     return list(_apply(this, *tensors))
 
 
@@ -367,6 +370,7 @@ def _received(call: DifferentiableCall, tensor: Any, splits: Any) -> list[int]:
     """The rows that each rank sends here, which a transform cannot return: of an exchange of their own."""
     world, name = call.world, call._derived(".splits")
     try:
+        arguments.with_rows(tensor, "alltoall")
         counts = arguments.splits(splits, tensor.shape[0], world.size)
     except Exception as error:
         raise world.refused(error, name) from None

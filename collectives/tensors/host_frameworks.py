@@ -63,7 +63,7 @@ def _read_torch(tensor: Any, argument: str) -> Read | None:
         # NumPy lacks bfloat16, also through DLPack: the same bits are passed as int16.
         half = plain.dtype is torch.bfloat16
         array = plain.view(torch.int16).numpy().view(dtypes.resolve("bfloat16")) if half else plain.numpy()
-    except (RuntimeError, TypeError):
+    except (RuntimeError, TypeError) as error:
         _refuse_nested(tensor, argument)
         if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
             raise InvalidTypeError(
@@ -71,16 +71,18 @@ def _read_torch(tensor: Any, argument: str) -> Read | None:
                 "vmap, jvp, ...): call there the functions of collectives.torch that block and return a new tensor, "
                 "such as collectives.torch.allreduce, and all others outside"
             ) from None
-        array = _read_float8(plain, argument)
+        array = _read_float8(plain, argument, error)
     return frozen(array) if lazy else array, _wrap_torch
 
 
-def _read_float8(tensor: Any, argument: str) -> Array:
-    """The memory of a torch tensor that NumPy cannot read, if it is of a float8."""
+def _read_float8(tensor: Any, argument: str, error: Exception) -> Array:
+    """The memory of a torch tensor that NumPy has refused with ``error``, if it is of a float8."""
     name = str(tensor.dtype).removeprefix("torch.")
     if name in dtypes.FLOAT8:
         array: Array = tensor.view(sys.modules["torch"].uint8).numpy().view(dtypes.resolve(name))
         return array
+    if name in dtypes.NAMES:
+        raise InvalidTypeError(f"{argument}: a {detection.describe(tensor)} cannot be read: {error}") from error
     raise InvalidTypeError(
         f"{argument}: a {detection.describe(tensor)} of dtype {tensor.dtype} is not supported; {dtypes.OFFER}. Convert "
         "it, or pass what it is made of, as by tensor.view(torch.uint8), torch.view_as_real or tensor.int_repr()"

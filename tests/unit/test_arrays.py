@@ -472,6 +472,7 @@ UNSERVED: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "two in a byte": (
         "bool, int8.*float8", lambda torch: torch.zeros(2, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
     ),
+    "without memory": ("cannot be read: .*ZeroTensor", lambda torch: torch._efficientzerotensor(3)),
 }  # fmt: skip
 
 

@@ -119,6 +119,11 @@ class BackwardReducer:
     def _world(self) -> World:
         return world_of(self._options.process_set)
 
+    @property
+    def _rank(self) -> int:
+        """This rank, in messages."""
+        return self._world.ranks[self._world.rank]
+
     def leave_to(self, newer: Any) -> None:
         """Combine nothing as long as ``newer`` lives, except what is in flight."""
         self._newer.add(newer)
@@ -310,7 +315,7 @@ class BackwardReducer:
                 if first is not None or not self._tally.all_submitted:
                     first = _first_error([self._compare], first)
             first = _first_error(
-                [*(bucket.finish for bucket in self._buckets), lambda: self._tally.check(self._world.rank)], first
+                [*(bucket.finish for bucket in self._buckets), lambda: self._tally.check(self._rank)], first
             )
             if first is not None:
                 raise first
@@ -392,14 +397,14 @@ class BackwardReducer:
         layouts = world.allgather_object((lines, in_flight), name=f"{prefix}layouts")
         rank, here, there = next(
             (rank, here, there)
-            for rank, (others, _) in enumerate(layouts)
+            for rank, (others, _) in zip(world.ranks, layouts, strict=True)
             for here, there in itertools.zip_longest(lines, others, fillvalue="no further gradients")
             if here != there
         )
         submitted: set[str] = set().union(*(names for _, names in layouts))
         with world.composed(prefix + name for name in sorted(submitted - in_flight)):  # ranks need not wait for these
             raise MismatchError(
-                f"rank {world.rank}: expected the same gradients on every rank: rank {world.rank} has {here}; rank "
+                f"rank {self._rank}: expected the same gradients on every rank: rank {self._rank} has {here}; rank "
                 f"{rank} has {there}; change, add and unfreeze parameters between the same steps on every rank"
             )
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from collectives.base.errors import CollectivesError
+from collectives.base.errors import CollectivesError, MismatchError
 
 pytestmark = pytest.mark.mpi
 
@@ -285,6 +285,29 @@ def test_process_sets(hvd: Any) -> None:
     else:
         with pytest.raises(ValueError, match="not in"):
             hvd.allreduce(torch.ones(1), process_set=some)
+    hvd.barrier()
+    hvd.remove_process_set(some)
+
+
+def test_an_optimizer_of_a_process_set_names_ranks_by_their_numbers_in_the_world(hvd: Any) -> None:
+    if hvd.size() == 1:
+        pytest.skip("one rank combines nothing")
+    some = hvd.add_process_set(list(range(hvd.size()))[-2:])
+    if some.included():
+        here, there = hvd.rank(), sum(some.ranks) - hvd.rank()
+        weight = torch.nn.Parameter(torch.zeros(here + 1))
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), process_set=some)
+        weight.sum().backward()
+        with pytest.raises(MismatchError, match=rf"^rank {here}: .* rank {here} has .*; rank {there} has "):
+            optimizer.step()
+        weight.grad = None
+        weight.data = torch.zeros(2)
+        combine = optimizer.step if here < there else optimizer.synchronize
+        weight.sum().backward()
+        combine()
+        weight.sum().backward()
+        with pytest.raises(MismatchError, match=f"^rank {here}: gradients were combined with those of another step"):
+            combine()
     hvd.barrier()
     hvd.remove_process_set(some)
 

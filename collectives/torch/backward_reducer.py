@@ -101,6 +101,8 @@ class BackwardReducer:
                 self._frozen.append(slot)
                 slot.param.requires_grad_(True)  # torch refuses hooks otherwise
             handle = slot.param.register_post_accumulate_grad_hook(_hook(weakref.ref(self), slot))
+            # Autograd may have been told of the hooks of another tensor, which torch has swapped for this one.
+            slot.param._post_accumulate_grad_hooks = slot.param._post_accumulate_grad_hooks
             if frozen:
                 slot.param.requires_grad_(False)
             slot.hook = handle.id
@@ -432,8 +434,23 @@ class BackwardReducer:
             bucket for bucket in self._buckets if not bucket.in_flight and any(slot.kind for slot in bucket.slots)
         ]
         first = _first_error([bucket.submit for bucket in remaining])
+        first = _first_error([self._refuse_swapped], first)
         if first is not None:
             raise first
+
+    def _refuse_swapped(self) -> None:
+        """Refuse gradients that the program might have read before they were combined, since no hook was called.
+
+        Raises:
+            InvalidArgumentError: torch has swapped a parameter's tensor for another one.
+        """
+        for slot in self._slots:
+            if slot.param._cdata != slot.tensor:
+                raise InvalidArgumentError(
+                    f"gradient of {slot.name!r}: expected the parameter to keep its tensor, to which the hook belongs, "
+                    f"but torch has swapped it (torch.__future__.set_swap_module_params_on_conversion); make the "
+                    f"DistributedOptimizer after the model is converted or loaded"
+                )
 
     def _make_room(self, slot: GradientSlot, sparse_dim: int) -> None:
         """Give a gradient that turned out to be sparse a bucket of its own."""

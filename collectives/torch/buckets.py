@@ -59,6 +59,7 @@ class GradientSlot:
         left: backward passes, of ``passes``, until its gradient may be submitted.
         deferred: whether its bucket is.
         hook: the number of its hook.
+        tensor: the address of the tensor that has the hook, in torch's C++; the parameter may get another one.
         place: memory of the arena that its gradients are moved to; None if they stay where autograd has put them.
         blank: the zeros of its bucket that the parameter has got as its gradient, for autograd to add to; None once the
             bucket has taken the gradient. While they are zeros, the gradient counts as missing.
@@ -79,12 +80,14 @@ class GradientSlot:
         "passes",
         "place",
         "sparse_dim",
+        "tensor",
         "was_sparse",
     )
 
     def __init__(self, name: str, param: Any, passes: int) -> None:
         self.name = name
         self.param = param
+        self.tensor = param._cdata
         self.passes = self.left = passes
         self.bucket: GradientBucket | None = None
         self.hook: int

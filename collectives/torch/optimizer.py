@@ -318,11 +318,14 @@ def _named(optimizer: Any, named_parameters: Iterable[tuple[str, Any]] | None) -
 def _label(named: list[tuple[str, Any]], process_set: ProcessSet) -> str:
     """What the names of an optimizer's operations begin with: another one's is different, and it is alike on all ranks,
     though other threads may make optimizers of other names meanwhile."""
-    names = zlib.crc32(repr(sorted(name for name, _ in named)).encode())
+    names = sorted(name for name, _ in named)
+    fingerprint = zlib.crc32(repr(names).encode())
     with _making:
         made = _made.setdefault(world_of(process_set), Counter())
-        made[names] += 1
-        return f"optimizer {names:08x}.{made[names]}: "
+        made[fingerprint] += 1
+        number = made[fingerprint]
+    ends = " to ".join([*names[:1], *names[-1:]])
+    return f"optimizer of {ends}, {len(names)} parameters, {fingerprint:08x}.{number}: "
 
 
 def _numbered(group: int, params: Sequence[Any]) -> list[tuple[str, Any]]:

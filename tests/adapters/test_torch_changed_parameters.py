@@ -197,6 +197,16 @@ def test_views_whose_strides_differ_between_ranks_are_refused(hvd: Any) -> None:
         optimizer.step()
 
 
+def test_ranks_that_have_wrapped_different_parameters_are_told_by_their_names(hvd: Any) -> None:
+    names = ["a", "m", "z"] if hvd.rank() == 0 else ["a", "y"]
+    params = [torch.nn.Parameter(torch.zeros(3)) for _ in names]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(params, lr=1.0), zip(names, params, strict=True))
+    sum(param.sum() for param in params).backward()
+    with pytest.raises(collectives.MismatchError, match=r"(?s)a to z, 3 parameters.*a to y, 2 parameters") as failure:
+        optimizer.step()
+    assert "gradients missing" in str(failure.value)
+
+
 def test_a_parameter_that_one_rank_has_added_is_named_on_every_rank(hvd: Any) -> None:
     first, second = (torch.nn.Parameter(torch.zeros(SIZES["large"])) for _ in range(2))
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([first], lr=1.0))

@@ -445,7 +445,7 @@ class BackwardReducer:
             InvalidArgumentError: torch has swapped a parameter's tensor for another one.
         """
         for slot in self._slots:
-            if slot.param._cdata != slot.tensor:
+            if slot.param._cdata != slot.hooked:
                 raise InvalidArgumentError(
                     f"gradient of {slot.name!r}: expected the parameter to keep its tensor, to which the hook belongs, "
                     f"but torch has swapped it (torch.__future__.set_swap_module_params_on_conversion); make the "

@@ -59,7 +59,7 @@ class GradientSlot:
         left: backward passes, of ``passes``, until its gradient may be submitted.
         deferred: whether its bucket is.
         hook: the number of its hook.
-        tensor: the address of the tensor that has the hook, in torch's C++; the parameter may get another one.
+        hooked: the address of the tensor that has the hook, in torch's C++; the parameter may get another one.
         place: memory of the arena that its gradients are moved to; None if they stay where autograd has put them.
         blank: the zeros of its bucket that the parameter has got as its gradient, for autograd to add to; None once the
             bucket has taken the gradient. While they are zeros, the gradient counts as missing.
@@ -73,6 +73,7 @@ class GradientSlot:
         "bucket",
         "deferred",
         "hook",
+        "hooked",
         "kind",
         "left",
         "name",
@@ -80,14 +81,13 @@ class GradientSlot:
         "passes",
         "place",
         "sparse_dim",
-        "tensor",
         "was_sparse",
     )
 
     def __init__(self, name: str, param: Any, passes: int) -> None:
         self.name = name
         self.param = param
-        self.tensor = param._cdata
+        self.hooked = param._cdata
         self.passes = self.left = passes
         self.bucket: GradientBucket | None = None
         self.hook: int
@@ -164,7 +164,8 @@ class GradientBucket:
         self._addresses: list[int] = []
         for slot in self.slots:
             slot.bucket, slot.deferred = self, self.deferred
-        self.lay_out([(slot.dtype, slot.param.shape, slot.param.device) for slot in self.slots])
+        self.layout: Layout = []
+        self.refit()
 
     @property
     def in_flight(self) -> bool:
@@ -183,31 +184,30 @@ class GradientBucket:
             for slot, (dtype, shape, _) in zip(self.slots, self.layout, strict=True)
         ]
 
-    def refit(self) -> None:
-        """Lay out anew if the gradients that the parameters have, or would get, are not what the bucket is for."""
-        layout: Layout = []
-        for slot in self.slots:
-            grad = grad_of(slot.param)
-            layout.append(
-                (slot.dtype, slot.param.shape, slot.param.device)
-                if grad is None
-                else (grad.dtype, grad.shape, grad.device)
-            )
+    def refit(self) -> list[Any]:
+        """Lay out anew if the gradients that the parameters have, or would get, are not what the bucket is for.
+
+        Returns:
+            The gradients, None where there is none.
+        """
+        gradients = [grad_of(param) for param in self._params]
+        layout = [
+            (slot.dtype, slot.param.shape, slot.param.device) if grad is None else (grad.dtype, grad.shape, grad.device)
+            for slot, grad in zip(self.slots, gradients, strict=True)
+        ]
         if layout != self.layout:
             self.lay_out(layout)
+        return gradients
 
     def gather(self) -> None:
         """Take the gradients from the program, to combine them later."""
-        gradients = [grad_of(param) for param in self._params]
+        gradients = self.refit()
         self.missing = [slot for slot, grad in zip(self.slots, gradients, strict=True) if grad is None]
         for at, grad in enumerate(gradients):
             if grad is None:
                 gradients[at] = torch.zeros_like(self._params[at], dtype=self.slots[at].dtype, requires_grad=False)
             elif grad.requires_grad:
                 gradients[at] = grad.detach()  # of backward(create_graph=True)
-        layout = [(grad.dtype, grad.shape, grad.device) for grad in gradients]
-        if layout != self.layout:
-            self.lay_out(layout)
         self._gradients = gradients
         self.pack(gradients)
         self._versions = [grad._version for grad in gradients]
@@ -382,7 +382,7 @@ class ViewedBucket(PackedBucket):
         if moved:
             with torch.no_grad():
                 torch._foreach_copy_([self.views[at] for at in moved], [gradients[at] for at in moved])
-        empty = [slot for slot in self.slots if slot.blank is not None and slot.empty and slot not in self.missing]
+        empty = [slot for slot in self.slots if slot.empty and slot not in self.missing]
         for at in moved:
             gradients[at] = self._alias(at)
             if self.slots[at] not in self.missing:
@@ -426,9 +426,7 @@ class SparseBucket(GradientBucket):
     """One sparse gradient: every rank's indices and values are gathered and added up."""
 
     def submit(self) -> None:
-        self.refit()
-        slot = self.slots[0]
-        grad = grad_of(slot.param)
+        (slot,), (grad,) = self.slots, self.refit()
         self.missing = [slot] if grad is None else []
         if grad is None:
             indices = torch.empty((slot.sparse_dim, 0), dtype=torch.int64, device=slot.param.device)
@@ -463,18 +461,14 @@ def arrange(
         if id(slot) in grouped:
             continue
         kind = _kind(slot, options, as_views)
-        which = kind if kind is GroupedBucket else (kind, slot.dtype, slot.param.device)
+        which = (kind,) if kind is GroupedBucket else (kind, slot.dtype, slot.param.device)
         members = filling.setdefault(which, [])
-        if members and sum(member.nbytes for member in members) + slot.nbytes > (
-            PACKED_BYTES if kind in (PackedBucket, DeferredBucket) else GROUPED_BYTES
-        ):
+        most = PACKED_BYTES if kind in (PackedBucket, DeferredBucket) else GROUPED_BYTES
+        if members and sum(member.nbytes for member in members) + slot.nbytes > most:
             buckets.append(_bucket(kind, members, options))
             members = filling[which] = []
         members.append(slot)
-    return [
-        *buckets,
-        *(_bucket(_kind(members[0], options, as_views), members, options) for members in filling.values()),
-    ]
+    return [*buckets, *(_bucket(kind, members, options) for (kind, *_), members in filling.items())]
 
 
 def _kind(slot: GradientSlot, options: GradientOptions, as_views: bool) -> type[GradientBucket]:

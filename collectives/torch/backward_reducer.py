@@ -360,7 +360,7 @@ class BackwardReducer:
         if first is not None:
             raise first
 
-    def lay_out(self) -> None:
+    def reset_views(self) -> None:
         """Set gradients that are views of their buckets to zeros, for autograd to add to."""
         for bucket in self._buckets:
             if isinstance(bucket, ViewedBucket):
@@ -458,9 +458,9 @@ class BackwardReducer:
         old = slot.bucket
         assert old is not None
         rest = [other for other in old.slots if other is not slot]
-        new: list[GradientBucket] = [SparseBucket([slot], slot.name, self._options)]
+        new: list[GradientBucket] = [SparseBucket([slot], self._options)]
         if rest:
-            new.append(type(old)(rest, old.name, self._options))
+            new.append(type(old)(rest, self._options))
         at = self._buckets.index(old)
         self._buckets[at : at + 1] = new
 

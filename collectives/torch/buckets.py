@@ -128,10 +128,10 @@ class GradientBucket:
 
     Args:
         slots: of their parameters.
-        name: of the operation.
         options: how they are combined; ``name`` goes before the names of all operations.
 
     Attributes:
+        name: of the operation.
         deferred: submitted in `synchronize`, and not in the backward pass.
         binds: its gradients are combined where persistent operations can be bound to them, while memory stays.
         gathered: its gradients belong to the engine, and have not been submitted.
@@ -144,9 +144,10 @@ class GradientBucket:
 
     deferred = False
 
-    def __init__(self, slots: Sequence[GradientSlot], name: str, options: GradientOptions) -> None:
+    def __init__(self, slots: Sequence[GradientSlot], options: GradientOptions) -> None:
         self.slots = list(slots)
-        self.name = name
+        first, last = self.slots[0].name, self.slots[-1].name
+        self.name = first if len(self.slots) == 1 else f"{first} to {last}, {len(self.slots)} gradients"
         self.options = options
         self.pending = len(self.slots)
         self.missing: list[GradientSlot] = []
@@ -154,7 +155,7 @@ class GradientBucket:
         self.binds = self.gathered = False
         self._keywords: dict[str, Any] = {
             "op": options.op,
-            "name": options.name + name,
+            "name": options.name + self.name,
             "compression": options.compression,
             **options.factors,
         }
@@ -278,8 +279,8 @@ def _refusal(slot: GradientSlot, what: str) -> InvalidArgumentError:
 class GroupedBucket(GradientBucket):
     """Gradients combined in place by a grouped operation."""
 
-    def __init__(self, slots: Sequence[GradientSlot], name: str, options: GradientOptions) -> None:
-        super().__init__(slots, name, options)
+    def __init__(self, slots: Sequence[GradientSlot], options: GradientOptions) -> None:
+        super().__init__(slots, options)
         nbytes = sum(slot.nbytes for slot in self.slots)
         if (
             options.compression is Compression.none
@@ -308,12 +309,12 @@ class PackedBucket(GradientBucket):
     """Small gradients, copied into one tensor and back: one for each dtype and device, should these have parted."""
 
     def lay_out(self, layout: Layout) -> None:
-        kinds: dict[Any, list[int]] = {}
+        alike: dict[Any, list[int]] = {}
         for at, (dtype, _, device) in enumerate(layout):
-            kinds.setdefault((dtype, device), []).append(at)
+            alike.setdefault((dtype, device), []).append(at)
         self.flats: list[Any] = []
         self.views: list[Any] = [None] * len(layout)
-        for (dtype, device), members in kinds.items():
+        for (dtype, device), members in alike.items():
             counts = [layout[at][1].numel() for at in members]
             zeros = memory.zeros if device.type == "cpu" else torch.zeros
             flat = zeros(sum(counts), dtype=dtype, device=device)
@@ -358,8 +359,8 @@ class ViewedBucket(PackedBucket):
     The parameters get aliases of the views: the program may move a gradient elsewhere, as ``p.grad.data = other`` does.
     """
 
-    def __init__(self, slots: Sequence[GradientSlot], name: str, options: GradientOptions) -> None:
-        super().__init__(slots, name, options)
+    def __init__(self, slots: Sequence[GradientSlot], options: GradientOptions) -> None:
+        super().__init__(slots, options)
         for at, slot in enumerate(self.slots):
             if slot.param.grad is None:
                 slot.blank = self._aliases[at]
@@ -454,24 +455,24 @@ def arrange(
         groups: lists of some of them, each a bucket.
         as_views: gradients are views of their buckets.
     """
-    buckets: list[GradientBucket] = [_bucket(GroupedBucket, group, options) for group in groups]
+    buckets: list[GradientBucket] = [GroupedBucket(group, options) for group in groups]
     grouped = {id(slot) for group in groups for slot in group}
     filling: dict[Any, list[GradientSlot]] = {}
     for slot in reversed(slots):
         if id(slot) in grouped:
             continue
-        kind = _kind(slot, options, as_views)
-        which = (kind,) if kind is GroupedBucket else (kind, slot.dtype, slot.param.device)
-        members = filling.setdefault(which, [])
-        most = PACKED_BYTES if kind in (PackedBucket, DeferredBucket) else GROUPED_BYTES
+        bucket_type = _bucket_type(slot, options, as_views)
+        key = (bucket_type,) if bucket_type is GroupedBucket else (bucket_type, slot.dtype, slot.param.device)
+        members = filling.setdefault(key, [])
+        most = PACKED_BYTES if bucket_type in (PackedBucket, DeferredBucket) else GROUPED_BYTES
         if members and sum(member.nbytes for member in members) + slot.nbytes > most:
-            buckets.append(_bucket(kind, members, options))
-            members = filling[which] = []
+            buckets.append(bucket_type(members, options))
+            members = filling[key] = []
         members.append(slot)
-    return [*buckets, *(_bucket(kind, members, options) for (kind, *_), members in filling.items())]
+    return [*buckets, *(bucket_type(members, options) for (bucket_type, *_), members in filling.items())]
 
 
-def _kind(slot: GradientSlot, options: GradientOptions, as_views: bool) -> type[GradientBucket]:
+def _bucket_type(slot: GradientSlot, options: GradientOptions, as_views: bool) -> type[GradientBucket]:
     # A compressor of the user's sees each gradient by itself.
     if not any(options.compression is known for known in BUILT_IN):
         return GroupedBucket
@@ -480,8 +481,3 @@ def _kind(slot: GradientSlot, options: GradientOptions, as_views: bool) -> type[
     if slot.nbytes <= TINY:
         return DeferredBucket
     return PackedBucket if slot.nbytes <= SMALL else GroupedBucket
-
-
-def _bucket(kind: type[GradientBucket], slots: Sequence[GradientSlot], options: GradientOptions) -> GradientBucket:
-    name = slots[0].name if len(slots) == 1 else f"{slots[0].name} to {slots[-1].name}, {len(slots)} gradients"
-    return kind(slots, name, options)

@@ -242,7 +242,7 @@ class GradientSteps:
         if self._reducer is not None:
             self._reducer.end_step()
             if set_to_none:
-                self._reducer.lay_out()
+                self._reducer.reset_views()
 
     def load_state_dict(self, state_dict: Any) -> None:
         """As ``torch.optim.Optimizer.load_state_dict``; gradients on their way are waited for and given up."""

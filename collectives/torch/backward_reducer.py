@@ -316,11 +316,7 @@ class BackwardReducer:
                 first = _first_error([self._start], first)
                 if first is not None or not self._tally.all_submitted:
                     first = _first_error([self._compare], first)
-            first = _first_error(
-                [*(bucket.finish for bucket in self._buckets), lambda: self._tally.check(self._rank)], first
-            )
-            if first is not None:
-                raise first
+            _run_all([*(bucket.finish for bucket in self._buckets), lambda: self._tally.check(self._rank)], first)
             self._settle()
         finally:
             self._reset()
@@ -355,10 +351,8 @@ class BackwardReducer:
         self.end_step()
         # Of ranks that gather buckets and ranks that do not, all must submit the same.
         first = _first_error([bucket.submit for bucket in self._buckets if bucket.gathered])
-        first = _first_error([bucket.finish for bucket in self._buckets], first)
         self._reset()
-        if first is not None:
-            raise first
+        _run_all([bucket.finish for bucket in self._buckets], first)
 
     def reset_views(self) -> None:
         """Set gradients that are views of their buckets to zeros, for autograd to add to."""
@@ -414,9 +408,7 @@ class BackwardReducer:
         """Combine the gathered buckets by one operation if every rank can, or submit them."""
         tally, world = self._tally, self._world
         if not (tally.all_submitted and self._together.run(world, tally.all_bound(world), tally.all_steady(world))):
-            first = _first_error([bucket.submit for bucket in self._buckets if bucket.gathered])
-            if first is not None:
-                raise first
+            _run_all([bucket.submit for bucket in self._buckets if bucket.gathered])
 
     def _compare(self) -> None:
         """Agree on which gradients exist and which are sparse, and submit the remaining buckets."""
@@ -433,10 +425,7 @@ class BackwardReducer:
         remaining = [
             bucket for bucket in self._buckets if not bucket.in_flight and any(slot.kind for slot in bucket.slots)
         ]
-        first = _first_error([bucket.submit for bucket in remaining])
-        first = _first_error([self._refuse_swapped], first)
-        if first is not None:
-            raise first
+        _run_all([*(bucket.submit for bucket in remaining), self._refuse_swapped])
 
     def _refuse_swapped(self) -> None:
         """Refuse gradients that the program might have read before they were combined, since no hook was called.
@@ -531,3 +520,10 @@ def _first_error(functions: Sequence[Callable[[], Any]], first: Exception | None
         except Exception as error:
             first = first or error
     return first
+
+
+def _run_all(functions: Sequence[Callable[[], Any]], first: Exception | None = None) -> None:
+    """Run all functions. Raises the first error, of any or from before."""
+    first = _first_error(functions, first)
+    if first is not None:
+        raise first

@@ -2,7 +2,7 @@
 
     None, bool, int, float, str    as JSON has them; a class of its own becomes the one that it is made of
     list                           an array
-    tuple, frozenset               {"tuple": array}, {"frozenset": array}
+    tuple                          {"tuple": array}
     bytes, dict                    {"bytes": hexadecimal}, {"dict": array of pairs}
     an `exchangeable` class        {"of": name, "has": array of pairs, of the fields that differ from their defaults}
 
@@ -73,8 +73,6 @@ def _plain(value: Any) -> Any:
         return {"of": kind.__name__, "has": [[name, _plain(one)] for name, one, default in every if one is not default]}
     if kind is bytes:
         return {"bytes": value.hex()}
-    if kind is frozenset:
-        return {"frozenset": [_plain(item) for item in value]}
     if kind is dict:
         return {"dict": [[_plain(key), _plain(item)] for key, item in value.items()]}
     if isinstance(value, numbers.Integral):  # NumPy's
@@ -95,8 +93,6 @@ def _restored(read: dict[str, Any]) -> Any:
     ((kind, content),) = read.items()
     if kind == "tuple":
         return tuple(content)
-    if kind == "frozenset":
-        return frozenset(content)
     if kind == "bytes":
         return bytes.fromhex(content)
     return dict(content)

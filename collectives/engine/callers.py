@@ -1,7 +1,7 @@
 """The threads of this process that call collectives: which of them wait, for what, and whether any may go on.
 
 A rank is *stuck* when every thread that could submit an operation waits for one. The coordinator tells the other ranks
-so; when all are stuck, they are in a deadlock (`collectives.engine.deadlock`).
+so; when all are stuck, they are in a deadlock, and what they wait for fails (`collectives.engine.negotiation`).
 """
 
 from __future__ import annotations

@@ -11,19 +11,18 @@ the driving thread (`collectives.engine.progress`).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from collectives.base.config import Config
 from collectives.base.errors import OutOfMemoryError, TransportError
-from collectives.base.logging import logger
-from collectives.engine import deadlock, negotiation
+from collectives.engine import negotiation
 from collectives.engine.batches import Batch
 from collectives.engine.callers import Callers
 from collectives.engine.context import Context
 from collectives.engine.handles import Handle
 from collectives.engine.negotiation import Frame, Key, Ledger, Request
-from collectives.engine.submissions import Submissions
+from collectives.engine.submissions import Submissions, submitted_at
 from collectives.engine.tasks import HostTask
 
 LIST_BYTES = 32 << 20
@@ -49,7 +48,6 @@ class Coordinator:
         names: the ranks' numbers in messages.
         make_neutral: makes this rank's contribution to an operation once it has joined.
         submissions, callers: this rank's operations, and the threads that wait for them.
-        stacks: the program's stack in each thread that waits, by ``id(handle)``.
 
     Attributes:
         open: the list of the round that this rank has entered, and its batch; without a batch, this rank entered with a
@@ -70,7 +68,6 @@ class Coordinator:
         make_neutral: Callable[[Request], Handle],
         submissions: Submissions,
         callers: Callers,
-        stacks: Callable[[], Mapping[int, deadlock.Stack]],
     ) -> None:
         self.context = context
         self.control = context.control
@@ -86,7 +83,6 @@ class Coordinator:
         self._make_neutral = make_neutral
         self._submissions = submissions
         self._callers = callers
-        self._stacks = stacks
         self._frames: Sequence[Frame] = ()
         self._batches: dict[int, Batch] = {}
         self._not_before = 0.0
@@ -356,27 +352,20 @@ class Coordinator:
             self._compare_again = True
 
     def _resolve_deadlock(self) -> None:
-        """Every rank waits, for operations that not all have submitted: fail those that `deadlock.failing` selects."""
+        """Every rank waits, and no operation that they wait for is submitted by all: these fail on every rank."""
         submissions, ledger = self._submissions, self.ledger
         mine = [handle for handle in self._callers.awaited if submissions.pending.get(handle.key) is handle]
-        stacks = self._stacks()
-        said = [deadlock.BlockedCall(handle.key, handle.entry.request, stacks.get(id(handle), ())) for handle in mine]
-        told = self.control.exchange((said, submissions.unnamed))
-        waits = [theirs for theirs, _ in told]
-        keys = {wait.key for theirs in waits for wait in theirs}
-        asking = {key: ledger.asking(key, self._frames) for key in keys}
-        passed = {key: ledger.passed(key) for key in keys}
-        fails = deadlock.failing(waits, asking, passed, {key for key in keys if ledger.knows(key)}, self._joined)
-        for key in fails:
-            ledger.give_up(key, [peer for peer, theirs in enumerate(waits) if any(wait.key == key for wait in theirs)])
-        if any(type(key) is int for key in fails):
+        waits = [(handle.key, f"{handle.entry.request.describe()}{submitted_at(handle)}") for handle in mine]
+        told = self.control.exchange((waits, submissions.unnamed))
+        every = [theirs for theirs, _ in told]
+        asking = {key: ledger.asking(key, self._frames) for theirs in every for key, _ in theirs}
+        if any(type(key) is int for key in asking):
             # Only some ranks have used up a number for an unnamed operation: all continue with the highest.
             submissions.unnamed = max(unnamed for _, unnamed in told)
-        error = deadlock.error(self._rank, waits, asking, fails, self.names)
-        failed = [handle for handle in mine if handle.key in fails]
-        if len(failed) < len(mine):
-            logger.warning("%s", error)
-        self._complete(failed, error)
+        for key in asking:
+            ledger.settle(key)
+        error = negotiation.deadlock(self._rank, every, asking, self.names)
+        self._complete([submissions.pending[key] for key in asking if key in submissions.pending], error)
         self._rest()
 
     # ---- what messages and the timeline say

@@ -60,9 +60,7 @@ class Engine:
         self._rank = rank = names[context.rank]
         self._callers = Callers(ranks_are_threads)
         self._submissions = submissions = Submissions(rank, in_flight)
-        self._coordinator = Coordinator(
-            context, config, names, make_neutral, submissions, self._callers, Progress.stacks
-        )
+        self._coordinator = Coordinator(context, config, names, make_neutral, submissions, self._callers)
         self._failure = FailureHandler(self._coordinator, submissions, self._callers, rank)
         self._progress = Progress(self._coordinator, submissions, self._callers, self._failure, config, rank)
         self._solos = self._solo_bytes = 0

@@ -14,14 +14,11 @@ coordinates the others.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 
 from collectives.base.errors import MismatchError
 from collectives.base.interchange import exchangeable
-
-_MOST_PASSED = 1024
-"""The most names to remember that ranks have waited for in vain."""
 
 
 @exchangeable
@@ -90,12 +87,11 @@ STARVING = Request("starving").signature()
 """The token of a rank that was refused memory, in place of a list's or a task's."""
 
 
-UNNAMED = (
-    "Unnamed operations are matched by the order of calls: a rank that has passed over one, as by an exception that "
-    "it has caught, stays "
-    "apart from the others; name the operations, or call shutdown() and init() on every rank."
+_APART = (
+    "A rank that has passed over one, as by an exception that it has caught, stays apart from the others until every "
+    "rank has called shutdown() and init()."
 )
-"""What to do about ranks that are out of step."""
+_UNNAMED = f"Unnamed operations are matched by the order of calls: name the operations. {_APART}"
 
 
 def mismatch(rank: int, requests: Sequence[Request | None], names: Sequence[int] | None = None) -> MismatchError:
@@ -125,7 +121,7 @@ def mismatch(rank: int, requests: Sequence[Request | None], names: Sequence[int]
         f"touched:\n"
         + "\n".join(lines)
         + "\nEvery rank must make the same call with the same arguments."
-        + ("" if all(request.name for request in asked.values()) else f" {UNNAMED}")
+        + ("" if all(request.name for request in asked.values()) else f" {_UNNAMED}")
     )
 
 
@@ -159,6 +155,35 @@ def absent(rank: int, request: Request, joined: Collection[int], names: Sequence
 
 Key = str | int
 """Identifies an operation in flight on all ranks: its name, or the number of an unnamed one in the order of calls."""
+
+
+def deadlock(
+    rank: int, waits: Sequence[Sequence[tuple[Key, str]]], asking: Mapping[Key, Collection[int]], names: Sequence[int]
+) -> MismatchError:
+    """The error where every rank waits, and no operation that they wait for is submitted by all.
+
+    Args:
+        rank: the rank that raises it.
+        waits: what each rank waits for: the operation's key, and its description.
+        asking: by operation, the ranks that have submitted it.
+        names: the ranks' numbers in messages.
+    """
+
+    def describe(key: Key, operation: str) -> str:
+        missing = ", ".join(str(names[peer]) for peer in range(len(waits)) if peer not in asking[key])
+        return f"{operation}, for which rank {missing} has not asked"
+
+    lines = [
+        f"  rank {names[peer]}: waits for {'; and for '.join(describe(*wait) for wait in theirs) or 'nothing'}"
+        for peer, theirs in enumerate(waits)
+    ]
+    return MismatchError(
+        f"rank {rank}: the ranks disagree in what they wait for: every rank waits, and nothing that they wait for is "
+        f"asked for by all; no tensor was touched:\n"
+        + "\n".join(lines)
+        + "\nEvery rank must submit the same operations, by the same names. "
+        + (_APART if all(isinstance(key, str) for key in asking) else _UNNAMED)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,11 +260,6 @@ class Ledger:
         self._slots: list[Request | None] = []
         self.news: dict[Key, dict[int, Request]] = {}
         """Requests that ranks have told in full and that are not carried out, by key and rank."""
-        self._passed: dict[Key, set[int]] = {}
-        """By name that was never carried out: the ranks that have waited for it in vain."""
-        self._names_recur = False
-        """Whether a rank has waited in vain for a name that may have been carried out before, so that a rank may be a
-        step ahead."""
 
     def position(self, key: Key, signature: int) -> int | None:
         """The position in the cache of this request under this name; None if it is not there."""
@@ -271,7 +291,6 @@ class Ledger:
             else:
                 position = self._cache.pop(next(iter(self._cache)))[0]
             self._slots[position] = request
-            self._passed.pop(key, None)
             self._cache[key] = (position, signature, self.generation)
 
     def respond(self, frames: Sequence[Frame], news: Sequence[Sequence[tuple[Key, Request]]]) -> Response:
@@ -307,7 +326,7 @@ class Ledger:
         return response
 
     def settle(self, key: Key) -> None:
-        """Record that an operation was carried out or refused."""
+        """Record that an operation was carried out, or has failed on every rank."""
         if self.news:
             self.news.pop(key, None)
 
@@ -323,28 +342,6 @@ class Ledger:
             for rank, frame in enumerate(frames)
             if rank in told or frame.joined or self._cached(key, frame) is not None
         }
-
-    def knows(self, key: Key) -> bool:
-        """Whether an operation of this key may have been carried out; always, once the cache has been full."""
-        return len(self._slots) >= self.capacity or key in self._cache
-
-    def passed(self, key: Key) -> set[int]:
-        """The ranks that have waited in vain for a key and are past it; none where names recur, as they may come to it
-        again."""
-        return set() if self._names_recur else self._passed.get(key, set())
-
-    def give_up(self, key: Key, ranks: Iterable[int]) -> None:
-        """Withdraw these ranks' requests under a key, because they have waited for it in vain."""
-        by_rank = self.news.get(key, {})
-        for rank in ranks:
-            by_rank.pop(rank, None)
-            if isinstance(key, str):
-                self._names_recur |= self.knows(key)
-                self._passed.setdefault(key, set()).add(rank)
-        if not by_rank:
-            self.news.pop(key, None)
-        while len(self._passed) > _MOST_PASSED:
-            del self._passed[next(iter(self._passed))]
 
     def _cached(self, key: Key, frame: Frame) -> Request | None:
         known = self._cache.get(key) if type(key) is str else None

@@ -14,14 +14,13 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from collectives.base import interrupts
 from collectives.base.config import Config
 from collectives.base.errors import CollectiveTimeoutError, InvalidArgumentError, RankFailedError
 from collectives.base.wake_up import WakeUp
-from collectives.engine import deadlock
 from collectives.engine.callers import THREAD_NAME, Callers
 from collectives.engine.coordinator import LIST_BYTES, Coordinator
 from collectives.engine.failure import FailureHandler
@@ -181,11 +180,6 @@ class Progress:
             if deadline is None and handle in awaited:
                 awaited.remove(handle)
             self.hand_over()
-
-    @staticmethod
-    def stacks() -> Mapping[int, deadlock.Stack]:
-        """The program's stack in each thread of this process that is in `wait`, by ``id(handle)``."""
-        return deadlock.stacks(Progress.wait.__code__, "handle")
 
     def _follow(self, handle: Handle, deadline: float | None) -> None:
         """Sleep until the handle is done, no thread drives, or the deadline has passed."""

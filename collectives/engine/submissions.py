@@ -111,7 +111,7 @@ class Submissions:
     def refuse_duplicate(self, name: str) -> NoReturn:
         """Raise InvalidArgumentError: an operation of this name is in flight."""
         first = self.names.get(name)
-        which = f" ({first.entry.request.describe()}{_submitted_at(first)})" if first else ""
+        which = f" ({first.entry.request.describe()}{submitted_at(first)})" if first else ""
         raise InvalidArgumentError(
             f"rank {self._rank}: tensor {name!r}: an operation of this name is in flight already{which}; synchronize "
             f"it first, or give this one another name"
@@ -186,10 +186,11 @@ def describe(rank: int, handles: Sequence[Handle]) -> str:
     """A line that lists operations in flight, for the message of the error that ends them; empty without any."""
     if not handles:
         return ""
-    shown = "; ".join(f"{handle.title}{_submitted_at(handle)}" for handle in handles[:_MOST_SHOWN])
+    shown = "; ".join(f"{handle.title}{submitted_at(handle)}" for handle in handles[:_MOST_SHOWN])
     more = f"; and {len(handles) - _MOST_SHOWN} more" if len(handles) > _MOST_SHOWN else ""
     return f"\nrank {rank} was waiting for {shown}{more}"
 
 
-def _submitted_at(handle: Handle) -> str:
+def submitted_at(handle: Handle) -> str:
+    """The line that submitted an operation, for messages; empty if it was not recorded."""
     return f", submitted at {handle.where}" if handle.where else ""

@@ -153,3 +153,13 @@ def test_messages_name_the_tensor_and_every_ranks_request() -> None:
     group = Request("grouped_allreduce", "g", members=(request(None), request(None, (2, 2))))
     text = str(negotiation.mismatch(0, [group, dataclasses.replace(group, members=group.members[:1])]))
     assert "members" in text and "2 tensors: float32[4], float32[2, 2]" in text and "1 tensors" in text
+
+
+def test_ranks_that_wait_for_each_other_are_called_by_their_names() -> None:
+    text = str(
+        negotiation.deadlock(7, [[("a", "A")], [("b", "B"), (3, "C")], []], {"a": {0}, "b": {1, 2}, 3: {1}}, (3, 7, 9))
+    )
+    assert text.startswith("rank 7: ")
+    assert "  rank 3: waits for A, for which rank 7, 9 has not asked\n" in text
+    assert "B, for which rank 3 has not asked; and for C, for which rank 3, 9 has not asked\n" in text
+    assert "  rank 9: waits for nothing\n" in text

@@ -18,16 +18,16 @@ PROGRAM = """
 import os, sys
 
 import collectives as hvd
-from collectives.transport import heart, mesh, store_exchange
+from collectives.transport import heart, mesh, signed_store
 
 def die(*arguments, **keywords):
     os.kill(os.getpid(), 9)
 
-def set_value(self, key, *rest, set_value=store_exchange.StoreExchange._set):
-    die() if key.endswith(("agreed/1", "concluded")) else set_value(self, key, *rest)
+def set_value(self, key, value, set_value=signed_store.SignedStore.set):
+    die() if key.endswith(("agreed/1", "concluded")) else set_value(self, key, value)
 
 if sys.argv[1] == "first exchange":
-    store_exchange.StoreExchange._set = set_value
+    signed_store.SignedStore.set = set_value
 elif sys.argv[1] == "second exchange":
     mesh.Listener = die
 elif sys.argv[1] == "connected":

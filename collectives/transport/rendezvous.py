@@ -21,7 +21,8 @@ from collectives.base.config import Config
 from collectives.base.errors import InvalidArgumentError, InvalidTypeError, TransportError
 from collectives.base.logging import saying_what_is_tried
 from collectives.transport import bounded_call, job_key
-from collectives.transport.store_exchange import KeyValueStore, StoreExchange
+from collectives.transport.signed_store import KeyValueStore
+from collectives.transport.store_exchange import StoreExchange
 
 _GRACE = 5.0
 """Seconds that torch has to say that its own timeout is over, and a store of torch's to answer."""

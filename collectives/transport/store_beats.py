@@ -11,9 +11,12 @@ this rank watches, or if its beat has the nonce of an offer that this rank knows
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Container
+from collections.abc import Container
 from typing import Any
 
+from collectives.transport.signed_store import SignedStore
+
+_KEY = "collectives/beat"
 _BEATS = 5
 """Beats per timeout."""
 
@@ -31,25 +34,16 @@ class StoreBeats:
     """One rank's beats, and those that it watches.
 
     Args:
+        store: of this rank.
         rank, size: of this process.
         timeout: seconds of silence after which a rank counts as dead.
         beat: what this rank's beats have, a nonce among it.
-        get: returns a rank's last beat; None if there is none.
-        set: sets this rank's.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        size: int,
-        timeout: float,
-        beat: dict[str, Any],
-        get: Callable[[int], Any],
-        set: Callable[[Any], None],
-    ) -> None:
+    def __init__(self, store: SignedStore, rank: int, size: int, timeout: float, beat: dict[str, Any]) -> None:
+        self._store, self._rank, self._beat = store, rank, beat
         self._next_ranks = {(rank + 1) % size, (rank + 2) % size} - {rank}
         self._interval = timeout / _BEATS
-        self._beat, self._get, self._set = beat, get, set
         self._number = 0
         self._next = 0.0
         self._watched: dict[int, _Watched] = {}
@@ -67,9 +61,9 @@ class StoreBeats:
             return None
         self._next = time.monotonic() + self._interval
         self._number += 1
-        self._set({**self._beat, "number": self._number})
+        self._set(self._number)
         for rank in self._next_ranks:
-            beat = self._get(rank)
+            beat = self._store.find(f"{_KEY}/{rank}")
             watched = self._watched.setdefault(rank, _Watched(beat))
             if beat != watched.last:
                 watched.last, watched.is_new, watched.silent = beat, True, 0
@@ -81,4 +75,7 @@ class StoreBeats:
 
     def end(self) -> None:
         """Say that this rank beats no more, and lives."""
-        self._set({**self._beat, "number": 0})
+        self._set(0)
+
+    def _set(self, number: int) -> None:
+        self._store.set(f"{_KEY}/{self._rank}", {**self._beat, "number": number})

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import pytest
 
+from collectives.transport.signed_store import SignedStore
 from collectives.transport.store_beats import StoreBeats
+from tests.unit.test_store_exchange import LocalStore
 
 SIZE, TIMEOUT = 4, 5.0
 
 
 class Store:
-    """Beats by rank, and a clock."""
+    """A store, and a clock."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.beats: dict[int, Any] = {}
+        self._store = LocalStore()
         self.now = 0.0
         monkeypatch.setattr(time, "monotonic", lambda: self.now)
 
     def rank(self, rank: int, nonce: str = "new") -> StoreBeats:
-        sign = {"nonce": f"{nonce} {rank}"}
-        return StoreBeats(rank, SIZE, TIMEOUT, sign, self.beats.get, lambda beat: self.beats.update({rank: beat}))
+        store = SignedStore(self._store, None, rank, "here")
+        return StoreBeats(store, rank, SIZE, TIMEOUT, {"nonce": f"{nonce} {rank}"})
 
 
 @pytest.fixture

@@ -36,7 +36,7 @@ class Spot(NamedTuple):
     ports: tuple[int, ...] = ()
     """Where rank 0 may listen."""
     job: str = ""
-    """A text that the ranks of this job share, and those of another do not."""
+    """A text that the ranks of this job share, and those of another do not, unless it meets at the same port."""
     torch: bool = False
     """Whether torch's store may be served at this address."""
 

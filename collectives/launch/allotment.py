@@ -15,7 +15,7 @@ from collectives.launch.hosts import Host
 def hosts(environment: Mapping[str, str]) -> tuple[Host, ...]:
     """Return the hosts that Slurm, LSF or PBS has allotted to the job that this process is in, in their order.
 
-    None where this process is one of several tasks of the job already, or no batch system says anything.
+    Empty where this process is one of several tasks of the job already, or no batch system says anything.
     """
     slots: dict[str, int] = {}
     with suppress(ValueError, OSError):

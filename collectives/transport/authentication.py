@@ -11,8 +11,8 @@ what the connection is for.
 From key, nonces and hello both sides derive a key for each direction of this connection, with which they *seal* the
 frames of what controls the job: the words of a round, exchanges, notices, and what a store says. A seal is a MAC over
 the frame and its number, so that no frame is changed, inserted, repeated, left out or moved. It is BLAKE2b's keyed mode
-(RFC 7693), which takes a third of an HMAC's time for so few bytes. Tensors and messages are not sealed, and nothing is
-encrypted.
+(RFC 7693), which takes a third of an HMAC's time for so few bytes. Tensors and messages are not sealed, nor is a round
+that carries a tensor; nothing is encrypted.
 """
 
 from __future__ import annotations

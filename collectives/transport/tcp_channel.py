@@ -120,7 +120,8 @@ class TcpChannel:
             if token != _EXCHANGE:
                 raise RankFailedError(
                     f"rank {self.names[self.rank]}: rank {self.names[peer]} has entered a call where this rank "
-                    f"exchanges a value: the ranks are at different places"
+                    "exchanges a value: the ranks are at different places, or something between the hosts changes what "
+                    "ranks say"
                 )
             values.append(from_json(bytes(memory.bytes[start:end])))
         if len(memory.bytes) > _KEPT_BYTES:

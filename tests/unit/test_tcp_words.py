@@ -87,6 +87,19 @@ def test_more_than_the_buffers_take_travels_both_ways() -> None:
     assert loopback_links.run(3, rank) == [[20_000_000, 20_000_001, 20_000_002]] * 3
 
 
+def test_a_rank_that_is_elsewhere_is_named_as_is_what_may_be_between() -> None:
+    """A record that is said to carry a tensor is not sealed: it need not be the peer's."""
+
+    def rank(channel: TcpChannel, links: Any) -> Any:
+        if channel.rank == 0:
+            return channel.exchange("here")
+        return control_of(channel).agree(1, memoryview(bytes(8)))
+
+    error, same = loopback_links.run(2, rank)
+    assert isinstance(error, RankFailedError) and not same
+    assert "rank 0: rank 1 has entered a call" in str(error) and "between the hosts" in str(error)
+
+
 def test_a_connection_that_ends_without_a_word_is_a_failure_of_that_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tcp_channel, "CAUSE_SHOWS_WITHIN", 0.05)
 

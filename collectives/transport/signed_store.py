@@ -135,7 +135,8 @@ class SignedStore:
                 f"rank {self._rank}: rank 0 ({self.server}) has ended in init(), or its host or network is down; see "
                 f"its output; {failed}"
             )
-        return TransportError(f"rank {self._rank}: {failed}")
+        hint = "; if rank 0 serves it, see what rank 0 has said at its end" if self.server is None else ""
+        return TransportError(f"rank {self._rank}: {failed}{hint}")
 
 
 def _signature(job_key: bytes, key: str, text: bytes) -> bytes:

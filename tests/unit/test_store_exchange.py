@@ -276,13 +276,17 @@ def test_a_rank_that_begins_again_between_two_exchanges(
     assert [one.result(20) for one in (begun, *others)] == [[2, 2, 2]] * 3
 
 
-def test_a_store_that_fails_is_an_error_at_once() -> None:
+@pytest.mark.parametrize("rank", range(2))
+def test_a_store_that_fails_is_an_error_at_once(rank: int) -> None:
+    """Others than rank 0 do not know yet whether rank 0 served it, and has ended."""
+
     class Broken(LocalStore):
         def wait(self, keys: list[str], timeout: timedelta) -> None:
             raise RuntimeError("the store's process has ended")
 
-    with pytest.raises(TransportError, match=r"rank 0: the store at which the ranks meet.*has ended"):
-        StoreExchange(Broken(), 0, 2, 20, "here")(None)
+    with pytest.raises(TransportError, match=f"rank {rank}: the store at which the ranks meet.*has ended") as raised:
+        StoreExchange(Broken(), rank, 2, 20, "here")(None)
+    assert ("if rank 0 serves it" in str(raised.value)) == (rank != 0)
 
 
 class Abused(LocalStore):

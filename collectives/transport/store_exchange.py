@@ -50,7 +50,7 @@ _HEARD_WITHIN = 1.5
 
 
 class _KnownError(Exception):
-    """A mismatch of which the other ranks need not be told, because they see it for themselves."""
+    """A mismatch of which the other ranks need not be told: they have told it, or see it for themselves."""
 
 
 class StoreExchange:
@@ -177,7 +177,7 @@ class StoreExchange:
                     return proposed
                 for one, offer in zip(said, offers[1:], strict=True):
                     if (why := _refusal(one, offer["nonce"])) is not None:
-                        raise MismatchError(f"rank 0: told by another rank: {why}")
+                        raise MismatchError(f"rank 0: told by {why}")
             self._check()
             backoff.nap(LONGEST_NAP)
 
@@ -192,7 +192,7 @@ class StoreExchange:
                 if proposed != number:
                     found = self._get("list")
                     if (why := _refusal(found, self._offer["nonce"])) is not None:
-                        raise MismatchError(f"rank {self._rank}: told by another rank: {why}")
+                        raise _KnownError(f"rank {self._rank}: told by {why}")
                     if found["number"] == proposed and "offers" in found:  # else rank 0 is about to propose another one
                         number, offers = proposed, found["offers"]
                         self._note_server(offers[0])

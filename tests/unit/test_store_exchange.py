@@ -336,6 +336,27 @@ def test_a_value_that_somebody_else_has_written_is_refused(
         assert f"{kind} in the store" in str(error) and "was not signed with this job's key" in str(error)
 
 
+def test_a_rank_that_comes_again_does_not_meet_its_own_refusal(pool: concurrent.futures.ThreadPoolExecutor) -> None:
+    """Rank 0 has refused a beat of rank 1's, which was told; it comes again before rank 1 does."""
+    abused, key = [True], make_key()
+    store = Abused(lambda name, value: b"junk" if name.endswith("beat/1") and abused else value)
+    exchanges = {rank: StoreExchange(store, rank, 2, 20, "here", key) for rank in (1, 0)}
+    joining = {1: pool.submit(exchanges[1], 1)}
+    while "collectives/beat/1" not in store.values:
+        time.sleep(0.001)
+    joining[0] = pool.submit(exchanges[0], 0)
+    errors = {rank: one.exception(10) for rank, one in joining.items()}
+    assert all(isinstance(error, MismatchError) and "beat/1 in the store" in str(error) for error in errors.values())
+    abused.clear()
+    for rank, error in errors.items():
+        assert error is not None
+        exchanges[rank].leave(error)
+    with pytest.raises(CollectiveTimeoutError, match="for rank 1 of 2"):
+        StoreExchange(store, 0, 2, 0.3, "here", key)(0)
+    again = [pool.submit(StoreExchange(store, rank, 2, 20, "here", key), rank) for rank in range(2)]
+    assert [one.result(20) for one in again] == [[0, 1]] * 2
+
+
 def test_a_value_that_was_moved_from_another_place_is_refused(pool: concurrent.futures.ThreadPoolExecutor) -> None:
     """As of another rank, or of an earlier exchange."""
     key, first = make_key(), LocalStore()

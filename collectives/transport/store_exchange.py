@@ -110,10 +110,20 @@ class StoreExchange:
         if self._size == 1:
             return [value]
         self._end = time.monotonic() + self._timeout
-        while (following := self._find("concluded")) is not None:
-            self._place = following
         if self._count == 0:
             self._left_before = self._store.find(_LEFT)
+        offers: list[dict[str, Any]] = []
+        while not offers:
+            offers = self._take_part(value)
+        self._nonces = [offer["nonce"] for offer in offers]
+        self._count += 1
+        return [offer["value"] for offer in offers]
+
+    def _take_part(self, value: Any) -> list[dict[str, Any]]:
+        """Take part in the exchange that is not concluded. Returns the offers of all ranks; none if the others have
+        concluded it with an earlier offer of this rank's."""
+        while (following := self._find("concluded")) is not None:
+            self._place = following
         offer = {**self._offer, "count": self._count, "serves": self._serves, "value": value}
         self._set("offer", offer, self._rank)
         try:
@@ -121,15 +131,12 @@ class StoreExchange:
             if self._store.server is None and self._await("offer", [0]):
                 self._note_server(self._get("offer", 0))  # at once: it may end any moment
             self._sizes.begin(self._key("size"))
-            offers = self._propose() if self._rank == 0 else self._agree()
+            return self._propose() if self._rank == 0 else self._agree()
         except _KnownError as error:
             raise MismatchError(str(error)) from None
         except MismatchError as error:
             self._refuse(error)
             raise
-        self._nonces = [offer["nonce"] for offer in offers]
-        self._count += 1
-        return [offer["value"] for offer in offers]
 
     def leave(self, error: BaseException) -> None:
         """Tell the ranks that have ended the first exchange, and wait for this one, that it will not come because of an
@@ -182,7 +189,7 @@ class StoreExchange:
             backoff.nap(LONGEST_NAP)
 
     def _agree(self) -> list[dict[str, Any]]:
-        """The part of the other ranks."""
+        """The part of the other ranks. Returns nothing if the others have concluded the exchange without this rank."""
         backoff = Backoff(FIRST_NAP)
         number, agreed = "", False
         offers: list[dict[str, Any]] = []
@@ -204,6 +211,8 @@ class StoreExchange:
                             self._set("agreed", number, self._rank)
                 if not agreed:
                     self._check_number(self._get("offer", self._rank))
+                    if self._find("concluded") is not None:
+                        return []
                 elif self._await("concluded") and self._get("concluded") == number:
                     return offers
             self._check()

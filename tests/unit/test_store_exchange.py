@@ -149,6 +149,37 @@ def test_an_offer_that_is_replaced_once_it_was_proposed(pool: concurrent.futures
     assert [other.result(20) for other in others] == [["old", "new", "old"]] * 2
 
 
+def test_an_exchange_that_is_concluded_without_a_rank_that_has_come_again(
+    pool: concurrent.futures.ThreadPoolExecutor,
+) -> None:
+    """Rank 1 has agreed, gives up, and comes again just before rank 0 concludes: it does not wait there alone."""
+
+    class Slow(LocalStore):
+        """In which rank 0 concludes when rank 1 has come for the second time."""
+
+        offers = 0
+        again = threading.Event()
+
+        def set(self, key: str, value: bytes) -> None:
+            if key.endswith("concluded"):
+                assert self.again.wait(20)
+            super().set(key, value)
+            self.offers += key.endswith("first/offer/1")
+            if self.offers == 2:
+                self.again.set()
+
+    store = Slow()
+    zero = StoreExchange(store, 0, 2, 20, "here")
+    concluded = pool.submit(zero, 0)
+    with pytest.raises(CollectiveTimeoutError):
+        StoreExchange(store, 1, 2, 0.5, "here")("old")
+    begun = pool.submit(StoreExchange(store, 1, 2, 20, "here"), "new")
+    assert concluded.result(20) == [0, "old"]
+    with pytest.raises(RankFailedError, match=r"rank 0: rank 1 has begun init.. again"):
+        zero(1)
+    assert StoreExchange(store, 0, 2, 20, "here")(2) == [2, "new"] == begun.result(20)
+
+
 def test_the_missing_ranks_are_named(clients: Callable[[], Any], pool: concurrent.futures.ThreadPoolExecutor) -> None:
     def attempt(rank: int) -> str:
         with pytest.raises(CollectiveTimeoutError) as caught:
@@ -175,7 +206,12 @@ def test_the_missing_ranks_of_a_later_init_are_named(pool: concurrent.futures.Th
 
 def test_two_processes_of_one_rank_are_found(pool: concurrent.futures.ThreadPoolExecutor) -> None:
     store = LocalStore()
-    same = [pool.submit(StoreExchange(store, rank, 3, 20, "here"), None) for rank in (1, 1)]
+    same = []
+    for _ in range(2):  # both before the others: an exchange that is concluded without one of them tells it nothing
+        store.values.pop("collectives/first/offer/1", None)
+        same.append(pool.submit(StoreExchange(store, 1, 3, 20, "here"), None))
+        while "collectives/first/offer/1" not in store.values:
+            time.sleep(0.001)
     first = pool.submit(StoreExchange(store, 0, 3, 20, "here"), None)
     last = pool.submit(StoreExchange(store, 2, 3, 20, "here"), None)
     errors = [error for error in (one.exception(20) for one in same) if error is not None]

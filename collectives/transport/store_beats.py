@@ -5,7 +5,8 @@ so that each is watched by two, and the store has little to do. Silence is count
 watches: one that was stopped itself blames nobody.
 
 A store may have kept the last beat of an earlier attempt. So the silence of a rank counts only if it has beaten since
-this rank watches, or if its beat has the nonce of an offer that this rank knows.
+this rank watches, or if its beat has the nonce of an offer that this rank knows. A rank also beats when it agrees to
+what rank 0 proposes: by then all have come, and watch.
 """
 
 from __future__ import annotations
@@ -60,8 +61,7 @@ class StoreBeats:
         if time.monotonic() < self._next:
             return None
         self._next = time.monotonic() + self._interval
-        self._number += 1
-        self._set(self._number)
+        self.beat()
         for rank in self._next_ranks:
             beat = self._store.find(f"{_KEY}/{rank}")
             watched = self._watched.setdefault(rank, _Watched(beat))
@@ -72,6 +72,11 @@ class StoreBeats:
                 if watched.silent > _BEATS and (watched.is_new or beat["nonce"] in nonces):
                     return rank, beat
         return None
+
+    def beat(self) -> None:
+        """Beat, whether or not it is time for that."""
+        self._number += 1
+        self._set(self._number)
 
     def end(self) -> None:
         """Say that this rank beats no more, and lives."""

@@ -206,6 +206,7 @@ class StoreExchange:
                         mine = offers[self._rank] if len(offers) == self._size else None
                         agreed = mine is not None and mine["nonce"] == self._offer["nonce"]
                         if agreed:
+                            self._beats.beat()  # who has just come cannot know whether the one before is new
                             self._check_counts(offers)
                             self._agreed = True
                             self._set("agreed", number, self._rank)

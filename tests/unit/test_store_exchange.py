@@ -104,7 +104,7 @@ def test_the_first_exchange_polls_nothing(pool: concurrent.futures.ThreadPoolExe
     store, size = LocalStore(), 8
     exchanges = [StoreExchange(store, rank, size, 20, "here") for rank in range(size)]
     list(pool.map(lambda exchange: exchange(0), exchanges))
-    assert store.calls <= 20 * size
+    assert store.calls <= 22 * size
 
 
 def test_a_rank_whose_attempt_failed_comes_again(pool: concurrent.futures.ThreadPoolExecutor) -> None:
@@ -310,6 +310,29 @@ def test_a_rank_that_begins_again_between_two_exchanges(
             one.result(20)
     others = [pool.submit(StoreExchange(store, rank, 3, 20, "here"), 2) for rank in waiting]
     assert [one.result(20) for one in (begun, *others)] == [[2, 2, 2]] * 3
+
+
+def test_a_rank_that_dies_as_soon_as_the_others_have_come(pool: concurrent.futures.ThreadPoolExecutor) -> None:
+    """It came first, so that its first beat may be of an earlier attempt."""
+
+    class Fatal(LocalStore):
+        """In which rank 1 ends without a word when it is about to agree."""
+
+        def set(self, key: str, value: bytes) -> None:
+            if key.endswith("agreed/1"):
+                raise RuntimeError("killed")
+            super().set(key, value)
+
+    store = Fatal()
+    exchanges = {rank: StoreExchange(store, rank, 3, 20, "here", peer_timeout=2.0) for rank in (1, 0, 2)}
+    killed = pool.submit(exchanges.pop(1), 1)
+    while "collectives/beat/1" not in store.values:
+        time.sleep(0.001)
+    others = {rank: pool.submit(exchange, rank) for rank, exchange in exchanges.items()}
+    assert "killed" in str(killed.exception(20))
+    for rank, one in others.items():
+        with pytest.raises(RankFailedError, match=rf"rank {rank}: rank 1 failed in init.*has been silent for 2 s"):
+            one.result(30)
 
 
 @pytest.mark.parametrize("rank", range(2))

@@ -10,7 +10,12 @@ from types import ModuleType
 
 _ELASTIC = "there are no elastic jobs; save checkpoints, and start again from them"
 _LAUNCHING = "start the ranks with collectivesrun, or from a program with collectives.launch.run"
-_SERVICE = f"there are no services of horovodrun's own: MPI starts and connects the ranks; {_LAUNCHING}"
+_OWN_PARTS = f"there are none of horovodrun's own parts and services: {_LAUNCHING}"
+_PARTS = """
+    driver gloo_run http js_run mpi_run run_task task task_fn util common.service common.util.codec
+    common.util.config_parser common.util.host_hash common.util.hosts common.util.network common.util.safe_shell_exec
+    common.util.secret common.util.settings common.util.timeout common.util.tiny_shell_exec
+"""
 INSTEAD = {
     "horovod.common.elastic": _ELASTIC,
     "horovod.torch.elastic": _ELASTIC,
@@ -30,17 +35,7 @@ INSTEAD = {
     "horovod.mxnet": "there is no adapter for MXNet; collectives.allreduce and the others take its tensors by DLPack",
     "horovod.spark": f"there is nothing for Spark; {_LAUNCHING}",
     "horovod.ray": f"there is nothing for Ray; {_LAUNCHING}",
-    "horovod.runner.gloo_run": f"there is no Gloo; {_LAUNCHING}",
-    "horovod.runner.js_run": f"there is nothing for jsrun; {_LAUNCHING}",
-    "horovod.runner.run_task": _SERVICE,
-    "horovod.runner.task_fn": _SERVICE,
-    "horovod.runner.driver": _SERVICE,
-    "horovod.runner.task": _SERVICE,
-    "horovod.runner.http": _SERVICE,
-    "horovod.runner.common.service": _SERVICE,
-    "horovod.runner.common.util.network": _SERVICE,
-    "horovod.runner.util.cache": "there are no checks whose results could be kept between jobs",
-    "horovod.runner.util.lsf": f"there is nothing for LSF; {_LAUNCHING}",
+    **{f"horovod.runner.{name}": _OWN_PARTS for name in _PARTS.split()},
 }
 """The alternative to each module; submodules are unavailable as well."""
 

@@ -1,1 +1,1 @@
-"""Modules that Horovod's launchers share."""
+"""Holds Horovod's path to `horovod.runner.common.util.env`."""

@@ -1,1 +1,1 @@
-"""Helpers of Horovod's launchers that programs and tests import."""
+"""Holds Horovod's path to `horovod.runner.common.util.env`."""

@@ -1,20 +1,10 @@
-"""This rank's place from the environment, and the variables that a launcher may pass on."""
+"""This rank's place, from the environment."""
 
 from __future__ import annotations
 
 import os
-import re
 
-LOG_LEVEL_STR = ["FATAL", "ERROR", "WARNING", "INFO", "DEBUG", "TRACE"]
-IGNORE_REGEXES = {"BASH_FUNC_.*", "OLDPWD", ".*CUDA_VISIBLE_DEVICES", "_HOROVOD_SECRET_KEY"}
-"""Variables that are not passed to other hosts, as patterns for the beginning of a name."""
-KUBEFLOW_MPI_EXEC = "/etc/mpi/kubexec.sh"
 _PLACES = (("HOROVOD_RANK", "HOROVOD_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("PMI_RANK", "PMI_SIZE"))
-
-
-def is_exportable(v: str) -> bool:
-    """Whether a variable may be passed to other hosts."""
-    return not any(re.match(pattern, v) for pattern in IGNORE_REGEXES)
 
 
 def get_env_rank_and_size() -> tuple[int, int]:
@@ -33,8 +23,3 @@ def get_env_rank_and_size() -> tuple[int, int]:
                 f"them"
             )
     return 0, 1
-
-
-def is_kubeflow_mpi() -> bool:
-    """Whether Open MPI starts its daemons by Kubeflow's script."""
-    return os.environ.get("OMPI_MCA_plm_rsh_agent") == KUBEFLOW_MPI_EXEC  # noqa: SIM112 (Open MPI spells it so)

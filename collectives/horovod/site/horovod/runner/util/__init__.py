@@ -1,1 +1,0 @@
-"""Helpers of ``horovodrun`` that programs and tests import."""

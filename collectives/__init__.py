@@ -15,7 +15,12 @@ import typing
 __version__ = "0.1.0"
 
 if typing.TYPE_CHECKING:
-    from collectives.public import *  # noqa: F403 (mypy and editors take these names for the package's own)
+    # mypy and editors take these names for the package's own.
+    from collectives.api import poll as poll
+    from collectives.api import synchronize as synchronize
+    from collectives.capabilities import *  # noqa: F403
+    from collectives.public import *  # noqa: F403
+    from collectives.runtime import is_homogeneous as is_homogeneous
 else:
     # NumPy and the engine take a tenth of a second or two, and the launcher needs neither.
     def __getattr__(name: str) -> object:
@@ -37,6 +42,6 @@ else:
         with interrupts.deferred():  # an import that is cut short may leave a module that can never be imported again
             public = importlib.import_module("collectives.public")
         if "__all__" not in globals():
-            names = {name: getattr(public, name) for name in public.__all__}
-            globals().update(names, __all__=["__version__", *names])
+            names = {name: value for name, value in vars(public).items() if not name.startswith("_")}
+            globals().update(names, __all__=["__version__", *public.__all__])
             globals().pop("__getattr__", None)  # each use of a module that has one takes 20 ns more

@@ -123,12 +123,12 @@ def allreduce_(
 def allreduce_async(tensor: Tensor, average: bool | None = None, **options: Unpack[ReduceOptions]) -> Handle[Tensor]:
     """Begin an `allreduce` and return at once.
 
-    Returns a handle for `synchronize` and `poll`. The tensor must not change until the operation is done; other
-    operations may read it meanwhile.
+    Returns a handle, with `wait` and `poll`. The tensor must not change until the operation is done; other operations
+    may read it meanwhile.
 
     Raises:
         InvalidArgumentError: an operation of this name is in flight, or one that writes this tensor's memory. Errors
-            that only the ranks together can detect are raised by `synchronize`.
+            that only the ranks together can detect are raised by `Handle.wait`.
     """
     return _world(options).allreduce_async(tensor, average, **options)
 
@@ -474,20 +474,12 @@ def allgather_object(value: Tensor, *, name: str | None = None, process_set: Pro
 
 
 def poll(handle: Handle) -> bool:
-    """Whether an operation is complete, so that `synchronize` returns at once."""
+    """``handle.poll()``, under Horovod's name."""
     return world().poll(handle)
 
 
 def synchronize(handle: Handle[Tensor], timeout: float | None = None) -> Tensor:
-    """Wait until an operation is complete, and return its result; may be called again.
-
-    Args:
-        timeout: seconds to wait at most; None: as long as the other ranks are alive, and `COLLECTIVES_TIMEOUT`.
-
-    Raises:
-        CollectiveTimeoutError: ``timeout`` has passed; the operation goes on.
-        MismatchError, RankFailedError: the operation failed; raised every time.
-    """
+    """``handle.wait(timeout)``, under Horovod's name."""
     return (default.world or world()).synchronize(handle, timeout)
 
 

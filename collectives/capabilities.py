@@ -15,6 +15,19 @@ from typing import Any
 
 from collectives import runtime
 
+__all__ = [
+    "ccl_built",
+    "cuda_built",
+    "ddl_built",
+    "gloo_built",
+    "gloo_enabled",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "rocm_built",
+]
+
 _LIBRARY = "from mpi4py import MPI; print(' '.join(MPI.Get_library_version().split(',')[0].splitlines()[0].split()))"
 
 

@@ -65,9 +65,8 @@ def send(tensor: Any, dst: int, tag: int = 0, **options: Unpack[MessageOptions])
 def isend(tensor: Any, dst: int, tag: int = 0, **options: Unpack[MessageOptions]) -> Handle[None]:
     """Begin to `send` and return at once.
 
-    Returns a handle for `collectives.synchronize` and `collectives.poll`, or ``handle.wait()`` and ``handle.poll()``.
-    The tensor must not change until it is done: at once, where this rank sends to itself. Meanwhile it may be read, and
-    sent by other calls.
+    Returns a handle, with `wait` and `poll`. The tensor must not change until it is done: at once, where this rank
+    sends to itself. Meanwhile it may be read, and sent by other calls.
     """
     world, peer = _with_peer(dst, "dst", options)
     return world.isend(tensor, peer, tag, **options)

@@ -1,4 +1,8 @@
-"""The public names of the package, which hands them on (see its ``__init__``)."""
+"""The public names of the package, which hands them on (see its ``__init__``).
+
+Those that only programs written for Horovod ask for are here without being in ``__all__``: its questions about the
+build, `is_homogeneous`, and `poll` and `synchronize`, which are methods of a handle.
+"""
 
 from collectives.api import (
     Adasum,
@@ -45,11 +49,11 @@ from collectives.api import (
     grouped_reducescatter_async,
     grouped_reducescatter_init,
     join,
-    poll,
+    poll,  # noqa: F401
     reducescatter,
     reducescatter_async,
     reducescatter_init,
-    synchronize,
+    synchronize,  # noqa: F401
 )
 from collectives.base.config import Config
 from collectives.base.errors import (
@@ -66,18 +70,7 @@ from collectives.base.errors import (
     RankFailedError,
     TransportError,
 )
-from collectives.capabilities import (
-    ccl_built,
-    cuda_built,
-    ddl_built,
-    gloo_built,
-    gloo_enabled,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rocm_built,
-)
+from collectives.capabilities import *  # noqa: F403
 from collectives.engine.handles import Handle
 from collectives.engine.matching import ANY_SOURCE, ANY_TAG
 from collectives.engine.message_handles import Status
@@ -91,7 +84,7 @@ from collectives.runtime import (
     cross_size,
     global_process_set,
     init,
-    is_homogeneous,
+    is_homogeneous,  # noqa: F401
     is_initialized,
     local_device,
     local_rank,
@@ -154,18 +147,13 @@ __all__ = [
     "broadcast_async_",
     "broadcast_init",
     "broadcast_object",
-    "ccl_built",
     "check_consistency",
     "cross_rank",
     "cross_size",
-    "cuda_built",
-    "ddl_built",
     "empty",
     "empty_cache",
     "empty_like",
     "global_process_set",
-    "gloo_built",
-    "gloo_enabled",
     "grouped_allgather",
     "grouped_allgather_async",
     "grouped_allgather_init",
@@ -184,7 +172,6 @@ __all__ = [
     "grouped_reducescatter_init",
     "init",
     "irecv",
-    "is_homogeneous",
     "is_initialized",
     "is_mapped",
     "isend",
@@ -192,18 +179,12 @@ __all__ = [
     "local_device",
     "local_rank",
     "local_size",
-    "mpi_built",
-    "mpi_enabled",
-    "mpi_threads_supported",
-    "nccl_built",
-    "poll",
     "rank",
     "recv",
     "reducescatter",
     "reducescatter_async",
     "reducescatter_init",
     "remove_process_set",
-    "rocm_built",
     "run",
     "send",
     "sendrecv",
@@ -211,7 +192,6 @@ __all__ = [
     "size",
     "start_timeline",
     "stop_timeline",
-    "synchronize",
     "world",
     "zeros",
 ]

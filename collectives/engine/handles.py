@@ -164,7 +164,15 @@ class Handle(Generic[Result]):
         return name if name.endswith(", unnamed") else f"{self.entry.request.collective} {name!r}"
 
     def wait(self, timeout: float | None = None) -> Result:
-        """`collectives.synchronize`."""
+        """Wait until the operation is complete, and return its result; may be called again.
+
+        Args:
+            timeout: seconds to wait at most; None: as long as the other ranks are alive, and `COLLECTIVES_TIMEOUT`.
+
+        Raises:
+            CollectiveTimeoutError: ``timeout`` has passed; the operation goes on.
+            MismatchError, RankFailedError: the operation failed; raised every time.
+        """
         if not self.done:
             assert self.engine is not None
             self.engine.wait(self, timeout)
@@ -187,7 +195,7 @@ class Handle(Generic[Result]):
         return self.result
 
     def poll(self) -> bool:
-        """`collectives.poll`."""
+        """Whether the operation is complete, so that `wait` returns at once."""
         if self.done:
             return all(part.fence is None or part.fence.passed() for part in (self, *self.members))
         return self.engine is not None and self.engine.refusal is not None

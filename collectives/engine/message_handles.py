@@ -1,4 +1,4 @@
-"""Handles of point-to-point messages: `collectives.synchronize` and `collectives.poll` take them as any other."""
+"""Handles of point-to-point messages."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class MessageHandle(Handle[Result]):
             self.fail(transfer.error)
 
     def poll(self) -> bool:
-        """`collectives.poll`."""
+        """Whether the message is complete, so that `wait` returns at once."""
         if not self.done:
             self._owner.advance()
         return super().poll()

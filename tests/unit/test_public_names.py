@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -85,6 +86,15 @@ def test_there_are_no_others(name: str, already: str) -> None:
         f"module 'collectives' has no attribute '{name}'",
         name,
     ]
+
+
+def test_the_page_of_names_has_all_and_which_are_only_horovods() -> None:
+    ours, _, horovods = (PACKAGE.parent / "docs" / "api.md").read_text().partition("\n| | names |")[2].partition("\n\n")
+    listed, others = (re.findall(r"`(\w+)(?:\(handle\))?`", text) for text in (ours, horovods))
+    assert sorted({*listed} - {"add_done_callback"}) == sorted(collectives.__all__)
+    others.remove("__all__")
+    assert len(others) == 13 and all(callable(getattr(collectives, name)) for name in others)
+    assert not {*others} & {*collectives.__all__} and set(others) <= set(dir(collectives))
 
 
 def test_a_module_of_the_package_is_no_public_name() -> None:

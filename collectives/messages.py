@@ -15,9 +15,8 @@ from collectives.base import dtypes
 from collectives.base.errors import CollectivesError, InvalidArgumentError, InvalidTypeError
 from collectives.base.options import IreceiveOptions, MessageOptions, ReceiveOptions, refuse_unknown
 from collectives.engine.handles import Handle
-from collectives.engine.matching import ANY_SOURCE, ANY_TAG
-from collectives.engine.message_handles import MessageHandle, Posted
-from collectives.engine.point_to_point import PointToPoint
+from collectives.engine.messages.matching import ANY_SOURCE, ANY_TAG, Posted
+from collectives.engine.messages.transfers import MessageHandle, Transfers
 from collectives.tensors import arrays
 from collectives.tensors.arrays import View
 from collectives.transport.point_to_point import Outgoing
@@ -42,38 +41,32 @@ class Messages:
         transfers: of the world.
     """
 
-    def __init__(self, rank: int, ranks: Sequence[int], transfers: PointToPoint) -> None:
+    def __init__(self, rank: int, ranks: Sequence[int], transfers: Transfers) -> None:
         self._rank, self._ranks, self._size = rank, ranks, len(ranks)
-        self._transfers = transfers
+        self._transfers, self._delivery = transfers, transfers.delivery
 
     # ---- sending
 
     def send(self, tensor: Any, dst: int, tag: int = 0, **options: Unpack[MessageOptions]) -> None:
         plain = not options and self._is_plain(tensor, dst, tag)
-        message = self._transfers.send_at_once(tensor, dst, tag) if plain else False
+        message = self._delivery.send_at_once(tensor, dst, tag) if plain else False
         if message is True:
             return
         if message is False:
             refuse_unknown(options, MessageOptions)
             message, _ = self._outgoing(tensor, dst, tag, options.get("stream"))
-            self._complete(message, self._transfers.send)
-        else:
-            try:
-                self._complete(message)
-            except BaseException as error:  # an interrupt as the call begins
-                self._transfers.abandon(message, error)
-                raise
-        if message.refused:
-            self._transfers.describer.check_refused(message)
+        try:
+            self._transfers.complete(message)
+        except BaseException as error:  # an interrupt as the call begins
+            self._delivery.abandon(message, error)
+            raise
+        self._delivery.check_refused(message)
 
     def isend(self, tensor: Any, dst: int, tag: int = 0, **options: Unpack[MessageOptions]) -> Handle[None]:
         refuse_unknown(options, MessageOptions)
         message, view = self._outgoing(tensor, dst, tag, options.get("stream"))
-        transfers = self._transfers
-        reads = view if isinstance(view, View) and not view.copied else None
-        return self._begin(
-            message, transfers.send, lambda handle: transfers.describer.check_refused(message), reads=reads
-        )
+        delivery, reads = self._delivery, view if isinstance(view, View) and not view.copied else None
+        return self._transfers.start(message, lambda handle: delivery.check_refused(message), reads=reads)
 
     def _outgoing(self, tensor: Any, dst: Any, tag: Any, stream: Any) -> tuple[Outgoing, Any]:
         """A message that has not been sent, and the view of its tensor."""
@@ -88,19 +81,17 @@ class Messages:
     # ---- receiving
 
     def recv(self, tensor: Any, src: int, tag: int = 0, **options: Unpack[ReceiveOptions]) -> Any:
-        if not options and self._is_plain(tensor, src, tag) and self._transfers.receive_at_once(tensor, src, tag):
+        if not options and self._is_plain(tensor, src, tag) and self._delivery.receive_at_once(tensor, src, tag):
             return tensor
         posted, finish, _ = self._posted(tensor, src, tag, options)
-        self._complete(posted, self._transfers.receive)
+        self._transfers.complete(posted)
         self._tell(posted, options)
         return finish()
 
     def irecv(self, tensor: Any, src: int, tag: int = 0, **options: Unpack[IreceiveOptions]) -> MessageHandle:
         posted, finish, writes = self._posted(tensor, src, tag, options, IreceiveOptions)
         fence = finish if isinstance(finish, _ToDevice) else None
-        return self._begin(
-            posted, self._transfers.receive, lambda handle: finish() if fence is None else None, fence, writes=writes
-        )
+        return self._transfers.start(posted, lambda handle: finish() if fence is None else None, fence, writes=writes)
 
     def sendrecv(
         self,
@@ -112,10 +103,10 @@ class Messages:
         recv_tag: int | None = None,
         **options: Unpack[ReceiveOptions],
     ) -> Any:
-        transfers, expected = self._transfers, tag if recv_tag is None else recv_tag
+        transfers, delivery, expected = self._transfers, self._delivery, tag if recv_tag is None else recv_tag
         plain = not options and self._is_plain(tensor, dst, tag) and self._is_plain(into, src, expected)
         message, received = (
-            transfers.sendrecv_at_once(tensor, dst, tag, into, src, expected) if plain else (False, False)
+            delivery.sendrecv_at_once(tensor, dst, tag, into, src, expected) if plain else (False, False)
         )
         if message is True:
             return into if received else self.recv(into, src, expected)
@@ -126,22 +117,20 @@ class Messages:
             message, _ = self._outgoing(tensor, dst, tag, options.get("stream"))
             posted, finish, _ = self._posted(into, src, expected, options)
         try:
-            if message.among is None and not message.done:
-                transfers.send(message)
+            transfers.begin(message)
             if posted is None and not received:
                 posted, finish, _ = self._posted(into, src, expected, options)
             if posted is not None:
-                transfers.receive(posted)
-            self._complete(message)
+                transfers.begin(posted)
+            transfers.complete(message)
             if posted is not None:
-                self._complete(posted)
+                transfers.complete(posted)
         except BaseException as error:
-            transfers.abandon(message, error)
+            delivery.abandon(message, error)
             if posted is not None:
-                transfers.abandon(posted, error)
+                delivery.abandon(posted, error)
             raise
-        if message.refused:
-            transfers.describer.check_refused(message)
+        delivery.check_refused(message)
         if posted is None:
             return into
         self._tell(posted, options)
@@ -151,7 +140,7 @@ class Messages:
         """Fill the status of a receive that is done, if the caller has given one."""
         status = options.get("status")
         if status is not None:
-            self._transfers.describer.status_of(posted, status)
+            self._transfers.status_of(posted, status)
 
     def _posted(
         self, tensor: Any, src: Any, tag: Any, options: IreceiveOptions, accepted: type[Any] = ReceiveOptions
@@ -212,40 +201,6 @@ class Messages:
             and tensor.dtype in dtypes.SUPPORTED
             and tensor.flags.carray
         )
-
-    def _complete(self, transfer: Outgoing | Posted, begin: Callable[[Any], None] | None = None) -> None:
-        """Begin a transfer, if it has not begun, and wait for it. Raises its error."""
-        try:
-            if begin is not None:
-                begin(transfer)
-            if not transfer.done:
-                self._transfers.wait_for(transfer)
-        except BaseException as error:  # an interrupt: a later message must not be received for this call
-            self._transfers.abandon(transfer, error)
-            raise
-        if transfer.error is not None:
-            raise transfer.error
-
-    def _begin(
-        self,
-        transfer: Outgoing | Posted,
-        begin: Callable[[Any], None],
-        deliver: Callable[[Handle], Any],
-        fence: _ToDevice | None = None,
-        **memory: Any,
-    ) -> MessageHandle:
-        """Begin a transfer, and return its handle; arguments as of `PointToPoint.handle_of`."""
-        try:
-            handle = self._transfers.handle_of(transfer, deliver, **memory)
-            if fence is not None:
-                handle.fence = fence
-            begin(transfer)
-        except BaseException as error:
-            self._transfers.abandon(transfer, error)  # its memory is free again
-            raise
-        if not transfer.done:
-            self._transfers.in_background()
-        return handle
 
     def _peer(self, rank: Any, argument: str) -> int:
         size = self._size

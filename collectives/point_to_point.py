@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from collectives.base.options import IreceiveOptions, MessageOptions, NewTensorOptions, ReceiveOptions, spelled_out
 from collectives.engine.handles import Handle
-from collectives.engine.message_handles import MessageHandle, Status
+from collectives.engine.messages.transfers import MessageHandle, Status
 from collectives.runtime import default, peer_in, world, world_of
 from collectives.worlds import World
 

@@ -72,8 +72,8 @@ from collectives.base.errors import (
 )
 from collectives.capabilities import *  # noqa: F403
 from collectives.engine.handles import Handle
-from collectives.engine.matching import ANY_SOURCE, ANY_TAG
-from collectives.engine.message_handles import Status
+from collectives.engine.messages.matching import ANY_SOURCE, ANY_TAG
+from collectives.engine.messages.transfers import Status
 from collectives.memory import empty, empty_like, is_mapped, zeros
 from collectives.persistent import PersistentOperation
 from collectives.point_to_point import irecv, isend, recv, send, sendrecv

@@ -23,7 +23,7 @@ from collectives.base.errors import (
     NotInitializedError,
 )
 from collectives.base.options import ProcessSetLike
-from collectives.engine.matching import ANY_SOURCE
+from collectives.engine.messages.matching import ANY_SOURCE
 from collectives.failures import RECORDS, Hooks, install
 from collectives.known_sets import KnownSets
 from collectives.process_sets import ProcessSet

@@ -36,8 +36,8 @@ from collectives.engine.failure import release_settled
 from collectives.engine.handles import Handle
 from collectives.engine.host_handles import HostHandles
 from collectives.engine.host_requests import HostRequestCache, NativeTransport
+from collectives.engine.messages.transfers import Transfers
 from collectives.engine.overlaps import InFlight
-from collectives.engine.point_to_point import PointToPoint
 from collectives.engine.requests import HandleFactory
 from collectives.messages import Messages
 from collectives.objects import Objects
@@ -135,7 +135,7 @@ class World:
         )
         self.operations = Operations(self.rank, self.ranks, self._engine, handles, self._pool)
         self._persistent = PersistentInit(self.operations, self._engine, handles)
-        self._transfers = self._point_to_point()
+        self._transfers = self._make_transfers()
         self._attach_operations()
         self._tuning = Tuning(self._engine, self.planner, config) if config.autotune and self.size > 1 else None
         self._children: list[World] = []
@@ -180,7 +180,7 @@ class World:
         self.send, self.isend, self.recv, self.irecv = messages.send, messages.isend, messages.recv, messages.irecv
         self.sendrecv = messages.sendrecv
 
-    def _point_to_point(self) -> PointToPoint:
+    def _make_transfers(self) -> Transfers:
         this = weakref.ref(self)  # a world must end without the garbage collector
 
         def failed(text: str) -> None:
@@ -188,7 +188,7 @@ class World:
             if world is not None:
                 world.fail(text)
 
-        return PointToPoint(self._group, self._engine, self._pool, self.config.timeout, failed)
+        return Transfers(self._group, self._engine, self._pool, self.config.timeout, failed)
 
     def _use_devices(self) -> DeviceBackend:
         """The device backend, made when the first tensor on a GPU comes."""
@@ -376,7 +376,7 @@ class World:
         because these still use its memory.
         """
         engine = self._engine
-        if engine.drives() or self._transfers.drives():
+        if engine.drives() or self._transfers.delivery.drives():
             self.fail("it was shut down in the middle of a call")
             return
         for child in self._children:
@@ -386,7 +386,7 @@ class World:
 
     def _end(self) -> None:
         engine = self._engine
-        with engine.paused(), self._transfers.held():
+        with engine.paused(), self._transfers.delivery.held():
             if isinstance(engine.refusal, _ShutDown):
                 return
             may_speak = self._may_speak()
@@ -453,7 +453,7 @@ class World:
         """In a forked child: refuse all calls, and leave the parent's memory and MPI alone."""
         rank, parent = self.rank, os.getppid()
         self._context.timeline = None
-        self._transfers.after_fork()
+        self._transfers.delivery.after_fork()
         self._engine.after_fork(
             lambda: ForkedProcessError(
                 f"rank {rank}: a collective was called in a process forked from rank {rank} (process {parent}); "

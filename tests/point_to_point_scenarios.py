@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from collectives.base.dtypes import SUPPORTED
 from collectives.base.errors import InvalidArgumentError, InvalidTypeError, MismatchError
-from collectives.engine.matching import ANY_SOURCE, ANY_TAG
-from collectives.engine.message_handles import Status
+from collectives.engine.messages.matching import ANY_SOURCE, ANY_TAG
+from collectives.engine.messages.transfers import Status
 from collectives.worlds import World
 
 COUNTS = (0, 1, 1000, 5000, 70_000, 700_000)

@@ -21,7 +21,7 @@ from collectives import memory
 from collectives.base.config import Config
 from collectives.base.errors import ForkedProcessError, RankFailedError
 from collectives.engine import timeline
-from collectives.engine.matching import ANY_SOURCE, ANY_TAG
+from collectives.engine.messages.matching import ANY_SOURCE, ANY_TAG
 from collectives.transport.memory_endpoint import MemoryEndpoint
 from collectives.worlds import World
 from tests import processes
@@ -57,7 +57,7 @@ def test_scenarios_where_no_rank_may_read_anothers_memory() -> None:
     def program(world: World) -> None:
         world._group.memory.reads_private = False  # type: ignore[union-attr]
         all_scenarios(world)
-        endpoint = world._transfers._delivery.opened()
+        endpoint = world._transfers.delivery.opened()
         assert isinstance(endpoint, MemoryEndpoint) and endpoint._reader is None
 
     processes.run(3, program)
@@ -69,7 +69,7 @@ def test_mapped_tensors_are_read_where_they_lie() -> None:
     def program(world: World) -> None:
         peer, count = 1 - world.rank, 3 * LARGE
         mine, into = memory.empty(count, np.float32), np.zeros(count, np.float32)
-        endpoint = world._transfers._delivery.opened()
+        endpoint = world._transfers.delivery.opened()
         assert isinstance(endpoint, MemoryEndpoint) and endpoint._reader is not None
         endpoint._reader.fetch = _no_system_call  # type: ignore[method-assign]
         for number in range(4):
@@ -223,18 +223,18 @@ def test_a_forked_child_takes_no_message() -> None:
             world.barrier()
             return
         handle, ready = world.irecv(None, 1), os.pipe()
-        with world._transfers.held():  # as by a thread that the child does not have
+        with world._transfers.delivery.held():  # as by a thread that the child does not have
             child = os.fork()
         if child == 0:
             with contextlib.suppress(BaseException):
                 os.read(ready[0], 1)
-                world._transfers.advance()
+                world._transfers.delivery.advance()
                 with contextlib.suppress(ForkedProcessError):
                     handle.wait()
                     os._exit(1)
                 os._exit(0)
             os._exit(2)
-        with world._transfers.held():  # nobody takes it here meanwhile
+        with world._transfers.delivery.held():  # nobody takes it here meanwhile
             world.barrier()
             world.barrier()
             os.write(ready[1], b"x")
@@ -252,7 +252,7 @@ def test_the_last_message_of_a_rank_that_has_left_comes_late() -> None:
             world.send(np.ones(3), 1)
             world.shutdown()
             return
-        endpoint, control = world._transfers._delivery.opened(), world._control
+        endpoint, control = world._transfers.delivery.opened(), world._control
         while not control.has_left(0):
             control.relax()
         poll = endpoint.poll
@@ -269,7 +269,7 @@ def test_a_process_set_that_was_removed_leaves_no_endpoint() -> None:
             part = world.add_process_set((0, 1))
             assert part is not None
             part.sendrecv(np.ones(3), 1 - part.rank, None, 1 - part.rank)
-            endpoint = weakref.ref(part._transfers._delivery.opened()._far)  # type: ignore[attr-defined]
+            endpoint = weakref.ref(part._transfers.delivery.opened()._far)  # type: ignore[attr-defined]
             world.remove_process_set((0, 1), part)
             del part
             end = time.monotonic() + 10

@@ -3,7 +3,7 @@
 A message is an *envelope* (source, tag, dtype, shape) and a payload. The envelopes of one source arrive in the order in
 which they were sent. Small payloads travel with their envelope, *eagerly*; of large ones the envelope says that they
 are ready, and they move when the receiver knows where to. Matching envelopes with receives is the caller's part
-(`collectives.engine.matching`).
+(`collectives.engine.messages.matching`).
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from collectives.base import interrupts
 from collectives.base.errors import RankFailedError
 from collectives.base.reduce_op import Op
 from collectives.engine import failure
-from collectives.engine.message_thread import MessageThread
+from collectives.engine.messages.transfers import Transfers
 from collectives.transport.base import WINDOW_BYTES
 from collectives.transport.board import Board, board_bytes
 from collectives.transport.board_control import BoardControl
@@ -171,12 +171,12 @@ def test_an_interrupt_at_any_moment_of_a_message(
 ) -> None:
     """No endpoint reads or writes the memory of a call that has ended, and no later message is received for it."""
     monkeypatch.setattr(failure, "_ACKNOWLEDGE_WITHIN", 0.0)
-    monkeypatch.setattr(MessageThread, "wake", lambda self: None)
+    monkeypatch.setattr(Transfers, "in_background", lambda self: None)
     went_on = 0
     for at in range(1, 1000):
         world = mirrored()
         transfers, mine, into = world._transfers, np.ones(5, np.float32), np.zeros(5, np.float32)
-        delivery = transfers._delivery
+        delivery = transfers.delivery
         delivery._open_endpoint = partial(Slow, at_once=at_once)
         endpoint: Any = delivery.opened()
         method = getattr(world, call)
@@ -188,5 +188,5 @@ def test_an_interrupt_at_any_moment_of_a_message(
             assert not [message for message in endpoint.moving if not message.done]
             assert not delivery.matching._posted.of and not delivery.unfinished
             assert not transfers.in_flight.operations
-        assert not delivery._lock._is_owned() and not delivery._inside and not transfers._waits._waiting
+        assert not delivery._lock._is_owned() and not delivery._inside and not transfers._waiting
     assert went_on and at > 20

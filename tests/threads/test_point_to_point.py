@@ -19,8 +19,8 @@ from collectives.base.errors import (
     NotInitializedError,
     RankFailedError,
 )
-from collectives.engine.matching import ANY_SOURCE
-from collectives.engine.message_thread import MessageThread
+from collectives.engine.messages.matching import ANY_SOURCE
+from collectives.engine.messages.transfers import Transfers
 from collectives.transport import threads
 from collectives.transport.thread_endpoint import ThreadEndpoint
 from collectives.worlds import World
@@ -196,7 +196,7 @@ def test_shutting_down_ends_a_wait_of_another_thread() -> None:
 
         thread = threading.Thread(target=wait)
         thread.start()
-        while not world._transfers._delivery.unfinished:
+        while not world._transfers.delivery.unfinished:
             world._control.relax()
         world.shutdown()
         thread.join(10)
@@ -249,9 +249,9 @@ def test_a_signal_handler_in_the_middle_of_a_message() -> None:
             with pytest.raises(InvalidArgumentError, match="waited for within a call of the same thread"):
                 handle.wait()
             world.shutdown()
-            assert transfers._delivery.unfinished
+            assert transfers.delivery.unfinished
 
-        transfers._delivery.use(handler)
+        transfers.delivery.use(handler)
         with pytest.raises(RankFailedError, match="shut down in the middle of a call"):
             handle.wait()
 
@@ -270,7 +270,7 @@ def test_a_receiver_without_memory() -> None:
             with pytest.raises(MismatchError, match="the receiver has refused it: MemoryError: no room"):
                 world.send(np.ones(LARGE), 1)
         else:
-            world._transfers._delivery._pool = Pool()  # type: ignore[assignment]
+            world._transfers.delivery._pool = Pool()  # type: ignore[assignment]
             with pytest.raises(MemoryError):
                 world.recv(None, 0)
 
@@ -280,7 +280,7 @@ def test_a_receiver_without_memory() -> None:
 def test_what_a_receive_leaves_to_be_sent_is_sent_in_the_background(monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as a word for the sender, for which there was no room."""
     woken: list[bool] = []
-    monkeypatch.setattr(MessageThread, "wake", lambda self: woken.append(True))
+    monkeypatch.setattr(Transfers, "in_background", lambda self: woken.append(True))
 
     def program(world: World) -> None:
         world.send(np.ones(3), 1 - world.rank)

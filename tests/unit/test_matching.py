@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collectives.engine.matching import ANY_SOURCE, ANY_TAG, Matching
+from collectives.engine.messages.matching import ANY_SOURCE, ANY_TAG, Matching
 
 
 @dataclass(eq=False)

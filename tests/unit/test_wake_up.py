@@ -8,12 +8,14 @@ import random
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from collectives.base.wake_up import WakeUp
 from collectives.engine.callers import Callers
-from collectives.engine.message_thread import MessageThread
+from collectives.engine.messages.transfers import Transfers
 from collectives.transport.service import Service
 
 
@@ -102,28 +104,27 @@ def test_an_interrupted_follower_is_no_follower_any_more(
 def test_an_interrupted_start_of_the_thread_of_messages_is_made_up_for(
     interrupted: Callable[[Callable[[], object]], None],
 ) -> None:
-    class Messages:
+    class Busy(Transfers):
         def __init__(self) -> None:
-            self.ended, self.looks = False, threading.Semaphore(0)
-
-        def idle(self) -> bool:
-            return False
+            self._rank, self._names, self._work, self._thread = 0, (0,), WakeUp(), None
+            self.delivery: Any = SimpleNamespace(idle=lambda: False)
+            self._engine: Any = SimpleNamespace(refusal=None)
+            self.looks = threading.Semaphore(0)
 
         def look(self, deep: bool) -> None:
             self.looks.release()
 
     for _ in range(100):
-        messages, before = Messages(), threading.active_count()
-        background = MessageThread(messages, 0)
-        interrupted(background.wake)
-        background.wake()
-        assert messages.looks.acquire(timeout=10)
+        transfers, before = Busy(), threading.active_count()
+        interrupted(transfers.in_background)
+        transfers.in_background()
+        assert transfers.looks.acquire(timeout=10)
         assert threading.active_count() == before + 1
-        messages.ended = True
-        background.end()
-        assert background._thread is not None
-        background._thread.join(10)
-        assert not background._thread.is_alive()
+        transfers._engine.refusal = RuntimeError
+        transfers._work.set()
+        assert transfers._thread is not None
+        transfers._thread.join(10)
+        assert not transfers._thread.is_alive()
 
 
 @pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")

@@ -7,8 +7,14 @@ message that has arrived for it. Where neither names "any" that is a look-up.
 from __future__ import annotations
 
 import itertools
+import math
 from collections import deque
-from typing import Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+
+from collectives.transport.point_to_point import Incoming, Transfer
+
+if TYPE_CHECKING:
+    from collectives.transport.base import Array
 
 ANY_SOURCE = -1
 """As the source of a receive: whichever rank's message comes first."""
@@ -113,3 +119,42 @@ class Matching(Generic[Receive, Message]):
     def unexpected(self) -> list[Message]:
         """The messages that wait for a receive, in order of arrival."""
         return self._unexpected.items()
+
+
+class Posted(Transfer):
+    """A receive.
+
+    Attributes:
+        source: a rank of the world, or ANY_SOURCE.
+        tag: a tag, or ANY_TAG.
+        into: 1-D contiguous memory for the elements; None: it is allocated when the message comes.
+        dtype: the name of the dtype that the message must have; None: any.
+        shape: for a new tensor: the shape that the message must have; None: any.
+        message: what it was matched with.
+    """
+
+    __slots__ = ("dtype", "into", "message", "shape", "source", "tag")
+
+    def __init__(
+        self, source: int, tag: int, into: Array | None, dtype: str | None, shape: tuple[int, ...] | None
+    ) -> None:
+        self.source = source
+        self.tag = tag
+        self.into = into
+        self.dtype = dtype
+        self.shape = shape
+        self.message: Incoming | None = None
+        super().__init__()
+
+    def refusal_of(self, message: Incoming) -> str:
+        """Why this receive cannot take a message; empty if it can."""
+        if self.dtype is not None and self.dtype != message.dtype:
+            expected = f"elements of {self.dtype}"
+        elif self.shape is not None and self.shape != message.shape:
+            expected = f"shape {self.shape}"
+        elif self.into is not None and message.nbytes > self.into.nbytes:
+            expected = f"at most {self.into.size} elements"
+        else:
+            return ""
+        count = math.prod(message.shape)
+        return f"expected {expected}, got a message of {count} elements of {message.dtype}, shape {message.shape}"

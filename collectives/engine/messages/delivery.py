@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal, TypeVar
@@ -16,16 +17,16 @@ import numpy as np
 
 from collectives.base import dtypes
 from collectives.base.errors import CollectivesError, InvalidArgumentError, MismatchError, TransportError, in_words
-from collectives.engine import message_spans
 from collectives.engine.engine import Engine
-from collectives.engine.matching import Matching
-from collectives.engine.message_describer import MessageDescriber, refusal_of
-from collectives.engine.message_handles import Posted
+from collectives.engine.messages.matching import ANY_SOURCE, ANY_TAG, Matching, Posted
 from collectives.tensors.result_pool import ResultPool
 from collectives.transport.base import Array
 from collectives.transport.group import Group
 from collectives.transport.point_to_point import AtOnce, Endpoint, Incoming, Outgoing, Transfer
 
+TRACK = "messages"
+"""Of the timeline: a span ``send`` or ``recv`` for each message, from its call until it is done."""
+_NEITHER: tuple[Outgoing | bool, bool] = (False, False)
 Found = TypeVar("Found")
 
 
@@ -36,7 +37,7 @@ class Delivery:
         group: of the ranks.
         engine: of the world.
         pool: where new tensors come from.
-        describer: of messages, for errors.
+        looks: at a ring, before all peers are polled.
         fail: tells the other ranks that this one has failed.
 
     Attributes:
@@ -45,9 +46,7 @@ class Delivery:
         at_once: of the endpoint, once that has been opened.
     """
 
-    def __init__(
-        self, group: Group, engine: Engine, pool: ResultPool, describer: MessageDescriber, fail: Callable[[str], None]
-    ) -> None:
+    def __init__(self, group: Group, engine: Engine, pool: ResultPool, looks: int, fail: Callable[[str], None]) -> None:
         self.matching: Matching[Posted, Incoming] = Matching()
         self.unfinished: dict[Transfer, None] = {}
         self.at_once: AtOnce | None = None
@@ -57,7 +56,7 @@ class Delivery:
         self._control = group.control
         self._engine, self._context = engine, engine.context
         self._pool = pool
-        self._describer = describer
+        self._looks = looks
         self._fail = fail
         self._lock: Any = threading.RLock()
         """Held while the matching, or the endpoint, is used."""
@@ -65,13 +64,17 @@ class Delivery:
 
     # ---- sending and receiving
 
-    def send(self, message: Outgoing) -> None:
-        """Begin to send. To this rank itself a copy is sent, because its receive may be posted later, if at all."""
-        if message.peer == self._rank:
-            message.array = message.array.copy()
+    def begin(self, transfer: Outgoing | Posted) -> None:
+        """Begin to send or to receive. To this rank itself a copy is sent, because its receive may be posted later, if
+        at all."""
         if self._context.timeline is not None:
-            message_spans.record(self._context.timeline, self._names, message)
-        self.use(self._send, message)
+            self._record(transfer)
+        if isinstance(transfer, Posted):
+            self.use(self._receive, transfer)
+            return
+        if transfer.peer == self._rank:
+            transfer.array = transfer.array.copy()
+        self.use(self._send, transfer)
 
     def _send(self, message: Outgoing) -> None:
         if message.peer == self._rank:
@@ -81,13 +84,7 @@ class Delivery:
             message.end()
         else:
             self.opened().send(message)
-        self.note(message)
-
-    def receive(self, posted: Posted) -> None:
-        """Begin to receive."""
-        if self._context.timeline is not None:
-            message_spans.record(self._context.timeline, self._names, posted)
-        self.use(self._receive, posted)
+        self._note(message)
 
     def _receive(self, posted: Posted) -> None:
         if self._size > 1:
@@ -95,10 +92,10 @@ class Delivery:
         message = self.matching.post(posted)
         if message is not None:
             self._take(posted, message)
-        self.note(posted)
+        self._note(posted)
 
-    def note(self, transfer: Transfer) -> None:
-        """Note a transfer that has begun, while the endpoint is used."""
+    def _note(self, transfer: Transfer) -> None:
+        """Note a transfer that has begun."""
         if not transfer.done:
             self.unfinished[transfer] = None
             transfer.among = self.unfinished
@@ -108,7 +105,7 @@ class Delivery:
         if self._endpoint is None:
             if self._open_endpoint is None:
                 raise TransportError(
-                    f"rank {self._describer.rank}: the ranks of this world have no means of point-to-point messages"
+                    f"rank {self._names[self._rank]}: the ranks of this world have no means of point-to-point messages"
                 )
             self._endpoint = self._open_endpoint()
             self.at_once = self._endpoint.at_once
@@ -124,10 +121,10 @@ class Delivery:
         """Receive the payload of a message into the memory of its receive."""
         posted.message = message
         try:
-            why = refusal_of(posted, message)
+            why = posted.refusal_of(message)
             if why:
                 self._refuse(message, why)
-                raise MismatchError(self._describer.sentence(posted, why))
+                raise MismatchError(self.sentence(posted, why))
             into = posted.into
             if into is None:
                 dtype = dtypes.resolve(message.dtype)
@@ -168,14 +165,74 @@ class Delivery:
         with self._lock:
             peer = transfer.peer if isinstance(transfer, Outgoing) else self._withdraw(transfer)
             begun = transfer.among is not None and not transfer.done
-            if begun and peer not in (None, self._rank) and not (self.ended or self._control.has_left(peer)):
-                self._fail(in_words(self._describer.rank, error))
+            lasts = self._engine.refusal is None
+            if lasts and begun and peer not in (None, self._rank) and not self._control.has_left(peer):
+                self.fail(error)
             transfer.end(error)
 
     def _withdraw(self, posted: Posted) -> int | None:
         """Have a receive take no message; returns the source of the one that it takes already."""
         self.matching.withdraw(posted)
         return None if posted.message is None else posted.message.source
+
+    # ---- within one call
+
+    def send_at_once(self, array: Array, peer: int, tag: int) -> Outgoing | bool:
+        """`AtOnce.send`: whether it was sent, or what is yet to be waited for. Raises nothing of its own."""
+        at_once = self.at_once
+        if at_once is None or self._context.timeline is not None:  # which shows transfers
+            return False
+        try:
+            return self.attempt(self._send_at_once, at_once, array, peer, tag)
+        except BaseException as error:
+            self.fail(error)
+            raise
+
+    def _send_at_once(self, at_once: AtOnce, array: Array, peer: int, tag: int) -> Outgoing | bool:
+        message = at_once.send(peer, tag, array)
+        if type(message) is Outgoing:
+            self._note(message)
+        return message
+
+    def receive_at_once(self, array: Array, source: int, tag: int) -> bool:
+        """`AtOnce.receive`. Returns whether it was received; raises nothing of its own."""
+        at_once = self.at_once
+        if at_once is None or self._context.timeline is not None:
+            return False
+        return self.attempt(self._receive_at_once, at_once, array, source, tag)
+
+    def _receive_at_once(self, at_once: AtOnce, array: Array, source: int, tag: int) -> bool:
+        return self.matching.is_free(source, tag) and at_once.receive(source, tag, array, self._looks)
+
+    def sendrecv_at_once(
+        self, array: Array, peer: int, tag: int, into: Array, source: int, expected: int
+    ) -> tuple[Outgoing | bool, bool]:
+        """`send_at_once`, and, unless that has returned False, `receive_at_once`."""
+        at_once = self.at_once
+        if at_once is None or self._context.timeline is not None:
+            return _NEITHER
+        try:
+            return self.attempt(self._exchange_at_once, at_once, array, peer, tag, into, source, expected) or _NEITHER
+        except BaseException as error:
+            self.fail(error)
+            raise
+
+    def _exchange_at_once(
+        self, at_once: AtOnce, array: Array, peer: int, tag: int, into: Array, source: int, expected: int
+    ) -> tuple[Outgoing | bool, bool]:
+        message = self._send_at_once(at_once, array, peer, tag)
+        if message is False:
+            return _NEITHER
+        received = self._receive_at_once(at_once, into, source, expected)
+        if message is not True:
+            at_once.confirm(message, self._looks)
+        return message, received
+
+    def confirm(self, message: Outgoing) -> None:
+        """See whether a message ends soon, where the endpoint can tell."""
+        at_once = self.at_once  # which another thread may close meanwhile
+        if at_once is not None:
+            self.attempt(at_once.confirm, message, self._looks)
 
     # ---- one thread at a time
 
@@ -204,10 +261,14 @@ class Delivery:
         except CollectivesError:
             raise
         except BaseException as error:  # such as an interrupt: a record may have been handled in part
-            self._fail(in_words(self._describer.rank, error))
+            self.fail(error)
             raise
         finally:
             self._inside = False
+
+    def fail(self, error: BaseException) -> None:
+        """Fail the world: what this rank has done with a message is not known."""
+        self._fail(in_words(self._names[self._rank], error))
 
     def drives(self) -> bool:
         """Whether this thread is in the middle of using the endpoint."""
@@ -227,20 +288,48 @@ class Delivery:
         if endpoint is not None and not self._inside:
             self.attempt(endpoint.poll)
 
-    def poll(self) -> None:
-        """`Endpoint.poll`. Raises as `use`."""
-        self.use(lambda: self.opened().poll())
-
     def idle(self) -> bool:
         """Whether there is nothing to advance."""
         return not self.unfinished and (self._endpoint is None or not self._endpoint.busy)
 
-    # ---- the end
+    # ---- what is said of a transfer
 
-    @property
-    def ended(self) -> bool:
-        """Whether calls are refused, so that there is nothing more to advance."""
-        return self._engine.refusal is not None
+    def describe(self, transfer: Transfer) -> str:
+        """A transfer in the text of an error: ``recv from rank 2, tag 5``."""
+        kind, peer, tag, _ = _said_of(transfer)
+        whom = "any rank" if peer == ANY_SOURCE else f"rank {self._names[peer]}"
+        return f"{kind} {'to' if kind == 'send' else 'from'} {whom}, {'any tag' if tag == ANY_TAG else f'tag {tag}'}"
+
+    def sentence(self, transfer: Transfer, text: str) -> str:
+        """The text of an error: ``rank 1: recv from rank 2, tag 5: ...``."""
+        return f"rank {self._names[self._rank]}: {self.describe(transfer)}: {text}"
+
+    def check_refused(self, message: Outgoing) -> None:
+        """Raise MismatchError if the receiver has refused a message."""
+        if message.refused:
+            raise MismatchError(self.sentence(message, f"the receiver has refused it: {message.refused}"))
+
+    def _record(self, transfer: Transfer) -> None:
+        """Have the timeline show a transfer that begins now, when it is done."""
+        timeline, begun, then = self._context.timeline, time.monotonic(), transfer.notify
+        assert timeline is not None
+
+        def note(_: Transfer) -> None:
+            kind, peer, tag, nbytes = _said_of(transfer)
+            said = {
+                "peer": "any" if peer == ANY_SOURCE else self._names[peer],
+                "tag": "any" if tag == ANY_TAG else tag,
+                "bytes": nbytes,
+            }
+            if transfer.error is not None:
+                said["error"] = type(transfer.error).__name__
+            timeline.span(TRACK, kind, begun, time.monotonic(), **said)
+            if then is not None:
+                then(transfer)
+
+        transfer.notify = note
+
+    # ---- the end
 
     def held(self) -> AbstractContextManager[object]:
         """A context in which no transfer ends: while the world ends, until the other ranks see that it has, and read
@@ -265,3 +354,14 @@ class Delivery:
             endpoint, self._endpoint, self.at_once = self._endpoint, None, None
             if endpoint is not None:
                 endpoint.close()
+
+
+def _said_of(transfer: Transfer) -> tuple[str, int, int, int]:
+    """``send`` or ``recv``, and as far as they are known: the other rank, the tag, and the bytes of the payload."""
+    if isinstance(transfer, Outgoing):
+        return "send", transfer.peer, transfer.tag, transfer.array.nbytes
+    assert isinstance(transfer, Posted)
+    message = transfer.message
+    if message is None:
+        return "recv", transfer.source, transfer.tag, 0
+    return "recv", message.source, message.tag, message.nbytes

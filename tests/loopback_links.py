@@ -10,6 +10,7 @@ from typing import Any
 
 from collectives.base.errors import CollectiveTimeoutError, RankFailedError
 from collectives.transport.authentication import Connection, Seal
+from collectives.transport.notices import Notice
 from collectives.transport.tcp_channel import TcpChannel
 
 
@@ -54,10 +55,10 @@ class SharedNotices:
         self.gone: set[int] = set()
         everybody.append(self)
 
-    def tell(self, kind: str, text: str) -> None:
+    def tell(self, notice: Notice, text: str) -> None:
         for other in self._everybody:
             if other is not self:
-                getattr(other, kind)[self._rank] = text if kind == "failed" else int(text)
+                getattr(other, notice.name.lower())[self._rank] = text if notice is Notice.FAILED else int(text)
 
     def flush(self, seconds: float) -> bool:
         return True

@@ -15,25 +15,18 @@ from collectives.transport import shared_memory
 from collectives.transport.base import Control, MessageTransport
 from collectives.transport.board import FAILED
 from collectives.transport.board_control import BoardControl
-from collectives.transport.channel import FAILURE_TAG
 from collectives.transport.group import Group
-from collectives.transport.network_control import NetworkControl, Notices, Words
+from collectives.transport.network_control import ControlChannel, NetworkControl, Words
+from collectives.transport.notices import Notice
 from collectives.transport.point_to_point import Endpoint, Routes
 from collectives.transport.shared_memory import SharedMemory
-
-
-class Channel(Notices, Protocol):
-    """Notices, and exchanges of values."""
-
-    def exchange(self, value: Any) -> list[Any]:
-        """Gather every rank's small value (see `interchange`) on every rank, in rank order."""
 
 
 class Wiring(Protocol):
     """How the ranks of a group are connected, as one of them sees it."""
 
     @property
-    def channel(self) -> Channel:
+    def channel(self) -> ControlChannel:
         """Exchanges values, and carries notices."""
 
     @property
@@ -112,7 +105,7 @@ def make_group(
         return _assemble(wiring, words, hosts, memory, config, tuple(numbers))
     except BaseException as error:
         text = f"{type(error).__name__}: {error}"
-        channel.tell(FAILURE_TAG, text)
+        channel.tell(Notice.FAILED, text)
         if memory is not None:
             memory.board.mark(FAILED, text)  # last: who sees it may close its channel, and finds the notice there
             memory.close()

@@ -15,16 +15,11 @@ from collectives.base.errors import RankFailedError
 from collectives.base.interchange import from_json, to_json
 from collectives.transport import backoff
 from collectives.transport.bounded_mpi import Waiter
+from collectives.transport.notices import Notice, Notices
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from collectives.transport.notices import Notices
-
-FAILURE_TAG, LEAVE_TAG, BLOCK_TAG, HERE_TAG = 1, 2, 3, 4
-_NOTICES = (FAILURE_TAG, HERE_TAG, LEAVE_TAG)
-AFTER_EVERY_CALL = 1 << 62
-"""The number of the last call of a rank that leaves after a failure: it must not look as if it had left early."""
 _LEAVE_BYTES = 32
 _NOTICE_BYTES = 2000
 """Few enough that every MPI sends them eagerly, whether or not the receiver is inside MPI."""
@@ -132,16 +127,16 @@ class Channel:
         self.waiter.wait(posted.request, what)
         self._collectives.remove(posted)
 
-    def tell(self, tag: int, text: str) -> None:
+    def tell(self, notice: Notice, text: str) -> None:
         """Send a notice to every other rank. Does not wait."""
-        if self.notices is not None and tag == FAILURE_TAG:
-            self.notices.tell("failed", text)
+        if self.notices is not None and notice is Notice.FAILED:
+            self.notices.tell(notice, text)
             return
         data = text.encode("utf-8", "replace")[-_NOTICE_BYTES:]
         for peer in range(self.size):
             if peer != self.rank:
                 self._sent.append(_Posted(data))
-                self._sent[-1].request = self.comm.Isend(data, peer, tag)
+                self._sent[-1].request = self.comm.Isend(data, peer, notice)
 
     def leave(self, calls: int) -> None:
         """Notify every other rank that this one has left after ``calls`` calls, and post receives for the same from
@@ -153,22 +148,24 @@ class Channel:
         if self._has_left:
             return
         if self.notices is not None:
-            self.notices.tell("left", str(calls))
-        self.tell(LEAVE_TAG, str(calls))
+            self.notices.tell(Notice.LEFT, str(calls))
+        self.tell(Notice.LEFT, str(calls))
         self.read_notices()
         self._has_left = True
-        known = self.left.keys() | {notice.peer for notice in self._arriving if notice.tag == LEAVE_TAG}
+        known = self.left.keys() | {notice.peer for notice in self._arriving if notice.tag == Notice.LEFT}
         for peer in set(range(self.size)) - known - {self.rank}:
             text = bytearray(_LEAVE_BYTES)
-            self._arriving.append(_Posted(text, peer, LEAVE_TAG))
-            self._arriving[-1].request = self.comm.Irecv(text, peer, LEAVE_TAG)
+            self._arriving.append(_Posted(text, peer, Notice.LEFT))
+            self._arriving[-1].request = self.comm.Irecv(text, peer, Notice.LEFT)
 
     def read_notices(self) -> None:
         """Receive the notices that have arrived into `failed`, `left` and `here`."""
         from mpi4py import MPI
 
         status = MPI.Status()
-        for tag in _NOTICES[: -1 if self._has_left else None]:
+        for tag in Notice:
+            if self._has_left and tag is Notice.LEFT:
+                continue  # the receives for it are posted
             while (message := self.comm.Improbe(MPI.ANY_SOURCE, tag, status)) is not None:
                 text = bytearray(status.Get_count(MPI.BYTE))
                 self._arriving.append(_Posted(text, status.Get_source(), tag))
@@ -182,10 +179,10 @@ class Channel:
         if not notice.complete():
             return False
         text = notice.data.rstrip(b"\0").decode("utf-8", "replace")
-        if notice.tag == FAILURE_TAG:
+        if notice.tag == Notice.FAILED:
             self.failed[notice.peer] = text
         else:
-            (self.left if notice.tag == LEAVE_TAG else self.here)[notice.peer] = int(text)
+            (self.left if notice.tag == Notice.LEFT else self.here)[notice.peer] = int(text)
         return True
 
     def look_for_failures(self) -> None:

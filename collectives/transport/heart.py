@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING
 from collectives.base.errors import RankFailedError, TransportError
 from collectives.transport import backoff
 from collectives.transport.authentication import SEAL_BYTES
-from collectives.transport.notices import Notices
+from collectives.transport.notices import Notice, Notices
 
 if TYPE_CHECKING:
     from collectives.transport.authentication import Connection
@@ -43,10 +43,9 @@ _BEATS = 5
 """Beats per timeout."""
 _PINGED_FROM = 2
 """Beats of silence from which the peer is pinged."""
-_KINDS = ("beat", "lost", "failed", "left", "here")
-"""Of frames, by number. The last three are those of notices, which have the group's name, a zero byte, and a text."""
 _HEAD = struct.Struct("<HB")
-"""Of a frame: the number of bytes that follow, and its kind. Its seal comes behind them."""
+"""Of a frame: the number of bytes that follow, and its kind: a beat, a loss, or a `Notice`, which has the group's name,
+a zero byte, and a text. Its seal comes behind them."""
 _DIED = "has died: its connection has ended without a word; see its output, and whether the system has killed it"
 _TOLD_WITHIN = 1.0
 """Seconds for which connections that are closed may wait until the system has taken all notices."""
@@ -56,7 +55,7 @@ _TEXT_BYTES = 16 << 10
 _NAME_BYTES = 1 << 10
 _READ_BYTES = 64 << 10
 _BEAT = _HEAD.pack(0, 0)
-_LOST = _KINDS.index("lost")
+_LOST = 1
 
 
 class _Peer:
@@ -146,7 +145,7 @@ class Heart:
         self._service = mesh.service
         self._peers: dict[int, _Peer] = {}
         self._groups: dict[str, Notices] = {}
-        self._early: dict[str, dict[tuple[int, str], str]] = {}
+        self._early: dict[str, dict[tuple[int, Notice], str]] = {}
         """By group that this rank has not made yet: the notices that have come already, by rank and kind."""
         self._lock = threading.RLock()  # a signal handler may interrupt its owner
         self._serving: Running[None] | None = None
@@ -174,17 +173,17 @@ class Heart:
             if group in self._groups:
                 return self._groups[group]
             notices = Notices(self, group, members)
-            for (rank, kind), text in self._early.pop(group, {}).items():
-                notices.deliver(rank, kind, text)
+            for (rank, notice), text in self._early.pop(group, {}).items():
+                notices.deliver(rank, notice, text)
             for peer in self._peers.values():
                 if peer.lost:
                     notices.lose(peer.rank, peer.lost, silent=False)
             self._groups[group] = notices
         return notices
 
-    def tell(self, notices: Notices, kind: str, text: str) -> None:
+    def tell(self, notices: Notices, notice: Notice, text: str) -> None:
         """Send a notice to the other members of its group; see `Notices.tell`."""
-        frame = _notice(notices, kind, text)
+        frame = _frame(notices, notice, text)
         for peer in self._others(notices):
             peer.send(frame)
 
@@ -203,7 +202,7 @@ class Heart:
 
     def abandon(self, group: str, members: Sequence[int], error: BaseException) -> None:
         """Close the connections, because this rank fails to make a group. Its other members are told why."""
-        self.notices(group, members).tell("failed", f"{type(error).__name__}: {error}")
+        self.notices(group, members).tell(Notice.FAILED, f"{type(error).__name__}: {error}")
         self.close()
 
     def close(self) -> None:
@@ -275,7 +274,7 @@ class Heart:
         except ValueError as error:
             self._lose(peer, f"has sent what is no notice ({error})")
             for notices in list(self._groups.values()):  # it would take this rank for dead
-                peer.send(_notice(notices, "failed", f"RankFailedError: {peer.lost}"))
+                peer.send(_frame(notices, Notice.FAILED, f"RankFailedError: {peer.lost}"))
             data = b""
         if not data:
             self._close(peer)
@@ -305,17 +304,17 @@ class Heart:
 
     def _deliver(self, rank: int, number: int, body: bytes) -> None:
         name, _, text = body.partition(b"\0")
-        if number >= len(_KINDS) or len(name) > _NAME_BYTES or len(text) > _TEXT_BYTES:
+        if len(name) > _NAME_BYTES or len(text) > _TEXT_BYTES:
             raise ValueError(f"kind {number}, {len(name)} and {len(text)} bytes")
-        group, kind, said = name.decode(), _KINDS[number], text.decode("utf-8", "replace")
+        group, notice, said = name.decode(), Notice(number), text.decode("utf-8", "replace")
         with self._lock:
             notices = self._groups.get(group)
             if notices is None:
                 if group not in self._early and len(self._early) >= _MOST_EARLY:
                     raise ValueError(f"of a further group, {group}, besides {_MOST_EARLY} that this rank has not made")
-                self._early.setdefault(group, {})[rank, kind] = said
+                self._early.setdefault(group, {})[rank, notice] = said
                 return
-            notices.deliver(rank, kind, said)
+            notices.deliver(rank, notice, said)
         self.forget(notices)
 
     def _adopt(self, body: bytes) -> None:
@@ -354,6 +353,6 @@ class Heart:
             peer.close()
 
 
-def _notice(notices: Notices, kind: str, text: str) -> bytes:
+def _frame(notices: Notices, notice: Notice, text: str) -> bytes:
     body = notices.group.encode() + b"\0" + text.encode("utf-8", "replace")[-_TEXT_BYTES:]
-    return _HEAD.pack(len(body), _KINDS.index(kind)) + body
+    return _HEAD.pack(len(body), notice) + body

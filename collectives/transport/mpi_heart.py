@@ -11,10 +11,10 @@ from collectives.base.config import Config
 from collectives.base.errors import CollectivesError, InvalidArgumentError, TransportError
 from collectives.base.logging import logger
 from collectives.transport import backoff
-from collectives.transport.channel import AFTER_EVERY_CALL, Channel
+from collectives.transport.channel import Channel
 from collectives.transport.heart import Heart
 from collectives.transport.mesh import Mesh
-from collectives.transport.notices import OUTERMOST
+from collectives.transport.notices import AFTER_EVERY_CALL, OUTERMOST, Notice
 
 _CONNECT_WITHIN = 15.0
 
@@ -37,7 +37,7 @@ class MpiHeart:
         """End this process if one of the ranks has died, once the others have left, which may still have to save
         something: a launcher ends them all when it sees one end in this way."""
         if self.notices.died:
-            self.notices.tell("left", str(AFTER_EVERY_CALL))  # unless its world has told that
+            self.notices.tell(Notice.LEFT, str(AFTER_EVERY_CALL))  # unless its world has told that
             backoff.poll(self.notices.all_left, self._timeout)
             for stream in (sys.stdout, sys.stderr):
                 with suppress(Exception):

@@ -9,11 +9,13 @@ import numpy as np
 from collectives.base import dtypes
 from collectives.base.reduce_op import Op
 from collectives.transport.base import Array
-from collectives.transport.channel import BLOCK_TAG, Channel
+from collectives.transport.channel import Channel
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+_BLOCK_TAG = 1
+"""Below those of notices, which travel on the same communicator."""
 _MPI_NAMES = {Op.SUM: "SUM", Op.PRODUCT: "PROD", Op.MIN: "MIN", Op.MAX: "MAX"}
 
 
@@ -34,13 +36,13 @@ class MpiMessages:
 
     def post_receive(self, peer: int, into: Array) -> MPI.Request:
         self._memory.append(into)
-        request = self._comm.Irecv(into.view(np.uint8), peer, BLOCK_TAG)
+        request = self._comm.Irecv(into.view(np.uint8), peer, _BLOCK_TAG)
         self._requests.append(request)
         return request
 
     def post_send(self, peer: int, block: Array) -> None:
         self._memory.append(block)
-        self._requests.append(self._comm.Isend(block.view(np.uint8), peer, BLOCK_TAG))
+        self._requests.append(self._comm.Isend(block.view(np.uint8), peer, _BLOCK_TAG))
 
     def await_arrival(self, message: MPI.Request, nbytes: int | None = None) -> None:
         self._waiter.wait(message, "a block from another rank")

@@ -9,14 +9,14 @@ from typing import Any, Protocol
 from collectives.base.errors import RankFailedError
 from collectives.transport import backoff
 from collectives.transport.board import CALL_MASK, FAILED, LEFT, Board
-from collectives.transport.channel import AFTER_EVERY_CALL, FAILURE_TAG, HERE_TAG
+from collectives.transport.notices import AFTER_EVERY_CALL, Notice
 
 _SAY_HERE_AFTER = 0.4
 """Seconds after which a rank that waits in a call tells the others, which then know who is missing."""
 
 
-class Notices(Protocol):
-    """What ranks say about themselves, and how: `channel.Channel` or `tcp_channel.TcpChannel`.
+class ControlChannel(Protocol):
+    """Exchanges of values, and what ranks say about themselves: `channel.Channel` or `tcp_channel.TcpChannel`.
 
     Attributes:
         rank, size: in the group.
@@ -35,7 +35,10 @@ class Notices(Protocol):
     here: dict[int, int]
     gone: set[int]
 
-    def tell(self, tag: int, text: str) -> None:
+    def exchange(self, value: Any) -> list[Any]:
+        """Gather every rank's small value (see `interchange`) on every rank, in rank order."""
+
+    def tell(self, notice: Notice, text: str) -> None:
         """Send a notice to every other rank. Does not wait."""
 
     def leave(self, calls: int) -> None:
@@ -94,7 +97,7 @@ class NetworkControl:
     """
 
     def __init__(
-        self, channel: Notices, words: Words, exchange: Callable[[Any], list[Any]], board: Board | None
+        self, channel: ControlChannel, words: Words, exchange: Callable[[Any], list[Any]], board: Board | None
     ) -> None:
         self.rank = channel.rank
         self.size = channel.size
@@ -163,7 +166,7 @@ class NetworkControl:
         self._has_failed = True
         if self._board is not None:
             self._board.mark(FAILED, text)
-        self._channel.tell(FAILURE_TAG, text)
+        self._channel.tell(Notice.FAILED, text)
 
     def leave(self) -> None:
         if self._board is not None:
@@ -203,7 +206,7 @@ class NetworkControl:
         waits = self._waits and self._said_here != self._call
         if deep and waits and time.monotonic() - self._entered_at > _SAY_HERE_AFTER:
             self._said_here = self._call
-            channel.tell(HERE_TAG, str(self._call))
+            channel.tell(Notice.HERE, str(self._call))
 
     def close(self) -> bool:
         quiet = self._channel.quiet()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,20 @@ if TYPE_CHECKING:
 
 OUTERMOST = "0"
 """The name of the group of all ranks."""
+AFTER_EVERY_CALL = 1 << 62
+"""The number of the last call of a rank that leaves after a failure: it must not look as if it had left early."""
+
+
+class Notice(enum.IntEnum):
+    """What a rank may say of itself, with a text. The number is the tag of a message of MPI and the kind of a frame of
+    the heart, of which there are lower ones besides."""
+
+    FAILED = 2
+    """The text is the reason."""
+    LEFT = 3
+    """The text is the number of its last call, after which nothing more is told."""
+    HERE = 4
+    """It waits; the text is the number of its present call."""
 
 
 class Notices:
@@ -41,16 +56,11 @@ class Notices:
         self._heart = heart
         self._places = {member: place for place, member in enumerate(self.members)}
 
-    def tell(self, kind: str, text: str) -> None:
-        """Send a notice to every other member. Does not wait.
-
-        Args:
-            kind: "failed", with the reason as the text; "left" with the number of this rank's last call, after which
-                nothing more is told; "here" with that of its present call.
-        """
+    def tell(self, notice: Notice, text: str) -> None:
+        """Send a notice to every other member. Does not wait."""
         if not self.has_left:
-            self.has_left = kind == "left"
-            self._heart.tell(self, kind, text)
+            self.has_left = notice is Notice.LEFT
+            self._heart.tell(self, notice, text)
 
     def flush(self, seconds: float) -> bool:
         """Wait for a bounded time until the system has taken all that was told. Returns whether it has."""
@@ -76,15 +86,15 @@ class Notices:
         self.closed = True
         self._heart.forget(self)
 
-    def deliver(self, rank: int, kind: str, text: str) -> None:
+    def deliver(self, rank: int, notice: Notice, text: str) -> None:
         """Note what a rank of the job says. In the service's thread."""
         place = self._places.get(rank)
         if place is None:
             return
-        if kind == "failed":
+        if notice is Notice.FAILED:
             self.failed.setdefault(place, text)
         else:
-            (self.left if kind == "left" else self.here)[place] = int(text)
+            (self.left if notice is Notice.LEFT else self.here)[place] = int(text)
 
     def misses(self, rank: int, silent: bool) -> bool:
         """Whether the end of a rank of the job is a death: it belongs to the group, has not said that it failed, and

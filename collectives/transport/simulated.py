@@ -24,7 +24,7 @@ import numpy as np
 
 from collectives.base.errors import InvalidArgumentError
 from collectives.schedules.schedule import Schedule, StepKind
-from collectives.transport.simulated_links import TOLERANCE, Floats, Flows, Ints, Links, Network
+from collectives.transport.simulated_links import TOLERANCE, Floats, Flows, Ints, Network, Topology
 from collectives.transport.simulated_traffic import Traffic
 
 Values = Mapping[int, np.ndarray[Any, Any]]
@@ -86,7 +86,7 @@ def simulate(
     if data is not None:
         schedules = list(schedules)
     traffic = Traffic(schedules, sizes, segment, stride)
-    links = Links(network, traffic.size)
+    links = Topology(network, traffic.size)
     clock = _Clock(traffic, links, network.reduction)
     clock.run()
     total = float(clock.done.max())
@@ -163,7 +163,7 @@ class _Clock:
         messages: the number of messages.
     """
 
-    def __init__(self, traffic: Traffic, links: Links, reduction: float) -> None:
+    def __init__(self, traffic: Traffic, links: Topology, reduction: float) -> None:
         self._traffic, self._links, self._reduction = traffic, links, reduction
         self.done = np.zeros(traffic.size)
         self.crossed = np.zeros(len(links.capacity))

@@ -46,7 +46,7 @@ class Network:
     reduction: float = _UNLIMITED
 
 
-class Links:
+class Topology:
     """The links of a network by number, and the path of each message over them. Link 0 stands for no link."""
 
     def __init__(self, network: Network, size: int) -> None:

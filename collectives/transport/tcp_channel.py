@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from collectives.base import interrupts
 from collectives.base.errors import CollectiveTimeoutError, RankFailedError
@@ -16,8 +16,11 @@ from collectives.base.interchange import from_json, to_json
 from collectives.transport import backoff
 from collectives.transport.authentication import Connection
 from collectives.transport.bruck import HEADER, Bruck, Memory, padded, partners
-from collectives.transport.channel import FAILURE_TAG, HERE_TAG, LEAVE_TAG
 from collectives.transport.closing import close_all
+from collectives.transport.notices import Notice, Notices
+
+if TYPE_CHECKING:
+    from collectives.transport.mesh import Links
 
 SPINS = 60
 """Looks at a connection, between which the core is yielded, before this rank sleeps until something arrives."""
@@ -28,37 +31,10 @@ CAUSE_SHOWS_WITHIN = 5.0
 _SAY_GOODBYE_WITHIN = 1.0
 CLOSE_WITHIN = 1.0
 """Seconds for which a connection that is closed may wait until the peer's system has everything."""
-_KINDS = {FAILURE_TAG: "failed", LEAVE_TAG: "left", HERE_TAG: "here"}
 _EXCHANGE = -1
 """The token of exchanges; those of calls are positive."""
 _KEPT_BYTES = 1 << 20
 """Memory of exchanges that is kept for the next one."""
-
-
-class Links(Protocol):
-    """What is needed of `mesh.Links`."""
-
-    rank: int
-    size: int
-
-    def open(self, peer: int, channel: str) -> Connection: ...
-
-
-class Notices(Protocol):
-    """What is needed of `notices.Notices`."""
-
-    failed: dict[int, str]
-    left: dict[int, int]
-    here: dict[int, int]
-    gone: set[int]
-
-    def tell(self, kind: str, text: str) -> None: ...
-
-    def flush(self, seconds: float) -> bool: ...
-
-    def look_for_failures(self) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class TcpChannel:
@@ -76,7 +52,7 @@ class TcpChannel:
     Attributes:
         rank, size: in the group.
         check: called now and then during a wait; an exception from it ends the wait.
-        failed, left, here, gone: as of `network_control.Notices`.
+        failed, left, here, gone: as of `network_control.ControlChannel`.
         bruck: the connections.
     """
 
@@ -128,15 +104,15 @@ class TcpChannel:
             self._memory = Memory()
         return values
 
-    def tell(self, tag: int, text: str) -> None:
+    def tell(self, notice: Notice, text: str) -> None:
         """Send a notice to every other rank. Does not wait."""
-        self._notices.tell(_KINDS[tag], text)
+        self._notices.tell(notice, text)
 
     def leave(self, calls: int) -> None:
         """Notify every other rank that this one has left after ``calls`` calls."""
         if not self._has_left:
             self._has_left = True
-            self.tell(LEAVE_TAG, str(calls))
+            self.tell(Notice.LEFT, str(calls))
 
     def read_notices(self) -> None:
         """Notices are taken in by the heart's thread."""

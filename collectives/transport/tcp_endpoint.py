@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from itertools import islice
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -27,6 +27,9 @@ from collectives.transport.base import Array
 from collectives.transport.point_to_point import DTYPE_CODE, DTYPE_NAMES, AtOnce, Incoming, Outgoing, Transfer
 from collectives.transport.service import Running
 from collectives.transport.tcp_channel import CAUSE_SHOWS_WITHIN
+
+if TYPE_CHECKING:
+    from collectives.transport.mesh import Links
 
 EAGER, READY, DATA, ACCEPT, REFUSE = 1, 2, 3, 4, 5
 """The kinds of frames: an envelope with its payload; an envelope of a payload that waits; such a payload; and what the
@@ -41,18 +44,6 @@ _REFUSAL_BYTES = 1000
 _SENT_AT_ONCE = 16
 """Frames that one system call sends."""
 _CHANNEL = "p2p"
-
-
-class Links(Protocol):
-    """What is needed of `mesh.Links`."""
-
-    rank: int
-
-    def begin_dial(self, peer: int, channel: str) -> Running[Connection]: ...
-
-    def serve(self, prefix: str, served: Callable[[int, str, socket.socket], None]) -> None: ...
-
-    def end_serving(self, prefix: str) -> None: ...
 
 
 class _Connection:

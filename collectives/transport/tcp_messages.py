@@ -15,13 +15,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from collectives.base.errors import CollectiveTimeoutError
 from collectives.transport.backoff import yield_core
 from collectives.transport.base import MOST_BLOCKS, Array, as_bytes
 from collectives.transport.closing import close_all
 from collectives.transport.tcp_channel import CLOSE_WITHIN, TcpChannel
+
+if TYPE_CHECKING:
+    from collectives.transport.mesh import Links
 
 LANES_FROM = 1 << 18
 """Bytes from which a message is divided among the lanes."""
@@ -36,16 +39,6 @@ _FIRST_DOZE, _LONGEST_DOZE = 1.0, 50.0
 """Milliseconds of a sleep that an arrival ends; afterwards the peers are looked at."""
 _CHANNEL = "data/"
 _READ, _WRITE = select.POLLIN, select.POLLOUT
-
-
-class Links(Protocol):
-    """What is needed of `mesh.Links`."""
-
-    rank: int
-
-    def dial(self, peer: int, channel: str) -> socket.socket: ...
-
-    def take(self, peer: int, channel: str) -> socket.socket | None: ...
 
 
 class Arrival:

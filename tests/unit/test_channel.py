@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from collectives.base.errors import CollectiveTimeoutError, RankFailedError
-from collectives.transport.channel import FAILURE_TAG, Channel
+from collectives.transport.channel import Channel
 from collectives.transport.mpi_messages import MpiMessages
 from collectives.transport.mpi_words import MpiWords
+from collectives.transport.notices import Notice
 
 
 class Interrupt(KeyboardInterrupt):
@@ -135,7 +136,7 @@ def test_not_while_a_block_is_pending(comm: Comm) -> None:
 
 def test_not_while_a_notice_is_pending_or_has_not_been_read(comm: Comm) -> None:
     channel = channel_of(comm)
-    channel.tell(FAILURE_TAG, "the disk is full")
+    channel.tell(Notice.FAILED, "the disk is full")
     assert not freed(channel, comm)
     comm.posted[-1].done = comm.left_over = True
     assert not freed(channel, comm)

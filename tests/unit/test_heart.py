@@ -17,6 +17,7 @@ from collectives.transport import backoff, mpi_heart
 from collectives.transport.heart import Heart
 from collectives.transport.mesh import Mesh
 from collectives.transport.mpi_heart import MpiHeart
+from collectives.transport.notices import Notice
 
 LONG = 30.0
 """A timeout that no test outlasts."""
@@ -66,12 +67,12 @@ def soon(ready: Callable[[], object]) -> bool:
 def test_notices_arrive_by_group_and_rank_also_before_the_group_is_made(ranks: Callable[..., list[Heart]]) -> None:
     zero, one, two = ranks(LONG, LONG, LONG)
     sender = two.notices("all.1", (1, 2))
-    sender.tell("here", "7")
-    sender.tell("failed", "ValueError: é" + "x" * 20_000)
-    sender.tell("left", "8")
-    sender.tell("failed", "after leaving nothing is told")
+    sender.tell(Notice.HERE, "7")
+    sender.tell(Notice.FAILED, "ValueError: é" + "x" * 20_000)
+    sender.tell(Notice.LEFT, "8")
+    sender.tell(Notice.FAILED, "after leaving nothing is told")
     everybody = [heart.notices("all", range(3)) for heart in (zero, one, two)]
-    everybody[2].tell("here", "3")
+    everybody[2].tell(Notice.HERE, "3")
     assert soon(lambda: everybody[1].here == {2: 3} and everybody[0].here == {2: 3})  # sent later, so that all is there
     late = one.notices("all.1", (1, 2))
     assert late.here == {1: 7} and late.left == {1: 8} and late.all_left() and not late.gone
@@ -88,8 +89,8 @@ def test_a_closed_connection_is_a_death_in_every_group_that_the_rank_has_not_lef
 ) -> None:
     zero, one, two = ranks(LONG, LONG, LONG)
     groups = [[heart.notices(name, range(3)) for heart in (zero, one, two)] for name in ("a", "b", "c")]
-    groups[1][2].tell("left", "4")
-    groups[2][2].tell("failed", "ValueError: no good")
+    groups[1][2].tell(Notice.LEFT, "4")
+    groups[2][2].tell(Notice.FAILED, "ValueError: no good")
     two.close()
     for a, b, c in zip(*(group[:2] for group in groups), strict=True):
         assert soon(lambda a=a, c=c: a.died and 2 in c.gone)
@@ -159,11 +160,11 @@ def test_a_rank_that_was_stopped_itself_blames_nobody(ranks: Callable[..., list[
 def test_the_first_hand_reason_is_given(ranks: Callable[..., list[Heart]]) -> None:
     zero, one, two = ranks(LONG, LONG, LONG)
     mine, ones, twos = (heart.notices("all", range(3)) for heart in (zero, one, two))
-    ones.tell("failed", "RankFailedError: rank 1: rank 2 has failed:\nValueError: no good")
+    ones.tell(Notice.FAILED, "RankFailedError: rank 1: rank 2 has failed:\nValueError: no good")
     assert soon(lambda: mine.failed)
     with pytest.raises(RankFailedError, match=r"rank 1 has failed:\nRankFailedError: rank 1: rank 2 has failed"):
         mine.look_for_failures()
-    twos.tell("failed", "ValueError: no good")
+    twos.tell(Notice.FAILED, "ValueError: no good")
     assert soon(lambda: len(mine.failed) == 2)
     with pytest.raises(RankFailedError, match=r"^rank 0: rank 2 has failed:\nValueError: no good$"):
         mine.look_for_failures()
@@ -179,9 +180,9 @@ def test_telling_waits_for_no_peer_and_loses_nothing(ranks: Callable[..., list[H
     go_on = threading.Event()
     zero._service.call(go_on.wait, 20)
     for call in range(3000):
-        theirs.tell("here", f"{call:0300}")
-        theirs.tell("failed", "x" * 3000)
-    theirs.tell("left", "3000")
+        theirs.tell(Notice.HERE, f"{call:0300}")
+        theirs.tell(Notice.FAILED, "x" * 3000)
+    theirs.tell(Notice.LEFT, "3000")
     assert not theirs.flush(0.05) and not mine.left
     go_on.set()
     assert soon(lambda: mine.left == {1: 3000}) and mine.here == {1: 2999}
@@ -191,10 +192,10 @@ def test_telling_waits_for_no_peer_and_loses_nothing(ranks: Callable[..., list[H
 def test_groups_that_are_over_are_forgotten(ranks: Callable[..., list[Heart]]) -> None:
     zero, one = ranks(LONG, LONG)
     mine, theirs = zero.notices("all.1", range(2)), one.notices("all.1", range(2))
-    mine.tell("left", "1")
+    mine.tell(Notice.LEFT, "1")
     mine.close()
     assert "all.1" in zero._groups, "the other may still tell it something"
-    theirs.tell("left", "1")
+    theirs.tell(Notice.LEFT, "1")
     theirs.close()
     assert soon(lambda: not zero._groups and not one._groups)
     assert not zero._early and not one._early
@@ -209,7 +210,7 @@ def test_a_rank_that_hears_of_a_death_from_another_names_the_dead(
     mine, ones, _ = (heart.notices("all", range(3)) for heart in (zero, one, two))
     one._service.call(one._lose, one._peers[2], "has been lost", silent)
     assert soon(lambda: ones.died)
-    ones.tell("failed", "RankFailedError: rank 2 has been lost")
+    ones.tell(Notice.FAILED, "RankFailedError: rank 2 has been lost")
     assert soon(lambda: 1 in mine.failed)
     with pytest.raises(RankFailedError, match=r"^rank 0: rank 2 on \S+ has been lost$"):
         mine.look_for_failures()
@@ -229,6 +230,6 @@ def test_notices_of_groups_that_are_not_made_yet_are_bounded(ranks: Callable[...
     zero, one = ranks(LONG, LONG)
     mine = zero.notices("all", range(2))
     for number in range(300):
-        one.notices(f"all.{number}", range(2)).tell("here", "1")
+        one.notices(f"all.{number}", range(2)).tell(Notice.HERE, "1")
     assert soon(lambda: mine.died)
     assert "has sent what is no notice" in mine.died[1] and len(zero._early) == 256

@@ -161,9 +161,7 @@ class DifferentiableCall:
 
 def tracks(tensor: Any) -> bool:
     """Whether autograd records operations on a tensor, or a transform may."""
-    return isinstance(tensor, torch.Tensor) and (
-        (tensor.requires_grad and torch.is_grad_enabled()) or _transforms_active() or forward_ad._current_level >= 0
-    )
+    return isinstance(tensor, torch.Tensor) and ((tensor.requires_grad and torch.is_grad_enabled()) or _in_transform())
 
 
 # ---- the collectives

@@ -224,13 +224,13 @@ def _say(text: str) -> None:
         os.write(1, MARK + text.encode() + b"\n")
 
 
-def die_with_parent(number: int = signal.SIGTERM) -> Callable[[], None]:
-    """Return a function for a child that has just been forked: the kernel sends it a signal when this process dies
+def die_with_parent() -> Callable[[], None]:
+    """Return a function for a child that has just been forked: the kernel sends it SIGTERM when this process dies
     (Linux)."""
     if sys.platform != "linux":
         return lambda: None
     control = ctypes.CDLL(None).prctl
-    return lambda: control(_SET_PARENT_DEATH_SIGNAL, int(number), 0, 0, 0) and None
+    return lambda: control(_SET_PARENT_DEATH_SIGNAL, int(signal.SIGTERM), 0, 0, 0) and None
 
 
 def adopt_orphans(adopt: bool = True) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import itertools
 import os
 import shlex
 import shutil
@@ -24,7 +23,7 @@ from collectives.launch.agent import free_port
 from collectives.launch.agents import Agents, HostRanks
 from collectives.launch.command import JobSpec, build
 from collectives.launch.command_line import chosen, make_parser, split
-from collectives.launch.hosts import Host, parse_hosts, read_hostfile
+from collectives.launch.hosts import Host, parse_hosts, ranks_of_each, read_hostfile
 from collectives.launch.mpi_ranks import MpiRanks
 from collectives.launch.mpirun import Launcher, Vendor, find, with_tools
 from collectives.launch.options import REACHES
@@ -256,7 +255,7 @@ def _start(wanted: _Job, *, stay: bool = False) -> int:
     if launcher is None and ranks == 1 and not (wanted.hosts or stay or wanted.output or wanted.as_horovod):
         os.execvpe(program[0], program, wanted.environment)
     shown = Output(ranks, tag=wanted.tag, verbose=wanted.verbose)
-    placement = ",".join(map(str, _placement(ranks, wanted.hosts))) if wanted.as_horovod else ""
+    placement = ",".join(str(len(own)) for own in ranks_of_each(ranks, wanted.hosts)) if wanted.as_horovod else ""
     words = before_rank.pack([wanted.output, str(len(str(ranks - 1))), placement, shown.terminal, *program])
     if launcher is None:
         places = _places(ranks, wanted.hosts)
@@ -296,19 +295,10 @@ def _torchs_address(wanted: _Job) -> dict[str, str]:
 def _places(ranks: int, hosts: Sequence[Host]) -> list[HostRanks]:
     """Return the ranks of each host that gets any; names of this host count as one."""
     found: dict[str, tuple[int, ...]] = {}
-    numbers = iter(range(ranks))
-    for host, count in zip(hosts or [Host("localhost")], _placement(ranks, hosts), strict=True):
+    for host, own in zip(hosts or [Host("localhost")], ranks_of_each(ranks, hosts), strict=True):
         name = "" if is_here(host.name) else host.name
-        found[name] = (*found.get(name, ()), *itertools.islice(numbers, count))
+        found[name] = (*found.get(name, ()), *own)
     return [HostRanks(name, placed) for name, placed in found.items() if placed]
-
-
-def _placement(ranks: int, hosts: Sequence[Host]) -> list[int]:
-    """Return how many ranks each host gets; each is filled before the next."""
-    if not hosts:
-        return [ranks]
-    ends = itertools.accumulate(host.slots for host in hosts)
-    return [max(0, min(host.slots, ranks - (end - host.slots))) for host, end in zip(hosts, ends, strict=True)]
 
 
 def _machinefile(hosts: Sequence[Host]) -> str:

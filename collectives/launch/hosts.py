@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 from collectives.base.errors import InvalidArgumentError
@@ -67,6 +68,12 @@ def read_hostfile(path: str) -> tuple[Host, ...]:
     if not found:
         raise InvalidArgumentError(f"--hostfile: {path!r} names no host")
     return _distinct(found, f"--hostfile {path}")
+
+
+def ranks_of_each(ranks: int, hosts: Sequence[Host]) -> list[range]:
+    """Return the ranks of each host, which is filled before the next; all on one if none is named."""
+    ends = [0, *accumulate(host.slots for host in hosts or (Host("localhost", ranks),))]
+    return [range(min(first, ranks), min(end, ranks)) for first, end in pairwise(ends)]
 
 
 def _distinct(hosts: Sequence[Host], source: str) -> tuple[Host, ...]:

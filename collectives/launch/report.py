@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from collectives import __version__
 from collectives.base.config import Config, in_units
 from collectives.base.errors import InvalidArgumentError
-from collectives.launch.hosts import Host
+from collectives.launch.hosts import Host, ranks_of_each
 from collectives.launch.mpirun import Launcher, Vendor, find
 
 _SIZES = (4, 4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20, 256 << 20)
@@ -133,7 +133,7 @@ def show_plan(ranks: int, hosts: Sequence[Host], config: Config) -> str:
         InvalidArgumentError, TransportError: the settings force an algorithm or transport that cannot be used here.
     """
     planner = importlib.import_module("collectives.plan.planner")
-    placed = _placed(ranks, hosts)
+    placed = tuple(tuple(own) for own in ranks_of_each(ranks, hosts) if own)
     placement = planner.Placement(0, ranks, placed, shares_memory=True, reads_private=sys.platform == "linux")
     chooser = planner.Planner(placement, algorithm=config.algorithm, transport=config.transport, segment=config.segment)
     rows = [("collective", "tensor", "algorithm", "within a host by", "in blocks of")]
@@ -163,14 +163,3 @@ def _line(title: str, found: str, missing: str) -> str:
 def _fits(vendor: Vendor, library: str) -> bool:
     names = {Vendor.OPEN_MPI: ("Open MPI",), Vendor.MPICH: ("MPICH",), Vendor.INTEL_MPI: ("Intel", "MPICH")}
     return library.startswith(names[vendor])
-
-
-def _placed(ranks: int, hosts: Sequence[Host]) -> tuple[tuple[int, ...], ...]:
-    """Return the ranks of each host, filled in order; one host if none is named."""
-    placed, first = [], 0
-    for host in hosts or (Host("localhost", ranks),):
-        last = min(ranks, first + host.slots)
-        if last > first:
-            placed.append(tuple(range(first, last)))
-        first = last
-    return tuple(placed)

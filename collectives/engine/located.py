@@ -220,14 +220,9 @@ class LocatedTensor(OneTensor):
             assert private is not None
             plan = private
             staged = plan.staged and not self._is_mapped
-            # Words are addresses where nothing is mapped, not even one of a rank's two tensors.
-            addresses = not any((source | out) & MAPPED for _, source, out in told)
-            if plan.direct_loop is not None and addresses and executor.trace is None:
-                plan.direct_loop.run(self._source, self._out, self._out_at, told)
-            else:
-                if plan.needs_addresses:
-                    self._learn_places(plan, entry.dtype)
-                executor.run(plan, staged, staged and not mapped_peers)
+            if plan.needs_addresses:
+                self._learn_places(plan, entry.dtype)
+            executor.run(plan, staged, staged and not mapped_peers)
         self.description = plan.description
         self._clear_arrays()
         self._source = self._out = _EMPTY

@@ -199,9 +199,6 @@ class Plans(Builder[Choice, Plan]):
             start, size = layout.inputs(self._rank)[self._rank], layout.sizes[self._rank]
             block = min(block, MAPPED_BLOCK_BYTES // dtype.itemsize)
             plan.bucket_loop = self._executor.bucket_loop(plan, lists.pieces, start, size, block, kernel, finish)
-        elif algorithm.owner_pushes and self._placement.one_host and choice.medium is Medium.DIRECT:
-            start, size = layout.inputs(self._rank)[self._rank], layout.sizes[self._rank]
-            plan.direct_loop = self._executor.direct_loop(plan, dtype, start, size, block, kernel, finish)
         elif algorithm.owner_pushes and choice.medium is Medium.MAPPED:
             start, size = layout.inputs(self._rank)[self._rank], layout.sizes[self._rank]
             plan.rest = tuple(cut for cut in (slice(start), slice(start + size, sum(layout.sizes))) if cut.stop)

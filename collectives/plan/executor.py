@@ -24,7 +24,6 @@ import numpy as np
 
 from collectives.fusion import Lists, Pieces
 from collectives.plan.binder import Binder
-from collectives.plan.direct_allreduce import DirectAllreduce
 from collectives.plan.fast_paths import ExecutorState, Kernel, Scale
 from collectives.plan.fused_binders import AddressBinder, PackingBinder
 from collectives.plan.mapped_loops import MappedBucket, make_loop
@@ -150,35 +149,6 @@ class Executor:
             return None
         stage, *rounds = [[*bound.pushes, *bound.rest] for bound in plan.rounds]
         return OneBlock(self.state, board, stage, rounds)
-
-    def direct_loop(
-        self,
-        plan: Plan,
-        dtype: np.dtype[Any],
-        start: int,
-        size: int,
-        block: int,
-        kernel: Kernel,
-        finish: Scale | None,
-    ) -> DirectAllreduce:
-        """The quickest way to run a direct all-reduce of private tensors, by direct reads; see `bucket_loop`."""
-        board, memory = self._board, self._group.memory
-        assert board is not None and memory is not None
-        return DirectAllreduce(
-            self.state,
-            board,
-            memory.fetch,
-            memory.store,
-            self._scratch_as(dtype),
-            self._others,
-            plan.groups,
-            start,
-            size,
-            block,
-            dtype.itemsize,
-            kernel,
-            finish,
-        )
 
     def bucket_loop(
         self, plan: Plan, pieces: Pieces, start: int, size: int, block: int, kernel: Kernel, finish: Scale | None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from collectives.plan.direct_allreduce import DirectAllreduce
 from collectives.plan.fast_paths import Do
 from collectives.plan.mapped_loops import Loop, MappedBucket
 from collectives.plan.one_block import Combination
@@ -43,8 +42,6 @@ class Plan:
             (`collectives.plan.mapped_loops`).
         takes_slots: whether any rank has segments in window slots, so that all count the slots that the plan takes.
         rest: of a direct all-reduce of mapped tensors, what the peers read of this rank's input; None of any other.
-        direct_loop: carries out the whole plan where the tensors of all ranks are private, if it is the direct
-            all-reduce of a tensor by direct reads.
         touched_by: the peers that read or write this rank's private memory, each with the step group, counted from
             the call's beginning, after which it does so no more.
         combination: what the plan combines, if that is all that it does; None otherwise.
@@ -54,7 +51,6 @@ class Plan:
         "bucket_loop",
         "combination",
         "description",
-        "direct_loop",
         "groups",
         "loop",
         "needs_addresses",
@@ -97,5 +93,4 @@ class Plan:
         self.loop: Loop | None = None
         self.bucket_loop: MappedBucket | None = None
         self.combination = combination
-        self.direct_loop: DirectAllreduce | None = None
         self.rest: tuple[slice, ...] | None = None

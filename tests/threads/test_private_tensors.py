@@ -1,5 +1,4 @@
-"""All-reduces of private tensors that are carried out as one loop over direct reads, and of calls in which some ranks'
-tensors are mapped, which are not."""
+"""All-reduces of private tensors by direct reads, and calls in which some ranks' tensors are mapped."""
 
 from __future__ import annotations
 
@@ -8,7 +7,6 @@ import pytest
 
 import collectives
 from collectives.base.reduce_op import Op
-from collectives.plan.direct_allreduce import DirectAllreduce
 from collectives.transport import threads
 from collectives.worlds import World
 
@@ -32,19 +30,13 @@ def reduce_and_check(world: World, tensor: np.ndarray, in_place: bool, op: Op, p
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("in_place", [True, False])
-def test_private_tensors(monkeypatch: pytest.MonkeyPatch, size: int, count: int, in_place: bool) -> None:
-    ran: list[int] = []
-    run = DirectAllreduce.run
-    monkeypatch.setattr(DirectAllreduce, "run", lambda self, *arguments: (ran.append(1), run(self, *arguments)))
-
+def test_private_tensors(size: int, count: int, in_place: bool) -> None:
     def scenario(world: World) -> None:
         tensor = np.empty(count, np.float32)
         for op, prescale in ((Op.SUM, 1.0), (Op.AVERAGE, 1.0), (Op.SUM, 2.0)):
             reduce_and_check(world, tensor, in_place, op, prescale)
 
     threads.run(size, scenario, make_world=World)
-    # Results, and copies that are scaled, lie in the arena: those calls have a mapped tensor, and no loop.
-    assert len(ran) == (size * 4 if in_place else 0)
 
 
 @pytest.mark.parametrize("nbytes", [64 << 10, 4 << 20])

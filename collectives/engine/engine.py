@@ -156,10 +156,9 @@ class Engine:
                 if attempt is not None:
                     same = attempt(token, source, out)
                 else:
-                    prepare, run = task.bound or (task.prepare, task.run)
-                    same = self._enter_and_look(token, prepare(source, out))
+                    same = self._enter_and_look(token, task.prepare(source, out))
                     if same:
-                        run()
+                        task.run()
                 if same:
                     self._solos += 1
                     self._solo_bytes += entry.nbytes

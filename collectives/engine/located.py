@@ -21,7 +21,6 @@ from collectives.engine.request_cache import CachedRequest
 from collectives.engine.rows import Rows
 from collectives.engine.tasks import OneTensor, Words
 from collectives.plan.mapped_loops import Loop
-from collectives.plan.one_block import OneBlock
 from collectives.plan.plan import Plan
 from collectives.tensors.arena import MAPPED, arena
 from collectives.tensors.arrays import address
@@ -84,18 +83,14 @@ class LocatedTensor(OneTensor):
         """This rank's words, when its tensors were at these addresses and the arena had these pieces."""
         self._kept: dict[tuple[int, int], _Kept] = {}
         """By the addresses of this rank's input and output: programs take turns with a few tensors."""
-        self._one_block: OneBlock | None = None
         self._enter_and_look, self._tells = context.control.enter_and_look, context.control.tells
         self._carry_out = functools.partial(context.quietly, self._run) if entry.warns else self._run
 
     def bind(self) -> None:
         context, entry = self._context, self.entry
-        plan = entry.plan()
         self.epoch = context.planner.epoch
-        self._one_block = None if plan is None or entry.prescale is not None else context.executor.one_block(plan)
         self._kept.clear()
         self._ranges = None  # what is published depends on the plan
-        self.bound = self.prepare, self._carry_out
         self.attempt = self._attempt if entry.prescale is None else None
 
     def _attempt(self, signature: int, source: Array, out: Array) -> bool | None:
@@ -158,9 +153,6 @@ class LocatedTensor(OneTensor):
 
     def _stage(self, source: Array, out: Array) -> None:
         """Put a private tensor where the plan for private tensors has it."""
-        if self._one_block is not None:
-            self._one_block.stage(source, out)
-            return
         plan = self.entry.plan()
         assert plan is not None
         if plan.staged:
@@ -176,20 +168,10 @@ class LocatedTensor(OneTensor):
         self._carry_out()
 
     def _run(self) -> None:
-        words_of = self._context.control.words_of
         if self._is_mapped:
             kept = self._kept.get((self._at, self._out_at))
             if kept is not None and kept.ranges is self._ranges and self._tells(kept.told):
                 kept.loop(self._source, self._out, kept.blocks)
-                self._source = self._out = _EMPTY
-                return
-        block = self._one_block
-        if block is not None and not self._is_mapped and self._context.executor.trace is None:
-            for peer in self._peers:
-                if self._is_reached(*words_of(peer)[:2]):
-                    break
-            else:
-                block.run()
                 self._source = self._out = _EMPTY
                 return
         self._run_otherwise()

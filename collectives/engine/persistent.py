@@ -198,13 +198,9 @@ class BoundTensor(OneTensor):
         self._plan, self.description, self.epoch = plan, plan.description, context.planner.epoch
         self._find_peers(plan)
         if in_place:
-            loop = self._bind_loop(plan)
-            run = loop or self._execute
-            if entry.warns:
-                run = functools.partial(context.quietly, run)
             self.attempt = None
-            self.bound = self._stage if loop is None else _tell_nothing, run
-            self._loop = run if loop is not None else None
+            loop = self._bind_loop(plan)
+            self._loop = functools.partial(context.quietly, loop) if loop is not None and entry.warns else loop
 
     def prepare(self, source: Array, out: Array) -> Words:
         if self.epoch != self._context.planner.epoch:
@@ -225,7 +221,7 @@ class BoundTensor(OneTensor):
 
     def forget(self) -> None:
         """Drop the plan and the tensor."""
-        self.attempt = self.bound = self._plan = self._loop = None
+        self.attempt = self._plan = self._loop = None
         self._peers_at = [], [], []
         del self._arrays
 
@@ -322,7 +318,7 @@ class BoundGroup(HostTask):
         threshold: the bytes at which a bucket ends, at present.
 
     Attributes:
-        bound, epoch, generation: as of `OneTensor`.
+        epoch, generation: as of `OneTensor`.
     """
 
     description = "group"
@@ -339,7 +335,6 @@ class BoundGroup(HostTask):
         self._members = members
         self._words = words
         self._threshold = threshold
-        self.bound = self.prepare, self.run
         self.epoch = self.generation = -1
         self._parts: list[tuple[Task, list[Handle]]] = []
 
@@ -434,10 +429,6 @@ def words_of(context: Context, part: Handle) -> Places:
     if part.out is part.source or part.entry.request.collective == "reducescatter":  # whose outputs no peer uses
         return source, source
     return source, word(part.out)
-
-
-def _tell_nothing(source: Array, out: Array) -> Words:
-    return ()
 
 
 def _nothing(handle: Handle) -> None:

@@ -58,14 +58,13 @@ class Rows(HostTask):
     What was found out about mapped tensors is kept by the words of all ranks, which are their places and rows.
 
     Attributes:
-        bound, epoch, generation: as of `collectives.engine.tasks.OneTensor`.
+        epoch, generation: as of `collectives.engine.tasks.OneTensor`.
     """
 
     description = "rows"
 
     def __init__(self, context: Context, entry: CachedRequest) -> None:
         super().__init__(context, entry)
-        self.bound: tuple[Callable[[Array, Any], Words], Callable[[], object]] | None = None
         self.epoch = self.generation = -1
         self._row = entry.request.shape or ()
         self._source: Array = _EMPTY
@@ -80,7 +79,6 @@ class Rows(HostTask):
         """Prepare for blocking calls."""
         self.epoch = self._context.planner.epoch
         self._kept.clear()
-        self.bound = self.prepare, self.run  # which copies only: NumPy has nothing to warn of
 
     def prepare(self, source: Array, gathered: GatheredRows) -> Words:
         """`prepare_handles` of a blocking call, which has no handle."""

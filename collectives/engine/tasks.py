@@ -10,7 +10,6 @@ so that the round in which the ranks agree also brings the first task's data, or
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -126,7 +125,6 @@ class OneTensor(HostTask):
     """An all-reduce, reduce-scatter, broadcast or barrier by itself; without elements it only synchronises the ranks.
 
     Attributes:
-        bound: quicker equivalents of `prepare` and `run`, if the plan has them.
         epoch: the planner's, when they were bound.
         generation: the ledger's, when its cache last knew this request.
     """
@@ -135,7 +133,6 @@ class OneTensor(HostTask):
 
     def __init__(self, context: Context, entry: CachedRequest) -> None:
         super().__init__(context, entry)
-        self.bound: tuple[Callable[[Array, Array], Words], Callable[[], object]] | None = None
         self.epoch = self.generation = -1
         self._plan: Plan | None = None
         self._source = self._out = _EMPTY
@@ -145,7 +142,7 @@ class OneTensor(HostTask):
         context, entry = self._context, self.entry
         self._plan = plan = entry.plan()
         self.epoch = context.planner.epoch
-        self.attempt = self.bound = None
+        self.attempt = None
         if entry.prescale is not None:
             return
         if plan is None:
@@ -156,10 +153,6 @@ class OneTensor(HostTask):
         reduction = context.executor.one_reduction(plan, quietly)
         if reduction is not None:
             self.attempt = reduction.attempt
-            return
-        block = context.executor.one_block(plan)
-        if block is not None:
-            self.bound = block.stage, block.run if quietly is None else functools.partial(quietly, block.run)
 
     def prepare(self, source: Array, out: Array) -> Words:
         """`prepare_handles` of a blocking call, which has no handle."""

@@ -15,7 +15,7 @@ import numpy as np
 from collectives.plan import fast_paths
 from collectives.plan.blocks import BlockLookup, BlockOf
 from collectives.plan.fast_paths import Do, ExecutorState, Kernel, Scale
-from collectives.plan.one_block import Combination, combination
+from collectives.plan.one_reduction import Combination, combination
 from collectives.plan.plan import BoundRound
 from collectives.plan.program import Action, Medium, Program, RoundProgram, Space, Verb
 from collectives.transport.base import Array

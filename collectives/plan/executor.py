@@ -28,7 +28,7 @@ from collectives.plan.fast_paths import ExecutorState, Kernel, Scale
 from collectives.plan.fused_binders import AddressBinder, PackingBinder
 from collectives.plan.mapped_loops import MappedBucket, make_loop
 from collectives.plan.message_lists import ListBinder, ListPieces
-from collectives.plan.one_block import OneBlock, OneReduction, Quietly
+from collectives.plan.one_reduction import OneReduction, Quietly
 from collectives.plan.plan import BoundRound, Plan
 from collectives.plan.program import Program
 from collectives.transport.base import SLOTS, WINDOW_BYTES, Array
@@ -139,16 +139,6 @@ class Executor:
             self.state.scratch_at = self._scratch.ctypes.data
             for dtype, holder in self._scratch_views.items():
                 holder[0] = self._scratch.view(dtype)
-
-    def one_block(self, plan: Plan) -> OneBlock | None:
-        """The quickest way to run a plan, if it has one segment, is staged, and every peer is on this host's board."""
-        board = self._board
-        if board is None or not plan.staged or plan.segments > 1 or not plan.uses_window or plan.touched_by:
-            return None
-        if any(bound.has_messages for bound in plan.rounds) or plan.rounds[0].pushes:
-            return None
-        stage, *rounds = [[*bound.pushes, *bound.rest] for bound in plan.rounds]
-        return OneBlock(self.state, board, stage, rounds)
 
     def bucket_loop(
         self, plan: Plan, pieces: Pieces, start: int, size: int, block: int, kernel: Kernel, finish: Scale | None

@@ -5,7 +5,7 @@ They do what `binder` and `executor` do in general, with everything that can be 
 - whole actions of plans of one segment, whose blocks never move within a slot;
 - the two rounds of the direct all-reduce over direct reads, of one tensor or of a list of pieces.
 
-`one_block` has the shortest way through a whole plan.
+`one_reduction` has the shortest way through a whole plan.
 """
 
 from __future__ import annotations

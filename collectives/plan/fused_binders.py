@@ -8,7 +8,7 @@ from collectives.fusion import Lists, Pieces
 from collectives.plan import fast_paths, window_packing
 from collectives.plan.binder import Binder
 from collectives.plan.fast_paths import Do
-from collectives.plan.one_block import Combination
+from collectives.plan.one_reduction import Combination
 from collectives.plan.program import Action, Program, Space, Verb
 
 

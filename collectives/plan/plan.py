@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from collectives.plan.fast_paths import Do
 from collectives.plan.mapped_loops import Loop, MappedBucket
-from collectives.plan.one_block import Combination
+from collectives.plan.one_reduction import Combination
 from collectives.plan.program import Program
 
 

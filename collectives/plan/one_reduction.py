@@ -1,8 +1,4 @@
-"""The shortest way through a plan of one segment that is staged into the window: what carries out tiny tensors.
-
-There every call of Python counts. What `Executor.stage` and `Executor.run` do for any plan is written out for one
-segment without messages: `OneBlock` for any such plan, `OneReduction` for the one-shot all-reduce.
-"""
+"""The one-shot all-reduce of one block: what carries out tiny tensors, where every call of Python counts."""
 
 from __future__ import annotations
 
@@ -13,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from collectives.plan.blocks import BlockLookup
-from collectives.plan.fast_paths import Do, ExecutorState, Kernel, Scale
+from collectives.plan.fast_paths import ExecutorState, Kernel, Scale
 from collectives.plan.program import Medium, Place, Program, Space, Verb
 from collectives.transport.base import SLOTS, Array
 from collectives.transport.board import Board
@@ -22,51 +18,7 @@ EnterAndLook = Callable[[int], bool | None]
 """`collectives.transport.base.Control.enter_and_look`, without words."""
 Quietly = Callable[..., Any]
 """``quietly(function, *arguments)`` calls a function without NumPy's floating-point warnings."""
-_EMPTY: Array = np.empty(0)
 _INPUT, _OUTPUT = Place(Space.INPUT, 0), Place(Space.OUTPUT, 0)
-
-
-class OneBlock:
-    """A plan of one segment, with everything bound that a run needs.
-
-    Args:
-        state, board: of the executor.
-        stage: the actions of the first round.
-        rounds: the actions of each later round.
-    """
-
-    def __init__(self, state: ExecutorState, board: Board, stage: Sequence[Do], rounds: Sequence[Sequence[Do]]) -> None:
-        self._state = state
-        self._board = board
-        self._advance = board.advance
-        self._stage = stage
-        self._rounds = rounds
-
-    def stage(self, source: Array, out: Array) -> Sequence[int]:
-        """Copy the input into the window. Returns the words to enter the call with: none."""
-        state, board = self._state, self._board
-        state.input, state.output = source, out
-        free, seen = state.free_at[state.slot], board.seen
-        for peer in board.peers:
-            if seen[peer] < free:
-                board.wait(peer, free)
-        for do in self._stage:
-            do(0)
-        return ()
-
-    def run(self) -> None:
-        """Run the later rounds; every rank has staged its input."""
-        state, advance = self._state, self._advance
-        state.entered_staged = True
-        progress = state.base + 1
-        for actions in self._rounds:
-            for do in actions:
-                do(0)
-            progress += 1
-            advance(progress)
-        state.free_at[state.slot] = state.base = progress
-        state.slot = (state.slot + 1) % SLOTS
-        state.input = state.output = _EMPTY
 
 
 class Combination(NamedTuple):

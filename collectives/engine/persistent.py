@@ -266,7 +266,7 @@ class BoundTensor(OneTensor):
         found = [(source, out) for source, out in views if source is not None and out is not None]
         if len(found) < len(views):
             return None
-        return plan.loop.bound_to(self._arrays[0], self._arrays[1], found)
+        return functools.partial(plan.loop.run, *self._arrays[:2], plan.loop.cut(found))
 
 
 class BoundListBucket(ListBucket):
@@ -286,7 +286,7 @@ class BoundListBucket(ListBucket):
             found = [self._find(mapped, peer, words[peer].tolist()) for peer in self._peers]
             views = [its for its in found if its is not None]
             if len(views) == len(found):
-                self._loop = self._plan.bucket_loop.bound_to(pieces.sources, pieces.outs, views)
+                self._loop = functools.partial(self._plan.bucket_loop.run, views)
         at = [address(array) for array in (*pieces.sources, *pieces.outs)]
         self._lists.locate(context.rank, np.array(at, np.int64))
         for peer in self._plan.partners:

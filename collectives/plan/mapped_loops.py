@@ -12,7 +12,7 @@ twice: before, when all tensors are there, and after, when nobody reads or write
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from collectives.fusion import Pieces
@@ -35,9 +35,6 @@ class Loop(Protocol):
 
     def run(self, source: Array, out: Array, blocks: Any) -> None:
         """Carry out the plan on this rank's input and output; all ranks have entered the call."""
-
-    def bound_to(self, source: Array, out: Array, views: Views) -> Callable[[], None]:
-        """`run` for tensors that stay where they are, with every block cut beforehand."""
 
 
 class MappedReduction:
@@ -108,14 +105,6 @@ class MappedReduction:
             if seen[peer] < progress:
                 board.wait(peer, progress)
 
-    def bound_to(self, source: Array, out: Array, views: Views) -> Callable[[], None]:
-        own = out if source is out else source
-        blocks = []
-        for cut, at in self._cuts:
-            targets = tuple(target[at] for _, target in views) if self._pushes else ()
-            blocks.append((out[at] if own is out else own[cut], out[at], [theirs[cut] for theirs, _ in views], targets))
-        return _reduction(blocks, self._kernel, self._finish, self._state, self._board, self._peers, self._groups)
-
 
 class MappedMoves:
     """The loop of a plan whose every action copies a block of some rank's input into this rank's output.
@@ -163,22 +152,6 @@ class MappedMoves:
             for there, here in self._own:
                 out[here] = source[there]
         _await(board, self._peers, progress)
-
-    def bound_to(self, source: Array, out: Array, views: Views) -> Callable[[], None]:
-        state, board, peers, groups = self._state, self._board, self._peers, self._groups
-        moves = [(out[here], views[place][0][there]) for place, there, here in self._moves]
-        own = [] if source is out else [(out[here], source[there]) for there, here in self._own]
-
-        def run() -> None:
-            for target, block in moves:
-                target[...] = block
-            state.base = progress = state.base + groups
-            board.advance(progress)
-            for target, block in own:
-                target[...] = block
-            _await(board, peers, progress)
-
-        return run
 
 
 class MappedBucket:
@@ -242,48 +215,6 @@ class MappedBucket:
             for _, targets in others:
                 targets[number][cut] = result
         meet(self._state, self._board, self._peers, self._groups)
-
-    def bound_to(
-        self, sources: Sequence[Array], outs: Sequence[Array], views: Sequence[BucketViews]
-    ) -> Callable[[], None]:
-        """`run` for tensors that stay where they are, with every block cut beforehand."""
-        blocks = []
-        for number, cut in self._cuts:
-            mine, out = sources[number], outs[number]
-            theirs = [inputs[number][cut] for inputs, _ in views]
-            targets = tuple(outputs[number][cut] for _, outputs in views)
-            blocks.append((out[cut] if mine is out else mine[cut], out[cut], theirs, targets))
-        return _reduction(blocks, self._kernel, self._finish, self._state, self._board, self._peers, self._groups)
-
-
-_Block = tuple[Array, Array, Sequence[Array], Sequence[Array]]
-"""This rank's block, the result, the peers' blocks, and where the result goes besides."""
-
-
-def _reduction(
-    blocks: Sequence[_Block],
-    kernel: Kernel,
-    finish: Scale | None,
-    state: ExecutorState,
-    board: Board,
-    peers: Sequence[int],
-    groups: int,
-) -> Callable[[], None]:
-    """The loop of a reduction whose blocks have been cut."""
-    cut = [(mine, result, theirs[0], tuple(theirs[1:]), targets) for mine, result, theirs, targets in blocks]
-
-    def run() -> None:
-        for mine, result, first, others, targets in cut:
-            kernel(mine, first, result)
-            for block in others:
-                kernel(result, block, result)
-            if finish is not None:
-                finish(result, result)
-            for target in targets:
-                target[...] = result
-        meet(state, board, peers, groups)
-
-    return run
 
 
 def make_loop(

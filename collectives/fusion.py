@@ -8,9 +8,7 @@ A bucket is a list of tensors with the same reduction; for the schedule it is on
 
 There is no buffer of that size. With windows, a block is packed where the peers read it. With direct reads nothing is
 packed: one system call reads the pieces of a block from the peer's tensors, another writes the results back into them.
-With messages over TCP alone, too, one system call sends a block's pieces, and one receives them; only tiny tensors are
-copied into a buffer, which is one more tensor then. Over MPI, and where some ranks share a host, small tensors are
-copied into a buffer, and large ones are reduced one by one.
+Between hosts small tensors are copied into a buffer, and large ones are reduced one by one.
 
 `plan` cuts an agreed list of operations into buckets of equal dtype, operation and scale factors, in the order of the
 list, none above the threshold; an operation may join an earlier bucket past others that do not fit it. The result

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import pytest
 
 from collectives.base.errors import RankFailedError
 from collectives.tensors.arena import MAPPED, arena
-from collectives.transport.base import WINDOW_BYTES, as_bytes
+from collectives.transport.base import WINDOW_BYTES
 from collectives.transport.board import max_words
 from collectives.transport.group import Group
 
@@ -297,19 +295,6 @@ def any_dtype_travels(group: Group) -> None:
             np.testing.assert_array_equal(box, pattern(33, before, 0).astype(dtype))
 
 
-def a_list_of_blocks_meets_another(group: Group) -> None:
-    messages: Any = group.messages
-    after, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
-    if group.size > 1 and messages.takes_lists:
-        sent, box = pattern(5000, group.rank, 0), np.zeros(5000, np.uint8)
-        cuts, others = (0, 1, 1, 4000, 4003, 5000), (0, 2, 700, 700, 5000)
-        arrival = messages.post_receive_list(before, [as_bytes(box[a:b]) for a, b in pairwise(others)])
-        messages.post_send_list(after, [as_bytes(sent[a:b]) for a, b in pairwise(cuts)])
-        messages.await_arrival(arrival)
-        np.testing.assert_array_equal(box, pattern(5000, before, 0))
-        messages.drain()
-
-
 def draining_nothing_returns(group: Group) -> None:
     assert group.messages is not None
     group.messages.drain()
@@ -319,7 +304,6 @@ message_checks: list[Callable[[Group], None]] = [
     blocks_arrive_whole,
     blocks_between_two_ranks_keep_their_order,
     any_dtype_travels,
-    a_list_of_blocks_meets_another,
     draining_nothing_returns,
 ]
 

@@ -13,10 +13,10 @@ from collectives import fusion
 from collectives.base.errors import OutOfMemoryError
 from collectives.base.reduce_op import Op
 from collectives.engine.buckets import ListBucket, WindowBucket
+from collectives.engine.buffer_bucket import BufferBucket
 from collectives.engine.context import Context
 from collectives.engine.handles import Handle
 from collectives.engine.located import one_tensor
-from collectives.engine.message_buckets import BufferBucket, MessageBucket, sends_lists
 from collectives.engine.negotiation import STARVING
 from collectives.engine.request_cache import CachedRequest
 from collectives.engine.tasks import AdasumTensor, Task, Words
@@ -91,8 +91,6 @@ class Batch:
             self.tasks.append((WindowBucket(context, entries, choice), members))
         elif one_host and choice.medium is Medium.DIRECT and pushes and first.prescale is None:
             self.tasks.append((self._list_bucket(context, entries, choice), members))
-        elif sends_lists(context, entries, choice):
-            self.tasks.append((MessageBucket(context, entries, choice), members))
         else:
             for number in members:
                 if self.entries[number].nbytes >= _ALONE_FROM:

@@ -174,6 +174,15 @@ class LocatedTensor(OneTensor):
                 kept.loop(self._source, self._out, kept.blocks)
                 self._source = self._out = _EMPTY
                 return
+        else:
+            plan, words_of = self.entry.plan(), self._context.control.words_of
+            assert plan is not None
+            if plan.staged and not any([self._is_reached(*words_of(peer)) for peer in self._peers]):
+                self._context.executor.run(plan, True)
+                self.description = plan.description
+                self._clear_arrays()
+                self._source = self._out = _EMPTY
+                return
         self._run_otherwise()
 
     def _run_otherwise(self) -> None:

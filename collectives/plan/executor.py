@@ -27,7 +27,6 @@ from collectives.plan.binder import Binder
 from collectives.plan.fast_paths import ExecutorState, Kernel, Scale
 from collectives.plan.fused_binders import AddressBinder, PackingBinder
 from collectives.plan.mapped_loops import MappedBucket, make_loop
-from collectives.plan.message_lists import ListBinder, ListPieces
 from collectives.plan.one_reduction import OneReduction, Quietly
 from collectives.plan.plan import BoundRound, Plan
 from collectives.plan.program import Program
@@ -102,8 +101,6 @@ class Executor:
         binder: Binder
         if lists is not None:
             binder = AddressBinder(*common, lists=lists)
-        elif isinstance(pieces, ListPieces):
-            binder = ListBinder(*common, pieces=pieces)
         elif pieces is not None:
             binder = PackingBinder(*common, pieces=pieces)
         else:
@@ -180,16 +177,17 @@ class Executor:
         """
         state, board = self.state, self._board
         state.entered_staged = staged_first if staged_everywhere is None else staged_everywhere
-        base = state.base
-        if self.trace is not None:
-            self._run_traced(plan, staged_first, self.trace)
-        elif plan.stride == len(plan.rounds):
+        base, trace = state.base, self.trace
+        if trace is None and plan.stride == len(plan.rounds):
             self._run_in_sequence(plan, staged_first)
         else:
             for group in range(plan.groups):
+                begun = time.monotonic()
                 self._run_group(plan, group, staged_first)
                 if board is not None:
                     board.advance(base + group + 1)
+                if trace is not None:
+                    trace(_name(plan, group), begun, time.monotonic())
         if board is not None:
             for peer, groups in plan.touched_by:
                 if board.seen[peer] < base + groups:
@@ -198,41 +196,23 @@ class Executor:
             self._leave_slots(plan)
         state.base = base + plan.groups
 
-    def _run_traced(self, plan: Plan, staged_first: bool, trace: Trace) -> None:
-        """Run one step group after the other, and report each to ``trace``."""
-        base, board, rounds = self.state.base, self._board, len(plan.rounds)
-        for group in range(plan.groups):
-            begun = time.monotonic()
-            self._run_group(plan, group, staged_first)
-            if board is not None:
-                board.advance(base + group + 1)
-            which = [(k, (group - k) // plan.stride) for k in range(group % plan.stride, rounds, plan.stride)]
-            which = [(k, segment) for k, segment in which if 0 <= segment < plan.segments]
-            trace(", ".join(f"round {k} of segment {segment}" for k, segment in which), begun, time.monotonic())
-
     def _run_in_sequence(self, plan: Plan, staged_first: bool) -> None:
         """Run all rounds of a segment before the next segment: each round is a step group."""
-        board, progress = self._board, self.state.base
-        skip = staged_first
+        state, board, progress, skip = self.state, self._board, self.state.base, staged_first
         for segment in range(plan.segments):
             if plan.uses_window and not skip:
                 self._claim(segment, plan)
             for bound in plan.rounds:
                 progress += 1
-                if skip:
-                    skip = False
-                    if board is not None and not self.state.entered_staged:
-                        board.advance(progress)  # peers wait for it, because others have not staged theirs
-                    continue
-                for do in bound.posts:
-                    do(segment)
-                for do in bound.pushes:
-                    do(segment)
-                self._finish_round(bound, segment)
-                if bound.has_messages:
-                    self._drain()
-                if board is not None:
+                if not skip:
+                    for do in bound.first:
+                        do(segment)
+                    self._finish_round(bound, segment)
+                    if bound.has_messages:
+                        self._drain()
+                if board is not None and not (skip and state.entered_staged):
                     board.advance(progress)
+                skip = False
 
     def _run_group(self, plan: Plan, group: int, staged_first: bool) -> None:
         """Run the rounds of different segments in one step group: all messages first, so that they travel together."""
@@ -297,3 +277,10 @@ class Executor:
         for segment in range(max(0, segments - SLOTS), segments):
             state.free_at[(state.slot + segment) % SLOTS] = state.base + segment * plan.stride + len(plan.rounds)
         state.slot = (state.slot + segments) % SLOTS
+
+
+def _name(plan: Plan, group: int) -> str:
+    """The name of a step group in traces."""
+    numbers = range(group % plan.stride, len(plan.rounds), plan.stride)
+    which = [(number, (group - number) // plan.stride) for number in numbers]
+    return ", ".join(f"round {k} of segment {segment}" for k, segment in which if 0 <= segment < plan.segments)

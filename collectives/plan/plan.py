@@ -16,17 +16,19 @@ class BoundRound:
     Attributes:
         posts: post sends and receives.
         pushes: write into peers' memory.
+        first: posts and pushes.
         rest: the others.
         drain_first: whether all messages must have arrived, and have been sent, before the rest.
     """
 
-    __slots__ = ("drain_first", "has_messages", "posts", "pushes", "rest")
+    __slots__ = ("drain_first", "first", "has_messages", "posts", "pushes", "rest")
 
     def __init__(self, posts: Sequence[Do], pushes: Sequence[Do], rest: Sequence[Do], drain_first: bool) -> None:
         self.posts = posts
         self.pushes = pushes
         self.rest = rest
         self.drain_first = drain_first
+        self.first = (*posts, *pushes)
         self.has_messages = bool(posts)
 
 

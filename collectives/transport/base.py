@@ -102,8 +102,6 @@ class MessageTransport(Protocol):
     """Messages between any two ranks of the group, in order per pair of ranks; both sides give the same length."""
 
     name: str
-    takes_lists: bool
-    """Whether it is a `ListTransport`; the same on all ranks."""
 
     def post_receive(self, peer: int, into: Array) -> Any:
         """Begin to receive a block from ``peer`` into contiguous memory, which must live until `drain` returns.
@@ -132,17 +130,6 @@ class MessageTransport(Protocol):
 
     def close(self) -> None:
         """Release the resources of the transport."""
-
-
-class ListTransport(MessageTransport, Protocol):
-    """Messages whose bytes lie in several blocks of memory, one behind the other. The two sides of a message may cut it
-    differently, or not at all."""
-
-    def post_receive_list(self, peer: int, blocks: Sequence[memoryview]) -> Any:
-        """`post_receive` into several blocks of bytes."""
-
-    def post_send_list(self, peer: int, blocks: Sequence[memoryview]) -> None:
-        """`post_send` of several blocks of bytes."""
 
 
 class Control(Protocol):

@@ -23,7 +23,6 @@ class MpiMessages:
     """`base.MessageTransport` over MPI's point-to-point messages."""
 
     name = "mpi"
-    takes_lists = False
 
     def __init__(self, channel: Channel) -> None:
         self._comm = channel.comm

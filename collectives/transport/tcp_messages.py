@@ -13,13 +13,12 @@ import select
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from itertools import islice
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from collectives.base.errors import CollectiveTimeoutError
 from collectives.transport.backoff import yield_core
-from collectives.transport.base import MOST_BLOCKS, Array, as_bytes
+from collectives.transport.base import Array, as_bytes
 from collectives.transport.closing import close_all
 from collectives.transport.tcp_channel import CLOSE_WITHIN, TcpChannel
 
@@ -30,9 +29,6 @@ LANES_FROM = 1 << 18
 """Bytes from which a message is divided among the lanes."""
 _SEND_BYTES = 1 << 17
 """Bytes that are sent at once: between two sends this rank receives, so that both directions are in use."""
-_RECEIVE_BYTES = 1 << 18
-"""Bytes of a list of blocks that are asked for at once: making the system's list of them costs time for each block,
-whether it is filled or not."""
 _SPINS = 30
 """Looks at the connections, between which the core is yielded, before this rank sleeps until something arrives."""
 _FIRST_DOZE, _LONGEST_DOZE = 1.0, 50.0
@@ -52,23 +48,21 @@ class Arrival:
 
     __slots__ = ("divided", "left", "nbytes")
 
-    def __init__(self) -> None:
-        self.nbytes = self.left = 0
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = self.left = nbytes
         self.divided = False
 
 
 class _Lane:
     """A connection with a peer, and what it is to carry."""
 
-    __slots__ = ("arrivals", "incoming", "interest", "number", "outgoing", "peer", "sock")
+    __slots__ = ("incoming", "interest", "number", "outgoing", "peer", "sock")
 
     def __init__(self, peer: int, number: int) -> None:
         self.peer, self.number = peer, number
         self.sock: socket.socket | None = None
         self.outgoing: deque[memoryview] = deque()
-        self.incoming: deque[memoryview] = deque()
-        self.arrivals: deque[tuple[Arrival, int]] = deque()
-        """The messages that come in, with their bytes that have not."""
+        self.incoming: deque[tuple[memoryview, Arrival]] = deque()
         self.interest = 0
         """The events that are polled for."""
 
@@ -83,7 +77,6 @@ class TcpMessages:
     """
 
     name = "tcp"
-    takes_lists = True
 
     def __init__(self, channel: TcpChannel, links: Links, lanes: int = 1) -> None:
         self._channel = channel
@@ -97,26 +90,17 @@ class TcpMessages:
         self._spins = min(channel.spins, _SPINS)
 
     def post_receive(self, peer: int, into: Array) -> Arrival:
-        return self.post_receive_list(peer, (as_bytes(into),))
-
-    def post_receive_list(self, peer: int, blocks: Sequence[memoryview]) -> Arrival:
-        arrival = Arrival()
-        for lane, parts, nbytes in self._divided(peer, blocks):
-            arrival.nbytes += nbytes
+        arrival = Arrival(into.nbytes)
+        for lane, part in self._divided(peer, as_bytes(into)):
             arrival.divided |= lane.number > 0
-            lane.incoming.extend(parts)
-            lane.arrivals.append((arrival, nbytes))
+            lane.incoming.append((part, arrival))
             self._active[lane] = None
-        arrival.left = arrival.nbytes
         return arrival
 
     def post_send(self, peer: int, block: Array) -> None:
-        self.post_send_list(peer, (as_bytes(block),))
-
-    def post_send_list(self, peer: int, blocks: Sequence[memoryview]) -> None:
-        for lane, parts, _ in self._divided(peer, blocks):
+        for lane, part in self._divided(peer, as_bytes(block)):
             idle = not lane.outgoing
-            lane.outgoing.extend(parts)
+            lane.outgoing.append(part)
             self._active[lane] = None
             if idle and lane.sock is not None:
                 self._send(lane)
@@ -139,24 +123,14 @@ class TcpMessages:
 
     # ---- lanes
 
-    def _divided(self, peer: int, blocks: Sequence[memoryview]) -> Iterable[tuple[_Lane, Sequence[memoryview], int]]:
-        """The lanes that a message takes, each with its part of the message and the bytes of that."""
+    def _divided(self, peer: int, block: memoryview) -> list[tuple[_Lane, memoryview]]:
+        """The lanes that a message takes, each with its part of the message."""
         lanes = self._lanes.get(peer) or self._open(peer)
-        total = sum(map(len, blocks))
-        if len(lanes) == 1 or total < LANES_FROM:
-            return ((lanes[0], [block for block in blocks if block], total),) if total else ()
-        share = -(-total // len(lanes))
-        rest = deque(block for block in blocks if block)
-        divided = []
-        for lane in lanes:
-            nbytes = min(share, total)
-            if not nbytes:
-                break
-            part = _first(rest, nbytes, len(rest))
-            _drop(rest, nbytes)
-            divided.append((lane, part, nbytes))
-            total -= nbytes
-        return divided
+        if len(lanes) == 1 or len(block) < LANES_FROM:
+            return [(lanes[0], block)] if block else []
+        share = -(-len(block) // len(lanes))
+        parts = [block[at : at + share] for at in range(0, len(block), share)]
+        return list(zip(lanes, parts))  # noqa: B905 (a last lane may have no part)
 
     def _open(self, peer: int) -> list[_Lane]:
         """Make the lanes with a peer. This rank dials lower ones, and waits for no one: higher ones dial when they
@@ -217,16 +191,14 @@ class TcpMessages:
         moved = False
         try:
             while outgoing:
-                first = outgoing[0]
-                if len(outgoing) == 1 or len(first) >= _SEND_BYTES:
-                    wanted = min(len(first), _SEND_BYTES)
-                    sent = sock.send(first[:wanted])
-                else:
-                    blocks = _first(outgoing, _SEND_BYTES)
-                    wanted = sum(map(len, blocks))
-                    sent = sock.sendmsg(blocks)
+                block = outgoing[0]
+                wanted = min(len(block), _SEND_BYTES)
+                sent = sock.send(block[:wanted])
                 moved = True
-                _drop(outgoing, sent)
+                if sent < len(block):
+                    outgoing[0] = block[sent:]
+                else:
+                    outgoing.popleft()
                 if sent < wanted or lane.incoming:
                     break
         except BlockingIOError:
@@ -241,39 +213,21 @@ class TcpMessages:
         moved = False
         try:
             while incoming:
-                first = incoming[0]
-                if len(incoming) == 1 or len(first) >= _RECEIVE_BYTES:
-                    wanted = len(first)
-                    received = sock.recv_into(first)
-                else:
-                    blocks = _first(incoming, _RECEIVE_BYTES)
-                    wanted = sum(map(len, blocks))
-                    received = sock.recvmsg_into(blocks)[0]
+                block, arrival = incoming[0]
+                received = sock.recv_into(block)
                 if received == 0:
                     self._channel.lost(lane.peer)
                 moved = True
-                self._credit(lane, received)
-                if received < wanted:
+                arrival.left -= received
+                if received < len(block):
+                    incoming[0] = block[received:], arrival
                     break
+                incoming.popleft()
         except BlockingIOError:
             pass
         except OSError:
             self._channel.lost(lane.peer)
         return moved
-
-    def _credit(self, lane: _Lane, nbytes: int) -> None:
-        """Note that the first bytes of what a lane is to receive have arrived."""
-        _drop(lane.incoming, nbytes)
-        arrivals = lane.arrivals
-        while nbytes:
-            arrival, left = arrivals[0]
-            part = min(nbytes, left)
-            arrival.left -= part
-            if part == left:
-                arrivals.popleft()
-            else:
-                arrivals[0] = arrival, left - part
-            nbytes -= part
 
     def _doze(self, milliseconds: float) -> bool:
         """Sleep until a lane can go on, at most so long. Returns whether one can."""
@@ -293,26 +247,3 @@ class TcpMessages:
                 lane.interest = 0
                 del watched[descriptor]
         return bool(poll.poll(milliseconds))
-
-
-def _first(views: Iterable[memoryview], nbytes: int, most: int = MOST_BLOCKS) -> list[memoryview]:
-    """The first ``nbytes`` bytes of a queue of views, or what ``most`` of the views have of them."""
-    first = []
-    for view in islice(views, most):
-        if nbytes <= len(view):
-            first.append(view[:nbytes])
-            break
-        first.append(view)
-        nbytes -= len(view)
-    return first
-
-
-def _drop(views: deque[memoryview], nbytes: int) -> None:
-    """Drop the first bytes of a queue of views."""
-    while nbytes:
-        first = views[0]
-        if nbytes < len(first):
-            views[0] = first[nbytes:]
-            return
-        nbytes -= len(first)
-        views.popleft()

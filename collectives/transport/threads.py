@@ -150,33 +150,26 @@ class ThreadMemory:
 
 
 class ThreadMessages:
-    """`base.ListTransport` among threads: the receiver copies from the sender's blocks and marks them as read."""
+    """`base.MessageTransport` among threads: the receiver copies from the sender's block and marks it as read."""
 
     name = "threads"
-    takes_lists = True
 
     def __init__(self, rank: int, mailboxes: _Mailboxes, board: Board, timeout: float) -> None:
         self._rank = rank
         self._mailboxes = mailboxes
         self._board = board
         self._timeout = timeout
-        self._receives: deque[tuple[int, Sequence[memoryview]]] = deque()
+        self._receives: deque[tuple[int, memoryview]] = deque()
         self._posted = self._received = 0
         self._sends: list[_Message] = []
 
     def post_receive(self, peer: int, into: Array) -> int:
-        return self.post_receive_list(peer, (as_bytes(into),))
-
-    def post_receive_list(self, peer: int, blocks: Sequence[memoryview]) -> int:
-        self._receives.append((peer, blocks))
+        self._receives.append((peer, as_bytes(into)))
         self._posted += 1
         return self._posted
 
     def post_send(self, peer: int, block: Array) -> None:
-        self.post_send_list(peer, (as_bytes(block),))
-
-    def post_send_list(self, peer: int, blocks: Sequence[memoryview]) -> None:
-        message = _Message(blocks)
+        message = _Message(as_bytes(block))
         self._sends.append(message)
         self._mailboxes.boxes[self._rank][peer].append(message)
 
@@ -186,7 +179,7 @@ class ThreadMessages:
             box = self._mailboxes.boxes[peer][self._rank]
             self._until(peer, lambda box=box: bool(box))  # type: ignore[misc]
             sent = box.popleft()
-            _copy(sent.blocks, into)
+            into[:] = sent.block
             sent.read = True
             self._received += 1
 
@@ -251,20 +244,11 @@ def run(
 
 
 class _Message:
-    __slots__ = ("blocks", "read")
+    __slots__ = ("block", "read")
 
-    def __init__(self, blocks: Sequence[memoryview]) -> None:
-        self.blocks = blocks
+    def __init__(self, block: memoryview) -> None:
+        self.block = block
         self.read = False
-
-
-def _copy(blocks: Sequence[memoryview], into: Sequence[memoryview]) -> None:
-    """Copy blocks into others that have as many bytes in all."""
-    data, at = memoryview(b"".join(blocks)), 0
-    for block in into:
-        block[:] = data[at : at + len(block)]
-        at += len(block)
-    assert at == len(data)
 
 
 class _Mailboxes:

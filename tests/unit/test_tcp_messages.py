@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 
 from collectives.base.errors import CollectiveTimeoutError, RankFailedError
 from collectives.transport import tcp_channel
-from collectives.transport.base import as_bytes
 from collectives.transport.tcp_channel import TcpChannel
 from collectives.transport.tcp_messages import LANES_FROM, TcpMessages
 from tests import loopback_links
@@ -54,59 +52,6 @@ def test_large_messages_both_ways_at_once_do_not_wait_for_each_other() -> None:
         return bool((theirs == pattern(peer, channel.rank, 0, 6_000_000)).all())
 
     assert loopback_links.run(2, rank) == [True, True]
-
-
-@pytest.mark.parametrize("lanes", [1, 2])
-def test_a_message_of_thousands_of_blocks_meets_one_of_other_blocks(lanes: int) -> None:
-    sent = [number % 50 for number in range(3000)]
-    received = [sum(sent) - 3 * 2999, *[3] * 2999]
-
-    def rank(channel: TcpChannel, links: LoopbackLinks) -> bool:
-        messages, peer = TcpMessages(channel, links, lanes), 1 - channel.rank
-        whole = pattern(channel.rank, peer, 0, sum(sent))
-        ends = np.cumsum(sent).tolist()
-        into = [np.zeros(size, np.int64) for size in received]
-        blocks = [whole[end - size : end] for size, end in zip(sent, ends, strict=True)]
-        arrival = messages.post_receive_list(peer, [as_bytes(block) for block in into])
-        messages.post_send_list(peer, [as_bytes(block) for block in blocks])
-        messages.await_arrival(arrival)
-        messages.drain()
-        return bool((np.concatenate(into) == pattern(peer, channel.rank, 0, sum(sent))).all())
-
-    assert loopback_links.run(2, rank) == [True, True]
-
-
-class CountingSocket:
-    """A socket that counts the system calls that send."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self._sock = sock
-        self.calls = 0
-
-    def __getattr__(self, name: str) -> Any:
-        self.calls += name in ("send", "sendmsg")
-        return getattr(self._sock, name)
-
-
-def test_a_system_call_sends_as_many_blocks_as_it_takes() -> None:
-    sent = np.arange(3000, dtype=np.int64)
-
-    def rank(channel: TcpChannel, links: LoopbackLinks) -> int:
-        messages, into = TcpMessages(channel, links), np.zeros_like(sent)
-        if channel.rank == 0:
-            messages.post_receive(1, into)
-            messages.drain()
-            np.testing.assert_array_equal(into, sent)
-            return 0
-        (lane,) = messages._open(0)
-        assert lane.sock is not None
-        counting: Any = CountingSocket(lane.sock)
-        lane.sock = counting
-        messages.post_send_list(0, [as_bytes(sent[number : number + 1]) for number in range(sent.size)])
-        messages.drain()
-        return int(counting.calls)
-
-    assert loopback_links.run(2, rank) == [0, 3]
 
 
 def test_a_message_is_awaited_while_later_ones_have_not_been_sent() -> None:

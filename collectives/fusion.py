@@ -6,8 +6,8 @@ A bucket is a list of tensors with the same reduction; for the schedule it is on
     chunks     |        rank 0's half         |        rank 1's half       |
     blocks     |  block 0  |  block 1  |  each block is a list of pieces of tensors
 
-There is no buffer of that size. With windows, a block is packed where the peers read it. With direct reads nothing is
-packed: one system call reads the pieces of a block from the peer's tensors, another writes the results back into them.
+There is no buffer of that size. On one host a block is packed where the peers read it, in a window, or combined piece
+by piece where the tensors of all ranks are mapped.
 Between hosts small tensors are copied into a buffer, and large ones are reduced one by one.
 
 `plan` cuts an agreed list of operations into buckets of equal dtype, operation and scale factors, in the order of the
@@ -24,8 +24,10 @@ from itertools import accumulate
 import numpy as np
 
 from collectives.tensors.reduction import Scaling
-from collectives.transport.base import MOST_BLOCKS, Array, Blocks
+from collectives.transport.base import Array
 
+MOST_TENSORS = 1024
+"""Tensors of a bucket: a plan is made in a fraction of a second."""
 Piece = tuple[int, int, int, int, int]
 """A tensor's number, the piece's begin and end in the tensor, and in the block; in elements."""
 
@@ -46,7 +48,7 @@ def plan(keys: Sequence[Hashable | None], nbytes: Sequence[int], threshold: int)
     open_bucket: dict[Hashable, int] = {}
     for number, (key, size) in enumerate(zip(keys, nbytes, strict=True)):
         at = open_bucket.get(key) if key is not None else None
-        if at is None or filled[at] + size > threshold or len(buckets[at]) == MOST_BLOCKS:
+        if at is None or filled[at] + size > threshold or len(buckets[at]) == MOST_TENSORS:
             at = len(buckets)
             buckets.append([])
             filled.append(0)
@@ -135,58 +137,3 @@ class Pieces:
             self._parts_of = packed
         for out, part in zip(self.outs, self._parts, strict=True):
             out[...] = part
-
-
-class Lists:
-    """Blocks of `Pieces` as lists of addresses, for vectored reads and writes.
-
-    The lengths are fixed when a plan is made; one NumPy operation per call fills in the addresses of a rank's tensors.
-
-    Args:
-        pieces: the tensors.
-        itemsize: bytes of an element.
-    """
-
-    def __init__(self, pieces: Pieces, itemsize: int) -> None:
-        self.pieces = pieces
-        self._itemsize = itemsize
-        self._tensors: list[int] = []
-        self._starts: list[int] = []
-        self._lengths: list[int] = []
-        self._known: dict[tuple[int, int], tuple[int, int]] = {}
-        self._tensor_of: Array = np.empty(0, np.int64)
-        self._start_of: Array = np.empty(0, np.int64)
-        self._inputs: dict[int, Blocks] = {}
-        self._outputs: dict[int, Blocks] = {}
-
-    def block(self, at: int, count: int) -> tuple[int, int]:
-        """The position of a block's first piece in the lists, and the number of its pieces; while a plan is made."""
-        if (at, count) not in self._known:
-            pieces = self.pieces.cut(at, count)
-            self._known[at, count] = len(self._tensors), len(pieces)
-            for number, start, end, _, _ in pieces:
-                self._tensors.append(number)
-                self._starts.append(start * self._itemsize)
-                self._lengths.append((end - start) * self._itemsize)
-        return self._known[at, count]
-
-    def inputs(self, rank: int) -> Blocks:
-        """A rank's inputs; the same object for every call."""
-        return self._inputs[rank]
-
-    def outputs(self, rank: int) -> Blocks:
-        """A rank's outputs; the same object for every call."""
-        return self._outputs[rank]
-
-    def locate(self, rank: int, addresses: Array) -> None:
-        """Fill in the addresses of a rank's tensors: of all inputs, then of all outputs."""
-        count = len(self.pieces.counts)
-        np.add(addresses[:count][self._tensor_of], self._start_of, out=self._inputs[rank].rows[:, 0])
-        np.add(addresses[count:][self._tensor_of], self._start_of, out=self._outputs[rank].rows[:, 0])
-
-    def seal(self, ranks: Sequence[int]) -> None:
-        """Make the lists of these ranks, after the last `block`."""
-        self._tensor_of, self._start_of = np.array(self._tensors, np.int64), np.array(self._starts, np.int64)
-        lengths = np.array(self._lengths, np.int64)
-        self._inputs = {rank: Blocks(lengths) for rank in ranks}
-        self._outputs = {rank: Blocks(lengths) for rank in ranks}

@@ -68,7 +68,7 @@ class DeviceTask:
         entry: the request; of a bucket, the first.
     """
 
-    packs_below: float = 0
+    packs = False
 
     def __init__(self, accelerator: Accelerator, entry: CachedDeviceRequest) -> None:
         self.entry = entry
@@ -216,7 +216,7 @@ class DeviceOne(DeviceTask):
 class DeviceBucket(DeviceTask):
     """Several tensors, or one that is scaled or compressed before it travels."""
 
-    packs_below = math.inf
+    packs = True
     _packing: Packing | None = None
     _unscaled: Packing | None = None
     _path: DevicePath | None = None

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from collectives import fusion
 from collectives.base.errors import OutOfMemoryError
 from collectives.base.reduce_op import Op
-from collectives.engine.buckets import ListBucket, WindowBucket
+from collectives.engine.buckets import Bucket, LocatedBucket
 from collectives.engine.buffer_bucket import BufferBucket
 from collectives.engine.context import Context
 from collectives.engine.handles import Handle
@@ -22,7 +22,6 @@ from collectives.engine.request_cache import CachedRequest
 from collectives.engine.tasks import AdasumTensor, Task, Words
 from collectives.plan.planner import Choice
 from collectives.plan.program import Medium
-from collectives.schedules import registry
 
 if TYPE_CHECKING:
     from collectives.engine.timeline import Timeline
@@ -41,7 +40,7 @@ class Batch:
         entries: the requests, with the members of grouped operations in place of the groups.
         threshold: the most bytes of a bucket.
         chain: the list's hash.
-        list_bucket: makes the buckets that are lists of addresses or of mapped tensors.
+        located_bucket: makes the buckets whose tensors may be reduced where they lie.
 
     Attributes:
         tasks: each with the positions of its operations in the list.
@@ -54,10 +53,10 @@ class Batch:
         entries: Sequence[CachedRequest],
         threshold: int,
         chain: int,
-        list_bucket: Callable[[Context, Sequence[CachedRequest], Choice], Task] = ListBucket,
+        located_bucket: Callable[[Context, Sequence[CachedRequest], Choice], Task] = LocatedBucket,
     ) -> None:
         self._context = context
-        self._list_bucket = list_bucket
+        self._located_bucket = located_bucket
         self.entries = entries
         self.chain = chain
         self.generation = -1
@@ -67,12 +66,7 @@ class Batch:
         for members in fusion.plan(keys, [entry.nbytes for entry in entries], threshold):
             self._plan(members)
         self.nbytes = sum(entry.nbytes for entry in entries)
-        self._packed = sum(
-            entries[number].nbytes
-            for task, members in self.tasks
-            for number in members
-            if entries[number].nbytes < task.packs_below
-        )
+        self._bytes = [sum(entries[number].nbytes for number in members) for _, members in self.tasks]
 
     def _plan(self, members: tuple[int, ...]) -> None:
         entries, context = [self.entries[number] for number in members], self._context
@@ -84,13 +78,11 @@ class Batch:
             self.tasks.append((self._alone(first), members))
             return
         total = sum(entry.nbytes for entry in entries)
-        choice = context.entries.choose_fused(first, total, len(entries))
         one_host = len(context.group.hosts) == 1
-        pushes = registry.find("allreduce", choice.algorithm).owner_pushes
+        choice = context.entries.choose_fused(first, total, len(entries))
         if one_host and choice.medium is Medium.WINDOW and not choice.native:
-            self.tasks.append((WindowBucket(context, entries, choice), members))
-        elif one_host and choice.medium is Medium.DIRECT and pushes and first.prescale is None:
-            self.tasks.append((self._list_bucket(context, entries, choice), members))
+            located = context.entries.locates_bucket(first, total, len(entries))
+            self.tasks.append(((self._located_bucket if located else Bucket)(context, entries, choice), members))
         else:
             for number in members:
                 if self.entries[number].nbytes >= _ALONE_FROM:
@@ -133,7 +125,7 @@ class Batch:
         task, members = self.tasks[0]
         timeline, begun = self._context.timeline, time.monotonic()
         words = task.prepare_handles([handles[number] for number in members])
-        if timeline is not None and task.packs_below:
+        if timeline is not None and task.packs:
             timeline.span("engine", "pack", begun, time.monotonic())
         return words
 
@@ -158,8 +150,9 @@ class Batch:
         statistics.tensors += len(handles)
         statistics.buckets += len(self.tasks)
         statistics.bytes_reduced += self.nbytes
-        statistics.bytes_packed += self._packed
-        statistics.bytes_unpacked += self._packed
+        packed = sum(nbytes for (task, _), nbytes in zip(self.tasks, self._bytes, strict=True) if task.packs)
+        statistics.bytes_packed += packed
+        statistics.bytes_unpacked += packed
 
     def _meet(self, task: Task, handles: Sequence[Handle], prepared: Callable[[], object] = lambda: None) -> None:
         """Prepare a task other than the first, call ``prepared``, and meet the other ranks.
@@ -187,7 +180,7 @@ class Batch:
             def note() -> None:
                 nonlocal packed
                 packed = time.monotonic()
-                if task.packs_below:
+                if task.packs:
                     timeline.span("engine", "pack", begun, packed)
 
             self._meet(task, handles, note)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
 
@@ -29,7 +28,7 @@ class BufferBucket(HostTask):
         choice: the planner's, for their bytes in all.
     """
 
-    packs_below = math.inf
+    packs = True
     description = "copied"
 
     def __init__(self, context: Context, entries: Sequence[CachedRequest], choice: Choice) -> None:

@@ -132,11 +132,15 @@ class Context:
 
     def run_plan(self, plan: Plan, staged: bool, warns: bool) -> None:
         """Run a plan as `Executor.run` does, without NumPy's warnings if its kernels may emit some."""
+        self.run_quietly(warns, self.executor.run, plan, staged)
+
+    def run_quietly(self, warns: bool, run: Callable[..., object], *arguments: Any) -> None:
+        """``run(*arguments)``, without NumPy's warnings if its kernels may emit some."""
         # Not around the caller's waits: a context admits one thread at a time.
         if warns:
-            self.quietly(self.executor.run, plan, staged)
+            self.quietly(run, *arguments)
         else:
-            self.executor.run(plan, staged)
+            run(*arguments)
 
     def scale(self, scaling: reduction.Scaling, source: Array, out: Array) -> None:
         """Write the scaled ``source`` into ``out``, without NumPy's warnings."""

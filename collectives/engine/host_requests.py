@@ -186,6 +186,13 @@ class HostRequestCache(RequestCache[CachedRequest]):
             "allreduce", nbytes, op, entry.dtype, request.algorithm, request.transport, pieces=pieces
         )
 
+    def locates_bucket(self, entry: CachedRequest, nbytes: int, pieces: int) -> bool:
+        """Whether the ranks tell each other where the tensors of such a bucket lie."""
+        request = entry.request
+        return entry.prescale is None and self._planner.locates_bucket(
+            nbytes, pieces, request.algorithm, request.transport
+        )
+
     def natively(self, entry: CachedRequest) -> Reduce:
         """The transport's own all-reduce for requests like this one."""
         native, op = self._native, entry.op

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from collectives.engine.batches import Batch
-from collectives.engine.buckets import ListBucket
+from collectives.engine.buckets import LocatedBucket
 from collectives.engine.context import Context
 from collectives.engine.handles import Handle
 from collectives.engine.host_handles import EMPTY
@@ -269,8 +269,8 @@ class BoundTensor(OneTensor):
         return functools.partial(plan.loop.run, *self._arrays[:2], plan.loop.cut(found))
 
 
-class BoundListBucket(ListBucket):
-    """A bucket of a persistent operation, over direct reads or of mapped tensors."""
+class BoundBucket(LocatedBucket):
+    """A bucket of a persistent operation."""
 
     def fix(self, members: Sequence[Handle], words: Sequence[Array]) -> None:
         """Look up what every start needs.
@@ -279,33 +279,25 @@ class BoundListBucket(ListBucket):
             members: a handle of each tensor.
             words: of every rank, those of all inputs and then those of all outputs.
         """
-        context, pieces, mapped = self._context, self._pieces, self._mapped
-        pieces.sources, pieces.outs = [member.source for member in members], [member.out for member in members]
-        self._loop: Callable[[], None] | None = None
-        if self._plan.bucket_loop is not None and mapped is not None and all((its & MAPPED).all() for its in words):
-            found = [self._find(mapped, peer, words[peer].tolist()) for peer in self._peers]
-            views = [its for its in found if its is not None]
-            if len(views) == len(found):
-                self._loop = functools.partial(self._plan.bucket_loop.run, views)
-        at = [address(array) for array in (*pieces.sources, *pieces.outs)]
-        self._lists.locate(context.rank, np.array(at, np.int64))
-        for peer in self._plan.partners:
-            its = words[peer]
-            if mapped is not None:
-                its = mapped.addresses_of(peer, its)
-            self._lists.locate(peer, its)
+        pieces = self._pieces
+        pieces.sources = pieces.operands = [member.source for member in members]
+        pieces.outs = [member.out for member in members]
+        self.packs = not all((its & MAPPED).all() for its in words)
+        self._fixed = () if self.packs else tuple(self._locate(peer, words[peer]) for peer in self._peers)
 
     def prepare_handles(self, handles: Sequence[Handle]) -> Words:
+        if self.packs:
+            self._stage()
         return ()
 
     def run_handles(self, handles: Sequence[Handle]) -> None:
-        context, warns = self._context, self.entry.warns
-        if self._loop is None or context.executor.trace is not None:
-            context.run_plan(self._plan, False, warns)
-        elif warns:
-            context.quietly(self._loop)
+        if self.packs:
+            self._context.run_plan(self._plan, True, self.entry.warns)
         else:
-            self._loop()
+            self._context.run_quietly(self.entry.warns, self._loop.run, self._fixed)
+
+    def withdraw(self) -> None:
+        """The tensors stay where they are."""
 
 
 class BoundGroup(HostTask):
@@ -341,10 +333,10 @@ class BoundGroup(HostTask):
     def bind(self) -> None:
         """Make the buckets."""
         context, entries = self._context, [member.entry for member in self._members]
-        batch = Batch(context, entries, self._threshold(), self.token, BoundListBucket)
+        batch = Batch(context, entries, self._threshold(), self.token, BoundBucket)
         self._parts = [(task, [self._members[number] for number in numbers]) for task, numbers in batch.tasks]
         for (task, members), (_, numbers) in zip(self._parts, batch.tasks, strict=True):
-            if isinstance(task, BoundListBucket):
+            if isinstance(task, BoundBucket):
                 # By rank: the words of all inputs, then of all outputs.
                 words = np.array([self._words[number] for number in numbers], np.int64)
                 task.fix(members, list(words.transpose(1, 2, 0).reshape(context.size, -1)))

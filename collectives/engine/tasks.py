@@ -38,11 +38,11 @@ class Task:
 
     Attributes:
         token: enters the round in which the ranks meet for this task.
-        packs_below: bytes below which `prepare_handles` copies a tensor into a buffer or window.
+        packs: whether `prepare_handles` copies the tensors into a buffer or window.
         description: how it is carried out, for the timeline.
     """
 
-    packs_below: float = 0
+    packs = False
     description = ""
 
     def __init__(self, entry: CachedRequest) -> None:

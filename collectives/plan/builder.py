@@ -12,10 +12,11 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 
 from collectives.base import dtypes, logging
-from collectives.fusion import Lists, Pieces
+from collectives.fusion import Pieces
 from collectives.plan import layouts
 from collectives.plan.executor import Executor, stride_for
 from collectives.plan.lowering import compile_program, window_blocks
+from collectives.plan.mapped_bucket import MappedBucket
 from collectives.plan.plan import Plan
 from collectives.plan.planner import MAPPED_BLOCK_BYTES, Choice, Placement, medium_between
 from collectives.plan.program import Layout, Medium
@@ -123,12 +124,16 @@ class Plans(Builder[Choice, Plan]):
         self._executor = executor
         self._network = network
 
-    def fused(
-        self, pieces: Pieces, lists: Lists | None, dtype: np.dtype[Any], choice: Choice, kernel: Any, finish: Any
-    ) -> Plan:
-        """An all-reduce of several tensors as one: through windows, or with ``lists`` by direct reads."""
-        bound: dict[str, Any] = {"pieces": None if lists else pieces, "lists": lists}
-        return self._plan("allreduce", _whole((pieces.total,), dtype), dtype, choice, kernel, finish, **bound)
+    def fused(self, pieces: Pieces, dtype: np.dtype[Any], choice: Choice, kernel: Any, finish: Any) -> Plan:
+        """An all-reduce of several tensors as one, through windows."""
+        return self._plan("allreduce", _whole((pieces.total,), dtype), dtype, choice, kernel, finish, pieces=pieces)
+
+    def bucket_loop(self, pieces: Pieces, dtype: np.dtype[Any], kernel: Any, finish: Any) -> MappedBucket:
+        """An all-reduce of several mapped tensors as one."""
+        layout = layouts.whole((pieces.total,), dtype, self._size)
+        start, size = layout.inputs(self._rank)[self._rank], layout.sizes[self._rank]
+        block = MAPPED_BLOCK_BYTES // dtype.itemsize
+        return self._executor.bucket_loop(pieces, start, size, block, kernel, finish)
 
     def tell(self, collective: str, count: int, dtype: np.dtype[Any], choice: Choice, how: str) -> None:
         """Log how ``count`` elements in all will travel, and why; on rank 0 alone, because all ranks do the same."""
@@ -148,7 +153,6 @@ class Plans(Builder[Choice, Plan]):
         kernel: Any,
         finish: Any,
         pieces: Pieces | None = None,
-        lists: Lists | None = None,
     ) -> Plan:
         between, versioned = medium_between(self._placement, choice.medium), algorithm.versioned
         staged = choice.medium is Medium.WINDOW
@@ -168,7 +172,7 @@ class Plans(Builder[Choice, Plan]):
         stride = stride_for(len(program.rounds), segments, choice.overlap, fullest > 0)
         # The addresses of outputs are not known yet when the ranks agree on sizes.
         reads_outputs = algorithm.passes_on and choice.medium.in_place
-        fused = "fused " if packed or lists is not None else ""
+        fused = "fused " if packed else ""
         medium = self._network if choice.medium is Medium.MESSAGE and self._network else choice.medium.value
         how = f"{fused}{algorithm.name} over {medium}"
         description = f"{how}, {segments} segments of {block * dtype.itemsize} bytes per chunk"
@@ -188,18 +192,13 @@ class Plans(Builder[Choice, Plan]):
             description,
             reads_outputs,
             pieces,
-            lists,
             choice.medium is Medium.MAPPED,
             fullest > 0,
         )
         if choice.medium.in_place and not self._placement.one_host:
             # A rank that is alone on its host has nobody to tell, but all enter the round with equally many words.
             plan.needs_addresses = any(len(host) > 1 for host in self._placement.hosts)
-        if lists is not None and self._placement.one_host and not plan.takes_slots:
-            start, size = layout.inputs(self._rank)[self._rank], layout.sizes[self._rank]
-            block = min(block, MAPPED_BLOCK_BYTES // dtype.itemsize)
-            plan.bucket_loop = self._executor.bucket_loop(plan, lists.pieces, start, size, block, kernel, finish)
-        elif algorithm.owner_pushes and choice.medium is Medium.MAPPED:
+        if algorithm.owner_pushes and choice.medium is Medium.MAPPED:
             start, size = layout.inputs(self._rank)[self._rank], layout.sizes[self._rank]
             plan.rest = tuple(cut for cut in (slice(start), slice(start + size, sum(layout.sizes))) if cut.stop)
         return plan

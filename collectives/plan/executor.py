@@ -22,12 +22,13 @@ from typing import Any
 
 import numpy as np
 
-from collectives.fusion import Lists, Pieces
+from collectives.fusion import Pieces
 from collectives.plan.binder import Binder
 from collectives.plan.fast_paths import ExecutorState, Kernel, Scale
-from collectives.plan.fused_binders import AddressBinder, PackingBinder
-from collectives.plan.mapped_loops import MappedBucket, make_loop
+from collectives.plan.mapped_bucket import MappedBucket
+from collectives.plan.mapped_loops import make_loop
 from collectives.plan.one_reduction import OneReduction, Quietly
+from collectives.plan.packing_binder import PackingBinder
 from collectives.plan.plan import BoundRound, Plan
 from collectives.plan.program import Program
 from collectives.transport.base import SLOTS, WINDOW_BYTES, Array
@@ -85,7 +86,6 @@ class Executor:
         description: str = "",
         reads_outputs: bool = False,
         pieces: Pieces | None = None,
-        lists: Lists | None = None,
         mapped: bool = False,
         takes_slots: bool = True,
     ) -> Plan:
@@ -98,13 +98,7 @@ class Executor:
         self._grow_scratch((program.messages + (kernel is not None)) * block * dtype.itemsize)
         scratch = self._scratch_as(dtype)
         common = self.state, self._group, self._windows, scratch, dtype, block, segments, stride, staged, kernel, finish
-        binder: Binder
-        if lists is not None:
-            binder = AddressBinder(*common, lists=lists)
-        elif pieces is not None:
-            binder = PackingBinder(*common, pieces=pieces)
-        else:
-            binder = Binder(*common)
+        binder = Binder(*common) if pieces is None else PackingBinder(*common, pieces=pieces)
         rounds = [binder.round(r) for r in program.rounds]
         combination = binder.combination(program)
         plan = Plan(program, rounds, segments, stride, staged, description, reads_outputs, combination)
@@ -138,13 +132,12 @@ class Executor:
                 holder[0] = self._scratch.view(dtype)
 
     def bucket_loop(
-        self, plan: Plan, pieces: Pieces, start: int, size: int, block: int, kernel: Kernel, finish: Scale | None
+        self, pieces: Pieces, start: int, size: int, block: int, kernel: Kernel, finish: Scale | None
     ) -> MappedBucket:
-        """The quickest way to run a plan of a bucket of mapped tensors, of which this rank owns ``size`` elements
-        from ``start`` on."""
-        board = self._board
-        assert board is not None
-        return MappedBucket(self.state, board, self._others, plan.groups, pieces, start, size, block, kernel, finish)
+        """What reduces a bucket of mapped tensors, of which this rank owns ``size`` elements from ``start`` on."""
+        memory = self._group.memory
+        assert memory is not None
+        return MappedBucket(self.state, memory, self._others, pieces, start, size, block, kernel, finish)
 
     def one_reduction(self, plan: Plan, quietly: Quietly | None) -> OneReduction | None:
         """The quickest way to agree on a plan and to run it, if one reduction is all that it does.

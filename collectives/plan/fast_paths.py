@@ -3,7 +3,7 @@
 They do what `binder` and `executor` do in general, with everything that can be known looked up beforehand:
 
 - whole actions of plans of one segment, whose blocks never move within a slot;
-- the two rounds of the direct all-reduce over direct reads, of one tensor or of a list of pieces.
+- the two rounds of the direct all-reduce over direct reads.
 
 `one_reduction` has the shortest way through a whole plan.
 """
@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from collectives.fusion import Lists
 from collectives.plan.program import Action, Place, Space
 from collectives.transport.base import SLOTS, Array
 
@@ -215,69 +214,6 @@ def push_directly(state: ExecutorState, store: Move, action: Action, block: int,
         store(peer, state.addresses[peer][1] + (there + at) * itemsize, own + (here + at) * itemsize, n * itemsize)
 
     return push
-
-
-def reduce_lists(
-    state: ExecutorState,
-    fetch_list: Callable[..., None],
-    scratch: Sequence[Array],
-    action: Action,
-    block: int,
-    itemsize: int,
-    kernel: Kernel,
-    finish: Scale | None,
-    lists: Lists,
-) -> Do:
-    """`reduce_directly` for a block that is a list of pieces: one system call fetches them all, then each is combined
-    separately."""
-    operand = action.operand
-    assert operand is not None
-    from_input, peer, pieces = operand.space is Space.INPUT, action.peer, lists.pieces
-    theirs = lists.inputs
-    cuts = [
-        (lists.block(at, n), n * itemsize, pieces.cut(at, n))
-        for at, n in _blocks_of(operand.offset, action.size, block)
-    ]
-
-    def reduce(segment: int) -> None:
-        if segment >= len(cuts):
-            return
-        (first, count), nbytes, cut = cuts[segment]
-        fetch_list(peer, theirs(peer), first, count, state.scratch_at, nbytes)
-        mine, outs, fetched = pieces.sources if from_input else pieces.outs, pieces.outs, scratch[0]
-        for number, start, end, at, until in cut:
-            source, out = mine[number], outs[number]
-            if source is out:
-                source = out = out[start:end]
-            else:
-                source, out = source[start:end], out[start:end]
-            kernel(source, fetched[at:until], out)
-            if finish is not None:
-                finish(out, out)
-
-    return reduce
-
-
-def push_lists(
-    store_list: Callable[..., None], rank: int, action: Action, block: int, itemsize: int, lists: Lists
-) -> Do:
-    """`push_directly` for a block that is a list of pieces."""
-    source = action.source
-    assert source is not None
-    peer, outputs = action.peer, lists.outputs
-    cuts = [(lists.block(at, n), n * itemsize) for at, n in _blocks_of(source.offset, action.size, block)]
-
-    def push(segment: int) -> None:
-        if segment < len(cuts):
-            (first, count), nbytes = cuts[segment]
-            store_list(peer, outputs(peer), outputs(rank), first, count, nbytes)
-
-    return push
-
-
-def _blocks_of(start: int, size: int, block: int) -> list[tuple[int, int]]:
-    """The start and the length of each segment's block of a chunk, in elements."""
-    return [(start + done, min(block, size - done)) for done in range(0, size, block)]
 
 
 def _nothing(segment: int) -> None:

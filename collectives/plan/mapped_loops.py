@@ -6,8 +6,9 @@ twice: before, when all tensors are there, and after, when nobody reads or write
 
 - `MappedReduction`: the direct all-reduce and reduce-scatter. Each rank combines its chunk of all ranks' tensors block
   by block, and in an all-reduce writes each block into the peers' outputs while it is in its cache;
-- `MappedMoves`: the direct allgather and all-to-all, and the broadcast in which every rank reads from the root;
-- `MappedBucket`: the direct all-reduce of many tensors as one.
+- `MappedMoves`: the direct allgather and all-to-all, and the broadcast in which every rank reads from the root.
+
+`mapped_bucket` has the loop of many tensors as one.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from collectives.fusion import Pieces
 from collectives.plan.fast_paths import ExecutorState, Kernel, Scale
 from collectives.plan.program import Action, Program, Space, Verb
 from collectives.transport.base import Array
@@ -23,8 +23,6 @@ from collectives.transport.board import Board
 
 Views = Sequence[tuple[Array, Array]]
 """Every peer's input and output, in the order in which the loop was given the peers."""
-BucketViews = tuple[Sequence[Array], Sequence[Array]]
-"""A peer's inputs and outputs."""
 
 
 class Loop(Protocol):
@@ -152,69 +150,6 @@ class MappedMoves:
             for there, here in self._own:
                 out[here] = source[there]
         _await(board, self._peers, progress)
-
-
-class MappedBucket:
-    """The loop of a bucket: as `MappedReduction`, piece by piece.
-
-    Args:
-        state, board, peers, groups, kernel, finish: as of `MappedReduction`; the plan is the one for private tensors,
-            which ranks run that cannot map their peers' tensors.
-        pieces: the tensors; ``sources`` and ``outs`` are this rank's.
-        start, size, block: of this rank's chunk of all tensors together, in elements.
-
-    Attributes:
-        rest: tensors' numbers and slices of the peers' chunks: what they read of this rank's inputs.
-    """
-
-    def __init__(
-        self,
-        state: ExecutorState,
-        board: Board,
-        peers: Sequence[int],
-        groups: int,
-        pieces: Pieces,
-        start: int,
-        size: int,
-        block: int,
-        kernel: Kernel,
-        finish: Scale | None,
-    ) -> None:
-        self._state = state
-        self._board = board
-        self._peers = tuple(peers)
-        self._groups = groups
-        self._pieces = pieces
-        self._cuts = [
-            (number, slice(at, min(at + block, until)))
-            for number, first, until, _, _ in (pieces.cut(start, size) if size else ())
-            for at in range(first, until, block)
-        ]
-        end = start + size
-        self.rest = tuple(
-            (number, slice(first, until))
-            for at, count in ((0, start), (end, pieces.total - end))
-            for number, first, until, _, _ in pieces.cut(at, count)
-        )
-        self._kernel = kernel
-        self._finish = finish
-
-    def run(self, views: Sequence[BucketViews]) -> None:
-        """Reduce the pieces; all ranks have entered the call. ``views`` are the peers' tensors, in their order."""
-        kernel, finish, sources, outs = self._kernel, self._finish, self._pieces.sources, self._pieces.outs
-        (inputs, outputs), *others = views
-        for number, cut in self._cuts:
-            mine, out = sources[number], outs[number]
-            result = out[cut]
-            kernel(result if mine is out else mine[cut], inputs[number][cut], result)
-            for more, _ in others:
-                kernel(result, more[number][cut], result)
-            if finish is not None:
-                finish(result, result)
-            outputs[number][cut] = result
-            for _, targets in others:
-                targets[number][cut] = result
-        meet(self._state, self._board, self._peers, self._groups)
 
 
 def make_loop(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from collectives.plan.fast_paths import Do
-from collectives.plan.mapped_loops import Loop, MappedBucket
+from collectives.plan.mapped_loops import Loop
 from collectives.plan.one_reduction import Combination
 from collectives.plan.program import Program
 
@@ -40,7 +40,7 @@ class Plan:
         needs_addresses: peers read or write private memory; on several hosts, whether those of any rank do.
         partners: the peers whose private memory this rank reads or writes.
         reads_outputs: peers read each other's outputs, not only inputs; the same on every rank.
-        loop, bucket_loop: carry out the whole plan where the tensors of all ranks are mapped, or None
+        loop: carries out the whole plan where the tensors of all ranks are mapped, or None
             (`collectives.plan.mapped_loops`).
         takes_slots: whether any rank has segments in window slots, so that all count the slots that the plan takes.
         rest: of a direct all-reduce of mapped tensors, what the peers read of this rank's input; None of any other.
@@ -50,7 +50,6 @@ class Plan:
     """
 
     __slots__ = (
-        "bucket_loop",
         "combination",
         "description",
         "groups",
@@ -93,6 +92,5 @@ class Plan:
         self.reads_outputs = reads_outputs
         self.takes_slots = True
         self.loop: Loop | None = None
-        self.bucket_loop: MappedBucket | None = None
         self.combination = combination
         self.rest: tuple[slice, ...] | None = None

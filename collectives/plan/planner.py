@@ -25,8 +25,8 @@ _SCRATCH_LIMIT = 24 * MIB
 _TCP = "tcp"
 """Messages, as a transport of one call, where TCP carries them."""
 _PACKED_PIECE = 16 * KIB
-"""Bytes per tensor of a bucket, on average, up to which packing it into the window takes half of the time of reading it
-where it lies, for which the system pins the pages of each tensor."""
+"""Bytes per tensor of a bucket, on average, up to which packing it into the window takes less time than combining it
+where it lies, tensor by tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +218,16 @@ class Planner:
             and placement.size > 1
         )
 
+    def locates_bucket(
+        self, nbytes: int, pieces: int, algorithm: str | None = None, transport: str | None = None
+    ) -> bool:
+        """`locates_tensors`, of ``pieces`` tensors that are reduced as one."""
+        return (
+            nbytes > max(self.crossovers.window, pieces * _PACKED_PIECE)
+            and self.locates_tensors(nbytes, transport)
+            and (self._algorithm if algorithm in (None, "auto") else algorithm) in ("auto", "direct")
+        )
+
     def change(self, *, algorithm: str, segment: int, crossovers: Crossovers) -> None:
         """Replace the settings. Every rank does so between the same two operations."""
         self._algorithm, self._segment, self.crossovers = algorithm, segment, crossovers
@@ -244,14 +254,14 @@ class Planner:
             if mapped and self._serves_mapped(collective, algorithm):
                 return Medium.MAPPED, "the tensors of all ranks are mapped"
             limit = limits.window if collective in ("allreduce", "reducescatter") else limits.window_moves
-            if pieces > 1:
-                limit = max(limit, pieces * _PACKED_PIECE)
             if not placement.shares_memory:
                 return Medium.MESSAGE, "the ranks of a host cannot share memory"
             if placement.size > 1 and all(len(host) == 1 for host in placement.hosts):
                 return Medium.MESSAGE, "one rank on each host"
             if nbytes <= limit:
                 return Medium.WINDOW, f"window up to {limit} bytes"
+            if pieces > 1 and placement.one_host:
+                return Medium.WINDOW, "window, into which several tensors are packed"
             if algorithm is not None and algorithm.versioned:
                 return Medium.WINDOW, f"window, which {algorithm.name} needs"
             if not placement.reads_private:

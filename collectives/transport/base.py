@@ -29,25 +29,6 @@ SLOT_BYTES = 2 << 20
 
 WINDOW_BYTES = SLOTS * SLOT_BYTES
 
-MOST_BLOCKS = 1024
-"""Blocks that one system call takes: IOV_MAX."""
-
-
-class Blocks:
-    """A list of blocks of one process's memory, as the system's ``struct iovec``: rows of address and length in bytes.
-
-    Attributes:
-        rows: int64 of shape (blocks, 2).
-        at: address of the rows.
-    """
-
-    __slots__ = ("at", "rows")
-
-    def __init__(self, lengths: Array) -> None:
-        self.rows: Array = np.zeros((len(lengths), 2), np.int64)
-        self.rows[:, 1] = lengths
-        self.at: int = self.rows.ctypes.data
-
 
 class MemoryTransport(Protocol):
     """Memory shared by the ranks of one host. Peers are given by their rank in the group."""
@@ -73,18 +54,6 @@ class MemoryTransport(Protocol):
 
     def store(self, peer: int, address: int, source: int, nbytes: int) -> None:
         """Copy ``nbytes`` from this rank's memory at ``source`` to the peer's private memory at ``address``.
-
-        Raises as `fetch`.
-        """
-
-    def fetch_list(self, peer: int, blocks: Blocks, first: int, count: int, into: int, nbytes: int) -> None:
-        """Copy ``count`` of the peer's ``blocks``, from number ``first`` on, to contiguous memory at ``into``.
-
-        They have ``nbytes`` in all. Raises as `fetch`.
-        """
-
-    def store_list(self, peer: int, blocks: Blocks, own: Blocks, first: int, count: int, nbytes: int) -> None:
-        """Copy ``count`` of this rank's ``own`` blocks to the peer's blocks of the same numbers and lengths.
 
         Raises as `fetch`.
         """

@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from collectives.base.errors import TransportError
-from collectives.transport.base import Blocks
 
 _PR_SET_PTRACER = 0x59616D61
 _PR_SET_PTRACER_ANY = ctypes.c_ulong(-1).value
@@ -77,24 +76,6 @@ class DirectRead:
         done = self._writev(self._pids[peer], self._mine_at, 1, self._theirs_at, 1, 0)
         if done != nbytes:
             self._continue(self._writev, "write", peer, done)
-
-    def fetch_list(self, peer: int, blocks: Blocks, first: int, count: int, into: int, nbytes: int) -> None:
-        """As `base.MemoryTransport.fetch_list`, of at most `base.MOST_BLOCKS` blocks."""
-        mine = self._mine
-        mine.address, mine.nbytes = into, nbytes
-        if self._readv(self._pids[peer], self._mine_at, 1, blocks.at + 16 * first, count, 0) != nbytes:
-            # Interrupted, or refused: block by block, which continues or raises the reason.
-            for address, length in blocks.rows[first : first + count].tolist():
-                self.fetch(peer, address, into, length)
-                into += length
-
-    def store_list(self, peer: int, blocks: Blocks, own: Blocks, first: int, count: int, nbytes: int) -> None:
-        """As `base.MemoryTransport.store_list`, of at most `base.MOST_BLOCKS` blocks."""
-        if self._writev(self._pids[peer], own.at + 16 * first, count, blocks.at + 16 * first, count, 0) != nbytes:
-            for (there, length), (here, _) in zip(
-                blocks.rows[first : first + count].tolist(), own.rows[first : first + count].tolist(), strict=True
-            ):
-                self.store(peer, there, here, length)
 
     def _continue(self, call: ctypes._NamedFuncPointer, verb: str, peer: int, done: int) -> None:
         """Continue after a partial transfer (a signal may cause one); raise after an error."""

@@ -60,8 +60,6 @@ class SharedMemory:
         # Bound to the reader's methods themselves: these two are called for every block.
         self.fetch: Move = reader.fetch if reader is not None else _refuse
         self.store: Move = reader.store if reader is not None else _refuse
-        self.fetch_list = reader.fetch_list if reader is not None else _refuse_list
-        self.store_list = reader.store_list if reader is not None else _refuse_list
 
     def endpoint(self) -> MemoryEndpoint:
         """This rank's end of the point-to-point messages between the ranks of this host."""
@@ -92,10 +90,6 @@ def _refuse(peer: int, address: int, own: int, nbytes: int) -> None:
         f"the memory of rank {peer} cannot be reached: it could not be mapped (the log says why), and this system does "
         f"not allow direct reads; raise the limits of open files and mappings, or set COLLECTIVES_ARENA=0 on all ranks"
     )
-
-
-def _refuse_list(peer: int, *arguments: Any) -> None:
-    _refuse(peer, 0, 0, 0)
 
 
 def connect(rank: int, size: int, local: Sequence[int], exchange: Exchange, *, timeout: float) -> SharedMemory | None:

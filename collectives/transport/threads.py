@@ -19,7 +19,7 @@ import numpy as np
 
 from collectives.base.errors import CollectiveTimeoutError, InvalidArgumentError, RankFailedError, in_words
 from collectives.transport import backoff
-from collectives.transport.base import WINDOW_BYTES, Array, Blocks, as_bytes
+from collectives.transport.base import WINDOW_BYTES, Array, as_bytes
 from collectives.transport.board import Board, board_bytes
 from collectives.transport.board_control import BoardControl
 from collectives.transport.group import Group
@@ -131,17 +131,6 @@ class ThreadMemory:
 
     def store(self, peer: int, address: int, source: int, nbytes: int) -> None:
         ctypes.memmove(address, source, nbytes)
-
-    def fetch_list(self, peer: int, blocks: Blocks, first: int, count: int, into: int, nbytes: int) -> None:
-        for address, length in blocks.rows[first : first + count].tolist():
-            ctypes.memmove(into, address, length)
-            into += length
-
-    def store_list(self, peer: int, blocks: Blocks, own: Blocks, first: int, count: int, nbytes: int) -> None:
-        for (there, length), (here, _) in zip(
-            blocks.rows[first : first + count].tolist(), own.rows[first : first + count].tolist(), strict=True
-        ):
-            ctypes.memmove(there, here, length)
 
     def close(self) -> None:
         self.windows = ()

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from collectives import fusion
-from collectives.fusion import Lists, Pieces
+from collectives.fusion import Pieces
 
 KEYS = st.lists(st.sampled_from(["float32 sum", "float64 sum", "float32 max", None]), max_size=40)
 
@@ -73,21 +73,3 @@ def test_what_is_packed_is_scaled_if_asked() -> None:
     out = np.empty(4)
     pieces.gather(1, 4, out)
     np.testing.assert_array_equal(out, 3.0)
-
-
-@given(st.lists(st.integers(0, 9), min_size=1, max_size=8).filter(any), st.integers(1, 7))
-def test_lists_say_where_every_piece_lies(counts: list[int], block: int) -> None:
-    pieces = Pieces(counts)
-    lists = Lists(pieces, 8)
-    blocks = [(at, min(block, pieces.total - at)) for at in range(0, pieces.total, block)]
-    rows = [lists.block(at, n) for at, n in blocks]
-    assert rows == [lists.block(at, n) for at, n in blocks]
-    lists.seal([3])
-    inputs = 1000 * np.arange(1, len(counts) + 1)
-    lists.locate(3, np.concatenate([inputs, inputs + 500_000]))
-    for (at, n), (first, count) in zip(blocks, rows, strict=True):
-        expected = [[inputs[number] + 8 * start, 8 * (end - start)] for number, start, end, _, _ in pieces.cut(at, n)]
-        assert lists.inputs(3).rows[first : first + count].tolist() == expected
-        assert lists.outputs(3).rows[first : first + count, 0].tolist() == [
-            address + 500_000 for address, _ in expected
-        ]

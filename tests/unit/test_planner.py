@@ -63,13 +63,14 @@ def test_windows_serve_every_size_where_memory_cannot_be_read(nbytes: int) -> No
     assert Planner(placement).choose("allreduce", nbytes).medium is Medium.WINDOW
 
 
-def test_small_tensors_of_a_bucket_are_packed_into_windows() -> None:
-    """However many bytes they have in all; large ones are read where they lie."""
-    planner = Planner(Placement(0, 2, ((0, 1),), shares_memory=True, reads_private=True))
-    assert planner.choose("allreduce", 4 * MIB, pieces=4 * MIB // KIB).medium is Medium.WINDOW
-    assert planner.choose("allreduce", 4 * MIB, pieces=256).medium is Medium.WINDOW
-    assert planner.choose("allreduce", 4 * MIB, pieces=255).medium is Medium.DIRECT
-    assert planner.choose("allreduce", 4 * MIB).medium is Medium.DIRECT
+def test_buckets_are_located_from_16_kib_a_tensor_on() -> None:
+    planner = Planner(Placement(0, 2, ((0, 1),), shares_memory=True, reads_private=True, maps=True))
+    assert planner.choose("allreduce", 4 * MIB, pieces=255).medium is Medium.WINDOW
+    assert planner.locates_bucket(4 * MIB, 255)
+    assert not planner.locates_bucket(4 * MIB, 256)
+    assert not planner.locates_bucket(512 * KIB, 2)
+    assert not planner.locates_bucket(4 * MIB, 2, algorithm="ring")
+    assert not planner.locates_bucket(4 * MIB, 2, transport="window")
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,11 @@
-"""Binding of fused plans within a host: through windows, where inputs are packed, and by direct reads of lists."""
+"""Binding of fused plans, through windows, where inputs are packed."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from collectives.fusion import Lists, Pieces
-from collectives.plan import fast_paths, window_packing
+from collectives.fusion import Pieces
+from collectives.plan import window_packing
 from collectives.plan.binder import Binder
 from collectives.plan.fast_paths import Do
 from collectives.plan.one_reduction import Combination
@@ -53,42 +53,4 @@ class PackingBinder(Binder):
         finish = self._finish if action.finish else None
         return window_packing.reduce(
             pieces, value, own, inputs, into, outputs, block, length, wait, kernel, finish, self._scratch
-        )
-
-
-class AddressBinder(Binder):
-    """Binds the rounds of a fused plan over direct reads, whose blocks are lists of addresses: of the direct
-    all-reduce, the one algorithm that uses them.
-
-    Args:
-        lists: the tensors.
-        others: as `Binder`.
-    """
-
-    def __init__(self, *others: Any, lists: Lists) -> None:
-        super().__init__(*others)
-        self._lists = lists
-
-    def _push(self, action: Action) -> Do:
-        memory = self._group.memory
-        assert memory is not None
-        return fast_paths.push_lists(
-            memory.store_list, self._group.rank, action, self._block, self._itemsize, self._lists
-        )
-
-    def _act(self, action: Action, buffer: int | None) -> Do:
-        if action.verb is Verb.AWAIT:
-            return self._wait(action)
-        memory, kernel, finish = self._group.memory, self._kernel, self._finish if action.finish else None
-        assert memory is not None and kernel is not None and action.verb is Verb.REDUCE and action.after < 0
-        return fast_paths.reduce_lists(
-            self._state,
-            memory.fetch_list,
-            self._scratch,
-            action,
-            self._block,
-            self._itemsize,
-            kernel,
-            finish,
-            self._lists,
         )

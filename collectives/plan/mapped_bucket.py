@@ -1,0 +1,112 @@
+"""The loop of a bucket of mapped tensors: the direct all-reduce of `mapped_loops`, piece by piece.
+
+A rank that cannot map a peer's memory, as where its system limits mappings, copies the blocks by direct reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from collectives.fusion import Pieces
+from collectives.plan.fast_paths import ExecutorState, Kernel, Scale
+from collectives.plan.mapped_loops import meet
+from collectives.transport.base import Array, MemoryTransport
+
+
+class PeerTensors(NamedTuple):
+    """The tensors of a peer's bucket.
+
+    Attributes:
+        rank: the peer's.
+        inputs, outputs: as arrays; None where this rank cannot map them.
+        addresses: in the peer's process, of the inputs and then of the outputs.
+    """
+
+    rank: int
+    inputs: Sequence[Array | None]
+    outputs: Sequence[Array | None]
+    addresses: Sequence[int]
+
+
+class MappedBucket:
+    """The loop of one bucket.
+
+    Args:
+        state: of the executor.
+        memory: of the ranks.
+        peers: the other ranks, in the order in which their blocks are combined.
+        pieces: the tensors; ``sources`` and ``outs`` are this rank's.
+        start, size, block: of this rank's chunk of all tensors together, in elements.
+        kernel, finish: combine two blocks, and scale a reduced one.
+
+    Attributes:
+        rest: tensors' numbers and slices of the peers' chunks: what they read of this rank's inputs.
+    """
+
+    def __init__(
+        self,
+        state: ExecutorState,
+        memory: MemoryTransport,
+        peers: Sequence[int],
+        pieces: Pieces,
+        start: int,
+        size: int,
+        block: int,
+        kernel: Kernel,
+        finish: Scale | None,
+    ) -> None:
+        self._state = state
+        self._memory = memory
+        self._peers = tuple(peers)
+        self._pieces = pieces
+        self._cuts = [
+            (number, slice(at, min(at + block, until)))
+            for number, first, until, _, _ in (pieces.cut(start, size) if size else ())
+            for at in range(first, until, block)
+        ]
+        end = start + size
+        self.rest = tuple(
+            (number, slice(first, until))
+            for at, count in ((0, start), (end, pieces.total - end))
+            for number, first, until, _, _ in pieces.cut(at, count)
+        )
+        self._kernel = kernel
+        self._finish = finish
+
+    def run(self, peers: Sequence[PeerTensors]) -> None:
+        """Reduce the pieces; all ranks have entered the call.
+
+        Raises:
+            RankFailedError, CollectiveTimeoutError, TransportError: as the transport; arrays are undefined then.
+        """
+        kernel, finish, sources, outs = self._kernel, self._finish, self._pieces.sources, self._pieces.outs
+        for number, cut in self._cuts:
+            source, out = sources[number], outs[number]
+            result = out[cut]
+            own = result if source is out else source[cut]
+            for peer in peers:
+                tensor = peer.inputs[number]
+                kernel(own, self._fetch(peer, number, cut, result) if tensor is None else tensor[cut], result)
+                own = result
+            if finish is not None:
+                finish(result, result)
+            for peer in peers:
+                tensor = peer.outputs[number]
+                if tensor is None:
+                    self._store(peer, number, cut, result)
+                else:
+                    tensor[cut] = result
+        meet(self._state, self._memory.board, self._peers, 1)
+
+    def _fetch(self, peer: PeerTensors, number: int, cut: slice, like: Array) -> Array:
+        block = np.empty_like(like)
+        at = peer.addresses[number] + cut.start * block.itemsize
+        self._memory.fetch(peer.rank, at, block.ctypes.data, block.nbytes)
+        return block
+
+    def _store(self, peer: PeerTensors, number: int, cut: slice, block: Array) -> None:
+        at = peer.addresses[len(peer.outputs) + number] + cut.start * block.itemsize
+        self._memory.store(peer.rank, at, block.ctypes.data, block.nbytes)

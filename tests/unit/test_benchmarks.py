@@ -1,97 +1,74 @@
-"""The benchmarks' definitions, tables, plot, and whole runs of one rank, which need no MPI."""
+"""The benchmarks: what they count as right and as wrong, their figures, and one run of each program on one rank."""
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
+import threading
+from functools import reduce
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
-import benchmarks.allgather
-import benchmarks.allreduce
-import benchmarks.alltoall
-import benchmarks.broadcast
-import benchmarks.reducescatter
-import benchmarks.sendrecv
-from benchmarks import table
-from benchmarks.collective import Case, Collective, Unavailable
-from benchmarks.floor import floor
-from benchmarks.measure import Summary, bandwidth
-from benchmarks.record import Record
-from benchmarks.values import Values
+from benchmarks import cli, cluster, gradients, hosts, room, table
+from benchmarks.allgather import ALLGATHER
+from benchmarks.allreduce import ALLREDUCE
+from benchmarks.alltoall import ALLTOALL
+from benchmarks.broadcast import BROADCAST
+from benchmarks.collective import IN_PLACE, Case, Collective
+from benchmarks.gradients import Gradients
+from benchmarks.measure import Summary
+from benchmarks.models import elements, resnet50
+from benchmarks.record import OURS, Record
+from benchmarks.reducescatter import REDUCESCATTER
+from benchmarks.sendrecv import SENDRECV
+from benchmarks.sockets import WHOLE_UNTIL, Sockets
+from benchmarks.values import PERIOD, Values
 
 ROOT = Path(__file__).resolve().parents[2]
-ALL = {
-    "allreduce": benchmarks.allreduce.ALLREDUCE,
-    "allgather": benchmarks.allgather.ALLGATHER,
-    "broadcast": benchmarks.broadcast.BROADCAST,
-    "reducescatter": benchmarks.reducescatter.REDUCESCATTER,
-    "alltoall": benchmarks.alltoall.ALLTOALL,
-    "sendrecv": benchmarks.sendrecv.SENDRECV,
-}
+INTEGERS = ["int8", "uint8", "int32", "uint64"]
+FLOATS = ["float16", "bfloat16", "float32", "float64"]
 
 
-def flags(text: str) -> list[str]:
-    """The words of a command line."""
-    return text.split()
-
-
-def run(*words: str, expect: int = 0) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
-        [sys.executable, "-m", *words], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
-    )
+def run(program: str, *words: str, expect: int = 0) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", f"benchmarks.{program}", *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == expect, done.stdout + done.stderr
     return done
 
 
-def record(**changes: Any) -> Record:
-    known: dict[str, Any] = {
-        "collective": "allreduce",
-        "contestant": "collectives",
-        "mode": "in-place",
-        "size": 4_000_000,
-        "count": 1_000_000,
-        "dtype": "float32",
-        "op": "sum",
-        "root": -1,
-        "ranks": 4,
-        "factor": 1.5,
-        "wrong": 0,
-        "time": Summary(1000.0, 900.0, 1100.0, 800.0),
-        "limit": 850.0,
-    }
-    return Record(**{**known, **changes})
+# ---- what is right ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("name", "factor", "limit", "parts"),
+    ("collective", "factor", "limit", "parts"),
     [
-        ("allreduce", 1.5, 1200, (1, 1)),
-        ("allgather", 0.75, 900, (1, 4)),
-        ("broadcast", 1.0, 900, (1, 1)),
-        ("reducescatter", 0.75, 900, (4, 1)),
-        ("alltoall", 0.75, 900, (4, 4)),
-        ("sendrecv", 1.0, 1200, (1, 1)),
+        (ALLREDUCE, 1.5, 1200, (1, 1)),
+        (ALLGATHER, 0.75, 900, (1, 4)),
+        (BROADCAST, 1.0, 900, (1, 1)),
+        (REDUCESCATTER, 0.75, 900, (4, 1)),
+        (ALLTOALL, 0.75, 900, (4, 4)),
+        (SENDRECV, 1.0, 1200, (1, 1)),
     ],
 )
-def test_definitions_for_four_ranks(name: str, factor: float, limit: int, parts: tuple[int, int]) -> None:
-    collective = ALL[name]
-    assert collective.factor(4) == factor
-    assert collective.limit(1200, 4) == limit
+def test_definitions_for_four_ranks(collective: Collective, factor: float, limit: int, parts: tuple[int, int]) -> None:
+    assert (collective.factor(4), collective.limit(1200, 4)) == (factor, limit)
     assert (collective.send_parts(4), collective.receive_parts(4)) == parts
     assert collective.count(1200, 4, 4) * max(parts) * 4 == 1200
     assert collective.count(1, 8, 4) == 1, "at least one element"
 
 
-@pytest.mark.parametrize("collective", ALL.values(), ids=list(ALL))
-def test_expected_results_against_a_plain_model(collective: Collective) -> None:
+@pytest.mark.parametrize("name", ["allreduce", "allgather", "broadcast", "reducescatter", "alltoall", "sendrecv"])
+def test_expected_results_against_a_plain_model(name: str) -> None:
     """Each collective's check accepts what NumPy says is right, on every rank, and counts one changed element as
     one."""
+    every = (ALLREDUCE, ALLGATHER, BROADCAST, REDUCESCATTER, ALLTOALL, SENDRECV)
+    collective = next(found for found in every if found.name == name)
     size, count, root = 3, 1000, 1
     values = Values(np.dtype(np.float32), "sum" if collective.reduces else "none", size)
     inputs = [np.empty(count * collective.send_parts(size), np.float32) for _ in range(size)]
@@ -106,69 +83,180 @@ def test_expected_results_against_a_plain_model(collective: Collective) -> None:
             "reducescatter": lambda mine=mine: sum(array[mine] for array in inputs),
             "alltoall": lambda mine=mine: np.concatenate([array[mine] for array in inputs]),
             "sendrecv": lambda rank=rank: inputs[rank - 1].copy(),
-        }[collective.name]()
+        }[name]()
         case = Case(values.dtype, values.op, root, rank, size, count, inputs[rank], np.asarray(result))
         assert collective.wrong(case, values, np.asarray(result)) == 0
         result[-1] += 1
         assert collective.wrong(case, values, np.asarray(result)) == 1
 
 
-def test_bandwidth_and_percent_of_limit() -> None:
-    found = record()
-    assert bandwidth(1_000_000_000, 1e6) == 1.0
-    assert found.algbw == 4.0
-    assert found.busbw == 6.0
-    assert found.percent_of_limit == 85.0
-    assert record(limit=None).percent_of_limit is None
-    assert record(time=None).busbw == 0.0
+def filled(values: Values, count: int, rank: int) -> np.ndarray:
+    out = np.empty(count, values.dtype)
+    values.fill(out, rank)
+    return out
+
+
+def combine(op: str, numbers: list[Any]) -> Any:
+    """The reduction in Python's own exact numbers."""
+    if op == "avg":
+        total = sum(numbers) / len(numbers)
+        return int(total) if isinstance(numbers[0], int) else total
+    product = lambda found: reduce(lambda left, right: left * right, found)  # noqa: E731
+    return {"sum": sum, "prod": product, "min": min, "max": max}[op](numbers)
+
+
+@pytest.mark.parametrize("op", ["sum", "prod", "min", "max", "avg"])
+@pytest.mark.parametrize("name", [*INTEGERS, *FLOATS])
+def test_expectation_agrees_with_exact_arithmetic(name: str, op: str) -> None:
+    dtype = np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
+    for size in (1, 2, 3, 8):
+        values = Values(dtype, op, size)
+        kind: Any = int if name in INTEGERS else float
+        columns = [[kind(value) for value in filled(values, 300, rank)] for rank in range(size)]
+        expected = np.array([combine(op, list(column)) for column in zip(*columns, strict=True)]).astype(dtype)
+        assert values.wrong_reduced(expected) == 0
+        if name not in ("float16", "bfloat16"):
+            expected[7] += 1
+            assert values.wrong_reduced(expected) == 1
+
+
+@pytest.mark.parametrize("name", ["float32", "int32", "uint8", "bfloat16"])
+def test_mistakes_are_counted(name: str) -> None:
+    dtype = np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
+    for size in (2, 3, 5):
+        values = Values(dtype, "sum", size)
+        rows = np.array([filled(values, 1000, rank).astype(np.float64) for rank in range(size)])
+        right = rows.sum(axis=0)
+        lost, doubled, displaced = right - rows[1], right + rows[0], np.roll(right, 4)
+        wrong = [values.wrong_reduced(each.astype(dtype)) for each in (lost, doubled, lost + rows[0], displaced)]
+        assert min(wrong) > 800
+        assert not (rows[0] == rows[1]).any()
+    floats = Values(np.dtype(np.float32), "avg", 2)
+    assert floats.wrong_reduced(np.full(10, np.nan, np.float32)) == 10
+    # Values repeat after a period, and a tensor may begin anywhere in it.
+    later = filled(values, 2 * PERIOD + 100, 1)[PERIOD + 5 :]
+    assert values.wrong(later, 1, PERIOD + 5) == 0 < values.wrong(later, 0, PERIOD + 5)
+
+
+def test_wrong_results_of_a_step_are_counted() -> None:
+    shapes = {"first": (3, 5), "scalar": (), "second": (5,), "third": (5, 3), "last": (2, 2, 2)}
+    ranks = [Gradients(shapes, rank, 2) for rank in range(2)]
+    for rank in ranks:
+        rank.fill()
+    mine = ranks[0]
+    sums = [np.sum([rank.tensors[index] for rank in ranks], axis=0) for index in range(len(shapes))]
+    assert mine.wrong(sums) == mine.wrong([np.concatenate([array.reshape(-1) for array in sums])]) == 0
+    assert mine.wrong(mine.tensors) > 0.9 * elements(shapes), "nothing was reduced"
+    one_off = [array.copy() for array in sums]
+    one_off[2][0] += 1
+    assert mine.wrong(one_off) == 1
+    third, first = mine.names.index("third"), mine.names.index("first")
+    swapped = list(sums)
+    swapped[third], swapped[first] = sums[first].reshape(5, 3), sums[third].reshape(3, 5)
+    assert mine.wrong(swapped) >= 20, "the results of two tensors of one size went to each other"
+    assert mine.wrong(sums[:-1]) > 0, "one is missing"
+
+
+def test_wrong_values_end_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        gradients, "ours", lambda mine, blocking, out_of_place: lambda: [array + 1 for array in mine.tensors]
+    )
+    with pytest.raises(SystemExit) as ended:
+        gradients.main(["--model", "mlp", "-n", "1", "-w", "0"])
+    assert ended.value.code == 1
+
+
+def test_the_models_gradients_are_resnet50s() -> None:
+    torch_models = pytest.importorskip("benchmarks.torch_models")
+    shapes = {name: tuple(found.shape) for name, found in torch_models.ResNet50().named_parameters()}
+    assert shapes == resnet50() and elements(shapes) == 25_557_032
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_plain_sockets_reduce(size: int) -> None:
+    """Tensors exchanged whole and in shares, some of them larger than a socket's buffers."""
+    counts = (1, WHOLE_UNTIL // 4, WHOLE_UNTIL // 4 + 1, 3_000_001)
+    told: list[Any] = [None] * size
+    barrier, wrong = threading.Barrier(size, timeout=30), []
+
+    def be(rank: int) -> None:
+        def allgather(value: Any) -> list[Any]:
+            told[rank] = value
+            barrier.wait()
+            found = list(told)
+            barrier.wait()
+            return found
+
+        peer = Sockets()
+        comm = SimpleNamespace(allgather=allgather)
+        place: Any = SimpleNamespace(rank=rank, size=size, comm=comm, address=lambda: "127.0.0.1", allgather=allgather)
+        peer.join(place)
+        for count in counts:
+            work = np.full(count, rank + 1.0, np.float32)
+            result = peer.allreduce(Case(work.dtype, "sum", -1, rank, size, count, work, work), IN_PLACE)()
+            if result is not work or not (work == size * (size + 1) / 2).all():
+                wrong.append((rank, count))
+        barrier.wait()
+        peer.close()
+
+    ranks = [threading.Thread(target=be, args=(rank,)) for rank in range(size)]
+    for thread in ranks:
+        thread.start()
+    for thread in ranks:
+        thread.join(60)
+    assert not wrong and not any(thread.is_alive() for thread in ranks) and not barrier.broken
+
+
+# ---- figures and tables ----------------------------------------------------------------------------------------------
+
+
+def record(**changes: Any) -> Record:
+    known: dict[str, Any] = {
+        **{"collective": "allreduce", "contestant": "collectives", "mode": "in-place", "size": 4_000_000},
+        **{"count": 1_000_000, "dtype": "float32", "op": "sum", "root": -1, "ranks": 4, "factor": 1.5, "wrong": 0},
+        **{"time": Summary(1000.0, 900.0, 1100.0, 800.0), "limit": 850.0},
+    }
+    return Record(**{**known, **changes})
 
 
 def test_row_has_nccl_tests_columns() -> None:
     words = table.row(record(mode="out-of-place"), record()).split()
     assert words[:5] == ["4000000", "1000000", "float", "sum", "-1"]
-    assert words[5:9] == ["1000.00", "4.00", "6.00", "0"]
-    assert words[9:13] == ["1000.00", "4.00", "6.00", "0"]
+    assert words[5:9] == words[9:13] == ["1000.00", "4.00", "6.00", "0"]
     assert words[13:] == ["850.00", "85", "85"]
     assert table.row(record(mode="out-of-place"), None).split()[9:13] == ["N/A"] * 4
-    title = table.header(ALL["allreduce"], 20, 5).splitlines()
-    assert title[-2].strip("#").split() == [
-        *("size", "count", "type", "redop", "root"),
-        *("time", "algbw", "busbw", "#wrong") * 2,
-        *("time", "out", "in"),
-    ]
+    title = table.header(ALLREDUCE, 20, 5).splitlines()
     assert len(table.row(record(mode="out-of-place"), record())) == len(title[-1])
-    assert "one memcpy of S bytes on every rank at once" in "".join(title)
-
-
-def test_closing_lines() -> None:
-    assert "# Out of bounds values : 0 OK" in table.closing([record()])
     assert "# Avg bus bandwidth    : 6" in table.closing([record()])
     assert "# Out of bounds values : 3 FAILED" in table.closing([record(wrong=3)])
-    assert "not checked" in table.closing([record(wrong=None)])
+    peers = [record(contestant="mpi", ratio=Summary(*ratios)) for ratios in ((4.0, 3.0, 5.0, 2.0), (1.0,) * 4)]
+    assert "mpi, in-place: 2.00 x ours (geometric mean of 2 rows)" in table.comparison([record(), *peers])
 
 
-def test_comparison_shows_ratios_and_their_mean() -> None:
-    peer = record(contestant="mpi", ratio=Summary(4.0, 3.0, 5.0, 2.0))
-    other = record(contestant="mpi", ratio=Summary(1.0, 1.0, 1.0, 1.0), size=8)
-    text = table.comparison(
-        [record(), peer, record(size=8), other, record(contestant="gloo", time=None, unavailable="no")]
-    )
-    assert "4.00    3.00    5.00" in text
-    assert "mpi, in-place: 2.00 x ours (geometric mean of 2 rows)" in text
-    assert "gloo" not in text
+def test_figures_between_hosts() -> None:
+    # The project's own figures: 53,687 microseconds for 64 MiB between two hosts, 201,327 for 16 MiB among four.
+    assert round(hosts.line_rate(64 << 20, 2, hosts.rate("10gbit"))) == 53_687
+    assert round(hosts.line_rate(16 << 20, 4, hosts.rate("1gbit"))) == 201_327
+    names = [OURS, "mpi", "gloo"]
+    times = {OURS: np.array([100.0, 200.0, 400.0]), "mpi": np.array([50.0, 150.0, 200.0])}
+    shown = hosts.row(4096, names, times, None).split()
+    assert shown == ["4096", "200", "(150-300)", "150", "(100-175)", "0.50x", "N/A", "N/A"]
 
 
-def test_floor_copies_what_it_says() -> None:
-    source, target = np.arange(10, dtype=np.uint8), np.zeros(10, np.uint8)
-    floor(source, target, 6)()
-    assert list(target) == [0, 1, 2, 3, 4, 5, 0, 0, 0, 0]
-    with pytest.raises(Unavailable, match="single rank"):
-        floor(source, target, 0)
+def test_hosts_go_even_if_the_benchmark_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = tmp_path / "tool"
+    tool.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\n[ "$1" != on ] || exit 3\n')
+    tool.chmod(0o755)
+    monkeypatch.setenv(cluster.VARIABLE, str(tool))
+    assert cluster.main(["--setup", "2x1", "-n", "1", "--peers", "mpi"]) == 3
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert calls[0] == "up 2 10gbit" and calls[1].startswith(f"on host1 {sys.executable} -m collectives.launch")
+    assert calls[2:] == ["down"]
 
 
 def test_plot_writes_png_and_svg(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    from benchmarks.plot import plot, short_bytes
+    from benchmarks.plot import plot
 
     records = [
         record(contestant=name, size=size, mode=mode).as_dict()
@@ -180,73 +268,152 @@ def test_plot_writes_png_and_svg(tmp_path: Path) -> None:
     png, svg = plot(content, tmp_path / "curves.png")
     assert png.read_bytes().startswith(b"\x89PNG")
     assert "<svg" in svg.read_text()
-    plot({**content, "records": []}, tmp_path / "empty.png")
-    assert [short_bytes(value) for value in (4, 65536, 1 << 26, 1 << 30)] == ["4", "64K", "64M", "1G"]
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_one_rank_runs_without_a_launcher(name: str, tmp_path: Path) -> None:
-    written = tmp_path / "results.json"
-    done = run(
-        f"benchmarks.{name}", *flags("-b 4 -e 4K -f 32 -n 2 -w 1 -d float,half,bfloat16,int32"), "--json", str(written)
-    )
-    assert "# Out of bounds values : 0 OK" in done.stdout
-    assert "# Avg bus bandwidth" in done.stdout
-    assert "\x1b" not in done.stderr, "a progress bar, and no terminal"
-    content = json.loads(written.read_text())
-    assert content["benchmark"] == name
-    assert content["ranks"] == 1
-    assert content["machine"]["cores"] >= 1
-    ours = [found for found in content["records"] if found["contestant"] == "collectives"]
-    assert {found["dtype"] for found in ours} == {"float32", "float16", "bfloat16", "int32"}
-    assert all(found["wrong"] == 0 and found["time"]["median"] > 0 for found in ours)
+def test_memory_is_refused_with_figures() -> None:
+    gib = 1 << 30
+    assert room.check_memory(gib, False, 2, 6 * gib) is None
+    problem = room.check_memory(gib, True, 2, 6 * gib)
+    assert problem is not None
+    assert all(part in problem for part in ("-e 1073741824", "2 ranks", "8.0 GiB", "6.0 GiB", "smaller -e"))
 
 
-def test_both_kinds_of_memory_in_one_run(tmp_path: Path) -> None:
-    written = tmp_path / "results.json"
-    sizes = flags("-b 4 -e 4K -f 1024 -n 2 -w 1")
-    done = run("benchmarks.broadcast", *sizes, "--memory", "mapped,private", "--json", str(written))
-    assert "# Out of bounds values : 0 OK" in done.stdout
-    assert "memory mapped,private" in done.stdout
-    records = json.loads(written.read_text())["records"]
-    assert [found["contestant"] for found in records] == ["collectives", "collectives, private", "memcpy"] * 4
-    assert all(found["wrong"] == 0 for found in records if found["contestant"] != "memcpy")
-    assert all(found["ratio"] for found in records if found["contestant"] == "collectives, private")
+# ---- command lines ---------------------------------------------------------------------------------------------------
 
 
-def test_the_prototype_says_what_it_needs() -> None:
-    done = run("benchmarks.allreduce", *flags("-b 4 -e 4 -n 1 -w 0 --peers prototype"))
-    assert "# prototype: needs two ranks on one host; there are 1" in done.stdout
+def test_flags_are_nccl_tests() -> None:
+    def parse(words: str) -> cli.Settings:
+        return cli.settings(cli.parser("allreduce", True, False), words.split())
+
+    settings = parse("")
+    assert (settings.sizes, settings.iterations, settings.warmup) == ((32 << 20,), 20, 5)
+    assert (settings.dtypes, settings.ops, settings.memories) == (("float32",), ("sum",), ("private",))
+    settings = parse("-b 64K -e 1M -f 4 -n 3 -w 0 -d half,int32 -o sum,avg -c 0 -z 0 --peers gloo,mpi --algorithm ring")
+    assert settings.sizes == (65536, 262144, 1048576)
+    assert (settings.dtypes, settings.ops) == (("float16", "int32"), ("sum", "avg"))
+    assert (settings.peers, settings.algorithms) == (("gloo", "mpi"), ("ring",))
+    assert (settings.iterations, settings.warmup, settings.check) == (3, 0, False)
+    assert parse("-b 10 -e 30 -i 10").sizes == (10, 20, 30)
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ("-b 4x", "-b/--minbytes"),
+        ("-b 2K -e 1K", "-e/--maxbytes"),
+        ("-n 0", "-n/--iters"),
+        ("-d quaternion", "quaternion"),
+        ("-o mean", "mean"),
+        ("--peers ,", "--peers"),
+        ("--algorithm circle", "circle"),
+        ("--json no/such/folder/file.json", "no/such/folder"),
+        ("--device cuda --peers mpi", "does not run on --device"),
+        ("--device cuda --memory private,mapped", "--memory: mapped is memory of the host"),
+    ],
+)
+def test_a_wrong_flag_is_named(
+    words: str, named: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli, "why_not", lambda name: None)
+    with pytest.raises(SystemExit) as ended:
+        cli.settings(cli.parser("allreduce", True, False), words.split())
+    assert ended.value.code == 2
+    shown = capsys.readouterr()
+    assert named in shown.err and shown.err.count("error:") == 1 and shown.out == ""
+    monkeypatch.setenv("PMI_RANK", "1")
+    with pytest.raises(SystemExit):
+        cli.settings(cli.parser("allreduce", True, False), words.split())
+    assert capsys.readouterr() == ("", ""), "the other ranks stay silent"
 
 
 def test_errors_of_a_program(tmp_path: Path) -> None:
-    assert "--nonsense" in run("benchmarks.alltoall", "--nonsense", expect=2).stderr
-    assert "3 is not a rank" in run("benchmarks.broadcast", "-r", "3", expect=2).stderr
-    assert "GiB" in run("benchmarks.allreduce", "-b", "900000G", "-e", "900000G", expect=2).stderr
+    assert "3 is not a rank" in run("broadcast", "-r", "3", expect=2).stderr
+    assert "GiB" in run("allreduce", "-b", "900000G", "-e", "900000G", expect=2).stderr
     (tmp_path / "bad.json").write_text("{}")
-    assert "bad.json" in run("benchmarks.plot", str(tmp_path / "bad.json"), str(tmp_path / "x.png"), expect=2).stderr
+    assert "bad.json" in run("plot", str(tmp_path / "bad.json"), str(tmp_path / "x.png"), expect=2).stderr
 
 
-def test_latency_and_memory_of_one_rank(tmp_path: Path) -> None:
-    both = flags("--memory private,mapped --persistent")
-    run("benchmarks.latency", "-e", "64", "-n", "2", "-m", "5", *both, "--json", str(tmp_path / "latency.json"))
-    found = json.loads((tmp_path / "latency.json").read_text())["records"]
-    assert [row["size"] for row in found] == [4, 16, 64]
-    names = {"collectives", "persistent", "collectives, mapped", "persistent, mapped"}
-    assert all(set(row["contestants"]) == names for row in found), found
-    done = run("benchmarks.memory", *flags("-b 64K -e 256K -n 100"), "--json", str(tmp_path / "memory.json"))
-    assert "resident memory grew by" in done.stdout
-    assert len(json.loads((tmp_path / "memory.json").read_text())["records"]) == 3
+# ---- whole runs ------------------------------------------------------------------------------------------------------
+
+SIZES = "-b 4 -e 4K -f 32 -n 2 -w 1"
 
 
 @pytest.mark.slow
-def test_example_trains(tmp_path: Path) -> None:
-    pytest.importorskip("sklearn")
-    saved = tmp_path / "digits.npz"
-    command = [sys.executable, str(ROOT / "examples/numpy_digits.py"), "--epochs", "12", "--save", str(saved)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    with np.load(saved) as result:
-        assert result["history.test_accuracy"][-1] > 0.95
-        assert result["history.loss"][-1] < result["history.loss"][0] / 4
+@pytest.mark.parametrize(
+    ("program", "flags", "expected"),
+    [
+        ("allreduce", f"{SIZES} -d float,half,bfloat16,int32 --peers prototype", "# prototype: needs two ranks"),
+        ("allgather", f"{SIZES} -d float,half,bfloat16,int32", "# Avg bus bandwidth"),
+        ("broadcast", f"{SIZES} --memory mapped,private", "memory mapped,private"),
+        ("reducescatter", f"{SIZES} -d float,half,bfloat16,int32", "# Avg bus bandwidth"),
+        ("alltoall", f"{SIZES} -d float,half,bfloat16,int32", "# Avg bus bandwidth"),
+        ("sendrecv", f"{SIZES} -d float,half,bfloat16,int32", "# Avg bus bandwidth"),
+        ("latency", "-e 64 -n 2 -m 5 --memory private,mapped --persistent", "persistent, mapped"),
+        ("memory", "-b 64K -e 256K -n 100", "resident memory grew by"),
+        ("memory", "--operations 1000 --allocations 1000", "allocations"),
+        ("gradients", "--model mlp -n 2 -w 1 --memory mapped,private --persistent", "persistent, private"),
+        ("gradients", "--model small -n 2 -w 0 --blocking --out-of-place", "1000 tensors of one element"),
+        ("overlap", "-b 64K -n 2 -w 1", "in synchronize"),
+        ("waiting", "-s 0.1", "wake-ups a second"),
+    ],
+)
+def test_one_rank_runs_without_a_launcher(program: str, flags: str, expected: str, tmp_path: Path) -> None:
+    written = tmp_path / "results.json"
+    done = run(program, *flags.split(), "--json", str(written))
+    assert expected in done.stdout and "FAILED" not in done.stdout
+    assert "\x1b" not in done.stderr, "a progress bar, and no terminal"
+    content = json.loads(written.read_text())
+    assert (content["benchmark"], content["ranks"]) == (program, 1)
+    assert not any(found.get("wrong") for found in content.get("records", []))
+    if flags.startswith(SIZES):
+        assert "# Out of bounds values : 0 OK" in done.stdout
+        ours = [found for found in content["records"] if found["contestant"] == "collectives"]
+        assert ours and all(found["wrong"] == 0 and found["time"]["median"] > 0 for found in ours)
+
+
+FAKE_CUPY = """
+import runpy, sys
+from types import SimpleNamespace
+import numpy as np
+
+class Array(np.ndarray):
+    def set(self, values): self[...] = values
+
+    @property
+    def data(self):
+        return SimpleNamespace(copy_from_device_async=lambda source, nbytes: np.copyto(self, source.array), array=self)
+
+runtime = SimpleNamespace(getDeviceCount=lambda: 1, memGetInfo=lambda: (7 << 30, 8 << 30))
+sys.modules["cupy"] = SimpleNamespace(
+    cuda=SimpleNamespace(
+        Device=lambda index: SimpleNamespace(use=lambda: None),
+        get_current_stream=lambda: SimpleNamespace(synchronize=lambda: None),
+        runtime=runtime, nccl=SimpleNamespace(available=True, get_version=lambda: 23007)),
+    zeros=lambda shape, dtype: np.zeros(shape, dtype).view(Array), asnumpy=np.array)
+from benchmarks import cli
+cli.why_not = lambda device: MISSING
+program = sys.argv.pop(1)
+sys.argv[1:1] = ["--device", "cuda"]
+runpy.run_module(f"benchmarks.{program}", run_name="__main__")
+"""
+"""Runs a benchmark with a CuPy that is NumPy; ``MISSING`` stands for why there is no GPU."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [("allreduce", "-b 4 -e 64K -f 64 -n 2 -w 1 -o sum,avg -d float,bfloat16"), ("latency", "-m 3 -n 3")],
+)
+def test_runs_on_a_gpu_or_says_that_there_is_none(program: str, words: str) -> None:
+    def run_it(missing: str) -> subprocess.CompletedProcess[str]:
+        text = FAKE_CUPY.replace("MISSING", repr(missing or None))
+        command = [sys.executable, "-c", text, program, *words.split()]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+
+    done = run_it("")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert program == "latency" or ("device cuda" in done.stdout and "0 OK" in done.stdout), done.stdout
+    without = run_it("no driver: install one")
+    assert without.returncode == 2 and without.stdout == "", without
+    assert without.stderr.startswith(f"benchmarks.{program}: error: argument --device: no driver: install one")
+    assert without.stderr.count("\n") == 1

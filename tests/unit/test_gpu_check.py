@@ -5,11 +5,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import signal
 import subprocess
 import sys
-import tarfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +18,7 @@ from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import report, runner
 from benchmarks.gpu.figures import Figure
 from benchmarks.gpu.parts import GROUPS, named, parts
-from benchmarks.gpu.runner import FAILED, NOT_RUN, PASSED, SKIPPED, TIMED_OUT, Outcome, Part, run_all, run_part
+from benchmarks.gpu.runner import FAILED, PASSED, SKIPPED, TIMED_OUT, Outcome, Part, run_all, run_part
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -96,16 +94,6 @@ def test_a_hang_costs_one_part_and_leaves_nothing(tmp_path: Path) -> None:
     assert gone(pids_in(file))
 
 
-@pytest.mark.usefixtures("quick")
-def test_the_budget_bounds_parts_and_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "_LEAST", 0.5)
-    hanging = program("hanging", "import time; print('x', flush=True); time.sleep(600)", timeout=600)
-    outcomes = run_all([hanging, program("next", "")], 1.5, tmp_path, lambda outcome: None)
-    assert [outcome.status for outcome in outcomes] == [TIMED_OUT, NOT_RUN]
-    assert outcomes[0].seconds < 8 and "budget" in outcomes[1].detail
-    assert not (tmp_path / "next.log").exists()
-
-
 def test_figures_and_other_results_are_kept(tmp_path: Path) -> None:
     outcome = run_part(program("published", PUBLISH), 20, tmp_path)
     assert (outcome.status, outcome.detail) == (PASSED, "the last line")
@@ -117,11 +105,6 @@ def test_figures_and_other_results_are_kept(tmp_path: Path) -> None:
     assert outcome.result["more"] == [1, 2]
     assert not outcome.good, "a bar was missed"
     assert "speed" in (tmp_path / "published.log").read_text()
-
-
-def test_a_result_of_an_earlier_run_is_not_taken_for_this_one(tmp_path: Path) -> None:
-    (tmp_path / "silent.json").write_text('{"figures": [], "stale": 1}')
-    assert run_part(program("silent", ""), 20, tmp_path).result == {}
 
 
 @pytest.mark.parametrize(
@@ -153,18 +136,6 @@ def test_what_cannot_run_says_why(tmp_path: Path) -> None:
     assert all("no-such-program" in outcome.detail for outcome in outcomes)
 
 
-@pytest.mark.usefixtures("quick")
-def test_a_process_left_behind_is_ended_and_told(tmp_path: Path) -> None:
-    file = tmp_path / "pid"
-    leave = (
-        "import pathlib, subprocess, sys; child = subprocess.Popen(['sleep', '600'], start_new_session=True);"
-        " pathlib.Path(sys.argv[1]).write_text(str(child.pid)); print('fine')"
-    )
-    outcome = run_part(program("leaving", leave, str(file)), 20, tmp_path)
-    assert outcome.status == FAILED and "sleep 600" in outcome.detail
-    assert gone([int(file.read_text())])
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_interrupted_run_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
     run = _start_hanging_run(tmp_path)
@@ -172,17 +143,6 @@ def test_an_interrupted_run_leaves_nothing(tmp_path: Path, number: signal.Signal
     run.send_signal(number)
     assert run.wait(20) == 128 + number
     assert gone(pids)
-
-
-def test_a_killed_run_ends_its_part(tmp_path: Path) -> None:
-    """Only what is asked for by SIGTERM can be done then: enough for an MPI launcher to end its ranks."""
-    sleeping = tmp_path / "pids"
-    text = "import os, pathlib, signal, sys; pathlib.Path(sys.argv[1]).write_text(f'{os.getpid()} 0 0'); signal.pause()"
-    run = _start_hanging_run(tmp_path, text)
-    pid = pids_in(sleeping)[0]
-    run.kill()
-    run.wait(20)
-    eventually(lambda: gone([pid]), "the part outlived the killed run")
 
 
 def _start_hanging_run(folder: Path, text: str = HANG) -> subprocess.Popen[bytes]:
@@ -194,22 +154,6 @@ def _start_hanging_run(folder: Path, text: str = HANG) -> subprocess.Popen[bytes
         "runner.run_all([part], 60, folder, lambda outcome: None)"
     )
     return subprocess.Popen([sys.executable, "-c", run, str(folder), text], cwd=ROOT)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("quick")
-def test_what_hangs_says_where(tmp_path: Path) -> None:
-    """The ranks of a part whose time is up write their stacks, which the launcher's processes pass on; its last words
-    are those before."""
-    child = (
-        "import threading\ndef waits_for_ever(): threading.Event().wait()\nprint('about to wait', flush=True); "
-        "waits_for_ever()"
-    )
-    text = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
-    outcome = run_part(program("hanging", text, "collectives/launch/rank.py", "1"), 3, tmp_path)
-    assert outcome.status == TIMED_OUT and "about to wait" in outcome.detail, outcome
-    log = (tmp_path / "hanging.log").read_text()
-    assert "in waits_for_ever" in log and log.count("Fatal Python error") == 1, log
 
 
 def test_a_rank_that_waits_in_vain_ends_before_its_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,19 +181,6 @@ def test_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert command.check([program("bad", "raise SystemExit(1)")], 60, output, logs, found) == 1
 
 
-def test_few_files_come_back(tmp_path: Path) -> None:
-    """However many parts there are: the tables, the figures, and one archive of what the parts have said."""
-    output, logs = tmp_path / "output", tmp_path / "logs"
-    logs.mkdir()
-    command.check([program(f"part-{number}", f"print({number})") for number in range(10)], 60, output, logs, {})
-    assert sorted(file.name for file in output.iterdir()) == ["gpu-check.json", "gpu-check.txt", "logs.tar.gz"]
-    assert "part-9" in (output / "gpu-check.txt").read_text()
-    with tarfile.open(output / "logs.tar.gz") as archive:
-        assert sorted(archive.getnames()) == [f"part-{number}.log" for number in range(10)]
-        log = archive.extractfile("part-7.log")
-        assert log is not None and log.read() == b"7\n"
-
-
 def test_a_bar_that_cannot_be_reached_here_is_a_record() -> None:
     missed = Figure("latency", 2000.0, "us", most=60)
     record = Figure("latency", 2000.0, "us", most=60, record="ranks take turns on one GPU")
@@ -271,17 +202,6 @@ def test_every_part_is_there_and_bounded() -> None:
             modules = [words[place + 1] for place, word in enumerate(words) if word == "-m"]
             assert modules and all(importlib.util.find_spec(module) for module in modules), part
             assert all((ROOT / word).exists() for word in words if word.endswith(".py")), part
-
-
-def test_figures_and_cuda_ipc_come_first() -> None:
-    """What may hang or takes long must not spend the budget before there is a figure."""
-    names = [part.name for part in parts()]
-    risky = [name for name in names if "nccl" in name or name == "tests-threads" or name.startswith("memory")]
-    assert names[:5] == ["versions", "kernels", "ipc-2", "latency", "tests-ipc-2"]
-    assert max(map(names.index, ("ipc-4", "tests-ipc-4", "tests-kernels", "tests-one", "torch-streams"))) < min(
-        map(names.index, risky)
-    )
-    assert [name.startswith("cpu-rings") for name in names] == [False] * (len(names) - 3) + [True] * 3
 
 
 def test_only_names_parts_exactly(capsys: pytest.CaptureFixture[str]) -> None:
@@ -336,19 +256,3 @@ def test_the_rehearsal_names_what_it_leaves_out(tmp_path: Path, capsys: pytest.C
         ("tests-kernels", "skipped", "needs a GPU"),
         ("nccl", "skipped", "needs a GPU"),
     ]
-
-
-def test_a_part_that_lacks_cores_says_so(tmp_path: Path) -> None:
-    wide = Part("wide", ["true"], 5, cores=100_000)
-    (outcome,) = run_all([wide], 60, tmp_path, lambda outcome: None)
-    assert outcome.status == SKIPPED and outcome.detail.startswith("needs 100000 cores, and ")
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(os.path.exists("/dev/nvidiactl"), reason="there is a GPU")
-def test_without_a_gpu_it_says_so_in_one_line() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.gpu"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.startswith("benchmarks.gpu: error: ") and done.stderr.count("\n") == 1, done.stderr

@@ -29,7 +29,6 @@ from collectives.cuda.messages import NcclMessages
 from collectives.device import nccl_binding
 from collectives.transport import nccl, nccl_elements, nccl_library
 from collectives.transport.watchdog import Watch, _WorkInFlight
-from tests.emulated_cuda import EmulatedDevice
 from tests.emulated_nccl import EmulatedCommunicator, EmulatedNccl
 from tests.fake_cupy import checked, signatures
 
@@ -565,10 +564,6 @@ def test_gpus_are_shared_only_where_nccl_can_and_may(monkeypatch: pytest.MonkeyP
         assert nccl_library.NcclLibrary(FakeModule(version=version)).shares_gpus() is expected, (setting, version)
 
 
-def test_versions_are_read_as_nccl_writes_them() -> None:
-    assert nccl_library.NcclLibrary(FakeModule(version=23203)).version() == (2, 32, 3)
-
-
 class Installed:
     """What can be imported; everything else that has to do with NCCL cannot."""
 
@@ -611,16 +606,6 @@ def test_what_is_missing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "no module cupy.cuda.nccl" in str(library.why_not())
     with pytest.raises(MissingDependencyError, match="CuPy"):
         library.make_id()
-
-
-def test_the_library_can_be_replaced() -> None:
-    other = EmulatedNccl(2)
-    before = nccl.use(other)
-    try:
-        assert nccl.library() is other
-    finally:
-        assert nccl.use(before) is other
-    assert nccl.library() is before
 
 
 # ---- the watch
@@ -946,47 +931,6 @@ def at(array: np.ndarray[Any, Any]) -> int:
     return int(array.ctypes.data)
 
 
-@pytest.mark.parametrize("name", ["float32", "bool", "bfloat16", "complex64", "int64"])
-def test_emulated_collectives(name: str) -> None:
-    group, kind = ranks(3), dtype(name)
-    given = [np.array([0, 1, rank], np.float64).astype(kind) for rank in range(3)]
-    total = given[0] + given[1] + given[2]  # "or" for bools
-    sums, parts = [np.zeros(3, kind) for _ in range(3)], [np.zeros(1, kind) for _ in range(3)]
-    gathered, spread = [np.zeros(9, kind) for _ in range(3)], [value.copy() for value in given]
-    for rank, member in enumerate(group):
-        communicator, stream = member.communicator, member.stream
-        communicator.all_reduce(at(given[rank]), at(sums[rank]), 3, kind, Op.SUM, stream)
-        communicator.reduce_scatter(
-            at(given[rank]), at(parts[rank]), 1, kind, Op.AVERAGE if name != "bool" else Op.SUM, stream
-        )
-        communicator.all_gather(at(given[rank]), at(gathered[rank]), 3, kind, stream)
-        communicator.broadcast(at(spread[rank]), at(spread[rank]), 3, kind, 1, stream)
-    for rank, member in enumerate(group):
-        member.drain()
-        member.communicator.check()
-        np.testing.assert_array_equal(sums[rank], total)
-        np.testing.assert_array_equal(parts[rank], total[rank : rank + 1])
-        np.testing.assert_array_equal(gathered[rank], np.concatenate(given))
-        np.testing.assert_array_equal(spread[rank], given[1])
-
-
-def test_emulated_operations_wait_for_their_stream_and_their_peers() -> None:
-    first, second = ranks(2)
-    source, target = np.arange(4, dtype=np.int16), np.zeros(4, np.int16)
-    behind = threading.Event()
-    first.communicator.send(at(source), 4, source.dtype, 1, first.stream)
-    first.device.enqueue(first.stream, behind.set)
-    assert not behind.wait(0.05)  # a send ends when it is received
-    gate = threading.Event()
-    second.device.enqueue(second.stream, lambda: (gate.wait(SECONDS), None)[1])
-    second.communicator.receive(at(target), 4, target.dtype, 0, second.stream)
-    source[:] = 7  # still the sender's memory: nothing has moved yet
-    assert not target.any()
-    gate.set()
-    second.drain()
-    assert behind.wait(SECONDS) and (target == 7).all()
-
-
 def test_emulated_sends_without_a_group_deadlock_and_tell() -> None:
     group = ranks(2, timeout=0.1)
     data = [np.zeros(2, np.float32) for _ in range(2)]
@@ -997,107 +941,6 @@ def test_emulated_sends_without_a_group_deadlock_and_tell() -> None:
         member.drain()
         with pytest.raises(TransportError, match=r"waited 0.1 s in send"):
             member.communicator.check()
-
-
-def test_emulated_groups_exchange() -> None:
-    group = ranks(2)
-    given, taken = [np.full(2, rank + 1, np.float32) for rank in range(2)], [np.zeros(2, np.float32) for _ in range(2)]
-
-    def exchange(rank: int) -> None:
-        member = group[rank]
-        member.communicator.begin_group()
-        member.communicator.send(at(given[rank]), 2, given[rank].dtype, 1 - rank, member.stream)
-        member.communicator.receive(at(taken[rank]), 2, taken[rank].dtype, 1 - rank, member.stream)
-        member.communicator.end_group()
-        member.drain()
-
-    each(2, exchange)
-    assert taken[0].tolist() == [2, 2] and taken[1].tolist() == [1, 1]
-
-
-def test_emulated_groups_in_which_a_call_failed_do_nothing() -> None:
-    group = ranks(2)
-    data, kind = np.zeros(4, np.float32), np.dtype(np.float32)
-
-    def work(rank: int) -> None:
-        communicator, stream = group[rank].communicator, group[rank].stream
-        communicator.begin_group()
-        communicator.send(at(data), 1, kind, 1 - rank, stream)
-        with pytest.raises(TransportError, match="ncclInvalidArgument"):
-            communicator.send(at(data), 1, kind, 7, stream)
-        with pytest.raises(TransportError, match="ncclInvalidUsage"):
-            communicator.end_group()
-        group[rank].drain()
-        communicator.all_reduce(at(data), at(data), 4, kind, Op.SUM, stream)  # the next group is a new one
-        group[rank].drain()
-        communicator.check()
-
-    each(2, work)
-
-
-def test_emulated_groups_span_the_communicators_of_a_thread() -> None:
-    first, second = ranks(2)
-    source, target = np.ones(1, np.float64), np.zeros(1, np.float64)
-    first.communicator.begin_group()
-    first.communicator.send(at(source), 1, source.dtype, 1, first.stream)
-    second.communicator.receive(at(target), 1, target.dtype, 0, second.stream)
-    assert first.communicator._issued == second.communicator._issued == 0
-    first.communicator.end_group()
-    second.drain()
-    assert target[0] == 1
-    with pytest.raises(TransportError, match="end_group without begin_group"):
-        first.communicator.end_group()
-
-
-def test_emulated_operations_of_a_communicator_follow_one_another_across_streams() -> None:
-    first, second = ranks(2)
-    values, seen = [np.array([1, 2], np.int32), np.zeros(2, np.int32)], threading.Event()
-    gate = threading.Event()
-    other = first.device.create_stream()
-    first.device.enqueue(first.stream, lambda: (gate.wait(SECONDS), None)[1])
-    first.communicator.send(at(values[0]), 1, values[0].dtype, 1, first.stream)
-    first.communicator.send(at(values[0]) + 4, 1, values[0].dtype, 1, other)  # issued second, so carried out second
-    first.device.enqueue(other, seen.set)
-    for index in range(2):
-        second.communicator.receive(at(values[1]) + 4 * index, 1, values[1].dtype, 0, second.stream)
-    assert not seen.wait(0.05)
-    gate.set()
-    second.drain()
-    assert values[1].tolist() == [1, 2] and seen.wait(SECONDS)
-
-
-def test_emulated_operations_are_repeated_by_graphs() -> None:
-    library = EmulatedNccl(2)
-    unique_id, kind = library.make_id(), np.dtype(np.float32)
-
-    def work(rank: int) -> list[float]:
-        device = EmulatedDevice(rank, delays=rank)
-        device.activate()
-        communicator = library.connect(rank, 2, unique_id, SECONDS, device)
-        stream, data, total = device.create_stream(), device.pinned(8), device.pinned(8)
-        data.view(kind)[:] = rank + 1
-        device.begin_capture(stream)
-        communicator.all_reduce(at(data), at(data), 2, kind, Op.SUM, stream)
-        communicator.begin_group()
-        communicator.send(at(data), 2, kind, 1 - rank, stream)
-        communicator.receive(at(total), 2, kind, 1 - rank, stream)
-        communicator.end_group()
-        graph = device.end_capture(stream)
-        seen = []
-        for _ in range(2):
-            communicator.broadcast(
-                at(total), at(total), 2, kind, 0, stream
-            )  # between the graphs, in the stream's order
-            device.launch_graph(graph, stream)
-            device.drain(stream)
-            seen.append(float(total.view(kind)[0]))
-        communicator.check()
-        device.destroy_graph(graph)
-        device.destroy_stream(stream)
-        assert device.violations == []
-        return seen
-
-    assert each(2, work) == [[3, 6], [3, 6]]
 
 
 @pytest.mark.parametrize("mistake", ["count", "order", "op"])
@@ -1124,46 +967,6 @@ def test_emulated_mistakes_fail_on_every_rank(mistake: str) -> None:
         with pytest.raises(TransportError, match=r"does not match|collectives differ"):
             member.communicator.check()
         assert (data[rank] == 1).all()
-
-
-@pytest.mark.parametrize("loser", [0, 1])
-def test_emulated_memory_that_is_gone_is_not_touched(loser: int) -> None:
-    group = ranks(2)
-    data = [np.full(2, rank, np.float32) for rank in range(2)]
-    group[loser].device.lost.add(at(data[loser]))
-    group[0].communicator.send(at(data[0]), 2, data[0].dtype, 1, group[0].stream)
-    group[1].communicator.receive(at(data[1]), 2, data[1].dtype, 0, group[1].stream)
-    for member in group:
-        member.drain()
-        with pytest.raises(TransportError, match=f"rank {loser}'s .* memory that is gone"):
-            member.communicator.check()
-    assert (data[1] == 1).all()
-
-
-def test_emulated_aborts_release_the_own_rank_only() -> None:
-    first, second = ranks(2)
-    data = np.zeros(1, np.float32)
-    first.communicator.all_reduce(at(data), at(data), 1, data.dtype, Op.SUM, first.stream)
-    first.communicator.abort()
-    first.drain()
-    with pytest.raises(TransportError, match="aborted"):
-        first.communicator.check()
-    waits = threading.Event()
-    second.communicator.all_reduce(at(data), at(data), 1, data.dtype, Op.SUM, second.stream)
-    second.device.enqueue(second.stream, waits.set)
-    assert not waits.wait(0.05)
-    second.communicator.check()
-    second.communicator.abort()
-    assert waits.wait(SECONDS)
-
-
-def test_emulated_ranks_do_not_share_a_device_unless_they_may() -> None:
-    library, device = EmulatedNccl(2, shares=False), StreamThreads()
-    unique_id = library.make_id()
-    with pytest.raises(TransportError, match="same GPU"):
-        each(2, lambda rank: library.connect(rank, 2, unique_id, SECONDS, device))
-    with pytest.raises(CollectiveTimeoutError, match=r"only ranks \[1\] of 2"):
-        library.connect(1, 2, library.make_id(), 0.02, device)
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])

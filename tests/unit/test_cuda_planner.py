@@ -89,115 +89,37 @@ def test_what_is_forced(facts: DeviceFacts, hosts: Any, forced: dict[str, str], 
 
 
 @pytest.mark.parametrize(
-    ("facts", "hosts", "collective", "native", "forced", "error", "text"),
+    ("facts", "hosts", "call", "forced", "text"),
     [
-        (
-            BOTH,
-            ONE,
-            "allreduce",
-            True,
-            {"algorithm": "fastest"},
-            InvalidArgumentError,
-            "allreduce of GPU tensors has ring, direct",
-        ),
-        (BOTH, ONE, "allreduce", True, {"algorithm": "recursive-doubling"}, InvalidArgumentError, "GPU tensors has"),
-        (BOTH, ONE, "allreduce", True, {"algorithm": "one-shot"}, InvalidArgumentError, "GPU tensors has"),
-        (
-            BOTH,
-            ONE,
-            "alltoall",
-            False,
-            {"algorithm": "native"},
-            InvalidArgumentError,
-            "alltoall of GPU tensors has direct$",
-        ),
-        (
-            BOTH,
-            ONE,
-            "allreduce",
-            True,
-            {"transport": "pigeon"},
-            InvalidArgumentError,
-            "expected one of auto, cuda-ipc, nccl, host",
-        ),
-        (IPC, ONE, "allreduce", True, {"transport": "nccl"}, TransportError, "transport='nccl': NCCL is missing"),
-        (IPC, ONE, "allreduce", True, {"algorithm": "native"}, TransportError, "algorithm='native': NCCL is missing"),
-        (
-            NCCL,
-            ONE,
-            "allreduce",
-            True,
-            {"transport": "cuda-ipc"},
-            TransportError,
-            "transport='cuda-ipc': IPC is refused",
-        ),
-        (
-            BOTH,
-            ONE,
-            "allreduce",
-            False,
-            {"algorithm": "native"},
-            InvalidArgumentError,
-            "no such collective for these elements",
-        ),
-        (
-            BOTH,
-            ONE,
-            "allreduce",
-            True,
-            {"algorithm": "native", "transport": "cuda-ipc"},
-            InvalidArgumentError,
-            "is not the transport",
-        ),
-        (
-            BOTH,
-            ONE,
-            "allgather",
-            True,
-            {"algorithm": "native", "transport": "host"},
-            InvalidArgumentError,
-            "is not the transport",
-        ),
-        (
-            BOTH,
-            TWO,
-            "allreduce",
-            True,
-            {"algorithm": "hierarchical", "transport": "nccl"},
-            InvalidArgumentError,
-            "works with transport",
-        ),
-        (
-            BOTH,
-            TWO,
-            "allreduce",
-            True,
-            {"algorithm": "ring", "transport": "cuda-ipc"},
-            TransportError,
-            "use 'hierarchical', ",
-        ),
-        (
-            BOTH,
-            TWO,
-            "broadcast",
-            True,
-            {"transport": "cuda-ipc"},
-            TransportError,
-            "stays on one host; use 'nccl' or 'host'",
-        ),
+        (BOTH, ONE, "allreduce", "fastest", "allreduce of GPU tensors has ring, direct"),
+        (BOTH, ONE, "allreduce", "recursive-doubling", "GPU tensors has"),
+        (BOTH, ONE, "allreduce", "one-shot", "GPU tensors has"),
+        (BOTH, ONE, "alltoall", "native", "alltoall of GPU tensors has direct$"),
+        (BOTH, ONE, "allreduce", "over pigeon", "expected one of auto, cuda-ipc, nccl, host"),
+        (IPC, ONE, "allreduce", "over nccl", "transport='nccl': NCCL is missing"),
+        (IPC, ONE, "allreduce", "native", "algorithm='native': NCCL is missing"),
+        (NCCL, ONE, "allreduce", "over cuda-ipc", "transport='cuda-ipc': IPC is refused"),
+        (BOTH, ONE, "allreduce unknown to NCCL", "native", "no such collective for these elements"),
+        (BOTH, ONE, "allreduce", "native over cuda-ipc", "is not the transport"),
+        (BOTH, ONE, "allgather", "native over host", "is not the transport"),
+        (BOTH, TWO, "allreduce", "hierarchical over nccl", "works with transport"),
+        (BOTH, TWO, "allreduce", "ring over cuda-ipc", "use 'hierarchical', "),
+        (BOTH, TWO, "broadcast", "over cuda-ipc", "stays on one host; use 'nccl' or 'host'"),
     ],
 )
-def test_what_is_refused(
-    facts: DeviceFacts,
-    hosts: Any,
-    collective: str,
-    native: bool,
-    forced: dict[str, str],
-    error: type[Exception],
-    text: str,
-) -> None:
+def test_what_is_refused(facts: DeviceFacts, hosts: Any, call: str, forced: str, text: str) -> None:
+    """What the machine or the hosts lack is the transport's error, all else is the argument's."""
+    collective, _, unknown = call.partition(" ")
+    algorithm, _, transport = f" {forced} ".partition(" over ")
+    error = TransportError if "is missing" in text or "is refused" in text or "use '" in text else InvalidArgumentError
     with pytest.raises(error, match=text):
-        planner(facts, hosts).choose(collective, 1024, native=native, **forced)
+        planner(facts, hosts).choose(
+            collective,
+            1024,
+            native=not unknown,
+            algorithm=algorithm.strip() or None,
+            transport=transport.strip() or None,
+        )
 
 
 def test_the_environment_forces_a_transport_unless_the_call_does() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from itertools import accumulate
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,9 +11,9 @@ from hypothesis import strategies as st
 from collectives import ring
 from collectives.schedules import direct, hierarchical
 from collectives.schedules.races import races
-from collectives.schedules.schedule import Schedule, StepKind
+from collectives.schedules.schedule import Schedule
 from collectives.schedules.verify import verify
-from collectives.transport.simulated import replay, simulate
+from collectives.transport.simulated import simulate
 from collectives.transport.simulated_links import Network
 
 Hosts = tuple[tuple[int, ...], ...]
@@ -36,10 +35,9 @@ def shuffled_hosts(draw: st.DrawFn, most: int) -> Hosts:
     return tuple(tuple(order[rank] for rank in ranks) for ranks in hosts_of(*counts))
 
 
-@pytest.mark.slow
 def test_every_number_of_equal_hosts_is_proved() -> None:
-    for local in range(1, 65):
-        for number in range(1, 64 // local + 1):
+    for local in range(1, 25):
+        for number in range(1, 24 // local + 1):
             verify(schedules(hosts_of(*[local] * number)))
 
 
@@ -68,10 +66,6 @@ def test_one_host_is_direct_and_lone_ranks_are_a_ring(size: int) -> None:
         assert hierarchical.allreduce(rank, hosts_of(*[1] * size)).rounds == ring.allreduce(rank, size).rounds
 
 
-def test_one_rank_copies() -> None:
-    assert [step.kind for steps in schedules(((0,),))[0].rounds for step in steps] == [StepKind.COPY]
-
-
 @pytest.mark.parametrize("counts", [[3, 3], [2, 2, 2, 2], [4, 1], [3, 1, 2]])
 def test_a_host_exchanges_no_more_than_one_rank_of_a_ring_would(counts: list[int]) -> None:
     hosts, number = hosts_of(*counts), len(counts)
@@ -80,18 +74,3 @@ def test_a_host_exchanges_no_more_than_one_rank_of_a_ring_would(counts: list[int
     links = simulate(every, [1200] * every[0].chunks, Network(0.0, 1.0, hosts)).links
     for host in range(number):
         assert links[f"host {host} out"] == links[f"host {host} in"] == 2 * (number - 1) * nbytes // number
-
-
-@pytest.mark.parametrize(
-    "hosts", [hosts_of(2, 2), hosts_of(3, 3, 3), hosts_of(1, 4, 2), ((3, 0), (5, 1), (2, 4)), ((4, 1, 2), (0, 3))]
-)
-def test_all_ranks_get_the_same_bits(hosts: Hosts) -> None:
-    every = schedules(hosts)
-    random = np.random.default_rng(7)
-    data = [{chunk: random.standard_normal(40).astype(np.float32) for chunk in range(every[0].chunks)} for _ in every]
-    results = replay(every, data)
-    for chunk in data[0]:
-        np.testing.assert_allclose(
-            results[0][chunk], sum(mine[chunk].astype(float) for mine in data), rtol=1e-5, atol=1e-5
-        )
-        assert len({result[chunk].tobytes() for result in results}) == 1

@@ -163,19 +163,6 @@ def test_few_mutants_change_nothing() -> None:
     ]
 
 
-@pytest.mark.parametrize("name", [name for name in CATALOGUE if len(CATALOGUE[name]) > 1])
-def test_a_round_that_one_rank_skips_is_caught(name: str) -> None:
-    schedules = CATALOGUE[name]
-    for rank, schedule in enumerate(schedules):
-        for number, steps in enumerate(schedule.rounds):
-            if steps:
-                without = (*schedule.rounds[:number], *schedule.rounds[number + 1 :])
-                emptied = (*schedule.rounds[:number], (), *schedule.rounds[number + 1 :])
-                for rounds in (without, emptied):
-                    with pytest.raises(ScheduleError):
-                        verify([*schedules[:rank], replace(schedule, rounds=rounds), *schedules[rank + 1 :]])
-
-
 def by_hand(collective: str, chunks: int, *rounds: Sequence[Round]) -> list[Schedule]:
     """Schedules from the rounds of each rank."""
     return [Schedule(collective, "by-hand", rank, len(rounds), chunks, tuple(mine)) for rank, mine in enumerate(rounds)]

@@ -50,9 +50,7 @@ EVERY_MEDIUM = pytest.mark.parametrize(
 @EITHER_MPI
 def test_ranks_that_wait_for_handles_are_told_of_a_failure(medium: str, mpi: str, tmp_path: Path) -> None:
     """Within two seconds, with its traceback; and all handles in flight carry it."""
-    program = (
-        PREAMBLE
-        + """
+    program = """
 first = hvd.allreduce_async(data, op=hvd.Sum, name="first")
 assert (hvd.synchronize(first) == sum(range(size))).all()
 if rank == 1:
@@ -77,19 +75,16 @@ try:
 except hvd.RankFailedError:
     print("told", flush=True)
 """
-    )
-    result = run_ranks(3, program, mpi=mpi, env=MEDIA[medium], timeout=60, expect=None, args=[str(tmp_path)])
+    result = run_ranks(3, PREAMBLE + program, mpi=mpi, env=MEDIA[medium], timeout=60, expect=None, args=[str(tmp_path)])
     assert result.returncode != 0
     assert all("told" in result.ranks[rank] for rank in (0, 2)), str(result)
 
 
-@EITHER_MPI
+@EVERY_MEDIUM
 def test_a_program_that_is_told_of_a_failure_has_time_for_its_last_words(medium: str, mpi: str, tmp_path: Path) -> None:
     """One waits and then tidies up; the other is busy when its background thread learns of the failure, and asks
     later."""
-    program = (
-        PREAMBLE
-        + """
+    program = """
 if rank == 1:
     until_marked("submitted 0")
     until_marked("submitted 2")
@@ -106,10 +101,9 @@ except hvd.RankFailedError as error:
         time.sleep(0.7)
     print("saved")
 """
-    )
     result = run_ranks(
         3,
-        program,
+        PREAMBLE + program,
         mpi=mpi,
         env={**MEDIA[medium], "PYTHONUNBUFFERED": ""},
         timeout=60,
@@ -121,13 +115,11 @@ except hvd.RankFailedError as error:
     assert "the model exploded" in result.ranks[1], str(result)
 
 
-@EITHER_MPI
+@EVERY_MEDIUM
 def test_a_rank_is_told_of_a_failure_although_a_third_one_is_busy(medium: str, mpi: str, tmp_path: Path) -> None:
     """And has nothing in flight, so that it hears of nothing: neither the rank that waits nor the end of the job waits
     for it."""
-    program = (
-        PREAMBLE
-        + """
+    program = """
 if rank == 1:
     until_marked("ready 0")
     until_marked("ready 2")
@@ -142,22 +134,27 @@ except hvd.RankFailedError as error:
     assert late < 1.8, late
     print("told", flush=True)
 """
-    )
-    result = run_ranks(3, program, mpi=mpi, env=MEDIA[medium], timeout=60, expect=None, args=[str(tmp_path)])
+    result = run_ranks(3, PREAMBLE + program, mpi=mpi, env=MEDIA[medium], timeout=60, expect=None, args=[str(tmp_path)])
     assert result.returncode != 0
     assert "told" in result.ranks[0], str(result)
     assert result.seconds < 20, str(result)
 
 
-@EITHER_MPI
 @pytest.mark.parametrize(
-    ("ending", "code"), [("pass", 0), ("sys.exit(3)", 3), ("hvd.shutdown()", 0)], ids=["ends", "exits", "shuts-down"]
+    ("ending", "code", "medium", "mpi"),
+    [
+        ("pass", 0, "memory", "openmpi"),
+        ("pass", 0, "hosts", "openmpi"),
+        ("sys.exit(3)", 3, "memory", "mpich"),
+        ("sys.exit(3)", 3, "messages", "mpich"),
+        ("hvd.shutdown()", 0, "memory", "openmpi"),
+        ("hvd.shutdown()", 0, "hosts", "openmpi"),
+    ],
+    ids=["ends", "ends-hosts", "exits", "exits-messages", "shuts-down", "shuts-down-hosts"],
 )
 def test_a_rank_may_leave_with_handles_pending(medium: str, mpi: str, ending: str, code: int, tmp_path: Path) -> None:
     """It ends by itself, with its own exit code; who waits for it is told that it left."""
-    program = (
-        PREAMBLE
-        + f"""
+    program = f"""
 if rank == 1:
     handles = [hvd.allreduce_async_(np.ones(100_000), name=name) for name in ("both", "mine")]
     hvd.allreduce(data, name="both are here")
@@ -180,17 +177,14 @@ else:
     if hvd.poll(both):
         assert (hvd.synchronize(both) == 1).all()
 """
-    )
-    result = run_ranks(2, program, mpi=mpi, env=MEDIA[medium], timeout=60, expect=None, args=[str(tmp_path)])
+    result = run_ranks(2, PREAMBLE + program, mpi=mpi, env=MEDIA[medium], timeout=60, expect=None, args=[str(tmp_path)])
     assert "told" in result.ranks[0], str(result)
     assert "Error" not in result.ranks[1], str(result)
     assert result.returncode == code, str(result)
 
 
 def test_handles_pending_at_shutdown_are_refused(tmp_path: Path) -> None:
-    program = (
-        PREAMBLE
-        + """
+    program = """
 handle = hvd.allreduce_async(data, name=f"of rank {rank}")
 world = hvd.world()
 hvd.barrier()
@@ -203,18 +197,33 @@ for _ in range(2):
 hvd.init()
 assert (hvd.allreduce(data, op=hvd.Sum, name="of rank 0") == sum(range(size))).all()
 """
-    )
-    result = run_ranks(2, program, timeout=60, args=[str(tmp_path)])
+    result = run_ranks(2, PREAMBLE + program, timeout=60, args=[str(tmp_path)])
     assert all(text.count("refused") == 2 for text in result.ranks), str(result)
 
 
-@EVERY_MEDIUM
-@pytest.mark.parametrize("waiting", ["hvd.synchronize(handle)", "until_marked('warned')"], ids=["waits", "computes"])
-def test_a_stall_is_reported_with_tensor_rank_and_line(medium: str, mpi: str, waiting: str, tmp_path: Path) -> None:
+BLOCKS = 'hvd.allreduce(data, op=hvd.Sum, name="grad")'
+SUBMITS = 'hvd.allreduce_async(data, op=hvd.Sum, name="grad")'
+
+
+@pytest.mark.parametrize(
+    ("call", "waiting", "medium", "mpi"),
+    [
+        (BLOCKS, "sum_of(result)", "memory", "openmpi"),
+        (BLOCKS, "sum_of(result)", "hosts", "openmpi"),
+        (SUBMITS, "sum_of(hvd.synchronize(result))", "messages", "mpich"),
+        (SUBMITS, "until_marked('warned')", "memory", "openmpi"),
+        (SUBMITS, "until_marked('warned')", "hosts", "openmpi"),
+    ],
+    ids=["blocks", "blocks-hosts", "waits", "computes", "computes-hosts"],
+)
+def test_a_stall_is_reported_with_tensor_rank_and_line(
+    call: str, waiting: str, medium: str, mpi: str, tmp_path: Path
+) -> None:
     """Also where the rank that submitted it does not wait for it: its background thread sees to that."""
-    program = (
-        PREAMBLE
-        + f"""
+    program = f"""
+def sum_of(result):
+    assert (result == sum(range(size))).all()
+
 if rank == 0:
     class Watch(logging.Filter):
         def filter(self, record):
@@ -224,17 +233,21 @@ if rank == 0:
     logging.getLogger("collectives").addFilter(Watch())
 elif rank == 1:
     until_marked("warned")
-handle = hvd.allreduce_async(data, op=hvd.Sum, name="grad")  # on this line
+result = {call}  # on this line
 if rank == 0:
     {waiting}
-assert (hvd.synchronize(handle) == sum(range(size))).all()
+sum_of(result if isinstance(result, np.ndarray) else hvd.synchronize(result))
 print("went on")
 """
-    )
     result = run_ranks(
-        2, program, mpi=mpi, env={**MEDIA[medium], "COLLECTIVES_STALL_WARNING": "1"}, timeout=60, args=[str(tmp_path)]
+        3,
+        PREAMBLE + program,
+        mpi=mpi,
+        env={**MEDIA[medium], "COLLECTIVES_STALL_WARNING": "1"},
+        timeout=60,
+        args=[str(tmp_path)],
     )
-    line = next(number for number, text in enumerate(program.splitlines(), 1) if "# on this line" in text)
+    line = next(number for number, text in enumerate((PREAMBLE + program).splitlines(), 1) if "# on this line" in text)
     said = result.ranks[0]
     assert "grad" in said and "missing ranks: 1" in said and f"program.py:{line}" in said, str(result)
     assert said.count("missing ranks") == 1, "reported more than once"
@@ -242,35 +255,8 @@ print("went on")
 
 
 @EVERY_MEDIUM
-def test_a_blocking_call_that_stalls_is_reported(medium: str, mpi: str, tmp_path: Path) -> None:
-    program = (
-        PREAMBLE
-        + """
-if rank == 0:
-    class Watch(logging.Filter):
-        def filter(self, record):
-            mark("warned")
-            return True
-
-    logging.getLogger("collectives").addFilter(Watch())
-elif rank == 1:
-    until_marked("warned")
-assert (hvd.allreduce(data, op=hvd.Sum, name="weights") == sum(range(size))).all()  # on this line
-"""
-    )
-    result = run_ranks(
-        3, program, mpi=mpi, env={**MEDIA[medium], "COLLECTIVES_STALL_WARNING": "1"}, timeout=60, args=[str(tmp_path)]
-    )
-    line = next(number for number, text in enumerate(program.splitlines(), 1) if "# on this line" in text)
-    said = result.ranks[0]
-    assert "weights" in said and "missing ranks: 1" in said and f"program.py:{line}" in said, str(result)
-
-
-@EVERY_MEDIUM
 def test_a_stall_may_end_in_an_error(medium: str, mpi: str, tmp_path: Path) -> None:
-    program = (
-        PREAMBLE
-        + """
+    program = """
 if rank == 0:
     try:
         hvd.synchronize(hvd.allreduce_async(data, name="grad"))
@@ -290,20 +276,17 @@ else:
         assert "rank 0" in str(error), error
         print("told", flush=True)
 """
-    )
     settings = {"COLLECTIVES_STALL_WARNING": "1", "COLLECTIVES_STALL_SHUTDOWN": "2"}
     result = run_ranks(
-        2, program, mpi=mpi, env={**MEDIA[medium], **settings}, timeout=60, expect=None, args=[str(tmp_path)]
+        2, PREAMBLE + program, mpi=mpi, env={**MEDIA[medium], **settings}, timeout=60, expect=None, args=[str(tmp_path)]
     )
     assert "given up" in result.ranks[0] and "refused" in result.ranks[0] and "told" in result.ranks[1], str(result)
 
 
-@EITHER_MPI
+@EVERY_MEDIUM
 def test_blocking_calls_from_a_pool_of_threads(medium: str, mpi: str, tmp_path: Path) -> None:
     """Four at once, begun in another order on every rank, while the main thread has operations in flight."""
-    program = (
-        PREAMBLE
-        + """
+    program = """
 def work(key):
     step, k = key
     tensor = np.full(10 + k * 5000, float(rank + step))
@@ -325,16 +308,13 @@ with ThreadPoolExecutor(4) as pool:
         hvd.barrier()
 print("correct")
 """
-    )
-    result = run_ranks(3, program, mpi=mpi, env=MEDIA[medium], timeout=90, args=[str(tmp_path)])
+    result = run_ranks(3, PREAMBLE + program, mpi=mpi, env=MEDIA[medium], timeout=90, args=[str(tmp_path)])
     assert all("correct" in text for text in result.ranks), str(result)
 
 
 def test_one_handle_for_many_threads(tmp_path: Path) -> None:
     """All threads that wait for one operation get its one result."""
-    program = (
-        PREAMBLE
-        + """
+    program = """
 with ThreadPoolExecutor(4) as pool:
     for step in range(30):
         handle = hvd.allreduce_async(np.full(1000, float(rank + step)), op=hvd.Sum, name="shared")
@@ -343,69 +323,14 @@ with ThreadPoolExecutor(4) as pool:
         assert (results[0] == sum(r + step for r in range(size))).all()
 print("correct")
 """
-    )
-    result = run_ranks(2, program, timeout=60, args=[str(tmp_path)])
+    result = run_ranks(2, PREAMBLE + program, timeout=60, args=[str(tmp_path)])
     assert all("correct" in text for text in result.ranks), str(result)
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("transport", ["direct-read", "window", "mpi"])
-def test_an_interrupt_while_waiting_for_a_handle_corrupts_nobody(transport: str, size: int, tmp_path: Path) -> None:
-    """Rank 1 is interrupted at many moments of waiting for reductions in place, and then uses the memory that it
-    freed."""
-    program = (
-        "import gc\n"
-        + PREAMBLE
-        + f"""
-class Interrupt(KeyboardInterrupt):
-    pass
-
-def on_alarm(number, frame):
-    raise Interrupt("Ctrl-C")
-
-signal.signal(signal.SIGALRM, on_alarm)
-told = 0
-for attempt in range(12):
-    hvd.init()
-    tensors, handles = [np.ones(400_000, np.float32) for _ in range(4)], []
-    try:
-        if rank == 1:
-            signal.setitimer(signal.ITIMER_REAL, 0.002 + 0.0017 * attempt)
-        while True:
-            handles = [hvd.allreduce_async_(tensor, average=True, transport="{transport}") for tensor in tensors]
-            for handle in handles:
-                hvd.synchronize(handle)
-    except Interrupt:
-        assert rank == 1
-    except hvd.RankFailedError as error:
-        # Rank 1 fails in the middle of a round, or between two, by what it says itself.
-        reasons = ("Interrupt", "rank 1, which has shut down", "RankFailedError")
-        assert any(reason in str(error) for reason in reasons), error
-        told += 1
-    del tensors, handles
-    gc.collect()
-    fresh = [np.full(400_000, 7.0, np.float32) for _ in range(8)]
-    time.sleep(0.05)
-    assert all((array == 7.0).all() for array in fresh)
-    hvd.shutdown()
-print("told", told)
-sys.stdout.flush()
-from mpi4py import MPI
-# mpirun ends all ranks when the first one goes without finalising MPI, in which requests are pending.
-MPI.COMM_WORLD.Barrier()
-os._exit(0)
-"""
-    )
-    result = run_ranks(size, program, timeout=90, expect=None, args=[str(tmp_path)])
-    assert all(f"told {0 if rank == 1 else 12}" in result.ranks[rank] for rank in range(size)), str(result)
-
-
-@EITHER_MPI
+@EVERY_MEDIUM
 def test_a_fork_beside_the_background_thread(medium: str, mpi: str, tmp_path: Path) -> None:
     """The child has a copy of the engine but not of its thread: it is refused, never waits, and ends as it likes."""
-    program = (
-        PREAMBLE
-        + """
+    program = """
 warm = hvd.allreduce_async(data, op=hvd.Sum, name="warm")
 deadline = time.monotonic() + 30
 while not hvd.poll(warm):  # by the background thread, as nobody waits
@@ -442,18 +367,15 @@ for attempt, ending in enumerate(("return", "exit", "shutdown", "raise") * 2):
 else:
     print("parent is well")
 """
-    )
     # A child that goes on to the end of the program must not say that the parent is well.
-    result = run_ranks(2, program, mpi=mpi, env=MEDIA[medium], timeout=60, args=[str(tmp_path)])
+    result = run_ranks(2, PREAMBLE + program, mpi=mpi, env=MEDIA[medium], timeout=60, args=[str(tmp_path)])
     assert all(text.count("parent is well") == 1 for text in result.ranks), str(result)
 
 
 @pytest.mark.parametrize("medium", ["memory", "hosts"])
 def test_waits_that_cannot_end_are_told_at_once(medium: str, tmp_path: Path) -> None:
     """Each rank waits for another name: long before any stall would be reported, which is turned off here."""
-    program = (
-        PREAMBLE
-        + """
+    program = """
 for _ in range(3):
     try:
         hvd.synchronize(hvd.allreduce_async(data, name=f"of rank {rank}"))
@@ -464,7 +386,6 @@ for _ in range(3):
     assert (hvd.allreduce(data, op=hvd.Sum) == sum(range(size))).all()
 print("told")
 """
-    )
     settings = {"COLLECTIVES_STALL_WARNING": "0", "COLLECTIVES_TIMEOUT": "60"}
-    result = run_ranks(3, program, env={**MEDIA[medium], **settings}, timeout=40, args=[str(tmp_path)])
+    result = run_ranks(3, PREAMBLE + program, env={**MEDIA[medium], **settings}, timeout=40, args=[str(tmp_path)])
     assert all("told" in text for text in result.ranks), str(result)

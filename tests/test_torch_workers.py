@@ -79,9 +79,7 @@ def test_training_beside_workers(method: str) -> None:
 
 
 def test_workers_are_forked_while_operations_are_in_flight() -> None:
-    program = (
-        PREAMBLE
-        + """
+    program = """
 hvd.init()
 rank, size = hvd.rank(), hvd.size()
 pooled = hvd.allreduce(torch.ones(1 << 19))
@@ -105,50 +103,41 @@ except collectives.ForkedProcessError as error:
     print("refused")
 assert hvd.allreduce(pooled).mean() == 1
 """
-    )
-    result = run_ranks(3, program, timeout=120)
+    result = run_ranks(3, PREAMBLE + program, timeout=120)
     assert all("refused" in output for output in result.ranks), str(result)
 
 
 @pytest.mark.parametrize(("trouble", "text"), [("kill", "worker"), ("raise", "no such sample")])
 def test_a_worker_that_fails_ends_its_rank_and_the_others(trouble: str, text: str) -> None:
-    program = (
-        PREAMBLE
-        + """
+    program = """
 hvd.init()
 for x, y in loader("fork", True, trouble=sys.argv[1] if hvd.rank() == 1 else ""):
     hvd.allreduce(x)
 while True:
     hvd.allreduce(torch.ones(3))
 """
-    )
     started = time.monotonic()
-    result = run_ranks(2, program, args=[trouble], timeout=100, expect=None)
+    result = run_ranks(2, PREAMBLE + program, args=[trouble], timeout=100, expect=None)
     assert result.returncode != 0
     assert time.monotonic() - started < 60
     assert text in result.ranks[1] and "RankFailedError" in result.ranks[0], str(result)
 
 
 def test_a_worker_that_would_join_the_ranks_is_refused() -> None:
-    program = (
-        PREAMBLE
-        + """
+    program = """
 hvd.init()  # not guarded: a worker that is started anew imports this script
 if __name__ == "__main__":
     if hvd.rank() == 0:
         list(loader("spawn"))
     hvd.allreduce(torch.ones(3))
 """
-    )
-    result = run_ranks(2, program, args=["spawn"], timeout=100, expect=1)
+    result = run_ranks(2, PREAMBLE + program, args=["spawn"], timeout=100, expect=1)
     assert "ForkedProcessError" in result.ranks[0] and "__main__" in result.ranks[0], str(result)
 
 
 @pytest.mark.parametrize("static", (False, True))
 def test_a_failure_ends_backward_of_the_others(static: bool) -> None:
-    program = (
-        PREAMBLE
-        + """
+    program = """
 import torch.distributed as distributed
 from collectives.torch.ddp import allreduce_hook
 
@@ -174,6 +163,5 @@ for step in range(4):
         print("told")
         raise
 """
-    )
-    result = run_ranks(2, program, args=[str(static)], timeout=100, expect=1)
+    result = run_ranks(2, PREAMBLE + program, args=[str(static)], timeout=100, expect=1)
     assert "told" in result.ranks[0], str(result)

@@ -1,4 +1,4 @@
-"""Ranks killed in the middle of operations on mapped memory; more of them: ``python -m tests.killed_ranks 0 100``."""
+"""Ranks killed in the middle of operations on mapped memory; other seeds are other deaths."""
 
 from __future__ import annotations
 

@@ -40,18 +40,18 @@ def study(tmp_path: Path, mode: str, *words: str, task: str = "work", expect: in
 
 def test_strong_scaling_from_the_command_to_the_files(tmp_path: Path) -> None:
     gradients = ["--gradient-bytes", "64K", "--gradient-tensors", "2"]
-    result, output = study(tmp_path, "strong", "-np", "1,2", "--total", "64", "--repeats", "2", *gradients)
+    result, output = study(tmp_path, "strong", "-np", "1,2", "--total", "64", "--repeats", "1", *gradients)
     content = json.loads((output / "scaling.json").read_text())
     runs = [(run["kind"], run["repeat"], run["ranks"]) for run in content["runs"]]
     c, t = "communication", "throughput"
-    assert runs == [(t, 1, 1), (t, 1, 2), (c, 1, 2), (t, 2, 2), (t, 2, 1), (c, 2, 2)]
+    assert runs == [(t, 1, 1), (t, 1, 2), (c, 1, 2)]
     assert all(run["status"] == 0 and Path(run["log"]).is_file() for run in content["runs"])
-    assert [run["figures"] for run in content["runs"] if run["kind"] == t] == [[640.0], [1280.0], [1280.0], [640.0]]
+    assert [run["figures"] for run in content["runs"] if run["kind"] == t] == [[640.0], [1280.0]]
     one, two = content["points"]
     assert (one["step"], two["step"]) == pytest.approx((0.1, 0.05))
     assert (two["speedup"], two["efficiency"]) == pytest.approx((2.0, 1.0))
-    measured = [run["seconds_per_step"] for run in content["runs"] if run["kind"] == c]
-    assert one["communication"] == 0 < two["communication"] == pytest.approx(sum(measured) / 2)
+    (measured,) = [run["seconds_per_step"] for run in content["runs"] if run["kind"] == c]
+    assert one["communication"] == 0 < two["communication"] == pytest.approx(measured)
     assert content["settings"]["gradient_bytes"] == [65536] and content["unit"] == "images"
     assert "Open MPI" in content["machine"]["mpi"]
     expected = "# model T = G/W + C(W), G = " if cores() > 1 else "the machine is oversubscribed"

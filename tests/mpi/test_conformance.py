@@ -12,7 +12,7 @@ from tests import conformance
 from tests.mpi.worlds import configs
 
 pytestmark = pytest.mark.mpi
-RANKS = {"openmpi": (2, 3, 4), "mpich": (2, 4)}
+RANKS = {"openmpi": (3,), "mpich": (3,)}
 
 CONFIGS = configs()
 

@@ -15,7 +15,7 @@ from tests.engine_scenarios import SCENARIOS, STEADY
 from tests.mpi.worlds import configs
 
 pytestmark = pytest.mark.mpi
-RANKS = {"openmpi": (1, 3, 4), "mpich": (2,)}
+RANKS = {"openmpi": (1, 3), "mpich": (2,)}
 
 CONFIGS = configs(cache_capacity=8)
 

@@ -12,7 +12,7 @@ from tests.mpi.worlds import configs
 from tests.programs import SETS, draw, make_sets, run
 
 pytestmark = pytest.mark.mpi
-RANKS = {"openmpi": (2, 4), "mpich": (3,)}
+RANKS = {"openmpi": (4,), "mpich": (3,)}
 
 CONFIGS = configs()
 Worlds = tuple[World, dict[tuple[int, ...], World | None]]

@@ -14,7 +14,7 @@ import pytest
 
 from collectives.base.config import Config
 from collectives.base.errors import CollectiveTimeoutError, InvalidArgumentError, RankFailedError
-from collectives.engine.callers import THREAD_NAME, Callers
+from collectives.engine.callers import Callers
 from collectives.engine.failure import FailureHandler
 from collectives.engine.handles import Handle
 from collectives.engine.negotiation import Request
@@ -37,14 +37,6 @@ def submitted(*handles: Handle) -> Submissions:
 
 
 # ---- submissions
-
-
-def test_operations_are_collected_in_order_and_unnamed_ones_numbered() -> None:
-    handles = [operation(), operation("a"), operation()]
-    submissions = submitted(*handles)
-    submissions.collect()
-    assert [handle.key for handle in handles] == [0, "a", 1] and submissions.unnamed == 2
-    assert submissions.fresh == handles and list(submissions.pending.values()) == handles and not submissions.inbox
 
 
 def test_a_name_in_flight_is_refused_until_its_operation_is_complete() -> None:
@@ -169,14 +161,6 @@ def driven(ready: bool = True) -> tuple[Progress, Submissions, OneRank]:
     return Progress(coordinator, submissions, callers, failure, Config(cycle_time=1), 0), submissions, coordinator
 
 
-def test_the_thread_that_waits_drives() -> None:
-    progress, submissions, coordinator = driven()
-    handle = operation("a")
-    submissions.add(handle)
-    progress.wait(handle)
-    assert handle.result == "a" and coordinator.drivers == {threading.current_thread()} and not progress.drives()
-
-
 def test_a_wait_ends_at_its_timeout_and_may_be_repeated() -> None:
     progress, submissions, coordinator = driven(ready=False)
     handle = operation("a")
@@ -230,18 +214,6 @@ def test_a_wait_that_is_interrupted_at_its_beginning_is_none_any_more() -> None:
     assert not awaited
 
 
-def test_the_background_thread_drives_while_no_thread_waits() -> None:
-    progress, submissions, coordinator = driven()
-    handle = operation("a")
-    submissions.add(handle)
-    progress.wake()
-    deadline = time.monotonic() + 10
-    while not handle.done:
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-    assert [thread.name for thread in coordinator.drivers] == [f"{THREAD_NAME} 0"]
-
-
 def test_what_was_submitted_is_carried_out_although_the_engine_is_dropped() -> None:
     progress, submissions, _ = driven()
     handle = operation("a")
@@ -268,24 +240,6 @@ def test_memory_of_a_call_without_handle_is_kept_if_its_signal_handler_shut_the_
     del tensor
     gc.collect()
     assert reference() is not None
-
-
-def test_a_call_within_a_call_of_the_same_thread_is_refused() -> None:
-    progress, submissions, coordinator = driven()
-    inner: list[BaseException] = []
-
-    def carry_out() -> None:
-        try:
-            progress.wait(operation())
-        except InvalidArgumentError as error:
-            inner.append(error)
-        OneRank.carry_out(coordinator)
-
-    coordinator.carry_out = carry_out  # type: ignore[method-assign]
-    handle = operation("a")
-    submissions.add(handle)
-    progress.wait(handle)
-    assert "within a collective of the same thread" in str(inner[0])
 
 
 def test_a_failure_while_driving_ends_everything() -> None:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import socket
@@ -547,8 +546,3 @@ def test_version_help_and_plan() -> None:
     assert re.search(r"^allreduce +4 B +one-shot +copies through shared memory \(window\) +1 MiB$", plan, re.M), plan
     assert re.search(r"^broadcast +256 MiB +direct +reads of the peer's memory \(direct-read\) +32 MiB$", plan, re.M)
     assert "hierarchical" in shown("-H", "a:2,b:2", "--show-plan")
-
-
-def test_options_are_documented_once() -> None:
-    known = [name for action in command_line.make_parser()._actions for name in action.option_strings]
-    assert len(known) == len(set(known)), json.dumps(known)

@@ -55,23 +55,6 @@ def test_a_good_rank_leaves_no_record() -> None:
     assert code == 0 and found == {"o": "out\n", "e": "err\n", "r": "", "x": ""}
 
 
-@pytest.mark.parametrize(
-    ("end", "code"),
-    [
-        ("raise ValueError('x')", 1),
-        ("sys.exit(3)", 3),
-        ("os._exit(5)", 5),
-        ("os.kill(os.getpid(), 9)", 137),
-        ("os.abort()", 134),
-    ],
-)
-def test_a_failing_rank_leaves_one(end: str, code: int) -> None:
-    returned, found = ended(f"import os, sys\nprint('last words', file=sys.stderr, flush=True)\n{end}")
-    entry = json.loads(found["x"])
-    assert (entry["rank"], entry["code"], returned) == (3, code, code)
-    assert found["e"].startswith("last words\n")
-
-
 def test_what_exits_records_is_passed_on_even_from_a_process_below(tmp_path: Path) -> None:
     assert rank.RECORDS == failures.RECORDS
     record = f"""
@@ -209,26 +192,6 @@ def test_a_rank_is_told_its_place_in_torchs_words(environment: dict[str, str], t
     del found[rank.RECORDS]
     found.pop("LC_CTYPE", None)
     assert found == {name: text for name, text in told.items() if inherited.get(name) != text}
-
-
-@pytest.mark.parametrize(
-    ("terminal", "out", "err"), [("", False, False), ("30 70 2", False, True), ("30 70 1 2", True, True)]
-)
-def test_a_rank_has_a_terminal_where_the_launcher_has(terminal: str, out: bool, err: bool) -> None:
-    program = (
-        "import os, sys; print(sys.stdout.isatty(), sys.stderr.isatty(), sys.stderr.isatty() and "
-        "tuple(os.get_terminal_size(2)))"
-    )
-    code, found = ended(program, terminal=terminal)
-    assert code == 0 and found["o"] == f"{out} {err} {(70, 30) if err else False}\n"
-
-
-def test_output_is_written_to_files_as_well(tmp_path: Path) -> None:
-    program = "import sys\nfor n in range(20_000): print(n, 'x' * 20)\nprint('err', file=sys.stderr)\nsys.exit(2)"
-    code, found = ended(program, output=str(tmp_path / "out"), width=3)
-    assert code == 2 and found["o"].count("\n") == 20_000 and found["e"] == "err\n"
-    assert (tmp_path / "out" / "rank.003" / "stdout").read_text() == found["o"]
-    assert (tmp_path / "out" / "rank.003" / "stderr").read_text() == found["e"]
 
 
 def test_files_that_cannot_be_written_are_said_and_change_nothing_else(tmp_path: Path) -> None:

@@ -39,12 +39,6 @@ def test_results_are_plain_arrays_of_the_asked_shape(shape: int | tuple[int, ...
         assert address(result) % 64 == 0
 
 
-def test_bfloat16_results() -> None:
-    ml_dtypes = pytest.importorskip("ml_dtypes")
-    result = ResultPool(64 * MIB).empty((2, MIB), ml_dtypes.bfloat16)
-    assert result.dtype == ml_dtypes.bfloat16 and result.shape == (2, MIB)
-
-
 def test_a_dropped_result_is_used_again_whatever_its_shape_and_dtype() -> None:
     pool = ResultPool(64 * MIB)
     first = pool.empty((4, MIB), np.float32)
@@ -125,11 +119,6 @@ def test_aligned_results(count: int) -> None:
     result = ResultPool(64 * MIB).aligned(count, np.uint8)
     assert result.shape == (count,) and is_mapped(result) == (count >= MAPPED_FROM)
     assert count == 0 or address(result) % 64 == 0
-
-
-def test_pooled_results_lie_in_the_arena_whichever_pool_they_are_from() -> None:
-    results = [ResultPool(64 * MIB).empty(3 * MIB, np.float32) for _ in range(3)]
-    assert all(map(is_mapped, results)) and all(is_mapped(result[5:]) for result in results)
 
 
 def test_where_the_arena_is_exhausted_results_are_private_and_used_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.mpirun import ROOT, python_for, run_command
+from tests.test_examples_frameworks import assert_horovods_lines
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("sklearn")
@@ -94,24 +95,7 @@ def test_mnist_in_mixed_precision_on_ranks_that_it_starts_by_itself() -> None:
 
 
 def test_synthetic_benchmark_prints_what_horovods_does(printed: dict[str, str]) -> None:
-    output = printed["benchmark"]
-    head = [
-        "Model: small",
-        "Parameters: 1019384",
-        "Batch size: 4",
-        "Number of CPUs: 2",
-        "Running warmup...",
-        "Running benchmark...",
-    ]
-    assert "\n".join(head) in output
-    assert re.findall(r"^Iter #(\d): [\d.]+ img/sec per CPU$", output, re.MULTILINE) == ["0", "1", "2"]
-    each = re.search(r"^Img/sec per CPU: ([\d.]+) \+-([\d.]+)$", output, re.MULTILINE)
-    total = re.search(r"^Total img/sec on 2 CPU\(s\): ([\d.]+) \+-([\d.]+)$", output, re.MULTILINE)
-    assert each and total
-    # Each is rounded to a tenth after it was multiplied.
-    assert [float(found) for found in total.groups()] == pytest.approx(
-        [2 * float(found) for found in each.groups()], abs=0.16
-    )
+    assert_horovods_lines(printed["benchmark"], 1019384)
 
 
 @pytest.mark.parametrize(

@@ -65,72 +65,18 @@ def listed_of_torch() -> list[tuple[str, str]]:
 IN_USE = {"horovod": ["__version__", "run"], "horovod.runner": ["run"], **listed(True)}
 """What programs import, by module."""
 IN_USE_OF_TORCH = {
-    "horovod.torch": (
-        "DistributedOptimizer",
-        "SyncBatchNorm",
-        "Compression",
-        "init",
-        "HorovodInternalError",
-        "check_extension",
-    ),
-    "horovod.torch.mpi_ops": (
-        *(
-            "allreduce",
-            "allreduce_",
-            "allreduce_async",
-            "allreduce_async_",
-            "grouped_allreduce_async_",
-            "sparse_allreduce_async",
-        ),
-        *(
-            "allgather",
-            "allgather_async",
-            "broadcast",
-            "broadcast_",
-            "broadcast_async_",
-            "alltoall",
-            "reducescatter_async",
-        ),
-        *(
-            "poll",
-            "synchronize",
-            "join",
-            "barrier",
-            "init",
-            "shutdown",
-            "size",
-            "rank",
-            "local_size",
-            "local_rank",
-            "cross_rank",
-        ),
-        *(
-            "Average",
-            "Sum",
-            "Adasum",
-            "rocm_built",
-            "nccl_built",
-            "mpi_threads_supported",
-            "is_homogeneous",
-            "ProcessSet",
-        ),
-        *(
-            "HorovodInternalError",
-            "_basics",
-            "handle_average_backwards_compatibility",
-            "check_num_rank_power_of_2",
-            "gpu_available",
-        ),
-    ),
-    "horovod.torch.functions": (
-        "allgather_object",
-        "broadcast_object",
-        "broadcast_optimizer_state",
-        "broadcast_parameters",
-    ),
-    "horovod.torch.optimizer": ("DistributedOptimizer", "_DistributedOptimizer"),
-    "horovod.torch.compression": ("Compression", "Compressor", "FP16Compressor", "NoneCompressor"),
-    "horovod.torch.sync_batch_norm": ("SyncBatchNorm",),
+    "horovod.torch": "DistributedOptimizer SyncBatchNorm Compression init HorovodInternalError check_extension",
+    "horovod.torch.mpi_ops": """
+        allreduce allreduce_ allreduce_async allreduce_async_ grouped_allreduce_async_ sparse_allreduce_async
+        allgather allgather_async broadcast broadcast_ broadcast_async_ alltoall reducescatter_async poll
+        synchronize join barrier init shutdown size rank local_size local_rank cross_rank Average Sum Adasum
+        rocm_built nccl_built mpi_threads_supported is_homogeneous ProcessSet HorovodInternalError _basics
+        handle_average_backwards_compatibility check_num_rank_power_of_2 gpu_available
+    """,
+    "horovod.torch.functions": "allgather_object broadcast_object broadcast_optimizer_state broadcast_parameters",
+    "horovod.torch.optimizer": "DistributedOptimizer _DistributedOptimizer",
+    "horovod.torch.compression": "Compression Compressor FP16Compressor NoneCompressor",
+    "horovod.torch.sync_batch_norm": "SyncBatchNorm",
 }
 
 
@@ -165,7 +111,7 @@ def test_what_programs_import_for_torch_is_there_and_is_ours() -> None:
 from operator import attrgetter
 missing = []
 for module, name in {
-        listed_of_torch() + [(module, name) for module, names in IN_USE_OF_TORCH.items() for name in names]
+        listed_of_torch() + [(module, name) for module, names in IN_USE_OF_TORCH.items() for name in names.split()]
     }:
     try: attrgetter(name)(importlib.import_module(module))
     except (ImportError, AttributeError): missing.append(f"{{module}}.{{name}}")

@@ -4,7 +4,7 @@
     synchronize    the remaining buckets are submitted; wait; the results are in ``parameter.grad``
 
 Where combining gradients would only take time from the backward pass, complete buckets are gathered, and all of them
-leave in ``synchronize`` (`collectives.torch.step_operation`).
+leave in ``synchronize`` (`collectives.torch.holding_back`).
 
 What a bucket holds is decided beforehand and alike on all ranks, from the last parameter to the first, which is about
 the order of the backward pass (as in S. Li et al., "PyTorch Distributed", VLDB 2020). The order in which buckets fill
@@ -36,7 +36,7 @@ from collectives.runtime import world_of
 from collectives.torch.buckets import GradientBucket, GradientSlot, SparseBucket, ViewedBucket, arrange
 from collectives.torch.compiled import untraced
 from collectives.torch.guard import Guard, grad_of, graph_task, in_backward_elsewhere
-from collectives.torch.step_operation import StepOperation, holds_back
+from collectives.torch.holding_back import holds_back
 from collectives.torch.tally import Tally
 from collectives.worlds import World
 
@@ -78,7 +78,6 @@ class BackwardReducer:
         self._frozen: list[GradientSlot] = []
         self._buckets: list[GradientBucket] = []
         self._tally = Tally()
-        self._together = StepOperation(options)
         self._holds_back = False
         self._results: list[weakref.ref[Any]] = []
         self._newer: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -205,7 +204,7 @@ class BackwardReducer:
 
     def _send(self, bucket: GradientBucket) -> None:
         """Submit a bucket, or gather it if it leaves with others."""
-        if self._holds_back and bucket.binds:
+        if self._holds_back and bucket.may_wait:
             bucket.gather()
         else:
             bucket.submit()
@@ -313,7 +312,7 @@ class BackwardReducer:
             if not self._tally.same_layouts:
                 first = _first_error([self._disagree], first)
             else:
-                first = _first_error([self._start], first)
+                first = _first_error([bucket.submit for bucket in self._buckets if bucket.gathered], first)
                 if first is not None or not self._tally.all_submitted:
                     first = _first_error([self._compare], first)
             _run_all([*(bucket.finish for bucket in self._buckets), lambda: self._tally.check(self._rank)], first)
@@ -376,10 +375,7 @@ class BackwardReducer:
             bucket.refit()
         missing = sum(len(bucket.slots) for bucket in remaining)
         layout = sum(bucket.fingerprint for bucket in self._buckets)
-        bound, steady = self._together.look(self._world, self._buckets)
-        self._tally.sum(
-            self._world, f"{self._options.name}gradients missing", missing, reads, idle, bound, steady, layout
-        )
+        self._tally.sum(self._world, f"{self._options.name}gradients missing", missing, reads, idle, layout)
 
     def _disagree(self) -> None:
         """Name the first gradient that the ranks' buckets do not have alike.
@@ -403,12 +399,6 @@ class BackwardReducer:
                 f"rank {self._rank}: expected the same gradients on every rank: rank {self._rank} has {here}; rank "
                 f"{rank} has {there}; change, add and unfreeze parameters between the same steps on every rank"
             )
-
-    def _start(self) -> None:
-        """Combine the gathered buckets by one operation if every rank can, or submit them."""
-        tally, world = self._tally, self._world
-        if not (tally.all_submitted and self._together.run(world, tally.all_bound(world), tally.all_steady(world))):
-            _run_all([bucket.submit for bucket in self._buckets if bucket.gathered])
 
     def _compare(self) -> None:
         """Agree on which gradients exist and which are sparse, and submit the remaining buckets."""

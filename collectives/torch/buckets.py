@@ -9,7 +9,7 @@
     SparseBucket      one sparse gradient, gathered
 
 Hooks of the parameters submit a bucket once all of its gradients are complete, during the backward pass; or gather it,
-where all buckets leave together when the program waits (`collectives.torch.step_operation`).
+where all buckets leave when the program waits (`collectives.torch.holding_back`).
 
 A bucket is laid out for the dtypes, shapes and devices that its gradients have when it takes them, and anew when these
 have changed: by ``model.double()``, ``grad_dtype``, a resized parameter.
@@ -133,7 +133,7 @@ class GradientBucket:
     Attributes:
         name: of the operation.
         deferred: submitted in `synchronize`, and not in the backward pass.
-        binds: its gradients are combined where persistent operations can be bound to them, while memory stays.
+        may_wait: its gradients may be gathered before they are submitted: they are in host memory.
         gathered: its gradients belong to the engine, and have not been submitted.
         pending: the number of gradients that are not complete yet.
         missing: slots without a gradient on this rank; zeros stand in for it.
@@ -152,7 +152,7 @@ class GradientBucket:
         self.pending = len(self.slots)
         self.missing: list[GradientSlot] = []
         self.handle: Any = None
-        self.binds = self.gathered = False
+        self.gathered = False
         self._keywords: dict[str, Any] = {
             "op": options.op,
             "name": options.name + self.name,
@@ -176,6 +176,7 @@ class GradientBucket:
     def lay_out(self, layout: Layout) -> None:
         """Prepare for gradients of these dtypes, shapes and devices."""
         self.layout = layout
+        self.may_wait = all(device.type == "cpu" for _, _, device in layout)
         self.fingerprint = zlib.crc32(repr(self.describe()).encode())
 
     def describe(self) -> list[str]:
@@ -223,16 +224,14 @@ class GradientBucket:
         self.handle = self.begin(self._gradients)
 
     def finish(self) -> None:
-        """Wait for the operation in flight, if there is one, and store the results; of gathered gradients, those of
-        the operation that all buckets share.
+        """Wait for the operation in flight, if there is one, and store the results.
 
         Raises:
             InvalidArgumentError: the program has changed or dropped a gradient in flight; all others are stored.
         """
-        handle, self.handle, gathered, self.gathered = self.handle, None, self.gathered, False
+        handle, self.handle, self.gathered = self.handle, None, False
         if handle is not None:
             handle.wait()
-        if handle is not None or gathered:
             refusal = self._look_for_changes()
             for slot in self.missing:
                 slot.param.grad = self._gradients[self.slots.index(slot)]
@@ -247,11 +246,6 @@ class GradientBucket:
     def begin(self, gradients: list[Any]) -> Any:
         """Submit an operation that combines the gradients."""
         raise NotImplementedError
-
-    def places(self) -> list[Any] | None:
-        """Tensors where the gathered gradients lie, the same objects as long as that memory is kept for them; None if
-        a gradient lies elsewhere."""
-        return None
 
     def unpack(self, gradients: list[Any]) -> None:
         """Copy the results into the gradients, if they are elsewhere."""
@@ -287,7 +281,6 @@ class GroupedBucket(GradientBucket):
             and all(param.is_cpu for param in self._params)
             and world_of(options.process_set).planner.locates_tensors(nbytes)
         ):
-            self.binds = True
             for slot in self.slots:
                 slot.place = slot.place or GradientPlace(slot.param)
 
@@ -296,10 +289,6 @@ class GroupedBucket(GradientBucket):
             if slot.place is not None:
                 slot.place.move()
         super().gather()
-
-    def places(self) -> list[Any] | None:
-        held = [slot.place.twin for slot in self.slots if slot.place is not None and slot.place.holds_gradient()]
-        return held if len(held) == len(self.slots) else None
 
     def begin(self, gradients: list[Any]) -> Any:
         return world_of(self.options.process_set).grouped_allreduce_async_(gradients, **self._keywords)
@@ -321,7 +310,6 @@ class PackedBucket(GradientBucket):
             for at, piece in zip(members, flat.split(counts), strict=True):
                 self.views[at] = self._shaped(piece, self._params[at], layout[at][1])
             self.flats.append(flat)
-        self.binds = self.options.compression is Compression.none and all(flat.is_cpu for flat in self.flats)
         super().lay_out(layout)
 
     def _shaped(self, piece: Any, param: Any, shape: Any) -> Any:
@@ -338,9 +326,6 @@ class PackedBucket(GradientBucket):
         if len(self.flats) == 1:
             return world.allreduce_async_(self.flats[0], **self._keywords)
         return world.grouped_allreduce_async_(self.flats, **self._keywords)
-
-    def places(self) -> list[Any] | None:
-        return self.flats
 
     def unpack(self, gradients: list[Any]) -> None:
         with torch.no_grad():
@@ -425,6 +410,10 @@ class ViewedBucket(PackedBucket):
 
 class SparseBucket(GradientBucket):
     """One sparse gradient: every rank's indices and values are gathered and added up."""
+
+    def lay_out(self, layout: Layout) -> None:
+        super().lay_out(layout)
+        self.may_wait = False
 
     def submit(self) -> None:
         (slot,), (grad,) = self.slots, self.refit()

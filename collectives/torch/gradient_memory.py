@@ -31,19 +31,13 @@ Holders = tuple[int, ...]
 
 
 class GradientPlace:
-    """The place in the arena of one parameter's gradients, of one after the other.
+    """The place in the arena of one parameter's gradients, of one after the other."""
 
-    Attributes:
-        twin: a tensor on the same memory with a storage of its own, for an operation that is bound to the place: what
-            holds it does not look like a holder of a gradient. Each new place has a new one; None before the first.
-    """
-
-    __slots__ = ("_address", "_forks", "_param", "_refused", "_storage", "_tensor", "twin")
+    __slots__ = ("_address", "_forks", "_param", "_refused", "_storage", "_tensor")
 
     def __init__(self, param: Any) -> None:
         self._param = param
         self._refused = False
-        self.twin: Any = None
         self._tensor: Any = None
         """A tensor that lies there, and is known here alone."""
         self._storage: Any = None
@@ -66,11 +60,10 @@ class GradientPlace:
         ):
             block = arena.empty(grad.nbytes, np.uint8)
             self.renew(memory.over(block, grad.shape, grad.dtype))
-            self.twin = memory.over(block, grad.shape, grad.dtype)
             place = self._tensor
             if not arena.locate(self._address, place.nbytes):
                 self._refused = True
-                self._tensor = self._storage = self.twin = None
+                self._tensor = self._storage = None
                 return
         with torch.no_grad():
             place.copy_(grad)

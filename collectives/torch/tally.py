@@ -1,11 +1,10 @@
-"""The tally: ten integers that the ranks sum in every step, to learn what one rank alone cannot know.
+"""The tally: eight integers that the ranks sum in every step, to learn what one rank alone cannot know.
 
 It shows whether any rank has gradients that were not submitted in its backward pass; whether all ranks are in the same
 step, because a rank that has combined its gradients more often (it alone read them between two backward passes) would
 combine them with those of another step; and whether a rank without a backward pass combines gradients in its ``step()``
 while others have read theirs, so that changes such as clipping would not be made there. It shows ranks whose gradients
-are not alike, so that elements would be added to others. And it shows whether all ranks can start, or bind, the
-persistent operation of a step (`collectives.torch.step_operation`).
+are not alike, so that elements would be added to others.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ class Tally:
 
     def __init__(self) -> None:
         self.combined = 0
-        self._sums = np.zeros(10, np.int64)
+        self._sums = np.zeros(8, np.int64)
 
     def sum(
         self,
@@ -38,8 +37,6 @@ class Tally:
         not_submitted: int,
         reads: bool,
         idle: bool,
-        bound: bool,
-        steady: bool,
         layout: int,
     ) -> None:
         """Sum over the ranks; a joined rank adds zeros.
@@ -48,14 +45,12 @@ class Tally:
             not_submitted: the number of this rank's gradients that have not been submitted.
             reads: this rank's program reads gradients.
             idle: this rank applies gradients without having run a backward pass.
-            bound: all gradients of this rank lie where the step's persistent operation is bound to.
-            steady: they lie where those of the step before did.
             layout: a fingerprint of what this rank combines.
         """
         combined = self.combined
         layout &= _LAYOUT
         counts = not_submitted, 1, combined, combined * combined
-        self._sums[:] = *counts, reads, idle, bound, steady, layout, layout * layout
+        self._sums[:] = *counts, reads, idle, layout, layout * layout
         world.allreduce_(self._sums, op=Op.SUM, name=name)
 
     @property
@@ -67,15 +62,7 @@ class Tally:
     def same_layouts(self) -> bool:
         """Whether all ranks' fingerprints are alike."""
         sums = self._sums.tolist()
-        return bool(sums[1] * sums[9] == sums[8] * sums[8])  # the variance is 0
-
-    def all_bound(self, world: World) -> bool:
-        """Whether all gradients of all ranks lie where the step's persistent operation is bound to."""
-        return bool(self._sums[6] == world.size)
-
-    def all_steady(self, world: World) -> bool:
-        """Whether all gradients of all ranks lie where those of the step before did."""
-        return bool(self._sums[7] == world.size)
+        return bool(sums[1] * sums[7] == sums[6] * sums[6])  # the variance is 0
 
     def check(self, rank: int) -> None:
         """Raise on all ranks alike if the sums show ranks in different steps.

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.gpu import __main__ as command
-from benchmarks.gpu import report, runner
+from benchmarks.gpu import runner
 from benchmarks.gpu.figures import Figure
-from benchmarks.gpu.parts import GROUPS, named, parts
+from benchmarks.gpu.parts import GROUPS, parts
 from benchmarks.gpu.runner import FAILED, PASSED, SKIPPED, TIMED_OUT, Outcome, Part, run_all, run_part
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -181,15 +181,6 @@ def test_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert command.check([program("bad", "raise SystemExit(1)")], 60, output, logs, found) == 1
 
 
-def test_a_bar_that_cannot_be_reached_here_is_a_record() -> None:
-    missed = Figure("latency", 2000.0, "us", most=60)
-    record = Figure("latency", 2000.0, "us", most=60, record="ranks take turns on one GPU")
-    assert (missed.met, record.met) == (False, None) and record.bar == missed.bar == "<= 60"
-    outcomes = [Outcome("part", PASSED, result={"figures": [figure.as_dict()]}) for figure in (missed, record)]
-    assert [outcome.good for outcome in outcomes] == [False, True]
-    assert "not judged: ranks take turns on one GPU" in report.table(outcomes)
-
-
 def test_every_part_is_there_and_bounded() -> None:
     found = parts()
     names = [part.name for part in found]
@@ -202,35 +193,6 @@ def test_every_part_is_there_and_bounded() -> None:
             modules = [words[place + 1] for place, word in enumerate(words) if word == "-m"]
             assert modules and all(importlib.util.find_spec(module) for module in modules), part
             assert all((ROOT / word).exists() for word in words if word.endswith(".py")), part
-
-
-def test_only_names_parts_exactly(capsys: pytest.CaptureFixture[str]) -> None:
-    assert named(["ipc-2", "nccl", "latency"]) == {"ipc-2", "nccl", "latency"}
-    assert named(["tests-ipc", "torch", "memory"]) == {
-        name for group in ("tests-ipc", "torch", "memory") for name in GROUPS[group]
-    }
-    assert named(
-        [
-            "versions",
-            "tests-kernels",
-            "kernels",
-            "ipc-2",
-            "latency",
-            "tests-ipc",
-            "tests-one",
-            "torch",
-            "tests-nccl-2",
-            "nccl",
-        ]
-    )
-    assert named(["memory", "tests-threads", "tests-auto", "tests-host", "tests-nccl-4", "ipc-4"])
-    with pytest.raises(SystemExit):
-        command.main(["--only", "ipc-2,ipc"])
-    assert "no part is called 'ipc'; did you mean 'ipc-" in capsys.readouterr().err
-    assert command.main(["--only", "nccl,ipc-2", "--list"]) == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[:2]] == ["ipc-2", "nccl"], (
-        "the check's order"
-    )
 
 
 @pytest.mark.slow
